@@ -1,0 +1,36 @@
+"""What can go wrong in a run. Wrong arguments raise ValueError or TypeError; a failed run raises PipelineError."""
+
+from __future__ import annotations
+
+
+class PipelineError(RuntimeError):
+    """A run failed. The message names the rank, pipeline, stage and action where they are known."""
+
+
+class ScheduleError(PipelineError, ValueError):
+    """A schedule is not executable. The message names the stage, the position and the reason."""
+
+
+class StageError(PipelineError, ValueError):
+    """A stage's layers or the loss refused what they were given."""
+
+
+class PeerLost(PipelineError):
+    """Another worker died, failed or closed its connection."""
+
+
+class PipelineTimeout(PipelineError, TimeoutError):
+    """A wait lasted longer than the pipeline's time limit."""
+
+
+class CheckpointError(PipelineError, ValueError):
+    """A checkpoint is missing, damaged, or belongs to another model."""
+
+
+def nearest(name: str, valid: list[str] | tuple[str, ...]) -> str:
+    """The end of an error message about an unknown name: the nearest valid one, and all of them."""
+    import difflib
+
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}valid names: {', '.join(valid)}"

@@ -1,0 +1,1 @@
+"""Workers, lanes, links and the scheduler that drives them."""
