@@ -1,0 +1,49 @@
+"""Files that are either wholly written or not touched."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from pathlib import Path
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write ``data`` (text as UTF-8) to ``path`` so that readers find the old or the new content whole.
+
+    The data goes to a hidden temporary file in the same folder, reaches the disk, and then takes the place of
+    ``path`` in one step; a symbolic link stays one and its target is replaced. Several processes may write
+    the same path: the last one wins. Raises OSError, and leaves no temporary file, where the folder is
+    missing or cannot be written.
+    """
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no such folder, make it first", str(target.parent))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a folder, give the path of a file", str(target))
+    # Not tempfile: its files are the owner's alone; this one must get the mode that any new file gets.
+    temporary = target.parent / f".{target.name[:100]}.{uuid.uuid4().hex}.tmp"
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name itself survive a power cut, where the system lets folders be opened."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some network file systems refuse to sync a folder; the content is safe all the same
+    finally:
+        os.close(descriptor)
