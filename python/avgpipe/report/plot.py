@@ -1,0 +1,278 @@
+"""Draws a timeline with matplotlib: a row per stage, a hue per pipeline, light forwards, dark backwards."""
+
+from __future__ import annotations
+
+import colorsys
+import io
+import math
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from avgpipe.files import write_atomically
+from avgpipe.report.timeline import COMPUTE_KINDS, Event, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Light and dark of each pipeline's hue, told apart also by readers who confuse red and green.
+_HUES = (
+    ("#b5d4f0", "#2a6fb0"),  # blue
+    ("#fcd9a4", "#d9780f"),  # orange
+    ("#b0e0cc", "#1b8a63"),  # green
+    ("#e8c6e3", "#a04a94"),  # purple
+    ("#f5c9c5", "#c0453c"),  # red
+    ("#d8d0c1", "#7c6a4c"),  # brown
+)
+_GREYS = ("#d6d6d6", "#7d7d7d")
+_INK, _QUIET = "#333333", "#b9b9b9"
+_LEGEND = 10  # entries in a line of the legend
+_READABLE = 90  # compute events in the fullest row; more become slivers
+_WIDTH_IN, _BAR, _STRIP = 13.0, 0.66, 0.1  # inches; shares of a row's height
+
+
+class _View(NamedTuple):
+    """The drawn stretch of a timeline: its events, cut at the left edge, and the clock at its ends."""
+
+    timeline: Timeline
+    batches: int
+    start_s: float
+    end_s: float
+
+
+def plot_timeline(
+    timeline: Timeline, path: str | os.PathLike[str] | None = None, *, batches: int | None = None
+) -> Figure:
+    """The figure; see :meth:`Timeline.plot`. Without pyplot: no global state, no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if batches is not None and (type(batches) is not int or batches < 1):
+        raise ValueError(
+            f"batches={batches!r}: must be an int of at least 1, or None for as many as are readable"
+        )
+    figure = Figure(figsize=(_WIDTH_IN, 1.5 + 0.6 * timeline.stages), layout="constrained")
+    _check_format(path, FigureCanvasAgg(figure).get_supported_filetypes())
+    _draw(figure.add_subplot(), timeline, _last(timeline, batches or _readable(timeline)))
+    if path is not None:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=_suffix(path), dpi=150)
+        write_atomically(path, buffer.getvalue())
+    return figure
+
+
+def _suffix(path: str | os.PathLike[str]) -> str:
+    return Path(path).suffix[1:].lower() or "png"
+
+
+def _check_format(path: str | os.PathLike[str] | None, known: Iterable[str]) -> None:
+    if path is not None and _suffix(path) not in known:
+        raise ValueError(
+            f"path={os.fspath(path)!r}: no picture format, end it in one of .{', .'.join(sorted(known))}"
+        )
+
+
+def _readable(timeline: Timeline) -> int:
+    """How many of the last batches fit with ``_READABLE`` computations in the fullest row; at least one."""
+    begins: dict[int, float] = {}
+    ends: list[list[float]] = [[] for _ in range(timeline.stages)]
+    for event in timeline.events:
+        if event.kind in COMPUTE_KINDS:
+            begins[event.batch] = min(event.start_s, begins.get(event.batch, event.start_s))
+            ends[event.stage].append(event.end_s)
+    for row in ends:
+        row.sort()
+    count, begin = 0, math.inf
+    for batch in sorted(begins, reverse=True):
+        begin = min(begin, begins[batch])
+        if max(len(row) - bisect_right(row, begin) for row in ends) > _READABLE:
+            break
+        count += 1
+    return max(1, count)
+
+
+def _last(timeline: Timeline, batches: int) -> _View:
+    """From the first computation of the last batches to the end, with whatever else ran meanwhile."""
+    if not timeline.events:
+        return _View(timeline, 0, 0.0, 1.0)
+    chosen = sorted({event.batch for event in timeline.events})[-batches:]
+    ours = [event for event in timeline.events if event.batch >= chosen[0]]
+    start = min(event.start_s for event in [e for e in ours if e.kind in COMPUTE_KINDS] or ours)
+    end = max(event.end_s for event in timeline.events)
+    seen = tuple(e._replace(start_s=max(e.start_s, start)) for e in timeline.events if e.end_s > start)
+    return _View(Timeline(timeline.stages, seen), len(chosen), start, max(end, start + 1e-9))
+
+
+def _hue(pipeline: int) -> tuple[str, str]:
+    """Light and dark of a pipeline; past the chosen hues, evenly spread ones."""
+    from matplotlib.colors import to_hex
+
+    if 0 <= pipeline < len(_HUES):
+        return _HUES[pipeline]
+    angle = pipeline * 0.618034 % 1.0  # steps of the golden ratio never come close to an earlier one soon
+    return to_hex(colorsys.hls_to_rgb(angle, 0.82, 0.6)), to_hex(colorsys.hls_to_rgb(angle, 0.4, 0.6))
+
+
+def _draw(axes: Axes, timeline: Timeline, view: _View) -> None:
+    pipelines = sorted({event.pipeline for event in timeline.events})
+    origin = min((event.start_s for event in timeline.events), default=0.0)
+    unit, per_s = _unit(view.end_s - view.start_s)
+    lanes = pipelines if _share_a_device_at_once(view.timeline.events) else [None]
+    _draw_bars(axes, view, lanes, origin, per_s)
+    _draw_labels(axes, view, lanes, origin, per_s)
+    _dress(axes, view, (view.start_s - origin) * per_s, (view.end_s - origin) * per_s)
+    axes.set_xlabel(f"time since the first event ({unit})", color=_INK)
+    lines = _legend(axes, pipelines, {event.kind for event in view.timeline.events})
+    total = len({event.batch for event in timeline.events})
+    which = f"batches: {total}" if view.batches == total else f"last {view.batches} of {total} batches"
+    axes.set_title(
+        f"stages: {timeline.stages}   pipelines: {len(pipelines)}   {which}   "
+        f"bubbles: {100 * view.timeline.bubble_fraction:.1f} %",
+        loc="left",
+        pad=12 + 14 * lines,
+        fontsize=10,
+        color=_INK,
+    )
+
+
+def _unit(span_s: float) -> tuple[str, float]:
+    """The unit in which a span reads well, and how many of it make a second."""
+    return ("s", 1.0) if span_s >= 2 else ("ms", 1e3) if span_s >= 2e-3 else ("µs", 1e6)
+
+
+def _share_a_device_at_once(events: Iterable[Event]) -> bool:
+    """Whether computations of two pipelines overlap on a stage, beyond what a clock's grain explains."""
+    reached: dict[int, Event] = {}
+    for event in sorted((e for e in events if e.kind in COMPUTE_KINDS), key=lambda e: e.start_s):
+        before = reached.get(event.stage)
+        if before is not None and before.pipeline != event.pipeline and event.start_s < before.end_s - 1e-6:
+            return True
+        if before is None or event.end_s > before.end_s:
+            reached[event.stage] = event
+    return False
+
+
+def _place(event: Event, lanes: Sequence[int | None]) -> tuple[float, float]:
+    """Bottom and height of an event's bar; rows have height 1 around the stage's number."""
+    height = _BAR / len(lanes)
+    lane = lanes.index(event.pipeline) if len(lanes) > 1 else 0
+    bottom = event.stage - _BAR / 2 + lane * height
+    if event.kind in COMPUTE_KINDS or event.kind == "recv":
+        return bottom, height
+    return event.stage + _BAR / 2 + 0.02, _STRIP
+
+
+def _style(kind: str, hue: tuple[str, str]) -> dict[str, Any]:
+    """How bars of a kind look; waiting lies underneath, so that another pipeline's work covers it."""
+    light, dark = hue
+    bars: dict[str, dict[str, Any]] = {
+        "F": {"facecolor": light, "edgecolor": "white", "linewidth": 0.4},
+        "B": {"facecolor": dark, "edgecolor": "white", "linewidth": 0.4},
+        "I": {"facecolor": dark, "edgecolor": "white", "linewidth": 0.4},
+        "W": {"facecolor": dark, "edgecolor": "white", "linewidth": 0.4, "alpha": 0.6},
+        "U": {"facecolor": "white", "edgecolor": dark, "linewidth": 1.1, "zorder": 4},
+        "average": {"facecolor": dark, "edgecolor": "white", "linewidth": 0.4, "hatch": "xxxx", "zorder": 4},
+        "recv": {"facecolor": "white", "edgecolor": _QUIET, "linewidth": 0.0, "hatch": "////", "zorder": 1},
+    }
+    return {
+        "zorder": 3,
+        **bars.get(kind, {"facecolor": _GREYS[1] if kind == "host" else dark, "linewidth": 0.0}),
+    }
+
+
+def _draw_bars(axes: Axes, view: _View, lanes: Sequence[int | None], origin: float, per_s: float) -> None:
+    groups: dict[tuple[float, float, int | None, str], list[tuple[float, float]]] = defaultdict(list)
+    for event in view.timeline.events:
+        # Who waits does not matter where nobody works: all pipelines' waiting is one grey.
+        hue = None if event.kind == "recv" else event.pipeline
+        span = ((event.start_s - origin) * per_s, (event.end_s - event.start_s) * per_s)
+        bottom, height = _place(event, lanes)
+        groups[bottom, height, hue, event.kind].append(span)
+    for (bottom, height, hue, kind), spans in groups.items():
+        axes.broken_barh(spans, (bottom, height), **_style(kind, _GREYS if hue is None else _hue(hue)))
+
+
+def _draw_labels(axes: Axes, view: _View, lanes: Sequence[int | None], origin: float, per_s: float) -> None:
+    """The micro-batch's number in every bar that is wide enough for it."""
+    inches_per_s = (_WIDTH_IN - 1.8) / (view.end_s - view.start_s)
+    for event in view.timeline.events:
+        width = (event.end_s - event.start_s) * inches_per_s
+        if (
+            event.kind not in COMPUTE_KINDS
+            or event.micro_batch is None
+            or width < 0.03 + 0.07 * len(str(event)[1:])
+        ):
+            continue
+        bottom, height = _place(event, lanes)
+        middle = (event.start_s + event.end_s) / 2 - origin
+        color = _INK if event.kind == "F" else "white"
+        axes.text(
+            middle * per_s,
+            bottom + height / 2,
+            str(event.micro_batch),
+            ha="center",
+            va="center",
+            fontsize=7,
+            color=color,
+            zorder=5,
+        )
+
+
+def _dress(axes: Axes, view: _View, left: float, right: float) -> None:
+    """Rows from stage 0 down, its busy share beside each, and no more lines than needed."""
+    stages = view.timeline.stages
+    axes.set_xlim(left, right)
+    axes.set_ylim(stages - 0.45, -0.5)
+    axes.set_yticks(range(stages), [f"stage {k}" for k in range(stages)], color=_INK)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#ececec", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "left", "right"):
+        axes.spines[side].set_visible(False)
+    for k, share in enumerate(view.timeline.worker_busy_fraction):
+        axes.annotate(
+            f"busy {100 * share:.0f} %",
+            (1.008, k),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize=8,
+            color=_INK,
+            annotation_clip=False,
+        )
+
+
+def _legend(axes: Axes, pipelines: Sequence[int], kinds: set[str]) -> int:
+    """A pair of light and dark for each pipeline, then what the shapes mean, in grey; returns its lines."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    pairs = [_hue(i) for i in pipelines]
+    handles: list[Any] = [tuple(Patch(facecolor=color) for color in pair) for pair in pairs]
+    names = [f"pipeline {i}" for i in pipelines]
+    words = {
+        "F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "U": "update",
+        "average": "averaging", "recv": "waiting",
+    }  # fmt: skip
+    for kind in [*words, *sorted(kinds - words.keys())]:
+        if kind in kinds:
+            handles.append(Patch(**_style(kind, _GREYS)))
+            names.append(words.get(kind, kind))
+    if handles:
+        axes.legend(
+            handles,
+            names,
+            handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
+            loc="lower left",
+            bbox_to_anchor=(0.0, 1.0),
+            ncols=_LEGEND,
+            frameon=False,
+            fontsize=8,
+            borderaxespad=0.0,
+            handlelength=2.2,
+            columnspacing=1.4,
+        )
+    return math.ceil(len(handles) / _LEGEND)
