@@ -1,0 +1,47 @@
+"""The pure-data rooms work, and import quickly, where torch is absent or slow to load."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+WANTED = ["schedule", "partition", "simulate", "report"]
+ROOMS = [room for room in WANTED if getattr(find_spec(f"avgpipe.{room}"), "origin", None)]
+
+PROBE = """
+import importlib, sys
+for path in {modules!r}:
+    module = importlib.import_module(path)
+    for name in getattr(module, "__all__", []):
+        getattr(module, name)
+for name in {names!r}:
+    getattr(importlib.import_module("avgpipe"), name)
+heavy = ("torch", "matplotlib")
+print(*sorted(m for m in sys.modules if m.split(".")[0] in heavy or m.startswith("avgpipe.runtime")))
+"""
+
+
+def loaded(modules, names=()):
+    """The heavy modules that an interpreter has loaded after using these modules and names of the package."""
+    code = PROBE.format(modules=modules, names=names)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_pure_data_room_loads_neither_torch_nor_the_runtime(room):
+    assert loaded([f"avgpipe.{room}"]) == []
+
+
+def test_the_pure_names_of_the_package_load_neither_torch_nor_the_runtime():
+    assert (
+        loaded([], ["Action", "Schedule", "build_schedule", "schedule_names", "Timeline", "ScheduleError"])
+        == []
+    )
+
+
+def test_the_probe_sees_what_it_looks_for():
+    assert "avgpipe.runtime" in loaded(["avgpipe.runtime"])
+    assert "matplotlib" in loaded(["matplotlib"])
