@@ -1,0 +1,24 @@
+"""The compiled operators `torch.ops.avgpipe.*`: typed wrappers, and what was built.
+
+Every operator takes a tensor, or lists of tensors of one length. Common to all:
+
+- dtypes: float64; float32; bfloat16 and float16, computed in float32. Beside a 16-bit x, each of the other
+  tensors may be float32 (a master copy). The factors alpha and scale are rounded to the arithmetic's type.
+- All tensors of a tuple have one shape and one dense order of strides (contiguous, or all channels_last); all
+  tensors of a call are on one device, CPU or CUDA; no written tensor shares memory with another one.
+- Anything else raises ValueError with the clashing values, before anything is written.
+- With check_finite=True the result is the number of elements for which a value written, as rounded to its
+  dtype, is not finite: an int64 tensor of shape () on the tensors' device (an element counts once, however many
+  of its values are not finite). Otherwise it is an empty int64 tensor of shape (0,).
+- CUDA operators run on the current stream of the tensors' device and never wait for it.
+- Operators are updates in place: wrappers run them without recording gradients, and torch's version counters
+  move, so that a backward pass that still needs an overwritten value fails instead of being wrong.
+- Rounding is the same on every processor, CPU or CUDA, and for every number of threads.
+"""
+
+from __future__ import annotations
+
+from avgpipe_ext._library import build_info
+from avgpipe_ext.operators import easgd_step_, elastic_pull_, elastic_step_, reference_apply_
+
+__all__ = ["build_info", "easgd_step_", "elastic_pull_", "elastic_step_", "reference_apply_"]

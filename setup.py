@@ -1,0 +1,92 @@
+"""Builds the native library with CMake (see CMakeLists.txt) and packages it beside the Python code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+
+
+def require_torch() -> None:
+    """Stop early: after reading the dependencies, an isolated build would download torch, and not even use it."""
+    if importlib.util.find_spec("torch") is None:
+        sys.exit(
+            "avgpipe: the build finds no torch; install torch>=2.11, then use pip install --no-build-isolation"
+        )
+
+
+def version() -> str:
+    """The version written in python/avgpipe/__init__.py."""
+    text = (ROOT / "python/avgpipe/__init__.py").read_text()
+    match = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    if match is None:
+        sys.exit('avgpipe: python/avgpipe/__init__.py has no line __version__ = "..."')
+    return match.group(1)
+
+
+def tool(name: str) -> str:
+    """The program of the environment that builds, else the one on PATH."""
+    beside = shutil.which(name, path=str(Path(sys.executable).parent))
+    path = beside or shutil.which(name)
+    if path is None:
+        sys.exit(f"avgpipe: {name} is missing; pip install {name}")
+    return path
+
+
+class CMakeBuild(build_ext):
+    """Builds one library that serves every Python: no ABI tag in its name."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', '/')}.so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+    def build_extension(self, ext: Extension) -> None:
+        build = ROOT / "build" / "native"
+        configure = [
+            *(tool("cmake"), "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
+            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DAVGPIPE_LIBRARY_DIR={build / 'lib'}",
+            f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
+        ]
+        for command in (configure, [tool("cmake"), "--build", str(build), "--target", "avgpipe"]):
+            if subprocess.run(command, cwd=ROOT).returncode:
+                sys.exit("avgpipe: the native build failed, see the messages above")
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(build / "lib" / target.name, target)
+
+    def copy_extensions_to_source(self) -> None:
+        # A process may have the old library mapped: leave it that file, and write another.
+        for ext in self.extensions:
+            (ROOT / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
+
+
+class AnyPythonWheel(bdist_wheel):
+    """Tags the wheel py3-none-<platform>: the library includes no Python header."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+require_torch()
+setup(
+    version=version(),
+    packages=[*find_packages("python"), "avgpipe_ext"],
+    package_dir={"": "python", "avgpipe_ext": "avgpipe_ext"},
+    package_data={"avgpipe": ["py.typed"], "avgpipe_ext": ["py.typed"]},
+    ext_modules=[Extension("avgpipe_ext.libavgpipe", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
+)
