@@ -1,0 +1,162 @@
+"""Reading a checkpoint under any plan.
+
+Under the plan that wrote it a run goes on bit for bit. Otherwise weights, buffers, optimizer states and learning-rate schedules
+are carried over by parameter name: with the same number of pipelines each has its own again, else all begin at the reference
+with the optimizer state of a saved pipeline; an unfinished round of averaging is dropped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from avgpipe.averaging import ElasticAveraging
+from avgpipe.checkpoint.manifest import Manifest
+from avgpipe.checkpoint.save import carries, parameter_names
+from avgpipe.errors import CheckpointError
+from avgpipe.plan import Plan
+from avgpipe.runtime.model import Model
+from avgpipe.runtime.replica import Replica
+from avgpipe.runtime.worker import Worker
+
+_SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha")
+
+
+def load_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -> int:
+    """Restore ``worker``; returns the number of batches that the saved run had begun."""
+    manifest = Manifest.read(directory)
+    manifest.check_model(model.signature(), directory)
+    same = manifest.bounds == model.bounds and all(manifest.plan.get(n) == getattr(plan, n) for n in _SAME)
+    if same:
+        contents = {k: _read(manifest, directory, k) for k in worker.stages}
+        for k in worker.stages:
+            _restore_exactly(contents[k], model, worker, k)
+    else:
+        saved = _Saved([_read(manifest, directory, k) for k in range(len(manifest.files))])
+        for k in worker.stages:
+            _restore_by_name(saved, model, worker, k)
+    worker.world.barrier()
+    return manifest.batches
+
+
+def _read(manifest: Manifest, directory: Path, stage: int) -> dict[str, Any]:
+    path = manifest.check_file(directory, stage, content=True)
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        reason = str(error).split("\n")[0]
+        raise CheckpointError(f"corrupt checkpoint: {path} does not load ({reason}); use another one") from error
+    return content
+
+
+@torch.no_grad()
+def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, k: int) -> None:
+    reference = worker.references[k]
+    if reference is not None:
+        reference.load_state_dict(content["reference"]["state"])
+    for i, saved in enumerate(content["replicas"]):
+        replica = worker.replicas[k, i]
+        _copy_weights(replica, model.trainable_names(k), saved["weights"])
+        _copy_rest(replica, model, k, saved["rest"])
+        if replica.optimizer is not None:
+            replica.optimizer.load_state_dict(saved["optimizer"]["state"])
+        if replica.lr_scheduler is not None and saved["lr_scheduler"] is not None:
+            replica.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+        _restore_carries(replica, saved["carry"])
+
+
+class _Saved:
+    """The files of all saved stages, merged by name."""
+
+    def __init__(self, contents: list[dict[str, Any]]) -> None:
+        self.contents = contents
+        self.pipelines = len(contents[0]["replicas"])
+
+    def reference(self) -> dict[str, torch.Tensor]:
+        merged: dict[str, torch.Tensor] = {}
+        for content in self.contents:
+            source = content["reference"] or content["replicas"][0]
+            merged.update(source["weights"])
+        return merged
+
+    def replica(self, i: int, what: str) -> dict[str, Any]:
+        """``weights``, ``rest`` or ``carry`` of a pipeline over all stages."""
+        merged: dict[str, Any] = {}
+        for content in self.contents:
+            merged.update(content["replicas"][i][what])
+        return merged
+
+    def optimizer(self, i: int) -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
+        """State by parameter name, settings of the parameter groups, and the learning-rate schedule's state."""
+        states: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        lr_scheduler = None
+        for content in self.contents:
+            replica = content["replicas"][i]
+            if replica["optimizer"] is None:
+                continue
+            state, names = replica["optimizer"]["state"], replica["optimizer"]["names"]
+            states.update({names[n]: value for n, value in state["state"].items()})
+            groups = groups or state["param_groups"]
+            lr_scheduler = lr_scheduler or replica["lr_scheduler"]
+        return states, groups, lr_scheduler
+
+
+@torch.no_grad()
+def _restore_by_name(saved: _Saved, model: Model, worker: Worker, k: int) -> None:
+    names = model.trainable_names(k)
+    reference, weights = worker.references[k], saved.reference()
+    pipelines = [i for stage, i in worker.replicas if stage == k]
+    if reference is not None:
+        views = worker.replicas[k, 0].arena.layout.views(reference.parameters)
+        for name, view in zip(names, views):
+            view.copy_(weights[name])
+    for i in pipelines:
+        replica, source = worker.replicas[k, i], i % saved.pipelines
+        own = saved.replica(source, "weights") if len(pipelines) == saved.pipelines > 1 else weights
+        _copy_weights(replica, names, own)
+        _copy_rest(replica, model, k, saved.replica(source, "rest"))
+        _restore_optimizer(replica, names, *saved.optimizer(source))
+        if len(pipelines) == saved.pipelines:
+            _restore_carries(replica, saved.replica(source, "carry"))
+
+
+def _restore_optimizer(
+    replica: Replica, names: list[str], states: dict[str, Any], groups: list[dict[str, Any]], lr_scheduler: Any
+) -> None:
+    if replica.optimizer is None:
+        return
+    inner = replica.optimizer.inner if isinstance(replica.optimizer, ElasticAveraging) else replica.optimizer
+    current = inner.state_dict()
+    if len(groups) == len(current["param_groups"]):
+        for mine, theirs in zip(current["param_groups"], groups):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+    order = parameter_names(replica, names)
+    current["state"] = {n: states[name] for n, name in enumerate(order) if name in states}
+    inner.load_state_dict(current)
+    if replica.lr_scheduler is not None and lr_scheduler is not None:
+        replica.lr_scheduler.load_state_dict(lr_scheduler)
+
+
+def _copy_weights(replica: Replica, names: list[str], values: dict[str, torch.Tensor]) -> None:
+    for name, view in zip(names, replica.arena.layout.views(replica.arena.weights)):
+        view.copy_(values[name])
+
+
+def _copy_rest(replica: Replica, model: Model, k: int, values: dict[str, torch.Tensor]) -> None:
+    """Frozen parameters and buffers."""
+    state = replica.stage.layers.state_dict(keep_vars=True)
+    for entry in model.entries[k]:
+        if entry.arena is None and entry.names[0] in values:
+            state[entry.local].data.copy_(values[entry.names[0]])
+
+
+def _restore_carries(replica: Replica, values: dict[str, Any]) -> None:
+    device = replica.stage.device
+    for place, carry in carries(replica).items():
+        carry.values = {
+            m: (-1, None, torch.utils._pytree.tree_map(lambda t: t.to(device).clone(), value))
+            for m, value in values.get(place, {}).items()
+        }

@@ -1,0 +1,110 @@
+"""Writing a checkpoint: every rank writes the file of its stage, then the first rank the manifest."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from avgpipe.averaging import Reference
+from avgpipe.checkpoint.manifest import Manifest, crc_of
+from avgpipe.plan import Plan
+from avgpipe.runtime.context import Carry
+from avgpipe.runtime.export import stage_state
+from avgpipe.runtime.model import Model
+from avgpipe.runtime.replica import Replica
+from avgpipe.runtime.worker import Worker
+
+
+def save_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan, batches: int) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    world = worker.world
+    # all ranks name their files alike, and never as the files of the checkpoint that is there now
+    token = int(world.broadcast(torch.tensor(secrets.randbits(48)), 0))
+    rows = []
+    for k in worker.stages:
+        path = directory / _file_name(k, token)
+        _write(path, _stage_content(model, worker, k))
+        rows.append([k, path.stat().st_size, crc_of(path)])
+    table = world.gather_rows(torch.tensor(rows, dtype=torch.float64)).tolist()
+    if world.rank == 0:
+        files = [(_file_name(int(k), token), int(size), int(crc)) for k, size, crc in sorted(table)]
+        Manifest(asdict(plan), batches, model.bounds, model.signature(), files).write(directory)
+        _remove_others(directory, {name for name, _, _ in files})
+    world.barrier()  # nobody goes on, or ends, before the checkpoint is there
+
+
+def _file_name(stage: int, token: int) -> str:
+    return f"stage-{stage}-{token:012x}.pt"
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    with path.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _remove_others(directory: Path, keep: set[str]) -> None:
+    """Delete the files of earlier checkpoints, and of any that was cut off before its manifest."""
+    for path in directory.glob("stage-*-????????????.pt"):
+        if path.name not in keep:
+            path.unlink(missing_ok=True)
+
+
+def _stage_content(model: Model, worker: Worker, k: int) -> dict[str, Any]:
+    """Plain containers and tensors only, so that it loads with ``weights_only=True``. Names are first names."""
+    reference = worker.references[k]
+    replicas = [r for (stage, _), r in sorted(worker.replicas.items()) if stage == k]
+    return {
+        "reference": None if reference is None else _reference_content(model, reference, replicas[0], k),
+        "replicas": [_replica_content(model, worker, r, k) for r in replicas],
+    }
+
+
+def _reference_content(model: Model, reference: Reference, replica: Replica, k: int) -> dict[str, Any]:
+    views = replica.arena.layout.views(reference.parameters)
+    return {"weights": dict(zip(model.trainable_names(k), views)), "state": reference.state_dict()}
+
+
+def _replica_content(model: Model, worker: Worker, replica: Replica, k: int) -> dict[str, Any]:
+    names = model.trainable_names(k)
+    rest = stage_state(model, worker, k, replica.pipeline)
+    content: dict[str, Any] = {
+        "weights": dict(zip(names, replica.arena.layout.views(replica.arena.weights))),
+        "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},
+        "carry": {
+            place: {m: value for m, (_, _, value) in carry.values.items()}
+            for place, carry in carries(replica).items()
+        },
+        "optimizer": None,
+        "lr_scheduler": None,
+    }
+    if replica.optimizer is not None:
+        content["optimizer"] = {
+            "state": replica.optimizer.state_dict(),
+            "names": parameter_names(replica, names),
+        }
+    if replica.lr_scheduler is not None:
+        content["lr_scheduler"] = replica.lr_scheduler.state_dict()
+    return content
+
+
+def carries(replica: Replica) -> dict[str, Carry]:
+    """Carried states by place in the unsplit model: layer number, and number within the layer."""
+    found = {}
+    for number, layer in enumerate(replica.stage.layers, replica.stage.first):
+        for n, carry in enumerate(m for m in layer.modules() if isinstance(m, Carry)):
+            found[f"{number}.{n}"] = carry
+    return found
+
+
+def parameter_names(replica: Replica, names: list[str]) -> list[str]:
+    """First names of the optimizer's parameters, in the order in which its ``state_dict`` numbers them."""
+    assert replica.optimizer is not None
+    by_id = {id(p): name for p, name in zip(replica.arena.parameters, names)}
+    return [by_id[id(p)] for group in replica.optimizer.param_groups for p in group["params"]]

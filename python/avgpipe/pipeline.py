@@ -1,0 +1,343 @@
+"""Train a model as pipelines of stages: the public face of the runtime."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from avgpipe.checkpoint import load_checkpoint, save_checkpoint
+from avgpipe.errors import PipelineError
+from avgpipe.plan import Plan
+from avgpipe.report.timeline import Event, Timeline
+from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, split
+from avgpipe.runtime.export import gather_state
+from avgpipe.runtime.inference import Evaluation, Inference, Prediction
+from avgpipe.runtime.lane import TrainingOptions, Work, scalar_loss
+from avgpipe.runtime.model import Model
+from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
+from avgpipe.runtime.rng import caller_generators
+from avgpipe.runtime.worker import Worker
+from avgpipe.runtime.world import World
+
+_EVENT_KINDS = ("F", "B", "U", "send", "host", "recv")
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What a batch came to; alike on every rank. ``loss`` is that of the whole batch before its update."""
+
+    loss: float
+    batch: int  # counted over the life of the pipeline
+    pipeline: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """``loss``: mean over the evaluated samples (for a sum loss, the sum). ``metric``: mean of ``metric_fn``, if given."""
+
+    loss: float
+    metric: float | None
+    samples: int
+
+
+class Pipeline:
+    """``plan.pipelines`` replicas of ``model``, each cut into ``plan.stages`` stages, trained together.
+
+    Every rank builds the same model and Pipeline. With a default process group, or torchrun's environment, there must be one
+    rank per stage; alone, the process runs all stages. ``model`` is copied, not changed: ``state_dict`` returns what was learnt.
+
+    model: ``nn.Sequential``, a list of modules, or a module that ``torch.fx`` can trace. loss_fn(output, target): a scalar,
+        the mean over samples, or a sum if it says so by ``reduction = "sum"``. optimizer(params): a torch optimizer.
+    lr_scheduler(optimizer): stepped after every batch of a pipeline. clip_grad_norm: limit of the gradient's norm over all
+        stages. autocast: dtype for ``torch.autocast``. loss_weight(target): what a micro-batch weighs in its batch's mean
+        loss; default: its samples, or what cross entropy counts.
+    Raises ValueError for a plan that the model or the ranks do not fit; failures of a run are ``PipelineError``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        plan: Plan,
+        *,
+        loss_fn: LossFn,
+        optimizer: OptimizerFn,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        timeout_s: float = 300,
+        lr_scheduler: SchedulerFn | None = None,
+        clip_grad_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm must be positive, not {clip_grad_norm}")
+        self.plan = plan
+        self._model = Model.split(model, plan.stages, plan.partition)
+        self._device = _device(device, self._model.layers)
+        self._loss_fn, self._loss_weight = loss_fn, loss_weight
+        if isinstance(loss_fn, nn.Module):
+            loss_fn.to(self._device)
+        self._world = World(timeout_s)
+        if self._world.size not in (1, plan.stages):
+            raise ValueError(
+                f"the plan has {plan.stages} stages and there are {self._world.size} ranks: start one rank per stage, "
+                "or a single process for all"
+            )
+        self._world.require_same("plan", plan.to_json())
+        self._world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
+        options = TrainingOptions(loss_fn, clip_grad_norm, autocast, plan.recompute, plan.stages)
+        self._worker = Worker(
+            self._model, plan, self._world, self._device, seed, options, optimizer, lr_scheduler
+        )
+        self._schedule = lru_cache(maxsize=None)(plan.build_schedule)
+        self._next_batch = 0
+        self._in_hand: deque[tuple[int, int, float]] = deque()  # (batch, samples, weight), oldest first
+        self._results: deque[BatchResult] = deque()
+        self._failed: BaseException | None = None
+        self._closed = False
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def train(self, loader: Iterable[Any]) -> Iterator[BatchResult]:
+        """Train on the batches of ``loader``, pairs (inputs, targets), and yield their results in order.
+
+        Pipelines stream: when the result of batch j is yielded, the next N - 1 batches are under way. Whatever is called
+        then (``evaluate``, ``save``) finishes them first.
+        """
+        self.drain()
+        self._results.clear()  # of batches that an abandoned loop left under way
+        source = iter(loader)
+        more = True
+        while True:
+            while more and len(self._in_hand) < self.plan.pipelines and not self._results:
+                try:
+                    inputs, targets = _pair(next(source))
+                except StopIteration:
+                    more = False
+                else:
+                    self._begin(inputs, targets)
+            if not self._results:
+                if not self._in_hand:
+                    return
+                self._finish_oldest()
+            yield self._results.popleft()
+
+    def step(self, inputs: Any, targets: Any) -> float:
+        """Train every pipeline on its share of the samples and wait; the mean loss over all of them."""
+        self.drain()
+        self._results.clear()
+        n = self.plan.pipelines
+        if batch_size(inputs) < n * self.plan.micro_batches:
+            raise ValueError(
+                f"{batch_size(inputs)} samples do not fill {n} pipelines of {self.plan.micro_batches} micro-batches each"
+            )
+        for x, y in zip(split(inputs, n), split(targets, n)):
+            self._begin(x, y)
+        weights = [w for _, _, w in self._in_hand]
+        self.drain()
+        losses = [self._results.popleft().loss for _ in range(n)]
+        return sum(loss * w for loss, w in zip(losses, weights)) / sum(weights)
+
+    def drain(self) -> None:
+        """Finish the batches that are under way."""
+        while self._in_hand:
+            self._finish_oldest()
+
+    def _begin(self, inputs: Any, targets: Any) -> None:
+        batch, pipeline = self._next_batch, self._next_batch % self.plan.pipelines
+        samples = batch_size(inputs)
+        parts = self.plan.micro_batches
+        if samples < parts and batch == 0:
+            raise ValueError(
+                f"a batch of {samples} samples cannot make {parts} micro-batches: use a larger batch or fewer micro_batches"
+            )
+        parts = min(parts, samples)  # a short last batch makes fewer
+        answers = split(targets, parts)
+        sizes = _sizes(samples, parts)
+        weights = loss_weights(self._loss_fn, answers, sizes, self._loss_weight)
+        work = Work(batch, self._schedule(parts), split(inputs, parts), answers, weights)
+        if isinstance(self._loss_fn, nn.Module):
+            self._loss_fn.train()
+        with self._running():
+            for k in self._worker.stages:
+                self._worker.lanes[k, pipeline].start(work)
+        self._next_batch += 1
+        self._in_hand.append((batch, samples, weights.total))
+
+    def _finish_oldest(self) -> None:
+        batch, samples, _ = self._in_hand[0]
+        pipeline = batch % self.plan.pipelines
+        lanes = [self._worker.lanes[k, pipeline] for k in self._worker.stages]
+        with self._running(), caller_generators(self._device):
+            self._worker.scheduler.run_until(lambda: all(lane.next_step() is None for lane in lanes))
+            losses = [lane.finish() for lane in lanes]
+        self._in_hand.popleft()
+        loss = losses[0]
+        assert loss is not None
+        self._results.append(BatchResult(float(loss), batch, pipeline, samples))
+
+    # ---- using the model -----------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        loader: Iterable[Any],
+        metric_fn: Callable[[Any, Any], Any] | None = None,
+        *,
+        weights: str | int = "reference",
+    ) -> EvaluationResult:
+        """Mean loss, and mean of ``metric_fn(output, target)`` per sample, over ``loader``; batches of any size.
+
+        ``weights``: "reference", or the index of a pipeline. Training goes on afterwards as if nothing had happened.
+        """
+        self.drain()
+        which = self._which(weights)
+
+        def loss(output: Any, target: Any) -> torch.Tensor:
+            return scalar_loss(self._loss_fn, output, target)
+
+        def weight(target: Any, samples: int) -> float:
+            return loss_weights(self._loss_fn, [target], [samples], self._loss_weight).total
+
+        sums = torch.zeros(4, dtype=torch.float64)
+        if isinstance(self._loss_fn, nn.Module):
+            self._loss_fn.eval()
+        passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, which)
+        with self._running():
+            for part in passes.run(map(_pair, loader), lambda: Evaluation(loss, weight, metric_fn)):
+                sums += part
+        if sums[3] == 0:
+            raise ValueError("evaluate needs at least one sample: the loader is empty")
+        is_sum = self._loss_weight is None and getattr(self._loss_fn, "reduction", "mean") == "sum"
+        return EvaluationResult(
+            float(sums[0] if is_sum else sums[0] / sums[1]),
+            float(sums[2] / sums[3]) if metric_fn is not None else None,
+            int(sums[3]),
+        )
+
+    def predict(self, inputs: Any, *, weights: str | int = "reference") -> Any:
+        """The model's output for a batch of any size, in evaluation mode, on every rank."""
+        self.drain()
+        passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, self._which(weights))
+        with self._running():
+            return list(passes.run([(inputs, None)], Prediction))[0]
+
+    def state_dict(self, weights: str | int = "reference") -> dict[str, torch.Tensor]:
+        """Weights and buffers under the names of the unsplit model, into which they load with ``strict=True``."""
+        self.drain()
+        with self._running():
+            return gather_state(self._model, self._worker, self._which(weights))
+
+    def save(self, directory: str | Path) -> None:
+        """Write a checkpoint that loads under any plan. The folder appears, or replaces the one there, all at once."""
+        self.drain()
+        with self._running():
+            save_checkpoint(Path(directory), self._model, self._worker, self.plan, self._next_batch)
+
+    def load(self, directory: str | Path) -> None:
+        """Go on from a checkpoint: bit for bit under the same plan, else from its weights and optimizer states."""
+        self.drain()
+        with self._running():
+            self._next_batch = load_checkpoint(Path(directory), self._model, self._worker, self.plan)
+
+    @property
+    def batches(self) -> int:
+        """Batches begun so far, over all pipelines; the next one goes to pipeline ``batches % N``."""
+        return self._next_batch
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of this rank: one per pipeline and stage that has trainable parameters."""
+        return [r.optimizer for r in self._worker.replicas.values() if r.optimizer is not None]
+
+    def timeline(self) -> Timeline:
+        """When what ran in the last steps, on all ranks; times in seconds from the first of them."""
+        self.drain()
+        rows = [
+            [*e[:3], -1 if e.micro_batch is None else e.micro_batch, _EVENT_KINDS.index(e.kind), *e[5:]]
+            for e in self._worker.scheduler.events
+        ]
+        table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 7)
+        with self._running():
+            table = self._world.gather_rows(table)
+        begin = float(table[:, 5].min()) if len(table) else 0.0
+        events = [
+            Event(int(k), int(i), int(j), int(m) if m >= 0 else None, _EVENT_KINDS[int(kind)], start - begin, end - begin)
+            for k, i, j, m, kind, start, end in table.tolist()
+        ]
+        return Timeline(self.plan.stages, tuple(sorted(events, key=lambda e: e.start_s)))
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the receiving threads. The process group stays."""
+        if not self._closed:
+            self._closed = True
+            self._worker.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        bounds = self._model.bounds
+        cut = ", ".join(f"{a}..{b - 1}" for a, b in zip(bounds, bounds[1:]))
+        return f"Pipeline({asdict(self.plan)}, layers of the stages: {cut}, device={self._device})"
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Whatever fails inside is told to the other ranks, and ends this pipeline."""
+        if self._closed:
+            raise PipelineError("this Pipeline is closed")
+        if self._failed is not None:
+            raise PipelineError(f"this Pipeline has failed before: {self._failed}") from self._failed
+        try:
+            yield
+        except Exception as error:
+            self._failed = error
+            self._world.report(error)
+            raise
+
+    def _which(self, weights: str | int) -> str | int:
+        if weights == "reference" or (
+            isinstance(weights, int) and not isinstance(weights, bool) and 0 <= weights < self.plan.pipelines
+        ):
+            return weights
+        raise ValueError(f"weights must be 'reference' or a pipeline from 0 to {self.plan.pipelines - 1}, not {weights!r}")
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    got = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+    raise TypeError(f"a loader must yield pairs (inputs, targets), not {got}")
+
+
+def _sizes(samples: int, parts: int) -> list[int]:
+    """Sizes of the micro-batches, as ``split`` makes them."""
+    return [samples // parts + (m < samples % parts) for m in range(parts)]
+
+
+def _device(device: torch.device | str | None, layers: Sequence[nn.Module]) -> torch.device:
+    if device is None:
+        tensor = next((p for layer in layers for p in layer.parameters()), torch.empty(0))
+        return tensor.device
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device {str(device)!r} was asked for, but torch {torch.__version__} sees no CUDA device: use device='cpu'"
+        )
+    return device

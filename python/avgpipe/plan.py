@@ -1,0 +1,114 @@
+"""A plan: every choice that makes a run what it is, as one value that can be printed, saved and edited."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from avgpipe.errors import nearest
+from avgpipe.files import write_atomically
+from avgpipe.schedule import Schedule, build_schedule
+from avgpipe.systems import SYSTEMS
+
+RULES = ("avgpipe", "easgd")
+RECOMPUTE = ("never", "except-last", "always")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train.
+
+    stages: K, pipelines: N, micro_batches: M (per batch of one pipeline). schedule, advance: see ``build_schedule``.
+    partition: None (balanced by an estimate of the compute), the first layer of stages 1..K-1 as indices, or as module
+    names for a traced model. alpha, rule, staleness, period: see ``Reference``. recompute: which micro-batches store
+    only their stage's input and run the forward again before the backward: "never", "always", or "except-last" (all but the
+    last micro-batch, as its backward comes soonest).
+    """
+
+    stages: int = 1
+    pipelines: int = 1
+    micro_batches: int = 1
+    schedule: str = "advance-forward"
+    advance: int | list[int] | None = None
+    system: str = "avgpipe"
+    partition: list[int] | list[str] | None = None
+    alpha: float | None = None
+    rule: str = "avgpipe"
+    staleness: int | str = 1
+    period: int = 1
+    recompute: str = "never"
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "pipelines", "micro_batches", "period"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        _one_of("system", self.system, tuple(SYSTEMS))
+        _one_of("rule", self.rule, RULES)
+        _one_of("recompute", self.recompute, RECOMPUTE)
+        if self.staleness not in (0, 1, "asynchronous") or isinstance(self.staleness, bool):
+            raise ValueError(f"staleness must be 0, 1 or 'asynchronous', not {self.staleness!r}")
+        self._check_partition()
+        self.build_schedule()
+
+    def _check_partition(self) -> None:
+        if self.partition is None:
+            return
+        if len(self.partition) != self.stages - 1:
+            raise ValueError(
+                f"partition {self.partition} names {len(self.partition)} first layers; {self.stages} stages need "
+                f"{self.stages - 1}, one for each stage but the first"
+            )
+        if all(isinstance(p, int) for p in self.partition):
+            bounds = [0, *self.partition]
+            if any(a >= b for a, b in zip(bounds, bounds[1:])):  # type: ignore[operator]
+                raise ValueError(f"partition {self.partition} must rise from at least 1: no stage may be empty")
+        elif not all(isinstance(p, str) for p in self.partition):
+            raise TypeError(f"partition must hold layer indices or module names, not {self.partition}")
+
+    def build_schedule(self, micro_batches: int | None = None) -> Schedule:
+        """The schedule of one batch, for ``micro_batches`` if a batch has fewer samples than the plan's."""
+        return build_schedule(self.schedule, self.stages, micro_batches or self.micro_batches, self.advance)
+
+    @classmethod
+    def for_system(cls, system: str, **options: Any) -> Plan:
+        """The plan of a published system: its row of ``avgpipe.systems``, completed by ``options``."""
+        row = SYSTEMS[_one_of("system", system, tuple(SYSTEMS))]
+        for name in ("pipelines", "micro_batches"):
+            if name in row and options.get(name, row[name]) != row[name]:
+                raise ValueError(f"system {system!r} has {name} = {row[name]}, not {options[name]}")
+        return cls(**{**row, "system": system, **options})
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a plan must be JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"a plan must be a JSON object, not {type(values).__name__}")
+        known = tuple(f.name for f in fields(cls))
+        for name in values:
+            _one_of("plan option", name, known)
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        write_atomically(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        try:
+            return cls.from_json(Path(path).read_text())
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _one_of(what: str, value: Any, valid: tuple[str, ...]) -> str:
+    if value not in valid:
+        raise ValueError(f"unknown {what} {value!r}: {nearest(str(value), valid)}")
+    return str(value)

@@ -1,0 +1,87 @@
+"""A batch cut into micro-batches, and how much each of them weighs in the batch's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+def batch_size(value: Any) -> int:
+    """Samples in a pytree of tensors that all have the batch as dimension 0 (0-d tensors and plain values do not count)."""
+    sizes = {t.shape[0] for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor) and t.dim() > 0}
+    if len(sizes) != 1:
+        found = "no tensor with a batch dimension" if not sizes else f"sizes {sorted(sizes)}"
+        raise ValueError(
+            f"every tensor of a batch must have the samples as dimension 0, all alike; found {found}"
+        )
+    return sizes.pop()
+
+
+def split(value: Any, parts: int) -> list[Any]:
+    """Cut every tensor along dimension 0 into ``parts`` pieces whose sizes differ by at most one sample."""
+    leaves, spec = tree_flatten(value)
+    pieces = [
+        t.tensor_split(parts) if isinstance(t, torch.Tensor) and t.dim() > 0 else (t,) * parts for t in leaves
+    ]
+    return [tree_unflatten([p[m] for p in pieces], spec) for m in range(parts)]
+
+
+def concatenate(values: list[Any]) -> Any:
+    """The inverse of :func:`split` for outputs: tensors joined along dimension 0, plain values from the first."""
+    leaves = [tree_flatten(v)[0] for v in values]
+    joined = [
+        torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].dim() > 0 else column[0]
+        for column in zip(*leaves)
+    ]
+    return tree_unflatten(joined, tree_flatten(values[0])[1])
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    return tree_map(lambda t: t.to(device, non_blocking=True) if isinstance(t, torch.Tensor) else t, value)
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """How micro-batch losses make the batch's loss: ``sum_m factor_m loss_m``, equal to the loss of the whole batch.
+
+    A mean over samples weighs by samples; a mean over the elements that are not ignored (cross entropy with
+    ``ignore_index`` or class weights) weighs by those; a sum is a sum.
+    """
+
+    factors: list[float]
+    total: float  # weight of the batch among others: samples, counted elements, or 1 for a sum
+
+
+def loss_weights(
+    loss_fn: LossFn, targets: list[Any], sizes: list[int], weight_fn: Callable[[Any], Any] | None
+) -> LossWeights:
+    """Weights of micro-batches with ``targets`` and ``sizes`` samples; ``weight_fn(target)`` overrides the rule."""
+    if weight_fn is None and getattr(loss_fn, "reduction", "mean") == "sum":
+        return LossWeights([1.0] * len(sizes), 1.0)
+    if weight_fn is not None:
+        weights = [float(weight_fn(t)) for t in targets]
+    elif isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and _has_class_targets(targets[0]):
+        weights = [_counted(loss_fn, t) for t in targets]
+    else:
+        weights = [float(n) for n in sizes]
+    total = sum(weights)
+    # a batch with nothing to count has the loss 0/0 on one device too
+    return LossWeights([w / total if total else float("nan") for w in weights], total)
+
+
+def _has_class_targets(target: Any) -> bool:
+    return isinstance(target, torch.Tensor) and not target.is_floating_point()
+
+
+def _counted(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Tensor) -> float:
+    kept = target[target != loss_fn.ignore_index]
+    if loss_fn.weight is None:
+        return float(kept.numel())
+    return float(loss_fn.weight.to(kept.device)[kept].sum(dtype=torch.float64))

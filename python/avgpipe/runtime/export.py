@@ -1,0 +1,46 @@
+"""The unsplit model's weights and buffers, gathered from the stages."""
+
+from __future__ import annotations
+
+import torch
+
+from avgpipe.runtime.model import Model
+from avgpipe.runtime.worker import Worker
+from avgpipe.weights import Layout
+
+
+def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, torch.Tensor]:
+    """Copies under the unsplit model's names, in its order, on every rank. Buffers of the reference are averages."""
+    found: dict[str, torch.Tensor] = {}
+    for k, entries in enumerate(model.entries):
+        own = stage_state(model, worker, k, which) if k in worker.stages else None
+        layout = Layout(model.trainable(k))
+        flats = layout.zeros(worker.device) if own is None else worker.weights(k, which)
+        views = layout.views([worker.world.broadcast(flat, k) for flat in flats])
+        for entry in entries:
+            if entry.arena is not None:
+                tensor = views[entry.arena].detach().clone()
+            elif own is not None:
+                tensor = worker.world.broadcast(own[entry.local], k)
+            else:
+                empty = torch.empty(entry.shape, dtype=entry.dtype, device=worker.device)
+                tensor = worker.world.broadcast(empty, k)
+            found.update(dict.fromkeys(entry.names, tensor))
+    return {name: found[name] for name in model.tensors}
+
+
+def stage_state(model: Model, worker: Worker, k: int, which: str | int) -> dict[str, torch.Tensor]:
+    """Copies of frozen parameters and buffers of an owned stage, by their names in it."""
+    pipelines = [i for stage, i in worker.replicas if stage == k] if which == "reference" else [int(which)]
+    states = [worker.replicas[k, i].stage.layers.state_dict() for i in pipelines]
+    return {
+        e.local: _average([state[e.local] for state in states]) for e in model.entries[k] if e.arena is None
+    }
+
+
+def _average(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Their mean; counters and other whole numbers are those of the first."""
+    first = tensors[0].detach().clone()
+    if not first.is_floating_point() or len(tensors) == 1:
+        return first
+    return torch.stack([t.detach() for t in tensors]).mean(dim=0)

@@ -1,0 +1,135 @@
+"""Forward-only passes through all stages: evaluation and prediction.
+
+The stages form a pipeline here too. A stage may run ahead of the last one by a few batches only: the first asks for the
+result of an earlier batch, which every stage receives anyway, before it begins the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+
+from avgpipe.runtime.batch import batch_size, concatenate, split, to_device
+from avgpipe.runtime.context import Position
+from avgpipe.runtime.message import Key
+from avgpipe.runtime.worker import Worker
+
+_AHEAD = 4  # batches that the first stage may be ahead of the last one's results
+
+
+class LastStage(Protocol):
+    """What the last stage does with a batch: sees each micro-batch's output, then makes the result that all ranks get."""
+
+    def add(self, output: Any, target: Any, samples: int) -> None: ...
+
+    def result(self) -> Any: ...
+
+
+class Inference:
+    """Passes of one kind over a worker's stages with the weights ``which``."""
+
+    def __init__(self, worker: Worker, stages: int, micro_batches: int, which: str | int) -> None:
+        self._worker, self._stages, self._micro_batches = worker, stages, micro_batches
+        self._pipeline = 0 if which == "reference" else int(which)
+        self._which = which
+
+    def run(self, batches: Iterable[tuple[Any, Any]], last: Callable[[], LastStage]) -> Iterator[Any]:
+        """The results of ``batches`` of (inputs, targets), in order, on every rank."""
+        worker = self._worker
+        with ExitStack() as stack:
+            for k in worker.stages:
+                reference = worker.references[k] if self._which == "reference" else None
+                stack.enter_context(worker.replicas[k, self._pipeline].inference(reference))
+            pending: list[tuple[int, Any]] = []
+            for batch, (inputs, targets) in enumerate(batches):
+                pending.append((batch, self._forward(batch, inputs, targets, last())))
+                if len(pending) > _AHEAD:
+                    yield self._result(*pending.pop(0))
+            for item in pending:
+                yield self._result(*item)
+        for link in worker.links.values():
+            link.flush()  # batches are numbered anew in the next pass
+
+    def _forward(self, batch: int, inputs: Any, targets: Any, last: LastStage) -> Any:
+        samples = batch_size(inputs)
+        parts = min(self._micro_batches, samples)
+        chunks, answers = split(inputs, parts), split(targets, parts)
+        owned = self._worker.stages
+        if owned[0] > 0:
+            self._worker.links[owned[0] - 1].expect(
+                [Key("E", 0, owned[0] - 1, owned[0], batch, m) for m in range(parts)]
+            )
+        if owned[-1] < self._stages - 1:
+            self._worker.links[self._stages - 1].expect([Key("R", 0, self._stages - 1, owned[0], batch, 0)])
+        for m in range(parts):
+            value = chunks[m]
+            for k in owned:
+                value = self._stage(k, batch, m, value)
+            if owned[-1] == self._stages - 1:
+                last.add(value, to_device(answers[m], self._worker.device), batch_size(chunks[m]))
+        if owned[-1] != self._stages - 1:
+            return None
+        result = last.result()
+        for k in range(self._stages):
+            if k not in owned:
+                self._worker.links[k].send(Key("R", 0, self._stages - 1, k, batch, 0), result)
+        return result
+
+    def _stage(self, k: int, batch: int, m: int, value: Any) -> Any:
+        """Stage ``k`` of a micro-batch: takes over from the stage before if that is elsewhere, and hands on."""
+        worker = self._worker
+        if k > 0 and k - 1 not in worker.stages:
+            key = Key("E", 0, k - 1, k, batch, m)
+            worker.scheduler.wait_for([key])
+            value = worker.mailbox.take(key)
+        value = to_device(value, worker.device)
+        output = worker.replicas[k, self._pipeline].stage(value, Position(self._pipeline, batch, m))
+        if k + 1 < self._stages and k + 1 not in worker.stages:
+            worker.links[k + 1].send(Key("E", 0, k, k + 1, batch, m), output)
+        return output
+
+    def _result(self, batch: int, result: Any) -> Any:
+        """The result of a batch: made here, or received from the last stage."""
+        if self._worker.stages[-1] == self._stages - 1:
+            return result
+        key = Key("R", 0, self._stages - 1, self._worker.stages[0], batch, 0)
+        self._worker.scheduler.wait_for([key])
+        return self._worker.mailbox.take(key)
+
+
+class Prediction:
+    """Collects the last stage's outputs."""
+
+    def __init__(self) -> None:
+        self._outputs: list[Any] = []
+
+    def add(self, output: Any, target: Any, samples: int) -> None:
+        self._outputs.append(output)
+
+    def result(self) -> Any:
+        return concatenate(self._outputs)
+
+
+class Evaluation:
+    """Sums loss and metric over a batch: (loss, weight of the loss, metric, samples), all in one float64 tensor."""
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], torch.Tensor],
+        weight: Callable[[Any, int], float],
+        metric: Callable[[Any, Any], Any] | None,
+    ) -> None:
+        self._loss, self._weight, self._metric = loss, weight, metric
+        self._sums = torch.zeros(4, dtype=torch.float64)
+
+    def add(self, output: Any, target: Any, samples: int) -> None:
+        weight = self._weight(target, samples)
+        loss = float(self._loss(output, target)) * weight if weight else 0.0
+        metric = float(self._metric(output, target)) * samples if self._metric is not None else 0.0
+        self._sums += torch.tensor([loss, weight, metric, samples], dtype=torch.float64)
+
+    def result(self) -> torch.Tensor:
+        return self._sums

@@ -1,0 +1,304 @@
+"""One pipeline's walk through its schedule on one stage.
+
+A lane is a list of steps and a place in it. ``missing`` tells what the next step still waits for, ``advance`` performs it.
+Steps are the schedule's F m and B m, and around the update:
+
+    T   send the gradients of parameters that other stages hold too
+    S   receive theirs and add up, in stage order, so all holders step alike
+    N   add this stage's squared gradient norm to that of the stages behind it (only when clipping)
+    U   scale the gradients by the norm of all stages, step the optimizer, average
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from avgpipe.errors import StageError
+from avgpipe.runtime.batch import LossFn, LossWeights, to_device
+from avgpipe.runtime.context import Position
+from avgpipe.runtime.links import Link
+from avgpipe.runtime.mailbox import Mailbox
+from avgpipe.runtime.message import Key, tensors_of
+from avgpipe.runtime.replica import Replica
+from avgpipe.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What all lanes share."""
+
+    loss_fn: LossFn
+    clip_grad_norm: float | None
+    autocast: torch.dtype | None
+    recompute: str
+    stages: int
+
+
+@dataclass
+class Work:
+    """A batch that a lane trains on. ``inputs`` matter on the first stage, ``targets`` and ``weights`` on the last."""
+
+    batch: int
+    schedule: Schedule
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    weights: LossWeights
+
+
+@dataclass
+class _Saved:
+    """What a forward leaves for its backward."""
+
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
+@dataclass
+class _Progress:
+    """State of the batch in hand."""
+
+    work: Work
+    steps: list[tuple[str, int]]
+    cursor: int = 0
+    saved: dict[int, _Saved] = field(default_factory=dict)
+    loss: torch.Tensor | None = None  # of the whole batch; float64, known after the last backward
+    touched: list[bool] = field(default_factory=list)
+    scale: torch.Tensor | None = None
+
+
+class Lane:
+    """``shared``: for every other stage, which of this stage's parameters it holds too (indices into the arena, in an order
+    that both agree on); ``foreign``: those whose gradient norm another, earlier stage counts."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        options: TrainingOptions,
+        mailbox: Mailbox,
+        links: dict[int, Link],
+        shared: dict[int, list[int]],
+    ) -> None:
+        self.replica, self._options = replica, options
+        self._mailbox, self._links = mailbox, links
+        self.pipeline, self.stage = replica.pipeline, replica.stage.index
+        self._shared = shared
+        self._foreign = {p for other, mine in shared.items() if other < self.stage for p in mine}
+        self._first, self._last = self.stage == 0, self.stage == options.stages - 1
+        self._now: _Progress | None = None
+
+    # ---- taking on a batch ---------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int | None:
+        """The batch in hand."""
+        return self._now.work.batch if self._now else None
+
+    def start(self, work: Work) -> None:
+        assert self._now is None, f"pipeline {self.pipeline} is still at batch {self.batch}"
+        steps: list[tuple[str, int]] = []
+        for action in work.schedule.columns[self.stage]:
+            if action.kind == "U":
+                steps += [("T", -1), ("S", -1)] if self._shared else []
+                steps += [("N", -1)] if self._options.clip_grad_norm is not None else []
+                steps.append(("U", -1))
+            else:
+                steps.append((action.kind, action.micro_batch))
+        self._now = _Progress(work, steps)
+        self.replica.stage.train()
+        for other, link in self._links.items():
+            link.expect([k for step in steps for k in self._needs(step) if k.source == other])
+
+    def finish(self) -> torch.Tensor | None:
+        """The batch's loss, once all its steps are done; the lane is then free for the next batch."""
+        now = self._now
+        if now is None or now.cursor < len(now.steps):
+            return None
+        self._now = None
+        assert now.loss is not None
+        return now.loss
+
+    # ---- readiness -----------------------------------------------------------------------------------------------
+
+    def next_step(self) -> tuple[str, int] | None:
+        now = self._now
+        return now.steps[now.cursor] if now and now.cursor < len(now.steps) else None
+
+    def missing(self) -> list[Key]:
+        """Messages that the next step still waits for."""
+        step = self.next_step()
+        return [k for k in self._needs(step) if k not in self._mailbox] if step else []
+
+    def ready(self) -> bool:
+        step = self.next_step()
+        if step is None or not self.replica.settled or (step[0] == "U" and not self.replica.ready):
+            return False
+        return all(k in self._mailbox for k in self._needs(step))
+
+    def _needs(self, step: tuple[str, int]) -> Iterable[Key]:
+        """Messages that a step consumes."""
+        kind, m = step
+        if (kind == "F" and not self._first) or (
+            kind == "U" and self._options.clip_grad_norm is not None and not self._first
+        ):
+            return (self._key("F" if kind == "F" else "C", self.stage - 1, m),)
+        if kind in "BN" and not self._last:
+            return (self._key(kind, self.stage + 1, m),)
+        if kind == "S":
+            return [self._key("T", other, m) for other in self._shared]
+        return ()
+
+    def _key(self, kind: str, source: int, m: int) -> Key:
+        assert self._now is not None
+        return Key(kind, self.pipeline, source, self.stage, self._now.work.batch, m)
+
+    def _send(self, kind: str, to: int, m: int, value: Any) -> None:
+        assert self._now is not None
+        self._links[to].send(Key(kind, self.pipeline, self.stage, to, self._now.work.batch, m), value)
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Perform the next step; what it needs must be there."""
+        now = self._now
+        assert now is not None
+        kind, m = now.steps[now.cursor]
+        _STEPS[kind](self, now, m)
+        now.cursor += 1
+
+    def _forward(self, now: _Progress, m: int) -> None:
+        device = self.replica.stage.device
+        if self._first:
+            value = to_device(now.work.inputs[m], device)
+        else:
+            value = self._mailbox.take(self._key("F", self.stage - 1, m))
+        inputs = [t for t in tensors_of(value) if t.requires_grad]
+        place = Position(self.pipeline, now.work.batch, m)
+        autocast = self._options.autocast
+        with torch.autocast(device.type, dtype=autocast) if autocast is not None else nullcontext():
+            run = self.replica.stage.recomputed if self._recomputes(now, m) else self.replica.stage
+            output = run(value, place)
+            if self._last:
+                output = self._loss(now, m, output)
+        if not self._last:
+            self._send("F", self.stage + 1, m, output)
+        now.saved[m] = _Saved(inputs, [t for t in tensors_of(output) if t.requires_grad])
+
+    def _recomputes(self, now: _Progress, m: int) -> bool:
+        how = self._options.recompute
+        return how == "always" or (how == "except-last" and m < now.work.schedule.micro_batches - 1)
+
+    def _loss(self, now: _Progress, m: int, output: Any) -> torch.Tensor | None:
+        """This micro-batch's share of the batch's loss; None when nothing in it counts."""
+        target = to_device(now.work.targets[m], self.replica.stage.device)
+        factor = now.work.weights.factors[m]
+        if now.loss is None:
+            now.loss = torch.zeros((), dtype=torch.float64)
+        if factor == 0.0:  # a mean over nothing is 0/0, and so would its gradient be
+            return None
+        share = scalar_loss(self._options.loss_fn, output, target) * factor
+        now.loss = now.loss.to(share.device) + share.detach().double()
+        return share
+
+    def _backward(self, now: _Progress, m: int) -> None:
+        saved = now.saved.pop(m)
+        if self._last:
+            grads: list[torch.Tensor | None] = [None] * len(saved.outputs)  # the loss's own: 1
+            roots = saved.outputs
+        else:
+            received, loss = self._mailbox.take(self._key("B", self.stage + 1, m))
+            pairs = [(t, g) for t, g in zip(saved.outputs, received) if g is not None]
+            roots, grads = [p[0] for p in pairs], [p[1] for p in pairs]
+            now.loss = loss if loss is not None else now.loss
+        if roots:
+            torch.autograd.backward(roots, grads)
+        if not self._first:
+            # the batch's loss rides on its last gradient, so that every stage learns it without a message more
+            loss = None if now.saved or self._forwards_left(now) else now.loss
+            self._send("B", self.stage - 1, m, ([x.grad for x in saved.inputs], loss))
+
+    @staticmethod
+    def _forwards_left(now: _Progress) -> bool:
+        return any(kind == "F" for kind, _ in now.steps[now.cursor :])
+
+    def _send_shared(self, now: _Progress, m: int) -> None:
+        now.touched = self.replica.arena.collect_grads()
+        grads = [p.grad for p in self.replica.arena.parameters]
+        for other, mine in self._shared.items():
+            # a copy: the sum is written over these before a neighbour in this process has read them
+            self._send("T", other, m, [_copy(grads[p]) if now.touched[p] else None for p in mine])
+
+    def _sum_shared(self, now: _Progress, m: int) -> None:
+        parts: dict[int, dict[int, torch.Tensor | None]] = {}
+        for p in {p for mine in self._shared.values() for p in mine}:
+            own = self.replica.arena.parameters[p].grad
+            parts[p] = {self.stage: _copy(own) if now.touched[p] else None}
+        for other, mine in self._shared.items():
+            for p, grad in zip(mine, self._mailbox.take(self._key("T", other, m))):
+                parts[p][other] = grad
+        for p, by_stage in parts.items():
+            grads = [g for _, g in sorted(by_stage.items(), key=lambda item: item[0]) if g is not None]
+            now.touched[p] = bool(grads)
+            total = self.replica.arena.parameters[p].grad
+            if grads and total is not None:
+                total.copy_(grads[0])
+                for g in grads[1:]:
+                    total.add_(g)
+
+    def _norm(self, now: _Progress, m: int) -> None:
+        self._collect(now)
+        own = [p.grad for n, p in enumerate(self.replica.arena.parameters) if n not in self._foreign]
+        total = torch.zeros((), dtype=torch.float64)
+        if own:
+            norms = torch.stack([n.double().cpu() for n in torch._foreach_norm(own)])  # type: ignore[arg-type]
+            total = norms.square().sum()
+        if not self._last:
+            total = total + self._mailbox.take(self._key("N", self.stage + 1, m))
+        if self._first:
+            limit = self._options.clip_grad_norm
+            assert limit is not None
+            now.scale = (limit / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        else:
+            self._send("N", self.stage - 1, m, total)
+
+    def _update(self, now: _Progress, m: int) -> None:
+        self._collect(now)
+        if self._options.clip_grad_norm is not None:
+            if not self._first:
+                now.scale = self._mailbox.take(self._key("C", self.stage - 1, m))
+            assert now.scale is not None
+            if not self._last:
+                self._send("C", self.stage + 1, m, now.scale)
+            self.replica.scale_grads(now.scale)
+        self.replica.step(now.touched)
+
+    def _collect(self, now: _Progress) -> None:
+        if not now.touched:
+            now.touched = self.replica.arena.collect_grads()
+
+
+_STEPS = {
+    "F": Lane._forward,
+    "B": Lane._backward,
+    "T": Lane._send_shared,
+    "S": Lane._sum_shared,
+    "N": Lane._norm,
+    "U": Lane._update,
+}
+
+
+def scalar_loss(loss_fn: LossFn, output: Any, target: Any) -> torch.Tensor:
+    """The loss of a micro-batch, refused unless it is a scalar tensor."""
+    loss = loss_fn(output, target)
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise StageError(f"loss_fn returned {got}; it must return a scalar tensor, the mean or sum over the samples")
+    return loss
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()

@@ -1,0 +1,91 @@
+"""What travels between stages: a pytree of tensors and plain values, and the header that describes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+class Key(NamedTuple):
+    """Names a message: what it is, whose it is, and which stage it is for."""
+
+    kind: str  # "F" activation, "B" gradient, "T" tied gradient, "N"/"C" gradient norm, "E"/"R" evaluation
+    pipeline: int
+    source: int  # stage
+    stage: int  # destination
+    batch: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """Structure of a message. ``leaves``: a tensor as (shape, dtype name, requires_grad), or a plain value."""
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+    def to_bytes(self) -> bytes:
+        return json.dumps([pytree.treespec_dumps(self.structure), [_leaf_to_json(x) for x in self.leaves]]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Header:
+        structure, leaves = json.loads(data)
+        return cls(pytree.treespec_loads(structure), tuple(_leaf_from_json(x) for x in leaves))
+
+
+class TensorInfo(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+
+
+def _leaf_to_json(leaf: Any) -> dict[str, Any]:
+    if isinstance(leaf, TensorInfo):
+        return {"tensor": [list(leaf.shape), leaf.dtype, leaf.requires_grad]}
+    return {"size": list(leaf)} if isinstance(leaf, torch.Size) else {"value": leaf}
+
+
+def _leaf_from_json(leaf: dict[str, Any]) -> Any:
+    if "tensor" in leaf:
+        shape, dtype, requires_grad = leaf["tensor"]
+        return TensorInfo(tuple(shape), dtype, requires_grad)
+    return torch.Size(leaf["size"]) if "size" in leaf else leaf["value"]
+
+
+def describe(value: Any) -> tuple[Header, list[torch.Tensor]]:
+    """The header of a value and its tensors, detached. Plain leaves must be None, bool, int, float or str."""
+    leaves, structure = pytree.tree_flatten(value)
+    infos: list[Any] = []
+    tensors = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            infos.append(TensorInfo(tuple(leaf.shape), str(leaf.dtype)[6:], leaf.requires_grad))
+            tensors.append(leaf.detach())
+        elif leaf is None or isinstance(leaf, bool | int | float | str | torch.Size):
+            infos.append(leaf)
+        else:
+            raise TypeError(
+                f"a stage returned a {type(leaf).__name__}; between stages only tensors, None, bool, int, float, str and "
+                "containers of them can travel (register other containers with torch.utils._pytree)"
+            )
+    return Header(structure, tuple(infos)), tensors
+
+
+def assemble(header: Header, tensors: list[torch.Tensor]) -> Any:
+    """The value that ``describe`` took apart; tensors that required gradients are leaves that do again."""
+    stream = iter(tensors)
+    leaves = [
+        next(stream).requires_grad_(x.requires_grad) if isinstance(x, TensorInfo) else x for x in header.leaves
+    ]
+    return pytree.tree_unflatten(leaves, header.structure)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_flatten(value)[0] if isinstance(x, torch.Tensor)]

@@ -1,0 +1,85 @@
+"""One pipeline's replica of one stage: its layers, their weights in an arena, and the optimizer that moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from avgpipe.averaging import ElasticAveraging, Reference
+from avgpipe.runtime.stage import Stage
+from avgpipe.weights import Arena
+
+OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFn = Callable[[torch.optim.Optimizer], Any]
+
+
+class Replica:
+    """``reference`` is None when there is one pipeline: the replica is then itself what is evaluated and saved."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        pipeline: int,
+        optimizer: OptimizerFn,
+        lr_scheduler: SchedulerFn | None,
+        reference: Reference | None,
+        arena: Arena,
+    ) -> None:
+        self.stage, self.pipeline, self.arena = stage, pipeline, arena
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.elastic: ElasticAveraging | None = None
+        self.lr_scheduler = None
+        if arena.parameters:
+            self.optimizer = optimizer(arena.parameters)
+            if reference is not None:
+                self.elastic = ElasticAveraging(
+                    self.optimizer, reference, pipeline, parameters=arena.weights
+                )
+                self.optimizer = self.elastic
+            if lr_scheduler is not None:
+                self.lr_scheduler = lr_scheduler(self.optimizer)
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`step` may run now: every earlier round of averaging is complete."""
+        return self.elastic is None or self.elastic.ready
+
+    @property
+    def settled(self) -> bool:
+        """Whether the weights are final for the next batch: no pull of an unfinished round is due."""
+        return self.elastic is None or self.elastic.settled
+
+    def scale_grads(self, factor: torch.Tensor) -> None:
+        for grad in self.arena.grads:
+            grad.mul_(factor.to(grad.device, grad.dtype))
+
+    def step(self, touched: list[bool]) -> None:
+        """One optimizer step, with its averaging, on the gradients in the arena; clears them."""
+        if self.optimizer is not None:
+            with self.arena.step_grads(touched):
+                self.optimizer.step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        self.arena.zero_grads()
+
+    @contextmanager
+    def inference(self, reference: Reference | None) -> Iterator[None]:
+        """Evaluation mode on the reference's weights (None: the replica's own), carried state set aside."""
+        carries = self.stage.carries()
+        kept = [c.values for c in carries]
+        training = self.stage.training
+        weights = self.arena.reading(reference.parameters) if reference else nullcontext()
+        try:
+            for c in carries:
+                c.values = {}
+            self.stage.eval()
+            with weights, torch.no_grad():
+                yield
+        finally:
+            self.stage.train(training)
+            for c, values in zip(carries, kept):
+                c.values = values

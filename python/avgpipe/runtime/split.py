@@ -1,0 +1,146 @@
+"""A model as a chain of layers, each of which receives what the one before returned, and its cut into stages.
+
+The chain does not depend on the number of stages, so random numbers keyed by layer do not either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from avgpipe.partition import balance
+
+
+def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The chain that computes ``model``: its children if it is sequential, else segments of its traced graph."""
+    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
+        return list(_traced(model))
+    layers = list(model)
+    for n, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"layer {n} of the model is a {type(layer).__name__}, not a torch.nn.Module")
+    if not layers:
+        raise ValueError("the model has no layers")
+    return layers
+
+
+def stage_bounds(layers: Sequence[nn.Module], stages: int, partition: Sequence[Any] | None) -> list[int]:
+    """First layer of every stage, then the number of layers. ``partition``: as in ``Plan``."""
+    count = len(layers)
+    if stages > count:
+        raise ValueError(f"{stages} stages need at least as many layers, and the model has {count}: use fewer stages")
+    if partition is None:
+        return [0, *balance([_cost(layer) for layer in layers], stages), count]
+    first = [p if isinstance(p, int) else _named(layers, p) for p in partition]
+    bounds = [0, *first, count]
+    if any(a >= b for a, b in zip(bounds, bounds[1:])):
+        raise ValueError(
+            f"partition {list(partition)} leaves a stage without layers: the first layers {first} of stages 1.. must rise "
+            f"and stay below {count}"
+        )
+    return bounds
+
+
+def _named(layers: Sequence[nn.Module], name: str) -> int:
+    """The first layer that calls the module ``name`` or one inside of it."""
+    called = [layer.calls if isinstance(layer, Segment) else str(n) for n, layer in enumerate(layers)]
+    for n, target in enumerate(called):
+        if (target + ".").startswith(name + "."):
+            return n
+    raise ValueError(f"split point {name!r} is no module that the model calls; it calls {', '.join(called)}")
+
+
+def _cost(layer: nn.Module) -> float:
+    """A rough estimate of a layer's compute before anything is measured: its weights, each used once per sample.
+
+    An embedding only looks up; a layer may state its own ``compute_cost``.
+    """
+    stated = getattr(layer, "compute_cost", None)
+    if isinstance(stated, int | float):
+        return float(stated)
+    tables = [m for m in layer.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    looked_up = {id(p) for m in tables for p in m.parameters()}
+    return 1.0 + sum(p.numel() for p in layer.parameters() if id(p) not in looked_up)
+
+
+# ---- traced models -------------------------------------------------------------------------------------------------
+
+
+class Segment(nn.Module):
+    """A piece of a traced graph. Takes and returns the values that it or later pieces need, as a tuple.
+
+    The first takes the model's input (a tuple spreads over positional arguments, a dict over keywords); the last returns
+    the model's output. ``calls`` is the name of the module that begins the piece.
+    """
+
+    def __init__(self, graph: fx.GraphModule, calls: str, is_first: bool) -> None:
+        super().__init__()
+        self.graph, self.calls, self._is_first = graph, calls, is_first
+
+    def forward(self, value: Any) -> Any:
+        if self._is_first and isinstance(value, dict):
+            return self.graph(**value)
+        return self.graph(*value) if isinstance(value, tuple) else self.graph(value)
+
+
+def _traced(model: nn.Module) -> list[Segment]:
+    """Cut the graph of ``model`` before every module call but the first."""
+    try:
+        traced = fx.symbolic_trace(model)
+    except Exception as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(
+            f"{type(model).__name__} cannot be traced ({reason}): pass nn.Sequential or a list of layers instead"
+        ) from error
+    pieces: list[list[fx.Node]] = [[]]
+    for node in traced.graph.nodes:
+        if node.op == "call_module" and any(n.op == "call_module" for n in pieces[-1]):
+            pieces.append([])
+        if node.op != "output":
+            pieces[-1].append(node)
+    result = next(n for n in traced.graph.nodes if n.op == "output")
+    return [_segment(traced, pieces, s, result) for s in range(len(pieces))]
+
+
+def _segment(traced: fx.GraphModule, pieces: list[list[fx.Node]], s: int, result: fx.Node) -> Segment:
+    graph = fx.Graph()
+    taken = [] if s == 0 else _crossing(pieces, s, result)
+    copies = {node: graph.placeholder(node.name) for node in taken}
+    for node in _fetched_here(pieces, s, result):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node in pieces[s]:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    if s == len(pieces) - 1:
+        graph.output(fx.map_arg(result.args[0], copies.__getitem__))
+    else:
+        graph.output(tuple(copies[node] for node in _crossing(pieces, s + 1, result)))
+    called = next((str(n.target) for n in pieces[s] if n.op == "call_module"), "")
+    return Segment(fx.GraphModule(traced, graph), called, s == 0)
+
+
+def _users(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> set[fx.Node]:
+    """Nodes of pieces ``s`` and later, and the output."""
+    return {node for piece in pieces[s:] for node in piece} | {result}
+
+
+def _crossing(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> list[fx.Node]:
+    """Values made before piece ``s`` that it or a later one needs. Parameters are fetched where they are used instead."""
+    later = _users(pieces, s, result)
+    return [n for piece in pieces[:s] for n in piece if n.op != "get_attr" and later.intersection(n.users)]
+
+
+def _fetched_here(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> list[fx.Node]:
+    """Parameters and buffers of the model that piece ``s`` uses itself."""
+    users = set(pieces[s]) | ({result} if s == len(pieces) - 1 else set())
+    return [n for piece in pieces for n in piece if n.op == "get_attr" and users.intersection(n.users)]
+
+
+def named_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """The ``state_dict`` of the unsplit model, with the very tensors (tied ones stand there under each name)."""
+    whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+    state = whole.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}

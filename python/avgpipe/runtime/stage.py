@@ -1,0 +1,63 @@
+"""The layers of one stage, run under keyed random generators."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from avgpipe.errors import StageError
+from avgpipe.runtime.context import Carry, Position, set_position
+from avgpipe.runtime.message import tensors_of
+from avgpipe.runtime.rng import mix, seed_generators
+
+
+class Stage(nn.Module):
+    """Layers ``first``, ``first + 1``, ... of the model; each receives what the one before returned."""
+
+    def __init__(self, layers: Sequence[nn.Module], first: int, index: int, seed: int, device: torch.device):
+        super().__init__()
+        self.layers = copy.deepcopy(nn.ModuleList(layers)).to(device)
+        self.first, self.index, self.seed, self.device = first, index, seed, device
+        if index > 0:
+            # What arrives from the stage before is a leaf (or shared with it), which must not be overwritten.
+            for layer in self.layers[:1]:
+                if getattr(layer, "inplace", False):
+                    layer.inplace = False  # type: ignore[assignment]
+
+    def forward(self, value: Any, place: Position) -> Any:
+        before = set_position(place)
+        try:
+            for number, layer in enumerate(self.layers, self.first):
+                if self.training:
+                    key = mix(self.seed, place.pipeline, place.batch, place.micro_batch, number)
+                    seed_generators(self.device, key)
+                value = self._call(number, layer, value)
+            return value
+        finally:
+            set_position(before)
+
+    def recomputed(self, value: Any, place: Position) -> Any:
+        """As a call, but keeps only ``value`` and runs the layers again in the backward."""
+        # The generators are keyed, so the second forward draws what the first one drew without saving their state.
+        return checkpoint(self, value, place, use_reentrant=False, preserve_rng_state=False)
+
+    def _call(self, number: int, layer: nn.Module, value: Any) -> Any:
+        try:
+            return layer(value)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            got = ", ".join(f"{list(t.shape)} {str(t.dtype)[6:]}" for t in tensors_of(value)) or repr(value)
+            source = f"; it came from stage {self.index - 1}" if number == self.first and self.index else ""
+            reason = str(error).split("\n")[0]
+            raise StageError(
+                f"stage {self.index}, layer {number} ({type(layer).__name__}) failed on its input ({got}{source}): {reason}"
+            ) from error
+
+    def carries(self) -> list[Carry]:
+        return [m for m in self.modules() if isinstance(m, Carry)]

@@ -1,0 +1,90 @@
+"""A process's part of a pipeline: the stages it owns, a lane for each of their replicas, and the links to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from avgpipe.averaging import Reference
+from avgpipe.plan import Plan
+from avgpipe.runtime.lane import Lane, TrainingOptions
+from avgpipe.runtime.links import GroupLink, Link, LocalLink
+from avgpipe.runtime.mailbox import Mailbox
+from avgpipe.runtime.model import Model
+from avgpipe.runtime.replica import OptimizerFn, Replica, SchedulerFn
+from avgpipe.runtime.scheduler import Scheduler
+from avgpipe.runtime.stage import Stage
+from avgpipe.runtime.world import World
+from avgpipe.weights import Arena
+
+
+class Worker:
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        world: World,
+        device: torch.device,
+        seed: int,
+        options: TrainingOptions,
+        optimizer: OptimizerFn,
+        lr_scheduler: SchedulerFn | None,
+    ) -> None:
+        self.world, self.device = world, device
+        self.mailbox = Mailbox()
+        self.stages = list(range(plan.stages)) if world.size == 1 else [world.rank]
+        self.links: dict[int, Link] = {k: self._link(k, plan.stages) for k in range(plan.stages)}
+        self.replicas: dict[tuple[int, int], Replica] = {}  # by (stage, pipeline)
+        self.references: dict[int, Reference | None] = {}
+        self.lanes: dict[tuple[int, int], Lane] = {}
+        for k in self.stages:
+            self._build_stage(model, plan, k, seed, optimizer, lr_scheduler)
+            others = {j: link for j, link in self.links.items() if j != k}
+            for i in range(plan.pipelines):
+                self.lanes[k, i] = Lane(self.replicas[k, i], options, self.mailbox, others, model.shared(k))
+        self.scheduler = Scheduler(list(self.lanes.values()), self.mailbox, self.links, world)
+
+    def _link(self, stage: int, stages: int) -> Link:
+        if stage in self.stages:
+            return LocalLink(self.mailbox)
+
+        def lost(doing: str, peer: int = stage) -> Exception:
+            return self.world.lost(peer, peer, doing)
+
+        assert self.world.group is not None
+        return GroupLink(self.world.group, stage, stages, self.device, self.mailbox, lost)
+
+    def _build_stage(
+        self, model: Model, plan: Plan, k: int, seed: int, optimizer: OptimizerFn, lr_scheduler: SchedulerFn | None
+    ) -> None:
+        stages = [
+            Stage(model.stage_layers(k), model.bounds[k], k, seed, self.device) for _ in range(plan.pipelines)
+        ]
+        arenas = [Arena(p for p in stage.parameters() if p.requires_grad) for stage in stages]
+        # A lone pipeline has nobody to agree with.
+        self.references[k] = (
+            Reference(
+                arenas[0].weights,
+                plan.pipelines,
+                alpha=plan.alpha,
+                rule=plan.rule,
+                staleness=plan.staleness,
+                period=plan.period,
+            )
+            if plan.pipelines > 1 and arenas[0].parameters
+            else None
+        )
+        for i, (stage, arena) in enumerate(zip(stages, arenas)):
+            self.replicas[k, i] = Replica(stage, i, optimizer, lr_scheduler, self.references[k], arena)
+
+    def weights(self, stage: int, which: str | int) -> Sequence[torch.Tensor]:
+        """Flat weights of a stage: the reference's, or a pipeline's."""
+        reference = self.references[stage]
+        if which == "reference" and reference is not None:
+            return reference.parameters
+        return self.replicas[stage, 0 if which == "reference" else int(which)].arena.weights
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()

@@ -1,0 +1,131 @@
+"""The processes of a run: who is who, collectives on the CPU side, and what is known of a failure.
+
+Rendezvous and transport are torch.distributed's. Each pipeline has a gloo group of its own, so its messages can neither
+mix with the caller's nor with those of another pipeline.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from avgpipe.errors import PeerLost, PipelineError
+
+_pipelines = 0  # pipelines made so far; alike on all ranks, since every rank makes the same ones
+
+
+class World:
+    """The ranks of one pipeline. ``size`` is 1 outside torch.distributed."""
+
+    def __init__(self, timeout_s: float) -> None:
+        global _pipelines
+        self.timeout_s = timeout_s
+        self.rank, self.size = 0, 1
+        self.group: dist.ProcessGroup | None = None
+        self._store: Any = None
+        if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group("gloo" if not torch.cuda.is_available() else None)
+        if not dist.is_initialized():
+            return
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        if self.size == 1:
+            return
+        # Our own waits end first and say more: the group's limit only catches what they miss.
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s + 30))
+        _pipelines += 1
+        store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(f"avgpipe/{_pipelines}", store)
+
+    # ---- failures ------------------------------------------------------------------------------------------------
+
+    def report(self, failure: BaseException) -> None:
+        """Tell all ranks why this one fails. The first report stays: what follows is its consequence."""
+        if self._store is None:
+            return
+        text = f"rank {self.rank}: {type(failure).__name__}: {failure}"
+        try:
+            self._store.compare_set("failure", "", text)
+        except RuntimeError:
+            pass  # the store went down with the rank that held it; the peers see the closed connection
+
+    def reported(self) -> str | None:
+        """The first failure that any rank reported."""
+        if self._store is None:
+            return None
+        try:
+            if self._store.check(["failure"]):
+                return str(self._store.get("failure").decode())
+        except RuntimeError:
+            pass
+        return None
+
+    def lost(self, peer: int, stage: int, doing: str) -> PeerLost:
+        """The error for a broken connection to ``peer``, which names the rank that failed first."""
+        first = self.reported()
+        if first is not None and not first.startswith(f"rank {self.rank}:"):
+            return PeerLost(f"rank {self.rank} stops because of {first}")
+        detail = doing.split("This is typically")[0].strip()
+        return PeerLost(
+            f"rank {peer} (stage {stage}) died or closed its connection; seen by rank {self.rank} when {detail}"
+        )
+
+    # ---- collectives on CPU memory -------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            self._guard(lambda: dist.barrier(self.group))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """``tensor`` of rank ``source`` on every rank (in place; returned on its own device)."""
+        if self.group is None:
+            return tensor
+        buffer = tensor.detach().cpu().contiguous()
+        self._guard(lambda: dist.broadcast(buffer, src=source, group=self.group))
+        return buffer.to(tensor.device)
+
+    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows (2-D float64, as many as a rank has) of all ranks, in rank order."""
+        if self.group is None:
+            return rows
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._guard(lambda: dist.all_gather(counts, torch.tensor([len(rows)]), group=self.group))
+        most = max(int(c) for c in counts)
+        padded = torch.zeros(most, rows.shape[1], dtype=torch.float64)
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        self._guard(lambda: dist.all_gather(parts, padded, group=self.group))
+        return torch.cat([p[: int(c)] for p, c in zip(parts, counts)])
+
+    def require_same(self, what: str, text: str) -> None:
+        """Refuse, on every rank, a ``text`` that differs between ranks."""
+        if self.group is None:
+            return
+        import hashlib
+
+        digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.float64)[None]
+        digests = self.gather_rows(digest)
+        different = [r for r in range(self.size) if not torch.equal(digests[r], digests[0])]
+        if different:
+            raise ValueError(
+                f"the {what} differs between ranks: ranks {different} disagree with rank 0 "
+                f"(rank {self.rank} has {text[:200]}); every rank must build the same"
+            )
+
+    def _guard(self, collective: Any) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            # the rank that failed may still be writing its report
+            deadline = time.monotonic() + 1.0
+            while self.reported() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            first = self.reported()
+            if first is not None:
+                raise PeerLost(f"rank {self.rank} stops because of {first}") from error
+            detail = str(error).split("This is typically")[0].strip()
+            raise PipelineError(f"rank {self.rank}: a collective failed: {detail}") from error
