@@ -256,6 +256,7 @@ def _legend(axes: Axes, pipelines: Sequence[int], kinds: set[str]) -> int:
     words = {
         "F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "U": "update",
         "average": "averaging", "recv": "waiting",
+        "send": "sending (strip below)", "host": "host (strip below)",
     }  # fmt: skip
     for kind in [*words, *sorted(kinds - words.keys())]:
         if kind in kinds:
