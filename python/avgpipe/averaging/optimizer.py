@@ -1,0 +1,237 @@
+"""An optimizer whose steps take part in elastic averaging."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from avgpipe.averaging.matching import holds, optimized, replica_tensors
+from avgpipe.averaging.reference import Reference
+from avgpipe.averaging.rounds import GroupRounds
+
+EXTRA_KEY = "elastic"
+
+
+class ElasticAveraging(torch.optim.Optimizer):
+    """``inner_optimizer``, with replica ``replica`` tied to ``reference`` after every ``period`` steps.
+
+    A ``torch.optim.Optimizer``: groups, state, defaults and ``zero_grad`` are the inner's own; hooks and
+    learning-rate schedulers may be put on either; closures and ``torch.amp.GradScaler`` work. A step that
+    the scaler skips still takes part in its round, with nothing to add.
+
+    replica: which of the reference's replicas this is; by default 0, or the rank in the reference's group.
+    parameters: the replica's tensors in the order in which the reference was built; by default those that the
+        inner optimizer holds, which must then be in that order. Needed when groups change it, when the
+        optimizer holds only some of the trainable parameters, and when the reference is over flat
+        buffers of which the optimizer's parameters are views.
+
+    With replicas in one process and staleness 0 or 1, step them in turn, in any order: RuntimeError for one
+    that needs an update that is not there yet (``ready`` tells). With a group, a step waits for the others.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: torch.optim.Optimizer,
+        reference: Reference,
+        replica: int | None = None,
+        *,
+        parameters: Iterable[torch.Tensor] | None = None,
+    ) -> None:
+        if not isinstance(inner_optimizer, torch.optim.Optimizer) or isinstance(
+            inner_optimizer, ElasticAveraging
+        ):
+            raise TypeError(
+                f"inner_optimizer must be a plain torch.optim.Optimizer, not {_name(inner_optimizer)}"
+            )
+        if not isinstance(reference, Reference):
+            raise TypeError(f"reference must be an avgpipe.Reference, not {_name(reference)}")
+        if replica is None:
+            replica = reference.rounds.rank if isinstance(reference.rounds, GroupRounds) else 0
+        self.inner, self.reference, self.replica = inner_optimizer, reference, replica
+        tensors = replica_tensors(inner_optimizer, reference, parameters)
+        self._replica = reference.attach(replica, tensors)
+        self._local_steps = 0
+        self._position = 0  # local steps done in the current period
+        # The base class's __init__ would build groups and state of its own; this sets up only its hooks.
+        known = set(inner_optimizer.defaults)
+        super().__setstate__({})
+        for key in set(inner_optimizer.defaults) - known:  # the base class's own, not for new groups of inner
+            del inner_optimizer.defaults[key]
+        self._warned_capturable_if_run_uncaptured = True
+
+    # GradScaler then calls step() in any case, and leaves unscaling and skipping to it.
+    _step_supports_amp_scaling = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = value
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        self.inner.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # read-only: the inner optimizer's
+        return self.inner.defaults
+
+    @property
+    def ready(self) -> bool:
+        """step() may run now. With a group always: the step waits instead."""
+        return self.reference.rounds.ready(self.replica, self._finishes)
+
+    @property
+    def settled(self) -> bool:
+        """The weights contain the pull of every round that this replica took part in.
+
+        False only with rule avgpipe and staleness 0, from this replica's arrival to that of all others.
+        """
+        rounds = self.reference.rounds
+        return not (rounds.elasticity.pulls_at_the_end and self.replica in rounds.arrived)
+
+    @property
+    def _finishes(self) -> bool:
+        return self._position + 1 == self.reference.elasticity.period
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The inner optimizer's step; the last one of a period then exchanges with the reference.
+
+        RuntimeError, with nothing changed, if updates of others that it needs are missing (see ``ready``).
+        """
+        rounds = self.reference.rounds
+        if rounds.replicas.get(self.replica) is not self._replica:
+            raise RuntimeError(
+                f"replica {self.replica} was released from its reference; use its new optimizer"
+            )
+        if self.reference.is_applied_to(optimized(self.inner)):
+            raise RuntimeError(
+                "the model holds the reference's weights: leave reference.applied_to before stepping"
+            )
+        rounds.check(self.replica, self._finishes)
+        if self._position == 0:
+            self._replica.begin()
+        result = self._inner_step(closure)
+        self._local_steps += 1
+        self._position += 1
+        if self._position == self.reference.elasticity.period:
+            self._position = 0
+            rounds.arrive(self.replica)
+        return result
+
+    def _inner_step(self, closure: Callable[[], Any] | None) -> Any:
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)  # set by GradScaler during its step
+        if found_inf is None:
+            return self.inner.step() if closure is None else self.inner.step(closure)
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)  # None: unscaled already
+        if getattr(self.inner, "_step_supports_amp_scaling", False):
+            return self._fused_step(scale, found_inf)
+        if bool(found_inf):
+            return None
+        if scale is not None:
+            _unscale(self.inner, scale)
+        return self.inner.step()
+
+    def _fused_step(self, scale: torch.Tensor | None, found_inf: torch.Tensor) -> Any:
+        """The inner optimizer unscales and skips by itself, without waiting for the device."""
+        inner: Any = self.inner
+        inner.grad_scale, inner.found_inf = scale, found_inf
+        try:
+            return inner.step()
+        finally:
+            del inner.grad_scale, inner.found_inf
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Optimize more of the replica's tensors; ValueError for those that are not averaged."""
+        averaged = self._replica.x.tensors
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        for p in params:
+            p = p[1] if isinstance(p, tuple) else p
+            if isinstance(p, torch.Tensor) and not holds(averaged, p):
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} is not among the {len(averaged)} tensors "
+                    f"that are averaged for replica {self.replica}; build Reference and ElasticAveraging "
+                    f"with parameters=replica.parameters(), trainable from the beginning"
+                )
+        self.inner.add_param_group({**param_group, "params": params})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and "elastic": local steps, place in the period, weights at its beginning.
+
+        What waits for other replicas is in ``reference.state_dict()``.
+        """
+        for before_hook in self._optimizer_state_dict_pre_hooks.values():
+            before_hook(self)
+        start = self._replica.before if self._position else None
+        state = dict(self.inner.state_dict())
+        state[EXTRA_KEY] = {
+            "local_steps": self._local_steps,
+            "position": self._position,
+            "start": None if start is None else start.tensors(),
+        }
+        for after_hook in self._optimizer_state_dict_post_hooks.values():
+            state = after_hook(self, state) or state
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also takes the inner optimizer's own state dict; a new period then begins."""
+        state = dict(state_dict)
+        for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state = before_hook(self, state) or state
+        extra = state.pop(EXTRA_KEY, {"local_steps": 0, "position": 0, "start": None})
+        period, start = self.reference.elasticity.period, self._replica.before
+        if not 0 <= extra["position"] < period:
+            raise ValueError(
+                f"the state was saved after step {extra['position']} of a period, but the period is "
+                f"{period}; load it with the period of the run that saved it"
+            )
+        if (extra["start"] is None) != (start is None or not extra["position"]):
+            raise ValueError(
+                "the state was saved under another rule; load it with the rule of the run that saved it"
+            )
+        self.inner.load_state_dict(state)
+        self._local_steps, self._position = extra["local_steps"], extra["position"]
+        if start is not None and extra["start"] is not None:
+            for mine, value in zip(start.tensors(), extra["start"]):
+                mine.copy_(value)
+        for after_hook in self._optimizer_load_state_dict_post_hooks.values():
+            after_hook(self)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "an ElasticAveraging is tied to its Reference and cannot be copied; save its state_dict()"
+        )
+
+    def __repr__(self) -> str:
+        return f"ElasticAveraging(replica {self.replica} of {self.reference!r},\n{self.inner!r})"
+
+
+@torch.no_grad()
+def _unscale(inner: torch.optim.Optimizer, scale: torch.Tensor) -> None:
+    factor = scale.double().reciprocal().float()
+    for p in optimized(inner):
+        if p.grad is None:
+            continue
+        if p.grad.dtype == torch.float16:
+            raise ValueError(
+                "float16 gradients cannot be unscaled; keep parameters in float32, under autocast"
+            )
+        p.grad.mul_(factor.to(p.grad.device))
+
+
+def _name(value: object) -> str:
+    return type(value).__name__

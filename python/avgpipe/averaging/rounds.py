@@ -1,0 +1,172 @@
+"""Who has arrived in the current round, and what the last arrival does.
+
+With staleness 1, z_r being the reference before round r:
+
+    in one process                        on ranks of a group
+    replica 0  step, force(z_r) ──┐       step, finish round r-1, force(z_r), start all-reduce ──┐
+    replica 1  step, force(z_r) ──┤       (the local steps of round r+1 run meanwhile)           │
+                                  └ z_r+1 step, finish round r: wait for it, z_r+1 <─────────────┘
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.distributed as dist
+
+from avgpipe.averaging.centre import Centre
+from avgpipe.averaging.elasticity import Elasticity
+from avgpipe.averaging.layout import Buffers, Layout
+from avgpipe.averaging.replica import Replica
+
+
+class Rounds:
+    """The rounds of replicas that live in this process."""
+
+    def __init__(self, layout: Layout, centre: Centre, elasticity: Elasticity) -> None:
+        self.layout, self.centre, self.elasticity = layout, centre, elasticity
+        self.replicas: dict[int, Replica] = {}
+        self.updates: dict[int, Buffers] = {}
+        self.arrived: set[int] = set()
+        self.arrivals_per_round = elasticity.replicas
+        self.arrivals = 0  # arrivals in all
+        e = elasticity
+        self.follows = e.rule == "avgpipe" and e.replicas == 1 and e.alpha == 0 and centre.outer is None
+        self._dropped = 0
+        self._bad_counts: torch.Tensor | None = None  # bad updates on an accelerator, not waited for yet
+        self._lock = threading.Lock()
+
+    @property
+    def round(self) -> int:
+        """Completed rounds; a round of the asynchronous rule is N arrivals."""
+        return self.arrivals // self.arrivals_per_round
+
+    @property
+    def dropped(self) -> int:
+        if self._bad_counts is not None:
+            self._dropped += int(self._bad_counts)
+            self._bad_counts = None
+        return self._dropped
+
+    @dropped.setter
+    def dropped(self, value: int) -> None:
+        self._dropped, self._bad_counts = value, None
+
+    def update_of(self, i: int) -> Buffers:
+        if i not in self.updates:
+            self.updates[i] = self.layout.zeros()
+        return self.updates[i]
+
+    def attach(self, i: int, tensors: list[torch.Tensor]) -> Replica:
+        update = None if self.follows else self.update_of(i)
+        self.replicas[i] = Replica(self.layout, tensors, self.elasticity, update)
+        return self.replicas[i]
+
+    def ready(self, i: int, finishes: bool) -> bool:
+        """Whether replica i may step now; ``finishes``: with this step it would arrive again."""
+        return i not in self.arrived or not (finishes or self.elasticity.pulls_at_the_end)
+
+    def check(self, i: int, finishes: bool) -> None:
+        """RuntimeError, before anything has changed, for a step that the rules do not allow now."""
+        n = self.elasticity.replicas
+        if not self.ready(i, finishes):
+            missing = ", ".join(str(m) for m in range(n) if m not in self.arrived)
+            raise RuntimeError(
+                f"replica {i} would {'finish' if finishes else 'start'} round {self.round + 1} before round "
+                f"{self.round} is complete: it still needs a step of replica {missing} "
+                f"(step all {n} replicas in turn; opt.ready tells who may step)"
+            )
+        strangers = [m for m in range(n) if m not in self.replicas]
+        if finishes and strangers and self.elasticity.pulls_at_the_end and len(self.arrived) == n - 1:
+            raise RuntimeError(
+                f"round {self.round} ends with a pull of all {n} replicas, but replica "
+                f"{', '.join(map(str, strangers))} has no optimizer: make its ElasticAveraging first"
+            )
+
+    def arrive(self, i: int) -> None:
+        """Replica i has done the last local step of its round."""
+        with self._lock, torch.no_grad():
+            if self.follows:
+                self._dropped += not self.centre.follow(self.replicas[i].x)
+                self.arrivals += 1
+                return
+            self._force(i)
+            self._gather(i)
+
+    def finish(self) -> None:
+        """Wait for what is under way."""
+
+    def _gather(self, i: int) -> None:
+        e = self.elasticity
+        if e.asynchronous:
+            self.centre.absorb([self.updates[i]])
+            self.arrivals += 1
+            return
+        self.arrived.add(i)
+        self.arrivals += 1
+        if len(self.arrived) == e.replicas:
+            # In replica order, whoever came last: the sum must not depend on timing.
+            self.centre.absorb(self.updates[n] for n in range(e.replicas))
+            self.arrived.clear()
+            if e.pulls_at_the_end:
+                for n in range(e.replicas):
+                    self.replicas[n].pull(self.centre.z)
+
+    def _force(self, i: int) -> None:
+        replica = self.replicas[i]
+        counts = replica.force(self.centre.z)
+        if self.centre.on_cpu:
+            if any(int(c) for c in counts):
+                self.updates[i].zero_()
+                self._dropped += 1
+            return
+        bad = torch.stack([c.to(counts[0].device).reshape(()) for c in counts]).sum().gt(0).long()
+        self._bad_counts = bad if self._bad_counts is None else self._bad_counts + bad
+
+
+class GroupRounds(Rounds):
+    """The rounds of replicas that live one on each rank of a process group; this rank's is ``rank``."""
+
+    def __init__(
+        self, layout: Layout, centre: Centre, elasticity: Elasticity, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(layout, centre, elasticity)
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.arrivals_per_round = 1  # of this process
+        self._works: list[dist.Work] = []
+        for flat in centre.z.flats:  # one z for all, whatever the ranks' initial weights
+            dist.broadcast(flat, group_src=0, group=group)
+
+    @property
+    def round(self) -> int:
+        return self.arrivals - bool(self._works)
+
+    def ready(self, i: int, finishes: bool) -> bool:
+        return True  # a step waits for the others instead
+
+    def arrive(self, i: int) -> None:
+        self.finish()  # z of this round: all rounds before it
+        super().arrive(i)
+
+    def finish(self) -> None:
+        if self._works:
+            for work in self._works:
+                work.wait()
+            self._works = []
+            with torch.no_grad():
+                self.centre.absorb([self.updates[self.rank]])
+
+    def _gather(self, i: int) -> None:
+        update = self.updates[i]
+        if not self.centre.on_cpu:  # else one rank's bad element would become everybody's
+            for flat in update.flats:
+                flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        works = [dist.all_reduce(flat, group=self.group, async_op=True) for flat in update.flats]
+        self._works = [work for work in works if work is not None]
+        self.arrivals += 1
+        if self.elasticity.staleness == 0:
+            self.finish()
+            if self.elasticity.pulls_at_the_end:
+                self.replicas[i].pull(self.centre.z)
