@@ -17,10 +17,10 @@ ROOT = Path(__file__).parent.resolve()
 
 
 def require_torch() -> None:
-    """Stop early: after reading the dependencies, an isolated build would download torch, and not even use it."""
+    """Stop early: once an isolated build has told its dependencies, pip would download torch."""
     if importlib.util.find_spec("torch") is None:
         sys.exit(
-            "avgpipe: the build finds no torch; install torch>=2.11, then use pip install --no-build-isolation"
+            "avgpipe: the build finds no torch; install torch>=2.11, then pip install --no-build-isolation"
         )
 
 

@@ -8,8 +8,8 @@ Every operator takes a tensor, or lists of tensors of one length. Common to all:
   tensors of a call are on one device, CPU or CUDA; no written tensor shares memory with another one.
 - Anything else raises ValueError with the clashing values, before anything is written.
 - With check_finite=True the result is the number of elements for which a value written, as rounded to its
-  dtype, is not finite: an int64 tensor of shape () on the tensors' device (an element counts once, however many
-  of its values are not finite). Otherwise it is an empty int64 tensor of shape (0,).
+  dtype, is not finite: an int64 tensor of shape () on the tensors' device. An element counts once, even if
+  several of its values are not finite. Otherwise the result is an empty int64 tensor of shape (0,).
 - CUDA operators run on the current stream of the tensors' device and never wait for it.
 - Operators are updates in place: wrappers run them without recording gradients, and torch's version counters
   move, so that a backward pass that still needs an overwritten value fails instead of being wrong.

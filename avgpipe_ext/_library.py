@@ -38,9 +38,9 @@ def _entries(text: str) -> list[str]:
 def build_info() -> dict[str, str | bool | list[str]]:
     """What was built, and what this processor offers to it.
 
-    Returns a dict with the keys `version` (of avgpipe), `torch` (the version built against; later ones load the
-    library too), `cpu_features` (instruction sets this processor has among those that kernels are built for),
-    `cuda` (whether CUDA kernels are built in) and `cuda_arch_list` (as in TORCH_CUDA_ARCH_LIST; empty without).
+    Returns a dict with the keys `version` (of avgpipe), `torch` (the version built against; others from 2.11
+    load the library too), `cpu_features` (instruction sets this processor has among those that kernels are
+    built for), `cuda` (whether CUDA kernels are built in) and `cuda_arch_list` (as in TORCH_CUDA_ARCH_LIST).
     """
     facts = dict(line.split("=", 1) for line in _ask("avgpipe_build_info").splitlines())
     architectures = _entries(facts["cuda_arch_list"])

@@ -1,0 +1,122 @@
+"""Schemas, fake kernels, version counters, torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import avgpipe_ext
+from avgpipe_ext._registration import WRITTEN
+from tests.avgpipe_ext.cases import CASES, FLOATS, arguments
+
+NAMES = ("elastic_pull_", "elastic_step_", "easgd_step_", "reference_apply_")
+EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
+# What makes torch.compile's output text-free and quick here: no code generation is under test.
+BACKEND = "aot_eager"
+
+
+def qualified_names():
+    return [f"avgpipe::{name}{suffix}" for name in NAMES for suffix in ("", ".list")]
+
+
+def test_every_operator_has_its_overloads_and_no_others():
+    found = {
+        s.name + ("." + s.overload_name if s.overload_name else "") for s in torch._C._jit_get_all_schemas()
+    }
+    assert {name for name in found if name.startswith("avgpipe::")} == set(qualified_names())
+
+
+@pytest.mark.parametrize("name", qualified_names())
+def test_kernels_exist_for_cpu_and_where_built_cuda(name):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") == avgpipe_ext.build_info()["cuda"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("overload", ["default", "list"])
+def test_the_schema_marks_what_is_written(name, overload):
+    schema = getattr(getattr(torch.ops.avgpipe, name), overload)._schema
+    written = tuple(
+        i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    )
+    assert written == WRITTEN[name][1]
+    assert schema.arguments[-1].name == "check_finite"
+    assert schema.arguments[-1].kwarg_only
+
+
+@EVERY_CASE
+@pytest.mark.parametrize("check_finite", [False, True])
+def test_opcheck(case, check_finite):
+    options = {"check_finite": check_finite}
+    tensors = arguments(case, (5, 3), torch.float32)
+    torch.library.opcheck(case.packet.default, (*tensors, *case.scalars), options)
+    rows = [arguments(case, shape, torch.bfloat16, seed=1) for shape in ((4,), (0,), (2, 3))]
+    lists = [list(column) for column in zip(*rows)]
+    torch.library.opcheck(case.packet.list, (*lists, *case.scalars), options)
+
+
+@EVERY_CASE
+@pytest.mark.parametrize("check_finite", [False, True])
+def test_fake_results_match_real_ones(case, check_finite):
+    for dtype in FLOATS:
+        tensors = arguments(case, (5,), dtype)
+        real = case.operator(*tensors, *case.scalars, check_finite=check_finite)
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(t) for t in tensors]
+            fake = case.operator(*fakes, *case.scalars, check_finite=check_finite)
+            listed = case.operator(*([t] for t in fakes), *case.scalars, check_finite=check_finite)
+        for result in (fake, listed):
+            assert (result.shape, result.dtype, result.device) == (real.shape, real.dtype, real.device)
+
+
+@EVERY_CASE
+def test_meta_tensors_give_a_meta_count(case):
+    tensors = arguments(case, (5,), torch.float32, device="meta")
+    assert case.operator(*tensors, *case.scalars, check_finite=True).device.type == "meta"
+    tensors[-1] = torch.zeros(6, device="meta")
+    with pytest.raises(ValueError, match="pass tensors of one shape"):
+        case.operator(*tensors, *case.scalars)
+
+
+@EVERY_CASE
+@pytest.mark.parametrize("raw", [False, True])
+def test_version_counters_of_exactly_what_is_written_move(case, raw):
+    operator = case.packet if raw else case.operator
+    tensors = arguments(case, (3,), torch.float32)
+    operator(*tensors, *case.scalars)
+    expected = [int(position in WRITTEN[case.name][1]) for position in range(len(tensors))]
+    assert [t._version for t in tensors] == expected
+    operator(*([t] for t in tensors), *case.scalars)
+    assert [t._version for t in tensors] == [2 * moved for moved in expected]
+
+
+def test_a_backward_that_needs_an_overwritten_value_fails():
+    x = torch.ones(3, requires_grad=True)
+    loss = (x * x).sum()
+    avgpipe_ext.elastic_pull_(x, torch.zeros(3), 0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@EVERY_CASE
+def test_works_in_inference_mode(case):
+    with torch.inference_mode():
+        tensors = arguments(case, (3,), torch.float32)
+        case.operator(*tensors, *case.scalars)
+
+
+@EVERY_CASE
+@pytest.mark.parametrize("list_form", [False, True])
+def test_compiled_calls_do_what_eager_ones_do(case, list_form):
+    def call(*tensors):
+        passed = [[t] for t in tensors] if list_form else tensors
+        lost = case.operator(*passed, *case.scalars, check_finite=True)
+        return lost, tensors[0] * 2
+
+    torch._dynamo.reset()
+    eager, compiled = arguments(case, (9,), torch.float32), arguments(case, (9,), torch.float32)
+    expected = call(*eager)
+    results = torch.compile(call, backend=BACKEND, fullgraph=True)(*compiled)
+    assert all(torch.equal(a, b) for a, b in zip(expected, results))
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled))
