@@ -1,0 +1,171 @@
+"""Texts for language models: a folder with train, valid and test, or the Python standard library's source."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+SPLITS = ("train", "valid", "test")
+EOS = "<eos>"
+UNKNOWN = "<unk>"
+
+# {} is the split; the first that exists is read
+_FILE_NAMES = ("{}.txt", "{}.txt.gz", "wiki.{}.tokens", "wiki.{}.tokens.gz")
+
+# Folders of the standard library that are not everywhere, not the library's, or tables rather than programs.
+_SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "turtledemo",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+}
+
+# In this order: one or more line ends (blank lines make no token), indentation, words, single signs.
+_SOURCE_TOKEN = re.compile(r"(?:[ \t]*\n)+|^ +|\w+|[^\w\s]", re.MULTILINE)
+
+
+class DataNotFound(FileNotFoundError, ValueError):
+    """The data that a workload should read is not there. The message names the folder and what is missing."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text as token numbers.
+
+    Attributes:
+        vocabulary: the token of each number, most frequent in train first.
+        train, valid, test: int64 [tokens], each number an index of ``vocabulary``.
+    """
+
+    vocabulary: tuple[str, ...]
+    train: torch.Tensor
+    valid: torch.Tensor
+    test: torch.Tensor
+
+
+def load_text(
+    path: str | Path | None, *, vocabulary_size: int | None = None, max_bytes: int | None = None
+) -> Corpus:
+    """Read a corpus; its vocabulary is that of train.
+
+    Args:
+        path: a folder with ``train``, ``valid`` and ``test``, each as ``.txt``, ``.txt.gz`` or
+            ``wiki.<split>.tokens``, UTF-8. Tokens are split at white space, and each line ends with
+            ``<eos>``. None: the source of this Python's standard library, tokenised into words, signs,
+            indentation and line ends (``<eos>``), and divided by file.
+        vocabulary_size: keep so many types of train, ``<unk>`` among them; the others become ``<unk>``. None:
+            all. Types that train lacks become ``<unk>`` in any case.
+        max_bytes: how much of the standard library to read, in whole files. Folders are always read whole.
+
+    Raises:
+        DataNotFound: the folder, or one of its files, is not there.
+        ValueError: a file is not readable as text.
+    """
+    if vocabulary_size is not None and vocabulary_size < 1:
+        raise ValueError(f"vocabulary_size must be at least 1, got {vocabulary_size}")
+    if path is None:
+        return _numbered(_standard_library(max_bytes), vocabulary_size)
+    tokens = {split: _words(_read(file)) for split, file in find_text(path).items()}
+    return _numbered(tokens, vocabulary_size)
+
+
+def find_text(path: str | Path) -> dict[str, Path]:
+    """The file of each split in a folder, without reading them. Raises DataNotFound."""
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise DataNotFound(
+            f"data folder {folder} {what}; give a folder with train.txt, valid.txt and test.txt"
+        )
+    found: dict[str, Path] = {}
+    for split in SPLITS:
+        candidates = (folder / name.format(split) for name in _FILE_NAMES)
+        file = next((c for c in candidates if c.is_file()), None)
+        if file is not None:
+            found[split] = file
+    missing = [f"{split}.txt" for split in SPLITS if split not in found]
+    if missing:
+        raise DataNotFound(
+            f"data folder {folder} lacks {', '.join(missing)} (.txt.gz and wiki.<split>.tokens are read too)"
+        )
+    return found
+
+
+def _read(file: Path) -> str:
+    try:
+        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
+        ) from None
+    except (OSError, EOFError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+
+
+def _words(text: str) -> list[str]:
+    if text and not text.endswith("\n"):
+        text += "\n"
+    return text.replace("\n", f" {EOS} ").split()
+
+
+def _standard_library(max_bytes: int | None) -> dict[str, list[str]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    tokens: dict[str, list[str]] = {split: [] for split in SPLITS}
+    used = 0
+    for index, file in enumerate(_source_files(root)):
+        source = file.read_text(encoding="utf-8", errors="replace")
+        used += len(source)
+        if max_bytes is not None and used > max_bytes and index >= 10:
+            break
+        # of ten files in a row, one is for validation and one for the test
+        split = {4: "valid", 9: "test"}.get(index % 10, "train")
+        tokens[split] += [EOS if token[-1] == "\n" else token for token in _SOURCE_TOKEN.findall(source)]
+    if not all(tokens.values()):
+        raise DataNotFound(
+            f"too few Python sources in {root}; give a folder with train.txt, valid.txt and test.txt"
+        )
+    return tokens
+
+
+def _source_files(root: Path) -> list[Path]:
+    files = [f for f in root.rglob("*.py") if _SKIPPED.isdisjoint(f.relative_to(root).parts[:-1])]
+    return sorted(files, key=lambda f: f.relative_to(root).as_posix())
+
+
+def _numbered(tokens: dict[str, list[str]], vocabulary_size: int | None) -> Corpus:
+    vocabulary = _vocabulary(tokens["train"], vocabulary_size)
+    number = {token: index for index, token in enumerate(vocabulary)}
+    unknown = any(not number.keys() >= set(tokens[split]) for split in SPLITS)
+    if UNKNOWN not in number and (unknown or vocabulary_size is not None):
+        number[UNKNOWN] = len(vocabulary)
+        vocabulary.append(UNKNOWN)
+    numbers = {split: _lookup(tokens[split], number) for split in SPLITS}
+    return Corpus(tuple(vocabulary), **numbers)
+
+
+def _vocabulary(train: Iterable[str], size: int | None) -> list[str]:
+    counts = Counter(train)  # equal counts stay in the order of their first appearance
+    if size is not None and len(counts) > size - (UNKNOWN not in counts):
+        counts.pop(UNKNOWN, None)
+        return [token for token, _ in counts.most_common(size - 1)]
+    return [token for token, _ in counts.most_common()]
+
+
+def _lookup(tokens: list[str], number: dict[str, int]) -> torch.Tensor:
+    unknown = number.get(UNKNOWN, -1)  # -1 is never used: without <unk> every token has its number
+    numbers = (number.get(token, unknown) for token in tokens)
+    return torch.from_numpy(np.fromiter(numbers, dtype=np.int64, count=len(tokens)))
