@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from avgpipe.checkpoint import load_checkpoint, save_checkpoint
 from avgpipe.errors import PipelineError
@@ -157,7 +159,7 @@ class Pipeline:
 
     def _begin(self, inputs: Any, targets: Any) -> None:
         batch, pipeline = self._next_batch, self._next_batch % self.plan.pipelines
-        samples = batch_size(inputs)
+        samples = _samples(inputs, targets)
         parts = self.plan.micro_batches
         if samples < parts and batch == 0:
             raise ValueError(
@@ -210,15 +212,14 @@ class Pipeline:
         def weight(target: Any, samples: int) -> float:
             return loss_weights(self._loss_fn, [target], [samples], self._loss_weight).total
 
+        batches = map(_pair, _not_empty(loader))
         sums = torch.zeros(4, dtype=torch.float64)
         if isinstance(self._loss_fn, nn.Module):
             self._loss_fn.eval()
         passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, which)
         with self._running():
-            for part in passes.run(map(_pair, loader), lambda: Evaluation(loss, weight, metric_fn)):
+            for part in passes.run(batches, lambda: Evaluation(loss, weight, metric_fn)):
                 sums += part
-        if sums[3] == 0:
-            raise ValueError("evaluate needs at least one sample: the loader is empty")
         is_sum = self._loss_weight is None and getattr(self._loss_fn, "reduction", "mean") == "sum"
         return EvaluationResult(
             float(sums[0] if is_sum else sums[0] / sums[1]),
@@ -229,15 +230,17 @@ class Pipeline:
     def predict(self, inputs: Any, *, weights: str | int = "reference") -> Any:
         """The model's output for a batch of any size, in evaluation mode, on every rank."""
         self.drain()
-        passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, self._which(weights))
+        which = self._which(weights)
+        passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, which)
         with self._running():
             return list(passes.run([(inputs, None)], Prediction))[0]
 
     def state_dict(self, weights: str | int = "reference") -> dict[str, torch.Tensor]:
         """Weights and buffers under the names of the unsplit model, into which they load with ``strict=True``."""
         self.drain()
+        which = self._which(weights)
         with self._running():
-            return gather_state(self._model, self._worker, self._which(weights))
+            return gather_state(self._model, self._worker, which)
 
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint that loads under any plan. The folder appears, or replaces the one there, all at once."""
@@ -324,6 +327,22 @@ def _pair(batch: Any) -> tuple[Any, Any]:
         return batch[0], batch[1]
     got = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
     raise TypeError(f"a loader must yield pairs (inputs, targets), not {got}")
+
+
+def _not_empty(loader: Iterable[Any]) -> Iterator[Any]:
+    source = iter(loader)
+    try:
+        first = next(source)
+    except StopIteration:
+        raise ValueError("evaluate needs at least one batch: the loader is empty") from None
+    return chain([first], source)
+
+
+def _samples(inputs: Any, targets: Any) -> int:
+    samples = batch_size(inputs)
+    if any(isinstance(t, torch.Tensor) and t.dim() > 0 for t in tree_leaves(targets)) and batch_size(targets) != samples:
+        raise ValueError(f"the inputs have {samples} samples and the targets {batch_size(targets)}: both need one per sample")
+    return samples
 
 
 def _sizes(samples: int, parts: int) -> list[int]:

@@ -7,6 +7,7 @@ with the optimizer state of a saved pipeline; an unfinished round of averaging i
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,22 @@ def load_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -
     manifest.check_model(model.signature(), directory)
     same = manifest.bounds == model.bounds and all(manifest.plan.get(n) == getattr(plan, n) for n in _SAME)
     if same:
-        contents = {k: _read(manifest, directory, k) for k in worker.stages}
+        contents = {k: _read(manifest, directory, k, lazily=False) for k in worker.stages}
         for k in worker.stages:
             _restore_exactly(contents[k], model, worker, k)
     else:
-        saved = _Saved([_read(manifest, directory, k) for k in range(len(manifest.files))])
+        saved = _Saved([_read(manifest, directory, k, lazily=True) for k in range(len(manifest.files))])
         for k in worker.stages:
             _restore_by_name(saved, model, worker, k)
     worker.world.barrier()
     return manifest.batches
 
 
-def _read(manifest: Manifest, directory: Path, stage: int) -> dict[str, Any]:
+def _read(manifest: Manifest, directory: Path, stage: int, *, lazily: bool) -> dict[str, Any]:
+    """Content of a saved stage. ``lazily``: its tensors are views of the file, read when they are copied."""
     path = manifest.check_file(directory, stage, content=True)
     try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:
         reason = str(error).split("\n")[0]
         raise CheckpointError(f"corrupt checkpoint: {path} does not load ({reason}); use another one") from error
@@ -134,7 +136,8 @@ def _restore_optimizer(
         for mine, theirs in zip(current["param_groups"], groups):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
     order = parameter_names(replica, names)
-    current["state"] = {n: states[name] for n, name in enumerate(order) if name in states}
+    # copies: a tied parameter's state goes to several stages, and a saved pipeline's to several new ones
+    current["state"] = {n: copy.deepcopy(states[name]) for n, name in enumerate(order) if name in states}
     inner.load_state_dict(current)
     if replica.lr_scheduler is not None and lr_scheduler is not None:
         replica.lr_scheduler.load_state_dict(lr_scheduler)

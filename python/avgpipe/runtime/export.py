@@ -26,7 +26,8 @@ def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, to
                 empty = torch.empty(entry.shape, dtype=entry.dtype, device=worker.device)
                 tensor = worker.world.broadcast(empty, k)
             found.update(dict.fromkeys(entry.names, tensor))
-    return {name: found[name] for name in model.tensors}
+    # what no stage holds is never used by the forward, and so unchanged
+    return {name: found[name] if name in found else t.detach().clone() for name, t in model.tensors.items()}
 
 
 def stage_state(model: Model, worker: Worker, k: int, which: str | int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,207 @@
+"""Checkpoints: bitwise resume in the same layout, the same model in any other, and refusal of damaged ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from avgpipe import CheckpointError, Pipeline, Plan
+from avgpipe.checkpoint import verify_checkpoint
+from avgpipe.runtime.context import Carry
+from tests.ranks import run_ranks
+from tests.runtime.cases import adamw, language_model, momentum, token_batches
+
+LOSS = nn.CrossEntropyLoss()
+SHAPES = [
+    Plan(stages=1, micro_batches=2),
+    Plan(stages=2, pipelines=2, micro_batches=2, staleness=1),
+    Plan(stages=3, pipelines=2, micro_batches=3, staleness=0),
+    Plan(stages=2, pipelines=3, micro_batches=2, staleness=1, period=2),
+    Plan(stages=2, pipelines=2, micro_batches=2, rule="easgd"),
+]
+
+
+def make(plan: Plan, optimizer: Any = adamw) -> Pipeline:
+    return Pipeline(
+        language_model(dropout=0.2),
+        plan,
+        loss_fn=LOSS,
+        optimizer=optimizer,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
+        seed=2,
+    )
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def resume(plan: Plan, folder: str, cut: int) -> Any:
+    """A run in one piece, and one that is saved after ``cut`` batches and goes on in a new Pipeline."""
+    batches = token_batches(10, 6)
+    with make(plan) as p:
+        whole = [r.loss for r in p.train(batches)], p.state_dict(), p.state_dict(weights=plan.pipelines - 1)
+    with make(plan) as p:
+        list(p.train(batches[:cut]))
+        p.save(folder)
+    with make(plan) as p:
+        p.load(folder)
+        assert p.batches == cut
+        resumed = [r.loss for r in p.train(batches[cut:])], p.state_dict(), p.state_dict(weights=plan.pipelines - 1)
+    assert resumed[0] == whole[0][cut:]
+    assert same(resumed[1], whole[1])
+    assert same(resumed[2], whole[2])
+    return True
+
+
+@pytest.mark.parametrize("plan", SHAPES, ids=lambda p: f"K{p.stages}N{p.pipelines}s{p.staleness}{p.rule}{p.period}")
+@pytest.mark.parametrize("cut", [4, 7])
+def test_resume_is_bitwise_in_the_same_layout(plan: Plan, cut: int, tmp_path: Path) -> None:
+    resume(plan, str(tmp_path / "c"), cut)
+
+
+def resume_on_ranks(K: int, folder: str) -> bool:
+    for n, plan in enumerate(p for p in SHAPES if p.stages == K):
+        resume(plan, f"{folder}/{n}", 5)
+    return True
+
+
+def test_resume_is_bitwise_on_ranks(tmp_path: Path) -> None:
+    results = run_ranks(2, "tests.checkpoint.test_checkpoint:resume_on_ranks", K=2, folder=str(tmp_path))
+    assert results == [True, True]
+
+
+@pytest.mark.parametrize("before", SHAPES[:4], ids=lambda p: f"from{p.stages}x{p.pipelines}")
+@pytest.mark.parametrize(("K", "N"), [(1, 1), (4, 1), (2, 2), (3, 4)])
+def test_loads_under_any_layout(before: Plan, K: int, N: int, tmp_path: Path) -> None:
+    with make(before) as p:
+        list(p.train(token_batches(2 * before.pipelines * before.period, 6)))
+        p.save(tmp_path / "c")
+        saved, rate = p.state_dict(), p.optimizers[0].param_groups[0]["lr"]
+        held_out = p.evaluate(token_batches(2, 5))
+    with make(Plan(stages=K, pipelines=N, micro_batches=2)) as p:
+        p.load(tmp_path / "c")
+        assert same(p.state_dict(), saved)
+        assert p.optimizers[-1].param_groups[0]["lr"] == rate
+        assert all(len(o.state) == len(o.param_groups[0]["params"]) for o in p.optimizers)
+        assert abs(p.evaluate(token_batches(2, 5)).loss - held_out.loss) < 1e-10
+        before_loss = held_out.loss
+        list(p.train(token_batches(8, 6) * 4))
+        assert p.evaluate(token_batches(8, 6)).loss < before_loss + 1
+
+
+def test_one_stage_more_changes_nothing_in_the_training(tmp_path: Path) -> None:
+    batches = token_batches(8, 6)
+    with make(Plan(stages=2, micro_batches=2)) as p:
+        list(p.train(batches[:4]))
+        p.save(tmp_path / "c")
+        whole = [r.loss for r in p.train(batches[4:])]
+    with make(Plan(stages=4, micro_batches=2)) as p:
+        p.load(tmp_path / "c")
+        assert max(abs(a.loss - b) for a, b in zip(p.train(batches[4:]), whole, strict=True)) < 1e-10
+
+
+class Summer(nn.Module):
+    """Adds up what it has seen in earlier batches, per micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.carry = Carry()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.carry.get()
+        total = x.detach() if before is None or before.shape != x.shape else before + x.detach()
+        self.carry.set(total)
+        return x + 0.1 * total
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_carried_state_is_saved_and_survives_recomputation(stages: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Summer(), nn.Linear(4, 3)).double()
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(4, 4, dtype=torch.float64, generator=generator), torch.randint(3, (4,), generator=generator))
+        for _ in range(6)
+    ]
+    ends = []
+    for plan, cut in [
+        (Plan(stages=2, pipelines=1, micro_batches=2), 6),
+        (Plan(stages=stages, pipelines=1, micro_batches=2, recompute="always"), 3),
+    ]:
+        with Pipeline(model, plan, loss_fn=LOSS, optimizer=momentum) as p:
+            losses = [r.loss for r in p.train(batches[:cut])]
+            p.save(tmp_path / "c")
+        with Pipeline(model, Plan(stages=2, micro_batches=2), loss_fn=LOSS, optimizer=momentum) as p:
+            p.load(tmp_path / "c")
+            ends.append(losses + [r.loss for r in p.train(batches[cut:])])
+    assert max(abs(a - b) for a, b in zip(*ends, strict=True)) < 1e-10
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    with make(SHAPES[1]) as p:
+        list(p.train(token_batches(2, 6)))
+        p.save(tmp_path / "c")
+    return tmp_path / "c"
+
+
+def test_saving_again_replaces_and_leaves_nothing_behind(saved: Path) -> None:
+    with make(SHAPES[1]) as p:
+        p.load(saved)
+        list(p.train(token_batches(2, 6)))
+        p.save(saved)
+        assert sorted(f.name[:7] for f in saved.iterdir()) == ["manifes", "stage-0", "stage-1"]
+        assert verify_checkpoint(saved).batches == 4
+
+
+def refuse(folder: Path, match: str, model: nn.Module | None = None) -> None:
+    with pytest.raises(CheckpointError, match=match) as caught:
+        verify_checkpoint(folder, None)
+        p = Pipeline(model or language_model(), SHAPES[1], loss_fn=LOSS, optimizer=momentum)
+        p.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
+    shard = next(saved.glob("stage-1-*"))
+    data, manifest = shard.read_bytes(), (saved / "manifest.json").read_text()
+    shard.write_bytes(data[:-10])
+    refuse(saved, rf"corrupt checkpoint: .*stage-1.* has {len(data) - 10} bytes instead of {len(data)}")
+    shard.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+    refuse(saved, "corrupt checkpoint: the content of .*stage-1.* has changed")
+    shard.unlink()
+    refuse(saved, "corrupt checkpoint: .*stage-1.* is missing")
+    shard.write_bytes(data)
+    (saved / "manifest.json").write_text(manifest[:-20])
+    refuse(saved, "corrupt checkpoint: .*manifest.json is damaged")
+    (saved / "manifest.json").write_text(json.dumps({"format": 9}))
+    refuse(saved, "has format 9; this version reads 1")
+    refuse(tmp_path, "no checkpoint in .*: it has no manifest.json")
+
+
+def test_another_models_checkpoint_is_refused(saved: Path) -> None:
+    wider = language_model()
+    wider[1] = nn.Linear(8, 8, bias=False).double()
+    refuse(saved, r"checkpoint of another model: '1.bias' is float64 of shape \(8,\) there and absent here", wider)
+
+
+def test_nothing_is_unpickled(saved: Path) -> None:
+    for shard in saved.glob("stage-*"):
+        torch.load(shard, weights_only=True)
+    evil = saved.parent / "evil"
+    shutil.copytree(saved, evil)
+    shard = next(evil.glob("stage-0-*"))
+    torch.save({"reference": print}, shard)
+    values = json.loads((evil / "manifest.json").read_text())
+    from avgpipe.checkpoint.manifest import crc_of
+
+    values["files"][0] = [shard.name, shard.stat().st_size, crc_of(shard)]
+    (evil / "manifest.json").write_text(json.dumps(values))
+    refuse(evil, "corrupt checkpoint: .*stage-0.* does not load")
