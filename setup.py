@@ -9,9 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, find_packages, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit(
+        f"avgpipe: setuptools {setuptools.__version__} is too old; pip install 'setuptools>=77' cmake ninja"
+    )
+from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent.resolve()
 

@@ -26,7 +26,7 @@ void* current_stream(int32_t device) {
         throw std::runtime_error("avgpipe: this torch has no CUDA streams; install a CUDA build of torch");
     }
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(get(device, &stream));
+    TORCH_ERROR_CODE_CHECK(get(device, &stream));
     return stream;
 }
 

@@ -45,7 +45,7 @@ struct View {
 // Whether sizes, strides and memory mean what they say: not sparse, not an opaque layout.
 inline bool is_strided(const Tensor& tensor) {
     int32_t layout = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
     return layout == aoti_torch_layout_strided();
 }
 
@@ -54,7 +54,7 @@ inline View view_of(const Tensor& tensor) {
     View view;
     view.data = tensor.data_ptr();
     view.dtype = tensor.scalar_type();
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &view.device_type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &view.device_type));
     view.device_index = tensor.get_device_index();
     view.dim = tensor.dim();
     view.count = tensor.numel();
