@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,6 +111,7 @@ class Pipeline:
         self._results: deque[BatchResult] = deque()
         self._failed: BaseException | None = None
         self._closed = False
+        atexit.register(_close, weakref.ref(self))
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -320,6 +323,13 @@ class Pipeline:
         ):
             return weights
         raise ValueError(f"weights must be 'reference' or a pipeline from 0 to {self.plan.pipelines - 1}, not {weights!r}")
+
+
+def _close(pipeline: weakref.ref[Pipeline]) -> None:
+    """At the end of the program, for those who did not."""
+    alive = pipeline()
+    if alive is not None:
+        alive.close()
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,8 +22,11 @@ import torch.distributed as dist
 from avgpipe.errors import PeerLost
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Header, Key, TensorInfo, assemble, describe
+from avgpipe.runtime.world import transport_reason
 
 _KINDS = "FBTNCER"
+_CLOSE_S = 0.5  # how long closing waits for a thread before it breaks the thread's wait
+_UNUSED_TAG = 2**31 - 1
 _CONTROL = struct.Struct("<qqq")  # batch, micro-batch, bytes of the header that follows (0: as before)
 
 
@@ -111,7 +115,7 @@ class GroupLink:
         try:
             works = [self._group.send([b], self._rank, tag) for b in buffers]
         except RuntimeError as error:
-            raise self._lost(f"sending {key}: {error}") from error
+            raise self._lost(f"sending {key}: {transport_reason(error)}") from error
         # The works keep their buffers alive. A batch begins only when the one before it has been received on this
         # channel, so waiting for the works of two batches ago never blocks.
         sent = self._in_flight.setdefault(channel, deque())
@@ -124,7 +128,7 @@ class GroupLink:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self._lost(f"sending {key}: {error}") from error
+            raise self._lost(f"sending {key}: {transport_reason(error)}") from error
 
     def flush(self) -> None:
         for channel, sent in self._in_flight.items():
@@ -136,52 +140,80 @@ class GroupLink:
         for key in keys:
             channel = Channel.of(key)
             if channel not in self._receivers:
-                self._receivers[channel] = _Receiver(self, channel)
+                self._receivers[channel] = _Receiver(self, channel, self._stages, self._device)
             self._receivers[channel].expected.put(key)
 
+    def heard(self, key: Key, value: Any) -> None:
+        self.last_heard = key
+        self._mailbox.deliver(key, value)
+
+    def broken(self, key: Key, error: Exception) -> None:
+        self._mailbox.fail(self._lost(f"receiving {key}: {transport_reason(error)}"))
+
+    def post(self, buffer: torch.Tensor, tag: int) -> Any:
+        return self._group.recv([buffer], self._rank, tag)
+
     def close(self) -> None:
-        for receiver in self._receivers.values():
-            receiver.expected.put(None)
-
-    def _receive(self, channel: Channel, expected: queue.SimpleQueue[Key | None]) -> None:
-        """Body of a channel's thread: receive what is expected, in order, until told to end."""
-        tag = channel.tag(self._stages)
-        header: Header | None = None
-
-        def receive(buffers: list[torch.Tensor]) -> None:
-            for work in [self._group.recv([b], self._rank, tag) for b in buffers]:
-                work.wait()
-
-        while (key := expected.get()) is not None:
-            try:
-                control = torch.empty(_CONTROL.size, dtype=torch.uint8)
-                receive([control])
-                batch, micro_batch, size = _CONTROL.unpack(control.numpy().tobytes())
-                if size:
-                    text = torch.empty(size, dtype=torch.uint8)
-                    receive([text])
-                    header = Header.from_bytes(text.numpy().tobytes())
-                assert header is not None
-                tensors = [x.empty() for x in header.leaves if isinstance(x, TensorInfo)]
-                receive([t for t in tensors if t.numel()])
-                if (batch, micro_batch) != (key.batch, key.micro_batch):
-                    raise RuntimeError(f"expected {key}, received batch {batch} micro-batch {micro_batch}")
-                self.last_heard = key
-                self._mailbox.deliver(key, assemble(header, [t.to(self._device) for t in tensors]))
-            except Exception as error:
-                self._mailbox.fail(self._lost(f"receiving {key}: {error}"))
-                return
+        """End the threads: one that is inside the transport when the interpreter ends would abort the process."""
+        receivers = list(self._receivers.values())
+        for receiver in receivers:
+            receiver.end()
+        if all(receiver.ended(_CLOSE_S) for receiver in receivers):
+            return
+        # Some wait for what will never come. gloo cannot cancel a receive, but a receive that runs into its time limit
+        # ends all others of the group, which is this pipeline's own.
+        try:
+            self.post(torch.empty(1), _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass
+        for receiver in receivers:
+            receiver.ended(_CLOSE_S)
 
 
 class _Receiver:
-    """The thread of one incoming channel and the queue of what it is to receive."""
+    """The thread of one incoming channel: receives what is expected, in order, until told to end."""
 
-    def __init__(self, link: GroupLink, channel: Channel) -> None:
+    def __init__(self, link: GroupLink, channel: Channel, stages: int, device: torch.device) -> None:
         self.expected: queue.SimpleQueue[Key | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(
-            target=link._receive,
-            args=(channel, self.expected),
-            name=f"avgpipe-receive-{channel.kind}{channel.pipeline}-{channel.source}-{channel.stage}",
-            daemon=True,
-        )
-        self.thread.start()
+        self._link, self._tag, self._device = link, channel.tag(stages), device
+        self._header: Header | None = None
+        self._closing = False
+        name = f"avgpipe-receive-{channel.kind}{channel.pipeline}-{channel.source}-{channel.stage}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (key := self.expected.get()) is not None:
+            try:
+                self._link.heard(key, self._message(key))
+            except Exception as error:
+                if not self._closing:
+                    self._link.broken(key, error)
+                return
+
+    def _message(self, key: Key) -> Any:
+        control = torch.empty(_CONTROL.size, dtype=torch.uint8)
+        self._receive([control])
+        batch, micro_batch, size = _CONTROL.unpack(control.numpy().tobytes())
+        if size:
+            text = torch.empty(size, dtype=torch.uint8)
+            self._receive([text])
+            self._header = Header.from_bytes(text.numpy().tobytes())
+        assert self._header is not None
+        tensors = [x.empty() for x in self._header.leaves if isinstance(x, TensorInfo)]
+        self._receive([t for t in tensors if t.numel()])
+        if (batch, micro_batch) != (key.batch, key.micro_batch):
+            raise RuntimeError(f"batch {batch} micro-batch {micro_batch} came instead")
+        return assemble(self._header, [t.to(self._device) for t in tensors])
+
+    def _receive(self, buffers: list[torch.Tensor]) -> None:
+        for work in [self._link.post(b, self._tag) for b in buffers]:
+            work.wait()
+
+    def end(self) -> None:
+        self._closing = True
+        self.expected.put(None)
+
+    def ended(self, within_s: float) -> bool:
+        self._thread.join(within_s)
+        return not self._thread.is_alive()

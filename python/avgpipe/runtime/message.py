@@ -13,12 +13,27 @@ from torch.utils import _pytree as pytree
 class Key(NamedTuple):
     """Names a message: what it is, whose it is, and which stage it is for."""
 
-    kind: str  # "F" activation, "B" gradient, "T" tied gradient, "N"/"C" gradient norm, "E"/"R" evaluation
+    kind: str  # a letter of _NAMES
     pipeline: int
     source: int  # stage
     stage: int  # destination
     batch: int
     micro_batch: int
+
+    def __str__(self) -> str:
+        of = f" of micro-batch {self.micro_batch}" if self.micro_batch >= 0 else ""
+        return f"{_NAMES[self.kind]}{of} of batch {self.batch}"
+
+
+_NAMES = {
+    "F": "the activation",
+    "B": "the gradient",
+    "T": "the tied gradients",
+    "N": "the gradient norm",
+    "C": "the clipping factor",
+    "E": "the activation (of an evaluation)",
+    "R": "the result (of an evaluation)",
+}
 
 
 @dataclass(frozen=True)

@@ -112,16 +112,10 @@ class Scheduler:
         link = self._links.get(key.source)
         heard = link.last_heard if isinstance(link, GroupLink) else None
         last = (
-            f"last heard from it: {_spell(heard)}" if heard else "nothing has been heard from it in this run"
+            f"last heard from it: {heard}" if heard else "nothing has been heard from it in this run"
         )
         return (
-            f"{head}: pipeline {key.pipeline}, stage {key.stage} needs {_spell(key)} from stage {key.source}; {last}. "
+            f"{head}: pipeline {key.pipeline}, stage {key.stage} needs {key} from stage {key.source}; {last}. "
             "Raise timeout_s if stages are that slow"
         )
 
-
-def _spell(key: Key) -> str:
-    names = {"F": "the activation", "B": "the gradient", "T": "tied gradients", "N": "the gradient norm"}
-    what = names.get(key.kind, {"C": "the clipping factor", "E": "an activation", "R": "a result"}.get(key.kind, ""))
-    of = f"of micro-batch {key.micro_batch} " if key.micro_batch >= 0 else ""
-    return f"{what} {of}of batch {key.batch}"

@@ -69,9 +69,8 @@ class World:
         first = self.reported()
         if first is not None and not first.startswith(f"rank {self.rank}:"):
             return PeerLost(f"rank {self.rank} stops because of {first}")
-        detail = doing.split("This is typically")[0].strip()
         return PeerLost(
-            f"rank {peer} (stage {stage}) died or closed its connection; seen by rank {self.rank} when {detail}"
+            f"rank {peer} (stage {stage}) died or closed its connection; seen by rank {self.rank} when {doing}"
         )
 
     # ---- collectives on CPU memory -------------------------------------------------------------------------------
@@ -127,5 +126,10 @@ class World:
             first = self.reported()
             if first is not None:
                 raise PeerLost(f"rank {self.rank} stops because of {first}") from error
-            detail = str(error).split("This is typically")[0].strip()
-            raise PipelineError(f"rank {self.rank}: a collective failed: {detail}") from error
+            raise PipelineError(f"rank {self.rank}: a collective failed: {transport_reason(error)}") from error
+
+
+def transport_reason(error: BaseException) -> str:
+    """What gloo says in an error, without its source position and advice."""
+    text = str(error).split("This is typically")[0].split("\n")[0]
+    return text.rpartition(".cc:")[2].partition("] ")[2].strip() or text.strip()

@@ -1,0 +1,93 @@
+"""Failures of a run: every rank ends in time, with a message that names the cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from avgpipe import Pipeline, Plan
+from tests.ranks import Ranks
+from tests.runtime.cases import language_model, momentum, token_batches
+
+
+def endless(K: int, N: int, folder: str) -> None:
+    """Train until something ends it; a file per rank says that training is under way."""
+    plan = Plan(stages=K, pipelines=N, micro_batches=2)
+    batches = token_batches(2, 8)
+    with Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum) as p:
+        for _ in range(1_000_000):
+            for result in p.train(batches):
+                if result.batch == 10:
+                    Path(folder, os.environ["RANK"]).touch()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_every_rank_names_the_one_that_was_killed(victim: int, tmp_path: Path) -> None:
+    ranks = Ranks(3, "tests.runtime.test_faults:endless", K=3, N=2, folder=str(tmp_path))
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 3, 60)
+    ranks.processes[victim].send_signal(signal.SIGKILL)
+    started = time.monotonic()
+    ends = ranks.join(15)
+    assert time.monotonic() - started < 15
+    for rank, (code, output) in enumerate(ends):
+        if rank != victim:
+            assert code == 1, output
+            assert "PeerLost" in output
+            assert f"rank {victim} (stage {victim}) died or closed its connection" in output, output[-1500:]
+
+
+class Fails(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("broken on purpose")
+
+
+class Hangs(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        threading.Event().wait(60)
+        return x
+
+
+def with_layer(kind: str, timeout_s: float) -> None:
+    layer = {"fails": Fails, "hangs": Hangs}[kind]()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), layer)
+    plan = Plan(stages=3, micro_batches=2)
+    batch = torch.zeros(4, 4), torch.zeros(4, dtype=torch.long)
+    with Pipeline(model, plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum, timeout_s=timeout_s) as p:
+        list(p.train([batch]))
+
+
+def test_an_error_in_a_layer_ends_all_ranks_with_its_text() -> None:
+    for code, output in Ranks(3, "tests.runtime.test_faults:with_layer", kind="fails", timeout_s=60).join(30):
+        assert code == 1
+        last = output.strip().split("\n")[-1]
+        assert "stage 2, layer 2 (Fails) failed on its input ([2, 4] float32; it came from stage 1): broken on purpose" in last
+
+
+def test_a_wait_over_the_limit_says_who_waited_for_what() -> None:
+    ranks = Ranks(3, "tests.runtime.test_faults:with_layer", kind="hangs", timeout_s=6)
+    for process in ranks.processes[:2]:
+        process.wait(40)
+    ranks.processes[2].kill()
+    texts = [
+        f"rank {rank} waited 6 s: pipeline 0, stage {rank} needs the gradient of micro-batch 0 of batch 0 from stage {rank + 1}; "
+        "nothing has been heard from it"
+        for rank in (0, 1)
+    ]
+    for code, output in ranks.join(10)[:2]:
+        assert code == 1
+        assert any(text in output for text in texts), output[-1500:]
+
+
+def wait_until(condition: Any, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.05)
