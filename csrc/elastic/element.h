@@ -1,6 +1,6 @@
 // The arithmetic of one element of every elastic update, once for host and device.
 //
-// Formulas: docs/reference (rules `avgpipe` and `easgd`). Compiled without fused multiply-add on both sides,
+// Sources of the rules: avgpipe_ext/operators.py. Compiled without fused multiply-add on both sides,
 // so every processor rounds alike and CPU and CUDA agree bit for bit.
 #pragma once
 
