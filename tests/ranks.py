@@ -69,7 +69,8 @@ class Ranks:
         for rank, (code, output) in enumerate(ends):
             assert code == 0, f"rank {rank} exited with {code}:\n{output[-4000:]}"
         return [
-            torch.load(Path(self._folder.name) / f"{rank}.pt", weights_only=False) for rank in range(len(ends))
+            torch.load(Path(self._folder.name) / f"{rank}.pt", weights_only=False)
+            for rank in range(len(ends))
         ]
 
 

@@ -29,7 +29,7 @@ _HOME = {
     "CheckpointError": "errors",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 (names are loaded lazily below)
+__all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:

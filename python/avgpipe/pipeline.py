@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,9 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """``loss``: mean over the evaluated samples (for a sum loss, the sum). ``metric``: mean of ``metric_fn``, if given."""
+    """``loss``: mean over the evaluated samples (for a sum loss, the sum). ``metric``: mean of ``metric_fn``, if
+    given.
+    """
 
     loss: float
     metric: float | None
@@ -57,14 +59,21 @@ class EvaluationResult:
 class Pipeline:
     """``plan.pipelines`` replicas of ``model``, each cut into ``plan.stages`` stages, trained together.
 
-    Every rank builds the same model and Pipeline. With a default process group, or torchrun's environment, there must be one
-    rank per stage; alone, the process runs all stages. ``model`` is copied, not changed: ``state_dict`` returns what was learnt.
+    Every rank builds the same model and Pipeline. With a default process group, or torchrun's environment, there
+    must be one rank per stage; alone, the process runs all stages. ``model`` is copied, not changed:
+    ``state_dict`` returns what was learnt.
 
-    model: ``nn.Sequential``, a list of modules, or a module that ``torch.fx`` can trace. loss_fn(output, target): a scalar,
-        the mean over samples, or a sum if it says so by ``reduction = "sum"``. optimizer(params): a torch optimizer.
-    lr_scheduler(optimizer): stepped after every batch of a pipeline. clip_grad_norm: limit of the gradient's norm over all
-        stages. autocast: dtype for ``torch.autocast``. loss_weight(target): what a micro-batch weighs in its batch's mean
-        loss; default: its samples, or what cross entropy counts.
+    model: ``nn.Sequential``, a list of modules, or a module that ``torch.fx`` can trace.
+    loss_fn(output, target): a scalar, the mean over samples, or a sum if it says so by ``reduction = "sum"``.
+    optimizer(params): a torch optimizer.
+    device: default: where the model's parameters are.
+    seed: what the layers draw follows from it, the pipeline, batch, micro-batch and layer alone.
+    timeout_s: no wait for another worker lasts longer.
+    lr_scheduler(optimizer): stepped after every batch of a pipeline.
+    clip_grad_norm: limit of the gradient's norm over all stages.
+    autocast: dtype for ``torch.autocast``.
+    loss_weight(target): what a micro-batch weighs in its batch's mean loss; default: its samples, or the
+        elements that cross entropy counts.
     Raises ValueError for a plan that the model or the ranks do not fit; failures of a run are ``PipelineError``.
     """
 
@@ -118,8 +127,8 @@ class Pipeline:
     def train(self, loader: Iterable[Any]) -> Iterator[BatchResult]:
         """Train on the batches of ``loader``, pairs (inputs, targets), and yield their results in order.
 
-        Pipelines stream: when the result of batch j is yielded, the next N - 1 batches are under way. Whatever is called
-        then (``evaluate``, ``save``) finishes them first.
+        Pipelines stream: when the result of batch j is yielded, the next N - 1 batches are under way. Whatever is
+        called then (``evaluate``, ``save``) finishes them first.
         """
         self.drain()
         self._results.clear()  # of batches that an abandoned loop left under way
@@ -146,7 +155,8 @@ class Pipeline:
         n = self.plan.pipelines
         if batch_size(inputs) < n * self.plan.micro_batches:
             raise ValueError(
-                f"{batch_size(inputs)} samples do not fill {n} pipelines of {self.plan.micro_batches} micro-batches each"
+                f"{batch_size(inputs)} samples do not fill {n} pipelines of {self.plan.micro_batches} "
+                "micro-batches each"
             )
         for x, y in zip(split(inputs, n), split(targets, n)):
             self._begin(x, y)
@@ -166,7 +176,8 @@ class Pipeline:
         parts = self.plan.micro_batches
         if samples < parts and batch == 0:
             raise ValueError(
-                f"a batch of {samples} samples cannot make {parts} micro-batches: use a larger batch or fewer micro_batches"
+                f"a batch of {samples} samples cannot make {parts} micro-batches: use a larger batch "
+                "or fewer micro_batches"
             )
         parts = min(parts, samples)  # a short last batch makes fewer
         answers = split(targets, parts)
@@ -236,7 +247,8 @@ class Pipeline:
         which = self._which(weights)
         passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, which)
         with self._running():
-            return list(passes.run([(inputs, None)], Prediction))[0]
+            (output,) = passes.run([(inputs, None)], Prediction)
+        return output
 
     def state_dict(self, weights: str | int = "reference") -> dict[str, torch.Tensor]:
         """Weights and buffers under the names of the unsplit model, into which they load with ``strict=True``."""
@@ -279,7 +291,15 @@ class Pipeline:
             table = self._world.gather_rows(table)
         begin = float(table[:, 5].min()) if len(table) else 0.0
         events = [
-            Event(int(k), int(i), int(j), int(m) if m >= 0 else None, _EVENT_KINDS[int(kind)], start - begin, end - begin)
+            Event(
+                int(k),
+                int(i),
+                int(j),
+                int(m) if m >= 0 else None,
+                _EVENT_KINDS[int(kind)],
+                start - begin,
+                end - begin,
+            )
             for k, i, j, m, kind, start, end in table.tolist()
         ]
         return Timeline(self.plan.stages, tuple(sorted(events, key=lambda e: e.start_s)))
@@ -300,7 +320,7 @@ class Pipeline:
 
     def __repr__(self) -> str:
         bounds = self._model.bounds
-        cut = ", ".join(f"{a}..{b - 1}" for a, b in zip(bounds, bounds[1:]))
+        cut = ", ".join(f"{a}..{b - 1}" for a, b in pairwise(bounds))
         return f"Pipeline({asdict(self.plan)}, layers of the stages: {cut}, device={self._device})"
 
     @contextmanager
@@ -322,7 +342,9 @@ class Pipeline:
             isinstance(weights, int) and not isinstance(weights, bool) and 0 <= weights < self.plan.pipelines
         ):
             return weights
-        raise ValueError(f"weights must be 'reference' or a pipeline from 0 to {self.plan.pipelines - 1}, not {weights!r}")
+        raise ValueError(
+            f"weights must be 'reference' or a pipeline from 0 to {self.plan.pipelines - 1}, not {weights!r}"
+        )
 
 
 def _close(pipeline: weakref.ref[Pipeline]) -> None:
@@ -335,7 +357,9 @@ def _close(pipeline: weakref.ref[Pipeline]) -> None:
 def _pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
-    got = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+    got = (
+        f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+    )
     raise TypeError(f"a loader must yield pairs (inputs, targets), not {got}")
 
 
@@ -350,8 +374,13 @@ def _not_empty(loader: Iterable[Any]) -> Iterator[Any]:
 
 def _samples(inputs: Any, targets: Any) -> int:
     samples = batch_size(inputs)
-    if any(isinstance(t, torch.Tensor) and t.dim() > 0 for t in tree_leaves(targets)) and batch_size(targets) != samples:
-        raise ValueError(f"the inputs have {samples} samples and the targets {batch_size(targets)}: both need one per sample")
+    if (
+        any(isinstance(t, torch.Tensor) and t.dim() > 0 for t in tree_leaves(targets))
+        and batch_size(targets) != samples
+    ):
+        raise ValueError(
+            f"the inputs have {samples} samples and the targets {batch_size(targets)}: both need one per sample"
+        )
     return samples
 
 

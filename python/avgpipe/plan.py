@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ RECOMPUTE = ("never", "except-last", "always")
 class Plan:
     """How to train.
 
-    stages: K, pipelines: N, micro_batches: M (per batch of one pipeline). schedule, advance: see ``build_schedule``.
-    partition: None (balanced by an estimate of the compute), the first layer of stages 1..K-1 as indices, or as module
-    names for a traced model. alpha, rule, staleness, period: see ``Reference``. recompute: which micro-batches store
-    only their stage's input and run the forward again before the backward: "never", "always", or "except-last" (all but the
-    last micro-batch, as its backward comes soonest).
+    stages: K, pipelines: N, micro_batches: M (per batch of one pipeline). schedule, advance: see
+    ``build_schedule``. partition: None (balanced by an estimate of the compute), the first layer of stages 1..K-1
+    as indices, or as module names for a traced model. alpha, rule, staleness, period: see ``Reference``.
+    recompute: which micro-batches store only their stage's input and run the forward again before the backward:
+    "never", "always", or "except-last" (all but the last micro-batch, as its backward comes soonest).
     """
 
     stages: int = 1
@@ -63,8 +64,10 @@ class Plan:
             )
         if all(isinstance(p, int) for p in self.partition):
             bounds = [0, *self.partition]
-            if any(a >= b for a, b in zip(bounds, bounds[1:])):  # type: ignore[operator]
-                raise ValueError(f"partition {self.partition} must rise from at least 1: no stage may be empty")
+            if any(a >= b for a, b in pairwise(bounds)):
+                raise ValueError(
+                    f"partition {self.partition} must rise from at least 1: no stage may be empty"
+                )
         elif not all(isinstance(p, str) for p in self.partition):
             raise TypeError(f"partition must hold layer indices or module names, not {self.partition}")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# An option that is not named here is the caller's choice. ``micro_batches`` or ``pipelines`` in a row are fixed by the system.
+# An option that is not named here is the caller's choice. ``micro_batches`` or ``pipelines`` in a row are fixed
+# by the system.
 SYSTEMS: dict[str, dict[str, Any]] = {
     "avgpipe": {"schedule": "advance-forward", "rule": "avgpipe", "staleness": 1},
     "gpipe": {"schedule": "all-forward-all-backward", "pipelines": 1},

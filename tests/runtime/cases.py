@@ -62,13 +62,16 @@ def language_model(frozen: bool = False, dropout: float = 0.0) -> nn.Sequential:
     return model
 
 
-def token_batches(count: int, samples: int, last: int | None = None, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def token_batches(
+    count: int, samples: int, last: int | None = None, seed: int = 0
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     sizes = [samples] * count
     if last is not None:
         sizes[-1] = last
     return [
-        (torch.randint(11, (n,), generator=generator), torch.randint(11, (n,), generator=generator)) for n in sizes
+        (torch.randint(11, (n,), generator=generator), torch.randint(11, (n,), generator=generator))
+        for n in sizes
     ]
 
 
@@ -81,7 +84,12 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def train_on_one_device(
-    model: nn.Module, batches: list[Any], loss_fn: Any, optimizer: Any, clip: float | None = None, lr_scheduler: Any = None
+    model: nn.Module,
+    batches: list[Any],
+    loss_fn: Any,
+    optimizer: Any,
+    clip: float | None = None,
+    lr_scheduler: Any = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final state of plain training."""
     model = copy.deepcopy(model)
@@ -101,10 +109,14 @@ def train_on_one_device(
     return losses, model.state_dict()
 
 
-def assert_same_state(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], bound: float = 1e-10) -> None:
+def assert_same_state(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], bound: float = 1e-10
+) -> None:
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=bound, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[name], value, rtol=bound, atol=bound, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def unequal(ours: list[float], theirs: list[float]) -> float:

@@ -21,7 +21,14 @@ OPTIMIZERS = {"momentum": momentum, "adamw": adamw}
 
 
 def emulate(
-    model: nn.Module, batches: list[Any], N: int, staleness: int, rule: str, alpha: float | None, period: int, optimizer: Any
+    model: nn.Module,
+    batches: list[Any],
+    N: int,
+    staleness: int,
+    rule: str,
+    alpha: float | None,
+    period: int,
+    optimizer: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     """Losses, reference and replicas after whole rounds, from the rules of algorithms.md, parameter by parameter."""
     if alpha is None:

@@ -24,7 +24,9 @@ from tests.runtime.cases import (
 SCHEDULES = ["all-forward-all-backward", "1f1b", "advance-forward"]
 
 
-def train_pipeline(model: nn.Module, plan: Plan, batches: list[Any], loss_fn: Any, optimizer: Any, **options: Any) -> Any:
+def train_pipeline(
+    model: nn.Module, plan: Plan, batches: list[Any], loss_fn: Any, optimizer: Any, **options: Any
+) -> Any:
     with Pipeline(model, plan, loss_fn=loss_fn, optimizer=optimizer, **options) as pipeline:
         losses = [r.loss for r in pipeline.train(batches)]
         return losses, pipeline.state_dict()
@@ -34,7 +36,9 @@ def compare(case: dict[str, Any]) -> None:
     """One case, on the ranks at hand or in this process."""
     model = language_model(frozen=case.get("frozen", False))
     batches = token_batches(4, case.get("samples", 9), case.get("last"))
-    loss_fn = nn.CrossEntropyLoss(reduction=case.get("reduction", "mean"), ignore_index=case.get("ignore", -100))
+    loss_fn = nn.CrossEntropyLoss(
+        reduction=case.get("reduction", "mean"), ignore_index=case.get("ignore", -100)
+    )
     optimizer = adamw if case.get("adamw") else momentum
     clip = case.get("clip")
     plan = Plan(
@@ -92,13 +96,22 @@ def test_dropout_does_not_depend_on_the_number_of_stages() -> None:
     model = language_model(dropout=0.4)
     batches = token_batches(4, 8)
     ends = [
-        train_pipeline(model, Plan(stages=K, micro_batches=3, recompute=how), batches, nn.CrossEntropyLoss(), momentum, seed=3)
+        train_pipeline(
+            model,
+            Plan(stages=K, micro_batches=3, recompute=how),
+            batches,
+            nn.CrossEntropyLoss(),
+            momentum,
+            seed=3,
+        )
         for K, how in [(1, "never"), (2, "never"), (3, "always"), (4, "except-last")]
     ]
     for losses, state in ends[1:]:
         assert unequal(losses, ends[0][0]) < 1e-10
         assert_same_state(state, ends[0][1])
-    other_seed, _ = train_pipeline(model, Plan(stages=2, micro_batches=3), batches, nn.CrossEntropyLoss(), momentum, seed=4)
+    other_seed, _ = train_pipeline(
+        model, Plan(stages=2, micro_batches=3), batches, nn.CrossEntropyLoss(), momentum, seed=4
+    )
     assert unequal(other_seed, ends[0][0]) > 1e-6
 
 
@@ -106,9 +119,20 @@ def test_random_state_of_the_caller_is_untouched() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    train_pipeline(language_model(dropout=0.4), Plan(stages=2, micro_batches=2), token_batches(2, 4), nn.CrossEntropyLoss(), momentum)
+    train_pipeline(
+        language_model(dropout=0.4),
+        Plan(stages=2, micro_batches=2),
+        token_batches(2, 4),
+        nn.CrossEntropyLoss(),
+        momentum,
+    )
     torch.manual_seed(5)
-    with Pipeline(language_model(dropout=0.4), Plan(stages=2, micro_batches=2), loss_fn=nn.CrossEntropyLoss(), optimizer=momentum) as p:
+    with Pipeline(
+        language_model(dropout=0.4),
+        Plan(stages=2, micro_batches=2),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=momentum,
+    ) as p:
         list(p.train(token_batches(2, 4)))
         # language_model() seeds as well; training itself must not draw from the caller's generator
         torch.manual_seed(5)
@@ -119,7 +143,11 @@ def test_random_state_of_the_caller_is_untouched() -> None:
 def test_learning_rate_schedule_steps_per_batch() -> None:
     model, batches = language_model(), token_batches(5, 8)
     options = {"lr_scheduler": lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)}
-    losses, state = train_pipeline(model, Plan(stages=3, micro_batches=2), batches, nn.CrossEntropyLoss(), momentum, **options)
-    expected_losses, expected = train_on_one_device(model, batches, nn.CrossEntropyLoss(), momentum, **options)
+    losses, state = train_pipeline(
+        model, Plan(stages=3, micro_batches=2), batches, nn.CrossEntropyLoss(), momentum, **options
+    )
+    expected_losses, expected = train_on_one_device(
+        model, batches, nn.CrossEntropyLoss(), momentum, **options
+    )
     assert unequal(losses, expected_losses) < 1e-10
     assert_same_state(state, expected)

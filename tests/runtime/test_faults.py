@@ -68,7 +68,10 @@ def test_an_error_in_a_layer_ends_all_ranks_with_its_text() -> None:
     for code, output in Ranks(3, "tests.runtime.test_faults:with_layer", kind="fails", timeout_s=60).join(30):
         assert code == 1
         last = output.strip().split("\n")[-1]
-        assert "stage 2, layer 2 (Fails) failed on its input ([2, 4] float32; it came from stage 1): broken on purpose" in last
+        assert (
+            "stage 2, layer 2 (Fails) failed on its input ([2, 4] float32; it came from stage 1): broken on purpose"
+            in last
+        )
 
 
 def test_a_wait_over_the_limit_says_who_waited_for_what() -> None:
@@ -77,7 +80,8 @@ def test_a_wait_over_the_limit_says_who_waited_for_what() -> None:
         process.wait(40)
     ranks.processes[2].kill()
     texts = [
-        f"rank {rank} waited 6 s: pipeline 0, stage {rank} needs the gradient of micro-batch 0 of batch 0 from stage {rank + 1}; "
+        f"rank {rank} waited 6 s: pipeline 0, stage {rank} needs the gradient of micro-batch 0 "
+        f"of batch 0 from stage {rank + 1}; "
         "nothing has been heard from it"
         for rank in (0, 1)
     ]

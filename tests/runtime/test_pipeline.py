@@ -83,7 +83,10 @@ def test_evaluation_in_the_middle_changes_nothing() -> None:
     ends = []
     for interrupt in (False, True):
         with Pipeline(
-            language_model(dropout=0.3), Plan(stages=2, pipelines=2, micro_batches=2), loss_fn=LOSS, optimizer=momentum
+            language_model(dropout=0.3),
+            Plan(stages=2, pipelines=2, micro_batches=2),
+            loss_fn=LOSS,
+            optimizer=momentum,
         ) as p:
             losses = []
             for result in p.train(batches):
@@ -172,7 +175,10 @@ def test_a_traced_model_trains_as_on_one_device(K: int, named: bool) -> None:
     model.drop.p = 0.0
     generator = torch.Generator().manual_seed(2)
     batches = [
-        (torch.randn(n, 6, dtype=torch.float64, generator=generator), torch.randint(3, (n,), generator=generator))
+        (
+            torch.randn(n, 6, dtype=torch.float64, generator=generator),
+            torch.randint(3, (n,), generator=generator),
+        )
         for n in (8, 8, 5)
     ]
     points = ["blocks.0", "blocks.2", "leave"][: K - 1] if named else None
@@ -205,12 +211,15 @@ class Stubborn(nn.Module):
         return x if bool((x > 0).all()) else -x
 
 
-def refuse(model: Any = None, batch: Any = None, error: type[Exception] = ValueError, match: str = "", **options: Any) -> None:
+def refuse(
+    model: Any = None, batch: Any = None, error: type[Exception] = ValueError, match: str = "", **options: Any
+) -> None:
     plan = options.pop("plan", Plan(stages=2, micro_batches=2))
     model = language_model() if model is None else model
-    with pytest.raises(error, match=match) as caught, Pipeline(
-        model, plan, **{"loss_fn": LOSS, "optimizer": momentum, **options}
-    ) as p:
+    with (
+        pytest.raises(error, match=match) as caught,
+        Pipeline(model, plan, **{"loss_fn": LOSS, "optimizer": momentum, **options}) as p,
+    ):
         list(p.train([batch if batch is not None else token_batches(1, 8)[0]]))
     assert "\n" not in str(caught.value)
 
@@ -220,10 +229,20 @@ def test_bad_input_is_refused_with_the_value_and_the_way_out() -> None:
     refuse(plan=Plan(micro_batches=9), match=r"batch of 8 samples cannot make 9 micro-batches")
     refuse(nn.Sequential(), match="no layers")
     refuse(Stubborn(), match=r"Stubborn cannot be traced .* pass nn.Sequential")
-    refuse(Branching(), plan=Plan(stages=2, partition=["blocks.7"]), match=r"split point 'blocks.7' .*blocks.0")
+    refuse(
+        Branching(), plan=Plan(stages=2, partition=["blocks.7"]), match=r"split point 'blocks.7' .*blocks.0"
+    )
     refuse(plan=Plan(stages=2, partition=[7]), match="leaves a stage without layers")
-    refuse(nn.Sequential(nn.Embedding(11, 8), nn.Linear(9, 9)), error=StageError, match=r"layer 1 \(Linear\).*\[4, 8\] float32")
-    refuse(loss_fn=nn.CrossEntropyLoss(reduction="none"), error=StageError, match=r"returned shape \(4,\); .*scalar")
+    refuse(
+        nn.Sequential(nn.Embedding(11, 8), nn.Linear(9, 9)),
+        error=StageError,
+        match=r"layer 1 \(Linear\).*\[4, 8\] float32",
+    )
+    refuse(
+        loss_fn=nn.CrossEntropyLoss(reduction="none"),
+        error=StageError,
+        match=r"returned shape \(4,\); .*scalar",
+    )
     refuse(loss_fn=lambda o, t: 3.0, error=StageError, match="returned float; .*scalar")
     refuse(batch=(torch.zeros(8, dtype=torch.long), torch.zeros(7, dtype=torch.long)), match="8 samples.*7")
     refuse(batch=torch.zeros(3, 2), error=TypeError, match=r"pairs \(inputs, targets\), not Tensor")
@@ -257,4 +276,7 @@ def disagree(K: int) -> str:
 
 
 def test_ranks_with_different_plans_are_refused_on_every_rank() -> None:
-    assert all("[1] disagree with rank 0" in text for text in run_ranks(2, "tests.runtime.test_pipeline:disagree", K=2))
+    assert all(
+        "[1] disagree with rank 0" in text
+        for text in run_ranks(2, "tests.runtime.test_pipeline:disagree", K=2)
+    )

@@ -1,8 +1,9 @@
 """Reading a checkpoint under any plan.
 
-Under the plan that wrote it a run goes on bit for bit. Otherwise weights, buffers, optimizer states and learning-rate schedules
-are carried over by parameter name: with the same number of pipelines each has its own again, else all begin at the reference
-with the optimizer state of a saved pipeline; an unfinished round of averaging is dropped.
+Under the plan that wrote it a run goes on bit for bit. Otherwise weights, buffers, optimizer states and learning-
+rate schedules are carried over by parameter name: with the same number of pipelines each has its own again, else
+all begin at the reference with the optimizer state of a saved pipeline; an unfinished round of averaging is
+dropped.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def _read(manifest: Manifest, directory: Path, stage: int, *, lazily: bool) -> d
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:
         reason = str(error).split("\n")[0]
-        raise CheckpointError(f"corrupt checkpoint: {path} does not load ({reason}); use another one") from error
+        raise CheckpointError(
+            f"corrupt checkpoint: {path} does not load ({reason}); use another one"
+        ) from error
     return content
 
 
@@ -126,7 +129,11 @@ def _restore_by_name(saved: _Saved, model: Model, worker: Worker, k: int) -> Non
 
 
 def _restore_optimizer(
-    replica: Replica, names: list[str], states: dict[str, Any], groups: list[dict[str, Any]], lr_scheduler: Any
+    replica: Replica,
+    names: list[str],
+    states: dict[str, Any],
+    groups: list[dict[str, Any]],
+    lr_scheduler: Any,
 ) -> None:
     if replica.optimizer is None:
         return

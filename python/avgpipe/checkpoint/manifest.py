@@ -22,8 +22,9 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Manifest:
-    """batches: begun so far. bounds: see ``Model``. signature: shape and dtype by tensor name. files: one per stage, with
-    size in bytes and CRC-32."""
+    """batches: begun so far. bounds: see ``Model``. signature: shape and dtype by tensor name. files: one per
+    stage, with size in bytes and CRC-32.
+    """
 
     plan: dict[str, Any]
     batches: int
@@ -51,7 +52,9 @@ class Manifest:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"corrupt checkpoint: {path} is damaged ({error}); use another one") from error
+            raise CheckpointError(
+                f"corrupt checkpoint: {path} is damaged ({error}); use another one"
+            ) from error
 
     def check_model(self, signature: Mapping[str, list[Any]], directory: Path) -> None:
         """Refuse a checkpoint whose tensors are not the model's."""
@@ -73,7 +76,9 @@ class Manifest:
             )
         found = path.stat().st_size
         if found != size:
-            raise CheckpointError(f"corrupt checkpoint: {path} has {found} bytes instead of {size}; use another one")
+            raise CheckpointError(
+                f"corrupt checkpoint: {path} has {found} bytes instead of {size}; use another one"
+            )
         if content and crc_of(path) != crc:
             raise CheckpointError(f"corrupt checkpoint: the content of {path} has changed; use another one")
         return path

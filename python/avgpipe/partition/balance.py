@@ -9,14 +9,16 @@ from itertools import accumulate
 def balance(costs: Sequence[float], stages: int) -> list[int]:
     """First layers of stages 1..stages-1, such that the largest sum of ``costs`` over a stage is least.
 
-    Among equally good cuts the one that ends early stages latest is taken. Needs 1 <= stages <= len(costs) and costs >= 0.
+    Among equally good cuts the one that ends early stages latest is taken. Needs 1 <= stages <= len(costs) and
+    costs >= 0.
     """
     if not 1 <= stages <= len(costs):
         raise ValueError(f"cannot cut {len(costs)} layers into {stages} stages: every stage needs a layer")
     if any(not c >= 0 for c in costs):
         raise ValueError(f"layer costs must be numbers of at least 0, not {list(costs)}")
     total = [0.0, *accumulate(costs)]
-    # best[n]: least dearest block over the first n layers, with as many stages as rounds so far; cut[k][n]: its last cut
+    # best[n]: least dearest block over the first n layers, with as many stages as rounds so far; cut[k][n]: its
+    # last cut
     best = list(total)
     cuts: list[list[int]] = []
     for k in range(1, stages):

@@ -14,7 +14,9 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 def batch_size(value: Any) -> int:
-    """Samples in a pytree of tensors that all have the batch as dimension 0 (0-d tensors and plain values do not count)."""
+    """Samples in a pytree of tensors that all have the batch as dimension 0 (0-d tensors and plain values do not
+    count).
+    """
     sizes = {t.shape[0] for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor) and t.dim() > 0}
     if len(sizes) != 1:
         found = "no tensor with a batch dimension" if not sizes else f"sizes {sorted(sizes)}"

@@ -21,7 +21,9 @@ _AHEAD = 4  # batches that the first stage may be ahead of the last one's result
 
 
 class LastStage(Protocol):
-    """What the last stage does with a batch: sees each micro-batch's output, then makes the result that all ranks get."""
+    """What the last stage does with a batch: sees each micro-batch's output, then makes the result that all ranks
+    get.
+    """
 
     def add(self, output: Any, target: Any, samples: int) -> None: ...
 

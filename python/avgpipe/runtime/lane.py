@@ -1,7 +1,7 @@
 """One pipeline's walk through its schedule on one stage.
 
-A lane is a list of steps and a place in it. ``missing`` tells what the next step still waits for, ``advance`` performs it.
-Steps are the schedule's F m and B m, and around the update:
+A lane is a list of steps and a place in it. ``missing`` tells what the next step still waits for, ``advance``
+performs it. Steps are the schedule's F m and B m, and around the update:
 
     T   send the gradients of parameters that other stages hold too
     S   receive theirs and add up, in stage order, so all holders step alike
@@ -72,8 +72,9 @@ class _Progress:
 
 
 class Lane:
-    """``shared``: for every other stage, which of this stage's parameters it holds too (indices into the arena, in an order
-    that both agree on); ``foreign``: those whose gradient norm another, earlier stage counts."""
+    """``shared``: for every other stage, which of this stage's parameters it holds too (indices into the arena,
+    in an order that both agree on); ``foreign``: those whose gradient norm another, earlier stage counts.
+    """
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class Lane:
                 steps += [("N", -1)] if self._options.clip_grad_norm is not None else []
                 steps.append(("U", -1))
             else:
-                steps.append((action.kind, action.micro_batch))
+                steps.append((action.kind, -1 if action.micro_batch is None else action.micro_batch))
         self._now = _Progress(work, steps)
         self.replica.stage.train()
         for other, link in self._links.items():
@@ -296,7 +297,9 @@ def scalar_loss(loss_fn: LossFn, output: Any, target: Any) -> torch.Tensor:
     loss = loss_fn(output, target)
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise StageError(f"loss_fn returned {got}; it must return a scalar tensor, the mean or sum over the samples")
+        raise StageError(
+            f"loss_fn returned {got}; it must return a scalar tensor, the mean or sum over the samples"
+        )
     return loss
 
 

@@ -44,7 +44,9 @@ class Header:
     leaves: tuple[Any, ...]
 
     def to_bytes(self) -> bytes:
-        return json.dumps([pytree.treespec_dumps(self.structure), [_leaf_to_json(x) for x in self.leaves]]).encode()
+        return json.dumps(
+            [pytree.treespec_dumps(self.structure), [_leaf_to_json(x) for x in self.leaves]]
+        ).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Header:
@@ -87,7 +89,8 @@ def describe(value: Any) -> tuple[Header, list[torch.Tensor]]:
             infos.append(leaf)
         else:
             raise TypeError(
-                f"a stage returned a {type(leaf).__name__}; between stages only tensors, None, bool, int, float, str and "
+                f"a stage returned a {type(leaf).__name__}; between stages only tensors, None, bool, "
+                "int, float, str and "
                 "containers of them can travel (register other containers with torch.utils._pytree)"
             )
     return Header(structure, tuple(infos)), tensors
@@ -97,7 +100,8 @@ def assemble(header: Header, tensors: list[torch.Tensor]) -> Any:
     """The value that ``describe`` took apart; tensors that required gradients are leaves that do again."""
     stream = iter(tensors)
     leaves = [
-        next(stream).requires_grad_(x.requires_grad) if isinstance(x, TensorInfo) else x for x in header.leaves
+        next(stream).requires_grad_(x.requires_grad) if isinstance(x, TensorInfo) else x
+        for x in header.leaves
     ]
     return pytree.tree_unflatten(leaves, header.structure)
 

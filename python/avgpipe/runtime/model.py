@@ -14,7 +14,9 @@ from avgpipe.runtime.split import layers_of, named_tensors, stage_bounds
 
 
 class Entry(NamedTuple):
-    """A tensor of a stage's ``state_dict``: its names in the unsplit model, its name in the stage, its place in the arena."""
+    """A tensor of a stage's ``state_dict``: its names in the unsplit model, its name in the stage, its place in
+    the arena.
+    """
 
     names: list[str]
     local: str
@@ -32,7 +34,9 @@ class Model:
     tensors: dict[str, torch.Tensor]  # the unsplit model's, by name
 
     @classmethod
-    def split(cls, model: nn.Module | Sequence[nn.Module], stages: int, partition: Sequence[Any] | None) -> Model:
+    def split(
+        cls, model: nn.Module | Sequence[nn.Module], stages: int, partition: Sequence[Any] | None
+    ) -> Model:
         layers = layers_of(model)
         return cls(layers, stage_bounds(layers, stages, partition), named_tensors(model))
 
@@ -73,7 +77,9 @@ class Model:
         return [self.names[id(p)][0] for p in self.trainable(k)]
 
     def shared(self, k: int) -> dict[int, list[int]]:
-        """For every other stage that holds trainable parameters of stage ``k`` too: their places in ``trainable(k)``."""
+        """For every other stage that holds trainable parameters of stage ``k`` too: their places in
+        ``trainable(k)``.
+        """
         mine = {id(p): n for n, p in enumerate(self.trainable(k))}
         result = {}
         for other in range(self.stages):
@@ -89,5 +95,8 @@ class Model:
     def signature(self) -> dict[str, list[Any]]:
         """Shape and dtype of every saved tensor by name: what a checkpoint must agree with."""
         return {
-            name: [list(e.shape), str(e.dtype)[6:]] for stage in self.entries for e in stage for name in e.names
+            name: [list(e.shape), str(e.dtype)[6:]]
+            for stage in self.entries
+            for e in stage
+            for name in e.names
         }

@@ -36,9 +36,7 @@ class Replica:
         if arena.parameters:
             self.optimizer = optimizer(arena.parameters)
             if reference is not None:
-                self.elastic = ElasticAveraging(
-                    self.optimizer, reference, pipeline, parameters=arena.weights
-                )
+                self.elastic = ElasticAveraging(self.optimizer, reference, pipeline, parameters=arena.weights)
                 self.optimizer = self.elastic
             if lr_scheduler is not None:
                 self.lr_scheduler = lr_scheduler(self.optimizer)

@@ -24,7 +24,9 @@ _SHOWN = {"F": "F", "B": "B", "U": "U", "T": "send", "S": "host", "N": "host"}  
 
 
 class Scheduler:
-    def __init__(self, lanes: Sequence[Lane], mailbox: Mailbox, links: Mapping[int, Link], world: World) -> None:
+    def __init__(
+        self, lanes: Sequence[Lane], mailbox: Mailbox, links: Mapping[int, Link], world: World
+    ) -> None:
         self._lanes, self._mailbox, self._links, self._world = lanes, mailbox, links, world
         self._clock_offset = time.time() - time.perf_counter()  # ranks share the wall clock, not the counter
         self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
@@ -43,7 +45,9 @@ class Scheduler:
             lane.advance()
             kind, m = step
             self.events.append(
-                Event(lane.stage, lane.pipeline, batch, m if m >= 0 else None, _SHOWN[kind], start, self.now())
+                Event(
+                    lane.stage, lane.pipeline, batch, m if m >= 0 else None, _SHOWN[kind], start, self.now()
+                )
             )
 
     def now(self) -> float:
@@ -111,11 +115,8 @@ class Scheduler:
         key = keys[0]
         link = self._links.get(key.source)
         heard = link.last_heard if isinstance(link, GroupLink) else None
-        last = (
-            f"last heard from it: {heard}" if heard else "nothing has been heard from it in this run"
-        )
+        last = f"last heard from it: {heard}" if heard else "nothing has been heard from it in this run"
         return (
             f"{head}: pipeline {key.pipeline}, stage {key.stage} needs {key} from stage {key.source}; {last}. "
             "Raise timeout_s if stages are that slow"
         )
-

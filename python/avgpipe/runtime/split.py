@@ -6,6 +6,7 @@ The chain does not depend on the number of stages, so random numbers keyed by la
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,14 +32,17 @@ def stage_bounds(layers: Sequence[nn.Module], stages: int, partition: Sequence[A
     """First layer of every stage, then the number of layers. ``partition``: as in ``Plan``."""
     count = len(layers)
     if stages > count:
-        raise ValueError(f"{stages} stages need at least as many layers, and the model has {count}: use fewer stages")
+        raise ValueError(
+            f"{stages} stages need at least as many layers, and the model has {count}: use fewer stages"
+        )
     if partition is None:
         return [0, *balance([_cost(layer) for layer in layers], stages), count]
     first = [p if isinstance(p, int) else _named(layers, p) for p in partition]
     bounds = [0, *first, count]
-    if any(a >= b for a, b in zip(bounds, bounds[1:])):
+    if any(a >= b for a, b in pairwise(bounds)):
         raise ValueError(
-            f"partition {list(partition)} leaves a stage without layers: the first layers {first} of stages 1.. must rise "
+            f"partition {list(partition)} leaves a stage without layers: the first layers {first} "
+            "of stages 1.. must rise "
             f"and stay below {count}"
         )
     return bounds
@@ -72,8 +76,8 @@ def _cost(layer: nn.Module) -> float:
 class Segment(nn.Module):
     """A piece of a traced graph. Takes and returns the values that it or later pieces need, as a tuple.
 
-    The first takes the model's input (a tuple spreads over positional arguments, a dict over keywords); the last returns
-    the model's output. ``calls`` is the name of the module that begins the piece.
+    The first takes the model's input (a tuple spreads over positional arguments, a dict over keywords); the last
+    returns the model's output. ``calls`` is the name of the module that begins the piece.
     """
 
     def __init__(self, graph: fx.GraphModule, calls: str, is_first: bool) -> None:
@@ -128,7 +132,9 @@ def _users(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> set[fx.Node]
 
 
 def _crossing(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> list[fx.Node]:
-    """Values made before piece ``s`` that it or a later one needs. Parameters are fetched where they are used instead."""
+    """Values made before piece ``s`` that it or a later one needs. Parameters are fetched where they are used
+    instead.
+    """
     later = _users(pieces, s, result)
     return [n for piece in pieces[:s] for n in piece if n.op != "get_attr" and later.intersection(n.users)]
 

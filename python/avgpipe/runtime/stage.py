@@ -56,7 +56,8 @@ class Stage(nn.Module):
             source = f"; it came from stage {self.index - 1}" if number == self.first and self.index else ""
             reason = str(error).split("\n")[0]
             raise StageError(
-                f"stage {self.index}, layer {number} ({type(layer).__name__}) failed on its input ({got}{source}): {reason}"
+                f"stage {self.index}, layer {number} ({type(layer).__name__}) failed on its input "
+                f"({got}{source}): {reason}"
             ) from error
 
     def carries(self) -> list[Carry]:

@@ -1,4 +1,6 @@
-"""A process's part of a pipeline: the stages it owns, a lane for each of their replicas, and the links to the others."""
+"""A process's part of a pipeline: the stages it owns, a lane for each of their replicas, and the links to the
+others.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from avgpipe.averaging import Reference
+from avgpipe.errors import PeerLost
 from avgpipe.plan import Plan
 from avgpipe.runtime.lane import Lane, TrainingOptions
 from avgpipe.runtime.links import GroupLink, Link, LocalLink
@@ -49,14 +52,20 @@ class Worker:
         if stage in self.stages:
             return LocalLink(self.mailbox)
 
-        def lost(doing: str, peer: int = stage) -> Exception:
+        def lost(doing: str, peer: int = stage) -> PeerLost:
             return self.world.lost(peer, peer, doing)
 
         assert self.world.group is not None
         return GroupLink(self.world.group, stage, stages, self.device, self.mailbox, lost)
 
     def _build_stage(
-        self, model: Model, plan: Plan, k: int, seed: int, optimizer: OptimizerFn, lr_scheduler: SchedulerFn | None
+        self,
+        model: Model,
+        plan: Plan,
+        k: int,
+        seed: int,
+        optimizer: OptimizerFn,
+        lr_scheduler: SchedulerFn | None,
     ) -> None:
         stages = [
             Stage(model.stage_layers(k), model.bounds[k], k, seed, self.device) for _ in range(plan.pipelines)

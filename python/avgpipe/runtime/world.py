@@ -39,7 +39,7 @@ class World:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s + 30))
         _pipelines += 1
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"avgpipe/{_pipelines}", store)
+        self._store = dist.distributed_c10d.PrefixStore(f"avgpipe/{_pipelines}", store)
 
     # ---- failures ------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,9 @@ class World:
             first = self.reported()
             if first is not None:
                 raise PeerLost(f"rank {self.rank} stops because of {first}") from error
-            raise PipelineError(f"rank {self.rank}: a collective failed: {transport_reason(error)}") from error
+            raise PipelineError(
+                f"rank {self.rank}: a collective failed: {transport_reason(error)}"
+            ) from error
 
 
 def transport_reason(error: BaseException) -> str:

@@ -39,8 +39,8 @@ class Layout:
 class Arena:
     """Moves ``parameters`` (of one device) into flat buffers.
 
-    ``weights`` and ``grads`` are the buffers of ``layout``. Every parameter's ``grad`` is a view into ``grads`` for good;
-    :meth:`step_grads` hides those that received no gradient.
+    ``weights`` and ``grads`` are the buffers of ``layout``. Every parameter's ``grad`` is a view into ``grads``
+    for good; :meth:`step_grads` hides those that received no gradient.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
