@@ -105,3 +105,25 @@ def test_frozen_parameters_are_held_and_left_alone():
     opt.step()
     assert [float(z[0]) for z in reference.parameters] == [0.0, 1.0, 0.0]
     assert reference.parameters[1].data_ptr() != params[1].data_ptr()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_where_waiting_is_dear_only_the_bad_elements_are_left_out(replicas, staleness):
+    """The way of an accelerator, taken here with tensors on the CPU."""
+    crew, good = (Crew(replicas, Plain, staleness=staleness, alpha=0.0) for _ in range(2))
+    for c in (crew, good):
+        c.reference._centre.on_cpu = False
+        for i in range(replicas):
+            set_gradients(c.x[i], i, 0)
+            if c is crew and i == 0:
+                c.x[i][0].grad[0, 1] = math.inf
+            c.opts[i].step()
+    z, expected, start = crew.reference.parameters, good.reference.parameters, weights()
+    assert_bitwise([z[1:]], [expected[1:]])
+    assert torch.equal(z[0][1:], expected[0][1:])
+    assert torch.equal(z[0][0, 2:], expected[0][0, 2:])
+    others = [x[0][0, 1] - start[0][0, 1] for x in crew.x[1:]]
+    assert torch.allclose(z[0][0, 1], start[0][0, 1] + sum(others) / replicas)
+    assert crew.reference.dropped_updates == 1
+    assert good.reference.dropped_updates == 0

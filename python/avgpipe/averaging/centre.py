@@ -60,21 +60,27 @@ class Centre:
                 z.grad = None
             self._grads.zero_()
 
-    def follow(self, x: Weights) -> bool:
-        """z = x, the rule of one replica without elasticity. False, and z as it was, if x is not finite.
+    def follow(self, x: Weights) -> list[torch.Tensor]:
+        """z = x, the rule of one replica without elasticity; z stays as it was if x is not finite.
 
-        On an accelerator, which is not waited for, each element of x that is not finite is left out instead.
+        On an accelerator, which is not waited for, only the bad elements of x are left out. Returns counts of
+        what was not finite, all zero if nothing.
         """
         loaded = x.load()
-        if self.on_cpu:
-            filled = [v for xs in loaded for v in xs if v.numel()]
-            if not all(bool(torch.isfinite(n)) for n in torch._foreach_norm(filled, float("inf"))):
-                return False
-        for zs, xs in zip(self.z.views, loaded):
-            torch._foreach_copy_(
-                zs, xs if self.on_cpu else [torch.where(v.isfinite(), v, z) for v, z in zip(xs, zs)]
-            )
-        return True
+        if not self.on_cpu:
+            return [_copy_finite(z, v) for zs, xs in zip(self.z.views, loaded) for z, v in zip(zs, xs)]
+        filled = [v for xs in loaded for v in xs if v.numel()]
+        bad = [~norm.isfinite() for norm in torch._foreach_norm(filled, float("inf"))] if filled else []
+        if not any(map(bool, bad)):
+            for zs, xs in zip(self.z.views, loaded):
+                torch._foreach_copy_(zs, xs)
+        return bad
+
+
+def _copy_finite(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    finite = x.isfinite()
+    z.copy_(torch.where(finite, x, z))
+    return finite.logical_not().sum()
 
 
 def _make_outer(

@@ -88,10 +88,11 @@ class Rounds:
         """Replica i has done the last local step of its round."""
         with self._lock, torch.no_grad():
             if self.follows:
-                self._dropped += not self.centre.follow(self.replicas[i].x)
+                self._note(self.centre.follow(self.replicas[i].x))
                 self.arrivals += 1
                 return
-            self._force(i)
+            if self._note(self.replicas[i].force(self.centre.z)):
+                self.updates[i].zero_()
             self._gather(i)
 
     def finish(self) -> None:
@@ -113,16 +114,17 @@ class Rounds:
                 for n in range(e.replicas):
                     self.replicas[n].pull(self.centre.z)
 
-    def _force(self, i: int) -> None:
-        replica = self.replicas[i]
-        counts = replica.force(self.centre.z)
+    def _note(self, counts: list[torch.Tensor]) -> bool:
+        """Count an update with values that are not finite; whether it is one, if known without waiting."""
         if self.centre.on_cpu:
-            if any(int(c) for c in counts):
-                self.updates[i].zero_()
-                self._dropped += 1
-            return
-        bad = torch.stack([c.to(counts[0].device).reshape(()) for c in counts]).sum().gt(0).long()
-        self._bad_counts = bad if self._bad_counts is None else self._bad_counts + bad
+            bad = any(map(bool, counts))
+            self._dropped += bad
+            return bad
+        if counts:
+            device = counts[0].device
+            one = torch.stack([c.to(device) for c in counts]).any().long()
+            self._bad_counts = one if self._bad_counts is None else self._bad_counts + one
+        return False
 
 
 class GroupRounds(Rounds):
