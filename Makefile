@@ -1,0 +1,41 @@
+# make demo: train a small model with elastic pipelines. make test: everything that checks this checkout.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Any build of torch from 2.11 on; one that is in the environment already is kept.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
+
+.PHONY: demo test lint types unit native-test clean
+
+demo: $(VENV)/installed
+	rm -rf runs/demo
+	$(BIN)/avgpipe train awd-lstm --preset tiny --stages 2 --pipelines 2 --micro-batches 4 --max-batches 300 --out runs/demo
+
+test: lint types native-test unit
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+
+types: $(VENV)/installed
+	$(BIN)/mypy
+
+native-test: $(VENV)/installed
+	$(BIN)/cmake --build build/native
+	$(BIN)/ctest --test-dir build/native --output-on-failure
+
+unit: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+$(VENV)/installed: $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2> /dev/null || $(BIN)/pip install -q "$(TORCH)" numpy
+	$(BIN)/pip install -q "setuptools>=77" wheel cmake ninja
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install -q --no-build-isolation -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf build runs $(VENV)

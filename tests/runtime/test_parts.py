@@ -1,0 +1,133 @@
+"""Micro-batches, messages, keyed random numbers, and what layers carry."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from avgpipe.runtime.batch import batch_size, concatenate, loss_weights, split
+from avgpipe.runtime.context import Carry, Position, set_position
+from avgpipe.runtime.message import Header, assemble, describe
+from avgpipe.runtime.rng import caller_generators, mix, seed_generators
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_splitting_is_even_and_loses_nothing(samples: int, parts: int) -> None:
+    parts = min(samples, parts)
+    value = {
+        "x": torch.arange(samples),
+        "y": [torch.arange(2 * samples).view(samples, 2), torch.tensor(3.0), "tag", None],
+    }
+    pieces = split(value, parts)
+    sizes = [batch_size(p) for p in pieces]
+    assert max(sizes) - min(sizes) <= 1
+    whole = concatenate(pieces)
+    assert torch.equal(whole["x"], value["x"])
+    assert torch.equal(whole["y"][0], value["y"][0])
+    assert whole["y"][2:] == ["tag", None]
+
+
+def test_a_batch_needs_one_number_of_samples() -> None:
+    with pytest.raises(ValueError, match=r"sizes \[2, 3\]"):
+        batch_size([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(ValueError, match="no tensor with a batch dimension"):
+        batch_size([torch.tensor(1.0), "text"])
+
+
+def test_micro_batches_weigh_what_their_loss_counts() -> None:
+    targets = [torch.tensor([0, 1, 1]), torch.tensor([1, -100])]
+    assert loss_weights(nn.CrossEntropyLoss(), targets, [3, 2], None).factors == [0.75, 0.25]
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
+    assert loss_weights(weighted, targets, [3, 2], None).factors == [5 / 7, 2 / 7]
+    assert loss_weights(nn.MSELoss(), targets, [3, 2], None).factors == [0.6, 0.4]
+    assert loss_weights(nn.MSELoss(reduction="sum"), targets, [3, 2], None).factors == [1.0, 1.0]
+    assert loss_weights(nn.MSELoss(), targets, [3, 2], lambda t: (t == 1).sum()).factors == [2 / 3, 1 / 3]
+
+
+VALUES: list[Any] = [
+    torch.ones(2, 3),
+    (torch.ones(2), [torch.zeros(0, 3, dtype=torch.int64), None, 3, 2.5, True, "text"]),
+    OrderedDict(a=torch.ones(1, dtype=torch.bfloat16), b={"c": torch.tensor(True)}),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_a_header_describes_any_value_without_pickle(value: Any) -> None:
+    header, tensors = describe(value)
+    again = Header.from_bytes(header.to_bytes())
+    assert again == header
+    rebuilt = assemble(again, [t.clone() for t in tensors])
+    assert describe(rebuilt)[0] == header
+    for ours, theirs in zip(describe(rebuilt)[1], tensors, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_size_arrives_as_what_views_take() -> None:
+    header, tensors = describe({"size": torch.Size([2, 3]), "x": torch.arange(6)})
+    rebuilt = assemble(Header.from_bytes(header.to_bytes()), tensors)
+    assert tuple(rebuilt["size"]) == (2, 3)
+    assert rebuilt["x"].view(rebuilt["size"]).shape == (2, 3)
+
+
+def test_what_required_gradients_is_a_leaf_that_does_on_the_other_side() -> None:
+    x = torch.ones(2, requires_grad=True) * 2
+    header, tensors = describe([x, x.detach()])
+    first, second = assemble(header, tensors)
+    assert first.is_leaf
+    assert first.requires_grad
+    assert not second.requires_grad
+
+
+def test_what_cannot_travel_is_named() -> None:
+    with pytest.raises(TypeError, match="a stage returned a set"):
+        describe({"x": {1, 2}})
+
+
+def test_keys_of_neighbouring_places_differ() -> None:
+    keys = {
+        mix(0, i, j, m, layer) for i in range(3) for j in range(20) for m in range(8) for layer in range(6)
+    }
+    assert len(keys) == 3 * 20 * 8 * 6
+    assert mix(1, 2) != mix(2, 1)
+    assert all(0 <= key < 2**64 for key in keys)
+
+
+def test_the_callers_generator_comes_back() -> None:
+    device = torch.device("cpu")
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    with caller_generators(device):
+        seed_generators(device, mix(1, 2, 3))
+        torch.rand(5)
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_carry_gives_the_previous_batch_even_when_a_forward_runs_twice() -> None:
+    carry = Carry()
+
+    def forward(batch: int, micro_batch: int = 0) -> Any:
+        before = set_position(Position(0, batch, micro_batch))
+        got = carry.get()
+        carry.set(batch)
+        set_position(before)
+        return got
+
+    assert [forward(0), forward(0), forward(2), forward(2), forward(4)] == [None, None, 0, 0, 2]
+    assert forward(4, micro_batch=1) is None
+    assert forward(6) == 4
+    carry.reset()
+    assert forward(8) is None
+
+
+def test_outside_of_a_pipeline_every_call_is_a_new_batch() -> None:
+    carry = Carry()
+    for n in range(3):
+        assert carry.get() == (n - 1 if n else None)
+        carry.set(n)

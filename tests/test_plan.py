@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from avgpipe import Plan
+from avgpipe.systems import SYSTEMS
+
+
+def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+    plan = Plan(
+        stages=3, pipelines=2, micro_batches=4, advance=[2, 1, 0], partition=[1, 4], staleness="asynchronous"
+    )
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_has_a_plan(system: str) -> None:
+    plan = Plan.for_system(system, stages=3)
+    assert plan.system == system
+    assert plan.build_schedule().stages == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"stages": 0}, "stages must be a whole number of at least 1, not 0"),
+        ({"pipelines": 1.5}, "pipelines must be a whole number of at least 1, not 1.5"),
+        ({"micro_batches": True}, "micro_batches must be"),
+        ({"schedule": "1f2b"}, "did you mean '1f1b'"),
+        ({"system": "gpip"}, "did you mean 'gpipe'"),
+        ({"rule": "easdg"}, "did you mean 'easgd'"),
+        ({"recompute": "allways"}, "did you mean 'always'"),
+        ({"staleness": 2}, "staleness must be 0, 1 or 'asynchronous', not 2"),
+        ({"stages": 3, "partition": [2]}, "names 1 first layers; 3 stages need 2"),
+        ({"stages": 3, "partition": [2, 2]}, "no stage may be empty"),
+        ({"stages": 2, "partition": [0]}, "no stage may be empty"),
+        ({"advance": -1}, "-1"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Plan(**options)
+
+
+def test_a_system_keeps_what_defines_it() -> None:
+    with pytest.raises(ValueError, match="system 'gpipe' has pipelines = 1, not 2"):
+        Plan.for_system("gpipe", pipelines=2)
+    with pytest.raises(ValueError, match="did you mean 'avgpipe'"):
+        Plan.for_system("avgpip")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", "must be JSON"),
+        ("[]", "must be a JSON object, not list"),
+        ('{"stagess": 2}', "did you mean 'stages'"),
+    ],
+)
+def test_damaged_plan_files_are_refused(text: str, match: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ValueError, match=match):
+        Plan.load(tmp_path / "plan.json")
