@@ -1,0 +1,157 @@
+"""``avgpipe doctor``: what was built, what this machine has, and what will be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from avgpipe import __version__
+from avgpipe.cli.errors import FAILED
+from avgpipe.cli.launch import cores
+
+
+@dataclass
+class Findings:
+    """facts: by section, then by name. missing: what is not there, and what to do. usable: whether training works."""
+
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    missing: list[dict[str, str]] = field(default_factory=list)
+    usable: bool = True
+
+    def lacks(self, what: str, remedy: str, *, needed: bool = False) -> None:
+        self.missing.append({"what": what, "do": remedy})
+        self.usable &= not needed
+
+
+def doctor(
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what was built, what this machine has, what will be used, and what is missing.
+
+    The exit code is 1 if training cannot work.
+    """
+    findings = examine()
+    if json_output:
+        print(json.dumps({**findings.facts, "missing": findings.missing, "usable": findings.usable}))
+    else:
+        _show(findings)
+    if not findings.usable:
+        raise typer.Exit(FAILED)
+
+
+def examine() -> Findings:
+    found = Findings()
+    found.facts["versions"] = {
+        "avgpipe": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+    found.facts["machine"] = {
+        "cores": cores(),
+        "memory_bytes": _memory_bytes(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+    try:
+        import torch
+    except ImportError as error:
+        found.lacks(f"torch ({error})", "pip install 'torch>=2.11'", needed=True)
+        return found
+    found.facts["versions"]["torch"] = torch.__version__
+    built = _native(found)
+    _cuda(found, built)
+    _links(found)
+    return found
+
+
+def _native(found: Findings) -> dict[str, Any]:
+    try:
+        import avgpipe_ext
+    except ImportError as error:
+        found.lacks("the native operators", str(error), needed=True)
+        return {}
+    built: dict[str, Any] = dict(avgpipe_ext.build_info())
+    found.facts["native"] = built
+    return built
+
+
+def _cuda(found: Findings, built: dict[str, Any]) -> None:
+    import torch
+
+    devices = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            devices.append(
+                {
+                    "name": properties.name,
+                    "capability": f"{properties.major}.{properties.minor}",
+                    "memory_bytes": properties.total_memory,
+                }
+            )
+    found.facts["cuda"] = {"torch_built_for": torch.version.cuda, "devices": devices}
+    if devices and built and not built["cuda"]:
+        found.lacks(
+            "CUDA kernels: built without",
+            "put nvcc on PATH and build again: AVGPIPE_CUDA=1 pip install --no-build-isolation -e .",
+        )
+    if not devices and torch.version.cuda is None:
+        found.lacks("CUDA: this torch is built for CPU", "for GPUs, install a torch build with CUDA")
+    elif not devices:
+        found.lacks(
+            "CUDA: torch sees no device", "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _links(found: Findings) -> None:
+    """Which link carries tensors between stages, by where the two ends are."""
+    import torch.distributed as dist
+
+    gloo = dist.is_available() and dist.is_gloo_available()
+    found.facts["links"] = {
+        "same process": "local",
+        "other process": "torch.distributed, gloo" if gloo else None,
+        "launcher": "torch.distributed" if dist.is_available() else None,
+    }
+    if not gloo:
+        found.lacks("torch.distributed with gloo", "only --stages 1 works; install a torch build that has it")
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _show(found: Findings) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for section, facts in found.facts.items():
+        for number, (name, value) in enumerate(facts.items()):
+            table.add_row(section if number == 0 else "", name.removesuffix("_bytes"), _spell(name, value))
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
+    for item in found.missing:
+        console.print(f"missing: {item['what']}: {item['do']}")
+    console.print("ready to train" if found.usable else "not ready to train: see what is missing")
+
+
+def _spell(name: str, value: Any) -> str:
+    if value is None or value == [] or value == "":
+        return "-"
+    if name.endswith("_bytes"):
+        return f"{value / 2**30:.1f} GiB"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(_spell("", v) for v in value)
+    if isinstance(value, dict):
+        return f"{value['name']} ({value['capability']}, {_spell('memory_bytes', value['memory_bytes'])})"
+    return str(value)

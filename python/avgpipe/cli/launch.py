@@ -1,0 +1,152 @@
+"""Starting workers on this machine through torch's own launcher, and saying what became of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from avgpipe.cli.errors import WRONG_ARGUMENTS
+
+PEER_LOST = 3  # exit code of a worker that failed only because another one did
+_MONITOR_S = 0.1  # how often the launcher looks after its workers
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How local workers ended. ``exit_codes`` by rank, negative for a signal. ``first``: the rank that failed of
+    itself, while others were only ended for it; None: all succeeded.
+    """
+
+    exit_codes: list[int]
+    first: int | None
+
+    def reason(self) -> str:
+        """What happened to ``first``, as the end of a sentence about it."""
+        assert self.first is not None
+        code = self.exit_codes[self.first]
+        if code >= 0:
+            return f"failed with exit code {code}"
+        name = _signal_name(-code)
+        hint = " (by hand, or by the system when memory runs out)" if -code == signal.SIGKILL else ""
+        return f"was killed by {name}{hint}"
+
+
+class Interrupted(Exception):
+    """A signal told the launcher to end; its workers are gone."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(_signal_name(number))
+        self.exit_code = 128 + number
+
+
+def launch(workers: int, command: Sequence[str]) -> Ended:
+    """Run ``command`` once per rank with torchrun's environment and wait for the end of all.
+
+    When a worker fails the launcher ends the others; nothing is restarted. Raises Interrupted on SIGINT, SIGTERM,
+    SIGHUP and SIGQUIT, once the workers have been ended.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _quiet()
+    with tempfile.TemporaryDirectory(prefix="avgpipe-") as logs, _threads(workers), _handlers():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=workers,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # a free port
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=_MONITOR_S,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )
+        try:
+            elastic_launch(config, command[0])(*command[1:])
+        except ChildFailedError as error:
+            failures = {rank: (f.exitcode, f.timestamp) for rank, f in error.failures.items()}
+            codes = [failures[rank][0] if rank in failures else 0 for rank in range(workers)]
+            return Ended(codes, _first(failures))
+        except SignalException as error:
+            raise Interrupted(error.sigval) from error
+        except KeyboardInterrupt as error:  # before the launcher installed its handlers
+            raise Interrupted(signal.SIGINT) from error
+        finally:
+            _show_cursor()
+    return Ended([0] * workers, None)
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _first(failures: dict[int, tuple[int, int]]) -> int:
+    """The rank to blame, of exit codes and times by rank: the launcher ends the others, or they miss their peer."""
+
+    def blame(rank: int) -> tuple[int, int]:
+        code, timestamp = failures[rank]
+        order = {WRONG_ARGUMENTS: 1, PEER_LOST: 3, -signal.SIGTERM: 4, 128 + signal.SIGTERM: 4}
+        return order.get(code, 0 if code < 0 else 2), timestamp
+
+    return min(failures, key=blame)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@contextmanager
+def _threads(workers: int) -> Iterator[None]:
+    """Share the cores among the workers, unless the user decided otherwise."""
+    name = "OMP_NUM_THREADS"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = str(max(1, cores() // workers))
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextmanager
+def _handlers() -> Iterator[None]:
+    """Give back the signal handlers that the launcher replaces."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _quiet() -> None:
+    """The launcher's log says in many lines what we say in one; LOGLEVEL brings it back."""
+    if "LOGLEVEL" in os.environ:
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _show_cursor() -> None:
+    """A progress bar that was killed has left the cursor hidden."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")
+        sys.stderr.flush()

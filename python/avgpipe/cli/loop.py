@@ -1,0 +1,273 @@
+"""The training loop of ``avgpipe train``: the same on every rank; only the first writes files and shows progress."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from avgpipe.cli.checks import prepare
+from avgpipe.cli.folder import RunFolder, Tally, note_validation, reaches, tally
+from avgpipe.cli.pace import Pace
+from avgpipe.cli.progress import Progress, Silent
+from avgpipe.cli.settings import TrainSettings
+from avgpipe.cli.summary import peak_memory_bytes, summarise, unbroken
+from avgpipe.pipeline import Pipeline
+
+
+class TrainingRun:
+    """A run from its first validation, or from its last checkpoint, to its summary.
+
+    Making one builds the pipeline, loads the checkpoint or validates the initial weights, and then makes the run's
+    folder: whatever the model refuses, it refuses before anything is written. Raises ValueError, TypeError, OSError or
+    PipelineError.
+    """
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self.settings = settings
+        self.workload, self.plan = prepare(settings)
+        self.pipeline = Pipeline(
+            self.workload.layers,
+            self.plan,
+            loss_fn=self.workload.loss_fn,
+            optimizer=self.workload.optimizer,
+            lr_scheduler=self.workload.lr_scheduler,
+            clip_grad_norm=self.workload.clip_grad_norm,
+            device=_device(settings.device),
+            seed=settings.seed,
+            timeout_s=settings.timeout_s,
+        )
+        self._world = self.pipeline._world
+        first = self._world.rank == 0
+        self.out = self._same_everywhere(settings.out)
+        self.folder = RunFolder(self.out, writes=first)
+        self.tally = Tally()
+        self._epoch_batches = len(self.workload.train_batches(0))
+        if settings.resume:
+            self.pipeline.load(self.folder.checkpoints / "last")
+            self._recall()
+        self.progress = Progress(self._total(), self.tally.batches) if first else Silent()
+        self.progress.note(self._title())
+        self._saved_at = time.monotonic()
+        self._stretches: list[tuple[int, int]] = []  # batches, first and last, without a pause between them
+        self._resumed_at = self.tally.batches
+        self.folder_is_open = False
+        if settings.resume:
+            self._open()
+        else:
+            self._validate()  # opens the folder once it has succeeded
+            self._save()
+        self._pace = Pace(settings.checkpoint_minutes * 60, self.plan.pipelines)
+
+    def train(self) -> None:
+        """Train to the end and write the summary."""
+        epoch, start = self._position()
+        while epoch < self.settings.epochs and self._left():
+            self._train_epoch(epoch, start)
+            self._validate()
+            self._observe()
+            self._save()
+            if self.tally.batches and self._reached():
+                self.progress.note(f"target {self.settings.target:g} reached")
+                break
+            epoch, start = epoch + 1, 0
+        self.progress.close()
+        if self.tally.batches > self._resumed_at or not (self.out / "summary.json").is_file():
+            self._finish()
+        self.folder.close()
+
+    def close(self) -> None:
+        self.progress.close()
+        self.pipeline.close()
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    def _train_epoch(self, epoch: int, start: int) -> None:
+        batches = self.workload.train_batches(epoch, start)
+        left = min(len(batches), self._left())
+        source = iter(batches)
+        if epoch != self.tally.epoch:
+            self.tally.epoch, self.tally.epoch_samples = epoch, 0
+        first = self.tally.batches
+        while left > 0:
+            count = min(left, self._pace.batches())
+            self._train_batches(islice(source, count))
+            left -= count
+            if left > 0 and self._checkpoint_is_due(count):
+                self._stretches.append((first, self.tally.batches - 1))
+                self._save()
+                first = self.tally.batches
+        if self.tally.batches > first:
+            self._stretches.append((first, self.tally.batches - 1))
+
+    def _train_batches(self, batches: Iterator[tuple[object, object]]) -> None:
+        done = self.tally
+        clock = time.perf_counter()
+        for result in self.pipeline.train(batches):
+            now = time.perf_counter()
+            done.batches += 1
+            done.samples += result.samples
+            done.epoch_samples += result.samples
+            done.seconds += now - clock
+            self.folder.row(
+                "train",
+                batch=result.batch,
+                pipeline=result.pipeline,
+                epoch=done.epoch,
+                samples=done.samples,
+                loss=result.loss,
+                seconds=round(done.seconds, 6),
+            )
+            self.progress.batch(result.loss, result.samples, now - clock)
+            clock = now
+
+    def _validate(self) -> None:
+        """Validate the reference weights, note what came out, and keep them if they are the best so far."""
+        result = self.pipeline.evaluate(self.progress.validating(self.workload.valid_batches()))
+        metric = self.workload.metric_from_loss(result.loss)
+        if not self.folder_is_open:
+            self._open()
+        best = note_validation(
+            self.tally,
+            self.tally.batches,
+            result.loss,
+            metric,
+            self.settings.target,
+            self.workload.lower_is_better,
+        )
+        self.folder.row(
+            "valid",
+            epoch=self.tally.epoch,
+            batch=self.tally.batches,
+            loss=result.loss,
+            metric=metric,
+            seconds=round(self.tally.seconds, 6),
+        )
+        when = f"after {self.tally.batches} batches" if self.tally.batches else "before training"
+        self.progress.note(
+            f"validation {when}: {self.workload.metric_name} {metric:.2f}, loss {result.loss:.4f}"
+        )
+        if best:
+            self.pipeline.save(self.folder.checkpoints / "best")
+
+    def _observe(self) -> None:
+        """Let the workload's optimizers react to the validation, before the checkpoint that holds their state."""
+        react = self.workload.after_validation
+        if react is not None:
+            for optimizer in self.pipeline.optimizers:
+                react(getattr(optimizer, "inner", optimizer), self.tally.loss)
+
+    def _save(self) -> None:
+        self.pipeline.save(self.folder.checkpoints / "last")
+        self._saved_at = time.monotonic()
+
+    def _checkpoint_is_due(self, batches: int) -> bool:
+        """Whether the first rank's clock says so; a short agreement of all ranks."""
+        elapsed = torch.tensor(time.monotonic() - self._saved_at, dtype=torch.float64)
+        return self._pace.due(batches, float(self._world.broadcast(elapsed, 0)))
+
+    def _title(self) -> str:
+        s, p = self.settings, self.plan
+        action = f"goes on after batch {self.tally.batches}" if s.resume else "begins"
+        return (
+            f"{s.workload} {s.preset} {action}: {p.system}, {p.schedule}; K = {p.stages} stages, "
+            f"N = {p.pipelines} pipelines, M = {p.micro_batches} micro-batches of a batch of {s.batch_size}; "
+            f"{s.device}; writes {self.out}"
+        )
+
+    def _left(self) -> int:
+        limit = self.settings.max_batches
+        return max(0, limit - self.tally.batches) if limit is not None else 1 << 62
+
+    def _total(self) -> int:
+        """Batches of the whole run; epochs of other lengths than the first one are not looked at."""
+        total = self.settings.epochs * self._epoch_batches
+        return min(total, self.settings.max_batches or total)
+
+    def _reached(self) -> bool:
+        target = self.settings.target
+        return target is not None and reaches(self.tally.metric, target, self.workload.lower_is_better)
+
+    # ---- resuming --------------------------------------------------------------------------------------------------
+
+    def _recall(self) -> None:
+        """Read what the run had done on the first rank, and tell the others."""
+        batches = self.pipeline.batches
+        if self._world.rank == 0:
+            rows = self.folder.cut(batches)
+            self.tally = tally(rows, batches, self.settings.target, self.workload.lower_is_better)
+        fields = asdict(self.tally)
+        values = self._world.broadcast(torch.tensor(list(fields.values()), dtype=torch.float64), 0).tolist()
+        self.tally = Tally(*(type(old)(new) for old, new in zip(fields.values(), values)))
+
+    def _position(self) -> tuple[int, int]:
+        """Epoch and first batch to go on with.
+
+        With another number of pipelines or batch size, where about as many samples of the epoch have been used; batch j
+        of an epoch is for pipeline j % N, as the pipeline counts on.
+        """
+        done, n = self.tally, self.plan.pipelines
+        start = -(-done.epoch_samples // self.workload.batch_size)
+        start += (done.batches - start) % n
+        if start >= len(self.workload.train_batches(done.epoch)):
+            return done.epoch + 1, done.batches % n
+        return done.epoch, start
+
+    # ---- the folder --------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self.folder.open(self.settings, self.plan)
+        self.folder_is_open = True
+
+    def _same_everywhere(self, text: str) -> Path:
+        """The first rank's ``text``: workers started one by one may have named their folder at different times."""
+        raw = text.encode()
+        size = int(self._world.broadcast(torch.tensor(len(raw)), 0))
+        buffer = torch.tensor(list(raw[:size].ljust(size)), dtype=torch.uint8)
+        return Path(bytes(self._world.broadcast(buffer, 0).tolist()).decode())
+
+    def _finish(self) -> None:
+        """Write what the run came to: summary, trace and picture."""
+        timeline = self.pipeline.timeline()
+        peak = torch.tensor([[peak_memory_bytes(self.settings.device)]], dtype=torch.float64)
+        peaks = [int(row[0]) for row in self._world.gather_rows(peak).tolist()]
+        if self._world.rank != 0:
+            return
+        longest = unbroken(timeline, self._stretches)
+        epochs = self.tally.epoch + self._epoch_share()
+        parameters = sum(p.numel() for p in torch.nn.ModuleList(self.workload.layers).parameters())
+        self.folder.write(
+            "summary.json",
+            summarise(
+                self.settings,
+                self.plan,
+                self.tally,
+                self.workload.metric_name,
+                epochs,
+                parameters,
+                peaks,
+                longest,
+            ),
+        )
+        if timeline.events:
+            timeline.to_chrome_trace(self.out / "timeline.json")
+            longest.plot(self.out / "timeline.png")
+
+    def _epoch_share(self) -> float:
+        """How much of the current epoch is done, 0 to 1."""
+        whole = len(self.workload.train_batches(self.tally.epoch)) * self.workload.batch_size
+        return min(1.0, self.tally.epoch_samples / whole) if whole else math.nan
+
+
+def _device(name: str) -> torch.device:
+    """Each rank of a machine takes a CUDA device of its own while there are enough."""
+    if name != "cuda":
+        return torch.device(name)
+    import os
+
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

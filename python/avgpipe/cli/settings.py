@@ -1,0 +1,201 @@
+"""What a training run is: every option with its value, as one object that travels to the workers as JSON.
+
+An option comes from the command line, else from the plan file (those of the plan), else from the run that is
+resumed, else it has its default.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from avgpipe.errors import nearest
+from avgpipe.plan import Plan
+from avgpipe.systems import SYSTEMS
+from avgpipe.workloads import check_workload
+
+PLAN_OPTIONS = tuple(f.name for f in fields(Plan))
+DEFAULT_STAGES, DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 2, 4
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """plan: the options of ``Plan``, its partition as asked for. epochs, max_batches: of the whole run, whatever was
+    resumed. target: of the workload's metric. timeout_s: seconds to wait for another worker. checkpoint_minutes:
+    between checkpoints within an epoch.
+    """
+
+    workload: str
+    plan: dict[str, Any]
+    batch_size: int
+    epochs: int
+    out: str
+    preset: str = "tiny"
+    data: str | None = None
+    max_batches: int | None = None
+    target: float | None = None
+    device: str = "cpu"
+    seed: int = 0
+    resume: bool = False
+    timeout_s: float = 300.0
+    checkpoint_minutes: float = 10.0
+
+    @property
+    def stages(self) -> int:
+        return int(self.plan["stages"])
+
+    @property
+    def last_checkpoint(self) -> Path:
+        return Path(self.out) / "checkpoints" / "last"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainSettings:
+        return cls(**json.loads(text))
+
+    def build_arguments(self) -> dict[str, Any]:
+        """Keywords of ``build_workload`` and ``check_workload``."""
+        names = ("preset", "data", "batch_size", "seed", "epochs", "max_batches")
+        return {**{n: getattr(self, n) for n in names}, "pipelines": self.plan["pipelines"]}
+
+
+def resolve(workload: str, asked: dict[str, Any], plan_file: str | None = None) -> TrainSettings:
+    """Settings of the options that were ``asked`` for; those left out are None.
+
+    Reads at most the plan file and the resumed run's ``run.json``. Raises ValueError, TypeError or OSError for what
+    cannot be, cheap checks only.
+    """
+    given = {name: value for name, value in asked.items() if value is not None}
+    _check_numbers(given)
+    if given.get("resume") and "out" not in given:
+        raise ValueError("--resume needs --out DIR, the folder of the run to go on with")
+    known = {f.name for f in fields(TrainSettings)}
+    stored = _stored(Path(given["out"]), workload) if given.get("resume") else {}
+    values = {n: v for n, v in {**stored, **given}.items() if n in known and n != "plan"}
+    values.setdefault("out", f"runs/{workload}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if values.get("data") is not None:
+        values["data"] = str(Path(values["data"]).absolute())  # the run may be resumed from another folder
+    sizes = {
+        n: values[n] for n in ("preset", "data", "batch_size", "seed", "epochs", "max_batches") if n in values
+    }
+    facts = check_workload(workload, **sizes)
+    plan = _plan(given, stored.get("plan"), plan_file, facts.batch_size)
+    if plan.stages > facts.layers:
+        raise ValueError(
+            f"{plan.stages} stages are more than the {facts.layers} layers of {workload} {facts.preset}: "
+            f"choose --stages 1 to {facts.layers}"
+        )
+    if plan.micro_batches > facts.batch_size:
+        raise ValueError(
+            f"a batch of {facts.batch_size} samples cannot make {plan.micro_batches} micro-batches: "
+            "use a larger --batch-size or fewer --micro-batches"
+        )
+    values |= {
+        "plan": asdict(plan),
+        "batch_size": facts.batch_size,
+        "epochs": facts.epochs,
+        "workload": workload,
+    }
+    return replace(TrainSettings(**values), resume=bool(given.get("resume")))
+
+
+def joined_ranks() -> int | None:
+    """How many workers torchrun, or a launcher with its environment variables, has started; None: not started so."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return int(os.environ["WORLD_SIZE"])
+
+
+def parse_advance(text: str | None) -> int | list[int] | None:
+    """ "2" for every stage, or "3,2,1,0" for each."""
+    if text is None:
+        return None
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--advance {text!r}: give a whole number, or one per stage separated by commas"
+        ) from None
+    return numbers if "," in text else numbers[0]
+
+
+def parse_staleness(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.isdigit() else text
+
+
+def _check_numbers(given: dict[str, Any]) -> None:
+    """Numbers that neither the plan nor the workload checks, or that they would name otherwise."""
+    positive = ("stages", "pipelines", "micro_batches", "batch_size", "epochs", "max_batches", "period")
+    for name in (*positive, "timeout_s", "checkpoint_minutes"):
+        value = given.get(name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            option = {"timeout_s": "timeout"}.get(name, name).replace("_", "-")
+            raise ValueError(f"--{option} {value:g}: must be more than 0")
+    target = given.get("target")
+    if target is not None and not math.isfinite(target):
+        raise ValueError(f"--target {target}: must be a finite number")
+    if given.get("device") not in (None, "cpu", "cuda"):
+        raise ValueError(f"unknown device {given['device']!r}: {nearest(given['device'], ('cpu', 'cuda'))}")
+
+
+def _stored(out: Path, workload: str) -> dict[str, Any]:
+    """The settings of the run in ``out``; none if it has no readable ones, for the checkpoint is what matters."""
+    try:
+        values = json.loads((out / RUN_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(values, dict):
+        return {}
+    if values.get("workload") != workload:
+        raise ValueError(
+            f"{out} is a run of {values.get('workload')!r}, not of {workload!r}: name that workload"
+        )
+    return values
+
+
+def _plan(
+    given: dict[str, Any], stored: dict[str, Any] | None, plan_file: str | None, batch_size: int
+) -> Plan:
+    base = asdict(Plan.load(plan_file)) if plan_file is not None else dict(stored or {})
+    explicit = {name: given[name] for name in PLAN_OPTIONS if name in given}
+    _drop_what_depends(base, explicit)
+    ranks = joined_ranks()
+    chosen = {**base, **explicit}
+    system = chosen.pop("system", "avgpipe")
+    row = SYSTEMS.get(system, {})
+    defaults = {
+        "stages": ranks if ranks is not None and ranks > 1 else DEFAULT_STAGES,
+        "pipelines": DEFAULT_PIPELINES,
+        "micro_batches": min(DEFAULT_MICRO_BATCHES, batch_size),
+    }
+    for name, value in defaults.items():
+        if name not in row:
+            chosen.setdefault(name, value)
+    plan = Plan.for_system(system, **chosen)
+    if ranks is not None and ranks not in (1, plan.stages):
+        raise ValueError(f"{ranks} workers were started for {plan.stages} stages: start one for each stage")
+    return plan
+
+
+def _drop_what_depends(base: dict[str, Any], explicit: dict[str, Any]) -> None:
+    """Forget choices of a stored plan that were made for a system, schedule or number of stages that is overridden."""
+
+    def overridden(name: str) -> bool:
+        return name in explicit and name in base and explicit[name] != base[name]
+
+    stages, schedule, system = (overridden(n) for n in ("stages", "schedule", "system"))
+    if system:
+        for name in ("schedule", *SYSTEMS.get(explicit["system"], {})):
+            base.pop(name, None)
+    if stages:
+        base.pop("partition", None)
+    if system or schedule or (stages and isinstance(base.get("advance"), list)):
+        base.pop("advance", None)

@@ -1,0 +1,150 @@
+"""``avgpipe train``: checks everything first, then starts the workers, or is one of them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from avgpipe.cli import options
+from avgpipe.cli.errors import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, reporting
+from avgpipe.cli.folder import has_checkpoint
+from avgpipe.cli.launch import Interrupted, launch
+from avgpipe.cli.process import ending_on_signals
+from avgpipe.cli.settings import (
+    TrainSettings,
+    joined_ranks,
+    parse_advance,
+    parse_staleness,
+    resolve,
+)
+
+
+def train(
+    workload: options.Workload,
+    data: options.Data = None,
+    preset: options.Preset = None,
+    batch_size: options.BatchSize = None,
+    seed: options.Seed = None,
+    system: options.System = None,
+    stages: options.Stages = None,
+    pipelines: options.Pipelines = None,
+    micro_batches: options.MicroBatches = None,
+    schedule: options.Schedule = None,
+    advance: options.Advance = None,
+    rule: options.Rule = None,
+    staleness: options.Staleness = None,
+    alpha: options.Alpha = None,
+    period: options.Period = None,
+    recompute: options.Recompute = None,
+    plan: options.Plan = None,
+    epochs: options.Epochs = None,
+    max_batches: options.MaxBatches = None,
+    target: options.Target = None,
+    device: options.Device = None,
+    out: options.Out = None,
+    resume: options.Resume = False,
+    checkpoint_minutes: options.CheckpointMinutes = None,
+    timeout: options.Timeout = None,
+    json_output: options.Json = False,
+) -> None:
+    """Train WORKLOAD: start a worker per stage on this machine, or join the workers that torchrun started.
+
+    Writes plan.json, metrics.jsonl, timeline.json, timeline.png, checkpoints/ and summary.json to the run's folder.
+    """
+    asked: dict[str, Any] = {
+        "data": data,
+        "preset": preset,
+        "batch_size": batch_size,
+        "seed": seed,
+        "system": system,
+        "stages": stages,
+        "pipelines": pipelines,
+        "micro_batches": micro_batches,
+        "schedule": schedule,
+        "rule": rule,
+        "alpha": alpha,
+        "period": period,
+        "recompute": recompute,
+        "epochs": epochs,
+        "max_batches": max_batches,
+        "target": target,
+        "device": device,
+        "out": out,
+        "resume": resume,
+        "checkpoint_minutes": checkpoint_minutes,
+        "timeout_s": timeout,
+    }
+    with reporting(json_output):
+        with arguments():
+            asked |= {"advance": parse_advance(advance), "staleness": parse_staleness(staleness)}
+            settings = resolve(workload, asked, plan)
+            if _is_first():  # the others would find what the first one has begun to write
+                from avgpipe.cli.checks import check_run
+
+                check_run(settings)
+        if joined_ranks() is None and settings.stages > 1:
+            _train_on_workers(settings)
+        else:
+            _train_here(settings)
+        if _is_first():
+            _tell(settings, json_output)
+
+
+def resume_hint(settings: TrainSettings) -> str:
+    """The end of a message about a run that did not end well."""
+    if not has_checkpoint(settings.out):
+        return "there is no checkpoint yet"
+    command = ["avgpipe", "train", settings.workload, "--out", settings.out, "--resume"]
+    return f"go on from the last checkpoint with: {shlex.join(command)}"
+
+
+def _train_on_workers(settings: TrainSettings) -> None:
+    command = [sys.executable, "-m", "avgpipe.cli.worker", str(os.getpid()), settings.to_json()]
+    try:
+        ended = launch(settings.stages, command)
+    except Interrupted as interrupted:
+        raise CommandFailed(
+            f"interrupted by {interrupted}: all workers are ended; {resume_hint(settings)}",
+            interrupted.exit_code,
+        ) from None
+    if ended.first is None:
+        return
+    rank = ended.first
+    if ended.exit_codes[rank] == WRONG_ARGUMENTS:  # found by a worker before it wrote anything; it said what
+        raise CommandFailed(f"rank {rank} (stage {rank}) refused to begin, see above", WRONG_ARGUMENTS)
+    raise CommandFailed(f"rank {rank} (stage {rank}) {ended.reason()}; {resume_hint(settings)}", FAILED)
+
+
+def _train_here(settings: TrainSettings) -> None:
+    from avgpipe.cli.worker import GRACE_S, leave_group, run_rank
+
+    def say(number: signal.Signals) -> None:
+        sys.stderr.write("\x1b[?25h" if sys.stderr.isatty() else "")  # the progress bar has hidden the cursor
+        if _is_first():
+            print(f"\navgpipe: error: interrupted by {number.name}; {resume_hint(settings)}", file=sys.stderr)
+
+    joined = (joined_ranks() or 1) > 1
+    with ending_on_signals(say, GRACE_S if joined else 0.0):
+        try:
+            run_rank(settings)
+            leave_group()
+        except CommandFailed as failure:
+            if failure.exit_code == FAILED and _is_first():
+                raise CommandFailed(f"{failure}; {resume_hint(settings)}", FAILED) from failure.__cause__
+            raise
+
+
+def _is_first() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0 or joined_ranks() is None
+
+
+def _tell(settings: TrainSettings, json_output: bool) -> None:
+    from avgpipe.cli.summary import describe
+
+    text = (Path(settings.out) / "summary.json").read_text() if json_output else describe(settings.out) + "\n"
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,46 @@
+"""What the machine has, and what is missing."""
+
+import sys
+
+import pytest
+import torch
+
+import avgpipe_ext
+from avgpipe import __version__
+from tests.cli.command import invoke, strict
+
+
+def test_json_has_versions_build_machine_and_links():
+    result = invoke("doctor", "--json")
+    assert result.exit_code == 0
+    answer = strict(result.stdout)
+    assert answer["usable"] is True
+    assert answer["versions"]["avgpipe"] == __version__
+    assert answer["versions"]["torch"] == torch.__version__
+    assert answer["native"] == avgpipe_ext.build_info()
+    assert answer["machine"]["cores"] >= 1
+    assert answer["machine"]["memory_bytes"] > 2**28
+    assert answer["links"]["same process"] == "local"
+    assert len(answer["cuda"]["devices"]) == torch.cuda.device_count()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_missing_cuda_comes_with_a_remedy():
+    answer = strict(invoke("doctor", "--json").stdout)
+    assert any("CUDA" in item["what"] and item["do"] for item in answer["missing"])
+
+
+def test_a_person_reads_lines():
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    assert torch.__version__ in result.stdout
+    assert "ready to train" in result.stdout
+
+
+def test_without_the_native_operators_it_says_how_to_build_them(monkeypatch):
+    monkeypatch.setitem(sys.modules, "avgpipe_ext", None)
+    result = invoke("doctor", "--json")
+    assert result.exit_code == 1
+    answer = strict(result.stdout)
+    assert answer["usable"] is False
+    assert any("native operators" in item["what"] for item in answer["missing"])

@@ -1,0 +1,88 @@
+"""The rows of a run: cut off, counted, and always JSON."""
+
+import math
+
+from avgpipe.cli.folder import RunFolder, Tally, note_validation, read_metrics, strict_json, tally
+
+
+def train_row(batch, epoch, seconds):
+    row = {"kind": "train", "batch": batch, "pipeline": batch % 2, "epoch": epoch}
+    return {**row, "samples": 4 * (batch + 1), "loss": 5.0 - batch / 10, "seconds": seconds}
+
+
+def valid_row(batch, epoch, metric, seconds):
+    return {
+        "kind": "valid",
+        "epoch": epoch,
+        "batch": batch,
+        "loss": math.log(metric),
+        "metric": metric,
+        "seconds": seconds,
+    }
+
+
+ROWS = [
+    valid_row(0, 0, 90.0, 0.0),
+    *(train_row(j, 0, j + 1.0) for j in range(4)),
+    valid_row(4, 0, 50.0, 4.0),
+    *(train_row(j, 1, j + 1.0) for j in range(4, 8)),
+    valid_row(8, 1, 60.0, 8.0),
+]
+
+
+def write(path, rows, end=""):
+    path.mkdir(exist_ok=True)
+    (path / "metrics.jsonl").write_text("".join(strict_json(row) + "\n" for row in rows) + end)
+
+
+def test_rows_after_the_checkpoint_are_cut_off(tmp_path):
+    write(tmp_path, ROWS, end='{"kind": "train", "ba')
+    folder = RunFolder(tmp_path, writes=True)
+    kept = folder.cut(6)
+    assert kept == ROWS[:8]
+    assert read_metrics(tmp_path) == kept
+
+
+def test_the_validation_just_before_a_checkpoint_stays(tmp_path):
+    write(tmp_path, ROWS)
+    assert RunFolder(tmp_path, writes=True).cut(4) == ROWS[:6]
+
+
+def test_only_the_writing_rank_writes(tmp_path):
+    write(tmp_path, ROWS)
+    RunFolder(tmp_path, writes=False).cut(4)
+    assert read_metrics(tmp_path) == ROWS
+
+
+def test_no_rows_without_a_file(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def test_the_tally_goes_on_where_the_rows_end():
+    result = tally(ROWS[:8], 6, 1.0, lower_is_better=True)
+    assert (result.batches, result.epoch, result.epoch_samples, result.samples) == (6, 1, 8, 24)
+    assert (result.seconds, result.best, result.validated, result.metric) == (6.0, 50.0, 4, 50.0)
+    assert math.isnan(result.seconds_to_target)
+
+
+def test_the_target_is_reached_once():
+    result = tally(ROWS, 8, 60.0, lower_is_better=True)
+    assert (result.seconds_to_target, result.best, result.metric) == (4.0, 50.0, 60.0)
+
+
+def test_untrained_weights_reach_no_target():
+    assert math.isnan(tally(ROWS[:1], 0, 100.0, lower_is_better=True).seconds_to_target)
+
+
+def test_the_best_of_a_metric_that_should_rise():
+    result = Tally()
+    improved = [
+        note_validation(result, j, 0.0, m, None, False) for j, m in [(0, 9.0), (2, 1.0), (4, 3.0), (6, 3.0)]
+    ]
+    assert improved == [False, True, True, False]
+
+
+def test_json_has_no_nan():
+    assert strict_json({"a": math.nan, "b": [math.inf, 1.5], "c": {"d": -math.inf}}) == (
+        '{"a": null, "b": [null, 1.5], "c": {"d": null}}'
+    )

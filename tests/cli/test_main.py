@@ -1,0 +1,57 @@
+"""The app: help that is quick and complete."""
+
+import subprocess
+import sys
+
+import pytest
+
+from avgpipe import __version__
+from tests.cli.command import environment, invoke
+
+OPTIONS = {
+    "train": [
+        *("--data", "--preset", "--batch-size", "--seed", "--system", "--stages", "--pipelines"),
+        *("--micro-batches", "--schedule", "--advance", "--rule", "--staleness", "--alpha", "--period"),
+        *("--recompute", "--plan", "--epochs", "--max-batches", "--target", "--device", "--out", "--resume"),
+        *("--checkpoint-minutes", "--timeout", "--json", "awd-lstm", "model-parallel"),
+    ],
+    "doctor": ["--json"],
+    "run": ["--stages", "--json", "SCRIPT", "ARGS"],
+}
+
+
+def test_help_names_every_command():
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for name in OPTIONS:
+        assert name in result.stdout
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_a_commands_help_names_its_options(command):
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    missing = [option for option in OPTIONS[command] if option not in result.stdout]
+    assert missing == []
+
+
+def test_version():
+    assert invoke("--version").stdout == f"avgpipe {__version__}\n"
+
+
+def test_the_app_loads_neither_torch_nor_matplotlib():
+    code = "import sys, avgpipe.cli.main; print(*{'torch', 'matplotlib'} & sys.modules.keys())"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["trian"], ["train"], ["train", "awd-lstm", "--stages", "two"], ["train", "awd-lstm", "--no"]],
+)
+def test_usage_errors_exit_with_2(arguments):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""

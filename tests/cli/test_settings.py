@@ -1,0 +1,111 @@
+"""Where the value of an option comes from."""
+
+import json
+
+import pytest
+
+from avgpipe.cli.settings import TrainSettings, parse_advance, parse_staleness, resolve
+from avgpipe.plan import Plan
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def plan_of(**asked):
+    return resolve("awd-lstm", asked).plan
+
+
+def test_defaults():
+    settings = resolve("awd-lstm", {})
+    assert (settings.preset, settings.device, settings.seed, settings.epochs) == ("tiny", "cpu", 0, 1)
+    plan = settings.plan
+    assert (plan["system"], plan["stages"], plan["pipelines"], plan["micro_batches"]) == ("avgpipe", 2, 2, 4)
+    assert settings.out.startswith("runs/awd-lstm-")
+
+
+def test_settings_survive_json():
+    settings = resolve("awd-lstm", {"target": 100.0, "advance": [1, 0]})
+    assert TrainSettings.from_json(settings.to_json()) == settings
+
+
+def test_a_system_brings_its_options():
+    plan = plan_of(system="gpipe")
+    assert (plan["pipelines"], plan["schedule"]) == (1, "all-forward-all-backward")
+    assert plan_of(system="model-parallel")["micro_batches"] == 1
+
+
+def test_a_small_batch_makes_fewer_micro_batches_by_default():
+    assert plan_of(batch_size=3)["micro_batches"] == 3
+
+
+def test_an_option_wins_over_the_plan_file(tmp_path):
+    file = tmp_path / "plan.json"
+    Plan(stages=4, pipelines=3, micro_batches=8, partition=[1, 2, 3], advance=[2, 2, 1, 0], period=5).save(
+        file
+    )
+    plan = resolve("awd-lstm", {"pipelines": 1}, str(file)).plan
+    assert (plan["stages"], plan["pipelines"], plan["micro_batches"], plan["period"]) == (4, 1, 8, 5)
+    assert (plan["partition"], plan["advance"]) == ([1, 2, 3], [2, 2, 1, 0])
+
+
+def test_what_was_chosen_for_other_stages_is_forgotten(tmp_path):
+    file = tmp_path / "plan.json"
+    Plan(stages=4, micro_batches=8, partition=[1, 2, 3], advance=[2, 2, 1, 0]).save(file)
+    plan = resolve("awd-lstm", {"stages": 2}, str(file)).plan
+    assert (plan["partition"], plan["advance"]) == (None, None)
+
+
+def test_another_system_replaces_what_the_plan_files_system_chose(tmp_path):
+    file = tmp_path / "plan.json"
+    Plan(stages=2, pipelines=2, micro_batches=4, advance=1).save(file)
+    plan = resolve("awd-lstm", {"system": "dapple"}, str(file)).plan
+    assert (plan["schedule"], plan["pipelines"], plan["advance"], plan["stages"]) == ("1f1b", 1, None, 2)
+
+
+def stored_run(folder, **values):
+    folder.mkdir()
+    settings = resolve("awd-lstm", {"seed": 7, "batch_size": 8, "pipelines": 3, **values})
+    (folder / "run.json").write_text(settings.to_json())
+    return settings
+
+
+def test_a_resumed_run_keeps_its_settings(tmp_path):
+    before = stored_run(tmp_path / "run", target=50.0)
+    after = resolve("awd-lstm", {"out": str(tmp_path / "run"), "resume": True, "epochs": 9})
+    assert (after.seed, after.batch_size, after.target, after.plan) == (7, 8, 50.0, before.plan)
+    assert (after.epochs, after.resume) == (9, True)
+
+
+def test_a_resumed_run_may_change_its_layout(tmp_path):
+    stored_run(tmp_path / "run")
+    plan = resolve("awd-lstm", {"out": str(tmp_path / "run"), "resume": True, "stages": 1}).plan
+    assert (plan["stages"], plan["pipelines"]) == (1, 3)
+
+
+def test_a_run_of_another_workload_is_not_resumed(tmp_path):
+    stored_run(tmp_path / "run")
+    values = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**values, "workload": "gnmt"}))
+    with pytest.raises(ValueError, match=r"is a run of 'gnmt', not of 'awd-lstm'"):
+        resolve("awd-lstm", {"out": str(tmp_path / "run"), "resume": True})
+
+
+def test_the_launcher_decides_the_stages(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert plan_of()["stages"] == 3
+    with pytest.raises(ValueError, match="3 workers were started for 2 stages"):
+        plan_of(stages=2)
+
+
+def test_parsing():
+    assert parse_advance(None) is None
+    assert parse_advance("2") == 2
+    assert parse_advance("3,2,1,0") == [3, 2, 1, 0]
+    assert parse_staleness("0") == 0
+    assert parse_staleness("asynchronous") == "asynchronous"
+    with pytest.raises(ValueError, match="'2;1'"):
+        parse_advance("2;1")

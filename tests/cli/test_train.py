@@ -1,0 +1,164 @@
+"""Whole runs: what they write and print."""
+
+import json
+import math
+import shutil
+
+import pytest
+
+from avgpipe.checkpoint import verify_checkpoint
+from avgpipe.plan import Plan
+from avgpipe.report.timeline import Timeline
+from tests.cli.command import Run, avgpipe, invoke, rows, strict
+
+KEYS = [
+    *("workload", "system", "stages", "pipelines", "micro_batches", "batch_size", "schedule", "advance"),
+    *("epochs", "batches", "samples", "train_seconds", "samples_per_second", "metric_name", "metric"),
+    *("target", "seconds_to_target", "worker_busy_fraction", "bubble_fraction", "peak_memory_bytes"),
+    *("parameters", "seed", "versions"),
+]
+
+
+def finish(*arguments, **changes):
+    process = avgpipe("train", "awd-lstm", *arguments, **changes)
+    stdout, stderr = process.communicate(timeout=100)
+    return process.returncode, stdout, stderr
+
+
+# ---- two stages, two pipelines, two epochs ---------------------------------------------------------------------------
+
+
+def test_json_is_the_summary_and_nothing_else(whole):
+    assert strict(whole.stdout) == whole.summary
+    assert list(whole.summary) == KEYS
+
+
+def test_the_summary_tells_what_was_done(whole):
+    s = whole.summary
+    assert (s["system"], s["stages"], s["pipelines"], s["micro_batches"]) == ("avgpipe", 2, 2, 4)
+    assert (s["batch_size"], s["schedule"], s["seed"]) == (4, "advance-forward", 0)
+    assert (s["epochs"], s["batches"], s["samples"]) == (2, 128, 512)
+    assert s["samples_per_second"] == pytest.approx(512 / s["train_seconds"])
+    assert len(s["worker_busy_fraction"]) == len(s["peak_memory_bytes"]) == 2
+    assert all(0 < share <= 1 for share in s["worker_busy_fraction"])
+    assert s["bubble_fraction"] == pytest.approx(1 - sum(s["worker_busy_fraction"]) / 2)
+    assert all(size > 2**26 for size in s["peak_memory_bytes"])
+    assert (s["target"], s["seconds_to_target"]) == (None, None)
+    assert s["versions"].keys() == {"avgpipe", "torch", "python"}
+
+
+def test_every_batch_and_validation_has_a_row(whole):
+    train = [row for row in whole.rows if row["kind"] == "train"]
+    assert [row["batch"] for row in train] == list(range(128))
+    assert [row["pipeline"] for row in train] == [j % 2 for j in range(128)]
+    assert [row["epoch"] for row in train] == [0] * 64 + [1] * 64
+    assert [row["samples"] for row in train] == [4 * (j + 1) for j in range(128)]
+    seconds = [row["seconds"] for row in train]
+    assert seconds == sorted(seconds)
+    valid = [row for row in whole.rows if row["kind"] == "valid"]
+    assert [(row["batch"], row["epoch"]) for row in valid] == [(0, 0), (64, 0), (128, 1)]
+    assert all(row["metric"] == pytest.approx(math.exp(row["loss"])) for row in valid)
+    assert valid[-1]["metric"] == whole.summary["metric"]
+
+
+def test_it_learns(whole):
+    metrics = [row["metric"] for row in whole.rows if row["kind"] == "valid"]
+    assert metrics[0] > 35
+    assert metrics[-1] < 15
+
+
+def test_the_folder_has_plan_timeline_picture_and_checkpoints(whole):
+    assert Plan.load(whole.out / "plan.json").partition is not None
+    timeline = Timeline.from_chrome_trace(whole.out / "timeline.json")
+    assert timeline.stages == 2
+    assert {event.pipeline for event in timeline.events} == {0, 1}
+    assert (whole.out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("last", "best"):
+        assert verify_checkpoint(whole.out / "checkpoints" / name).batches == 128
+    assert not [p for p in whole.out.rglob("*") if p.suffix == ".tmp"]
+
+
+def test_a_finished_run_has_nothing_to_resume(whole, tmp_path):
+    shutil.copytree(whole.out, tmp_path / "run")
+    code, stdout, stderr = finish("--out", str(tmp_path / "run"), "--resume", "--json")
+    assert code == 0, stderr
+    assert strict(stdout) == whole.summary
+    assert rows(tmp_path / "run") == whole.rows
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+def test_a_person_reads_before_after_speed_bubbles_and_where_the_picture_is(small):
+    for part in ("perplexity:", "before", "after 4 batches", "samples/s", "bubbles", str(small.out)):
+        assert part in small.stdout
+    assert "timeline.png" in small.stdout
+    assert "validation before training" in small.stderr
+
+
+def test_max_batches_end_in_the_middle_of_an_epoch_with_a_validation(small):
+    assert small.summary["batches"] == 4
+    assert 0 < small.summary["epochs"] < 1
+    assert small.rows[-1]["kind"] == "valid"
+    assert small.rows[-1]["batch"] == 4
+
+
+def test_a_longer_run_in_another_layout_goes_on_from_the_checkpoint(small, tmp_path):
+    shutil.copytree(small.out, tmp_path / "run")
+    code, stdout, stderr = finish(
+        *("--out", str(tmp_path / "run"), "--resume", "--max-batches", "9"),
+        *("--stages", "1", "--pipelines", "3", "--batch-size", "3", "--micro-batches", "2", "--json"),
+    )
+    assert code == 0, stderr
+    summary = strict(stdout)
+    assert (summary["pipelines"], summary["batches"], summary["samples"]) == (3, 9, 4 * 4 + 5 * 3)
+    after = rows(tmp_path / "run")
+    assert after[: len(small.rows)] == small.rows
+    train = [row for row in after[len(small.rows) :] if row["kind"] == "train"]
+    assert [(row["batch"], row["pipeline"]) for row in train] == [(j, j % 3) for j in range(4, 9)]
+
+
+def test_a_target_ends_the_run_at_an_epochs_end(text, tmp_path):
+    out = tmp_path / "run"
+    result = invoke(
+        *("train", "awd-lstm", "--data", str(text), "--batch-size", "16", "--micro-batches", "1"),
+        *(
+            "--stages",
+            "1",
+            "--system",
+            "gpipe",
+            "--epochs",
+            "5",
+            "--target",
+            "1000",
+            "--out",
+            str(out),
+            "--json",
+        ),
+    )
+    assert result.exit_code == 0, result.output
+    summary = strict(result.stdout)
+    assert (summary["system"], summary["epochs"], summary["target"]) == ("gpipe", 1, 1000)
+    assert summary["seconds_to_target"] == summary["train_seconds"]
+    assert "target 1000 reached" in result.stderr
+
+
+def test_settings_are_kept_for_resuming(small, text):
+    stored = json.loads((small.out / "run.json").read_text())
+    assert (stored["data"], stored["batch_size"], stored["max_batches"]) == (str(text), 4, 4)
+
+
+def test_it_joins_torchruns_workers(text, tmp_path):
+    import subprocess
+    import sys
+
+    from tests.cli.command import environment
+
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "avgpipe.cli.main", "train", "awd-lstm", "--data", str(text), "--batch-size", "4"]
+    command += ["--max-batches", "4", "--out", str(out), "--json"]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert strict(run.stdout)["stages"] == 2
+    assert Run(out, run.stdout, run.stderr).summary["batches"] == 4

@@ -1,0 +1,176 @@
+"""Interrupted and killed runs: how they end, what they leave, how they go on. Real processes throughout."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from avgpipe.checkpoint import verify_checkpoint
+from tests.cli.command import alive, avgpipe, children, rank_of, rows, strict, wait_for
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc"),
+    pytest.mark.timeout(240),
+]
+
+
+class Training:
+    """A run of which a checkpoint of ``saved`` batches and rows of ``trained`` batches have been waited for.
+
+    By default it saves at every opportunity, and is in the middle of an epoch. Later options win.
+    """
+
+    def __init__(self, out, options, *more, saved=6, trained=0):
+        self.out = out
+        self.process = avgpipe(
+            "train", "awd-lstm", *options, "--out", str(out), "--checkpoint-minutes", "0.0001", *more
+        )
+        self.manifest = out / "checkpoints" / "last" / "manifest.json"
+        wait_for(lambda: self.process.poll() is not None or self.saved() >= saved)
+        wait_for(lambda: self.process.poll() is not None or len(self.trained()) >= trained)
+        assert self.process.poll() is None, self.process.communicate()[1]
+        self.workers = {rank_of(pid): pid for pid in children(self.process.pid)}
+        self.workers.pop(None, None)
+
+    def saved(self):
+        try:
+            return json.loads(self.manifest.read_text())["batches"]
+        except FileNotFoundError:
+            return 0
+
+    def trained(self):
+        lines = (self.out / "metrics.jsonl").read_text().splitlines()
+        return [line for line in lines if '"train"' in line]
+
+    def end(self, timeout_s):
+        """Exit code, output and errors; every process must be gone."""
+        stdout, stderr = self.process.communicate(timeout=timeout_s)
+        wait_for(lambda: not any(alive(pid) for pid in self.workers.values()), timeout_s=1)
+        return self.process.returncode, stdout, stderr
+
+
+@pytest.fixture
+def start(tmp_path, options):
+    started = []
+
+    def begin(*more, **wanted):
+        started.append(Training(tmp_path / "run", options, *more, **wanted))
+        return started[-1]
+
+    yield begin
+    for training in started:
+        for pid in [training.process.pid, *training.workers.values()]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        training.process.communicate()
+
+
+def resume_line(out):
+    return f"avgpipe train awd-lstm --out {out} --resume"
+
+
+def losses(found):
+    return [(row["kind"], row["batch"], row["loss"]) for row in found]
+
+
+def test_ctrl_c_ends_all_and_the_run_resumes_bit_for_bit(start, whole):
+    training = start()
+    training.process.send_signal(signal.SIGINT)
+    code, stdout, stderr = training.end(timeout_s=8)
+    assert (code, stdout) == (130, "")
+    last = stderr.splitlines()[-1]
+    assert "interrupted by SIGINT" in last
+    assert resume_line(training.out) in last
+    assert "Traceback" not in stderr
+    saved = verify_checkpoint(training.out / "checkpoints" / "last").batches
+    assert 0 < saved < 128
+    assert saved % 64
+
+    options = ["--out", str(training.out), "--resume", "--checkpoint-minutes", "10", "--json"]
+    again = avgpipe("train", "awd-lstm", *options)
+    stdout, stderr = again.communicate(timeout=100)
+    assert again.returncode == 0, stderr
+    assert losses(rows(training.out)) == losses(whole.rows)
+    summary = strict(stdout)
+    assert summary["metric"] == whole.summary["metric"]
+    assert (summary["epochs"], summary["batches"], summary["samples"]) == (2, 128, 512)
+
+
+def test_sigterm_ends_all_with_its_own_exit_code(start):
+    training = start()
+    training.process.send_signal(signal.SIGTERM)
+    code, _, stderr = training.end(timeout_s=15)
+    assert code == 143
+    assert resume_line(training.out) in stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_worker_is_named_by_the_others_and_the_checkpoint_loads(start, killed):
+    # it trains without a pause from the checkpoint at the end of the first epoch to that of the second
+    training = start("--checkpoint-minutes", "10", "--epochs", "50", saved=64, trained=68)
+    os.kill(training.workers[killed], signal.SIGKILL)
+    begun = time.monotonic()
+    wait_for(lambda: not alive(training.workers[1 - killed]), timeout_s=15)
+    code, stdout, stderr = training.end(timeout_s=15)
+    assert time.monotonic() - begun < 15
+    assert (code, stdout) == (1, "")
+    lines = [line for line in stderr.splitlines() if line.startswith("avgpipe: error: ")]
+    peer, parent = lines
+    assert f"rank {killed} (stage {killed})" in peer
+    assert f"rank {1 - killed}" in peer
+    assert f"rank {killed} (stage {killed}) was killed by SIGKILL" in parent
+    assert resume_line(training.out) in parent
+    assert "Traceback" not in stderr
+
+    saved = verify_checkpoint(training.out / "checkpoints" / "last").batches
+    again = avgpipe(
+        *("train", "awd-lstm", "--out", str(training.out), "--resume", "--json"),
+        *("--stages", "1", "--pipelines", "1", "--max-batches", str(saved + 3)),
+    )
+    stdout, stderr = again.communicate(timeout=100)
+    assert again.returncode == 0, stderr
+    assert strict(stdout)["batches"] == saved + 3
+
+
+def test_workers_end_with_a_killed_parent(start):
+    training = start()
+    assert sorted(training.workers) == [0, 1]
+    training.process.kill()
+    wait_for(lambda: not any(alive(pid) for pid in training.workers.values()), timeout_s=15)
+
+
+def test_a_run_in_one_process_is_interrupted_alike(tmp_path, text):
+    options = [
+        "--data",
+        str(text),
+        "--batch-size",
+        "4",
+        "--stages",
+        "1",
+        "--pipelines",
+        "2",
+        "--epochs",
+        "50",
+    ]
+    training = Training(tmp_path / "run", options)
+    training.process.send_signal(signal.SIGINT)
+    code, stdout, stderr = training.end(timeout_s=8)
+    assert (code, stdout) == (130, "")
+    assert "interrupted by SIGINT" in stderr.splitlines()[-1]
+    assert resume_line(training.out) in stderr.splitlines()[-1]
+    verify_checkpoint(training.out / "checkpoints" / "last")
+
+
+def test_a_users_script_ends_with_the_interrupted_command(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(100)")
+    process = avgpipe("run", "--stages", "2", str(script))
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "SIGINT: all workers are ended" in stderr
+    assert not any(alive(pid) for pid in pids)
