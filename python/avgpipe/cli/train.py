@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.cli import options
-from avgpipe.cli.errors import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, reporting
+from avgpipe.cli.errors import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, reporting, say
 from avgpipe.cli.folder import has_checkpoint
 from avgpipe.cli.launch import Interrupted, launch
 from avgpipe.cli.process import ending_on_signals
@@ -79,7 +79,7 @@ def train(
         "timeout_s": timeout,
     }
     with reporting(json_output):
-        with arguments():
+        with arguments(), ending_on_signals(_say_interrupted_early):
             asked |= {"advance": parse_advance(advance), "staleness": parse_staleness(staleness)}
             settings = resolve(workload, asked, plan)
             if _is_first():  # the others would find what the first one has begun to write
@@ -92,6 +92,10 @@ def train(
             _train_here(settings)
         if _is_first():
             _tell(settings, json_output)
+
+
+def _say_interrupted_early(number: signal.Signals) -> None:
+    say(f"interrupted by {number.name} before anything was written")
 
 
 def resume_hint(settings: TrainSettings) -> str:
@@ -122,19 +126,21 @@ def _train_on_workers(settings: TrainSettings) -> None:
 def _train_here(settings: TrainSettings) -> None:
     from avgpipe.cli.worker import GRACE_S, leave_group, run_rank
 
-    def say(number: signal.Signals) -> None:
+    def tell(number: signal.Signals) -> None:
         sys.stderr.write("\x1b[?25h" if sys.stderr.isatty() else "")  # the progress bar has hidden the cursor
         if _is_first():
-            print(f"\navgpipe: error: interrupted by {number.name}; {resume_hint(settings)}", file=sys.stderr)
+            say(f"interrupted by {number.name}; {resume_hint(settings)}")
 
     joined = (joined_ranks() or 1) > 1
-    with ending_on_signals(say, GRACE_S if joined else 0.0):
+    with ending_on_signals(tell, GRACE_S if joined else 0.0):
         try:
             run_rank(settings)
             leave_group()
         except CommandFailed as failure:
             if failure.exit_code == FAILED and _is_first():
-                raise CommandFailed(f"{failure}; {resume_hint(settings)}", FAILED) from failure.__cause__
+                raise CommandFailed(
+                    f"{str(failure).rstrip('.')}; {resume_hint(settings)}", FAILED
+                ) from failure.__cause__
             raise
 
 
