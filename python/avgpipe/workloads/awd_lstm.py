@@ -52,13 +52,19 @@ class AWDLSTMConfig:
         return list(pairwise(widths))
 
 
-def awd_lstm_layers(config: AWDLSTMConfig, *, seed: int = 0) -> list[nn.Module]:
+def awd_lstm_layers(
+    config: AWDLSTMConfig, *, seed: int = 0, decoder_bias: Tensor | None = None
+) -> list[nn.Module]:
     """[embedding, LSTM, ..., LSTM, decoder]: int64 tokens [b, T] to logits [b, T, vocabulary].
 
     The decoder's weight is the embedding's weight, the same Parameter. In training, with alpha or beta, the
     output is ``(logits, penalties)`` as :class:`AWDLSTMLoss` wants it. Initial weights depend on the seed
     alone; the caller's random state stays as it is.
+
+    ``decoder_bias``: where the decoder's bias begins, [vocabulary]; None: zero, as in the paper.
     """
+    if decoder_bias is None:
+        decoder_bias = torch.zeros(config.vocabulary)
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(shape: tuple[int, ...], bound: float) -> nn.Parameter:
@@ -82,7 +88,7 @@ def awd_lstm_layers(config: AWDLSTMConfig, *, seed: int = 0) -> list[nn.Module]:
                 penalties=last and (config.alpha != 0 or config.beta != 0),
             )
         )
-    return [*layers, TiedDecoder(embedding.weight)]
+    return [*layers, TiedDecoder(embedding.weight, decoder_bias)]
 
 
 def awd_lstm_costs(config: AWDLSTMConfig) -> list[float]:
@@ -193,10 +199,10 @@ def _penalties(raw: Tensor, dropped: Tensor) -> Tensor:
 class TiedDecoder(nn.Module):
     """Features [b, T, embedding] to logits [b, T, vocabulary] by the embedding's weight; penalties pass."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, bias: Tensor) -> None:
         super().__init__()
         self.weight = weight
-        self.bias = nn.Parameter(torch.zeros(weight.shape[0]))
+        self.bias = nn.Parameter(bias.clone())
 
     def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         if isinstance(x, Tensor):

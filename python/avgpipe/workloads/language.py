@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -31,6 +32,9 @@ class LanguagePreset:
         optimizer, lr, weight_decay: lr is that of one pipeline.
         lr_scaling: how lr grows with the number of pipelines.
         warmup_steps, decay: linear warm-up, and linear decay to zero at the end of the last epoch.
+        unigram_bias: begin with the words' frequencies in the decoder's bias. From zero the bias takes some
+            thousand small steps to get there, and meanwhile the LSTMs saturate to do its work; in a short run
+            that is most of the loss.
         source_bytes, source_vocabulary: how much of the standard library to read when there is no data
             folder.
     """
@@ -47,6 +51,7 @@ class LanguagePreset:
     warmup_steps: int
     decay: bool
     epochs: int
+    unigram_bias: bool
     source_bytes: int
     source_vocabulary: int
 
@@ -77,13 +82,14 @@ PRESETS: dict[str, LanguagePreset] = {
         length=35,
         jitter=False,
         optimizer="adamw",
-        lr=0.01,
+        lr=0.02,
         lr_scaling="sqrt",
         weight_decay=0.01,
         clip_grad_norm=0.25,
         warmup_steps=3,
         decay=True,
         epochs=1,
+        unigram_bias=True,
         source_bytes=2_000_000,
         source_vocabulary=5_000,
     ),
@@ -91,7 +97,7 @@ PRESETS: dict[str, LanguagePreset] = {
         model=partial(
             AWDLSTMConfig,
             embedding=128,
-            hidden=512,
+            hidden=640,
             lstm_layers=2,
             embedding_dropout=0.0,
             input_dropout=0.1,
@@ -99,7 +105,7 @@ PRESETS: dict[str, LanguagePreset] = {
             output_dropout=0.1,
             weight_dropout=0.1,
         ),
-        batch_size=32,
+        batch_size=24,
         length=35,
         jitter=False,
         optimizer="adamw",
@@ -110,6 +116,7 @@ PRESETS: dict[str, LanguagePreset] = {
         warmup_steps=20,
         decay=True,
         epochs=1,
+        unigram_bias=True,
         source_bytes=8_000_000,
         source_vocabulary=10_000,
     ),
@@ -127,6 +134,7 @@ PRESETS: dict[str, LanguagePreset] = {
         warmup_steps=0,
         decay=False,
         epochs=750,
+        unigram_bias=False,
         source_bytes=8_000_000,
         source_vocabulary=30_000,
     ),
@@ -182,11 +190,12 @@ def build(
     for name in ("valid", "test"):
         held_out(name)  # too short a text is refused now, not after an epoch
     steps = None if max_batches is None else -(-max_batches // pipelines)
+    bias = log_frequencies(corpus.train, config.vocabulary) if chosen.unigram_bias else None
     factor = lr_factor(chosen, row_tokens, epochs=epochs, steps=steps, seed=seed)
     return Workload(
         name="awd-lstm",
         preset=preset,
-        layers=awd_lstm_layers(config, seed=seed),
+        layers=awd_lstm_layers(config, seed=seed, decoder_bias=bias),
         loss_fn=AWDLSTMLoss(config.alpha, config.beta),
         optimizer=partial(_optimizer, chosen, pipelines),
         lr_scheduler=None if factor is None else lambda optimizer: LambdaLR(optimizer, factor),
@@ -202,6 +211,12 @@ def build(
         layer_costs=awd_lstm_costs(config),
         after_validation=_observe if chosen.optimizer == "nt-asgd" else None,
     )
+
+
+def log_frequencies(tokens: Tensor, vocabulary: int) -> Tensor:
+    """The logarithm of each token's share of a text, with one added to every count; float [vocabulary]."""
+    counts = torch.bincount(tokens, minlength=vocabulary).double() + 1
+    return (counts / counts.sum()).log().float()
 
 
 def perplexity(loss: float) -> float:
