@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.checkpoint import verify_checkpoint
 from tests.ranks import Ranks
 from tests.runtime.cases import language_model, momentum, token_batches
 
@@ -42,6 +43,26 @@ def test_every_rank_names_the_one_that_was_killed(victim: int, tmp_path: Path) -
             assert code == 1, output
             assert "PeerLost" in output
             assert f"rank {victim} (stage {victim}) died or closed its connection" in output, output[-1500:]
+
+
+def endless_saving(K: int, folder: str) -> None:
+    """Save again and again; most of the time goes into collectives."""
+    with Pipeline(language_model(), Plan(stages=K), loss_fn=nn.CrossEntropyLoss(), optimizer=momentum) as p:
+        for _ in range(1_000_000):
+            p.save(f"{folder}/checkpoint")
+            Path(folder, os.environ["RANK"]).touch()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_while_saving_is_named_and_the_checkpoint_is_whole(victim: int, tmp_path: Path) -> None:
+    ranks = Ranks(3, "tests.runtime.test_faults:endless_saving", K=3, folder=str(tmp_path))
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 4, 60)
+    ranks.processes[victim].send_signal(signal.SIGKILL)
+    for rank, (code, output) in enumerate(ranks.join(15)):
+        if rank != victim:
+            assert code == 1, output
+            assert f"PeerLost: rank {victim} (stage {victim}) died" in output, output[-1500:]
+    assert len(verify_checkpoint(tmp_path / "checkpoint").files) == 3
 
 
 class Fails(nn.Module):

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineError
 
+_ROLL_CALL_S = 2.0  # within which surviving ranks notice a broken collective and say that they are there
+
 _pipelines = 0  # pipelines made so far; alike on all ranks, since every rank makes the same ones
 
 
@@ -119,16 +121,26 @@ class World:
         try:
             collective()
         except RuntimeError as error:
-            # the rank that failed may still be writing its report
-            deadline = time.monotonic() + 1.0
-            while self.reported() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            first = self.reported()
-            if first is not None:
-                raise PeerLost(f"rank {self.rank} stops because of {first}") from error
-            raise PipelineError(
-                f"rank {self.rank}: a collective failed: {transport_reason(error)}"
-            ) from error
+            raise self._cause(error) from error
+
+    def _cause(self, error: RuntimeError) -> PipelineError:
+        """Why a collective failed: the first report, or the ranks that no longer answer a roll call."""
+        reason = transport_reason(error)
+        try:
+            self._store.set(f"here/{self.rank}", "")
+            deadline = time.monotonic() + _ROLL_CALL_S
+            missing = set(range(self.size))
+            while missing and time.monotonic() < deadline:
+                if (first := self.reported()) is not None:
+                    return PeerLost(f"rank {self.rank} stops because of {first}")
+                missing = {r for r in missing if not self._store.check([f"here/{r}"])}
+                time.sleep(0.02)
+        except RuntimeError:  # the store went down with the rank that held it
+            return PeerLost(f"rank 0, which held the store, died; seen by rank {self.rank}: {reason}")
+        if not missing:
+            return PipelineError(f"rank {self.rank}: a collective failed: {reason}")
+        names = ", ".join(f"rank {r} (stage {r})" for r in sorted(missing))
+        return PeerLost(f"{names} died or closed its connection; seen by rank {self.rank}: {reason}")
 
 
 def transport_reason(error: BaseException) -> str:
