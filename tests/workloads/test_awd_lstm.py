@@ -85,6 +85,18 @@ def test_output_state_and_gradients_equal_explicit_gates(p):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
+def test_single_precision_is_the_same_to_its_rounding():
+    """On CPU another implementation than in double precision."""
+    double = lstm(inputs=16, hidden=24, dropout=0.0)
+    single = copy.deepcopy(double).float()
+    x = torch.randn(4, 9, 16, dtype=torch.float64)
+    for _ in range(2):  # the second from a carried state
+        for layer, inputs in ((double, x), (single, x.float())):
+            layer(inputs).square().sum().backward()
+    for a, b in zip(double.parameters(), single.parameters()):
+        torch.testing.assert_close(b.grad.double(), a.grad, atol=1e-4, rtol=1e-4)
+
+
 def test_weight_dropout_masks_hidden_weights_alone_and_scales_the_rest():
     layer = lstm(hidden=40, weight_dropout=0.4)
     layer.weight_ih.data.zero_()
