@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,7 @@ from avgpipe.cli.pace import Pace
 from avgpipe.cli.progress import Progress, Silent
 from avgpipe.cli.settings import TrainSettings
 from avgpipe.cli.summary import peak_memory_bytes, summarise, unbroken
-from avgpipe.pipeline import Pipeline
+from avgpipe.pipeline import EvaluationResult, Pipeline
 
 
 class TrainingRun:
@@ -128,7 +129,7 @@ class TrainingRun:
 
     def _validate(self) -> None:
         """Validate the reference weights, note what came out, and keep them if they are the best so far."""
-        result = self.pipeline.evaluate(self.progress.validating(self.workload.valid_batches()))
+        result = self._evaluate()
         metric = self.workload.metric_from_loss(result.loss)
         if not self.folder_is_open:
             self._open()
@@ -154,6 +155,22 @@ class TrainingRun:
         )
         if best:
             self.pipeline.save(self.folder.checkpoints / "best")
+
+    def _evaluate(self) -> EvaluationResult:
+        """On the reference's weights; once optimizers keep running means, on those of the first pipeline: replicas
+        stay near their reference, and the mean evens out the rest.
+        """
+        self.pipeline.drain()  # nothing may be under way while the parameters hold something else
+        batches = self.progress.validating(self.workload.valid_batches())
+        with ExitStack() as means:
+            weights: str | int = "reference"
+            averaged = self.workload.averaged or (lambda _: None)
+            for optimizer in self.pipeline.optimizers:
+                mean = averaged(getattr(optimizer, "inner", optimizer))
+                if mean is not None:
+                    means.enter_context(mean)
+                    weights = 0
+            return self.pipeline.evaluate(batches, weights=weights)
 
     def _observe(self) -> None:
         """Let the workload's optimizers react to the validation, before the checkpoint that holds their state."""

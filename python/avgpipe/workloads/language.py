@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -210,6 +211,7 @@ def build(
         epochs=epochs,
         layer_costs=awd_lstm_costs(config),
         after_validation=_observe if chosen.optimizer == "nt-asgd" else None,
+        averaged=_averaged if chosen.optimizer == "nt-asgd" else None,
     )
 
 
@@ -271,6 +273,15 @@ def _optimizer(preset: LanguagePreset, pipelines: int, params: Iterable[nn.Param
 
 
 def _observe(optimizer: Optimizer, loss: float) -> bool:
+    return _own(optimizer).observe(loss)
+
+
+def _averaged(optimizer: Optimizer) -> AbstractContextManager[None] | None:
+    own = _own(optimizer)
+    return own.averaged() if own.triggered else None
+
+
+def _own(optimizer: Optimizer) -> NTASGD:
     if not isinstance(optimizer, NTASGD):
         raise TypeError(f"expected the workload's own NTASGD optimizer, got {type(optimizer).__name__}")
-    return optimizer.observe(loss)
+    return optimizer

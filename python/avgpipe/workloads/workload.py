@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,6 +47,8 @@ class Workload:
         layer_costs: relative computing cost of each layer.
         after_validation: to call with each optimizer and the loss after each validation; says whether it
             changed the optimizer. None: nothing to do.
+        averaged: of an optimizer that keeps a running mean of its weights, a context in which the parameters
+            hold it, or None while there is none yet. None: the weights themselves are evaluated.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Workload:
     epochs: int
     layer_costs: list[float]
     after_validation: Callable[[Optimizer, float], bool] | None = None
+    averaged: Callable[[Optimizer], AbstractContextManager[None] | None] | None = None
 
 
 @dataclass(frozen=True)
