@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from avgpipe.checkpoint import load_checkpoint, save_checkpoint
 from avgpipe.errors import PipelineError
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Event, Timeline
-from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, split
+from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, sample_count, sizes_of, split
 from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.inference import Evaluation, Inference, Prediction
 from avgpipe.runtime.lane import TrainingOptions, Work, scalar_loss
@@ -102,17 +101,17 @@ class Pipeline:
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(self._device)
-        self._world = World(timeout_s)
-        if self._world.size not in (1, plan.stages):
+        self.world = World(timeout_s)
+        if self.world.size not in (1, plan.stages):
             raise ValueError(
-                f"the plan has {plan.stages} stages and there are {self._world.size} ranks: start one rank per stage, "
+                f"the plan has {plan.stages} stages and there are {self.world.size} ranks: start one rank per stage, "
                 "or a single process for all"
             )
-        self._world.require_same("plan", plan.to_json())
-        self._world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
+        self.world.require_same("plan", plan.to_json())
+        self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         options = TrainingOptions(loss_fn, clip_grad_norm, autocast, plan.recompute, plan.stages)
         self._worker = Worker(
-            self._model, plan, self._world, self._device, seed, options, optimizer, lr_scheduler
+            self._model, plan, self.world, self._device, seed, options, optimizer, lr_scheduler
         )
         self._schedule = lru_cache(maxsize=None)(plan.build_schedule)
         self._next_batch = 0
@@ -137,7 +136,7 @@ class Pipeline:
         while True:
             while more and len(self._in_hand) < self.plan.pipelines and not self._results:
                 try:
-                    inputs, targets = _pair(next(source))
+                    inputs, targets = pair(next(source))
                 except StopIteration:
                     more = False
                 else:
@@ -172,7 +171,7 @@ class Pipeline:
 
     def _begin(self, inputs: Any, targets: Any) -> None:
         batch, pipeline = self._next_batch, self._next_batch % self.plan.pipelines
-        samples = _samples(inputs, targets)
+        samples = sample_count(inputs, targets)
         parts = self.plan.micro_batches
         if samples < parts and batch == 0:
             raise ValueError(
@@ -181,7 +180,7 @@ class Pipeline:
             )
         parts = min(parts, samples)  # a short last batch makes fewer
         answers = split(targets, parts)
-        sizes = _sizes(samples, parts)
+        sizes = sizes_of(samples, parts)
         weights = loss_weights(self._loss_fn, answers, sizes, self._loss_weight)
         work = Work(batch, self._schedule(parts), split(inputs, parts), answers, weights)
         if isinstance(self._loss_fn, nn.Module):
@@ -226,7 +225,7 @@ class Pipeline:
         def weight(target: Any, samples: int) -> float:
             return loss_weights(self._loss_fn, [target], [samples], self._loss_weight).total
 
-        batches = map(_pair, _not_empty(loader))
+        batches = map(pair, _not_empty(loader))
         sums = torch.zeros(4, dtype=torch.float64)
         if isinstance(self._loss_fn, nn.Module):
             self._loss_fn.eval()
@@ -288,7 +287,7 @@ class Pipeline:
         ]
         table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 7)
         with self._running():
-            table = self._world.gather_rows(table)
+            table = self.world.gather_rows(table)
         begin = float(table[:, 5].min()) if len(table) else 0.0
         events = [
             Event(
@@ -334,7 +333,7 @@ class Pipeline:
             yield
         except Exception as error:
             self._failed = error
-            self._world.report(error)
+            self.world.report(error)
             raise
 
     def _which(self, weights: str | int) -> str | int:
@@ -354,15 +353,6 @@ def _close(pipeline: weakref.ref[Pipeline]) -> None:
         alive.close()
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
-    got = (
-        f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
-    )
-    raise TypeError(f"a loader must yield pairs (inputs, targets), not {got}")
-
-
 def _not_empty(loader: Iterable[Any]) -> Iterator[Any]:
     source = iter(loader)
     try:
@@ -370,23 +360,6 @@ def _not_empty(loader: Iterable[Any]) -> Iterator[Any]:
     except StopIteration:
         raise ValueError("evaluate needs at least one batch: the loader is empty") from None
     return chain([first], source)
-
-
-def _samples(inputs: Any, targets: Any) -> int:
-    samples = batch_size(inputs)
-    if (
-        any(isinstance(t, torch.Tensor) and t.dim() > 0 for t in tree_leaves(targets))
-        and batch_size(targets) != samples
-    ):
-        raise ValueError(
-            f"the inputs have {samples} samples and the targets {batch_size(targets)}: both need one per sample"
-        )
-    return samples
-
-
-def _sizes(samples: int, parts: int) -> list[int]:
-    """Sizes of the micro-batches, as ``split`` makes them."""
-    return [samples // parts + (m < samples % parts) for m in range(parts)]
 
 
 def _device(device: torch.device | str | None, layers: Sequence[nn.Module]) -> torch.device:

@@ -43,7 +43,7 @@ class TrainingRun:
             seed=settings.seed,
             timeout_s=settings.timeout_s,
         )
-        self._world = self.pipeline._world
+        self._world = self.pipeline.world
         first = self._world.rank == 0
         self.out = self._same_everywhere(settings.out)
         self.folder = RunFolder(self.out, writes=first)

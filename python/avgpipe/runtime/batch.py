@@ -8,9 +8,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """What a loader yielded, as (inputs, targets)."""
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    got = (
+        f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+    )
+    raise TypeError(f"a loader must yield pairs (inputs, targets), not {got}")
 
 
 def batch_size(value: Any) -> int:
@@ -24,6 +34,24 @@ def batch_size(value: Any) -> int:
             f"every tensor of a batch must have the samples as dimension 0, all alike; found {found}"
         )
     return sizes.pop()
+
+
+def sample_count(inputs: Any, targets: Any) -> int:
+    """Samples in a batch; targets, if there are any, must have as many as the inputs."""
+    samples = batch_size(inputs)
+    if (
+        any(isinstance(t, torch.Tensor) and t.dim() > 0 for t in tree_leaves(targets))
+        and batch_size(targets) != samples
+    ):
+        raise ValueError(
+            f"the inputs have {samples} samples and the targets {batch_size(targets)}: both need one per sample"
+        )
+    return samples
+
+
+def sizes_of(samples: int, parts: int) -> list[int]:
+    """Sizes of the micro-batches, as ``split`` makes them."""
+    return [samples // parts + (m < samples % parts) for m in range(parts)]
 
 
 def split(value: Any, parts: int) -> list[Any]:
