@@ -11,7 +11,7 @@ NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
 demo: $(VENV)/installed
 	rm -rf runs/demo
-	$(BIN)/avgpipe train awd-lstm --preset tiny --stages 2 --pipelines 2 --micro-batches 4 --max-batches 300 --out runs/demo
+	$(BIN)/avgpipe train awd-lstm --preset tiny --stages 2 --pipelines 2 --micro-batches 4 --out runs/demo
 
 test: lint types native-test unit
 
