@@ -1,8 +1,10 @@
-"""Where arrived messages wait for the lane that needs them. Any thread delivers; one thread, the scheduler's, takes."""
+"""Where arrived messages wait for the lane that needs them. Any thread delivers; one, the scheduler's, takes."""
 
 from __future__ import annotations
 
-import queue
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from avgpipe.runtime.message import Key
@@ -11,18 +13,18 @@ from avgpipe.runtime.message import Key
 class Mailbox:
     def __init__(self) -> None:
         self._messages: dict[Key, Any] = {}
-        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._changed = threading.Event()
         self._failure: BaseException | None = None
 
     def deliver(self, key: Key, value: Any) -> None:
         self._messages[key] = value
-        self._wakeups.put(None)
+        self._changed.set()
 
     def fail(self, failure: BaseException) -> None:
-        """Make every later :meth:`wait` raise ``failure`` (the first one stays)."""
+        """Make every later wait raise ``failure`` (the first one stays)."""
         if self._failure is None:
             self._failure = failure
-        self._wakeups.put(None)
+        self._changed.set()
 
     def __contains__(self, key: Key) -> bool:
         return key in self._messages
@@ -34,12 +36,13 @@ class Mailbox:
         if self._failure is not None:
             raise self._failure
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for anything to arrive; False after ``timeout_s`` seconds without."""
-        self.raise_failure()
-        try:
-            self._wakeups.get(timeout=timeout_s)
-        except queue.Empty:
-            return False
-        self.raise_failure()
-        return True
+    def wait_until(self, arrived: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for ``arrived()`` to come true, looked at whenever something is delivered; False after ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._changed.clear()  # before the look: what arrives during it ends the wait after it
+            self.raise_failure()
+            if arrived():
+                return True
+            if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                return False

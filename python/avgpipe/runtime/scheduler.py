@@ -82,13 +82,13 @@ class Scheduler:
         if arrived is None:
             arrived = lambda: all(k in self._mailbox for k in keys)  # noqa: E731
         limit = time.monotonic() + self._world.timeout_s
-        while not arrived():
+        while True:
             try:
-                woken = self._mailbox.wait(min(_POLL_S, max(0.0, limit - time.monotonic())))
+                remaining_s = max(0.0, limit - time.monotonic())
+                if self._mailbox.wait_until(arrived, min(_POLL_S, remaining_s)):
+                    return
             except PeerLost:
                 raise self._final_loss() from None
-            if woken:
-                continue
             failure = self._world.reported()
             if failure is not None:
                 raise PeerLost(f"rank {self._world.rank} stops because of {failure}")
