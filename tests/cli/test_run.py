@@ -4,9 +4,10 @@ import pytest
 
 from tests.cli.command import avgpipe, invoke, strict
 
+# The workers share the pipe: what is to be one line must be one write.
 SCRIPT = """
 import os, sys
-print(os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1:])
+os.write(1, f'{os.environ["RANK"]} {os.environ["WORLD_SIZE"]} {sys.argv[1:]}\\n'.encode())
 if os.environ["RANK"] in sys.argv[2:]:
     sys.exit(7)
 """
@@ -54,7 +55,7 @@ def test_wrong_arguments(script, tmp_path):
 
 def test_threads_are_shared_unless_the_user_says_otherwise(tmp_path):
     path = tmp_path / "threads.py"
-    path.write_text("import os; print(os.environ['OMP_NUM_THREADS'])")
+    path.write_text("import os; os.write(1, os.environ['OMP_NUM_THREADS'].encode() + b'\\n')")
     process = avgpipe("run", "--stages", "2", str(path), OMP_NUM_THREADS="5")
     assert process.communicate(timeout=60)[0].split() == ["5", "5"]
 
