@@ -166,7 +166,8 @@ def test_a_run_in_one_process_is_interrupted_alike(tmp_path, text):
 
 def test_a_users_script_ends_with_the_interrupted_command(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(100)")
+    # one write, as the workers share the pipe
+    script.write_text("import os, time; os.write(1, f'{os.getpid()}\\n'.encode()); time.sleep(100)")
     process = avgpipe("run", "--stages", "2", str(script))
     pids = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(signal.SIGINT)
