@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -25,7 +26,8 @@ from avgpipe.runtime.message import Header, Key, TensorInfo, assemble, describe
 from avgpipe.runtime.world import transport_reason
 
 _KINDS = "FBTNCER"
-_CLOSE_S = 0.5  # how long closing waits for a thread before it breaks the thread's wait
+_PATIENCE_S = 0.5  # how long closing waits for the threads before it breaks their waits
+_CLOSE_S = 10.0  # and how long for each of them afterwards
 _UNUSED_TAG = 2**31 - 1
 _CONTROL = struct.Struct("<qqq")  # batch, micro-batch, bytes of the header that follows (0: as before)
 
@@ -158,7 +160,8 @@ class GroupLink:
         receivers = list(self._receivers.values())
         for receiver in receivers:
             receiver.end()
-        if all(receiver.ended(_CLOSE_S) for receiver in receivers):
+        deadline = time.monotonic() + _PATIENCE_S
+        if all(receiver.ended(max(0.0, deadline - time.monotonic())) for receiver in receivers):
             return
         # Some wait for what will never come. gloo cannot cancel a receive, but a receive that runs into its time limit
         # ends all others of the group, which is this pipeline's own.
