@@ -109,6 +109,8 @@ class Pipeline:
             )
         self.world.require_same("plan", plan.to_json())
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
+        # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
+        self.world.require_same("initial value of shared parameters", json.dumps(self._model.shared_values()))
         options = TrainingOptions(loss_fn, clip_grad_norm, autocast, plan.recompute, plan.stages)
         self._worker = Worker(
             self._model, plan, self.world, self._device, seed, options, optimizer, lr_scheduler

@@ -270,6 +270,11 @@ def disagree(K: int) -> str:
     plan = Plan(stages=K, micro_batches=1 + dist.get_rank())
     with pytest.raises(ValueError, match="plan differs between ranks") as caught:
         Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=momentum)
+    model = language_model()
+    with torch.no_grad():
+        model[0].weight.add_(dist.get_rank())
+    with pytest.raises(ValueError, match="initial value of shared parameters differs between ranks"):
+        Pipeline(model, Plan(stages=K), loss_fn=LOSS, optimizer=momentum)
     with pytest.raises(ValueError, match="3 stages and there are 2 ranks"):
         Pipeline(language_model(), Plan(stages=3), loss_fn=LOSS, optimizer=momentum)
     return str(caught.value)

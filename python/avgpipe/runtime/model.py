@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +93,18 @@ class Model:
             if places:
                 result[other] = places
         return result
+
+    def shared_values(self) -> dict[str, str]:
+        """SHA-256 of every parameter that several stages hold: copies that must begin alike."""
+        held = [self.trainable(k) for k in range(self.stages)]
+        counts = Counter(id(p) for stage in held for p in stage)
+        shared = {id(p): p for stage in held for p in stage if counts[id(p)] > 1}
+        return {
+            self.names[n][0]: sha256(
+                p.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            ).hexdigest()
+            for n, p in shared.items()
+        }
 
     def signature(self) -> dict[str, list[Any]]:
         """Shape and dtype of every saved tensor by name: what a checkpoint must agree with."""
