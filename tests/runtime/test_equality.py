@@ -58,7 +58,9 @@ def compare(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("M", range(1, 9))
 def test_equals_one_device_for_every_shape(K: int, M: int, schedule: str) -> None:
     for reduction, frozen, last in itertools.product(["mean", "sum"], [False, True], [None, 5]):
-        compare({"K": K, "M": M, "schedule": schedule, "reduction": reduction, "frozen": frozen, "last": last})
+        compare(
+            {"K": K, "M": M, "schedule": schedule, "reduction": reduction, "frozen": frozen, "last": last}
+        )
 
 
 VARIANTS = [
