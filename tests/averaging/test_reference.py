@@ -166,6 +166,21 @@ def test_wrong_parameters_are_refused():
         Reference([x[0], x[1], x[0]], 2)
 
 
+def test_frozen_parameters_and_integers_take_no_part():
+    frozen, moving = (nn.Parameter(torch.ones(2), requires_grad=flag) for flag in (False, True))
+    given = [frozen, torch.ones(2), torch.ones(2, dtype=torch.int64), moving]
+    assert Reference(given, 2).averaged == [1, 3]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_what_cannot_be_averaged_is_refused():
+    count = torch.ones(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"parameters\[1\] has layout torch.sparse_csr"):
+        Reference([count, torch.eye(2).to_sparse_csr()], 2)
+    with pytest.raises(TypeError, match=r"parameters\[0\] has dtype torch.float8_e4m3fn; cast it"):
+        Reference([torch.ones(1).to(torch.float8_e4m3fn)], 2)
+
+
 def test_replicas_are_told_apart():
     m = model()
     reference = Reference(m.parameters(), 2)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -22,6 +23,20 @@ def test_parameters_keep_their_values_and_live_in_one_buffer_per_dtype() -> None
         assert p.data_ptr() % 64 == flat.data_ptr() % 64
     arena.weights[0].mul_(2)
     assert torch.equal(net[0].weight, 2 * same[0].weight)
+
+
+def test_strides_and_complex_numbers_are_kept() -> None:
+    net = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    net.phase = nn.Parameter(torch.tensor([1 + 2j]))
+    strides = [p.stride() for p in net.parameters()]
+    arena = Arena(net.parameters())
+    assert [p.stride() for p in net.parameters()] == strides
+    assert [w.dtype for w in arena.weights] == [torch.float32]
+    assert net.phase.item() == 1 + 2j
+    (net(torch.ones(1, 2, 2, 2)).sum() + net.phase.abs().sum() ** 2).backward()
+    assert arena.collect_grads() == [True] * 3
+    # of each filter 8 weights and a bias, and 2 x of |x|^2
+    assert float(arena.grads[0].sum()) == pytest.approx(3 * (8 + 1) + 2 * (1 + 2))
 
 
 def test_gradients_accumulate_in_the_arena_and_the_touched_ones_are_known() -> None:

@@ -9,8 +9,8 @@ import torch
 
 import avgpipe_ext
 from avgpipe.averaging.elasticity import Elasticity
-from avgpipe.averaging.layout import Buffers, Layout
 from avgpipe.averaging.replica import Weights
+from avgpipe.weights import Buffers, Layout
 
 
 class Centre:
@@ -29,8 +29,7 @@ class Centre:
     ) -> None:
         self.z = layout.zeros()
         self.tensors = self.z.tensors()
-        for z, index in zip(self.tensors, layout.indices):
-            p = parameters[index].detach()
+        for z, p in zip(self.tensors, parameters):
             z.copy_(p.to_dense() if p.is_sparse else p)
         self.scale = elasticity.scale
         self.on_cpu = all(device.type == "cpu" for _, device in layout.keys)

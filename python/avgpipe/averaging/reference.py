@@ -12,11 +12,12 @@ from torch import nn
 
 from avgpipe.averaging.centre import Centre
 from avgpipe.averaging.elasticity import Elasticity
-from avgpipe.averaging.layout import Layout
 from avgpipe.averaging.replica import Replica
 from avgpipe.averaging.rounds import GroupRounds, Rounds
+from avgpipe.weights import Layout
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # what the operators know
 
 
 class Reference:
@@ -66,17 +67,19 @@ class Reference:
         given = _tensors("parameters", parameters)
         self.elasticity = Elasticity.checked(replicas, alpha, rule, staleness, period)
         self.group = group
-        self._layout = Layout(given)
+        self.averaged = _averaged(given)  # which of ``parameters`` take part in the averaging
+        moving = [given[i] for i in self.averaged]
+        layout = Layout(moving)
         if group is not None:
-            _check_group(group, self.elasticity, self._layout, outer is not None)
+            _check_group(group, self.elasticity, layout, outer is not None)
         with torch.no_grad():
-            self._centre = Centre(self._layout, given, self.elasticity, outer)
-            moving = dict(zip(self._layout.indices, self._centre.tensors))
-            self.parameters = [moving[i] if i in moving else p.detach().clone() for i, p in enumerate(given)]
+            self._centre = Centre(layout, moving, self.elasticity, outer)
+            zs = dict(zip(self.averaged, self._centre.tensors))
+            self.parameters = [zs[i] if i in zs else p.detach().clone() for i, p in enumerate(given)]
             self.rounds = (
-                Rounds(self._layout, self._centre, self.elasticity)
+                Rounds(layout, self._centre, self.elasticity)
                 if group is None or replicas == 1
-                else GroupRounds(self._layout, self._centre, self.elasticity, group)
+                else GroupRounds(layout, self._centre, self.elasticity, group)
             )
         self._applied: set[int] = set()  # ids of the parameters that are z now, see applied_to
 
@@ -98,11 +101,6 @@ class Reference:
     @property
     def outer(self) -> torch.optim.Optimizer | None:
         return self._centre.outer
-
-    @property
-    def averaged(self) -> list[int]:
-        """Which of ``parameters`` take part in the averaging."""
-        return self._layout.indices
 
     def attach(self, replica: int, tensors: list[torch.Tensor]) -> Replica:
         """Make ``tensors`` (one for each of ``averaged``) replica ``replica``; done by ElasticAveraging."""
@@ -270,6 +268,24 @@ def _tensors(name: str, values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         twice = next(i for i, t in enumerate(tensors) if any(t is u for u in tensors[:i]))
         raise ValueError(f"{name}[{twice}] is there twice; model.parameters() gives tied weights once")
     return tensors
+
+
+def _averaged(parameters: list[torch.Tensor]) -> list[int]:
+    """Which take part: all but frozen ``nn.Parameter``s and integers. A plain tensor does: it is a flat buffer
+    whose views are the parameters, or a weight of functional code."""
+    averaged = []
+    for i, p in enumerate(parameters):
+        frozen = isinstance(p, nn.Parameter) and not p.requires_grad
+        if frozen or not (p.is_floating_point() or p.is_complex()):
+            continue
+        if p.layout not in (torch.strided, torch.sparse_coo):
+            raise ValueError(f"parameters[{i}] has layout {p.layout}; use torch.strided or torch.sparse_coo")
+        if p.dtype.to_real() not in DTYPES:
+            raise TypeError(
+                f"parameters[{i}] has dtype {p.dtype}; cast it to float32, float64, bfloat16 or float16"
+            )
+        averaged.append(i)
+    return averaged
 
 
 def _same_shapes(name: str, values: list[torch.Tensor], mine: list[torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 import avgpipe_ext
 from avgpipe.averaging.elasticity import Elasticity
-from avgpipe.averaging.layout import Buffers, Entry, Layout, real
+from avgpipe.weights.layout import Buffers, Entry, Layout, real
 
 
 class Weights:
@@ -20,9 +20,8 @@ class Weights:
 
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
         self.layout = layout
-        self.tensors = list(tensors)  # in the order of layout.indices
-        order = {index: position for position, index in enumerate(layout.indices)}
-        self._slots = [[(e, self.tensors[order[e.index]]) for e in entries] for entries in layout.entries]
+        self.tensors = list(tensors)  # in the order of layout.entries
+        self._slots = layout.by_buffer(zip(layout.entries, self.tensors))
         # decided once: what is asked at every step is only the list of tensors
         self._staged = [
             [not _fits(t, e, key) for e, t in slots] for slots, key in zip(self._slots, layout.keys)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from avgpipe.averaging.centre import Centre
 from avgpipe.averaging.elasticity import Elasticity
-from avgpipe.averaging.layout import Buffers, Layout
 from avgpipe.averaging.replica import Replica
+from avgpipe.weights import Buffers, Layout
 
 
 class Rounds:

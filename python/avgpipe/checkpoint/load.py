@@ -115,7 +115,7 @@ def _restore_by_name(saved: _Saved, model: Model, worker: Worker, k: int) -> Non
     reference, weights = worker.references[k], saved.reference()
     pipelines = [i for stage, i in worker.replicas if stage == k]
     if reference is not None:
-        views = worker.replicas[k, 0].arena.layout.views(reference.parameters)
+        views = worker.replicas[k, 0].arena.layout.tensors(reference.parameters)
         for name, view in zip(names, views):
             view.copy_(weights[name])
     for i in pipelines:
@@ -151,7 +151,7 @@ def _restore_optimizer(
 
 
 def _copy_weights(replica: Replica, names: list[str], values: dict[str, torch.Tensor]) -> None:
-    for name, view in zip(names, replica.arena.layout.views(replica.arena.weights)):
+    for name, view in zip(names, replica.arena.layout.tensors(replica.arena.weights)):
         view.copy_(values[name])
 
 

@@ -67,7 +67,7 @@ def _stage_content(model: Model, worker: Worker, k: int) -> dict[str, Any]:
 
 
 def _reference_content(model: Model, reference: Reference, replica: Replica, k: int) -> dict[str, Any]:
-    views = replica.arena.layout.views(reference.parameters)
+    views = replica.arena.layout.tensors(reference.parameters)
     return {"weights": dict(zip(model.trainable_names(k), views)), "state": reference.state_dict()}
 
 
@@ -75,7 +75,7 @@ def _replica_content(model: Model, worker: Worker, replica: Replica, k: int) -> 
     names = model.trainable_names(k)
     rest = stage_state(model, worker, k, replica.pipeline)
     content: dict[str, Any] = {
-        "weights": dict(zip(names, replica.arena.layout.views(replica.arena.weights))),
+        "weights": dict(zip(names, replica.arena.layout.tensors(replica.arena.weights))),
         "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},
         "carry": {
             place: {m: value for m, (_, _, value) in carry.values.items()}

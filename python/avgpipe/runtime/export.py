@@ -14,9 +14,9 @@ def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, to
     found: dict[str, torch.Tensor] = {}
     for k, entries in enumerate(model.entries):
         own = stage_state(model, worker, k, which) if k in worker.stages else None
-        layout = Layout(model.trainable(k))
-        flats = layout.zeros(worker.device) if own is None else worker.weights(k, which)
-        views = layout.views([worker.world.broadcast(flat, k) for flat in flats])
+        layout = Layout(model.trainable(k), worker.device)
+        flats = layout.zeros().flats if own is None else worker.weights(k, which)
+        views = layout.tensors([worker.world.broadcast(flat, k) for flat in flats])
         for entry in entries:
             if entry.arena is not None:
                 tensor = views[entry.arena].detach().clone()

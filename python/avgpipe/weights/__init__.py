@@ -1,5 +1,6 @@
 """Where the weights of a replica live: flat arenas (and, for systems without a flush, their versions)."""
 
-from avgpipe.weights.arena import Arena, Layout
+from avgpipe.weights.arena import Arena
+from avgpipe.weights.layout import Buffers, Layout
 
-__all__ = ["Arena", "Layout"]
+__all__ = ["Arena", "Buffers", "Layout"]

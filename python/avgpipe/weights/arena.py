@@ -11,29 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-_ALIGN_BYTES = 64  # each parameter starts on a cache line, so vector loads never straddle two of them
-
-
-class Layout:
-    """Places of parameters in flat 1-D buffers, one per dtype in order of appearance; gaps from alignment stay zero."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        tensors = list(parameters)
-        self.dtypes = list(dict.fromkeys(p.dtype for p in tensors))
-        self.sizes = [0] * len(self.dtypes)
-        self._slots: list[tuple[int, int, torch.Size]] = []  # (buffer, first element, shape)
-        for p in tensors:
-            buffer = self.dtypes.index(p.dtype)
-            self._slots.append((buffer, self.sizes[buffer], p.shape))
-            step = _ALIGN_BYTES // p.element_size()
-            self.sizes[buffer] += -(-p.numel() // step) * step
-
-    def zeros(self, device: torch.device) -> list[torch.Tensor]:
-        return [torch.zeros(n, dtype=d, device=device) for n, d in zip(self.sizes, self.dtypes)]
-
-    def views(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters' places in ``buffers``, in the parameters' order and shapes."""
-        return [buffers[b][start : start + shape.numel()].view(shape) for b, start, shape in self._slots]
+from avgpipe.weights.layout import Layout
 
 
 class Arena:
@@ -46,21 +24,20 @@ class Arena:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.layout = Layout(self.parameters)
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        self.weights = self.layout.zeros(device)
-        self.grads = self.layout.zeros(device)
-        for p, view in zip(self.parameters, self.layout.views(self.weights)):
+        self.weights = self.layout.zeros().flats
+        self.grads = self.layout.zeros().flats
+        for p, view in zip(self.parameters, self.layout.tensors(self.weights)):
             view.copy_(p.data)
             p.data = view
         # .data gives each view its own version counter: it tells whether autograd has added to this gradient
-        self._grad_views = [g.data for g in self.layout.views(self.grads)]
+        self._grad_views = [g.data for g in self.layout.tensors(self.grads)]
         self.zero_grads()
 
     @contextmanager
     def reading(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """The parameters are those of ``buffers`` inside the block; no bytes are moved."""
         own = [p.data for p in self.parameters]
-        for p, view in zip(self.parameters, self.layout.views(buffers)):
+        for p, view in zip(self.parameters, self.layout.tensors(buffers)):
             p.data = view
         try:
             yield

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import nn
 
-from avgpipe.averaging.layout import Layout, is_dense
+from avgpipe.weights import Layout
 
 
 def test_one_aligned_buffer_per_dtype():
@@ -20,16 +21,6 @@ def test_one_aligned_buffer_per_dtype():
     for t in buffers.tensors():
         t.fill_(1)
     assert [float(flat.sum()) for flat in buffers.flats] == [3 + 1 + 4, 5]  # the gaps stay zero
-
-
-def test_frozen_parameters_and_integers_take_no_part():
-    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    assert Layout(
-        [frozen, torch.ones(2), torch.ones(2, dtype=torch.int64), nn.Parameter(torch.ones(1))]
-    ).indices == [
-        1,
-        3,
-    ]
 
 
 def test_strides_are_kept_where_the_memory_is_dense():
@@ -54,25 +45,30 @@ def test_complex_is_kept_as_real():
 
 
 @pytest.mark.parametrize(
-    ("t", "dense"),
+    ("t", "strides"),
     [
-        (torch.ones(2, 3), True),
-        (torch.ones(2, 3).t(), True),
-        (torch.ones(()), True),
-        (torch.ones(0, 3), True),
-        (torch.ones(4)[::2], False),
-        (torch.ones(1).expand(3), False),
-        (torch.ones(2, 1, 3).transpose(0, 1), True),
-        (torch.ones(2).to_sparse(), False),
+        (torch.ones(2, 3), (3, 1)),
+        (torch.ones(2, 3).t(), (1, 3)),
+        (torch.ones(()), ()),
+        (torch.ones(4)[::2], (1,)),
+        (torch.ones(4, 6)[:, ::2].t(), (1, 3)),
+        (torch.ones(1).expand(3), (1,)),
+        (torch.ones(2, 1, 3).transpose(0, 1), (3, 3, 1)),
+        (torch.ones(2, 3).to_sparse(), (3, 1)),
     ],
 )
-def test_is_dense(t, dense):
-    assert is_dense(t) is dense
+def test_copies_have_the_same_places_as_the_tensor(t, strides):
+    assert Layout([t]).entries[0].strides == strides
+    assert Layout([copy.deepcopy(t)]).entries == Layout([t]).entries
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_what_cannot_be_averaged_is_refused():
-    with pytest.raises(ValueError, match=r"parameters\[1\] has layout torch.sparse_csr"):
-        Layout([torch.ones(1), torch.eye(2).to_sparse_csr()])
-    with pytest.raises(TypeError, match=r"dtype torch.float8_e4m3fn; cast it"):
-        Layout([torch.ones(1).to(torch.float8_e4m3fn)])
+def test_buffers_may_be_on_another_device_than_the_parameters():
+    given = [torch.ones(3), torch.ones(5, device="meta")]
+    assert [flat.device.type for flat in Layout(given).zeros().flats] == ["cpu", "meta"]
+    (flat,) = Layout(given, torch.device("meta")).zeros().flats
+    assert (flat.device.type, flat.shape) == ("meta", (32,))
+
+
+def test_items_are_listed_by_buffer():
+    layout = Layout([torch.ones(1), torch.ones(1).double(), torch.ones(1)])
+    assert layout.by_buffer("abc") == [["a", "c"], ["b"]]
