@@ -83,6 +83,31 @@ def test_resume_is_bitwise_on_ranks(tmp_path: Path) -> None:
     assert results == [True, True]
 
 
+@pytest.mark.parametrize("cut", [3, 5])  # amid a period, and amid a round
+def test_a_model_with_other_strides_goes_on(cut: int, tmp_path: Path) -> None:
+    def made(memory_format: torch.memory_format) -> Pipeline:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(16, 2)).double()
+        plan = Plan(stages=1, pipelines=2, micro_batches=2, staleness=1, period=3)
+        return Pipeline(model.to(memory_format=memory_format), plan, loss_fn=LOSS, optimizer=adamw)
+
+    g = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(4, 3, 3, 3, dtype=torch.float64, generator=g), torch.randint(2, (4,), generator=g))
+        for _ in range(12)
+    ]
+    with made(torch.contiguous_format) as p:
+        list(p.train(batches[:cut]))
+        p.save(tmp_path / "c")
+        before = p.state_dict()
+        whole, after = [r.loss for r in p.train(batches[cut:])], p.state_dict()
+    with made(torch.channels_last) as p:
+        p.load(tmp_path / "c")
+        assert same(p.state_dict(), before)
+        assert [r.loss for r in p.train(batches[cut:])] == pytest.approx(whole, rel=1e-12)
+        torch.testing.assert_close(p.state_dict(), after, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("before", SHAPES[:4], ids=lambda p: f"from{p.stages}x{p.pipelines}")
 @pytest.mark.parametrize(("K", "N"), [(1, 1), (4, 1), (2, 2), (3, 4)])
 def test_loads_under_any_layout(before: Plan, K: int, N: int, tmp_path: Path) -> None:

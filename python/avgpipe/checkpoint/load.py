@@ -22,6 +22,7 @@ from avgpipe.plan import Plan
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.worker import Worker
+from avgpipe.weights import Layout
 
 _SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha")
 
@@ -60,6 +61,7 @@ def _read(manifest: Manifest, directory: Path, stage: int, *, lazily: bool) -> d
 def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, k: int) -> None:
     reference = worker.references[k]
     if reference is not None:
+        _put_in_place(content, worker.replicas[k, 0].arena.layout)
         reference.load_state_dict(content["reference"]["state"])
     for i, saved in enumerate(content["replicas"]):
         replica = worker.replicas[k, i]
@@ -70,6 +72,25 @@ def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, k: i
         if replica.lr_scheduler is not None and saved["lr_scheduler"] is not None:
             replica.lr_scheduler.load_state_dict(saved["lr_scheduler"])
         _restore_carries(replica, saved["carry"])
+
+
+def _put_in_place(content: dict[str, Any], layout: Layout) -> None:
+    """Bring the saved flat buffers into ``layout``: the saving run's model may have had other strides."""
+    saved = Layout(content["replicas"][0]["weights"].values())
+
+    def moved(flats: list[torch.Tensor]) -> list[torch.Tensor]:
+        buffers = layout.zeros()
+        for mine, value in zip(buffers.tensors(), saved.tensors(flats)):
+            mine.copy_(value)
+        return buffers.flats
+
+    state = content["reference"]["state"]
+    state["parameters"] = moved(state["parameters"])
+    state["pending"] = {i: moved(update) for i, update in state["pending"].items()}
+    for replica in content["replicas"]:
+        elastic = replica["optimizer"]["state"]["elastic"]
+        if elastic["start"] is not None:
+            elastic["start"] = moved(elastic["start"])
 
 
 class _Saved:
