@@ -19,6 +19,27 @@ Every operator takes a tensor, or lists of tensors of one length. Common to all:
 from __future__ import annotations
 
 from avgpipe_ext._library import build_info
-from avgpipe_ext.operators import easgd_step_, elastic_pull_, elastic_step_, reference_apply_
+from avgpipe_ext.operators import (
+    easgd_step_,
+    elastic_adamw_,
+    elastic_pull_,
+    elastic_round_,
+    elastic_sgd_,
+    elastic_step_,
+    pack,
+    reference_apply_,
+    unpack_,
+)
 
-__all__ = ["build_info", "easgd_step_", "elastic_pull_", "elastic_step_", "reference_apply_"]
+__all__ = [
+    "build_info",
+    "easgd_step_",
+    "elastic_adamw_",
+    "elastic_pull_",
+    "elastic_round_",
+    "elastic_sgd_",
+    "elastic_step_",
+    "pack",
+    "reference_apply_",
+    "unpack_",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ import avgpipe_ext._registration  # noqa: F401 (loads the library; fake kernels 
 _ops = torch.ops.avgpipe
 
 
-def _call(
-    operator: Any, tensors: tuple[Tensor | Sequence[Tensor], ...], *scalars: float, check_finite: bool
-) -> Tensor:
+Tensors: TypeAlias = "Tensor | Sequence[Tensor]"
+
+
+def _call(operator: Any, tensors: tuple[Tensors, ...], *scalars: float, **options: Any) -> Tensor:
     """The operator's overload for single tensors or for lists, without recording gradients."""
     single = isinstance(tensors[0], Tensor)
     if any(isinstance(argument, Tensor) is not single for argument in tensors):
@@ -23,13 +24,15 @@ def _call(
         raise TypeError(f"{operator.__name__}: got {kinds}; pass tensors only, or lists of tensors only")
     overload = operator.default if single else operator.list
     with torch.no_grad():
-        result: Tensor = overload(*tensors, *scalars, check_finite=check_finite)
+        result: Tensor = overload(*tensors, *scalars, **options)
     return result
 
 
-def elastic_pull_(
-    x: Tensor | Sequence[Tensor], z: Tensor | Sequence[Tensor], alpha: float, *, check_finite: bool = False
-) -> Tensor:
+def _counter(step: Tensor | float) -> Tensor:
+    return step if isinstance(step, Tensor) else torch.tensor(float(step))
+
+
+def elastic_pull_(x: Tensors, z: Tensors, alpha: float, *, check_finite: bool = False) -> Tensor:
     """Pull the replica x towards the reference z, in place: x += alpha (z - x).
 
     Args:
@@ -44,13 +47,14 @@ def elastic_pull_(
 
 
 def elastic_step_(
-    x: Tensor | Sequence[Tensor],
-    x_before: Tensor | Sequence[Tensor],
-    z: Tensor | Sequence[Tensor],
-    update: Tensor | Sequence[Tensor],
+    x: Tensors,
+    x_before: Tensors,
+    z: Tensors,
+    update: Tensors,
     alpha: float,
     staleness: int,
     *,
+    accumulate: bool = True,
     check_finite: bool = False,
 ) -> Tensor:
     """Rule `avgpipe`, after any optimizer's step, in place: collect the step, then apply the elastic force.
@@ -66,21 +70,29 @@ def elastic_step_(
         update: sum of the replica's steps so far, of x's shape; written.
         alpha: elasticity, finite.
         staleness: 0 or 1.
+        accumulate: add to `update`; else overwrite it, without reading it.
         check_finite: count the elements whose new x or new update is not finite.
 
     x_before, z and update have x's dtype, or float32 beside a 16-bit x.
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
-    return _call(_ops.elastic_step_, (x, x_before, z, update), alpha, staleness, check_finite=check_finite)
+    return _call(
+        _ops.elastic_step_,
+        (x, x_before, z, update),
+        *(alpha, staleness),
+        accumulate=accumulate,
+        check_finite=check_finite,
+    )
 
 
 def easgd_step_(
-    x: Tensor | Sequence[Tensor],
-    z: Tensor | Sequence[Tensor],
-    update: Tensor | Sequence[Tensor],
+    x: Tensors,
+    z: Tensors,
+    update: Tensors,
     alpha: float,
     *,
+    accumulate: bool = True,
     check_finite: bool = False,
 ) -> Tensor:
     """Rule `easgd`, in place: e = alpha (x - z); x -= e; update += e (Zhang, Choromanska, LeCun 2015).
@@ -90,31 +102,260 @@ def easgd_step_(
         z: reference weights, of x's shape.
         update: sum of the e so far, of x's shape; written.
         alpha: beta/N with 0 <= beta <= 1 for N replicas; finite.
+        accumulate: add to `update`; else overwrite it, without reading it.
         check_finite: count the elements whose new x or new update is not finite.
 
     z and update have x's dtype, or float32 beside a 16-bit x.
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
-    return _call(_ops.easgd_step_, (x, z, update), alpha, check_finite=check_finite)
+    return _call(_ops.easgd_step_, (x, z, update), alpha, accumulate=accumulate, check_finite=check_finite)
+
+
+def elastic_sgd_(
+    x: Tensors,
+    grad: Tensors,
+    momentum: Tensors | None,
+    z: Tensors,
+    update: Tensors,
+    alpha: float,
+    staleness: int,
+    *,
+    lr: float,
+    mu: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    first_step: bool = False,
+    rule: str = "avgpipe",
+    accumulate: bool = True,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    check_finite: bool = False,
+) -> Tensor:
+    """`torch.optim.SGD`'s step and then the averaging rule, in place and in one pass.
+
+    Equals SGD's step from x_before to x, then `elastic_step_` (rule "avgpipe") or `easgd_step_` ("easgd");
+    with a 16-bit x, what lies between is not rounded to 16 bits.
+
+    Args:
+        x: replica weights, any shape; written.
+        grad: gradients, of x's shape; read only, also with grad_scale.
+        momentum: SGD's momentum buffer, of x's shape; written. None if and only if mu is 0.
+        z, update, alpha, staleness, accumulate: as of `elastic_step_`.
+        lr: learning rate.
+        mu: momentum factor.
+        dampening, weight_decay, nesterov, maximize: as of `torch.optim.SGD`.
+        first_step: the momentum buffer holds nothing yet and becomes the gradient, as in SGD's first step.
+        rule: "avgpipe" or "easgd", which knows no staleness.
+        grad_scale: float32 of one element: what the loss was multiplied by. Gradients are multiplied by its
+            reciprocal, as `torch.amp.GradScaler.unscale_` does.
+        found_inf: float32 of one element: unless it is 0 the optimizer's step is left out, and only the averaging
+            rule is done.
+        check_finite: count the elements whose new x or new update is not finite.
+
+    grad, momentum, z and update have x's dtype, or float32 beside a 16-bit x. grad_scale and found_inf are on
+    x's device.
+
+    Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
+    """
+    options = {
+        "lr": lr,
+        "mu": mu,
+        "dampening": dampening,
+        "weight_decay": weight_decay,
+        "nesterov": nesterov,
+        "maximize": maximize,
+        "first_step": first_step,
+        "rule": rule,
+        "accumulate": accumulate,
+        "grad_scale": grad_scale,
+        "found_inf": found_inf,
+        "check_finite": check_finite,
+    }
+    if momentum is not None:
+        return _call(_ops.elastic_sgd_, (x, grad, momentum, z, update), alpha, staleness, **options)
+    overload, none = (
+        (_ops.elastic_sgd_.default, None) if isinstance(x, Tensor) else (_ops.elastic_sgd_.list, [])
+    )
+    with torch.no_grad():
+        result: Tensor = overload(x, grad, none, z, update, alpha, staleness, **options)
+    return result
+
+
+def elastic_adamw_(
+    x: Tensors,
+    grad: Tensors,
+    exp_avg: Tensors,
+    exp_avg_sq: Tensors,
+    z: Tensors,
+    update: Tensors,
+    alpha: float,
+    staleness: int,
+    *,
+    step: Tensor | float,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    decoupled: bool = True,
+    maximize: bool = False,
+    rule: str = "avgpipe",
+    accumulate: bool = True,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    check_finite: bool = False,
+) -> Tensor:
+    """`torch.optim.AdamW`'s step (Adam's, unless `decoupled`) and then the averaging rule, in place, in one pass.
+
+    Equals the optimizer's step from x_before to x, then `elastic_step_` (rule "avgpipe") or `easgd_step_`
+    ("easgd"); with a 16-bit x, what lies between is not rounded to 16 bits. Without amsgrad.
+
+    Args:
+        x: replica weights, any shape; written.
+        grad: gradients, of x's shape; read only, also with grad_scale.
+        exp_avg, exp_avg_sq: the optimizer's state, of x's shape; written.
+        z, update, alpha, staleness, accumulate: as of `elastic_step_`.
+        step: the number of this step, from 1: a number, or a float32 or float64 tensor of one element, on
+            the CPU or on x's device. The caller counts.
+        lr, beta1, beta2, eps, weight_decay, maximize: as of `torch.optim.AdamW`.
+        decoupled: decay weights as AdamW does, else through the gradient, as Adam does.
+        rule, grad_scale, found_inf, check_finite: as of `elastic_sgd_`.
+
+    grad, exp_avg, exp_avg_sq, z and update have x's dtype, or float32 beside a 16-bit x.
+
+    Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
+    """
+    return _call(
+        _ops.elastic_adamw_,
+        (x, grad, exp_avg, exp_avg_sq, z, update),
+        *(alpha, staleness),
+        step=_counter(step),
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        maximize=maximize,
+        rule=rule,
+        accumulate=accumulate,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        check_finite=check_finite,
+    )
+
+
+def elastic_round_(
+    xs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    z: Tensors,
+    alpha: float,
+    *,
+    optimizer: str,
+    lr: float,
+    step: Tensor | float = 1.0,
+    mu: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    first_step: bool = False,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    check_finite: bool = False,
+) -> Tensor:
+    """A whole round of rule `avgpipe` with staleness 0, of N replicas, in one pass over all tensors.
+
+    Equals, for each replica in turn, the optimizer's step d_i from x_i to x_i + d_i, and z += d_i / N; then
+    x_i += alpha (z - x_i) for all replicas. z is read and written once, and the d_i are never stored.
+
+    Args:
+        xs: weights of N replicas of T tensors: those of the first replica, then those of the second, ...;
+            written.
+        grads: gradients, as xs.
+        states: "adamw" and "adam": all exp_avg as xs, then all exp_avg_sq; "sgd" with mu: momentum buffers as
+            xs; "sgd" without: empty. Written.
+        z: reference weights: T tensors, or one; written.
+        alpha: elasticity, finite.
+        optimizer: "sgd", "adam" or "adamw"; the other options as of `elastic_sgd_` and `elastic_adamw_`, the same
+            for all replicas.
+        check_finite: leave out of z each element of a d_i with which it would not be finite, and count those
+            and the elements of xs that are not finite before the pull.
+
+    grads, states and z have the dtype of xs, or float32 beside 16-bit ones.
+
+    Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
+    """
+    overload = _ops.elastic_round_.default if isinstance(z, Tensor) else _ops.elastic_round_.list
+    with torch.no_grad():
+        result: Tensor = overload(
+            *(xs, grads, states, z, alpha),
+            optimizer=optimizer,
+            lr=lr,
+            step=_counter(step),
+            mu=mu,
+            dampening=dampening,
+            nesterov=nesterov,
+            first_step=first_step,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            check_finite=check_finite,
+        )
+    return result
 
 
 def reference_apply_(
-    z: Tensor | Sequence[Tensor],
-    update: Tensor | Sequence[Tensor],
-    scale: float,
-    *,
-    check_finite: bool = False,
+    z: Tensors, update: Tensors, scale: float, *, zero: bool = True, check_finite: bool = False
 ) -> Tensor:
     """Move the reference by the collected updates, in place: z += scale * update; update = 0.
 
     Args:
-        z: reference weights, any shape; written.
-        update: of z's shape, in z's dtype, or one of both float32 and the other 16-bit; written.
+        z: reference weights, any shape; written. Or T of them.
+        update: of z's shape, in z's dtype, or one of both float32 and the other 16-bit; written. For updates of
+            N replicas, which are added in order in one pass over z, a list of N, or of N T (those of the first
+            replica, then those of the second, ...).
         scale: 1/N for the mean over N replicas, 1 for the sum; finite.
-        check_finite: leave z as it is, and count, where the new z would not be finite (it never is where the
-            update is not). The update becomes 0 there too.
+        zero: set the updates to 0; else leave them.
+        check_finite: leave out, and count, what would make z not finite (any update that is not finite).
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
-    return _call(_ops.reference_apply_, (z, update), scale, check_finite=check_finite)
+    if isinstance(z, Tensor) and not isinstance(update, Tensor):
+        z = [z]
+    return _call(_ops.reference_apply_, (z, update), scale, zero=zero, check_finite=check_finite)
+
+
+def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """The tensors' elements, one after another in one new buffer, for sending them at once.
+
+    Args:
+        tensors: any shapes and strides (each is packed in the order of its indices); float32, float64, bfloat16 or
+            float16; all on one device.
+        dtype: of the buffer; by default the tensors' own, which must then be the same for all.
+
+    Returns: a tensor of shape (sum of numel,), on the tensors' device. Values round to nearest.
+    """
+    with torch.no_grad():
+        buffer: Tensor = _ops.pack(tensors, dtype=dtype)
+    return buffer
+
+
+def unpack_(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy `buffer`, as `pack` made it, back into `tensors`, in place, with conversion to their dtypes.
+
+    ValueError unless buffer is 1-D, contiguous and has as many elements as the tensors together.
+    """
+    with torch.no_grad():
+        _ops.unpack_(buffer, tensors)

@@ -51,19 +51,7 @@ std::string dtype_name(ScalarType dtype) {
 }
 
 DType checked_dtype(const CallSite& site, const Seen& seen) {
-    switch (seen.view.dtype) {
-        case ScalarType::Float:
-            return DType::kFloat32;
-        case ScalarType::Double:
-            return DType::kFloat64;
-        case ScalarType::BFloat16:
-            return DType::kBFloat16;
-        case ScalarType::Half:
-            return DType::kFloat16;
-        default:
-            refuse(site, text(name_of(site, seen), " has dtype ", dtype_name(seen.view.dtype),
-                              "; pass float32, float64, bfloat16 or float16"));
-    }
+    return checked_float(site, name_of(site, seen), seen.view.dtype);
 }
 
 bool may_mix(DType first, DType other, Mixing mixing) {
@@ -109,6 +97,14 @@ bool is_dense(const View& view) {
     return true;
 }
 
+// Whether two elements surely share memory.
+bool has_repeats(const View& view) {
+    for (int64_t d = 0; d < view.dim; ++d) {
+        if (view.sizes[d] > 1 && view.strides[d] == 0) return true;
+    }
+    return false;
+}
+
 bool have_equal_strides(const View& a, const View& b) {
     for (int64_t d = 0; d < a.dim; ++d) {
         if (a.sizes[d] != 1 && a.strides[d] != b.strides[d]) return false;
@@ -137,15 +133,22 @@ struct Span {
     const Seen* seen;
 };
 
+// In the order of the call: tuple by tuple.
+bool is_before(const Seen& a, const Seen& b) {
+    return a.index != b.index ? a.index < b.index : a.argument < b.argument;
+}
+
 // Sorted by begin, a span that meets an earlier one meets the one that ends last, among all or among the
 // written ones.
-void check_overlap(const CallSite& site, const std::vector<Seen>& tensors) {
+void check_overlap(const CallSite& site, const std::vector<std::vector<Seen>>& tensors) {
     std::vector<Span> spans;
-    for (const Seen& seen : tensors) {
-        if (seen.view.count == 0) continue;
-        const auto begin = reinterpret_cast<uintptr_t>(seen.view.data);
-        const auto bytes = static_cast<uintptr_t>(seen.view.count * size_of(checked_dtype(site, seen)));
-        spans.push_back({begin, begin + bytes, &seen});
+    for (const std::vector<Seen>& list : tensors) {
+        for (const Seen& seen : list) {
+            if (seen.view.count == 0) continue;
+            const auto begin = reinterpret_cast<uintptr_t>(seen.view.data);
+            const auto bytes = static_cast<uintptr_t>(seen.view.count * size_of(checked_dtype(site, seen)));
+            spans.push_back({begin, begin + bytes, &seen});
+        }
     }
     std::stable_sort(spans.begin(), spans.end(),
                      [](const Span& a, const Span& b) { return a.begin < b.begin; });
@@ -154,7 +157,9 @@ void check_overlap(const CallSite& site, const std::vector<Seen>& tensors) {
         const bool is_written = span.seen->argument->is_written;
         const Span* rival = is_written ? last : last_written;
         if (rival != nullptr && span.begin < rival->end) {
-            const Seen &a = *std::min(rival->seen, span.seen), &b = *std::max(rival->seen, span.seen);
+            const bool is_rival_first = is_before(*rival->seen, *span.seen);
+            const Seen& a = is_rival_first ? *rival->seen : *span.seen;
+            const Seen& b = is_rival_first ? *span.seen : *rival->seen;
             refuse(site,
                    text(name_of(site, b), " shares ", std::min(rival->end, span.end) - span.begin,
                         " bytes of memory with ", name_of(site, a), "; pass a .clone() of one of them"));
@@ -164,28 +169,41 @@ void check_overlap(const CallSite& site, const std::vector<Seen>& tensors) {
     }
 }
 
-void check_lengths(const CallSite& site, std::span<const Argument> arguments) {
-    const Argument& first = arguments.front();
+// The number of tuples: the length of the arguments that are not shared.
+size_t checked_length(const CallSite& site, std::span<const Argument> arguments) {
+    const Argument* first = nullptr;
     for (const Argument& other : arguments) {
-        if (other.tensors->size() == first.tensors->size()) continue;
-        refuse(site, text(other.name, " has ", other.tensors->size(), " tensors but ", first.name, " has ",
-                          first.tensors->size(), "; pass lists of one length"));
+        if (other.is_shared) continue;
+        if (first == nullptr) first = &other;
+        if (other.tensors->size() == first->tensors->size()) continue;
+        refuse(site, text(other.name, " has ", other.tensors->size(), " tensors but ", first->name, " has ",
+                          first->tensors->size(), "; pass lists of one length"));
     }
+    const size_t length = first->tensors->size();
+    for (const Argument& shared : arguments) {
+        const size_t size = shared.tensors->size();
+        if (!shared.is_shared || size == length || (size > 0 && length > 0 && length % size == 0)) continue;
+        refuse(site, text(first->name, " has ", length, " tensors but ", shared.name, " has ", size,
+                          "; pass as many, or a multiple: one for each replica"));
+    }
+    return length;
 }
 
-// Every tensor of the call, tuple by tuple.
-std::vector<Seen> see(const CallSite& site, std::span<const Argument> arguments) {
-    std::vector<Seen> tensors;
-    tensors.reserve(arguments.size() * arguments.front().tensors->size());
-    for (size_t t = 0; t < arguments.front().tensors->size(); ++t) {
-        for (const Argument& argument : arguments) {
-            Seen seen{&argument, t, {}};
-            const Tensor& tensor = (*argument.tensors)[t];
-            if (!is_strided(tensor))
-                refuse(site, text(name_of(site, seen), " is not strided; pass dense tensors"));
-            seen.view = view_of(tensor);
-            tensors.push_back(seen);
-        }
+Seen see(const CallSite& site, const Argument& argument, size_t index) {
+    Seen seen{&argument, index, {}};
+    const Tensor& tensor = (*argument.tensors)[index];
+    if (!is_strided(tensor)) refuse(site, text(name_of(site, seen), " is not strided; pass dense tensors"));
+    seen.view = view_of(tensor);
+    return seen;
+}
+
+// Every tensor of the call, each once.
+std::vector<std::vector<Seen>> see(const CallSite& site, std::span<const Argument> arguments) {
+    std::vector<std::vector<Seen>> tensors(arguments.size());
+    for (size_t a = 0; a < arguments.size(); ++a) {
+        tensors[a].reserve(arguments[a].tensors->size());
+        for (size_t t = 0; t < arguments[a].tensors->size(); ++t)
+            tensors[a].push_back(see(site, arguments[a], t));
     }
     return tensors;
 }
@@ -197,32 +215,80 @@ void refuse(const CallSite& site, const std::string& message) {
 }
 
 std::vector<Work> checked_work(const CallSite& site, std::span<const Argument> arguments, Mixing mixing) {
-    check_lengths(site, arguments);
-    const std::vector<Seen> tensors = see(site, arguments);
-    std::vector<Work> works(arguments.front().tensors->size());
-    for (size_t i = 0; i < tensors.size(); ++i) {
-        const Seen& seen = tensors[i];
-        const Seen& first = tensors[i - i % arguments.size()];  // of its tuple
-        check_devices(site, tensors.front(), seen);
-        check_shapes(site, first, seen);
-        check_dtypes(site, first, seen, mixing);
-        check_strides(site, first, seen);
-        Work& work = works[seen.index];
-        work.*(seen.argument->operand) = {seen.view.data, checked_dtype(site, seen)};
-        work.count = seen.view.count;
+    std::vector<Work> works(checked_length(site, arguments));
+    const std::vector<std::vector<Seen>> tensors = see(site, arguments);
+    for (size_t w = 0; w < works.size(); ++w) {
+        const Seen& first = tensors[0][w % tensors[0].size()];
+        works[w].count = first.view.count;
+        for (size_t a = 0; a < arguments.size(); ++a) {
+            const Seen& seen = tensors[a][w % tensors[a].size()];
+            check_devices(site, tensors[0][0], seen);
+            check_shapes(site, first, seen);
+            check_dtypes(site, first, seen, mixing);
+            check_strides(site, first, seen);
+            works[w][arguments[a].slot] = {seen.view.data, checked_dtype(site, seen)};
+        }
     }
     check_overlap(site, tensors);
     return works;
 }
 
+void check_copies(const CallSite& site, std::span<const Argument> arguments) {
+    std::vector<std::vector<Seen>> tensors = see(site, arguments);
+    for (std::vector<Seen>& list : tensors) {
+        for (const Seen& seen : list) {
+            check_devices(site, tensors[0][0], seen);
+            checked_dtype(site, seen);
+            if (seen.argument->is_written && !is_dense(seen.view) && has_repeats(seen.view)) {
+                refuse(site, text(name_of(site, seen), " of shape ", list_of(seen.view.sizes, seen.view.dim),
+                                  " has strides ", list_of(seen.view.strides, seen.view.dim),
+                                  ", by which elements share memory; pass a .contiguous() tensor"));
+            }
+        }
+        // The bytes of a tensor with gaps may be another's; torch's own copy writes it.
+        std::erase_if(list, [](const Seen& seen) { return !is_dense(seen.view); });
+    }
+    check_overlap(site, tensors);
+}
+
+Option checked_option(const CallSite& site, const char* name, const Tensor& option, const View& first,
+                      bool may_be_double, bool may_be_on_cpu) {
+    const View view = view_of(option);
+    const bool is_double = view.dtype == ScalarType::Double && may_be_double;
+    if (!is_strided(option) || view.count != 1 || (view.dtype != ScalarType::Float && !is_double)) {
+        refuse(site, text(name, " has ", view.count, " elements of dtype ", dtype_name(view.dtype),
+                          "; pass one float32", may_be_double ? " or float64" : ""));
+    }
+    const bool is_beside = view.device_type == first.device_type && view.device_index == first.device_index;
+    const bool is_on_cpu = view.device_type == aoti_torch_device_type_cpu();
+    if (!is_beside && !(is_on_cpu && may_be_on_cpu)) {
+        refuse(site, text(name, " is on ", device_name(view.device_type, view.device_index),
+                          " but the tensors are on ", device_name(first.device_type, first.device_index),
+                          "; move it there"));
+    }
+    if (!is_on_cpu) return {view, std::nullopt};
+    return {view, is_double ? *static_cast<const double*>(view.data) : *static_cast<const float*>(view.data)};
+}
+
+DType checked_float(const CallSite& site, const std::string& name, ScalarType dtype) {
+    switch (dtype) {
+        case ScalarType::Float:
+            return DType::kFloat32;
+        case ScalarType::Double:
+            return DType::kFloat64;
+        case ScalarType::BFloat16:
+            return DType::kBFloat16;
+        case ScalarType::Half:
+            return DType::kFloat16;
+        default:
+            refuse(site, text(name, " has dtype ", dtype_name(dtype),
+                              "; pass float32, float64, bfloat16 or float16"));
+    }
+}
+
 void check_finite_number(const CallSite& site, const char* name, double value) {
     if (std::isfinite(value)) return;
     refuse(site, text(name, " is ", value, "; pass a finite number"));
-}
-
-void check_staleness(const CallSite& site, int64_t staleness) {
-    if (staleness == 0 || staleness == 1) return;
-    refuse(site, text("staleness is ", staleness, "; pass 0 or 1"));
 }
 
 }  // namespace avgpipe

@@ -1,20 +1,24 @@
-// Checks of operator arguments, all made before anything is written.
+// What an operator demands of its arguments.
 #pragma once
 
+#include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "elastic/work.h"
 #include "torch_abi.h"
 
 namespace avgpipe {
 
-// One tensor-list argument of an operator. `operand` says where its t-th tensor goes in the t-th Work.
+// One tensor-list argument of an operator, whose t-th tensor goes into the slot of the t-th Work. A shared
+// one has its tensors once for all replicas: the t-th of T serves every Work whose index is t modulo T.
 struct Argument {
     const char* name;
     const Tensors* tensors;
-    Operand Work::* operand;
+    Slot slot;
     bool is_written;
+    bool is_shared = false;
 };
 
 // Names the operator in messages; a list argument's tensors are called x[0], x[1], ...
@@ -29,14 +33,27 @@ enum class Mixing {
     kEitherFloat32,  // the same, or float32 on either side of a 16-bit one
 };
 
-// One Work per tuple of tensors (operands and count only). Throws std::invalid_argument, naming the argument,
-// both values and the way out, unless the lists have one length and the tensors of a tuple one shape, one
-// dense stride order and allowed dtypes, all tensors one device, and no written tensor shares memory with
+// One Work per tuple of tensors. Throws std::invalid_argument, naming the argument, both values and the way
+// out, unless the lists have one length (a shared one a divisor of it) and the tensors of a tuple one shape,
+// one dense stride order and allowed dtypes, all tensors one device, and no written tensor shares memory with
 // another.
 std::vector<Work> checked_work(const CallSite& site, std::span<const Argument> arguments, Mixing mixing);
 
+// Of pack and unpack_: one-to-one copies whose shapes, strides and dtypes may differ. The tensors must be
+// strided, float, on one device, and no written one may share memory with another.
+void check_copies(const CallSite& site, std::span<const Argument> arguments);
+
+// An option of one element: its value if it is on the CPU, where it may be if `may_be_on_cpu` or the tensors
+// are there, else nothing. Throws as checked_work does.
+struct Option {
+    View view;
+    std::optional<double> value;
+};
+Option checked_option(const CallSite& site, const char* name, const Tensor& option, const View& first,
+                      bool may_be_double, bool may_be_on_cpu);
+
+DType checked_float(const CallSite& site, const std::string& name, ScalarType dtype);
 void check_finite_number(const CallSite& site, const char* name, double value);
-void check_staleness(const CallSite& site, int64_t staleness);
 
 [[noreturn]] void refuse(const CallSite& site, const std::string& message);
 

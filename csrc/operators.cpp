@@ -1,10 +1,22 @@
 #include "operators.h"
 
+#include <algorithm>
+
 #include "checks.h"
 #include "execute.h"
 
 namespace avgpipe {
 namespace {
+
+Tensors as_list(Tensor tensor) {
+    return {std::move(tensor)};
+}
+Tensors as_list(Tensors tensors) {
+    return tensors;
+}
+Tensors as_list(OptionalTensor tensor) {
+    return tensor ? Tensors{*std::move(tensor)} : Tensors{};
+}
 
 // No kernel exists for this device, or there is no tensor to tell the device.
 Tensor run_elsewhere(const CallSite& site, const Tensors& first, bool check_finite) {
@@ -17,117 +29,359 @@ Tensor run_elsewhere(const CallSite& site, const Tensors& first, bool check_fini
                               : "; move the tensors to cpu or cuda"));
 }
 
-// Checks everything, then runs. `alpha` is the rule's factor, called `factor_name` in messages.
 template <Backend kBackend>
-Tensor run(const CallSite& site, Rule rule, std::span<const Argument> arguments, Mixing mixing,
-           const char* factor_name, double alpha, bool check_finite) {
-    check_finite_number(site, factor_name, alpha);
-    std::vector<Work> works = checked_work(site, arguments, mixing);
-    const Tensors& first = *arguments.front().tensors;
-    if (kBackend == Backend::kOther || first.empty()) return run_elsewhere(site, first, check_finite);
-    for (Work& work : works) {
-        work.alpha = alpha;
-        work.check_finite = check_finite;
-    }
-    Tensor lost = check_finite ? new_counter(first.front()) : new_placeholder(first.front());
-    if constexpr (kBackend == Backend::kCpu) execute_on_cpu(rule, works, lost);
+void execute(const Job& job, const Tensor& lost) {
+    if constexpr (kBackend == Backend::kCpu) execute_on_cpu(job, lost);
 #ifdef AVGPIPE_WITH_CUDA
-    if constexpr (kBackend == Backend::kCuda) execute_on_cuda(rule, works, lost);
+    if constexpr (kBackend == Backend::kCuda) execute_on_cuda(job, lost);
 #endif
+}
+
+// Checks the tensors, then runs. The settings have been checked.
+template <Backend kBackend>
+Tensor run(const CallSite& site, Kernel kernel, const Settings& settings, std::span<const Argument> arguments,
+           Mixing mixing = Mixing::kFloat32Master) {
+    const std::vector<Work> works = checked_work(site, arguments, mixing);
+    const Tensors& first = *arguments.front().tensors;
+    if (kBackend == Backend::kOther || works.empty())
+        return run_elsewhere(site, first, settings.check_finite);
+    Job job{kernel, settings, works.data(), static_cast<int64_t>(works.size())};
+    for (const Argument& argument : arguments) {
+        if (argument.is_shared) job.tensors = static_cast<int64_t>(argument.tensors->size());
+    }
+    job.replicas = static_cast<int64_t>(works.size()) / job.tensors;
+    Tensor lost = settings.check_finite ? new_counter(first.front()) : new_placeholder(first.front());
+    execute<kBackend>(job, lost);
     return lost;
 }
 
-template <Backend kBackend>
-Tensor run_pull(const CallSite& site, const Tensors& x, const Tensors& z, double alpha, bool check_finite) {
-    const Argument arguments[] = {{"x", &x, &Work::x, true}, {"z", &z, &Work::z, false}};
-    return run<kBackend>(site, Rule::kPull, arguments, Mixing::kFloat32Master, "alpha", alpha, check_finite);
+void set_alpha(const CallSite& site, Settings& settings, double alpha) {
+    check_finite_number(site, "alpha", alpha);
+    settings.alpha = alpha;
 }
 
-template <Backend kBackend>
-Tensor run_step(const CallSite& site, const Tensors& x, const Tensors& x_before, const Tensors& z,
-                const Tensors& update, double alpha, int64_t staleness, bool check_finite) {
-    check_staleness(site, staleness);
-    const Rule rule = staleness == 0 ? Rule::kStep : Rule::kStaleStep;
-    const Argument arguments[] = {{"x", &x, &Work::x, true},
-                                  {"x_before", &x_before, &Work::x_before, false},
-                                  {"z", &z, &Work::z, false},
-                                  {"update", &update, &Work::update, true}};
-    return run<kBackend>(site, rule, arguments, Mixing::kFloat32Master, "alpha", alpha, check_finite);
+void set_rule(const CallSite& site, Settings& settings, const std::string& rule, int64_t staleness) {
+    if (rule != "avgpipe" && rule != "easgd")
+        refuse(site, text("rule is '", rule, "'; pass 'avgpipe' or 'easgd'"));
+    if (staleness != 0 && staleness != 1) refuse(site, text("staleness is ", staleness, "; pass 0 or 1"));
+    settings.is_easgd = rule == "easgd";
+    settings.lags = staleness == 1 && !settings.is_easgd;
 }
 
-template <Backend kBackend>
-Tensor run_easgd(const CallSite& site, const Tensors& x, const Tensors& z, const Tensors& update,
-                 double alpha, bool check_finite) {
-    const Argument arguments[] = {
-        {"x", &x, &Work::x, true}, {"z", &z, &Work::z, false}, {"update", &update, &Work::update, true}};
-    return run<kBackend>(site, Rule::kEasgd, arguments, Mixing::kFloat32Master, "alpha", alpha, check_finite);
+// The options of GradScaler; the first tensor tells the device.
+void set_scaling(const CallSite& site, Settings& settings, const Tensors& first,
+                 const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
+    if (first.empty() || !is_strided(first.front())) return;
+    const View view = view_of(first.front());
+    if (grad_scale) {
+        const Option option = checked_option(site, "grad_scale", *grad_scale, view, false, false);
+        settings.grad_scale = option.value ? nullptr : static_cast<const float*>(option.view.data);
+        if (option.value) settings.unscale = 1.0 / *option.value;
+    }
+    if (found_inf) {
+        const Option option = checked_option(site, "found_inf", *found_inf, view, false, false);
+        settings.found_inf = option.value ? nullptr : static_cast<const float*>(option.view.data);
+        if (option.value) settings.skips = *option.value != 0.0;
+    }
 }
 
-template <Backend kBackend>
-Tensor run_apply(const CallSite& site, const Tensors& z, const Tensors& update, double scale,
-                 bool check_finite) {
-    const Argument arguments[] = {{"z", &z, &Work::z, true}, {"update", &update, &Work::update, true}};
-    return run<kBackend>(site, Rule::kApply, arguments, Mixing::kEitherFloat32, "scale", scale, check_finite);
+void set_sgd(const CallSite& site, Settings& settings, double lr, double mu, double dampening,
+             double weight_decay, bool nesterov, bool maximize, bool first_step) {
+    check_finite_number(site, "lr", lr);
+    check_finite_number(site, "mu", mu);
+    check_finite_number(site, "dampening", dampening);
+    check_finite_number(site, "weight_decay", weight_decay);
+    settings.lr = lr;
+    settings.beta1 = mu;
+    settings.dampening = dampening;
+    settings.weight_decay = weight_decay;
+    settings.is_nesterov = nesterov;
+    settings.maximizes = maximize;
+    settings.is_first = first_step;
 }
 
-constexpr CallSite kPull{"elastic_pull_", false}, kPullList{"elastic_pull_", true};
-constexpr CallSite kStep{"elastic_step_", false}, kStepList{"elastic_step_", true};
-constexpr CallSite kEasgd{"easgd_step_", false}, kEasgdList{"easgd_step_", true};
-constexpr CallSite kApply{"reference_apply_", false}, kApplyList{"reference_apply_", true};
+void set_adam(const CallSite& site, Settings& settings, const Tensors& first, const Tensor& step, double lr,
+              double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize) {
+    check_finite_number(site, "lr", lr);
+    check_finite_number(site, "eps", eps);
+    check_finite_number(site, "weight_decay", weight_decay);
+    for (const auto& [name, beta] : {std::pair("beta1", beta1), std::pair("beta2", beta2)}) {
+        if (!(beta >= 0.0 && beta < 1.0))
+            refuse(site, text(name, " is ", beta, "; pass a number from 0 to below 1"));
+    }
+    settings.lr = lr;
+    settings.beta1 = beta1;
+    settings.beta2 = beta2;
+    settings.eps = eps;
+    settings.weight_decay = weight_decay;
+    settings.is_decoupled = decoupled;
+    settings.maximizes = maximize;
+    if (first.empty() || !is_strided(first.front())) return;
+    const Option option = checked_option(site, "step", step, view_of(first.front()), true, true);
+    if (!option.value) {
+        settings.step = option.view.data;
+        settings.step_is_double = option.view.dtype == ScalarType::Double;
+    } else if (*option.value >= 1.0) {
+        settings.step_count = *option.value;
+    } else {
+        refuse(site, text("step is ", *option.value, "; count steps from 1"));
+    }
+}
+
+// One momentum buffer for each x, or none at all.
+bool has_momentum(const CallSite& site, double mu, size_t buffers, size_t tensors) {
+    if (buffers == 0 && mu != 0.0 && tensors > 0)
+        refuse(site, text("mu is ", mu, " but there is no momentum; pass buffers like x"));
+    if (buffers != 0 && mu == 0.0)
+        refuse(site, text("mu is 0 but there are ", buffers, " momentum buffers; pass none"));
+    return buffers != 0;
+}
+
+template <class T>
+CallSite site_of(const char* name) {
+    return {name, std::is_same_v<T, Tensors>};
+}
 
 }  // namespace
 
-template <Backend kBackend>
-Tensor elastic_pull_list(Tensors x, Tensors z, double alpha, bool check_finite) {
-    return run_pull<kBackend>(kPullList, x, z, alpha, check_finite);
+template <Backend kBackend, class T>
+Tensor elastic_pull(T x, T z, double alpha, bool check_finite) {
+    const CallSite site = site_of<T>("elastic_pull_");
+    Settings settings;
+    settings.check_finite = check_finite;
+    set_alpha(site, settings, alpha);
+    const Tensors xs = as_list(std::move(x)), zs = as_list(std::move(z));
+    const Argument arguments[] = {{"x", &xs, Slot::kX, true}, {"z", &zs, Slot::kZ, false}};
+    return run<kBackend>(site, Kernel::kPull, settings, arguments);
 }
 
-template <Backend kBackend>
-Tensor elastic_pull(Tensor x, Tensor z, double alpha, bool check_finite) {
-    return run_pull<kBackend>(kPull, {x}, {z}, alpha, check_finite);
-}
-
-template <Backend kBackend>
-Tensor elastic_step_list(Tensors x, Tensors x_before, Tensors z, Tensors update, double alpha,
-                         int64_t staleness, bool check_finite) {
-    return run_step<kBackend>(kStepList, x, x_before, z, update, alpha, staleness, check_finite);
-}
-
-template <Backend kBackend>
-Tensor elastic_step(Tensor x, Tensor x_before, Tensor z, Tensor update, double alpha, int64_t staleness,
+template <Backend kBackend, class T>
+Tensor elastic_step(T x, T x_before, T z, T update, double alpha, int64_t staleness, bool accumulate,
                     bool check_finite) {
-    return run_step<kBackend>(kStep, {x}, {x_before}, {z}, {update}, alpha, staleness, check_finite);
+    const CallSite site = site_of<T>("elastic_step_");
+    Settings settings;
+    settings.check_finite = check_finite;
+    settings.accumulates = accumulate;
+    set_alpha(site, settings, alpha);
+    set_rule(site, settings, "avgpipe", staleness);
+    const Tensors xs = as_list(std::move(x)), befores = as_list(std::move(x_before)),
+                  zs = as_list(std::move(z)), updates = as_list(std::move(update));
+    const Argument arguments[] = {{"x", &xs, Slot::kX, true},
+                                  {"x_before", &befores, Slot::kBefore, false},
+                                  {"z", &zs, Slot::kZ, false},
+                                  {"update", &updates, Slot::kUpdate, true}};
+    return run<kBackend>(site, Kernel::kStep, settings, arguments);
+}
+
+template <Backend kBackend, class T>
+Tensor easgd_step(T x, T z, T update, double alpha, bool accumulate, bool check_finite) {
+    const CallSite site = site_of<T>("easgd_step_");
+    Settings settings;
+    settings.check_finite = check_finite;
+    settings.accumulates = accumulate;
+    set_alpha(site, settings, alpha);
+    const Tensors xs = as_list(std::move(x)), zs = as_list(std::move(z)),
+                  updates = as_list(std::move(update));
+    const Argument arguments[] = {
+        {"x", &xs, Slot::kX, true}, {"z", &zs, Slot::kZ, false}, {"update", &updates, Slot::kUpdate, true}};
+    return run<kBackend>(site, Kernel::kEasgd, settings, arguments);
+}
+
+template <Backend kBackend, class T>
+Tensor elastic_sgd(T x, T grad, Maybe<T> momentum, T z, T update, double alpha, int64_t staleness, double lr,
+                   double mu, double dampening, double weight_decay, bool nesterov, bool maximize,
+                   bool first_step, std::string rule, bool accumulate, OptionalTensor grad_scale,
+                   OptionalTensor found_inf, bool check_finite) {
+    const CallSite site = site_of<T>("elastic_sgd_");
+    const Tensors xs = as_list(std::move(x)), grads = as_list(std::move(grad)),
+                  momenta = as_list(std::move(momentum)), zs = as_list(std::move(z)),
+                  updates = as_list(std::move(update));
+    Settings settings;
+    settings.check_finite = check_finite;
+    settings.accumulates = accumulate;
+    set_alpha(site, settings, alpha);
+    set_rule(site, settings, rule, staleness);
+    set_sgd(site, settings, lr, mu, dampening, weight_decay, nesterov, maximize, first_step);
+    set_scaling(site, settings, xs, grad_scale, found_inf);
+    const bool has_buffers = has_momentum(site, mu, momenta.size(), xs.size());
+    const Argument arguments[] = {{"x", &xs, Slot::kX, true},
+                                  {"grad", &grads, Slot::kGrad, false},
+                                  {"z", &zs, Slot::kZ, false},
+                                  {"update", &updates, Slot::kUpdate, true},
+                                  {"momentum", &momenta, Slot::kFirst, true}};
+    return run<kBackend>(site, has_buffers ? Kernel::kMomentum : Kernel::kSgd, settings,
+                         std::span(arguments, has_buffers ? 5 : 4));
+}
+
+template <Backend kBackend, class T>
+Tensor elastic_adamw(T x, T grad, T exp_avg, T exp_avg_sq, T z, T update, double alpha, int64_t staleness,
+                     Tensor step, double lr, double beta1, double beta2, double eps, double weight_decay,
+                     bool decoupled, bool maximize, std::string rule, bool accumulate,
+                     OptionalTensor grad_scale, OptionalTensor found_inf, bool check_finite) {
+    const CallSite site = site_of<T>("elastic_adamw_");
+    const Tensors xs = as_list(std::move(x)), grads = as_list(std::move(grad)),
+                  firsts = as_list(std::move(exp_avg)), seconds = as_list(std::move(exp_avg_sq)),
+                  zs = as_list(std::move(z)), updates = as_list(std::move(update));
+    Settings settings;
+    settings.check_finite = check_finite;
+    settings.accumulates = accumulate;
+    set_alpha(site, settings, alpha);
+    set_rule(site, settings, rule, staleness);
+    set_adam(site, settings, xs, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize);
+    set_scaling(site, settings, xs, grad_scale, found_inf);
+    const Argument arguments[] = {{"x", &xs, Slot::kX, true},
+                                  {"grad", &grads, Slot::kGrad, false},
+                                  {"exp_avg", &firsts, Slot::kFirst, true},
+                                  {"exp_avg_sq", &seconds, Slot::kSecond, true},
+                                  {"z", &zs, Slot::kZ, false},
+                                  {"update", &updates, Slot::kUpdate, true}};
+    return run<kBackend>(site, Kernel::kAdam, settings, arguments);
+}
+
+template <Backend kBackend, class T>
+Tensor elastic_round(Tensors xs, Tensors grads, Tensors states, T z, double alpha, std::string optimizer,
+                     double lr, Tensor step, double mu, double dampening, bool nesterov, bool first_step,
+                     double beta1, double beta2, double eps, double weight_decay, bool maximize,
+                     OptionalTensor grad_scale, OptionalTensor found_inf, bool check_finite) {
+    const CallSite site{"elastic_round_", true};
+    const Tensors zs = as_list(std::move(z));
+    const bool is_sgd = optimizer == "sgd";
+    if (!is_sgd && optimizer != "adam" && optimizer != "adamw")
+        refuse(site, text("optimizer is '", optimizer, "'; pass 'sgd', 'adam' or 'adamw'"));
+    Settings settings;
+    settings.check_finite = check_finite;
+    set_alpha(site, settings, alpha);
+    if (is_sgd) {
+        set_sgd(site, settings, lr, mu, dampening, weight_decay, nesterov, maximize, first_step);
+    } else {
+        set_adam(site, settings, xs, step, lr, beta1, beta2, eps, weight_decay, optimizer == "adamw",
+                 maximize);
+    }
+    set_scaling(site, settings, xs, grad_scale, found_inf);
+    settings.scale = xs.empty() ? 1.0 : static_cast<double>(zs.size()) / static_cast<double>(xs.size());
+    const size_t kinds = is_sgd ? (has_momentum(site, mu, states.size(), xs.size()) ? 1 : 0) : 2;
+    if (states.size() != kinds * xs.size()) {
+        refuse(site, text("there are ", states.size(), " states for ", xs.size(), " xs; pass ", kinds,
+                          " for each: all ", is_sgd ? "momentum buffers" : "exp_avg, then all exp_avg_sq"));
+    }
+    const auto middle = states.begin() + static_cast<std::ptrdiff_t>(kinds == 0 ? 0 : xs.size());
+    const Tensors firsts(states.begin(), middle), seconds(middle, states.end());
+    const Argument arguments[] = {{"xs", &xs, Slot::kX, true},
+                                  {"grads", &grads, Slot::kGrad, false},
+                                  {"z", &zs, Slot::kZ, true, true},
+                                  {is_sgd ? "states" : "states' exp_avg", &firsts, Slot::kFirst, true},
+                                  {"states' exp_avg_sq", &seconds, Slot::kSecond, true}};
+    const Kernel kernel = kinds == 0   ? Kernel::kSgdRound
+                          : kinds == 1 ? Kernel::kMomentumRound
+                                       : Kernel::kAdamRound;
+    return run<kBackend>(site, kernel, settings, std::span(arguments, 3 + kinds));
+}
+
+template <Backend kBackend, class T>
+Tensor reference_apply(T z, T update, double scale, bool zero, bool check_finite) {
+    const CallSite site = site_of<T>("reference_apply_");
+    check_finite_number(site, "scale", scale);
+    Settings settings;
+    settings.check_finite = check_finite;
+    settings.scale = scale;
+    settings.zeroes = zero;
+    const Tensors zs = as_list(std::move(z)), updates = as_list(std::move(update));
+    const Argument arguments[] = {{"z", &zs, Slot::kZ, true, true},
+                                  {"update", &updates, Slot::kUpdate, zero}};
+    return run<kBackend>(site, Kernel::kApply, settings, arguments, Mixing::kEitherFloat32);
 }
 
 template <Backend kBackend>
-Tensor easgd_step_list(Tensors x, Tensors z, Tensors update, double alpha, bool check_finite) {
-    return run_easgd<kBackend>(kEasgdList, x, z, update, alpha, check_finite);
+Tensor pack(Tensors tensors, std::optional<ScalarType> dtype) {
+    const CallSite site{"pack", true};
+    if (tensors.empty()) refuse(site, "there are no tensors; pass at least one");
+    if (kBackend == Backend::kOther) return run_elsewhere(site, tensors, false);
+    const Argument arguments[] = {{"tensors", &tensors, Slot::kBefore, false}};
+    check_copies(site, arguments);
+    const ScalarType packed = dtype.value_or(tensors.front().scalar_type());
+    int64_t total = 0;
+    for (Tensor& tensor : tensors) {
+        if (!dtype && tensor.scalar_type() != packed)
+            refuse(site, "the tensors have several dtypes; pass dtype=");
+        total += tensor.numel();
+        if (!tensor.is_contiguous()) tensor = torch::stable::contiguous(tensor);
+    }
+    Tensor buffer = torch::stable::new_empty(tensors.front(), {total}, packed);
+    const DType to = checked_float(site, "dtype", packed);
+    std::vector<Work> works(tensors.size());
+    auto* place = static_cast<unsigned char*>(buffer.data_ptr());
+    for (size_t t = 0; t < tensors.size(); ++t) {
+        works[t][Slot::kBefore] = {tensors[t].data_ptr(),
+                                   checked_float(site, "tensors", tensors[t].scalar_type())};
+        works[t][Slot::kX] = {place, to};
+        works[t].count = tensors[t].numel();
+        place += works[t].count * size_of(to);
+    }
+    execute<kBackend>({Kernel::kCopy, {}, works.data(), static_cast<int64_t>(works.size())},
+                      new_placeholder(buffer));
+    return buffer;
 }
 
 template <Backend kBackend>
-Tensor easgd_step(Tensor x, Tensor z, Tensor update, double alpha, bool check_finite) {
-    return run_easgd<kBackend>(kEasgd, {x}, {z}, {update}, alpha, check_finite);
+void unpack(Tensor buffer, Tensors tensors) {
+    const CallSite site{"unpack_", true};
+    const Tensors buffers{buffer};
+    if (kBackend == Backend::kOther) {
+        run_elsewhere(site, buffers, false);
+        return;
+    }
+    const Argument arguments[] = {{"buffer", &buffers, Slot::kBefore, false},
+                                  {"tensors", &tensors, Slot::kX, true}};
+    check_copies(site, arguments);
+    int64_t total = 0;
+    for (const Tensor& tensor : tensors) total += tensor.numel();
+    if (buffer.dim() != 1 || !buffer.is_contiguous() || buffer.numel() != total) {
+        refuse(site,
+               text("buffer has ", buffer.dim(), " dimensions and ", buffer.numel(),
+                    " elements, the tensors together ", total, "; pass what pack returned for such tensors"));
+    }
+    const DType from = checked_float(site, "buffer", buffer.scalar_type());
+    std::vector<Work> works(tensors.size());
+    std::vector<std::pair<Tensor, Tensor>> with_gaps;  // what to write, and its contiguous stand-in
+    const auto* place = static_cast<const unsigned char*>(buffer.data_ptr());
+    for (size_t t = 0; t < tensors.size(); ++t) {
+        Tensor whole = tensors[t];
+        if (!whole.is_contiguous()) {
+            whole = torch::stable::new_empty(whole, {whole.numel()});
+            with_gaps.emplace_back(tensors[t], whole);
+        }
+        works[t][Slot::kBefore] = {const_cast<unsigned char*>(place), from};
+        works[t][Slot::kX] = {whole.data_ptr(), checked_float(site, "tensors", whole.scalar_type())};
+        works[t].count = whole.numel();
+        place += works[t].count * size_of(from);
+    }
+    execute<kBackend>({Kernel::kCopy, {}, works.data(), static_cast<int64_t>(works.size())},
+                      new_placeholder(buffer));
+    for (auto& [tensor, whole] : with_gaps) {
+        torch::stable::copy_(tensor, torch::stable::view(whole, tensor.sizes()));
+    }
 }
 
-template <Backend kBackend>
-Tensor reference_apply_list(Tensors z, Tensors update, double scale, bool check_finite) {
-    return run_apply<kBackend>(kApplyList, z, update, scale, check_finite);
-}
+#define AVGPIPE_INSTANTIATE_FOR(backend, T)                                                                \
+    template Tensor elastic_pull<backend, T>(T, T, double, bool);                                          \
+    template Tensor elastic_step<backend, T>(T, T, T, T, double, int64_t, bool, bool);                     \
+    template Tensor easgd_step<backend, T>(T, T, T, double, bool, bool);                                   \
+    template Tensor elastic_sgd<backend, T>(T, T, Maybe<T>, T, T, double, int64_t, double, double, double, \
+                                            double, bool, bool, bool, std::string, bool, OptionalTensor,   \
+                                            OptionalTensor, bool);                                         \
+    template Tensor elastic_adamw<backend, T>(T, T, T, T, T, T, double, int64_t, Tensor, double, double,   \
+                                              double, double, double, bool, bool, std::string, bool,       \
+                                              OptionalTensor, OptionalTensor, bool);                       \
+    template Tensor elastic_round<backend, T>(Tensors, Tensors, Tensors, T, double, std::string, double,   \
+                                              Tensor, double, double, bool, bool, double, double, double,  \
+                                              double, bool, OptionalTensor, OptionalTensor, bool);         \
+    template Tensor reference_apply<backend, T>(T, T, double, bool, bool)
 
-template <Backend kBackend>
-Tensor reference_apply(Tensor z, Tensor update, double scale, bool check_finite) {
-    return run_apply<kBackend>(kApply, {z}, {update}, scale, check_finite);
-}
-
-#define AVGPIPE_INSTANTIATE(backend)                                                                       \
-    template Tensor elastic_pull_list<backend>(Tensors, Tensors, double, bool);                            \
-    template Tensor elastic_pull<backend>(Tensor, Tensor, double, bool);                                   \
-    template Tensor elastic_step_list<backend>(Tensors, Tensors, Tensors, Tensors, double, int64_t, bool); \
-    template Tensor elastic_step<backend>(Tensor, Tensor, Tensor, Tensor, double, int64_t, bool);          \
-    template Tensor easgd_step_list<backend>(Tensors, Tensors, Tensors, double, bool);                     \
-    template Tensor easgd_step<backend>(Tensor, Tensor, Tensor, double, bool);                             \
-    template Tensor reference_apply_list<backend>(Tensors, Tensors, double, bool);                         \
-    template Tensor reference_apply<backend>(Tensor, Tensor, double, bool)
+#define AVGPIPE_INSTANTIATE(backend)                                   \
+    AVGPIPE_INSTANTIATE_FOR(backend, Tensor);                          \
+    AVGPIPE_INSTANTIATE_FOR(backend, Tensors);                         \
+    template Tensor pack<backend>(Tensors, std::optional<ScalarType>); \
+    template void unpack<backend>(Tensor, Tensors)
 
 AVGPIPE_INSTANTIATE(Backend::kCpu);
 AVGPIPE_INSTANTIATE(Backend::kOther);

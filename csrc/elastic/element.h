@@ -8,32 +8,87 @@
 
 namespace avgpipe {
 
-enum class Rule : int32_t {
-    kPull,       // x += alpha (z - x)
-    kStep,       // update += x - x_before, then x += alpha (z - x)
-    kStaleStep,  // update += x - x_before, then x += alpha (z - x_before)
-    kEasgd,      // e = alpha (x - z); x -= e; update += e
-    kApply,      // z += alpha update; update = 0
+// What one pass over the operands does. An optimizer's pass goes on with the rule of elastic averaging, of
+// which Scalars tell; in a round the optimizer's step goes straight into z, and pulls follow.
+enum class Kernel : int32_t {
+    kPull,           // x += alpha (z - x)
+    kStep,           // the rule `avgpipe`, after a step from x_before to x
+    kEasgd,          // the rule `easgd`
+    kApply,          // z += scale update; update = 0
+    kSgd,            // SGD without momentum, then the rule
+    kMomentum,       // SGD with momentum, then the rule
+    kAdam,           // Adam or AdamW, then the rule
+    kSgdRound,       // the optimizer's step d of one replica; z += scale d
+    kMomentumRound,  // the same
+    kAdamRound,      // the same
+    kCopy,           // x = x_before, converted
 };
 
-constexpr AVGPIPE_HD bool reads_x(Rule rule) {
-    return rule != Rule::kApply;
-}
-constexpr AVGPIPE_HD bool reads_x_before(Rule rule) {
-    return rule == Rule::kStep || rule == Rule::kStaleStep;
-}
-constexpr AVGPIPE_HD bool has_update(Rule rule) {
-    return rule != Rule::kPull;
-}
-constexpr AVGPIPE_HD bool writes_z(Rule rule) {
-    return rule == Rule::kApply;
+enum class Optimizer : int32_t { kNone, kSgd, kMomentum, kAdam };
+
+constexpr AVGPIPE_HD Optimizer optimizer_of(Kernel kernel) {
+    switch (kernel) {
+        case Kernel::kSgd:
+        case Kernel::kSgdRound:
+            return Optimizer::kSgd;
+        case Kernel::kMomentum:
+        case Kernel::kMomentumRound:
+            return Optimizer::kMomentum;
+        case Kernel::kAdam:
+        case Kernel::kAdamRound:
+            return Optimizer::kAdam;
+        default:
+            return Optimizer::kNone;
+    }
 }
 
-// One element of every operand in the arithmetic type A (float or double); what a rule does not read is
+// Several replicas' passes that share one z.
+constexpr AVGPIPE_HD bool is_round(Kernel kernel) {
+    return kernel == Kernel::kSgdRound || kernel == Kernel::kMomentumRound || kernel == Kernel::kAdamRound;
+}
+
+// The operands. `first` is SGD's momentum or Adam's exp_avg, `second` Adam's exp_avg_sq.
+enum class Slot : int32_t { kX, kBefore, kZ, kUpdate, kGrad, kFirst, kSecond };
+constexpr int kSlots = 7;
+
+// Whether a kernel uses the operand at all.
+constexpr AVGPIPE_HD bool uses(Kernel kernel, Slot slot) {
+    const Optimizer optimizer = optimizer_of(kernel);
+    switch (slot) {
+        case Slot::kX:
+            return kernel != Kernel::kApply;
+        case Slot::kBefore:
+            return kernel == Kernel::kStep || kernel == Kernel::kCopy;
+        case Slot::kZ:
+            return kernel != Kernel::kCopy;
+        case Slot::kUpdate:
+            return kernel != Kernel::kPull && kernel != Kernel::kCopy && !is_round(kernel);
+        case Slot::kGrad:
+            return optimizer != Optimizer::kNone;
+        case Slot::kFirst:
+            return optimizer == Optimizer::kMomentum || optimizer == Optimizer::kAdam;
+        case Slot::kSecond:
+            return optimizer == Optimizer::kAdam;
+    }
+    return false;
+}
+
+constexpr AVGPIPE_HD bool writes(Kernel kernel, Slot slot) {
+    const bool writes_z = kernel == Kernel::kApply || is_round(kernel);
+    const bool is_read_only = slot == Slot::kBefore || slot == Slot::kGrad || (slot == Slot::kZ && !writes_z);
+    return uses(kernel, slot) && !is_read_only;
+}
+
+// Whether the operand's old values are needed; an update's only if it accumulates.
+constexpr AVGPIPE_HD bool reads(Kernel kernel, Slot slot) {
+    return uses(kernel, slot) && !(kernel == Kernel::kCopy && slot == Slot::kX);
+}
+
+// One element of every operand in the arithmetic type A (float or double); what a kernel does not use is
 // unset.
 template <class A>
 struct Element {
-    A x, x_before, z, update;
+    A x, before, z, update, grad, first, second;
 };
 
 // Magnitudes from which the stored x, z and update stop being finite (see overflow_limit).
@@ -42,44 +97,154 @@ struct Limits {
     A x, z, update;
 };
 
+// What is the same for every element, as the host was told it (see Scalars for the meanings). `step`,
+// `grad_scale` and `found_inf` are read on the device where they are not null, and replace the values.
+struct Settings {
+    double alpha = 0.0, scale = 1.0;
+    double lr = 0.0, weight_decay = 0.0, beta1 = 0.0, beta2 = 0.0, eps = 0.0, dampening = 0.0;
+    double step_count = 1.0, unscale = 1.0;
+    bool lags = false, is_easgd = false, accumulates = true, zeroes = true, check_finite = false;
+    bool is_decoupled = false, is_nesterov = false, maximizes = false, is_first = false, skips = false;
+    bool step_is_double = false;
+    const void* step = nullptr;
+    const float* grad_scale = nullptr;
+    const float* found_inf = nullptr;
+};
+
+template <class A>
+struct Scalars {
+    A alpha;         // elasticity
+    A scale;         // of an update on its way into z
+    A unscale;       // of gradients
+    A decay;         // Adam: factor 1 - lr weight_decay of x, else 1
+    A weight_decay;  // added to gradients as weight_decay x, else 0
+    A lr;            // SGD: learning rate; Adam: lr / (1 - beta1^step)
+    A beta1;         // SGD: momentum factor mu
+    A new1;          // weight of the gradient in `first`: 1 - dampening, or 1 - beta1
+    A beta2, new2;   // Adam: weights of the old and the new value in `second`
+    A unbias2;       // Adam: 1 / sqrt(1 - beta2^step)
+    A eps;
+    bool lags;         // the force is alpha (z - x_before), else alpha (z - x)
+    bool is_easgd;     // what the force takes from x goes to the update, else the step does
+    bool accumulates;  // update += ..., else update = ...
+    bool zeroes;       // kApply leaves update = 0, else as it was
+    bool is_nesterov, is_first, skips;
+};
+
+template <class A>
+AVGPIPE_HD Scalars<A> scalars_of(const Settings& s, Optimizer optimizer) {
+    const bool is_adam = optimizer == Optimizer::kAdam;
+    const bool decays_x = is_adam && s.is_decoupled;
+    const double bias1 = is_adam ? 1.0 - pow(s.beta1, s.step_count) : 1.0;
+    const double bias2 = is_adam ? 1.0 - pow(s.beta2, s.step_count) : 1.0;
+    Scalars<A> t;
+    t.alpha = static_cast<A>(s.alpha);
+    t.scale = static_cast<A>(s.scale);
+    t.unscale = static_cast<A>(s.maximizes ? -s.unscale : s.unscale);
+    t.decay = static_cast<A>(decays_x ? 1.0 - s.lr * s.weight_decay : 1.0);
+    t.weight_decay = static_cast<A>(decays_x ? 0.0 : s.weight_decay);
+    t.lr = static_cast<A>(s.lr / bias1);
+    t.beta1 = static_cast<A>(s.beta1);
+    t.new1 = static_cast<A>(is_adam ? 1.0 - s.beta1 : 1.0 - s.dampening);
+    t.beta2 = static_cast<A>(s.beta2);
+    t.new2 = static_cast<A>(1.0 - s.beta2);
+    t.unbias2 = static_cast<A>(1.0 / sqrt(bias2));
+    t.eps = static_cast<A>(s.eps);
+    t.lags = s.lags;
+    t.is_easgd = s.is_easgd;
+    t.accumulates = s.accumulates;
+    t.zeroes = s.zeroes;
+    t.is_nesterov = s.is_nesterov;
+    t.is_first = s.is_first;
+    t.skips = s.skips;
+    return t;
+}
+
+AVGPIPE_HD float root(float value) {
+    return sqrtf(value);
+}
+AVGPIPE_HD double root(double value) {
+    return sqrt(value);
+}
+
+// Selects instead of branches throughout: the conditions are the same for all elements, and loops are
+// vectorised.
+
+// The optimizer's step, as torch.optim does it; a step that is skipped leaves everything as it is.
+template <Optimizer kOptimizer, class A>
+AVGPIPE_HD void optimize(Element<A>& e, const Scalars<A>& s) {
+    A grad = e.grad * s.unscale;
+    grad = s.weight_decay != A(0) ? grad + s.weight_decay * e.x : grad;
+    A x = e.x;
+    if constexpr (kOptimizer == Optimizer::kAdam) {
+        const A first = e.first + s.new1 * (grad - e.first);
+        const A second = s.beta2 * e.second + s.new2 * grad * grad;
+        x = s.decay * x - s.lr * (first / (root(second) * s.unbias2 + s.eps));
+        e.first = s.skips ? e.first : first;
+        e.second = s.skips ? e.second : second;
+    } else {
+        if constexpr (kOptimizer == Optimizer::kMomentum) {
+            const A first = s.is_first ? grad : s.beta1 * e.first + s.new1 * grad;
+            grad = s.is_nesterov ? grad + s.beta1 * first : first;
+            e.first = s.skips ? e.first : first;
+        }
+        x -= s.lr * grad;
+    }
+    e.x = s.skips ? e.x : x;
+}
+
+// One element of one pass.
+template <Kernel kKernel, class A>
+AVGPIPE_HD void advance(Element<A>& e, const Scalars<A>& s) {
+    constexpr Optimizer kOptimizer = optimizer_of(kKernel);
+    if constexpr (kKernel == Kernel::kApply) {
+        e.z += s.scale * e.update;
+        e.update = s.zeroes ? A(0) : e.update;
+        return;
+    }
+    if constexpr (kKernel == Kernel::kCopy) {
+        e.x = e.before;
+        return;
+    }
+    if constexpr (kOptimizer != Optimizer::kNone) {
+        e.before = e.x;
+        optimize<kOptimizer>(e, s);
+    }
+    if constexpr (is_round(kKernel)) {
+        e.z += s.scale * (e.x - e.before);
+    } else if constexpr (kKernel == Kernel::kPull) {
+        e.x += s.alpha * (e.z - e.x);
+    } else if constexpr (kKernel == Kernel::kEasgd) {
+        const A force = s.alpha * (e.z - e.x);
+        e.update = (s.accumulates ? e.update : A(0)) - force;
+        e.x += force;
+    } else {
+        const A step = e.x - e.before;
+        const A force = s.alpha * (e.z - (s.lags ? e.before : e.x));
+        e.update = (s.accumulates ? e.update : A(0)) + (s.is_easgd ? -force : step);
+        e.x += force;
+    }
+}
+
 template <class A>
 AVGPIPE_HD bool is_below(A value, A limit) {
     return (value < limit) & (value > -limit);  // false for NaN; no branch, for vectorised loops
 }
 
-template <Rule kRule, class A>
-AVGPIPE_HD void advance(Element<A>& e, A alpha) {
-    if constexpr (kRule == Rule::kPull) {
-        e.x += alpha * (e.z - e.x);
-    } else if constexpr (kRule == Rule::kStep) {
-        e.update += e.x - e.x_before;
-        e.x += alpha * (e.z - e.x);
-    } else if constexpr (kRule == Rule::kStaleStep) {
-        e.update += e.x - e.x_before;
-        e.x += alpha * (e.z - e.x_before);
-    } else if constexpr (kRule == Rule::kEasgd) {
-        const A pull = alpha * (e.x - e.z);
-        e.x -= pull;
-        e.update += pull;
-    } else {
-        e.z += alpha * e.update;
-        e.update = A(0);
-    }
-}
-
-// As advance; returns whether the element is lost: a value about to be stored would not be finite. kApply
-// then leaves z as it was, so the reference stays finite.
-template <Rule kRule, class A>
-AVGPIPE_HD bool advance_checked(Element<A>& e, A alpha, const Limits<A>& limits) {
+// As advance; returns whether the element is lost: an x, z or update about to be stored would not be finite.
+// A kernel that writes z then leaves it as it was, so the reference stays finite.
+template <Kernel kKernel, class A>
+AVGPIPE_HD bool advance_checked(Element<A>& e, const Scalars<A>& s, const Limits<A>& limits) {
     const A old_z = e.z;
-    advance<kRule>(e, alpha);
+    advance<kKernel>(e, s);
     bool finite = true;
-    if constexpr (writes_z(kRule)) {
-        finite = is_below(e.z, limits.z);
-        e.z = finite ? e.z : old_z;
-    } else {
-        finite = is_below(e.x, limits.x);
-        if constexpr (has_update(kRule)) finite = finite & is_below(e.update, limits.update);
+    if constexpr (uses(kKernel, Slot::kX)) finite = finite & is_below(e.x, limits.x);
+    if constexpr (writes(kKernel, Slot::kUpdate) && kKernel != Kernel::kApply)
+        finite = finite & is_below(e.update, limits.update);
+    if constexpr (writes(kKernel, Slot::kZ)) {
+        const bool keeps = is_below(e.z, limits.z);
+        finite = finite & keeps;
+        e.z = keeps ? e.z : old_z;
     }
     return !finite;
 }

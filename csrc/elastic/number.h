@@ -1,14 +1,24 @@
-// Storage formats of a number and the rounding between them. Free of torch; for host and device.
+// Storage formats of a number and the rounding between them. Free of torch; for host and device. Device code needs
+// no header of CUDA's, so that NVRTC, which has none at hand, compiles it too.
 #pragma once
 
+#ifdef __CUDACC_RTC__
+namespace avgpipe {
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+}  // namespace avgpipe
+#else
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#endif
 
 #ifdef __CUDACC__
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 // Host and device.
 #define AVGPIPE_HD __host__ __device__ __forceinline__
 #else
@@ -28,11 +38,11 @@ struct Float16 {
     uint16_t bits;
 };
 
-constexpr int64_t size_of(DType dtype) {
+constexpr AVGPIPE_HD int64_t size_of(DType dtype) {
     return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
-constexpr bool is_16_bit(DType dtype) {
+constexpr AVGPIPE_HD bool is_16_bit(DType dtype) {
     return size_of(dtype) == 2;
 }
 
@@ -70,7 +80,9 @@ AVGPIPE_HD float widen(BFloat16 value) {
 
 AVGPIPE_HD float widen(Float16 value) {
 #ifdef __CUDA_ARCH__
-    return __half2float(__ushort_as_half(value.bits));
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+    return wide;
 #else
     // Without branches, so that a loop over it is vectorised. Exponent and fraction land in a float whose
     // exponent is 112 too small; multiplying by 2^112 is exact and also normalises subnormal numbers.
@@ -90,8 +102,8 @@ AVGPIPE_HD void narrow(double value, double& stored) {
 }
 
 AVGPIPE_HD void narrow(float value, BFloat16& stored) {
-#ifdef __CUDA_ARCH__
-    stored.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(stored.bits) : "f"(value));
 #else
     const uint32_t bits = bits_of(value);
     const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
@@ -102,7 +114,7 @@ AVGPIPE_HD void narrow(float value, BFloat16& stored) {
 
 AVGPIPE_HD void narrow(float value, Float16& stored) {
 #ifdef __CUDA_ARCH__
-    stored.bits = __half_as_ushort(__float2half_rn(value));
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(stored.bits) : "f"(value));
 #else
     const uint32_t bits = bits_of(value);
     const uint32_t sign = (bits >> 16) & 0x8000u;

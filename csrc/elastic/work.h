@@ -1,23 +1,47 @@
-// What the kernels are told: flat operands of one length. Free of torch.
+// What the kernels are told: flat operands of one length, and what to do with them. Free of torch.
 #pragma once
 
 #include "elastic/element.h"
 
 namespace avgpipe {
 
-// `count` elements at `data`, one after another; data is null where a rule does not use the operand.
+// Elements at `data`, one after another; data is null where a kernel does not use the operand.
 struct Operand {
     void* data = nullptr;
     DType dtype = DType::kFloat32;
 };
 
-// One update of `count` elements. Operands are all float64, or each float32, bfloat16 or float16. An operand
-// that is written overlaps no other one.
+// Operands of `count` elements. All are float64, or each float32, bfloat16 or float16; those of kCopy are
+// any. An operand that is written overlaps no other one.
 struct Work {
-    Operand x, x_before, z, update;
+    Operand operands[kSlots];
     int64_t count = 0;
-    double alpha = 0.0;
-    bool check_finite = false;
+
+    AVGPIPE_HD const Operand& operator[](Slot slot) const { return operands[static_cast<int>(slot)]; }
+    AVGPIPE_HD Operand& operator[](Slot slot) { return operands[static_cast<int>(slot)]; }
+};
+
+// Whether the arithmetic is done in double.
+AVGPIPE_HD bool is_double(Kernel kernel, const Work& work) {
+    const bool is_copy = kernel == Kernel::kCopy;
+    return work[is_copy ? Slot::kX : Slot::kZ].dtype == DType::kFloat64 ||
+           (is_copy && work[Slot::kBefore].dtype == DType::kFloat64);
+}
+
+// One call of an operator. works[r * tensors + t] is tensor t of replica r; with more than one replica
+// (kApply and rounds) those of one t share z. z is written once: with several replicas the sum is made in
+// float or wider and rounded at the end, a replica at a time in their order. After a round's steps every x is
+// pulled to the new z.
+struct Job {
+    Kernel kernel;
+    Settings settings;
+    const Work* works = nullptr;
+    int64_t tensors = 0;
+    int64_t replicas = 1;
+    // CPU: what is written without being read goes past the caches, because it would not stay in them.
+    bool streams = false;
+
+    const Work& work(int64_t tensor, int64_t replica) const { return works[replica * tensors + tensor]; }
 };
 
 }  // namespace avgpipe

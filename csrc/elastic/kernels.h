@@ -1,0 +1,322 @@
+// The CUDA kernels, for nvcc and for NVRTC: no header of the system or of CUDA. Every operand is read and written once,
+// 16 bytes at a time where the tensor's addresses allow it; one kernel serves a flat arena and lists of tensors.
+#pragma once
+
+#include "elastic/block.h"
+
+namespace avgpipe {
+
+// Elements a thread moves at a time, so that the narrowest operand is one 16-byte access.
+template <class A, bool kMixed>
+constexpr int kGroup = kMixed ? 8 : static_cast<int>(16 / sizeof(A));
+
+template <class Stored, int kCount>
+struct alignas(16) Pack {
+    Stored values[kCount];
+};
+
+__device__ __forceinline__ void narrow(double value, float& stored) {
+    stored = static_cast<float>(value);
+}
+// Rounded twice, as torch does.
+template <class Stored>
+__device__ __forceinline__ void narrow(double value, Stored& stored) {
+    narrow(static_cast<float>(value), stored);
+}
+
+template <class Stored, int kCount, class A>
+__device__ __forceinline__ void load_as(const void* data, int64_t first, A (&values)[kCount]) {
+    const Stored* stored = static_cast<const Stored*>(data) + first;
+    if constexpr (kCount == 1) {
+        values[0] = static_cast<A>(widen(*stored));
+    } else {
+        const auto pack = *reinterpret_cast<const Pack<Stored, kCount>*>(stored);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) values[i] = static_cast<A>(widen(pack.values[i]));
+    }
+}
+
+template <class Stored, int kCount, class A>
+__device__ __forceinline__ void store_as(void* data, int64_t first, const A (&values)[kCount]) {
+    Stored* stored = static_cast<Stored*>(data) + first;
+    if constexpr (kCount == 1) {
+        narrow(values[0], *stored);
+    } else {
+        Pack<Stored, kCount> pack;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) narrow(values[i], pack.values[i]);
+        *reinterpret_cast<Pack<Stored, kCount>*>(stored) = pack;
+    }
+}
+
+// A mixed kernel asks for the operand's format each time: all threads take the same branch, and memory is the limit.
+template <bool kMixed, int kCount, class A>
+__device__ __forceinline__ void load(const Operand& operand, int64_t first, A (&values)[kCount]) {
+    if constexpr (!kMixed) {
+        load_as<A>(operand.data, first, values);
+    } else if (operand.dtype == DType::kBFloat16) {
+        load_as<BFloat16>(operand.data, first, values);
+    } else if (operand.dtype == DType::kFloat16) {
+        load_as<Float16>(operand.data, first, values);
+    } else if (sizeof(A) == 8 && operand.dtype == DType::kFloat64) {
+        load_as<double>(operand.data, first, values);
+    } else {
+        load_as<float>(operand.data, first, values);
+    }
+}
+
+template <bool kMixed, int kCount, class A>
+__device__ __forceinline__ void store(const Operand& operand, int64_t first, const A (&values)[kCount]) {
+    if constexpr (!kMixed) {
+        store_as<A>(operand.data, first, values);
+    } else if (operand.dtype == DType::kBFloat16) {
+        store_as<BFloat16>(operand.data, first, values);
+    } else if (operand.dtype == DType::kFloat16) {
+        store_as<Float16>(operand.data, first, values);
+    } else if constexpr (sizeof(A) == 8) {
+        if (operand.dtype == DType::kFloat64) {
+            store_as<double>(operand.data, first, values);
+        } else {
+            store_as<float>(operand.data, first, values);
+        }
+    } else {
+        store_as<float>(operand.data, first, values);
+    }
+}
+
+// The values as they come back from the operand.
+template <bool kMixed, int kCount, class A>
+__device__ __forceinline__ void round_to(DType dtype, A (&values)[kCount]) {
+    if constexpr (kMixed) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            BFloat16 brain;
+            Float16 half;
+            narrow(values[i], brain);
+            narrow(values[i], half);
+            values[i] = dtype == DType::kBFloat16  ? static_cast<A>(widen(brain))
+                        : dtype == DType::kFloat16 ? static_cast<A>(widen(half))
+                                                   : values[i];
+        }
+    }
+}
+
+// A tensor's words in the block.
+template <Kernel kKernel>
+struct Entry {
+    const LaunchBlock& block;
+    int64_t base;
+
+    __device__ __forceinline__ Entry(const LaunchBlock& block, int64_t tensor)
+        : block(block), base(tensor * words_of_tensor(kKernel, block.head.replicas)) {}
+
+    __device__ __forceinline__ int64_t count() const { return static_cast<int64_t>(block.words[base]); }
+    __device__ __forceinline__ int64_t end_chunk() const { return static_cast<int64_t>(block.words[base + 1]); }
+    __device__ __forceinline__ uint64_t flags(int replica) const {
+        return block.words[base + kTensorWords + replica * (1 + pointer_words(kKernel))];
+    }
+    __device__ __forceinline__ Operand operand(Slot slot, int replica) const {
+        const int64_t word = base + kTensorWords + replica * (1 + pointer_words(kKernel));
+        const uint64_t dtypes = block.words[word] >> (kDTypeBits * static_cast<int>(slot));
+        const uint64_t address = block.words[word + 1 + pointer_index(kKernel, slot)];
+        return {reinterpret_cast<void*>(address), static_cast<DType>(dtypes & ((1u << kDTypeBits) - 1))};
+    }
+};
+
+// The first tensor whose chunks end after `chunk`.
+template <Kernel kKernel>
+__device__ __forceinline__ int find_tensor(const LaunchBlock& block, int64_t chunk) {
+    int low = 0;
+    for (int high = block.head.tensors - 1; low < high;) {
+        const int middle = (low + high) / 2;
+        if (Entry<kKernel>(block, middle).end_chunk() > chunk) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    return low;
+}
+
+// What the elements need of their operands that is not in memory.
+template <class A>
+struct Constants {
+    Scalars<A> scalars;
+    bool checks;  // count lost elements
+};
+
+// The operands of one replica.
+template <Kernel kKernel, bool kMixed>
+struct Operands {
+    Operand slots[kSlots];
+
+    __device__ __forceinline__ Operands(const Entry<kKernel>& entry, int replica) {
+#pragma unroll
+        for (int slot = 0; slot < kSlots; ++slot) {
+            if (uses(kKernel, static_cast<Slot>(slot)))
+                slots[slot] = entry.operand(static_cast<Slot>(slot), replica);
+        }
+    }
+    __device__ __forceinline__ const Operand& operator[](Slot slot) const { return slots[static_cast<int>(slot)]; }
+};
+
+// One pass over kCount elements from `first` of one replica; z stays with the caller. Returns how many were lost.
+template <Kernel kKernel, bool kMixed, int kCount, class A>
+__device__ __forceinline__ int advance_group(const Operands<kKernel, kMixed>& operands, int64_t first,
+                                             const Constants<A>& constants, A (&z)[kCount]) {
+    const Scalars<A>& s = constants.scalars;
+    A x[kCount] = {}, before[kCount] = {}, update[kCount] = {}, grad[kCount] = {}, old1[kCount] = {},
+      old2[kCount] = {};
+    if constexpr (reads(kKernel, Slot::kX)) load<kMixed>(operands[Slot::kX], first, x);
+    if constexpr (reads(kKernel, Slot::kBefore)) load<kMixed>(operands[Slot::kBefore], first, before);
+    if constexpr (reads(kKernel, Slot::kGrad)) load<kMixed>(operands[Slot::kGrad], first, grad);
+    if constexpr (reads(kKernel, Slot::kSecond)) load<kMixed>(operands[Slot::kSecond], first, old2);
+    // What is only overwritten is not read: an update that does not accumulate, a momentum that begins.
+    if constexpr (reads(kKernel, Slot::kFirst))
+        if (optimizer_of(kKernel) == Optimizer::kAdam || !s.is_first || s.skips)
+            load<kMixed>(operands[Slot::kFirst], first, old1);
+    if constexpr (reads(kKernel, Slot::kUpdate))
+        if (kKernel == Kernel::kApply || s.accumulates) load<kMixed>(operands[Slot::kUpdate], first, update);
+
+    const Limits<A> limits{overflow_limit<A>(kMixed ? operands[Slot::kX].dtype : DType::kFloat64),
+                           overflow_limit<A>(kMixed ? operands[Slot::kZ].dtype : DType::kFloat64),
+                           overflow_limit<A>(kMixed ? operands[Slot::kUpdate].dtype : DType::kFloat64)};
+    int lost = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        Element<A> e{x[i], before[i], z[i], update[i], grad[i], old1[i], old2[i]};
+        if (constants.checks) {
+            lost += advance_checked<kKernel>(e, s, limits) ? 1 : 0;
+        } else {
+            advance<kKernel>(e, s);
+        }
+        x[i] = e.x, z[i] = e.z, update[i] = e.update, old1[i] = e.first, old2[i] = e.second;
+    }
+    if constexpr (writes(kKernel, Slot::kX)) store<kMixed>(operands[Slot::kX], first, x);
+    if constexpr (writes(kKernel, Slot::kFirst)) store<kMixed>(operands[Slot::kFirst], first, old1);
+    if constexpr (writes(kKernel, Slot::kSecond)) store<kMixed>(operands[Slot::kSecond], first, old2);
+    if constexpr (writes(kKernel, Slot::kUpdate))
+        if (kKernel != Kernel::kApply || s.zeroes) store<kMixed>(operands[Slot::kUpdate], first, update);
+    return lost;
+}
+
+// All replicas' passes over kCount elements: z is read and written once, and each x is pulled to it in a round. A
+// thread reads again only the x that it stored itself.
+template <Kernel kKernel, bool kMixed, int kCount, class A>
+__device__ __forceinline__ int advance_replicas(const Entry<kKernel>& entry, int64_t first,
+                                                const Constants<A>& constants) {
+    const int replicas = entry.block.head.replicas;
+    const Operand reference = entry.operand(Slot::kZ, 0);
+    A z[kCount];
+    load<kMixed>(reference, first, z);
+    int lost = 0;
+#pragma unroll 1
+    for (int r = 0; r < replicas; ++r) {
+        const Operands<kKernel, kMixed> operands(entry, r);
+        lost += advance_group<kKernel, kMixed, kCount>(operands, first, constants, z);
+    }
+    store<kMixed>(reference, first, z);
+    if constexpr (is_round(kKernel)) {
+        round_to<kMixed>(reference.dtype, z);
+#pragma unroll 1
+        for (int r = 0; r < replicas; ++r) {
+            const Operand weights = entry.operand(Slot::kX, r);
+            A x[kCount];
+            load<kMixed>(weights, first, x);
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                Element<A> e{};
+                e.x = x[i], e.z = z[i];
+                advance<Kernel::kPull>(e, constants.scalars);
+                x[i] = e.x;
+            }
+            store<kMixed>(weights, first, x);
+        }
+    }
+    return lost;
+}
+
+// The elements begin <= index < end of a tensor, kCount at a time; their number is a multiple of kCount.
+template <Kernel kKernel, bool kMixed, int kCount, class A>
+__device__ __forceinline__ int advance_range(const Entry<kKernel>& entry, int64_t begin, int64_t end,
+                                             const Constants<A>& constants) {
+    int lost = 0;
+    const int64_t start = begin + static_cast<int64_t>(threadIdx.x) * kCount;
+    if constexpr (writes(kKernel, Slot::kZ)) {
+#pragma unroll 1
+        for (int64_t first = start; first < end; first += kThreads * kCount)
+            lost += advance_replicas<kKernel, kMixed, kCount>(entry, first, constants);
+    } else {
+        const Operands<kKernel, kMixed> operands(entry, 0);
+#pragma unroll 1
+        for (int64_t first = start; first < end; first += kThreads * kCount) {
+            A z[kCount] = {};
+            if constexpr (uses(kKernel, Slot::kZ)) load<kMixed>(operands[Slot::kZ], first, z);
+            lost += advance_group<kKernel, kMixed, kCount>(operands, first, constants, z);
+        }
+    }
+    return lost;
+}
+
+__device__ __forceinline__ const Scalars<float>& host_scalars(const BlockHead& head, float) {
+    return head.floats;
+}
+__device__ __forceinline__ const Scalars<double>& host_scalars(const BlockHead& head, double) {
+    return head.doubles;
+}
+
+// With the values that are in device memory. The reciprocal is torch.amp.GradScaler's.
+template <Kernel kKernel, class A>
+__device__ __forceinline__ Scalars<A> device_scalars(Settings s) {
+    if (s.step != nullptr)
+        s.step_count =
+            s.step_is_double ? *static_cast<const double*>(s.step) : *static_cast<const float*>(s.step);
+    if (s.grad_scale != nullptr) s.unscale = static_cast<float>(1.0 / static_cast<double>(*s.grad_scale));
+    if (s.found_inf != nullptr) s.skips = *s.found_inf != 0.0f;
+    return scalars_of<A>(s, optimizer_of(kKernel));
+}
+
+// One atomic addition per warp that lost something: rare, and integer sums do not depend on their order.
+__device__ __forceinline__ void add_lost(int mine, unsigned long long* total) {
+    for (int offset = 16; offset > 0; offset /= 2) mine += __shfl_down_sync(0xFFFFFFFFu, mine, offset);
+    if (threadIdx.x % 32 == 0 && mine != 0) atomicAdd(total, static_cast<unsigned long long>(mine));
+}
+
+// A block of threads takes every gridDim.x-th chunk.
+template <Kernel kKernel, class A, bool kMixed>
+__device__ __forceinline__ void run_block(const LaunchBlock& block) {
+    const Settings& settings = block.head.settings;
+    Constants<A> constants{host_scalars(block.head, A()), settings.check_finite};
+    if constexpr (optimizer_of(kKernel) != Optimizer::kNone) {
+        __shared__ Scalars<A> shared;
+        if (settings.step != nullptr || settings.grad_scale != nullptr || settings.found_inf != nullptr) {
+            if (threadIdx.x == 0) shared = device_scalars<kKernel, A>(settings);
+            __syncthreads();
+            constants.scalars = shared;
+        }
+    }
+    constexpr int kCount = kGroup<A, kMixed>;
+    int lost = 0;  // a thread's share of 2^31 lost elements is far beyond any memory
+#pragma unroll 1
+    for (int64_t chunk = blockIdx.x; chunk < block.head.chunks; chunk += gridDim.x) {
+        const int tensor = find_tensor<kKernel>(block, chunk);
+        const Entry<kKernel> entry(block, tensor);
+        const int64_t before = tensor == 0 ? 0 : Entry<kKernel>(block, tensor - 1).end_chunk();
+        const int64_t begin = (chunk - before) * kChunk;
+        const int64_t count = entry.count() - begin < kChunk ? entry.count() - begin : kChunk;
+        const bool is_aligned = (entry.flags(0) & kAlignedFlag) != 0;
+        const int64_t middle = begin + (is_aligned ? count / kCount * kCount : 0);
+        lost += advance_range<kKernel, kMixed, kCount>(entry, begin, middle, constants);
+        lost += advance_range<kKernel, kMixed, 1>(entry, middle, begin + count, constants);
+    }
+    if (settings.check_finite) add_lost(lost, block.head.lost);
+}
+
+}  // namespace avgpipe
+
+// A kernel that can be found by its name.
+#define AVGPIPE_DEFINE_KERNEL(name, kernel, type, is_mixed)                                          \
+    extern "C" __global__ void __launch_bounds__(avgpipe::kThreads)                                  \
+        avgpipe_##name(const __grid_constant__ avgpipe::LaunchBlock block) {                         \
+        avgpipe::run_block<avgpipe::Kernel::kernel, type, is_mixed>(block);                          \
+    }
