@@ -39,13 +39,11 @@ class Centre:
             self._grads = layout.zeros()
 
     def absorb(self, updates: Iterable[Buffers]) -> None:
-        """Move z by ``updates``, in the order given, and set them to zero."""
+        """Move z by ``updates``, in the order given. They stay as they are: the next round overwrites them."""
         target, scale = (self.z, self.scale) if self.outer is None else (self._grads, -self.scale)
-        for update in updates:
-            for flat, u in zip(target.flats, update.flats):
-                # Leaves out each element that would make z not finite; on an accelerator the only check there
-                # is.
-                avgpipe_ext.reference_apply_(flat, u, scale, check_finite=True)
+        for flat, us in zip(target.flats, zip(*(update.flats for update in updates))):
+            # Leaves out each element that would make z not finite; on an accelerator the only check there is.
+            avgpipe_ext.reference_apply_(flat, list(us), scale, zero=False, check_finite=True)
         if self.outer is not None:
             self._outer_step(self.outer)
 

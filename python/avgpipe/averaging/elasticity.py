@@ -60,6 +60,12 @@ class Elasticity:
         return self.staleness == "asynchronous"
 
     @property
+    def force(self) -> tuple[float, int]:
+        """Elasticity and staleness of the part of rule avgpipe that a replica does when it arrives."""
+        # staleness 0: the force comes with z', once all updates are in; here only the update is gathered
+        return (0.0, 0) if self.staleness == 0 else (self.alpha, 1)
+
+    @property
     def pulls_at_the_end(self) -> bool:
         """The step that completes a round moves the weights of all replicas."""
         return self.rule == "avgpipe" and self.staleness == 0 and self.alpha != 0

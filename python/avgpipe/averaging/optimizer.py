@@ -118,7 +118,7 @@ class ElasticAveraging(torch.optim.Optimizer):
                 "the model holds the reference's weights: leave reference.applied_to before stepping"
             )
         rounds.check(self.replica, self._finishes)
-        if self._position == 0:
+        if self._position == 0 and self._replica.remembers:
             self._replica.begin()
         result = self._inner_step(closure)
         self._local_steps += 1
@@ -193,20 +193,20 @@ class ElasticAveraging(torch.optim.Optimizer):
         for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state = before_hook(self, state) or state
         extra = state.pop(EXTRA_KEY, {"local_steps": 0, "position": 0, "start": None})
-        period, start = self.reference.elasticity.period, self._replica.before
+        period = self.reference.elasticity.period
         if not 0 <= extra["position"] < period:
             raise ValueError(
                 f"the state was saved after step {extra['position']} of a period, but the period is "
                 f"{period}; load it with the period of the run that saved it"
             )
-        if (extra["start"] is None) != (start is None or not extra["position"]):
+        if (extra["start"] is not None) != (self._replica.remembers and extra["position"] > 0):
             raise ValueError(
                 "the state was saved under another rule; load it with the rule of the run that saved it"
             )
         self.inner.load_state_dict(state)
         self._local_steps, self._position = extra["local_steps"], extra["position"]
-        if start is not None and extra["start"] is not None:
-            for mine, value in zip(start.tensors(), extra["start"]):
+        if extra["start"] is not None:
+            for mine, value in zip(self._replica.begin().tensors(), extra["start"]):
                 mine.copy_(value)
         for after_hook in self._optimizer_load_state_dict_post_hooks.values():
             after_hook(self)

@@ -47,7 +47,11 @@ class Weights:
 
 
 class Replica:
-    """One replica: its weights x, their values when the round began (rule avgpipe), and its update."""
+    """One replica: its weights x, its update in the current round, and x when the round began.
+
+    ``before``, which only rule avgpipe needs, is there from the first :meth:`begin`: a pass that steps and
+    averages at once does without.
+    """
 
     def __init__(
         self, layout: Layout, tensors: Sequence[torch.Tensor], elasticity: Elasticity, update: Buffers | None
@@ -55,33 +59,35 @@ class Replica:
         self.x = Weights(layout, tensors)
         self.elasticity = elasticity
         self.update = update  # None: z follows this replica
-        self.before = layout.zeros() if update is not None and elasticity.rule == "avgpipe" else None
+        self.remembers = update is not None and elasticity.rule == "avgpipe"
+        self.before: Buffers | None = None
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """Remember x at the beginning of a round."""
-        if self.before is not None:
-            for views, xs in zip(self.before.views, self.x.load()):
-                torch._foreach_copy_(views, xs)
+    def begin(self) -> Buffers:
+        """Remember x at the beginning of a round, for rule avgpipe; returns the memory."""
+        if self.before is None:
+            self.before = self.x.layout.zeros()
+        for views, xs in zip(self.before.views, self.x.load()):
+            torch._foreach_copy_(views, xs)
+        return self.before
 
     def force(self, z: Buffers) -> list[torch.Tensor]:
-        """The replica's own part of a round: gather its update, apply the force that needs no other replica.
+        """The replica's own part of a round: write its update, apply the force that needs no other replica.
 
         Returns one count per buffer of the non-finite values that the operators met.
         """
         assert self.update is not None, "z follows this replica; it has no update"
-        e = self.elasticity
-        # staleness 0: the force comes with z', once all updates are in; here only the update is gathered
-        alpha, lag = (0.0, 0) if e.staleness == 0 else (e.alpha, 1)
+        options = {"accumulate": False, "check_finite": True}
         loaded = self.x.load()
         counts = []
         for b, xs in enumerate(loaded):
             zs, updates = z.views[b], self.update.views[b]
-            if self.before is None:
-                count = avgpipe_ext.easgd_step_(xs, zs, updates, e.alpha, check_finite=True)
+            if not self.remembers:
+                count = avgpipe_ext.easgd_step_(xs, zs, updates, self.elasticity.alpha, **options)
             else:
+                assert self.before is not None, "a round without beginning"
                 before = self.before.views[b]
-                count = avgpipe_ext.elastic_step_(xs, before, zs, updates, alpha, lag, check_finite=True)
+                count = avgpipe_ext.elastic_step_(xs, before, zs, updates, *self.elasticity.force, **options)
             counts.append(count)
         self.x.store(loaded)
         return counts

@@ -11,6 +11,8 @@ With staleness 1, z_r being the reference before round r:
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,10 @@ from avgpipe.averaging.centre import Centre
 from avgpipe.averaging.elasticity import Elasticity
 from avgpipe.averaging.replica import Replica
 from avgpipe.weights import Buffers, Layout
+
+# Given z, writes a replica's update and applies the force that needs no other replica; returns counts of what was
+# not finite.
+Force: TypeAlias = Callable[[Buffers], list[torch.Tensor]]
 
 
 class Rounds:
@@ -84,14 +90,14 @@ class Rounds:
                 f"{', '.join(map(str, strangers))} has no optimizer: make its ElasticAveraging first"
             )
 
-    def arrive(self, i: int) -> None:
-        """Replica i has done the last local step of its round."""
+    def arrive(self, i: int, force: Force | None = None) -> None:
+        """Replica i has done the last local step of its round, or does it now together with ``force``."""
         with self._lock, torch.no_grad():
             if self.follows:
                 self._note(self.centre.follow(self.replicas[i].x))
                 self.arrivals += 1
                 return
-            if self._note(self.replicas[i].force(self.centre.z)):
+            if self._note((force or self.replicas[i].force)(self.centre.z)):
                 self.updates[i].zero_()
             self._gather(i)
 
@@ -148,9 +154,9 @@ class GroupRounds(Rounds):
     def ready(self, i: int, finishes: bool) -> bool:
         return True  # a step waits for the others instead
 
-    def arrive(self, i: int) -> None:
+    def arrive(self, i: int, force: Force | None = None) -> None:
         self.finish()  # z of this round: all rounds before it
-        super().arrive(i)
+        super().arrive(i, force)
 
     def finish(self) -> None:
         if self._works:
