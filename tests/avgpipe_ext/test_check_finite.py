@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import avgpipe_ext
-from tests.avgpipe_ext.cases import CASES, FLOATS, arguments
+from tests.avgpipe_ext.cases import CASES, FLOATS, OPTIMIZERS, ROUNDS, RULES, arguments, copies
 
 INF, NAN = float("inf"), float("nan")
 
@@ -23,7 +23,7 @@ def test_finite_values_count_zero_and_change_nothing(case, dtype):
     assert all(torch.equal(a, b) for a, b in zip(plain, counted))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", RULES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bad", [INF, -INF, NAN], ids=str)
 def test_an_element_counts_once_wherever_it_is_not_finite(case, dtype, bad):
@@ -33,6 +33,69 @@ def test_an_element_counts_once_wherever_it_is_not_finite(case, dtype, bad):
         tensors[-1][999] = bad  # in two operands: still one element
         assert case.operator(*tensors, *case.scalars, check_finite=True).item() == 3
         assert avgpipe_ext.elastic_pull_(tensors[0], torch.zeros_like(tensors[0]), 0.0).shape == (0,)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bad", [INF, -INF, NAN], ids=str)
+def test_twins_count_what_the_operators_count(case, dtype, bad):
+    for position in range(len(case.tensors)):
+        ours = arguments(case, (50,), dtype)
+        ours[position][3::9] = bad
+        twins = copies(ours)
+        lost = case.operator(*ours, *case.scalars, check_finite=True)
+        assert torch.equal(lost, case.twin(*twins, *case.scalars, check_finite=True))
+        assert all(torch.equal(a.isfinite(), b.isfinite()) for a, b in zip(ours, twins))
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("bad", [INF, NAN], ids=str)
+def test_a_diverged_replica_leaves_z_alone(case, bad):
+    """Its update is not finite and counted, and then left out of the reference."""
+    *tensors, z, update = arguments(case, (100,), torch.float32)
+    tensors[1][::10] = bad
+    old = z.clone()
+    assert case.operator(*tensors, z, update, *case.scalars, check_finite=True).item() == 10
+    assert torch.equal(z, old)
+    assert avgpipe_ext.reference_apply_(z, update, 0.5, check_finite=True).item() == 10
+    assert torch.equal(z[::10], old[::10])
+    assert z.isfinite().all()
+
+
+@pytest.mark.parametrize("case", ROUNDS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bad", [INF, NAN], ids=str)
+def test_a_round_leaves_a_diverged_replica_out_of_z(case, dtype, bad):
+    """The other replica's step counts; the elements of the diverged one stay with it."""
+    tensors = arguments(case, (100,), dtype)
+    tensors[2][::10] = bad
+    alone = copies(tensors)
+    alone[2].zero_()
+    alone[2][::10] = NAN
+    z = tensors[-1].clone()
+    assert case.operator(*tensors, *case.scalars, check_finite=True).item() == 10
+    assert case.operator(*alone, *case.scalars, check_finite=True).item() == 10
+    assert tensors[-1].isfinite().all()
+    assert torch.equal(tensors[-1][::10], alone[-1][::10])
+    assert not torch.equal(tensors[-1][::10], z[::10])
+    assert tensors[1].isfinite().all()
+    assert not tensors[0][::10].isfinite().any()
+
+
+@pytest.mark.parametrize("case", ROUNDS, ids=str)
+def test_a_round_without_the_check_passes_values_on(case):
+    tensors = arguments(case, (100,), torch.float32)
+    tensors[2][::10] = NAN
+    assert case.operator(*tensors, *case.scalars).shape == (0,)
+    assert tensors[-1][::10].isnan().all()
+
+
+@pytest.mark.parametrize("case", ROUNDS, ids=str)
+def test_a_rounds_count_is_of_each_replicas_elements(case):
+    tensors = arguments(case, (100,), torch.float32)
+    tensors[2][:5] = NAN
+    tensors[3][3:10] = NAN
+    assert case.operator(*tensors, *case.scalars, check_finite=True).item() == 12
 
 
 def test_lists_count_over_all_their_tensors():
@@ -80,3 +143,11 @@ def test_reference_apply_without_the_check_passes_values_on():
     z = torch.tensor([1.0, 2.0])
     avgpipe_ext.reference_apply_(z, torch.tensor([INF, 1.0]), 0.5)
     assert z.tolist() == [INF, 2.5]
+
+
+def test_reference_apply_leaves_out_only_what_is_not_finite_of_several_updates():
+    z = torch.tensor([1.0, 2.0, 3.0])
+    updates = [torch.tensor([1.0, NAN, 1.0]), torch.tensor([INF, 1.0, 1.0]), torch.tensor([1.0, 1.0, 1.0])]
+    assert avgpipe_ext.reference_apply_(z, updates, 0.5, zero=False, check_finite=True).item() == 2
+    assert z.tolist() == [2.0, 3.0, 4.5]
+    assert updates[0][0].item() == 1.0

@@ -5,23 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.avgpipe_ext.cases import CASES, arguments
+from tests.avgpipe_ext.cases import APPLY, OPTIMIZERS, ROUNDS, RULES, STEP, adam, arguments, sgd
+from tests.avgpipe_ext.refusing import raises
 
-NAN = float("nan")
-EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
+NAN, INF = float("nan"), float("inf")
+TUPLES = RULES + OPTIMIZERS  # one tensor of each argument makes a tuple; of rounds below
+EVERY_CASE = pytest.mark.parametrize("case", TUPLES, ids=str)
 
 
-def refuses(case, tensors, match, scalars=None):
+def refuses(case, tensors, match, scalars=None, **options):
     """The call raises and leaves every tensor, also the right ones of a list, as it was."""
-    flat = [t for argument in tensors for t in (argument if isinstance(argument, list) else [argument])]
-    before = [t.clone() for t in flat]
-    versions = [t._version for t in flat]
-    with pytest.raises(ValueError, match=match) as raised:
-        case.operator(*tensors, *(scalars or case.scalars))
-    assert "\n" not in str(raised.value)
-    assert str(raised.value).startswith(f"avgpipe::{case.name}: ")
-    assert all(torch.equal(a, b) for a, b in zip(flat, before))
-    assert versions == [t._version for t in flat]
+    raises(case.operator, case.name, match, *tensors, *(scalars or case.scalars), **options)
 
 
 @EVERY_CASE
@@ -66,7 +60,7 @@ def test_dtypes_that_do_not_pair(case, first, other):
         refuses(case, arguments(case, (3,), dtypes), message)
 
 
-@pytest.mark.parametrize("case", CASES[:-1], ids=str)
+@pytest.mark.parametrize("case", RULES[:-1] + OPTIMIZERS, ids=str)
 def test_a_float32_replica_takes_no_16_bit_companion(case):
     dtypes = [torch.float32] + [torch.bfloat16] * (len(case.tensors) - 1)
     refuses(case, arguments(case, (3,), dtypes), "has dtype bfloat16 but x has float32")
@@ -119,7 +113,7 @@ def test_shared_memory_among_the_tensors_of_lists(case):
 
 
 def test_what_is_only_read_may_be_shared():
-    case = CASES[1]
+    case = STEP
     x, z, update = torch.ones(3), torch.zeros(3), torch.zeros(3)
     case.operator([x, torch.ones(3)], [z, z], [z, z], [update, torch.zeros(3)], 0.5, 0)
     assert x.tolist() == [0.5] * 3
@@ -132,15 +126,21 @@ def test_neighbours_in_one_buffer_share_nothing(case):
     case.operator(*buffer.unbind(), *case.scalars)
 
 
-@EVERY_CASE
+@pytest.mark.parametrize("case", RULES[:-1] + OPTIMIZERS, ids=str)
 def test_lists_of_different_lengths(case):
-    tensors = [[torch.zeros(2)] for _ in case.tensors]
-    tensors[-1] = []
-    refuses(
-        case,
-        tensors,
-        f"{case.tensors[-1]} has 0 tensors but {case.tensors[0]} has 1; pass lists of one length",
-    )
+    for position, name in enumerate(case.tensors[1:], 1):
+        tensors = [[torch.zeros(2), torch.zeros(2)] for _ in case.tensors]
+        tensors[position].pop()
+        refuses(case, tensors, f"{name} has 1 tensors but x has 2; pass lists of one length")
+
+
+def test_updates_that_are_not_so_many_for_each_reference():
+    z, updates = [torch.zeros(2), torch.zeros(2)], [torch.zeros(2) for _ in range(3)]
+    message = "update has 3 tensors but z has 2; pass as many, or a multiple: one for each replica"
+    refuses(APPLY, [z, updates], message)
+    refuses(APPLY, [z, []], "update has 0 tensors but z has 2")
+    refuses(APPLY, [[], updates], "update has 3 tensors but z has 0")
+    refuses(APPLY, [z, [*updates, torch.zeros(3)]], r"update\[3\] has shape \(3,\) but z\[1\] has \(2,\)")
 
 
 @EVERY_CASE
@@ -159,22 +159,25 @@ def test_factors_that_are_not_finite(case, factor):
     refuses(case, arguments(case, (3,), torch.float32), f"{name} is {factor}; pass a finite number", scalars)
 
 
+@pytest.mark.parametrize("case", [STEP, *OPTIMIZERS], ids=str)
 @pytest.mark.parametrize("staleness", [-1, 2])
-def test_staleness(staleness):
-    tensors = arguments(CASES[1], (3,), torch.float32)
-    refuses(CASES[1], tensors, f"staleness is {staleness}; pass 0 or 1", (0.5, staleness))
+def test_staleness(case, staleness):
+    tensors = arguments(case, (3,), torch.float32)
+    refuses(case, tensors, f"staleness is {staleness}; pass 0 or 1", (0.5, staleness))
 
 
 @EVERY_CASE
 def test_devices(case):
     """Sent to the CPU kernel by hand: a meta tensor among the arguments would choose the fake one."""
-    tensors = arguments(case, (3,), torch.float32)
-    tensors[-1] = tensors[-1].to("meta")
-    message = f"{case.tensors[-1]} is on meta but {case.tensors[0]} is on cpu; move all tensors to one device"
-    with pytest.raises(ValueError, match=message):
-        case.packet.default.redispatch(
-            torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *tensors, *case.scalars
-        )
+    for position, name in enumerate(case.tensors[1:], 1):
+        tensors = arguments(case, (3,), torch.float32)
+        tensors[position] = tensors[position].to("meta")
+        message = f"{name} is on meta but {case.tensors[0]} is on cpu; move all tensors to one device"
+        overload, passed = case.raw(tensors)
+        with pytest.raises(ValueError, match=message):
+            overload.redispatch(
+                torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *passed, **case.raw_options
+            )
 
 
 @EVERY_CASE
@@ -182,3 +185,74 @@ def test_sparse_tensors(case):
     tensors = [t.to_sparse() for t in arguments(case, (3,), torch.float32)]
     with pytest.raises(ValueError, match=f"{case.tensors[0]} is not strided; pass dense tensors"):
         case.operator(*tensors, *case.scalars)
+
+
+NUMBERS = {
+    "elastic_sgd_": ("lr", "mu", "dampening", "weight_decay"),
+    "elastic_adamw_": ("lr", "eps", "weight_decay"),
+}
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
+def test_options_that_are_not_finite(case, value):
+    for name in NUMBERS[case.name]:
+        tensors = arguments(case, (3,), torch.float32)
+        refuses(case, tensors, f"{name} is -?{abs(value)}; pass a finite number", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["beta1", "beta2"])
+@pytest.mark.parametrize("value", [-0.1, 1.0, 2.0, NAN], ids=str)
+def test_betas(name, value):
+    case = adam(lr=0.1, step=1)
+    message = rf"{name} is {value:g}; pass a number from 0 to below 1"
+    refuses(case, arguments(case, (3,), torch.float32), message, **{name: value})
+
+
+@pytest.mark.parametrize("step", [0, -1, 0.5, NAN])
+def test_steps_before_the_first(step):
+    case = adam(lr=0.1, step=1)
+    for given in (step, torch.tensor(step, dtype=torch.float64)):
+        refuses(case, arguments(case, (3,), torch.float32), f"step is {step}; count steps from 1", step=given)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (torch.tensor(3), "step has 1 elements of dtype int64; pass one float32 or float64"),
+        (torch.ones(2), "step has 2 elements of dtype float32; pass one float32 or float64"),
+        (torch.ones(()).half(), "step has 1 elements of dtype float16"),
+    ],
+)
+def test_steps_that_are_no_counter(step, message):
+    case = adam(lr=0.1, step=1)
+    refuses(case, arguments(case, (3,), torch.float32), message, step=step)
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS + ROUNDS, ids=str)
+@pytest.mark.parametrize("option", ["grad_scale", "found_inf"])
+def test_what_gradscaler_does_not_pass(case, option):
+    for value, found in (
+        (torch.ones(2), "2 elements of dtype float32"),
+        (torch.ones((), dtype=torch.float64), "1 elements of dtype float64"),
+        (torch.ones(0), "0 elements"),
+    ):
+        tensors = arguments(case, (3,), torch.float32)
+        refuses(case, tensors, f"{option} has {found}.*; pass one float32", **{option: value})
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("rule", ["", "elastic", "EASGD"])
+def test_rules_that_are_none(case, rule):
+    message = f"rule is '{rule}'; pass 'avgpipe' or 'easgd'"
+    refuses(case, arguments(case, (3,), torch.float32), message, rule=rule)
+
+
+def test_momentum_belongs_to_mu():
+    without, with_buffers = sgd(lr=0.1), sgd(lr=0.1, mu=0.9)
+    tensors = arguments(without, (3,), torch.float32)
+    refuses(without, tensors, "mu is 0.9 but there is no momentum; pass buffers like x", mu=0.9)
+    refuses(without, [[t] for t in tensors], "mu is 0.9 but there is no momentum", mu=0.9)
+    tensors = arguments(with_buffers, (3,), torch.float32)
+    refuses(with_buffers, tensors, "mu is 0 but there are 1 momentum buffers; pass none", mu=0.0)
+    refuses(with_buffers, [[t, t.clone()] for t in tensors], "mu is 0 but there are 2 momentum", mu=0.0)

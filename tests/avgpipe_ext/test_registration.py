@@ -8,16 +8,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import avgpipe_ext
 from avgpipe_ext._registration import WRITTEN
-from tests.avgpipe_ext.cases import CASES, FLOATS, arguments
+from tests.avgpipe_ext.cases import CASES, FLOATS, OPTIMIZERS, RULES, arguments
 
-NAMES = ("elastic_pull_", "elastic_step_", "easgd_step_", "reference_apply_")
+NAMES = tuple(WRITTEN)
+COPIES = ("pack", "unpack_")
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
 # What makes torch.compile's output text-free and quick here: no code generation is under test.
 BACKEND = "aot_eager"
 
 
 def qualified_names():
-    return [f"avgpipe::{name}{suffix}" for name in NAMES for suffix in ("", ".list")]
+    listed = [f"avgpipe::{name}{suffix}" for name in NAMES for suffix in ("", ".list")]
+    return listed + [f"avgpipe::{name}" for name in COPIES]
+
+
+def test_the_family_is_complete():
+    assert set(NAMES) == {
+        "elastic_pull_",
+        "elastic_step_",
+        "easgd_step_",
+        "elastic_sgd_",
+        "elastic_adamw_",
+        "elastic_round_",
+        "reference_apply_",
+    }
 
 
 def test_every_operator_has_its_overloads_and_no_others():
@@ -45,15 +59,39 @@ def test_the_schema_marks_what_is_written(name, overload):
     assert schema.arguments[-1].kwarg_only
 
 
+def rows(case, shapes, dtype):
+    """The case's arguments as lists of tensors of the shapes."""
+    return [list(column) for column in zip(*(arguments(case, shape, dtype, seed=1) for shape in shapes))]
+
+
 @EVERY_CASE
-@pytest.mark.parametrize("check_finite", [False, True])
-def test_opcheck(case, check_finite):
-    options = {"check_finite": check_finite}
-    tensors = arguments(case, (5, 3), torch.float32)
-    torch.library.opcheck(case.packet.default, (*tensors, *case.scalars), options)
-    rows = [arguments(case, shape, torch.bfloat16, seed=1) for shape in ((4,), (0,), (2, 3))]
-    lists = [list(column) for column in zip(*rows)]
-    torch.library.opcheck(case.packet.list, (*lists, *case.scalars), options)
+@pytest.mark.parametrize("list_form", [False, True])
+def test_opcheck(case, list_form):
+    tensors = (
+        rows(case, ((4,), (0,), (2, 3)), torch.bfloat16)
+        if list_form
+        else arguments(case, (5, 3), torch.float32)
+    )
+    overload, passed = case.raw(tensors)
+    torch.library.opcheck(overload, passed, {**case.raw_options, "check_finite": list_form})
+
+
+def test_opcheck_of_several_updates_and_of_scaled_gradients():
+    z, updates = rows(RULES[-1], ((3,), (4,)), torch.float32)
+    torch.library.opcheck(
+        torch.ops.avgpipe.reference_apply_.list, (z, updates + updates[:0], 0.5), {"zero": False}
+    )
+    case = OPTIMIZERS[-1]
+    scaling = {"grad_scale": torch.tensor(8.0), "found_inf": torch.zeros(1)}
+    overload, passed = case.raw(arguments(case, (5,), torch.float32))
+    torch.library.opcheck(overload, passed, {**case.raw_options, **scaling})
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+def test_opcheck_of_pack_and_unpack(dtype):
+    tensors = [torch.randn(3), torch.randn(2, 5).t(), torch.empty(0)]
+    torch.library.opcheck(torch.ops.avgpipe.pack.default, (tensors,), {"dtype": dtype})
+    torch.library.opcheck(torch.ops.avgpipe.unpack_.default, (torch.randn(13, dtype=dtype), tensors))
 
 
 @EVERY_CASE
@@ -82,13 +120,27 @@ def test_meta_tensors_give_a_meta_count(case):
 @EVERY_CASE
 @pytest.mark.parametrize("raw", [False, True])
 def test_version_counters_of_exactly_what_is_written_move(case, raw):
-    operator = case.packet if raw else case.operator
+    def call(tensors):
+        overload, passed = case.raw(tensors)
+        if raw:
+            overload(*passed, **case.raw_options)
+        else:
+            case.operator(*tensors, *case.scalars)
+
     tensors = arguments(case, (3,), torch.float32)
-    operator(*tensors, *case.scalars)
-    expected = [int(position in WRITTEN[case.name][1]) for position in range(len(tensors))]
+    call(tensors)
+    expected = [int(name in case.written) for name in case.tensors]
     assert [t._version for t in tensors] == expected
-    operator(*([t] for t in tensors), *case.scalars)
+    call([[t] for t in tensors])
     assert [t._version for t in tensors] == [2 * moved for moved in expected]
+
+
+def test_unpacked_tensors_versions_move():
+    tensors = [torch.zeros(3), torch.zeros(4, 2).t()]
+    buffer = avgpipe_ext.pack(tensors)
+    avgpipe_ext.unpack_(buffer, tensors[:1] + tensors[1:])
+    assert buffer._version == 0
+    assert all(t._version > 0 for t in tensors)
 
 
 def test_a_backward_that_needs_an_overwritten_value_fails():
