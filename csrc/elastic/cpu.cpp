@@ -13,14 +13,12 @@ namespace {
 // Elements converted at a time: a float buffer of 2 KiB for each operand stays in the first-level cache.
 constexpr int64_t kTile = 512;
 
-// Elements of a round that are done for all replicas before the next ones. The weights and z of these wait in
-// the second-level cache for the pull, while each operand is still read in pieces that the prefetchers
-// follow.
-constexpr int64_t kMostRoundTile = 8192;
-int64_t round_tile(int64_t replicas) {
-    const int64_t tile = 32768 / replicas / kTile * kTile;
-    return tile < kTile ? kTile : tile > kMostRoundTile ? kMostRoundTile : tile;
-}
+// Elements of a round that are done for all replicas before the next ones: the weights and z wait in the
+// caches for the pull, while each operand is still read in pieces long enough for the prefetchers.
+constexpr int64_t kRoundTile = 16384;
+
+// Updates added to z in one loop; with more, or one after another, the memory is read more slowly.
+constexpr int kTogether = 4;
 
 template <class A, class Stored>
 void widen_all(const Operand& operand, int64_t first, int64_t count, A* __restrict__ values) {
@@ -162,13 +160,17 @@ int64_t advance_tile(const Tile<A>& tile, int64_t count, const Scalars<A>& all, 
     return lost;
 }
 
+template <class A>
+Limits<A> limits_of(const Work& work) {
+    return {overflow_limit<A>(work[Slot::kX].dtype), overflow_limit<A>(work[Slot::kZ].dtype),
+            overflow_limit<A>(work[Slot::kUpdate].dtype)};
+}
+
 // One pass of one replica.
 template <Kernel kKernel, bool kCheck, class A>
-int64_t run_pass(const Work& work, const Scalars<A>& s, bool streams, int64_t begin, int64_t end) {
-    const Limits<A> limits{overflow_limit<A>(work[Slot::kX].dtype), overflow_limit<A>(work[Slot::kZ].dtype),
-                           overflow_limit<A>(work[Slot::kUpdate].dtype)};
-    constexpr bool kGathers = writes(kKernel, Slot::kUpdate) && kKernel != Kernel::kApply;
-    const bool is_overwritten = kGathers && !s.accumulates;
+int64_t run_pass(const Work& work, const Scalars<A>& s, const Limits<A>& limits, bool streams, int64_t begin,
+                 int64_t end) {
+    const bool is_overwritten = writes(kKernel, Slot::kUpdate) && s.accumulates == 0;
     const bool is_streamed = is_overwritten && streams;
     alignas(64) A buffers[kSlots][kTile];
     alignas(64) A new_update[kTile];
@@ -195,8 +197,7 @@ int64_t run_pass(const Work& work, const Scalars<A>& s, bool streams, int64_t be
             store(work.operands[slot], first, count, tile.slots[slot]);
         }
         if constexpr (writes(kKernel, Slot::kUpdate)) {
-            const bool is_left = kKernel == Kernel::kApply && !s.zeroes;
-            if (!is_left) store(work[Slot::kUpdate], first, count, tile.new_update, is_streamed);
+            store(work[Slot::kUpdate], first, count, tile.new_update, is_streamed);
         }
     }
     if (is_streamed) end_of_streaming();
@@ -213,31 +214,84 @@ Work from(const Work& work, int64_t first) {
     return rest;
 }
 
-// The passes of all replicas over one z, piece by piece, so that z and the weights are fetched from memory
-// once.
+// z += scale update, for kCount updates in turn. See advance_tile for the pragma and the counter.
+template <int kCount, bool kCheck, class A>
+int64_t apply_tile(A* z, const A* const* updates, A* const* new_updates, int64_t count, const Scalars<A>& all,
+                   const Limits<A>& limits) {
+    const A* in[kCount];
+    A* out[kCount];
+    for (int r = 0; r < kCount; ++r) {
+        in[r] = updates[r];
+        out[r] = new_updates[r];
+    }
+    const Scalars<A> s = all;
+    std::conditional_t<sizeof(A) == 4, int32_t, int64_t> lost = 0;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) {
+        Element<A> e{};
+        e.z = z[i];
+        for (int r = 0; r < kCount; ++r) {
+            e.update = in[r][i];
+            if constexpr (kCheck) {
+                lost += advance_checked<Kernel::kApply>(e, s, limits) ? 1 : 0;
+            } else {
+                advance<Kernel::kApply>(e, s);
+            }
+            out[r][i] = e.update;
+        }
+        z[i] = e.z;
+    }
+    return lost;
+}
+
+// The updates of all replicas into z, in one pass over it.
+template <bool kCheck, class A>
+int64_t run_applies(const Job& job, int64_t tensor, const Scalars<A>& s, int64_t begin, int64_t end) {
+    const Operand z = job.work(tensor, 0)[Slot::kZ];
+    const Limits<A> limits = limits_of<A>(job.work(tensor, 0));
+    alignas(64) A sum[kTile], buffers[kTogether][kTile], unused[kTile];
+    int64_t lost = 0;
+    for (int64_t first = begin; first < end; first += kTile) {
+        const int64_t count = end - first < kTile ? end - first : kTile;
+        A* z_tile = load(z, first, count, sum);
+        for (int64_t r = 0; r < job.replicas;) {
+            const int together = job.replicas - r < kTogether ? 1 : kTogether;
+            A *updates[kTogether], *new_updates[kTogether];
+            for (int n = 0; n < together; ++n) {
+                updates[n] = load(job.work(tensor, r + n)[Slot::kUpdate], first, count, buffers[n]);
+                new_updates[n] = s.zeroes != 0 ? updates[n] : unused;
+            }
+            lost += together == 1
+                        ? apply_tile<1, kCheck>(z_tile, updates, new_updates, count, s, limits)
+                        : apply_tile<kTogether, kCheck>(z_tile, updates, new_updates, count, s, limits);
+            for (int n = 0; n < together && s.zeroes != 0; ++n)
+                store(job.work(tensor, r + n)[Slot::kUpdate], first, count, updates[n]);
+            r += together;
+        }
+        store(z, first, count, z_tile);
+    }
+    return lost;
+}
+
+// The steps of all replicas into one z and the pulls to it, piece by piece, so that z and the weights are
+// fetched from memory once.
 template <Kernel kKernel, bool kCheck, class A>
-int64_t run_replicas(const Job& job, int64_t tensor, const Scalars<A>& s, int64_t begin, int64_t end) {
+int64_t run_round(const Job& job, int64_t tensor, const Scalars<A>& s, int64_t begin, int64_t end) {
     const Operand z = job.work(tensor, 0)[Slot::kZ];
     const bool is_wide = z.dtype == kOwn<A>;
-    const int64_t tile = round_tile(job.replicas);
-    alignas(64) A sum[kMostRoundTile];
+    alignas(64) A sum[kRoundTile];
     int64_t lost = 0;
-    for (int64_t first = begin; first < end; first += tile) {
-        const int64_t count = end - first < tile ? end - first : tile;
+    for (int64_t first = begin; first < end; first += kRoundTile) {
+        const int64_t count = end - first < kRoundTile ? end - first : kRoundTile;
         if (!is_wide) load(z, first, count, sum);
         for (int64_t r = 0; r < job.replicas; ++r) {
             Work work = from(job.work(tensor, r), first);
             if (!is_wide) work[Slot::kZ] = {sum, kOwn<A>};
-            lost += run_pass<kKernel, kCheck>(work, s, job.streams, 0, count);
+            lost += run_pass<kKernel, kCheck>(work, s, limits_of<A>(job.work(tensor, r)), false, 0, count);
         }
-        if (!is_wide) {
-            for (int64_t i = 0; i < count; i += kTile)
-                store(z, first + i, count - i < kTile ? count - i : kTile, sum + i);
-        }
-        if constexpr (is_round(kKernel)) {
-            for (int64_t r = 0; r < job.replicas; ++r)
-                run_pass<Kernel::kPull, false>(job.work(tensor, r), s, false, first, first + count);
-        }
+        if (!is_wide) store(z, first, count, sum);
+        for (int64_t r = 0; r < job.replicas; ++r)
+            run_pass<Kernel::kPull, false>(job.work(tensor, r), s, {}, false, first, first + count);
     }
     return lost;
 }
@@ -257,15 +311,18 @@ template <Kernel kKernel, class A>
 int64_t run_kernel(const Job& job, int64_t tensor, int64_t begin, int64_t end) {
     const Scalars<A> s = scalars_of<A>(job.settings, optimizer_of(kKernel));
     const bool checks = job.settings.check_finite;
-    if (job.replicas > 1 || is_round(kKernel)) {
-        if constexpr (is_round(kKernel) || kKernel == Kernel::kApply) {
-            return checks ? run_replicas<kKernel, true>(job, tensor, s, begin, end)
-                          : run_replicas<kKernel, false>(job, tensor, s, begin, end);
-        }
+    if constexpr (kKernel == Kernel::kApply) {
+        return checks ? run_applies<true>(job, tensor, s, begin, end)
+                      : run_applies<false>(job, tensor, s, begin, end);
+    } else if constexpr (is_round(kKernel)) {
+        return checks ? run_round<kKernel, true>(job, tensor, s, begin, end)
+                      : run_round<kKernel, false>(job, tensor, s, begin, end);
+    } else {
+        const Work& work = job.work(tensor, 0);
+        const Limits<A> limits = limits_of<A>(work);
+        return checks ? run_pass<kKernel, true>(work, s, limits, job.streams, begin, end)
+                      : run_pass<kKernel, false>(work, s, limits, job.streams, begin, end);
     }
-    const Work& work = job.work(tensor, 0);
-    return checks ? run_pass<kKernel, true>(work, s, job.streams, begin, end)
-                  : run_pass<kKernel, false>(work, s, job.streams, begin, end);
 }
 
 template <class A>

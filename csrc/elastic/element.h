@@ -111,25 +111,34 @@ struct Settings {
     const float* found_inf = nullptr;
 };
 
+// A condition that is the same for all elements, as a mask of A's width: all ones or zero.
+template <class A>
+using Mask = std::conditional_t<sizeof(A) == sizeof(uint64_t), uint64_t, uint32_t>;
+
 template <class A>
 struct Scalars {
     A alpha;         // elasticity
     A scale;         // of an update on its way into z
     A unscale;       // of gradients
     A decay;         // Adam: factor 1 - lr weight_decay of x, else 1
-    A weight_decay;  // added to gradients as weight_decay x, else 0
+    A weight_decay;  // added to gradients as weight_decay x, if decays
     A lr;            // SGD: learning rate; Adam: lr / (1 - beta1^step)
     A beta1;         // SGD: momentum factor mu
     A new1;          // weight of the gradient in `first`: 1 - dampening, or 1 - beta1
     A beta2, new2;   // Adam: weights of the old and the new value in `second`
     A unbias2;       // Adam: 1 / sqrt(1 - beta2^step)
     A eps;
-    bool lags;         // the force is alpha (z - x_before), else alpha (z - x)
-    bool is_easgd;     // what the force takes from x goes to the update, else the step does
-    bool accumulates;  // update += ..., else update = ...
-    bool zeroes;       // kApply leaves update = 0, else as it was
-    bool is_nesterov, is_first, skips;
+    Mask<A> lags;         // the force is alpha (z - x_before), else alpha (z - x)
+    Mask<A> is_easgd;     // what the force takes from x goes to the update, else the step does
+    Mask<A> accumulates;  // update += ..., else update = ...
+    Mask<A> zeroes;       // kApply leaves update = 0, else as it was
+    Mask<A> decays, is_nesterov, is_first, skips;
 };
+
+template <class A>
+AVGPIPE_HD Mask<A> mask_of(bool condition) {
+    return condition ? ~Mask<A>{0} : Mask<A>{0};
+}
 
 template <class A>
 AVGPIPE_HD Scalars<A> scalars_of(const Settings& s, Optimizer optimizer) {
@@ -142,7 +151,7 @@ AVGPIPE_HD Scalars<A> scalars_of(const Settings& s, Optimizer optimizer) {
     t.scale = static_cast<A>(s.scale);
     t.unscale = static_cast<A>(s.maximizes ? -s.unscale : s.unscale);
     t.decay = static_cast<A>(decays_x ? 1.0 - s.lr * s.weight_decay : 1.0);
-    t.weight_decay = static_cast<A>(decays_x ? 0.0 : s.weight_decay);
+    t.weight_decay = static_cast<A>(s.weight_decay);
     t.lr = static_cast<A>(s.lr / bias1);
     t.beta1 = static_cast<A>(s.beta1);
     t.new1 = static_cast<A>(is_adam ? 1.0 - s.beta1 : 1.0 - s.dampening);
@@ -150,13 +159,14 @@ AVGPIPE_HD Scalars<A> scalars_of(const Settings& s, Optimizer optimizer) {
     t.new2 = static_cast<A>(1.0 - s.beta2);
     t.unbias2 = static_cast<A>(1.0 / sqrt(bias2));
     t.eps = static_cast<A>(s.eps);
-    t.lags = s.lags;
-    t.is_easgd = s.is_easgd;
-    t.accumulates = s.accumulates;
-    t.zeroes = s.zeroes;
-    t.is_nesterov = s.is_nesterov;
-    t.is_first = s.is_first;
-    t.skips = s.skips;
+    t.lags = mask_of<A>(s.lags);
+    t.is_easgd = mask_of<A>(s.is_easgd);
+    t.accumulates = mask_of<A>(s.accumulates);
+    t.zeroes = mask_of<A>(s.zeroes);
+    t.decays = mask_of<A>(!decays_x && s.weight_decay != 0.0);
+    t.is_nesterov = mask_of<A>(s.is_nesterov);
+    t.is_first = mask_of<A>(s.is_first);
+    t.skips = mask_of<A>(s.skips);
     return t;
 }
 
@@ -167,30 +177,36 @@ AVGPIPE_HD double root(double value) {
     return sqrt(value);
 }
 
-// Selects instead of branches throughout: the conditions are the same for all elements, and loops are
-// vectorised.
+// Without branches: a compiler would make a loop for every combination of conditions, and not vectorise all
+// of them.
+AVGPIPE_HD float select(uint32_t mask, float yes, float no) {
+    return float_of((bits_of(yes) & mask) | (bits_of(no) & ~mask));
+}
+AVGPIPE_HD double select(uint64_t mask, double yes, double no) {
+    return double_of((bits_of(yes) & mask) | (bits_of(no) & ~mask));
+}
 
 // The optimizer's step, as torch.optim does it; a step that is skipped leaves everything as it is.
 template <Optimizer kOptimizer, class A>
 AVGPIPE_HD void optimize(Element<A>& e, const Scalars<A>& s) {
     A grad = e.grad * s.unscale;
-    grad = s.weight_decay != A(0) ? grad + s.weight_decay * e.x : grad;
+    grad = select(s.decays, grad + s.weight_decay * e.x, grad);
     A x = e.x;
     if constexpr (kOptimizer == Optimizer::kAdam) {
         const A first = e.first + s.new1 * (grad - e.first);
         const A second = s.beta2 * e.second + s.new2 * grad * grad;
         x = s.decay * x - s.lr * (first / (root(second) * s.unbias2 + s.eps));
-        e.first = s.skips ? e.first : first;
-        e.second = s.skips ? e.second : second;
+        e.first = select(s.skips, e.first, first);
+        e.second = select(s.skips, e.second, second);
     } else {
         if constexpr (kOptimizer == Optimizer::kMomentum) {
-            const A first = s.is_first ? grad : s.beta1 * e.first + s.new1 * grad;
-            grad = s.is_nesterov ? grad + s.beta1 * first : first;
-            e.first = s.skips ? e.first : first;
+            const A first = select(s.is_first, grad, s.beta1 * e.first + s.new1 * grad);
+            grad = select(s.is_nesterov, grad + s.beta1 * first, first);
+            e.first = select(s.skips, e.first, first);
         }
         x -= s.lr * grad;
     }
-    e.x = s.skips ? e.x : x;
+    e.x = select(s.skips, e.x, x);
 }
 
 // One element of one pass.
@@ -199,7 +215,7 @@ AVGPIPE_HD void advance(Element<A>& e, const Scalars<A>& s) {
     constexpr Optimizer kOptimizer = optimizer_of(kKernel);
     if constexpr (kKernel == Kernel::kApply) {
         e.z += s.scale * e.update;
-        e.update = s.zeroes ? A(0) : e.update;
+        e.update = select(s.zeroes, A(0), e.update);
         return;
     }
     if constexpr (kKernel == Kernel::kCopy) {
@@ -216,12 +232,12 @@ AVGPIPE_HD void advance(Element<A>& e, const Scalars<A>& s) {
         e.x += s.alpha * (e.z - e.x);
     } else if constexpr (kKernel == Kernel::kEasgd) {
         const A force = s.alpha * (e.z - e.x);
-        e.update = (s.accumulates ? e.update : A(0)) - force;
+        e.update = select(s.accumulates, e.update, A(0)) - force;
         e.x += force;
     } else {
         const A step = e.x - e.before;
-        const A force = s.alpha * (e.z - (s.lags ? e.before : e.x));
-        e.update = (s.accumulates ? e.update : A(0)) + (s.is_easgd ? -force : step);
+        const A force = s.alpha * (e.z - select(s.lags, e.before, e.x));
+        e.update = select(s.accumulates, e.update, A(0)) + select(s.is_easgd, -force, step);
         e.x += force;
     }
 }

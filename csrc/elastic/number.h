@@ -10,12 +10,26 @@ using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
 }  // namespace avgpipe
+namespace std {
+template <bool kCondition, class Yes, class No>
+struct conditional {
+    using type = Yes;
+};
+template <class Yes, class No>
+struct conditional<false, Yes, No> {
+    using type = No;
+};
+template <bool kCondition, class Yes, class No>
+using conditional_t = typename conditional<kCondition, Yes, No>::type;
+}  // namespace std
+#define AVGPIPE_INFINITY __longlong_as_double(0x7FF0000000000000)
 #else
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#define AVGPIPE_INFINITY __builtin_huge_val()
 #endif
 
 #ifdef __CUDACC__
@@ -52,7 +66,7 @@ template <class A>
 AVGPIPE_HD A overflow_limit(DType dtype) {
     if (dtype == DType::kFloat16) return static_cast<A>(65520.0);
     if (dtype == DType::kBFloat16) return static_cast<A>(0x1.FFp127);
-    return static_cast<A>(__builtin_huge_val());
+    return static_cast<A>(AVGPIPE_INFINITY);
 }
 
 AVGPIPE_HD uint32_t bits_of(float value) {
@@ -63,6 +77,18 @@ AVGPIPE_HD uint32_t bits_of(float value) {
 
 AVGPIPE_HD float float_of(uint32_t bits) {
     float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+AVGPIPE_HD uint64_t bits_of(double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+AVGPIPE_HD double double_of(uint64_t bits) {
+    double value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
