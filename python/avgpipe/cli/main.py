@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from avgpipe import __version__
+from avgpipe.cli.bench import bench
 from avgpipe.cli.doctor import doctor
 from avgpipe.cli.run import run
 from avgpipe.cli.train import train
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(doctor)
+app.add_typer(bench, name="bench")
 # Everything after SCRIPT belongs to the script, also what looks like an option.
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)
 

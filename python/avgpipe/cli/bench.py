@@ -1,0 +1,117 @@
+"""``avgpipe bench``: microbenchmarks with baselines and the machine's own limit."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from avgpipe.bench.kernels.settings import DTYPES, QUESTIONS, KernelSettings, parse_elements, parse_names
+from avgpipe.cli.checks import check_device
+from avgpipe.cli.errors import arguments, reporting, running
+
+if TYPE_CHECKING:
+    from avgpipe.bench.result import SectionResult
+    from avgpipe.bench.section import Section
+
+_FILE_COLUMNS = 110  # of a table that is no terminal's
+
+bench = typer.Typer(
+    help="Microbenchmarks: our way, what one writes instead, and the machine's own limit, in one run.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+@bench.callback()
+def _questions() -> None:
+    pass  # makes `kernels` a command of its own, also while it is the only one
+
+
+@bench.command()
+def kernels(
+    elements: Annotated[
+        str, typer.Option(metavar="E[,E...]", help="Elements of an operand, at each of these sizes.")
+    ] = "25e6",
+    threads: Annotated[int, typer.Option(metavar="T", help="Of torch, on the CPU.")] = 2,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda")] = "cpu",
+    dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="Of all operands.")] = "float32",
+    rounds: Annotated[int, typer.Option(metavar="R", help="Samples of each variant, taken in turn.")] = 15,
+    only: Annotated[
+        str | None, typer.Option(metavar="NAMES", help=f"Some of {','.join(QUESTIONS)}. Default: all.")
+    ] = None,
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave torch.compile out.")] = False,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a picture.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time the operators beside torch's own functions and the limit of this memory.
+
+    Fractions are of the limit's bandwidth, ratios say how many times longer a baseline took.
+    """
+    with reporting(json_output):
+        with arguments():
+            sizes, names = parse_elements(elements), parse_names(only)
+            settings = KernelSettings(sizes, threads, device, dtype, rounds, names, not no_compile)
+            sections = _check(settings, plot)
+        with running():
+            _kernels(settings, sections, plot, json_output)
+
+
+def _check(settings: KernelSettings, plot: str | None) -> list[Section]:
+    """What will be measured; everything that can be refused is refused here."""
+    check_device(settings.device)
+    from avgpipe.bench.kernels.benchmark import check_memory, kernel_sections
+    from avgpipe.bench.machine import memory_available_bytes
+    from avgpipe.bench.picture import check_picture
+
+    if plot is not None:
+        check_picture(plot)
+    sections = kernel_sections(settings)
+    check_memory(sections, memory_available_bytes(settings.device))
+    return sections
+
+
+def _kernels(settings: KernelSettings, sections: list[Section], plot: str | None, json_output: bool) -> None:
+    from rich.console import Console
+
+    from avgpipe.bench.kernels.benchmark import run_sections
+    from avgpipe.bench.machine import machine, versions
+    from avgpipe.bench.picture import plot_results
+    from avgpipe.bench.table import table
+
+    found = {"versions": versions(), "machine": machine(settings.threads, settings.device)}
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen.width = _FILE_COLUMNS
+    results: list[SectionResult] = []
+    measured = run_sections(settings, sections)
+    for number, section in enumerate(sections):
+        _say_progress(f"{number + 1} of {len(sections)}: {section.title}")
+        results.append(next(measured))
+        _say_progress("")
+        if not json_output:
+            screen.print(table(results[-1]))
+    heading = _heading(settings, found["machine"])
+    if plot is not None:
+        plot_results(results, heading, plot)
+    if json_output:
+        command = shlex.join(settings.command())
+        print(json.dumps({"command": command, **found, "sections": [result.to_json() for result in results]}))
+    else:
+        screen.print(heading)
+
+
+def _say_progress(line: str) -> None:
+    """One line that the next one replaces. No spinner: its thread would take a processor from what is measured."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _heading(settings: KernelSettings, machine: dict[str, object]) -> str:
+    where = (
+        f"{machine['cpu']}, threads: {settings.threads}" if settings.device == "cpu" else str(machine["gpu"])
+    )
+    return f"{where}, {settings.dtype}, medians of {settings.rounds} rounds"
