@@ -1,15 +1,19 @@
-// Compiled in CUDA builds only. Names no CUDA symbol of libtorch at link time, so that the library also loads
-// beside a CPU-only torch.
+// Names no CUDA symbol of libtorch at link time, so that the library also loads beside a CPU-only torch.
+#include "execute.h"
+#include "launcher.h"
+
+#ifdef AVGPIPE_WITH_CUDA
 #include <dlfcn.h>
 
 #include <stdexcept>
 
 #include "elastic/cuda.h"
-#include "execute.h"
+#endif
 
 namespace avgpipe {
 namespace {
 
+#ifdef AVGPIPE_WITH_CUDA
 using CurrentStream = decltype(&aoti_torch_get_current_cuda_stream);
 
 // libtorch_cuda is loaded privately by the Python module, so the global scope does not have it: ask for the
@@ -20,24 +24,30 @@ CurrentStream find_current_stream() {
     return reinterpret_cast<CurrentStream>(symbol);
 }
 
-void* current_stream(int32_t device) {
+void launch_inside(const Launch& launch, int32_t device) {
     static const CurrentStream get = find_current_stream();
     if (get == nullptr) {
         throw std::runtime_error("avgpipe: this torch has no CUDA streams; install a CUDA build of torch");
     }
+    const DeviceGuard guard(device);
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(get(device, &stream));
-    return stream;
+    launch_kernel(launch, device, stream);
 }
+#else
+[[noreturn]] void launch_inside(const Launch&, int32_t) {
+    throw std::logic_error("a CUDA operator without kernels; see has_cuda_kernels");
+}
+#endif
 
 }  // namespace
 
-void execute_on_cuda(Rule rule, std::span<const Work> works, const Tensor& lost) {
+void execute_on_cuda(const Job& job, const Tensor& lost) {
     const int32_t device = lost.get_device_index();
-    const DeviceGuard guard(device);
-    void* stream = current_stream(device);
     auto* counter = lost.numel() == 1 ? static_cast<unsigned long long*>(lost.data_ptr()) : nullptr;
-    for (const Work& work : works) launch_elastic(rule, work, counter, device, stream);
+    for_each_launch(job, counter, [device](const Launch& launch) {
+        if (!launch_outside(launch, device)) launch_inside(launch, device);
+    });
 }
 
 }  // namespace avgpipe

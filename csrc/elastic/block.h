@@ -1,5 +1,6 @@
-// What one launch on a CUDA device is told: the operands of many tensors, cut into chunks. Its bytes are the kernel's
-// only parameter, passed by value, so a launch needs no copy to the device and can be captured in a graph.
+// What one launch on a CUDA device is told: the operands of many tensors, cut into chunks. Its bytes are the
+// kernel's only parameter, passed by value, so a launch needs no copy to the device and can be captured in a
+// graph.
 #pragma once
 
 #include "elastic/work.h"
@@ -15,18 +16,19 @@ enum class Precision : int32_t {
 };
 
 constexpr int kThreads = 256;  // of a thread block
-// Elements of a chunk, the last one of a tensor excepted. A multiple of 16 bytes of every dtype, so that an aligned
-// tensor's chunks are aligned too.
+// Elements of a chunk, the last one of a tensor excepted. A multiple of 16 bytes of every dtype, so that an
+// aligned tensor's chunks are aligned too.
 constexpr int64_t kChunk = 4096;
 // Large enough for Adam over some 200 tensors. Parameters beyond 4 KiB need CUDA 12.1 and sm_70.
 constexpr int kBlockBytes = 16384;
 
-// Words of a tensor: its count; the chunks of the tensors up to and with it; then for each replica a word of flags (4
-// bits of DType for each slot, and above them kAlignedFlag in the first replica's) and a pointer for each operand that
-// the kernel uses, in the order of the slots.
+// Words of a tensor: its count; the chunks of the tensors up to and with it; then for each replica a word of
+// flags (4 bits of DType for each slot, and above them kAlignedFlag in the first replica's) and a pointer for
+// each operand that the kernel uses, in the order of the slots.
 constexpr int kTensorWords = 2;
 constexpr int kDTypeBits = 4;
-constexpr uint64_t kAlignedFlag = uint64_t{1} << 32;  // all pointers of all replicas are multiples of 16 bytes
+constexpr uint64_t kAlignedFlag = uint64_t{1}
+                                  << 32;  // all pointers of all replicas are multiples of 16 bytes
 
 constexpr AVGPIPE_HD int pointer_words(Kernel kernel) {
     int words = 0;
@@ -45,6 +47,25 @@ constexpr AVGPIPE_HD int pointer_index(Kernel kernel, Slot slot) {
 constexpr AVGPIPE_HD int64_t words_of_tensor(Kernel kernel, int64_t replicas) {
     return kTensorWords + replicas * (1 + pointer_words(kernel));
 }
+
+// Every kernel: X(name, Kernel, type of the arithmetic, whether operands' formats differ from it). In the
+// order of Kernel and Precision.
+#define AVGPIPE_PRECISIONS(X, name, kernel) \
+    X(name##_float, kernel, float, false)   \
+    X(name##_double, kernel, double, false) X(name##_mixed, kernel, float, true)
+#define AVGPIPE_CUDA_KERNELS(X)                           \
+    AVGPIPE_PRECISIONS(X, pull, kPull)                    \
+    AVGPIPE_PRECISIONS(X, step, kStep)                    \
+    AVGPIPE_PRECISIONS(X, easgd, kEasgd)                  \
+    AVGPIPE_PRECISIONS(X, apply, kApply)                  \
+    AVGPIPE_PRECISIONS(X, sgd, kSgd)                      \
+    AVGPIPE_PRECISIONS(X, momentum, kMomentum)            \
+    AVGPIPE_PRECISIONS(X, adam, kAdam)                    \
+    AVGPIPE_PRECISIONS(X, sgd_round, kSgdRound)           \
+    AVGPIPE_PRECISIONS(X, momentum_round, kMomentumRound) \
+    AVGPIPE_PRECISIONS(X, adam_round, kAdamRound)         \
+    AVGPIPE_PRECISIONS(X, copy, kCopy)                    \
+    X(copy_mixed_double, kCopy, double, true)
 
 struct BlockHead {
     Settings settings;  // needed where it points to values in device memory; else one of these holds:

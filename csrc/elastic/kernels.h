@@ -1,124 +1,35 @@
-// The CUDA kernels, for nvcc and for NVRTC: no header of the system or of CUDA. Every operand is read and written once,
-// 16 bytes at a time where the tensor's addresses allow it; one kernel serves a flat arena and lists of tensors.
+// The CUDA kernels, for nvcc and for NVRTC: no header of the system or of CUDA. Every operand is read and
+// written once, 16 bytes at a time where the tensor's addresses allow it; one kernel serves a flat arena and
+// lists of tensors.
 #pragma once
 
-#include "elastic/block.h"
+#include "elastic/access.h"
 
 namespace avgpipe {
-
-// Elements a thread moves at a time, so that the narrowest operand is one 16-byte access.
-template <class A, bool kMixed>
-constexpr int kGroup = kMixed ? 8 : static_cast<int>(16 / sizeof(A));
-
-template <class Stored, int kCount>
-struct alignas(16) Pack {
-    Stored values[kCount];
-};
-
-__device__ __forceinline__ void narrow(double value, float& stored) {
-    stored = static_cast<float>(value);
-}
-// Rounded twice, as torch does.
-template <class Stored>
-__device__ __forceinline__ void narrow(double value, Stored& stored) {
-    narrow(static_cast<float>(value), stored);
-}
-
-template <class Stored, int kCount, class A>
-__device__ __forceinline__ void load_as(const void* data, int64_t first, A (&values)[kCount]) {
-    const Stored* stored = static_cast<const Stored*>(data) + first;
-    if constexpr (kCount == 1) {
-        values[0] = static_cast<A>(widen(*stored));
-    } else {
-        const auto pack = *reinterpret_cast<const Pack<Stored, kCount>*>(stored);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) values[i] = static_cast<A>(widen(pack.values[i]));
-    }
-}
-
-template <class Stored, int kCount, class A>
-__device__ __forceinline__ void store_as(void* data, int64_t first, const A (&values)[kCount]) {
-    Stored* stored = static_cast<Stored*>(data) + first;
-    if constexpr (kCount == 1) {
-        narrow(values[0], *stored);
-    } else {
-        Pack<Stored, kCount> pack;
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) narrow(values[i], pack.values[i]);
-        *reinterpret_cast<Pack<Stored, kCount>*>(stored) = pack;
-    }
-}
-
-// A mixed kernel asks for the operand's format each time: all threads take the same branch, and memory is the limit.
-template <bool kMixed, int kCount, class A>
-__device__ __forceinline__ void load(const Operand& operand, int64_t first, A (&values)[kCount]) {
-    if constexpr (!kMixed) {
-        load_as<A>(operand.data, first, values);
-    } else if (operand.dtype == DType::kBFloat16) {
-        load_as<BFloat16>(operand.data, first, values);
-    } else if (operand.dtype == DType::kFloat16) {
-        load_as<Float16>(operand.data, first, values);
-    } else if (sizeof(A) == 8 && operand.dtype == DType::kFloat64) {
-        load_as<double>(operand.data, first, values);
-    } else {
-        load_as<float>(operand.data, first, values);
-    }
-}
-
-template <bool kMixed, int kCount, class A>
-__device__ __forceinline__ void store(const Operand& operand, int64_t first, const A (&values)[kCount]) {
-    if constexpr (!kMixed) {
-        store_as<A>(operand.data, first, values);
-    } else if (operand.dtype == DType::kBFloat16) {
-        store_as<BFloat16>(operand.data, first, values);
-    } else if (operand.dtype == DType::kFloat16) {
-        store_as<Float16>(operand.data, first, values);
-    } else if constexpr (sizeof(A) == 8) {
-        if (operand.dtype == DType::kFloat64) {
-            store_as<double>(operand.data, first, values);
-        } else {
-            store_as<float>(operand.data, first, values);
-        }
-    } else {
-        store_as<float>(operand.data, first, values);
-    }
-}
-
-// The values as they come back from the operand.
-template <bool kMixed, int kCount, class A>
-__device__ __forceinline__ void round_to(DType dtype, A (&values)[kCount]) {
-    if constexpr (kMixed) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            BFloat16 brain;
-            Float16 half;
-            narrow(values[i], brain);
-            narrow(values[i], half);
-            values[i] = dtype == DType::kBFloat16  ? static_cast<A>(widen(brain))
-                        : dtype == DType::kFloat16 ? static_cast<A>(widen(half))
-                                                   : values[i];
-        }
-    }
-}
 
 // A tensor's words in the block.
 template <Kernel kKernel>
 struct Entry {
+    static constexpr int kReplicaWords = 1 + pointer_words(kKernel);
     const LaunchBlock& block;
     int64_t base;
 
     __device__ __forceinline__ Entry(const LaunchBlock& block, int64_t tensor)
-        : block(block), base(tensor * words_of_tensor(kKernel, block.head.replicas)) {}
+        : block(block), base(tensor * (kTensorWords + int64_t{block.head.replicas} * kReplicaWords)) {}
 
     __device__ __forceinline__ int64_t count() const { return static_cast<int64_t>(block.words[base]); }
-    __device__ __forceinline__ int64_t end_chunk() const { return static_cast<int64_t>(block.words[base + 1]); }
-    __device__ __forceinline__ uint64_t flags(int replica) const {
-        return block.words[base + kTensorWords + replica * (1 + pointer_words(kKernel))];
+    __device__ __forceinline__ int64_t end_chunk() const {
+        return static_cast<int64_t>(block.words[base + 1]);
     }
-    __device__ __forceinline__ Operand operand(Slot slot, int replica) const {
-        const int64_t word = base + kTensorWords + replica * (1 + pointer_words(kKernel));
-        const uint64_t dtypes = block.words[word] >> (kDTypeBits * static_cast<int>(slot));
-        const uint64_t address = block.words[word + 1 + pointer_index(kKernel, slot)];
+    __device__ __forceinline__ uint64_t flags(int replica) const {
+        return block.words[base + kTensorWords + replica * kReplicaWords];
+    }
+    template <Slot kSlot>
+    __device__ __forceinline__ Operand operand(int replica) const {
+        constexpr int kIndex = pointer_index(kKernel, kSlot);
+        const int64_t word = base + kTensorWords + replica * kReplicaWords;
+        const uint64_t dtypes = block.words[word] >> (kDTypeBits * static_cast<int>(kSlot));
+        const uint64_t address = block.words[word + 1 + kIndex];
         return {reinterpret_cast<void*>(address), static_cast<DType>(dtypes & ((1u << kDTypeBits) - 1))};
     }
 };
@@ -141,7 +52,7 @@ __device__ __forceinline__ int find_tensor(const LaunchBlock& block, int64_t chu
 // What the elements need of their operands that is not in memory.
 template <class A>
 struct Constants {
-    Scalars<A> scalars;
+    const Scalars<A>& scalars;
     bool checks;  // count lost elements
 };
 
@@ -151,16 +62,26 @@ struct Operands {
     Operand slots[kSlots];
 
     __device__ __forceinline__ Operands(const Entry<kKernel>& entry, int replica) {
-#pragma unroll
-        for (int slot = 0; slot < kSlots; ++slot) {
-            if (uses(kKernel, static_cast<Slot>(slot)))
-                slots[slot] = entry.operand(static_cast<Slot>(slot), replica);
-        }
+        set<Slot::kX>(entry, replica);
+        set<Slot::kBefore>(entry, replica);
+        set<Slot::kZ>(entry, replica);
+        set<Slot::kUpdate>(entry, replica);
+        set<Slot::kGrad>(entry, replica);
+        set<Slot::kFirst>(entry, replica);
+        set<Slot::kSecond>(entry, replica);
     }
-    __device__ __forceinline__ const Operand& operator[](Slot slot) const { return slots[static_cast<int>(slot)]; }
+    template <Slot kSlot>
+    __device__ __forceinline__ void set(const Entry<kKernel>& entry, int replica) {
+        if constexpr (uses(kKernel, kSlot))
+            slots[static_cast<int>(kSlot)] = entry.template operand<kSlot>(replica);
+    }
+    __device__ __forceinline__ const Operand& operator[](Slot slot) const {
+        return slots[static_cast<int>(slot)];
+    }
 };
 
-// One pass over kCount elements from `first` of one replica; z stays with the caller. Returns how many were lost.
+// One pass over kCount elements from `first` of one replica; z stays with the caller. Returns how many were
+// lost.
 template <Kernel kKernel, bool kMixed, int kCount, class A>
 __device__ __forceinline__ int advance_group(const Operands<kKernel, kMixed>& operands, int64_t first,
                                              const Constants<A>& constants, A (&z)[kCount]) {
@@ -200,13 +121,13 @@ __device__ __forceinline__ int advance_group(const Operands<kKernel, kMixed>& op
     return lost;
 }
 
-// All replicas' passes over kCount elements: z is read and written once, and each x is pulled to it in a round. A
-// thread reads again only the x that it stored itself.
+// All replicas' passes over kCount elements: z is read and written once, and each x is pulled to it in a
+// round. A thread reads again only the x that it stored itself.
 template <Kernel kKernel, bool kMixed, int kCount, class A>
 __device__ __forceinline__ int advance_replicas(const Entry<kKernel>& entry, int64_t first,
                                                 const Constants<A>& constants) {
     const int replicas = entry.block.head.replicas;
-    const Operand reference = entry.operand(Slot::kZ, 0);
+    const Operand reference = entry.template operand<Slot::kZ>(0);
     A z[kCount];
     load<kMixed>(reference, first, z);
     int lost = 0;
@@ -220,7 +141,7 @@ __device__ __forceinline__ int advance_replicas(const Entry<kKernel>& entry, int
         round_to<kMixed>(reference.dtype, z);
 #pragma unroll 1
         for (int r = 0; r < replicas; ++r) {
-            const Operand weights = entry.operand(Slot::kX, r);
+            const Operand weights = entry.template operand<Slot::kX>(r);
             A x[kCount];
             load<kMixed>(weights, first, x);
 #pragma unroll
@@ -286,15 +207,16 @@ __device__ __forceinline__ void add_lost(int mine, unsigned long long* total) {
 template <Kernel kKernel, class A, bool kMixed>
 __device__ __forceinline__ void run_block(const LaunchBlock& block) {
     const Settings& settings = block.head.settings;
-    Constants<A> constants{host_scalars(block.head, A()), settings.check_finite};
-    if constexpr (optimizer_of(kKernel) != Optimizer::kNone) {
-        __shared__ Scalars<A> shared;
-        if (settings.step != nullptr || settings.grad_scale != nullptr || settings.found_inf != nullptr) {
-            if (threadIdx.x == 0) shared = device_scalars<kKernel, A>(settings);
-            __syncthreads();
-            constants.scalars = shared;
+    __shared__ Scalars<A> shared;
+    if (threadIdx.x == 0) {
+        shared = host_scalars(block.head, A());
+        if constexpr (optimizer_of(kKernel) != Optimizer::kNone) {
+            if (settings.step != nullptr || settings.grad_scale != nullptr || settings.found_inf != nullptr)
+                shared = device_scalars<kKernel, A>(settings);
         }
     }
+    __syncthreads();
+    const Constants<A> constants{shared, kKernel != Kernel::kCopy && settings.check_finite};
     constexpr int kCount = kGroup<A, kMixed>;
     int lost = 0;  // a thread's share of 2^31 lost elements is far beyond any memory
 #pragma unroll 1
@@ -309,14 +231,23 @@ __device__ __forceinline__ void run_block(const LaunchBlock& block) {
         lost += advance_range<kKernel, kMixed, kCount>(entry, begin, middle, constants);
         lost += advance_range<kKernel, kMixed, 1>(entry, middle, begin + count, constants);
     }
-    if (settings.check_finite) add_lost(lost, block.head.lost);
+    if (constants.checks) add_lost(lost, block.head.lost);
+}
+
+// Blocks that a multiprocessor holds at once: as many as leave the kernel the registers that it needs.
+constexpr AVGPIPE_HD int resident_blocks(Optimizer optimizer, bool is_double, bool is_mixed) {
+    if (optimizer == Optimizer::kNone) return is_mixed ? 3 : is_double ? 4 : 5;
+    if (is_mixed || is_double) return 2;
+    return optimizer == Optimizer::kAdam ? 3 : 4;
 }
 
 }  // namespace avgpipe
 
 // A kernel that can be found by its name.
-#define AVGPIPE_DEFINE_KERNEL(name, kernel, type, is_mixed)                                          \
-    extern "C" __global__ void __launch_bounds__(avgpipe::kThreads)                                  \
-        avgpipe_##name(const __grid_constant__ avgpipe::LaunchBlock block) {                         \
-        avgpipe::run_block<avgpipe::Kernel::kernel, type, is_mixed>(block);                          \
+#define AVGPIPE_DEFINE_KERNEL(name, kernel, type, is_mixed)                                         \
+    extern "C" __global__ void __launch_bounds__(                                                   \
+        avgpipe::kThreads, avgpipe::resident_blocks(avgpipe::optimizer_of(avgpipe::Kernel::kernel), \
+                                                    sizeof(type) == 8, is_mixed))                   \
+        avgpipe_##name(const __grid_constant__ avgpipe::LaunchBlock block) {                        \
+        avgpipe::run_block<avgpipe::Kernel::kernel, type, is_mixed>(block);                         \
     }

@@ -1,0 +1,29 @@
+// Turns a job into launches of CUDA kernels. Free of torch and of CUDA.
+#pragma once
+
+#include <functional>
+
+#include "elastic/block.h"
+
+namespace avgpipe {
+
+struct Launch {
+    int kernel;                // its place in AVGPIPE_CUDA_KERNELS
+    const LaunchBlock& block;  // the kernel's parameter; valid during the call that passes it on
+};
+
+// Passes on the launches that do the job, none for a job without elements. `lost`, in device memory, is what
+// the kernels add the number of lost elements to (see advance_checked); it may be null without check_finite.
+// Throws std::invalid_argument, before the first launch, if the replicas of a tensor do not fit into a block.
+void for_each_launch(const Job& job, unsigned long long* lost, const std::function<void(const Launch&)>& run);
+
+// A kernel's arguments of AVGPIPE_DEFINE_KERNEL, as text: "adam_mixed, kAdam, float, true".
+const char* kernel_definition(int kernel);
+int kernel_count();
+
+// Blocks of threads of a launch: several times what a device with `processors` multiprocessors holds at once,
+// so that the last ones to end leave little of it idle, yet each does its preparations for several chunks if
+// there are many.
+int64_t grid_size(int64_t chunks, int64_t processors);
+
+}  // namespace avgpipe
