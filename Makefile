@@ -7,13 +7,13 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test lint types unit native-test clean
+.PHONY: demo test lint types unit native-test sanitize clean
 
 demo: $(VENV)/installed
 	rm -rf runs/demo
 	$(BIN)/avgpipe train awd-lstm --preset tiny --stages 2 --pipelines 2 --micro-batches 4 --out runs/demo
 
-test: lint types native-test unit
+test: lint types native-test sanitize unit
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -26,6 +26,13 @@ types: $(VENV)/installed
 native-test: $(VENV)/installed
 	$(BIN)/cmake --build build/native
 	$(BIN)/ctest --test-dir build/native --output-on-failure
+
+# The C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize: $(VENV)/installed
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/cmake -S . -B build/sanitize -G Ninja -DAVGPIPE_CUDA=0 \
+	    -DAVGPIPE_SANITIZE=address,undefined
+	$(BIN)/cmake --build build/sanitize
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
 unit: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

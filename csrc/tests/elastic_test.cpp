@@ -1,151 +1,308 @@
-// The number formats against the compiler's own, and every CPU kernel against the formulas in double. Needs
-// no torch.
+// Every CPU kernel on every instruction set of this processor: near the formulas in double, and equal bit for
+// bit among instruction sets, however a range is cut. Needs no torch.
 #include <cmath>
-#include <cstdio>
-#include <cstring>
 #include <random>
 #include <vector>
 
+#include "check.h"
 #include "elastic/cpu.h"
 
 namespace {
 
 using namespace avgpipe;
+using namespace avgpipe::tests;
 
-int failures = 0;
+constexpr Kernel kKernels[] = {Kernel::kPull,          Kernel::kStep,     Kernel::kEasgd, Kernel::kApply,
+                               Kernel::kSgd,           Kernel::kMomentum, Kernel::kAdam,  Kernel::kSgdRound,
+                               Kernel::kMomentumRound, Kernel::kAdamRound};
 
-void expect(bool condition, const char* what, double seen, double wanted) {
-    if (condition || ++failures > 20) return;
-    std::fprintf(stderr, "%s: got %.9g, want %.9g\n", what, seen, wanted);
-}
-
-bool is_same(float a, float b) {
-    return (std::isnan(a) && std::isnan(b)) || bits_of(a) == bits_of(b);
-}
-
-void test_every_16_bit_pattern_survives() {
-    for (uint32_t bits = 0; bits < 65536; ++bits) {
-        const Float16 half{static_cast<uint16_t>(bits)};
-        const BFloat16 brain{static_cast<uint16_t>(bits)};
-        Float16 half_back{};
-        BFloat16 brain_back{};
-        narrow(widen(half), half_back);
-        narrow(widen(brain), brain_back);
-        expect(is_same(widen(half), widen(half_back)), "float16 round trip", widen(half_back), widen(half));
-        expect(is_same(widen(brain), widen(brain_back)), "bfloat16 round trip", widen(brain_back),
-               widen(brain));
-#ifdef __FLT16_MANT_DIG__
-        _Float16 native;
-        std::memcpy(&native, &half, sizeof native);
-        expect(is_same(widen(half), static_cast<float>(native)), "widen float16", widen(half), native);
+std::vector<CpuKernel> instruction_sets() {
+    std::vector<CpuKernel> sets{baseline::run};
+#ifdef AVGPIPE_X86_64
+    if (__builtin_cpu_supports("avx2")) sets.push_back(avx2::run);
+    if (cpu_kernel() == avx512::run) sets.push_back(avx512::run);
 #endif
-    }
+    return sets;
 }
 
-void test_narrow_rounds_to_nearest_even() {
-    for (uint64_t bits = 0; bits < (uint64_t{1} << 32); bits += 4093) {
-        const float value = float_of(static_cast<uint32_t>(bits));
-        Float16 half{};
-        BFloat16 brain{};
-        narrow(value, half);
-        narrow(value, brain);
-#ifdef __FLT16_MANT_DIG__
-        const float wanted = static_cast<float>(static_cast<_Float16>(value));
-        expect(is_same(widen(half), wanted), "narrow to float16", widen(half), wanted);
-#endif
-        // The two neighbours of value in bfloat16; the nearer one, or the even one of a tie.
-        const uint32_t low = static_cast<uint32_t>(bits) & 0xFFFF0000u;
-        const uint32_t rest = static_cast<uint32_t>(bits) & 0xFFFFu;
-        const bool up = rest > 0x8000u || (rest == 0x8000u && (low & 0x10000u) != 0);
-        if (!std::isnan(value)) {
-            const float nearest = float_of(up ? low + 0x10000u : low);
-            expect(is_same(widen(brain), nearest), "narrow to bfloat16", widen(brain), nearest);
-        }
-        expect(std::isnan(value) == std::isnan(widen(brain)), "NaN in bfloat16", widen(brain), value);
-    }
+constexpr bool is_shared(Kernel kernel) {
+    return kernel == Kernel::kApply || is_round(kernel);
 }
 
-// An array of any format with double values in front.
-struct Array {
-    std::vector<unsigned char> bytes;
-    DType dtype;
-
-    Array(DType kind, int64_t count, std::mt19937& random) : bytes(count * size_of(kind)), dtype(kind) {
-        std::normal_distribution<float> normal;
-        for (int64_t i = 0; i < count; ++i) set(i, normal(random));
-    }
-
-    void set(int64_t i, float value) {
-        if (dtype == DType::kFloat32) std::memcpy(&bytes[i * 4], &value, 4);
-        if (dtype == DType::kFloat64) {
-            const double wide = value;
-            std::memcpy(&bytes[i * 8], &wide, 8);
-        }
-        BFloat16 brain{};
-        Float16 half{};
-        narrow(value, brain);
-        narrow(value, half);
-        if (dtype == DType::kBFloat16) std::memcpy(&bytes[i * 2], &brain, 2);
-        if (dtype == DType::kFloat16) std::memcpy(&bytes[i * 2], &half, 2);
-    }
-
-    double get(int64_t i) const {
-        uint16_t bits = 0;
-        float single = 0;
-        double wide = 0;
-        if (size_of(dtype) == 2) std::memcpy(&bits, &bytes[i * 2], 2);
-        if (size_of(dtype) == 4) std::memcpy(&single, &bytes[i * 4], 4);
-        if (size_of(dtype) == 8) std::memcpy(&wide, &bytes[i * 8], 8);
-        if (dtype == DType::kBFloat16) return widen(BFloat16{bits});
-        if (dtype == DType::kFloat16) return widen(Float16{bits});
-        return size_of(dtype) == 4 ? single : wide;
-    }
-
-    double epsilon() const {
-        return dtype == DType::kFloat64    ? 0x1p-50
-               : dtype == DType::kFloat32  ? 0x1p-21
-               : dtype == DType::kBFloat16 ? 0x1p-8
-                                           : 0x1p-11;
-    }
-
-    Operand operand() { return {bytes.data(), dtype}; }
+// Formats of x, of z, and of the others.
+struct Formats {
+    DType x, z, others;
 };
 
-void expect_near(const Array& array, int64_t i, double wanted, const char* what) {
-    const double bound = array.epsilon() * (1 + std::fabs(wanted)) + 0x1p-20;
+// The operands of a call on one tensor.
+struct Call {
+    Kernel kernel;
+    Settings settings;
+    int64_t replicas;
+    std::vector<std::vector<Array>> arrays;  // by replica and slot; replicas that share z use the first one's
+
+    Call(Kernel which, const Settings& told, int64_t count, Formats formats, int64_t several, unsigned seed)
+        : kernel(which), settings(told), replicas(several) {
+        std::mt19937 random(seed);
+        std::normal_distribution<double> normal;
+        for (int64_t r = 0; r < replicas; ++r) {
+            arrays.emplace_back();
+            for (int slot = 0; slot < kSlots; ++slot) {
+                const bool is_x = static_cast<Slot>(slot) == Slot::kX;
+                const bool is_z = static_cast<Slot>(slot) == Slot::kZ;
+                arrays[r].emplace_back(is_x ? formats.x : is_z ? formats.z : formats.others, count);
+                for (int64_t i = 0; i < count; ++i) {
+                    const double value = normal(random);
+                    const bool is_square = static_cast<Slot>(slot) == Slot::kSecond;
+                    arrays[r][slot].set(i, is_square ? 0.1 + std::fabs(value) : value);
+                }
+            }
+        }
+    }
+
+    Array& at(int64_t r, Slot slot) {
+        return arrays[slot == Slot::kZ && is_shared(kernel) ? 0 : r][static_cast<int>(slot)];
+    }
+    const Array& at(int64_t r, Slot slot) const { return const_cast<Call*>(this)->at(r, slot); }
+
+    // Runs it piece by piece, from cut to cut; returns the lost elements.
+    int64_t run(CpuKernel kernel_of_set, const std::vector<int64_t>& cuts, bool streams) {
+        std::vector<Work> works(replicas);
+        for (int64_t r = 0; r < replicas; ++r) {
+            works[r].count = at(0, Slot::kX).count();
+            for (int slot = 0; slot < kSlots; ++slot) {
+                const auto which = static_cast<Slot>(slot);
+                if (uses(kernel, which)) works[r][which] = at(r, which).operand();
+            }
+        }
+        const Job job{kernel, settings, works.data(), 1, replicas, streams};
+        int64_t lost = 0;
+        for (size_t c = 0; c + 1 < cuts.size(); ++c) lost += kernel_of_set(job, 0, cuts[c], cuts[c + 1]);
+        return lost;
+    }
+
+    bool operator==(const Call& other) const { return arrays == other.arrays; }
+};
+
+// ---- the formulas
+// -----------------------------------------------------------------------------------------------------
+
+struct Row {
+    double x, before, update, grad, first, second;
+};
+
+// The optimizer's step as torch documents it.
+void optimize(Kernel kernel, const Settings& s, Row& r) {
+    if (s.skips) return;
+    double g = (s.maximizes ? -1 : 1) * r.grad * s.unscale;
+    if (optimizer_of(kernel) == Optimizer::kAdam) {
+        if (!s.is_decoupled) g += s.weight_decay * r.x;
+        if (s.is_decoupled) r.x -= s.lr * s.weight_decay * r.x;
+        r.first = s.beta1 * r.first + (1 - s.beta1) * g;
+        r.second = s.beta2 * r.second + (1 - s.beta2) * g * g;
+        const double first = r.first / (1 - std::pow(s.beta1, s.step_count));
+        const double second = r.second / (1 - std::pow(s.beta2, s.step_count));
+        r.x -= s.lr * first / (std::sqrt(second) + s.eps);
+        return;
+    }
+    g += s.weight_decay * r.x;
+    if (optimizer_of(kernel) == Optimizer::kMomentum) {
+        r.first = s.is_first ? g : s.beta1 * r.first + (1 - s.dampening) * g;
+        g = s.is_nesterov ? g + s.beta1 * r.first : r.first;
+    }
+    r.x -= s.lr * g;
+}
+
+void follow(Kernel kernel, const Settings& s, Row& r, double& z) {
+    const double before = kernel == Kernel::kStep ? r.before : r.x;
+    if (optimizer_of(kernel) != Optimizer::kNone) optimize(kernel, s, r);
+    const double old_update = s.accumulates ? r.update : 0;
+    if (kernel == Kernel::kPull) {
+        r.x += s.alpha * (z - r.x);
+    } else if (kernel == Kernel::kApply) {
+        z += s.scale * r.update;
+        r.update = s.zeroes ? 0 : r.update;
+    } else if (is_round(kernel)) {
+        z += s.scale * (r.x - before);
+    } else if (kernel == Kernel::kEasgd || s.is_easgd) {
+        const double pulled = s.alpha * (r.x - z);
+        r.x -= pulled;
+        r.update = old_update + pulled;
+    } else {
+        r.update = old_update + (r.x - before);
+        r.x += s.alpha * (z - (s.lags ? before : r.x));
+    }
+}
+
+void expect_near(const Array& array, int64_t i, double wanted, double arithmetic, const char* what) {
+    const double bound = (array.epsilon() + 64 * arithmetic) * (1 + std::fabs(wanted));
     expect(std::fabs(array.get(i) - wanted) <= bound, what, array.get(i), wanted);
 }
 
-void test_kernel(CpuKernel kernel, Rule rule, DType first, DType others, int64_t count) {
-    std::mt19937 random(7);
-    Array x(first, count, random), x_before(others, count, random), z(others, count, random),
-        update(others, count, random);
-    const Array x0 = x, z0 = z, update0 = update;
-    Work work{x.operand(), x_before.operand(), z.operand(), update.operand(), count, 0.25, true};
-    const int64_t cut = count / 3;  // as two threads would share it
-    const int64_t lost = kernel(rule, work, 0, cut) + kernel(rule, work, cut, count);
-    expect(lost == 0, "lost", static_cast<double>(lost), 0);
-    for (int64_t i = 0; i < count; ++i) {
-        const double xi = x0.get(i), bi = x_before.get(i), zi = z0.get(i), ui = update0.get(i);
-        if (rule == Rule::kPull) expect_near(x, i, xi + 0.25 * (zi - xi), "pull");
-        if (rule == Rule::kStep) expect_near(x, i, xi + 0.25 * (zi - xi), "step");
-        if (rule == Rule::kStaleStep) expect_near(x, i, xi + 0.25 * (zi - bi), "stale step");
-        if (rule == Rule::kStep || rule == Rule::kStaleStep)
-            expect_near(update, i, ui + xi - bi, "step's update");
-        if (rule == Rule::kEasgd) expect_near(x, i, xi - 0.25 * (xi - zi), "easgd");
-        if (rule == Rule::kEasgd) expect_near(update, i, ui + 0.25 * (xi - zi), "easgd's update");
-        if (rule == Rule::kApply) expect_near(z, i, zi + 0.25 * ui, "apply");
-        if (rule == Rule::kApply) expect(update.get(i) == 0, "apply's update", update.get(i), 0);
+void expect_formula(const Call& before, const Call& after) {
+    const Kernel kernel = before.kernel;
+    const double arithmetic = before.at(0, Slot::kZ).dtype() == DType::kFloat64 ? 0x1p-52 : 0x1p-23;
+    for (int64_t i = 0; i < before.at(0, Slot::kX).count(); ++i) {
+        double z = before.at(0, Slot::kZ).get(i);
+        std::vector<Row> rows;
+        for (int64_t r = 0; r < before.replicas; ++r) {
+            const auto get = [&](Slot slot) { return before.at(r, slot).get(i); };
+            rows.push_back({get(Slot::kX), get(Slot::kBefore), get(Slot::kUpdate), get(Slot::kGrad),
+                            get(Slot::kFirst), get(Slot::kSecond)});
+            follow(kernel, before.settings, rows.back(), z);
+        }
+        expect_near(after.at(0, Slot::kZ), i, z, arithmetic, "z");
+        for (int64_t r = 0; r < before.replicas; ++r) {
+            Row& row = rows[r];
+            if (is_round(kernel)) row.x += before.settings.alpha * (z - row.x);
+            expect_near(after.at(r, Slot::kX), i, row.x, arithmetic, "x");
+            expect_near(after.at(r, Slot::kUpdate), i, row.update, arithmetic, "update");
+            expect_near(after.at(r, Slot::kFirst), i, row.first, arithmetic, "first");
+            expect_near(after.at(r, Slot::kSecond), i, row.second, arithmetic, "second");
+        }
     }
 }
 
-void test_kernels(CpuKernel kernel) {
-    const DType pairs[][2] = {{DType::kFloat32, DType::kFloat32},   {DType::kFloat64, DType::kFloat64},
-                              {DType::kBFloat16, DType::kBFloat16}, {DType::kBFloat16, DType::kFloat32},
-                              {DType::kFloat16, DType::kFloat16},   {DType::kFloat16, DType::kFloat32}};
-    for (const Rule rule : {Rule::kPull, Rule::kStep, Rule::kStaleStep, Rule::kEasgd, Rule::kApply}) {
-        for (const auto& [first, others] : pairs) {
-            for (const int64_t count : {0, 1, 31, 512, 1999}) test_kernel(kernel, rule, first, others, count);
+// Only what the kernel writes has changed, and nothing beside it.
+void expect_untouched(const Call& before, const Call& after) {
+    for (int64_t r = 0; r < before.replicas; ++r) {
+        for (int slot = 0; slot < kSlots; ++slot) {
+            const bool is_written = writes(before.kernel, static_cast<Slot>(slot));
+            const Array& array = after.arrays[r][slot];
+            expect(array.has_margins(), "bytes beside an operand", slot, 0);
+            expect(is_written || array == before.arrays[r][slot], "an operand that is only read", slot, 0);
+        }
+    }
+}
+
+// ---- tests
+// ------------------------------------------------------------------------------------------------------------
+
+// All instruction sets, whole and cut, streaming or not, do the same.
+void expect_equal_everywhere(const Call& before, const Call& after, int64_t lost) {
+    const int64_t count = before.at(0, Slot::kX).count();
+    for (const CpuKernel set : instruction_sets()) {
+        for (const bool streams : {false, true}) {
+            for (const auto& cuts : std::vector<std::vector<int64_t>>{
+                     {0, count}, {0, count / 3, count / 3, count / 3 + (count > 0 ? 1 : 0), count}}) {
+                Call again = before;
+                const int64_t again_lost = again.run(set, cuts, streams);
+                expect(again_lost == lost, "lost", static_cast<double>(again_lost),
+                       static_cast<double>(lost));
+                expect(again == after, "equal bit for bit; kernel", static_cast<double>(before.kernel), 0);
+            }
+        }
+    }
+}
+
+void test(Kernel kernel, const Settings& settings, int64_t count, Formats formats, int64_t replicas) {
+    const Call before(kernel, settings, count, formats, replicas, 7);
+    Call after = before;
+    const int64_t lost = after.run(baseline::run, {0, count}, false);
+    expect(lost == 0, "lost", static_cast<double>(lost), 0);
+    expect_formula(before, after);
+    expect_untouched(before, after);
+    expect_equal_everywhere(before, after, lost);
+}
+
+Settings usual() {
+    Settings s;
+    s.alpha = 0.25;
+    s.scale = 0.5;
+    s.lr = 0.125;
+    s.weight_decay = 0.01;
+    s.beta1 = 0.9;
+    s.beta2 = 0.99;
+    s.eps = 1e-8;
+    s.dampening = 0.1;
+    s.step_count = 3;
+    s.unscale = 0.5;
+    return s;
+}
+
+// The usual settings, and with each flag set.
+std::vector<Settings> all_settings() {
+    std::vector<Settings> all(10, usual());
+    all[1].lags = true;
+    all[2].is_easgd = true;
+    all[3].accumulates = false;
+    all[4].zeroes = false;
+    all[5].check_finite = true;
+    all[6].is_decoupled = true;
+    all[7].is_nesterov = all[7].maximizes = true;
+    all[8].is_first = all[8].is_nesterov = true;
+    all[9].skips = all[9].check_finite = true;
+    return all;
+}
+
+constexpr Formats kFormats[] = {
+    {DType::kFloat32, DType::kFloat32, DType::kFloat32},
+    {DType::kFloat64, DType::kFloat64, DType::kFloat64},
+    {DType::kBFloat16, DType::kBFloat16, DType::kBFloat16},
+    {DType::kFloat16, DType::kFloat16, DType::kFloat16},
+    {DType::kBFloat16, DType::kFloat32, DType::kFloat32},
+    {DType::kFloat16, DType::kFloat32, DType::kFloat16},
+    {DType::kBFloat16, DType::kBFloat16, DType::kFloat32},
+};
+
+void test_every_kernel() {
+    for (const Kernel kernel : kKernels) {
+        const int64_t replicas = is_shared(kernel) ? 3 : 1;
+        for (const Settings& settings : all_settings()) test(kernel, settings, 1031, kFormats[0], replicas);
+        for (const Formats& formats : kFormats) {
+            for (const int64_t count : {0, 1, 31, 512, 1031}) test(kernel, usual(), count, formats, replicas);
+            Settings overwriting = usual();
+            overwriting.accumulates = overwriting.zeroes = false;
+            overwriting.check_finite = true;
+            test(kernel, overwriting, 1031, formats, replicas);
+        }
+    }
+}
+
+// Replicas in ones and fours, and pieces longer than a round's tile.
+void test_replicas() {
+    for (const Kernel kernel : {Kernel::kApply, Kernel::kSgdRound, Kernel::kAdamRound}) {
+        for (const int64_t replicas : {1, 2, 4, 5, 9}) test(kernel, usual(), 700, kFormats[0], replicas);
+        for (const Formats& formats : kFormats) test(kernel, usual(), 17001, formats, 2);
+    }
+}
+
+// Values that are not finite count alike everywhere, and z stays finite.
+void test_lost_elements() {
+    const double bad[] = {INFINITY, -INFINITY, NAN, 3e38, -3e38, 1e-40, 6e4};
+    for (const Kernel kernel : kKernels) {
+        for (const Formats& formats : kFormats) {
+            Settings settings = usual();
+            settings.check_finite = true;
+            Call before(kernel, settings, 1031, formats, is_shared(kernel) ? 3 : 1, 11);
+            for (int64_t i = 0; i < 1031; i += 5) {
+                const auto slot = static_cast<Slot>(i % kSlots);
+                const bool keeps_z = slot == Slot::kZ || slot == Slot::kSecond;
+                if (!keeps_z) before.at(i % before.replicas, slot).set(i, bad[i / kSlots % 7]);
+            }
+            Call after = before;
+            const int64_t lost = after.run(baseline::run, {0, 1031}, false);
+            expect(lost > 0, "lost", static_cast<double>(lost), 1);
+            for (int64_t i = 0; i < 1031; ++i)
+                expect(std::isfinite(after.at(0, Slot::kZ).get(i)), "z", after.at(0, Slot::kZ).get(i), 0);
+            expect_equal_everywhere(before, after, lost);
+        }
+    }
+}
+
+void test_copies() {
+    for (const DType from : kDTypes) {
+        for (const DType to : kDTypes) {
+            for (const int64_t count : {0, 1, 31, 512, 1031}) {
+                const Call before(Kernel::kCopy, {}, count, {to, to, from}, 1, 5);
+                Call after = before;
+                after.run(baseline::run, {0, count}, false);
+                Array wanted = before.at(0, Slot::kX);
+                for (int64_t i = 0; i < count; ++i) wanted.set(i, before.at(0, Slot::kBefore).get(i));
+                expect(after.at(0, Slot::kX) == wanted, "copy of format", static_cast<double>(from), 0);
+                expect_untouched(before, after);
+                expect_equal_everywhere(before, after, 0);
+            }
         }
     }
 }
@@ -153,13 +310,9 @@ void test_kernels(CpuKernel kernel) {
 }  // namespace
 
 int main() {
-    test_every_16_bit_pattern_survives();
-    test_narrow_rounds_to_nearest_even();
-    test_kernels(baseline::run);
-    test_kernels(cpu_kernel());
-#ifdef AVGPIPE_X86_64
-    if (__builtin_cpu_supports("avx2")) test_kernels(avx2::run);
-#endif
-    if (failures == 0) std::puts("ok");
-    return failures == 0 ? 0 : 1;
+    test_every_kernel();
+    test_replicas();
+    test_lost_elements();
+    test_copies();
+    return report();
 }
