@@ -50,8 +50,29 @@ std::string dtype_name(ScalarType dtype) {
     }
 }
 
+std::optional<DType> float_dtype(ScalarType dtype) {
+    switch (dtype) {
+        case ScalarType::Float:
+            return DType::kFloat32;
+        case ScalarType::Double:
+            return DType::kFloat64;
+        case ScalarType::BFloat16:
+            return DType::kBFloat16;
+        case ScalarType::Half:
+            return DType::kFloat16;
+        default:
+            return std::nullopt;
+    }
+}
+
+[[noreturn]] void refuse_dtype(const CallSite& site, const std::string& name, ScalarType dtype) {
+    refuse(site,
+           text(name, " has dtype ", dtype_name(dtype), "; pass float32, float64, bfloat16 or float16"));
+}
+
 DType checked_dtype(const CallSite& site, const Seen& seen) {
-    return checked_float(site, name_of(site, seen), seen.view.dtype);
+    if (const auto dtype = float_dtype(seen.view.dtype)) return *dtype;
+    refuse_dtype(site, name_of(site, seen), seen.view.dtype);
 }
 
 bool may_mix(DType first, DType other, Mixing mixing) {
@@ -82,8 +103,19 @@ void check_devices(const CallSite& site, const Seen& first, const Seen& other) {
                       "; move all tensors to one device"));
 }
 
+bool is_contiguous(const View& view) {
+    int64_t expected = 1;
+    for (int64_t d = view.dim - 1; d >= 0; --d) {
+        if (view.sizes[d] == 1) continue;
+        if (view.strides[d] != expected) return false;
+        expected *= view.sizes[d];
+    }
+    return true;
+}
+
 // Whether the tensor fills its memory exactly, in whatever order of dimensions.
 bool is_dense(const View& view) {
+    if (is_contiguous(view)) return true;            // as most are
     std::vector<std::pair<int64_t, int64_t>> steps;  // (stride, size) of the dimensions that are walked
     for (int64_t d = 0; d < view.dim; ++d) {
         if (view.sizes[d] != 1) steps.emplace_back(view.strides[d], view.sizes[d]);
@@ -270,20 +302,9 @@ Option checked_option(const CallSite& site, const char* name, const Tensor& opti
     return {view, is_double ? *static_cast<const double*>(view.data) : *static_cast<const float*>(view.data)};
 }
 
-DType checked_float(const CallSite& site, const std::string& name, ScalarType dtype) {
-    switch (dtype) {
-        case ScalarType::Float:
-            return DType::kFloat32;
-        case ScalarType::Double:
-            return DType::kFloat64;
-        case ScalarType::BFloat16:
-            return DType::kBFloat16;
-        case ScalarType::Half:
-            return DType::kFloat16;
-        default:
-            refuse(site, text(name, " has dtype ", dtype_name(dtype),
-                              "; pass float32, float64, bfloat16 or float16"));
-    }
+DType checked_float(const CallSite& site, const char* name, ScalarType dtype) {
+    if (const auto known = float_dtype(dtype)) return *known;
+    refuse_dtype(site, name, dtype);
 }
 
 void check_finite_number(const CallSite& site, const char* name, double value) {

@@ -52,7 +52,7 @@ struct Option {
 Option checked_option(const CallSite& site, const char* name, const Tensor& option, const View& first,
                       bool may_be_double, bool may_be_on_cpu);
 
-DType checked_float(const CallSite& site, const std::string& name, ScalarType dtype);
+DType checked_float(const CallSite& site, const char* name, ScalarType dtype);
 void check_finite_number(const CallSite& site, const char* name, double value);
 
 [[noreturn]] void refuse(const CallSite& site, const std::string& message);
