@@ -151,3 +151,25 @@ def test_reference_apply_leaves_out_only_what_is_not_finite_of_several_updates()
     assert avgpipe_ext.reference_apply_(z, updates, 0.5, zero=False, check_finite=True).item() == 2
     assert z.tolist() == [2.0, 3.0, 4.5]
     assert updates[0][0].item() == 1.0
+
+
+# The sum of several updates is made in float32, which could hold what z cannot.
+MOST = torch.finfo(torch.float16).max
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_float16_reference_stays_finite_where_a_sum_of_updates_overflows(replicas):
+    z = torch.tensor([MOST, 1.0], dtype=torch.float16)
+    updates = [torch.tensor([MOST / 2, 1.0], dtype=torch.float16) for _ in range(replicas)]
+    assert avgpipe_ext.reference_apply_(z, updates, 1.0, check_finite=True).item() == replicas
+    assert z.tolist() == [MOST, 1.0 + replicas]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_float16_reference_stays_finite_where_a_round_overflows(replicas):
+    z = torch.tensor([MOST, 1.0], dtype=torch.float16)
+    xs = [torch.zeros(2, dtype=torch.float16) for _ in range(replicas)]
+    grads = [torch.tensor([-MOST, -2.0]) for _ in range(replicas)]
+    lost = avgpipe_ext.elastic_round_(xs, grads, [], z, 0.0, optimizer="sgd", lr=1.0, check_finite=True)
+    assert lost.item() == replicas
+    assert z.tolist() == [MOST, 3.0]
