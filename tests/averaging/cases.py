@@ -23,10 +23,12 @@ def set_gradients(params, replica, step):
 class Crew:
     """N replicas in one process and their reference."""
 
-    def __init__(self, n, inner=emulation.Momentum, dtype=torch.float64, **options):
+    def __init__(self, n, inner=emulation.Momentum, dtype=torch.float64, fused=None, **options):
         self.x = [weights(dtype) for _ in range(n)]
         self.reference = Reference(weights(dtype), n, **options)
-        self.opts = [ElasticAveraging(inner.torch(x), self.reference, i) for i, x in enumerate(self.x)]
+        self.opts = [
+            ElasticAveraging(inner.torch(x), self.reference, i, fused=fused) for i, x in enumerate(self.x)
+        ]
         self.t = 0
 
     def step_one(self, i, t=None):

@@ -8,9 +8,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from avgpipe.averaging.fused import FusedStep
 from avgpipe.averaging.matching import holds, optimized, replica_tensors
+from avgpipe.averaging.places import Unfusable
 from avgpipe.averaging.reference import Reference
-from avgpipe.averaging.rounds import GroupRounds
+from avgpipe.averaging.rounds import Force, GroupRounds
 
 EXTRA_KEY = "elastic"
 
@@ -27,6 +29,13 @@ class ElasticAveraging(torch.optim.Optimizer):
         inner optimizer holds, which must then be in that order. Needed when groups change it, when the
         optimizer holds only some of the trainable parameters, and when the reference is over flat
         buffers of which the optimizer's parameters are views.
+    fused: whether the step of torch.optim.SGD, Adam or AdamW and the averaging are one pass over memory, which
+        rounds otherwise than two but changes nothing else; state_dict is the same. None: where possible, decided
+        at every step (not with period > 1, amsgrad, differentiable, settings on an accelerator, sparse or
+        complex tensors, post-step hooks of the inner optimizer, or N = 1 without elasticity). True: the same, but
+        ValueError here with the reason if no step could be. False: never. A fused pass reads gradients that
+        GradScaler has scaled as they are, and leaves them so; pre-step hooks may change gradients, and what
+        they do to weights counts as done before the round. It ignores the inner optimizer's ``foreach``.
 
     With replicas in one process and staleness 0 or 1, step them in turn, in any order: RuntimeError for one
     that needs an update that is not there yet (``ready`` tells). With a group, a step waits for the others.
@@ -39,6 +48,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         replica: int | None = None,
         *,
         parameters: Iterable[torch.Tensor] | None = None,
+        fused: bool | None = None,
     ) -> None:
         if not isinstance(inner_optimizer, torch.optim.Optimizer) or isinstance(
             inner_optimizer, ElasticAveraging
@@ -53,6 +63,9 @@ class ElasticAveraging(torch.optim.Optimizer):
         self.inner, self.reference, self.replica = inner_optimizer, reference, replica
         tensors = replica_tensors(inner_optimizer, reference, parameters)
         self._replica = reference.attach(replica, tensors)
+        self._fused = None if fused is False else FusedStep(inner_optimizer, self._replica, reference.z)
+        if fused is True:
+            self._check_fused(reference, replica)
         self._local_steps = 0
         self._position = 0  # local steps done in the current period
         # The base class's __init__ would build groups and state of its own; this sets up only its hooks.
@@ -118,37 +131,92 @@ class ElasticAveraging(torch.optim.Optimizer):
                 "the model holds the reference's weights: leave reference.applied_to before stepping"
             )
         rounds.check(self.replica, self._finishes)
-        if self._position == 0 and self._replica.remembers:
-            self._replica.begin()
-        result = self._inner_step(closure)
+        args = () if closure is None else (closure,)
+        if self._fused is not None and self._can_fuse(self._fused):
+            return self._fused_step(self._fused, *args)
+        result = self._plain_step(lambda: self.inner.step(*args))
+        self._end_step()
+        return result
+
+    def _end_step(self, force: Force | None = None) -> None:
         self._local_steps += 1
         self._position += 1
         if self._position == self.reference.elasticity.period:
             self._position = 0
-            rounds.arrive(self.replica)
-        return result
+            self.reference.rounds.arrive(self.replica, force)
 
-    def _inner_step(self, closure: Callable[[], Any] | None) -> Any:
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)  # set by GradScaler during its step
+    @property
+    def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What GradScaler sets during its step: the scale (None: unscaled already), and whether to skip."""
+        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+
+    def _plain_step(self, step: Callable[[], Any]) -> Any:
+        """``step`` is the inner optimizer's."""
+        if self._position == 0 and self._replica.remembers:
+            self._replica.begin()
+        scale, found_inf = self._scaling
         if found_inf is None:
-            return self.inner.step() if closure is None else self.inner.step(closure)
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)  # None: unscaled already
+            return step()
         if getattr(self.inner, "_step_supports_amp_scaling", False):
-            return self._fused_step(scale, found_inf)
+            return self._scaled_step(step, scale, found_inf)
         if bool(found_inf):
             return None
         if scale is not None:
             _unscale(self.inner, scale)
-        return self.inner.step()
+        return step()
 
-    def _fused_step(self, scale: torch.Tensor | None, found_inf: torch.Tensor) -> Any:
+    def _scaled_step(
+        self, step: Callable[[], Any], scale: torch.Tensor | None, found_inf: torch.Tensor
+    ) -> Any:
         """The inner optimizer unscales and skips by itself, without waiting for the device."""
         inner: Any = self.inner
         inner.grad_scale, inner.found_inf = scale, found_inf
         try:
-            return inner.step()
+            return step()
         finally:
             del inner.grad_scale, inner.found_inf
+
+    def _can_fuse(self, fused: FusedStep) -> bool:
+        try:
+            fused.check()
+        except Unfusable:
+            return False
+        return True
+
+    def _check_fused(self, reference: Reference, replica: int) -> None:
+        assert self._fused is not None
+        try:
+            self._fused.check()
+        except Unfusable as reason:
+            reference.release(replica)
+            raise ValueError(
+                f"fused=True, but steps cannot be fused: {reason}; pass fused=None to fuse where possible"
+            ) from None
+
+    def _fused_step(self, fused: FusedStep, *args: Any) -> Any:
+        """The inner optimizer's step, with its hooks, and the averaging together."""
+        scale, found_inf = self._scaling
+        skips = fused.skips(found_inf)
+
+        def step(inner: Any, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            try:
+                force = fused.prepare(scale, found_inf, skips)
+            except Unfusable:  # of gradients, and hooks have run already: the class's step without them
+                self._plain_step(lambda: type(inner).step.__wrapped__(inner))
+                force = None
+            self._end_step(force)
+            return loss
+
+        inner: Any = self.inner
+        if skips and not getattr(inner, "_step_supports_amp_scaling", False):
+            return step(inner)  # as if the inner optimizer's step was not called
+        if "step" in vars(inner):
+            inner._opt_called = True  # for the learning-rate scheduler that has wrapped it
+        return torch.optim.Optimizer.profile_hook_step(step)(inner, *args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)

@@ -14,7 +14,7 @@ from avgpipe.averaging.centre import Centre
 from avgpipe.averaging.elasticity import Elasticity
 from avgpipe.averaging.replica import Replica
 from avgpipe.averaging.rounds import GroupRounds, Rounds
-from avgpipe.weights import Layout
+from avgpipe.weights import Buffers, Layout
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # what the operators know
@@ -101,6 +101,11 @@ class Reference:
     @property
     def outer(self) -> torch.optim.Optimizer | None:
         return self._centre.outer
+
+    @property
+    def z(self) -> Buffers:
+        """The weights that take part in the averaging, in flat buffers."""
+        return self._centre.z
 
     def attach(self, replica: int, tensors: list[torch.Tensor]) -> Replica:
         """Make ``tensors`` (one for each of ``averaged``) replica ``replica``; done by ElasticAveraging."""

@@ -1,0 +1,430 @@
+"""One pass for the optimizer's step and the averaging does what the step and then the averaging do.
+
+That the rules themselves are right is tested against an emulation in test_rules, which runs fused, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import avgpipe_ext
+from avgpipe import ElasticAveraging, Reference
+from avgpipe.weights import Arena
+from tests.averaging.models import batch, loss_of, model
+
+OPERATORS = [
+    "elastic_sgd_",
+    "elastic_adamw_",
+    "elastic_step_",
+    "easgd_step_",
+    "elastic_pull_",
+    "reference_apply_",
+]
+MAKE = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, maximize=True),
+    "adamw": lambda p: torch.optim.AdamW(
+        p, lr=torch.tensor(0.01, dtype=torch.float64), betas=(0.8, 0.95), eps=1e-6
+    ),
+    "adam-fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+}
+
+
+class Run:
+    """Replicas of a small model, whose parameters are separate or views of an arena."""
+
+    def __init__(self, make, fused, n=2, arena=False, dtype=torch.float64, **options):
+        self.models = [model().to(dtype) for _ in range(n)]
+        self.arenas = [Arena(m.parameters()) for m in self.models] if arena else [None] * n
+        self.reference = Reference(self.tensors(0), n, **options)
+        self.opts = [
+            ElasticAveraging(
+                make(list(m.parameters())), self.reference, i, parameters=self.tensors(i), fused=fused
+            )
+            for i, m in enumerate(self.models)
+        ]
+        self.t = 0
+
+    def tensors(self, i):
+        return self.arenas[i].weights if self.arenas[i] else list(self.models[i].parameters())
+
+    def backward(self, i, without=()):
+        m, arena = self.models[i], self.arenas[i]
+        if arena:
+            arena.zero_grads()
+        else:
+            self.opts[i].zero_grad()
+        x = batch(i, self.t).to(next(m.parameters()).dtype)
+        (m(x) - x[:, :2]).square().mean().backward()
+        for n in without:
+            list(m.parameters())[n].grad = None
+
+    def step(self, without=()):
+        for i, opt in enumerate(self.opts):
+            self.backward(i, without if i == 0 else ())
+            opt.step()
+        self.t += 1
+
+    def values(self):
+        return [
+            [t.detach().clone() for t in ts]
+            for ts in (self.reference.parameters, *map(self.tensors, range(len(self.opts))))
+        ]
+
+
+def assert_close(mine, theirs, bound=1e-11):
+    for ps, qs in zip(mine, theirs, strict=True):
+        for p, q in zip(ps, qs, strict=True):
+            torch.testing.assert_close(p, q, rtol=bound, atol=bound)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the operators called."""
+    names = []
+
+    def counted(name, own):
+        def call(*args, **options):
+            names.append(name)
+            return own(*args, **options)
+
+        return call
+
+    for name in OPERATORS:
+        monkeypatch.setattr(avgpipe_ext, name, counted(name, getattr(avgpipe_ext, name)))
+    return names
+
+
+@pytest.mark.parametrize("arena", [False, True], ids=["separate", "arena"])
+@pytest.mark.parametrize("rule", [("avgpipe", 0), ("avgpipe", 1), ("avgpipe", "asynchronous"), ("easgd", 0)])
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_fused_steps_do_what_plain_ones_do(make, rule, arena):
+    options = {"rule": rule[0], "staleness": rule[1]}
+    for n in (1, 3):
+        alpha = 0.4 / n
+        mine, theirs = (Run(make, fused, n, arena, alpha=alpha, **options) for fused in (True, False))
+        for t in range(5):
+            for run in (mine, theirs):
+                run.step(without=(1, 2) if t in (0, 3) else ())
+            assert_close(mine.values(), theirs.values())
+        for a, b in zip(mine.opts, theirs.opts):
+            assert_same_state(a.state_dict()["state"], b.state_dict()["state"])
+
+
+def assert_same_state(mine, theirs):
+    assert mine.keys() == theirs.keys()
+    for i in mine:
+        assert mine[i].keys() == theirs[i].keys()
+        for name, value in theirs[i].items():
+            own = mine[i][name]
+            assert (own.dtype, own.shape, own.stride(), own.device) == (
+                value.dtype,
+                value.shape,
+                value.stride(),
+                value.device,
+            )
+            torch.testing.assert_close(own, value, rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_options_of_any_groups(data):
+    adam = data.draw(st.booleans())
+    number = st.sampled_from([0.0, 0.1])
+
+    def group():
+        options = {"lr": data.draw(st.sampled_from([0.0, 0.01, 0.1])), "weight_decay": data.draw(number)}
+        if adam:
+            return options | {"betas": data.draw(st.sampled_from([(0.9, 0.99), (0.0, 0.5)]))}
+        momentum = data.draw(st.sampled_from([0.0, 0.5]))
+        nesterov = momentum > 0 and data.draw(st.booleans())
+        return options | {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "dampening": 0.0 if nesterov else data.draw(number),
+        }
+
+    groups = [group() for _ in range(data.draw(st.integers(1, 3)))]
+    where = [data.draw(st.integers(0, len(groups) - 1)) for _ in range(4)]
+    cls = data.draw(st.sampled_from([torch.optim.Adam, torch.optim.AdamW])) if adam else torch.optim.SGD
+    common = {"maximize": data.draw(st.booleans())}
+
+    def make(params):
+        members = [[p for p, g in zip(params, where) if g == n] for n in range(len(groups))]
+        return cls([{"params": ps, **g} for ps, g in zip(members, groups) if ps], **common)
+
+    options = {"n": data.draw(st.integers(2, 3)), "arena": data.draw(st.booleans())}
+    options |= {
+        "rule": data.draw(st.sampled_from(["avgpipe", "easgd"])),
+        "staleness": data.draw(st.sampled_from([0, 1])),
+    }
+    mine, theirs = Run(make, True, **options), Run(make, False, **options)
+    for _ in range(3):
+        without = data.draw(st.sets(st.integers(0, 3)))
+        for run in (mine, theirs):
+            run.step(without)
+    assert_close(mine.values(), theirs.values(), 1e-9)
+
+
+# ---- how many calls --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arena", [False, True])
+def test_a_step_is_one_call_and_a_round_another(calls, arena):
+    run = Run(MAKE["adamw"], None, arena=arena)
+    for _ in range(3):
+        run.step()
+        assert calls == ["elastic_adamw_"] * 2 + ["reference_apply_"] + ["elastic_pull_"] * 2
+        calls.clear()
+    assert all(r.before is None for r in run.reference.rounds.replicas.values())
+
+
+def test_an_arena_is_one_tensor(monkeypatch):
+    seen, own = [], avgpipe_ext.elastic_adamw_
+
+    def spied(x, *args, **options):
+        seen.append(len(x))
+        return own(x, *args, **options)
+
+    monkeypatch.setattr(avgpipe_ext, "elastic_adamw_", spied)
+    for eps in (1e-8, 0.0):
+        run = Run(lambda p, eps=eps: torch.optim.AdamW(p, lr=0.01, eps=eps), True, arena=True)
+        for _ in range(2):
+            run.step()
+        assert all(bool(t.isfinite().all()) for ts in run.values() for t in ts)
+    assert seen[:4] == [1] * 4
+    assert min(seen[4:]) > 1  # eps 0: not across the zeros between parameters
+
+
+def test_parameters_that_count_differently_are_separate_calls(calls):
+    run = Run(MAKE["adamw"], None, staleness=1)
+    run.step(without=(0,))
+    calls.clear()
+    run.step()
+    assert calls.count("elastic_adamw_") == 3
+    counts = [int(s["step"]) for s in run.opts[0].state.values()]
+    assert sorted(counts) == [1, 2, 2, 2]
+
+
+# ---- state -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arena", [False, True], ids=["separate", "arena"])
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_switching_in_mid_run_changes_nothing(make, arena):
+    always = Run(make, False, arena=arena, staleness=1)
+    run, fused = Run(make, True, arena=arena, staleness=1), True
+    for t in range(6):
+        if t in (2, 4):
+            fused = not fused
+            file = io.BytesIO()
+            torch.save([run.reference.state_dict(), *(o.state_dict() for o in run.opts)], file)
+            file.seek(0)
+            state, *states = torch.load(file, weights_only=True)
+            values, run = run.values(), Run(make, fused, arena=arena, staleness=1)
+            run.reference.load_state_dict(state)
+            for i, (opt, saved) in enumerate(zip(run.opts, states)):
+                opt.load_state_dict(saved)
+                for mine, value in zip(run.tensors(i), values[1 + i]):
+                    mine.data.copy_(value)
+            run.t = t
+        run.step()
+        always.step()
+        assert_close(run.values(), always.values())
+
+
+def test_loaded_state_is_used_by_the_same_optimizer():
+    """Also when nothing but the state tensors has changed."""
+    for arena in (False, True):
+        runs = [Run(MAKE["adamw"], fused, arena=arena, staleness=1) for fused in (True, False)]
+        for run in runs:
+            for _ in range(2):
+                run.step()
+            old = copy.deepcopy(run.opts[0].state_dict())
+            run.step()
+            old["state"] = {i: {**s, "step": s["step"] + 1} for i, s in old["state"].items()}
+            run.opts[0].load_state_dict(old)
+            run.step()
+        assert_close(runs[0].values(), runs[1].values())
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_the_state_goes_to_a_plain_optimizer_and_back(name):
+    run = Run(MAKE[name], True, arena=True)
+    run.step()
+    plain = MAKE[name](list(model().double().parameters()))
+    plain.load_state_dict(copy.deepcopy(run.opts[0].inner.state_dict()))
+    run.opts[1].load_state_dict(plain.state_dict())
+    run.step()
+    for i, saved in plain.state_dict()["state"].items():
+        for key, value in saved.items():
+            assert not torch.equal(value, run.opts[1].state_dict()["state"][i][key])  # it has its own memory
+
+
+# ---- a torch.optim.Optimizer -----------------------------------------------------------------------------
+
+
+def test_hooks_closures_and_schedulers(calls):
+    run, seen = Run(MAKE["adamw"], True), []
+    opt = run.opts[0]
+    opt.inner.register_step_pre_hook(lambda o, args, kwargs: seen.append((o is opt.inner, len(calls))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (opt, opt.inner)]
+        run.backward(0)
+        assert opt.step(lambda: torch.tensor(3.0)) == 3.0
+        for scheduler in schedulers:
+            scheduler.step()
+    assert seen == [(True, 0)]
+    assert calls == ["elastic_adamw_"]
+
+
+def test_a_post_step_hook_sees_the_step_without_averaging():
+    values = []
+    for fused in (None, False):
+        run = Run(MAKE["adamw"], fused, staleness=1)
+        for opt in run.opts:
+            opt.inner.register_step_post_hook(clamp)
+        for _ in range(3):
+            run.step()
+        values.append(run.values())
+    assert_close(*values, 0.0)
+
+
+@torch.no_grad()
+def clamp(opt, args, kwargs):
+    for group in opt.param_groups:
+        for p in group["params"]:
+            p.clamp_(-0.3, 0.3)
+
+
+def test_a_patched_step_is_called(calls):
+    run = Run(MAKE["sgd"], None)
+    run.opts[0].inner.step = lambda: None
+    run.step()
+    assert calls.count("elastic_step_") == 1
+    assert calls.count("elastic_sgd_") == 1
+
+
+@pytest.mark.parametrize("without_graph", [False, True])
+def test_a_backward_pass_that_needs_old_weights_fails(without_graph):
+    run = Run(MAKE["sgd"], True, arena=without_graph)
+    run.backward(0)
+    loss = run.models[0](batch(0, 0).double()).sum()
+    run.opts[0].step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("name", ["momentum", "adamw", "adam-fused"])
+def test_grad_scaler(name, arena, staleness):
+    ends = []
+    for fused in (True, False):
+        run = Run(MAKE[name], fused, arena=arena, staleness=staleness, dtype=torch.float32)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for t in range(4):
+            for i, opt in enumerate(run.opts):
+                if arena:
+                    run.arenas[i].zero_grads()
+                else:
+                    opt.zero_grad()
+                scaler.scale(loss_of(run.models[i], i, t)).backward()
+                if t == 0 or (t == 2 and i == 0):
+                    next(run.models[i].parameters()).grad[0, 0] = torch.inf
+                scaler.step(opt)
+                scaler.update()
+        assert run.reference.round == 4
+        assert run.reference.dropped_updates == 0
+        ends.append((run.values(), [o.state_dict()["state"] for o in run.opts]))
+    assert_close(ends[0][0], ends[1][0], 1e-6)
+    for mine, theirs in zip(ends[0][1], ends[1][1]):
+        for i in mine:
+            assert mine[i].get("step") == theirs[i].get("step")
+
+
+def test_an_update_that_is_not_finite_stays_out():
+    for arena in (False, True):
+        run = Run(MAKE["sgd"], True, arena=arena, staleness=1)
+        z = [p.clone() for p in run.reference.parameters]
+        for i, opt in enumerate(run.opts):
+            run.backward(i)
+            for p in run.models[i].parameters():
+                p.grad.fill_(torch.nan if i == 0 else 0.0)
+            opt.step()
+        assert run.reference.dropped_updates == 1
+        assert_close([z], [run.reference.parameters], 0.0)
+
+
+# ---- what cannot be fused --------------------------------------------------------------------------------
+
+AMSGRAD = lambda p: torch.optim.Adam(p, amsgrad=True)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "reason"),
+    [
+        (torch.optim.RMSprop, {}, "RMSprop is not one of torch.optim.SGD, Adam and AdamW"),
+        (AMSGRAD, {}, "amsgrad is on"),
+        (lambda p: torch.optim.SGD(p, differentiable=True), {}, "differentiable is on"),
+        (torch.optim.SGD, {"period": 2}, "the period is 2"),
+        (torch.optim.SGD, {"n": 1}, "one replica without elasticity"),
+        (type("Own", (torch.optim.SGD,), {}), {}, "Own is not one of"),
+    ],
+)
+def test_the_reason_is_named(make, options, reason):
+    with pytest.raises(ValueError, match=f"fused=True, but steps cannot be fused: {reason}"):
+        Run(make, True, **options)
+    run = Run(make, None, **options)  # by default they are not fused
+    if "differentiable" not in reason:
+        run.step()
+
+
+def test_overlapping_parameters_are_not_fused():
+    flat = torch.ones(6)
+    params = [flat[:4], flat[3:]]
+    reference = Reference([flat], 2)
+    with pytest.raises(ValueError, match="parameters 0 and 1 of the optimizer share 1 elements"):
+        ElasticAveraging(torch.optim.SGD(params), reference, parameters=[flat], fused=True)
+    ElasticAveraging(torch.optim.SGD(params), reference, parameters=[flat])  # replica 0 is free again
+
+
+def test_gradients_of_another_kind_take_the_plain_step(calls):
+    embeddings = [nn.Embedding(5, 3, sparse=True) for _ in range(2)]
+    reference = Reference(embeddings[0].parameters(), 2)
+    opts = [
+        ElasticAveraging(torch.optim.SGD(e.parameters(), lr=0.1), reference, i)
+        for i, e in enumerate(embeddings)
+    ]
+    before = embeddings[0].weight.detach().clone()
+    embeddings[0](torch.tensor([1])).sum().backward()
+    opts[0].step()
+    assert calls == ["elastic_step_"]
+    torch.testing.assert_close(embeddings[0].weight.detach()[1], before[1] - 0.1)
+    p = opts[1].param_groups[0]["params"][0]
+    p.grad = torch.ones(3, 5).t()
+    opts[1].step()
+    assert calls[1:] == ["elastic_step_", "reference_apply_", "elastic_pull_", "elastic_pull_"]
+
+
+def test_moved_weights_are_found_again():
+    ends = []
+    for fused in (True, False):
+        run = Run(MAKE["adamw"], fused)
+        run.step()
+        for p in run.models[0].parameters():
+            p.data = p.data.clone()
+        run.step()
+        ends.append(run.values())
+    assert_close(*ends)
