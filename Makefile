@@ -1,4 +1,5 @@
 # make demo: train a small model with elastic pipelines. make test: everything that checks this checkout.
+# make gpu: what needs a GPU.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +8,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test lint types unit native-test sanitize clean
+.PHONY: demo test lint types unit native-test sanitize gpu clean
 
 demo: $(VENV)/installed
 	rm -rf runs/demo
@@ -43,6 +44,10 @@ $(VENV)/installed: $(NATIVE)
 	$(BIN)/pip install -q "setuptools>=77" wheel cmake ninja
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install -q --no-build-isolation -e '.[dev]'
 	touch $@
+
+# With the torch of PYTHON, and nothing installed: on a machine with a GPU, everything that needs it.
+gpu:
+	$(PYTHON) benchmarks/gpu_suite.py
 
 clean:
 	rm -rf build runs $(VENV)
