@@ -13,7 +13,7 @@ import torch
 import avgpipe_ext
 from avgpipe_ext import reference
 from tests.avgpipe_ext import formulas
-from tests.avgpipe_ext.rounding import Rounded, assert_within
+from tests.avgpipe_ext.rounding import Rounded, assert_within, zero_of
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -111,7 +111,7 @@ def _easgd(x, z, update, alpha, **stores):
 
 
 def _apply(z, update, scale, **stores):
-    return formulas.apply(z, [update], scale), 0 * update
+    return formulas.apply(z, [update], scale), zero_of(update)
 
 
 def _optimized(x, grad, *rest, optimizer, rule="avgpipe", accumulate=True, **stores):

@@ -75,6 +75,13 @@ class Rounded:
         return self._rounded(self.value, self.error, self.fits, dtype)
 
 
+def zero_of(number):
+    """Exactly 0, whatever the tensor or `Rounded` number is."""
+    if isinstance(number, Rounded):
+        return Rounded(torch.zeros_like(number.value), number.arithmetic)
+    return torch.zeros_like(number)
+
+
 def assert_within(result, expected, bound, times=1):
     """|result - expected| <= times * bound wherever there is one; the value is the bound's own unless given."""
     wanted = bound.value if expected is None else expected.double()
