@@ -207,16 +207,16 @@ void test(Kernel kernel, const Settings& settings, int64_t count, Formats format
 
 Settings usual() {
     Settings s;
-    s.alpha = 0.25;
-    s.scale = 0.5;
-    s.lr = 0.125;
+    s.alpha = 0.3;
+    s.scale = 0.4;
+    s.lr = 0.12;
     s.weight_decay = 0.01;
     s.beta1 = 0.9;
     s.beta2 = 0.99;
     s.eps = 1e-8;
     s.dampening = 0.1;
     s.step_count = 3;
-    s.unscale = 0.5;
+    s.unscale = 0.7;
     return s;
 }
 
