@@ -5,7 +5,10 @@
 #include <cstdio>
 #include <map>
 #include <stdexcept>
+#include <string>
 #include <vector>
+
+#include "launcher.h"
 
 namespace {
 
@@ -198,6 +201,37 @@ void test_each_tensor_gets_the_kernel_of_its_dtypes() {
     }
 }
 
+// What a launcher set from outside was told.
+std::string outside_definition;
+std::vector<int64_t> outside_numbers;
+
+int32_t record(const char* definition, const void* block, int64_t block_bytes, int64_t chunks, int32_t device,
+               char* message, int64_t message_bytes) {
+    outside_definition = definition;
+    outside_numbers = {static_cast<const LaunchBlock*>(block)->head.tensors, block_bytes, chunks, device};
+    std::snprintf(message, static_cast<size_t>(message_bytes), "device %d is lost", device);
+    return device == 7 ? 1 : 0;
+}
+
+void test_a_launcher_from_outside_is_told_all_and_its_failure_is_thrown() {
+    const Example example(Kernel::kAdam, {kChunk + 1, 5});
+    std::string failure;
+    for_each_launch(example.job, nullptr, [&](const Launch& launch) {
+        expect(!launch_outside(launch, 0), "launched by nobody", 1, 0);
+        avgpipe_set_launcher(record);
+        expect(has_cuda_kernels() && launch_outside(launch, 3), "launched", 0, 1);
+        try {
+            launch_outside(launch, 7);
+        } catch (const std::runtime_error& error) {
+            failure = error.what();
+        }
+        avgpipe_set_launcher(nullptr);
+    });
+    expect(outside_definition == "adam_float, kAdam, float, false", "definition", 0, 1);
+    expect(outside_numbers == std::vector<int64_t>{2, kBlockBytes, 3, 7}, "numbers", 0, 1);
+    expect(failure == "avgpipe: device 7 is lost", "message", 0, 1);
+}
+
 void test_grid_size() {
     expect(grid_size(1, 132) == 1, "blocks of one chunk", grid_size(1, 132), 1);
     expect(grid_size(1 << 30, 132) == 132 * 32, "blocks of many chunks", grid_size(1 << 30, 132), 132 * 32);
@@ -211,6 +245,7 @@ int main() {
     test_more_replicas_than_fit_are_refused_before_any_launch();
     test_misaligned_tensors_are_marked();
     test_each_tensor_gets_the_kernel_of_its_dtypes();
+    test_a_launcher_from_outside_is_told_all_and_its_failure_is_thrown();
     test_grid_size();
     if (failures == 0) std::puts("launch_test: every element once, operands and kernels as the job has them");
     return failures == 0 ? 0 : 1;
