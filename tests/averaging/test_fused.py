@@ -17,6 +17,8 @@ from torch import nn
 
 import avgpipe_ext
 from avgpipe import ElasticAveraging, Reference
+from avgpipe.averaging.fused import FusedStep
+from avgpipe.averaging.states import Counters
 from avgpipe.weights import Arena
 from tests.averaging.models import batch, loss_of, model
 
@@ -134,6 +136,45 @@ def assert_same_state(mine, theirs):
                 value.device,
             )
             torch.testing.assert_close(own, value, rtol=1e-10, atol=1e-12)
+
+
+def test_16_bit_weights():
+    """Plain steps round between the optimizer and the averaging, and Adam's float16 squares underflow."""
+    for dtype, name, bound in (
+        (torch.bfloat16, "momentum", 0.03),
+        (torch.bfloat16, "adam", 0.03),
+        (torch.float16, "momentum", 0.004),
+    ):
+        mine, theirs = (
+            Run(MAKE[name], fused, arena=True, dtype=dtype, staleness=1) for fused in (True, False)
+        )
+        for _ in range(3):
+            for run in (mine, theirs):
+                run.step()
+        assert_close(mine.values(), theirs.values(), bound)
+
+
+@pytest.mark.parametrize("rule", ["avgpipe", "easgd"])
+@pytest.mark.parametrize("make", [MAKE["nesterov"], MAKE["adamw"]])
+def test_memory_between_parameters_takes_part_in_the_averaging(make, rule):
+    """Views of a tensor that do not cover it; what lies between must not be stepped, but is averaged."""
+    ends = []
+    for fused in (True, False):
+        torch.manual_seed(1)
+        flats = [torch.randn(7, 10, dtype=torch.float64) for _ in range(2)]
+        grads = [torch.randn(7, 10, dtype=torch.float64) for _ in range(2)]
+        reference = Reference([torch.ones(7, 10, dtype=torch.float64)], 2, rule=rule, staleness=1)
+        opts = []
+        for i, flat in enumerate(flats):
+            views = [flat[0], flat[1], flat[4:6].view(5, 4)]
+            for p, g in zip(views, [grads[i][0], grads[i][1], grads[i][4:6].view(5, 4)]):
+                p.grad = g
+            opts.append(ElasticAveraging(make(views), reference, i, parameters=[flat], fused=fused))
+        for _ in range(3):
+            for opt in opts:
+                opt.step()
+        ends.append([[*reference.parameters, *flats]])
+    assert_close(*ends)
 
 
 @settings(max_examples=40, deadline=None)
@@ -352,6 +393,50 @@ def test_grad_scaler(name, arena, staleness):
     for mine, theirs in zip(ends[0][1], ends[1][1]):
         for i in mine:
             assert mine[i].get("step") == theirs[i].get("step")
+
+
+@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("name", ["nesterov", "adam-fused"])
+def test_the_host_need_not_know_what_the_scaler_skips(name, arena, monkeypatch):
+    """As on an accelerator: the operators and the counters look at found_inf themselves."""
+    make, ends = MAKE[name], []
+    for fused in (True, False):
+        if fused:
+            monkeypatch.setattr(
+                FusedStep, "skips", lambda self, found_inf: False if found_inf is None else None
+            )
+        run = Run(make, fused, arena=arena, staleness=1)
+        for t in range(5):
+            for i, opt in enumerate(run.opts):
+                run.backward(i, without=(0,) if t == 3 else ())
+                opt.grad_scale, opt.found_inf = torch.tensor(2.0), torch.tensor(float(t in (0, 3)))
+                opt.step()
+                del opt.grad_scale, opt.found_inf
+            run.t += 1
+        ends.append(run.values())
+        monkeypatch.undo()
+    assert_close(*ends)
+
+
+def test_counters_on_an_accelerator_are_together_while_they_are_known_to_be_equal():
+    counters = Counters(range(3), torch.float32, torch.device("cpu"))
+    counters.kind = (torch.float32, torch.device("cuda"))  # as if reading them meant to wait
+
+    def together():
+        ages = counters.ages([0, 1, 2])
+        return [ages[0] == ages[1], ages[1] == ages[2]]
+
+    assert together() == [True, True]
+    counters.advance([0, 1, 2], 1.0)
+    assert together() == [True, True]
+    counters.advance([0, 1], 1.0)
+    counters.advance([0, 1], torch.tensor(-1.0))  # skipped: equal after all, but the host cannot know
+    assert together() == [True, False]
+    counters.advance([2], 1.0)
+    assert together() == [True, False]
+    assert counters.flat.tolist() == [1, 1, 2]
+    counters.put(2, 1.0)  # as when state is loaded: they are read again
+    assert together() == [True, True]
 
 
 def test_an_update_that_is_not_finite_stays_out():

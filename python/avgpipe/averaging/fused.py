@@ -166,9 +166,7 @@ class FusedStep:
         e = self._replica.elasticity
         alpha, staleness = (e.alpha, 0) if e.rule == "easgd" else e.force
         common = {"rule": e.rule, "accumulate": False, "check_finite": True}
-        for members, stepping in zip(self._members, plan.settled.stepping):
-            if stepping:
-                self._steps.count(members, stepping, scaling["found_inf"])
+        self._count(plan, 1.0)
         counts = []
         for call in plan.calls:
             device = call.x[0].device
@@ -177,11 +175,18 @@ class FusedStep:
             counts.append(self._steps.apply(call, self._members[call.group], alpha, staleness, **settings))
             if plan.grads is None:
                 call.grad = []  # not kept alive until the next step
+        if scaling["found_inf"] is not None:
+            self._count(plan, -scaling["found_inf"])
         if plan.flat:  # so that a backward pass that needs the old values fails
             torch.autograd.graph.increment_version(plan.flat)
         for rest in plan.rests:
             counts += self._average(rest)
         return counts
+
+    def _count(self, plan: Plan, by: float | torch.Tensor) -> None:
+        for members, stepping in zip(self._members, plan.settled.stepping):
+            if stepping:
+                self._steps.count(members, stepping, by)
 
     def _average(self, rest: Rest) -> list[torch.Tensor]:
         """The averaging of what has made no step."""

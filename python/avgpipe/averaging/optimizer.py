@@ -188,7 +188,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         try:
             self._fused.check()
         except Unfusable as reason:
-            reference.release(replica)
+            del reference.rounds.replicas[replica]
             raise ValueError(
                 f"fused=True, but steps cannot be fused: {reason}; pass fused=None to fuse where possible"
             ) from None

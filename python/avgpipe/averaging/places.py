@@ -58,11 +58,14 @@ class Places:
         self.spans = list(self._all_spans())
         known = set(map(id, self.params))
         self._watched = [*self.params, *(t for t in replica.x.tensors if id(t) not in known)]
-        self._pointers = [t.data_ptr() for t in self._watched]
+        self._pointers = self._current_pointers()
 
     def are_current(self) -> bool:
         """No tensor has moved, as by an assignment to its ``data``."""
-        return [t.data_ptr() for t in self._watched] == self._pointers
+        return self._current_pointers() == self._pointers
+
+    def _current_pointers(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._watched))  # at every step, so without a loop in Python
 
     def buffer(self, span: Span) -> int:
         return self._entries[span.owner].buffer

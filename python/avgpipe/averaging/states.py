@@ -94,13 +94,14 @@ class Counters:
         mine = [self._marks[i - self.members.start] for i in stepping]
         return [value - mine[0] for value in mine] if on_host else mine
 
-    def advance(self, stepping: Sequence[int], skipped: torch.Tensor | None) -> None:
-        """Count a step of some parameters; ``skipped``, 0 or 1 on the device, is whether it is skipped."""
-        one = 1.0 if skipped is None else 1.0 - skipped.to(self.flat.dtype).reshape(())
+    def advance(self, stepping: Sequence[int], by: float | torch.Tensor) -> None:
+        """Count a step of some parameters; a tensor on the device for what the host does not know."""
+        if isinstance(by, torch.Tensor):
+            by = by.to(self.flat.dtype).reshape(())
         if len(stepping) == len(self.views):
-            self.flat.add_(one)
+            self.flat.add_(by)
             return
-        torch._foreach_add_([self.of(i) for i in stepping], one)
+        torch._foreach_add_([self.of(i) for i in stepping], by)
         if self._marks is not None:  # whether they are equal to the others now, the device knows
             new: dict[float, float] = {}
             for i in stepping:

@@ -59,8 +59,8 @@ class Steps(Protocol):
     def options(self, group: Group) -> dict[str, Any]:
         """The group's settings, as the operator calls them."""
 
-    def count(self, members: range, stepping: Sequence[int], skipped: torch.Tensor | None) -> None:
-        """Count a step; ``skipped``, 0 or 1 on the device, is whether it is skipped."""
+    def count(self, members: range, stepping: Sequence[int], by: float | torch.Tensor) -> None:
+        """Count a step, or ``by`` -1 on the device one that was skipped after all."""
 
     def apply(self, call: Call, members: range, alpha: float, staleness: int, **options: Any) -> torch.Tensor:
         """The operator's count of what was not finite."""
@@ -116,7 +116,7 @@ class SgdSteps:
             "maximize": group["maximize"],
         }
 
-    def count(self, members: range, stepping: Sequence[int], skipped: torch.Tensor | None) -> None:
+    def count(self, members: range, stepping: Sequence[int], by: float | torch.Tensor) -> None:
         """SGD counts no further than to its first step."""
         for i in self._firsts.pop(members.start, ()):
             self._inner.state[self._places.params[i]]["momentum_buffer"] = self._momentum.of(i)
@@ -178,8 +178,8 @@ class AdamSteps:
             "maximize": group["maximize"],
         }
 
-    def count(self, members: range, stepping: Sequence[int], skipped: torch.Tensor | None) -> None:
-        self._counters[members.start].advance(stepping, skipped)
+    def count(self, members: range, stepping: Sequence[int], by: float | torch.Tensor) -> None:
+        self._counters[members.start].advance(stepping, by)
 
     def apply(self, call: Call, members: range, alpha: float, staleness: int, **options: Any) -> torch.Tensor:
         first, second = call.states
