@@ -102,7 +102,11 @@ class FusedStep:
         ):
             return
         self._places = self._plan = self._watch = None
-        places = Places(params, self._replica, self._z)
+        try:
+            places = Places(params, self._replica, self._z)
+        except Unfusable as reason:
+            self._never = str(reason)  # not looked for again at every step
+            raise
         ends = list(accumulate(sizes))
         self._members = [range(end - size, end) for size, end in zip(sizes, ends)]
         self._strides, self._dtypes = [p.stride() for p in params], [p.dtype for p in params]
