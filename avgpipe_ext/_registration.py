@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,15 +12,26 @@ from torch.autograd.graph import increment_version
 
 import avgpipe_ext._library  # noqa: F401 (loads the library)
 
-# Number of leading tensor arguments, and which of them are written.
-WRITTEN = {
-    "elastic_pull_": (2, (0,)),
-    "elastic_step_": (4, (0, 3)),
-    "easgd_step_": (3, (0, 2)),
-    "elastic_sgd_": (5, (0, 2, 4)),
-    "elastic_adamw_": (6, (0, 2, 3, 5)),
-    "elastic_round_": (4, (0, 2, 3)),
-    "reference_apply_": (2, (0, 1)),
+
+@dataclass(frozen=True)
+class Arguments:
+    """The leading tensor arguments: how many, which are written, which may be fewer because replicas share them, and
+    which may be any multiple of the others (an optimizer's states)."""
+
+    count: int
+    written: tuple[int, ...]
+    shared: tuple[int, ...] = ()
+    optional: tuple[int, ...] = ()
+
+
+OPERATORS = {
+    "elastic_pull_": Arguments(2, (0,)),
+    "elastic_step_": Arguments(4, (0, 3)),
+    "easgd_step_": Arguments(3, (0, 2)),
+    "elastic_sgd_": Arguments(5, (0, 2, 4), optional=(2,)),
+    "elastic_adamw_": Arguments(6, (0, 2, 3, 5)),
+    "elastic_round_": Arguments(4, (0, 2, 3), shared=(3,), optional=(2,)),
+    "reference_apply_": Arguments(2, (0, 1), shared=(0,)),
 }
 
 
@@ -27,37 +39,65 @@ def _listed(argument: Tensor | Sequence[Tensor] | None) -> Sequence[Tensor]:
     return [] if argument is None else [argument] if isinstance(argument, Tensor) else argument
 
 
-def _fake(tensor_arguments: int) -> Callable[..., Tensor]:
-    """Checks shapes and gives the result's shape, dtype and device; writes nothing."""
+def _fake(arguments: Arguments) -> Callable[..., Tensor]:
+    """Checks lengths, shapes and devices and gives the result's shape, dtype and device; writes nothing."""
 
-    def fake(*arguments: Any, check_finite: bool = False, **options: Any) -> Tensor:
-        lists = [_listed(argument) for argument in arguments[:tensor_arguments]]
-        first = min((tensors for tensors in lists if tensors), key=len, default=[])
-        for other in lists:
-            if first and len(other) % len(first):
+    def fake(*values: Any, check_finite: bool = False, **options: Any) -> Tensor:
+        lists = [_listed(value) for value in values[: arguments.count]]
+        whole = next(tensors for i, tensors in enumerate(lists) if i not in arguments.shared)
+        for i, tensors in enumerate(lists):
+            fits = len(tensors) == len(whole)
+            if i in arguments.shared:
+                fits = fits or (len(tensors) > 0 and len(whole) % len(tensors) == 0)
+            elif i in arguments.optional:
+                fits = len(whole) == 0 or len(tensors) % len(whole) == 0
+            if not fits:
                 raise ValueError(
-                    f"got lists of {len(first)} and {len(other)} tensors; pass lists of one length"
+                    f"got lists of {len(whole)} and {len(tensors)} tensors; pass lists of one length"
                 )
-            for i, b in enumerate(other):
-                a = first[i % len(first)]
-                if a.shape != b.shape:
-                    raise ValueError(
-                        f"got shapes {tuple(a.shape)} and {tuple(b.shape)}; pass tensors of one shape"
-                    )
+            _check_alike(whole, tensors)
+        if whole:
+            for name in ("grad_scale", "found_inf", "step"):
+                option = options.get(name)
+                may_differ = name == "step" and isinstance(option, Tensor) and option.device.type == "cpu"
+                if isinstance(option, Tensor) and not may_differ:
+                    _check_device(whole[0], option, name)
         shape = () if check_finite else (0,)
-        device = first[0].device if first else torch.device("cpu")
+        device = whole[0].device if whole else torch.device("cpu")
         return torch.empty(shape, dtype=torch.int64, device=device)
 
     return fake
 
 
+def _check_alike(whole: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    for i, tensor in enumerate(tensors):
+        other = whole[i % len(whole)]
+        if tensor.shape != other.shape:
+            raise ValueError(
+                f"got shapes {tuple(other.shape)} and {tuple(tensor.shape)}; pass tensors of one shape"
+            )
+        _check_device(other, tensor, "a tensor")
+
+
+def _check_device(tensor: Tensor, other: Tensor, name: str) -> None:
+    """One meta tensor is enough to call the fake, which would silently do nothing."""
+    if tensor.device != other.device:
+        raise ValueError(
+            f"{name} is on {other.device} but another tensor is on {tensor.device}; move all to one device"
+        )
+
+
 def _fake_pack(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:
     if not tensors:
         raise ValueError("there are no tensors; pass at least one")
+    for t in tensors:
+        _check_device(tensors[0], t, "a tensor")
     return tensors[0].new_empty([sum(t.numel() for t in tensors)], dtype=dtype or tensors[0].dtype)
 
 
 def _fake_unpack(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+    for t in tensors:
+        _check_device(buffer, t, "a tensor")
     total = sum(t.numel() for t in tensors)
     if buffer.dim() != 1 or buffer.numel() != total:
         raise ValueError(f"buffer has {buffer.numel()} elements, the tensors together {total}")
@@ -91,10 +131,10 @@ def _register(name: str, overload: Any, fake: Callable[..., Any], written: tuple
 
 
 def _register_all() -> None:
-    for name, (tensor_arguments, written) in WRITTEN.items():
+    for name, arguments in OPERATORS.items():
         packet = getattr(torch.ops.avgpipe, name)
-        _register(name, packet.default, _fake(tensor_arguments), written)
-        _register(f"{name}.list", packet.list, _fake(tensor_arguments), written)
+        _register(name, packet.default, _fake(arguments), arguments.written)
+        _register(f"{name}.list", packet.list, _fake(arguments), arguments.written)
     _register("pack", torch.ops.avgpipe.pack.default, _fake_pack, ())
     _register("unpack_", torch.ops.avgpipe.unpack_.default, _fake_unpack, (1,))
 

@@ -28,6 +28,12 @@ def _call(operator: Any, tensors: tuple[Tensors, ...], *scalars: float, **option
     return result
 
 
+def _require_lists(operator: str, *arguments: Sequence[Tensor]) -> None:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            raise TypeError(f"{operator}: got a Tensor where a list of tensors belongs; pass [tensor]")
+
+
 def _counter(step: Tensor | float) -> Tensor:
     return step if isinstance(step, Tensor) else torch.tensor(float(step))
 
@@ -38,7 +44,7 @@ def elastic_pull_(x: Tensors, z: Tensors, alpha: float, *, check_finite: bool = 
     Args:
         x: replica weights, any shape; written.
         z: reference weights, of x's shape; x's dtype, or float32 beside a 16-bit x.
-        alpha: elasticity, finite; 0 does nothing, 1 copies.
+        alpha: elasticity, finite; with a finite z, 0 does nothing and 1 copies.
         check_finite: count the elements whose new x is not finite.
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
@@ -176,9 +182,8 @@ def elastic_sgd_(
     }
     if momentum is not None:
         return _call(_ops.elastic_sgd_, (x, grad, momentum, z, update), alpha, staleness, **options)
-    overload, none = (
-        (_ops.elastic_sgd_.default, None) if isinstance(x, Tensor) else (_ops.elastic_sgd_.list, [])
-    )
+    none: list[Tensor] | None = None if isinstance(x, Tensor) else []
+    overload = _ops.elastic_sgd_.default if isinstance(x, Tensor) else _ops.elastic_sgd_.list
     with torch.no_grad():
         result: Tensor = overload(x, grad, none, z, update, alpha, staleness, **options)
     return result
@@ -293,6 +298,7 @@ def elastic_round_(
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
+    _require_lists("elastic_round_", xs, grads, states)
     overload = _ops.elastic_round_.default if isinstance(z, Tensor) else _ops.elastic_round_.list
     with torch.no_grad():
         result: Tensor = overload(
@@ -347,6 +353,7 @@ def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
 
     Returns: a tensor of shape (sum of numel,), on the tensors' device. Values round to nearest.
     """
+    _require_lists("pack", tensors)
     with torch.no_grad():
         buffer: Tensor = _ops.pack(tensors, dtype=dtype)
     return buffer
@@ -357,5 +364,6 @@ def unpack_(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
 
     ValueError unless buffer is 1-D, contiguous and has as many elements as the tensors together.
     """
+    _require_lists("unpack_", tensors)
     with torch.no_grad():
         _ops.unpack_(buffer, tensors)

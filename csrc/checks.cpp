@@ -285,9 +285,10 @@ void check_copies(const CallSite& site, std::span<const Argument> arguments) {
 
 Option checked_option(const CallSite& site, const char* name, const Tensor& option, const View& first,
                       bool may_be_double, bool may_be_on_cpu) {
+    if (!is_strided(option)) refuse(site, text(name, " is not strided; pass a dense tensor"));
     const View view = view_of(option);
     const bool is_double = view.dtype == ScalarType::Double && may_be_double;
-    if (!is_strided(option) || view.count != 1 || (view.dtype != ScalarType::Float && !is_double)) {
+    if (view.count != 1 || (view.dtype != ScalarType::Float && !is_double)) {
         refuse(site, text(name, " has ", view.count, " elements of dtype ", dtype_name(view.dtype),
                           "; pass one float32", may_be_double ? " or float64" : ""));
     }
@@ -310,6 +311,11 @@ DType checked_float(const CallSite& site, const char* name, ScalarType dtype) {
 void check_finite_number(const CallSite& site, const char* name, double value) {
     if (std::isfinite(value)) return;
     refuse(site, text(name, " is ", value, "; pass a finite number"));
+}
+
+void check_not_negative(const CallSite& site, const char* name, double value) {
+    if (std::isfinite(value) && value >= 0.0) return;
+    refuse(site, text(name, " is ", value, "; pass a finite number of at least 0"));
 }
 
 }  // namespace avgpipe

@@ -54,6 +54,7 @@ Option checked_option(const CallSite& site, const char* name, const Tensor& opti
 
 DType checked_float(const CallSite& site, const char* name, ScalarType dtype);
 void check_finite_number(const CallSite& site, const char* name, double value);
+void check_not_negative(const CallSite& site, const char* name, double value);
 
 [[noreturn]] void refuse(const CallSite& site, const std::string& message);
 

@@ -1,9 +1,11 @@
 #include "operators.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "checks.h"
 #include "execute.h"
+#include "launcher.h"
 
 namespace avgpipe {
 namespace {
@@ -18,23 +20,37 @@ Tensors as_list(OptionalTensor tensor) {
     return tensor ? Tensors{*std::move(tensor)} : Tensors{};
 }
 
+bool is_on_cuda(const Tensor& tensor) {
+    return is_strided(tensor) && view_of(tensor).device_type == aoti_torch_device_type_cuda();
+}
+
+// Whether there is a kernel for what was dispatched to kBackend with this first tensor. To kOther come CUDA
+// tensors of a library that was built without CUDA: the kernels may have been compiled at run time.
+template <Backend kBackend>
+bool can_run(const Tensors& first) {
+    return !first.empty() &&
+           (kBackend != Backend::kOther || (is_on_cuda(first.front()) && has_cuda_kernels()));
+}
+
 // No kernel exists for this device, or there is no tensor to tell the device.
-Tensor run_elsewhere(const CallSite& site, const Tensors& first, bool check_finite) {
+Tensor run_nowhere(const CallSite& site, const Tensors& first, bool check_finite) {
     if (first.empty()) return check_finite ? new_counter() : new_placeholder();
     if (!is_strided(first.front())) refuse(site, "a sparse tensor was passed; pass dense tensors");
     const View view = view_of(first.front());
-    const bool is_cuda = view.device_type == aoti_torch_device_type_cuda();
-    refuse(site, text("no kernel for ", device_name(view.device_type, view.device_index),
-                      is_cuda ? ": built without CUDA; rebuild with AVGPIPE_CUDA=1"
-                              : "; move the tensors to cpu or cuda"));
+    refuse(site,
+           text("no kernel for ", device_name(view.device_type, view.device_index),
+                is_on_cuda(first.front())
+                    ? ": built without CUDA; install CuPy (see avgpipe doctor) or rebuild with AVGPIPE_CUDA=1"
+                    : "; move the tensors to cpu or cuda"));
 }
 
 template <Backend kBackend>
 void execute(const Job& job, const Tensor& lost) {
-    if constexpr (kBackend == Backend::kCpu) execute_on_cpu(job, lost);
-#ifdef AVGPIPE_WITH_CUDA
-    if constexpr (kBackend == Backend::kCuda) execute_on_cuda(job, lost);
-#endif
+    if constexpr (kBackend == Backend::kCpu) {
+        execute_on_cpu(job, lost);
+    } else {
+        execute_on_cuda(job, lost);
+    }
 }
 
 // Checks the tensors, then runs. The settings have been checked.
@@ -43,8 +59,7 @@ Tensor run(const CallSite& site, Kernel kernel, const Settings& settings, std::s
            Mixing mixing = Mixing::kFloat32Master) {
     const std::vector<Work> works = checked_work(site, arguments, mixing);
     const Tensors& first = *arguments.front().tensors;
-    if (kBackend == Backend::kOther || works.empty())
-        return run_elsewhere(site, first, settings.check_finite);
+    if (!can_run<kBackend>(first)) return run_nowhere(site, first, settings.check_finite);
     Job job{kernel, settings, works.data(), static_cast<int64_t>(works.size())};
     for (const Argument& argument : arguments) {
         if (argument.is_shared) job.tensors = static_cast<int64_t>(argument.tensors->size());
@@ -87,10 +102,14 @@ void set_scaling(const CallSite& site, Settings& settings, const Tensors& first,
 
 void set_sgd(const CallSite& site, Settings& settings, double lr, double mu, double dampening,
              double weight_decay, bool nesterov, bool maximize, bool first_step) {
-    check_finite_number(site, "lr", lr);
-    check_finite_number(site, "mu", mu);
+    check_not_negative(site, "lr", lr);
+    check_not_negative(site, "mu", mu);
     check_finite_number(site, "dampening", dampening);
-    check_finite_number(site, "weight_decay", weight_decay);
+    check_not_negative(site, "weight_decay", weight_decay);
+    if (nesterov && (mu == 0.0 || dampening != 0.0)) {
+        refuse(site, text("nesterov with mu ", mu, " and dampening ", dampening,
+                          "; it needs a mu above 0 and no dampening"));
+    }
     settings.lr = lr;
     settings.beta1 = mu;
     settings.dampening = dampening;
@@ -102,9 +121,9 @@ void set_sgd(const CallSite& site, Settings& settings, double lr, double mu, dou
 
 void set_adam(const CallSite& site, Settings& settings, const Tensors& first, const Tensor& step, double lr,
               double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize) {
-    check_finite_number(site, "lr", lr);
-    check_finite_number(site, "eps", eps);
-    check_finite_number(site, "weight_decay", weight_decay);
+    check_not_negative(site, "lr", lr);
+    check_not_negative(site, "eps", eps);
+    check_not_negative(site, "weight_decay", weight_decay);
     for (const auto& [name, beta] : {std::pair("beta1", beta1), std::pair("beta2", beta2)}) {
         if (!(beta >= 0.0 && beta < 1.0))
             refuse(site, text(name, " is ", beta, "; pass a number from 0 to below 1"));
@@ -121,7 +140,7 @@ void set_adam(const CallSite& site, Settings& settings, const Tensors& first, co
     if (!option.value) {
         settings.step = option.view.data;
         settings.step_is_double = option.view.dtype == ScalarType::Double;
-    } else if (*option.value >= 1.0) {
+    } else if (*option.value >= 1.0 && std::isfinite(*option.value)) {
         settings.step_count = *option.value;
     } else {
         refuse(site, text("step is ", *option.value, "; count steps from 1"));
@@ -295,7 +314,7 @@ template <Backend kBackend>
 Tensor pack(Tensors tensors, std::optional<ScalarType> dtype) {
     const CallSite site{"pack", true};
     if (tensors.empty()) refuse(site, "there are no tensors; pass at least one");
-    if (kBackend == Backend::kOther) return run_elsewhere(site, tensors, false);
+    if (!can_run<kBackend>(tensors)) return run_nowhere(site, tensors, false);
     const Argument arguments[] = {{"tensors", &tensors, Slot::kBefore, false}};
     check_copies(site, arguments);
     const ScalarType packed = dtype.value_or(tensors.front().scalar_type());
@@ -326,8 +345,8 @@ template <Backend kBackend>
 void unpack(Tensor buffer, Tensors tensors) {
     const CallSite site{"unpack_", true};
     const Tensors buffers{buffer};
-    if (kBackend == Backend::kOther) {
-        run_elsewhere(site, buffers, false);
+    if (!can_run<kBackend>(buffers)) {
+        run_nowhere(site, buffers, false);
         return;
     }
     const Argument arguments[] = {{"buffer", &buffers, Slot::kBefore, false},

@@ -80,6 +80,11 @@ struct Operands {
     }
 };
 
+template <class A, bool kMixed>
+__device__ __forceinline__ A limit_of(const Operand& operand) {
+    return overflow_limit<A>(kMixed ? operand.dtype : DType::kFloat64);
+}
+
 // One pass over kCount elements from `first` of one replica; z stays with the caller. Returns how many were
 // lost.
 template <Kernel kKernel, bool kMixed, int kCount, class A>
@@ -97,11 +102,10 @@ __device__ __forceinline__ int advance_group(const Operands<kKernel, kMixed>& op
         if (optimizer_of(kKernel) == Optimizer::kAdam || !s.is_first || s.skips)
             load<kMixed>(operands[Slot::kFirst], first, old1);
     if constexpr (reads(kKernel, Slot::kUpdate))
-        if (kKernel == Kernel::kApply || s.accumulates) load<kMixed>(operands[Slot::kUpdate], first, update);
+        if (s.accumulates) load<kMixed>(operands[Slot::kUpdate], first, update);
 
-    const Limits<A> limits{overflow_limit<A>(kMixed ? operands[Slot::kX].dtype : DType::kFloat64),
-                           overflow_limit<A>(kMixed ? operands[Slot::kZ].dtype : DType::kFloat64),
-                           overflow_limit<A>(kMixed ? operands[Slot::kUpdate].dtype : DType::kFloat64)};
+    const Limits<A> limits{limit_of<A, kMixed>(operands[Slot::kX]), limit_of<A, kMixed>(operands[Slot::kZ]),
+                           limit_of<A, kMixed>(operands[Slot::kUpdate])};
     int lost = 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -116,9 +120,70 @@ __device__ __forceinline__ int advance_group(const Operands<kKernel, kMixed>& op
     if constexpr (writes(kKernel, Slot::kX)) store<kMixed>(operands[Slot::kX], first, x);
     if constexpr (writes(kKernel, Slot::kFirst)) store<kMixed>(operands[Slot::kFirst], first, old1);
     if constexpr (writes(kKernel, Slot::kSecond)) store<kMixed>(operands[Slot::kSecond], first, old2);
-    if constexpr (writes(kKernel, Slot::kUpdate))
-        if (kKernel != Kernel::kApply || s.zeroes) store<kMixed>(operands[Slot::kUpdate], first, update);
+    if constexpr (writes(kKernel, Slot::kUpdate)) store<kMixed>(operands[Slot::kUpdate], first, update);
     return lost;
+}
+
+// Replicas whose operands a thread asks for at once: with one after another, waiting would take the time.
+constexpr int kTogether = 4;
+
+// The operands' elements of the replicas from `replica` on, `count` of them.
+template <Slot kSlot, bool kMixed, Kernel kKernel, int kCount, class A>
+__device__ __forceinline__ void load_together(const Entry<kKernel>& entry, int replica, int count,
+                                              int64_t first, A (&values)[kTogether][kCount]) {
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j)
+        if (j < count) load<kMixed>(entry.template operand<kSlot>(replica + j), first, values[j]);
+}
+
+// z += scale update of the replicas from `replica` on, `count` of them.
+template <bool kMixed, int kCount, class A>
+__device__ __forceinline__ int apply_together(const Entry<Kernel::kApply>& entry, int replica, int count,
+                                              int64_t first, const Constants<A>& constants, A (&z)[kCount]) {
+    const Limits<A> limits{A(0), limit_of<A, kMixed>(entry.template operand<Slot::kZ>(0)), A(0)};
+    A updates[kTogether][kCount] = {};
+    load_together<Slot::kUpdate, kMixed>(entry, replica, count, first, updates);
+    int lost = 0;
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+        if (j >= count) break;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            Element<A> e{};
+            e.z = z[i], e.update = updates[j][i];
+            if (constants.checks) {
+                lost += advance_checked<Kernel::kApply>(e, constants.scalars, limits) ? 1 : 0;
+            } else {
+                advance<Kernel::kApply>(e, constants.scalars);
+            }
+            z[i] = e.z;
+        }
+        constexpr A kZeros[kCount] = {};
+        if (constants.scalars.zeroes)
+            store<kMixed>(entry.template operand<Slot::kUpdate>(replica + j), first, kZeros);
+    }
+    return lost;
+}
+
+// x += alpha (z - x) of the replicas from `replica` on, `count` of them.
+template <Kernel kKernel, bool kMixed, int kCount, class A>
+__device__ __forceinline__ void pull_together(const Entry<kKernel>& entry, int replica, int count,
+                                              int64_t first, const Constants<A>& constants,
+                                              const A (&z)[kCount]) {
+    A x[kTogether][kCount] = {};
+    load_together<Slot::kX, kMixed>(entry, replica, count, first, x);
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+        if (j >= count) break;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            Element<A> e{};
+            e.x = x[j][i], e.z = z[i];
+            advance<Kernel::kPull>(e, constants.scalars);
+            x[j][i] = e.x;
+        }
+        store<kMixed>(entry.template operand<Slot::kX>(replica + j), first, x[j]);
+    }
 }
 
 // All replicas' passes over kCount elements: z is read and written once, and each x is pulled to it in a
@@ -131,28 +196,23 @@ __device__ __forceinline__ int advance_replicas(const Entry<kKernel>& entry, int
     A z[kCount];
     load<kMixed>(reference, first, z);
     int lost = 0;
+    if constexpr (kKernel == Kernel::kApply) {
 #pragma unroll 1
-    for (int r = 0; r < replicas; ++r) {
-        const Operands<kKernel, kMixed> operands(entry, r);
-        lost += advance_group<kKernel, kMixed, kCount>(operands, first, constants, z);
+        for (int r = 0; r < replicas; r += kTogether)
+            lost += apply_together<kMixed>(entry, r, replicas - r, first, constants, z);
+    } else {
+#pragma unroll 1
+        for (int r = 0; r < replicas; ++r) {
+            const Operands<kKernel, kMixed> operands(entry, r);
+            lost += advance_group<kKernel, kMixed, kCount>(operands, first, constants, z);
+        }
     }
     store<kMixed>(reference, first, z);
     if constexpr (is_round(kKernel)) {
         round_to<kMixed>(reference.dtype, z);
 #pragma unroll 1
-        for (int r = 0; r < replicas; ++r) {
-            const Operand weights = entry.template operand<Slot::kX>(r);
-            A x[kCount];
-            load<kMixed>(weights, first, x);
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) {
-                Element<A> e{};
-                e.x = x[i], e.z = z[i];
-                advance<Kernel::kPull>(e, constants.scalars);
-                x[i] = e.x;
-            }
-            store<kMixed>(weights, first, x);
-        }
+        for (int r = 0; r < replicas; r += kTogether)
+            pull_together<kKernel, kMixed>(entry, r, replicas - r, first, constants, z);
     }
     return lost;
 }

@@ -194,7 +194,7 @@ void test_every_kernel_equals_the_cpu() {
                 for (const int64_t shift : {0, 1}) {
                     compare(kernel, format, settings, settings, counts, 1, shift, settings.check_finite);
                     if (has_replicas)
-                        compare(kernel, format, settings, settings, {5, 5000}, 3, shift,
+                        compare(kernel, format, settings, settings, {5, 5000}, 6, shift,
                                 settings.check_finite);
                 }
             }

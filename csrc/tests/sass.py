@@ -23,18 +23,18 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parents[1]
 SKIPPED = 77
 
-# Operands that a kernel reads and writes (Kernel, reads and writes in elastic/element.h).
+# Accesses to the operands that a kernel reads and writes (Kernel, reads and writes in elastic/element.h).
 OPERANDS = {
     "pull": (2, 1),
     "step": (4, 2),
     "easgd": (3, 2),
-    "apply": (2, 2),
+    "apply": (5, 5),  # z, and the updates of 4 replicas at once
     "sgd": (4, 2),
     "momentum": (5, 3),
     "adam": (6, 4),
-    "sgd_round": (4, 3),  # x once more, for the pull
-    "momentum_round": (5, 4),
-    "adam_round": (6, 5),
+    "sgd_round": (7, 6),  # those of x once more for the pull, of 4 replicas at once
+    "momentum_round": (8, 7),
+    "adam_round": (9, 8),
     "copy": (1, 1),
 }
 

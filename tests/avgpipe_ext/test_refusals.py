@@ -256,3 +256,24 @@ def test_momentum_belongs_to_mu():
     tensors = arguments(with_buffers, (3,), torch.float32)
     refuses(with_buffers, tensors, "mu is 0 but there are 1 momentum buffers; pass none", mu=0.0)
     refuses(with_buffers, [[t, t.clone()] for t in tensors], "mu is 0 but there are 2 momentum", mu=0.0)
+
+
+@EVERY_CASE
+def test_a_meta_tensor_among_others_is_not_silently_nothing(case):
+    """It would choose the fake kernel, which writes nothing."""
+    for position in range(len(case.tensors)):
+        tensors = arguments(case, (3,), torch.float32)
+        tensors[position] = tensors[position].to("meta")
+        with pytest.raises(ValueError, match="on meta.*on cpu|on cpu.*on meta"):
+            case.operator(*tensors, *case.scalars)
+
+
+@pytest.mark.parametrize("option", ["step", "grad_scale", "found_inf"])
+def test_options_on_meta_or_sparse(option):
+    case = adam(lr=0.1, step=1)
+    tensors = arguments(case, (3,), torch.float32)
+    with pytest.raises(ValueError, match=f"{option} is on meta"):
+        case.operator(*tensors, *case.scalars, **{option: torch.ones(1, device="meta")})
+    refuses(
+        case, tensors, f"{option} is not strided; pass a dense tensor", **{option: torch.ones(1).to_sparse()}
+    )

@@ -127,3 +127,14 @@ def test_what_cannot_be_unpacked():
     whole = torch.ones(4)
     raises(unpack_, name, r"tensors\[1\] shares 8 bytes", torch.ones(6), [whole, whole[2:]])
     raises(unpack_, name, "by which elements share memory", torch.ones(4), [torch.ones(1).expand(4)])
+
+
+def test_meta_tensors_among_others():
+    parts = make_round()
+    parts[1][-1] = parts[1][-1].to("meta")
+    with pytest.raises(ValueError, match="on meta"):
+        avgpipe_ext.elastic_round_(*parts, 0.5, optimizer="sgd", lr=0.1, mu=0.9)
+    with pytest.raises(ValueError, match="on meta"):
+        avgpipe_ext.unpack_(torch.ones(3), [torch.ones(3, device="meta")])
+    with pytest.raises(ValueError, match="on meta"):
+        avgpipe_ext.pack([torch.ones(3), torch.ones(3, device="meta")])

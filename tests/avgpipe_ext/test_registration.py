@@ -7,10 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import avgpipe_ext
-from avgpipe_ext._registration import WRITTEN
+from avgpipe_ext._registration import OPERATORS
 from tests.avgpipe_ext.cases import CASES, FLOATS, OPTIMIZERS, RULES, arguments
 
-NAMES = tuple(WRITTEN)
+NAMES = tuple(OPERATORS)
 COPIES = ("pack", "unpack_")
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
 # What makes torch.compile's output text-free and quick here: no code generation is under test.
@@ -54,7 +54,7 @@ def test_the_schema_marks_what_is_written(name, overload):
     written = tuple(
         i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
     )
-    assert written == WRITTEN[name][1]
+    assert written == OPERATORS[name].written
     assert schema.arguments[-1].name == "check_finite"
     assert schema.arguments[-1].kwarg_only
 
