@@ -246,13 +246,13 @@ __device__ __forceinline__ const Scalars<double>& host_scalars(const BlockHead& 
     return head.doubles;
 }
 
-// With the values that are in device memory. The reciprocal is torch.amp.GradScaler's.
+// With the values that are in device memory; the reciprocal in double, as on the host.
 template <Kernel kKernel, class A>
 __device__ __forceinline__ Scalars<A> device_scalars(Settings s) {
     if (s.step != nullptr)
         s.step_count =
             s.step_is_double ? *static_cast<const double*>(s.step) : *static_cast<const float*>(s.step);
-    if (s.grad_scale != nullptr) s.unscale = static_cast<float>(1.0 / static_cast<double>(*s.grad_scale));
+    if (s.grad_scale != nullptr) s.unscale = 1.0 / static_cast<double>(*s.grad_scale);
     if (s.found_inf != nullptr) s.skips = *s.found_inf != 0.0f;
     return scalars_of<A>(s, optimizer_of(kKernel));
 }

@@ -231,7 +231,7 @@ void test_values_in_device_memory_replace_the_hosts() {
     for (const Format format : {Format::kFloat32, Format::kFloat64, Format::kBFloat16}) {
         for (const float* found_inf : {&found, &not_found}) {
             Settings resolved = example_settings();
-            resolved.unscale = static_cast<float>(1.0 / 3.0);
+            resolved.unscale = 1.0 / 3.0;
             resolved.skips = *found_inf != 0.0f;
             Settings given = example_settings();
             given.step_count = 1e6;
