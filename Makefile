@@ -6,6 +6,8 @@ VENV ?= .venv
 # Any build of torch from 2.11 on; one that is in the environment already is kept.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+# Where nvcc is, CUDA code is compiled, so its machine code and the run-time compilation are checked too.
+EXTRAS := dev$(if $(shell command -v nvcc),$(shell printf ',cuda-check,cupy'))
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
 .PHONY: demo test lint types unit native-test sanitize gpu clean
@@ -42,7 +44,7 @@ $(VENV)/installed: $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2> /dev/null || $(BIN)/pip install -q "$(TORCH)" numpy
 	$(BIN)/pip install -q "setuptools>=77" wheel cmake ninja
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install -q --no-build-isolation -e '.[dev]'
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install -q --no-build-isolation -e '.[$(EXTRAS)]'
 	touch $@
 
 # With the torch of PYTHON, and nothing installed: on a machine with a GPU, everything that needs it.

@@ -18,7 +18,8 @@ Every operator takes a tensor, or lists of tensors of one length. Common to all:
 
 from __future__ import annotations
 
-from avgpipe_ext._library import build_info
+from avgpipe_ext._library import build_info, cpu_path
+from avgpipe_ext.nvrtc import cuda_path, install_if_needed
 from avgpipe_ext.operators import (
     easgd_step_,
     elastic_adamw_,
@@ -33,6 +34,8 @@ from avgpipe_ext.operators import (
 
 __all__ = [
     "build_info",
+    "cpu_path",
+    "cuda_path",
     "easgd_step_",
     "elastic_adamw_",
     "elastic_pull_",
@@ -43,3 +46,5 @@ __all__ = [
     "reference_apply_",
     "unpack_",
 ]
+
+install_if_needed()

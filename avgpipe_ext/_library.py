@@ -51,3 +51,8 @@ def build_info() -> dict[str, str | bool | list[str]]:
         "cuda": bool(architectures),
         "cuda_arch_list": architectures,
     }
+
+
+def cpu_path() -> str:
+    """The instruction set of the CPU kernels in use: "avx512", "avx2" or "baseline"."""
+    return _ask("avgpipe_cpu_path")

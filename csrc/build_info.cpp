@@ -1,6 +1,8 @@
 // Read by avgpipe_ext through ctypes. The constants come from CMakeLists.txt.
 #include <string>
 
+#include "elastic/cpu.h"
+
 #define AVGPIPE_EXPORT extern "C" __attribute__((visibility("default")))
 
 // One line "name=value" per fact; lists are separated by commas.
@@ -26,4 +28,9 @@ AVGPIPE_EXPORT const char* avgpipe_cpu_features() {
         return list;
     }();
     return features.c_str();
+}
+
+// The instruction set of the CPU kernels in use.
+AVGPIPE_EXPORT const char* avgpipe_cpu_path() {
+    return avgpipe::cpu_kernel().name;
 }

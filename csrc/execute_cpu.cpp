@@ -38,7 +38,7 @@ int64_t streamable_bytes(const Job& job) {
 }  // namespace
 
 void execute_on_cpu(Job job, const Tensor& lost) {
-    const CpuKernel kernel = cpu_kernel();
+    const CpuKernel kernel = cpu_kernel().run;
     const std::vector<int64_t> ends = block_ends(job);
     job.streams = streamable_bytes(job) >= kStreamBytes;
     std::atomic<int64_t> total{0};

@@ -162,7 +162,7 @@ int main(int argc, char** argv) {
     register_kernels("baseline", baseline::run);
 #ifdef AVGPIPE_X86_64
     if (__builtin_cpu_supports("avx2")) register_kernels("avx2", avx2::run);
-    if (cpu_kernel() == avx512::run) register_kernels("avx512", avx512::run);
+    if (cpu_kernel().run == avx512::run) register_kernels("avx512", avx512::run);
 #endif
     benchmark::Initialize(&argc, argv);
     if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;

@@ -23,7 +23,11 @@ int64_t run(const Job& job, int64_t tensor, int64_t begin, int64_t end);
 }
 #endif
 
-// The best kernel this processor can run; decided once.
-CpuKernel cpu_kernel();
+// The best kernel this processor can run, and its instruction set's name; decided once.
+struct CpuChoice {
+    CpuKernel run;
+    const char* name;
+};
+CpuChoice cpu_kernel();
 
 }  // namespace avgpipe

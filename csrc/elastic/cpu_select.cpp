@@ -2,18 +2,19 @@
 
 namespace avgpipe {
 
-CpuKernel cpu_kernel() {
+CpuChoice cpu_kernel() {
 #ifdef AVGPIPE_X86_64
     // The flags cpu.cpp is compiled with, see CMakeLists.txt.
-    static const CpuKernel kernel = [] {
+    static const CpuChoice choice = [] {
         const bool has_avx2 = __builtin_cpu_supports("avx2");
         const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-        return has_avx2 && has_avx512 ? avx512::run : has_avx2 ? avx2::run : baseline::run;
+        if (has_avx2 && has_avx512) return CpuChoice{avx512::run, "avx512"};
+        return has_avx2 ? CpuChoice{avx2::run, "avx2"} : CpuChoice{baseline::run, "baseline"};
     }();
-    return kernel;
+    return choice;
 #else
-    return baseline::run;
+    return {baseline::run, "baseline"};
 #endif
 }
 

@@ -20,7 +20,7 @@ std::vector<CpuKernel> instruction_sets() {
     std::vector<CpuKernel> sets{baseline::run};
 #ifdef AVGPIPE_X86_64
     if (__builtin_cpu_supports("avx2")) sets.push_back(avx2::run);
-    if (cpu_kernel() == avx512::run) sets.push_back(avx512::run);
+    if (cpu_kernel().run == avx512::run) sets.push_back(avx512::run);
 #endif
     return sets;
 }

@@ -264,7 +264,7 @@ def test_a_meta_tensor_among_others_is_not_silently_nothing(case):
     for position in range(len(case.tensors)):
         tensors = arguments(case, (3,), torch.float32)
         tensors[position] = tensors[position].to("meta")
-        with pytest.raises(ValueError, match="on meta.*on cpu|on cpu.*on meta"):
+        with pytest.raises(ValueError, match=r"on meta.*on cpu|on cpu.*on meta"):
             case.operator(*tensors, *case.scalars)
 
 

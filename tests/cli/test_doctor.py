@@ -18,6 +18,8 @@ def test_json_has_versions_build_machine_and_links():
     assert answer["versions"]["avgpipe"] == __version__
     assert answer["versions"]["torch"] == torch.__version__
     assert answer["native"] == avgpipe_ext.build_info()
+    assert answer["operators"] == {"cpu": avgpipe_ext.cpu_path(), "cuda": avgpipe_ext.cuda_path()}
+    assert answer["operators"]["cpu"] in ("baseline", "avx2", "avx512")
     assert answer["machine"]["cores"] >= 1
     assert answer["machine"]["memory_bytes"] > 2**28
     assert answer["links"]["same process"] == "local"

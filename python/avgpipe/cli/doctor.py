@@ -76,6 +76,7 @@ def _native(found: Findings) -> dict[str, Any]:
         return {}
     built: dict[str, Any] = dict(avgpipe_ext.build_info())
     found.facts["native"] = built
+    found.facts["operators"] = {"cpu": avgpipe_ext.cpu_path(), "cuda": avgpipe_ext.cuda_path()}
     return built
 
 
@@ -94,10 +95,11 @@ def _cuda(found: Findings, built: dict[str, Any]) -> None:
                 }
             )
     found.facts["cuda"] = {"torch_built_for": torch.version.cuda, "devices": devices}
-    if devices and built and not built["cuda"]:
+    if devices and built and not built["cuda"] and found.facts["operators"]["cuda"] != "cupy":
         found.lacks(
             "CUDA kernels: built without",
-            "put nvcc on PATH and build again: AVGPIPE_CUDA=1 pip install --no-build-isolation -e .",
+            "pip install cupy-cuda13x (or cupy-cuda12x, as torch's CUDA), or put nvcc on PATH and build again: "
+            "AVGPIPE_CUDA=1 pip install --no-build-isolation -e .",
         )
     if not devices and torch.version.cuda is None:
         found.lacks("CUDA: this torch is built for CPU", "for GPUs, install a torch build with CUDA")
