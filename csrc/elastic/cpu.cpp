@@ -17,8 +17,11 @@ constexpr int64_t kTile = 512;
 // caches for the pull, while each operand is still read in pieces long enough for the prefetchers.
 constexpr int64_t kRoundTile = 16384;
 
-// Updates added to z in one loop; with more, or one after another, the memory is read more slowly.
-constexpr int kTogether = 4;
+// Elements of one loop over operands that need no conversion; a counter of 32 bits holds as many.
+constexpr int64_t kLongTile = int64_t{1} << 20;
+
+// Updates added to z in one loop, at most; one after another the memory is read more slowly.
+constexpr int kTogether = 8;
 
 template <class A, class Stored>
 void widen_all(const Operand& operand, int64_t first, int64_t count, A* __restrict__ values) {
@@ -166,17 +169,26 @@ Limits<A> limits_of(const Work& work) {
             overflow_limit<A>(work[Slot::kUpdate].dtype)};
 }
 
+template <Kernel kKernel, class A>
+bool needs_buffers(const Work& work) {
+    for (int slot = 0; slot < kSlots; ++slot) {
+        if (uses(kKernel, static_cast<Slot>(slot)) && work.operands[slot].dtype != kOwn<A>) return true;
+    }
+    return false;
+}
+
 // One pass of one replica.
 template <Kernel kKernel, bool kCheck, class A>
 int64_t run_pass(const Work& work, const Scalars<A>& s, const Limits<A>& limits, bool streams, int64_t begin,
                  int64_t end) {
     const bool is_overwritten = writes(kKernel, Slot::kUpdate) && s.accumulates == 0;
     const bool is_streamed = is_overwritten && streams;
+    const int64_t step = is_streamed || needs_buffers<kKernel, A>(work) ? kTile : kLongTile;
     alignas(64) A buffers[kSlots][kTile];
     alignas(64) A new_update[kTile];
     int64_t lost = 0;
-    for (int64_t first = begin; first < end; first += kTile) {
-        const int64_t count = end - first < kTile ? end - first : kTile;
+    for (int64_t first = begin; first < end; first += step) {
+        const int64_t count = end - first < step ? end - first : step;
         Tile<A> tile;
         for (int slot = 0; slot < kSlots; ++slot) {
             if (!uses(kKernel, static_cast<Slot>(slot))) continue;
@@ -215,15 +227,10 @@ Work from(const Work& work, int64_t first) {
 }
 
 // z += scale update, for kCount updates in turn. See advance_tile for the pragma and the counter.
-template <int kCount, bool kCheck, class A>
-int64_t apply_tile(A* z, const A* const* updates, A* const* new_updates, int64_t count, const Scalars<A>& all,
-                   const Limits<A>& limits) {
-    const A* in[kCount];
-    A* out[kCount];
-    for (int r = 0; r < kCount; ++r) {
-        in[r] = updates[r];
-        out[r] = new_updates[r];
-    }
+template <int kCount, bool kZeroes, bool kCheck, class A>
+int64_t apply_tile(A* z, A* const* tiles, int64_t count, const Scalars<A>& all, const Limits<A>& limits) {
+    A* updates[kCount];
+    for (int r = 0; r < kCount; ++r) updates[r] = tiles[r];
     const Scalars<A> s = all;
     std::conditional_t<sizeof(A) == 4, int32_t, int64_t> lost = 0;
 #pragma GCC ivdep
@@ -231,16 +238,28 @@ int64_t apply_tile(A* z, const A* const* updates, A* const* new_updates, int64_t
         Element<A> e{};
         e.z = z[i];
         for (int r = 0; r < kCount; ++r) {
-            e.update = in[r][i];
+            e.update = updates[r][i];
             if constexpr (kCheck) {
                 lost += advance_checked<Kernel::kApply>(e, s, limits) ? 1 : 0;
             } else {
                 advance<Kernel::kApply>(e, s);
             }
-            out[r][i] = e.update;
+            if constexpr (kZeroes) updates[r][i] = e.update;
         }
         z[i] = e.z;
     }
+    return lost;
+}
+
+// As many as there are, in loops over 8, 4, 2 or 1 of them.
+template <int kCount, bool kZeroes, bool kCheck, class A>
+int64_t apply_tiles(A* z, A* const* tiles, int64_t replicas, int64_t count, const Scalars<A>& s,
+                    const Limits<A>& limits) {
+    int64_t lost = 0, done = 0;
+    for (; done + kCount <= replicas; done += kCount)
+        lost += apply_tile<kCount, kZeroes, kCheck>(z, tiles + done, count, s, limits);
+    if constexpr (kCount > 1)
+        lost += apply_tiles<kCount / 2, kZeroes, kCheck>(z, tiles + done, replicas - done, count, s, limits);
     return lost;
 }
 
@@ -249,24 +268,25 @@ template <bool kCheck, class A>
 int64_t run_applies(const Job& job, int64_t tensor, const Scalars<A>& s, int64_t begin, int64_t end) {
     const Operand z = job.work(tensor, 0)[Slot::kZ];
     const Limits<A> limits = limits_of<A>(job.work(tensor, 0));
-    alignas(64) A sum[kTile], buffers[kTogether][kTile], unused[kTile];
+    bool in_place = job.replicas <= kTogether;
+    for (int64_t r = 0; r < job.replicas; ++r)
+        in_place = in_place && !needs_buffers<Kernel::kApply, A>(job.work(tensor, r));
+    const int64_t step = in_place ? kLongTile : kTile;
+    alignas(64) A sum[kTile], buffers[kTogether][kTile];
     int64_t lost = 0;
-    for (int64_t first = begin; first < end; first += kTile) {
-        const int64_t count = end - first < kTile ? end - first : kTile;
+    for (int64_t first = begin; first < end; first += step) {
+        const int64_t count = end - first < step ? end - first : step;
         A* z_tile = load(z, first, count, sum);
-        for (int64_t r = 0; r < job.replicas;) {
-            const int together = job.replicas - r < kTogether ? 1 : kTogether;
-            A *updates[kTogether], *new_updates[kTogether];
-            for (int n = 0; n < together; ++n) {
-                updates[n] = load(job.work(tensor, r + n)[Slot::kUpdate], first, count, buffers[n]);
-                new_updates[n] = s.zeroes != 0 ? updates[n] : unused;
-            }
-            lost += together == 1
-                        ? apply_tile<1, kCheck>(z_tile, updates, new_updates, count, s, limits)
-                        : apply_tile<kTogether, kCheck>(z_tile, updates, new_updates, count, s, limits);
-            for (int n = 0; n < together && s.zeroes != 0; ++n)
-                store(job.work(tensor, r + n)[Slot::kUpdate], first, count, updates[n]);
-            r += together;
+        for (int64_t r = 0; r < job.replicas; r += kTogether) {
+            const int64_t together = job.replicas - r < kTogether ? job.replicas - r : kTogether;
+            A* tiles[kTogether];
+            for (int64_t n = 0; n < together; ++n)
+                tiles[n] = load(job.work(tensor, r + n)[Slot::kUpdate], first, count, buffers[n]);
+            lost += s.zeroes != 0
+                        ? apply_tiles<kTogether, true, kCheck>(z_tile, tiles, together, count, s, limits)
+                        : apply_tiles<kTogether, false, kCheck>(z_tile, tiles, together, count, s, limits);
+            for (int64_t n = 0; n < together && s.zeroes != 0; ++n)
+                store(job.work(tensor, r + n)[Slot::kUpdate], first, count, tiles[n]);
         }
         store(z, first, count, z_tile);
     }
