@@ -11,6 +11,7 @@ OPERATORS = [
     "easgd_step_",
     "elastic_pull_",
     "reference_apply_",
+    "elastic_round_",
 ]
 
 

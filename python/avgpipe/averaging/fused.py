@@ -6,6 +6,7 @@ What is decided once and what at each step:
     Steps    momenta and counters, at the same places                what others have replaced is moved there
     Plan     which memory each call of an operator works on          again if gradients or counters have changed so
     force    the calls, with this step's learning rates              every step, under the rounds' lock
+    whole    the calls of all replicas as one                        again if one has another plan
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from typing import Any
 
 import torch
 
-import avgpipe_ext
+from avgpipe.averaging.force import FusedForce
 from avgpipe.averaging.places import Places, Unfusable
-from avgpipe.averaging.plan import Grads, Plan, Rest, Settled
+from avgpipe.averaging.plan import Grads, Plan, Settled
 from avgpipe.averaging.replica import Replica
-from avgpipe.averaging.rounds import Force
 from avgpipe.averaging.states import Watch
 from avgpipe.averaging.steps import AdamSteps, Group, SgdSteps, Steps
 from avgpipe.weights import Buffers
@@ -73,7 +73,7 @@ class FusedStep:
     @torch.no_grad()
     def prepare(
         self, scale: torch.Tensor | None, found_inf: torch.Tensor | None, skips: bool | None
-    ) -> Force:
+    ) -> FusedForce:
         """Of a step with the gradients of now. Unfusable, with nothing stepped, if it cannot be fused.
 
         scale, found_inf: a GradScaler's; skips: what :meth:`skips` returned.
@@ -87,7 +87,7 @@ class FusedStep:
                 call.grad = [g for i in call.params if (g := grads[i]) is not None]
         options = [self._steps.options(group) for group in self._inner.param_groups]
         scaling = {"grad_scale": scale, "found_inf": found_inf if skips is None else None}
-        return lambda z: self._act(plan, options, scaling)
+        return FusedForce(plan, self._steps, self._members, options, scaling, self._replica.elasticity)
 
     def _locate(self) -> None:
         groups = self._inner.param_groups
@@ -162,45 +162,6 @@ class FusedStep:
                 continue
             if g.layout != torch.strided or g.dtype != p.dtype or not _same_order(g, p):
                 raise Unfusable(f"the gradient of parameter {i} has another layout, dtype or strides")
-
-    def _act(
-        self, plan: Plan, options: list[dict[str, Any]], scaling: dict[str, torch.Tensor | None]
-    ) -> list[torch.Tensor]:
-        """Step and average; returns the operators' counts of what is not finite."""
-        e = self._replica.elasticity
-        alpha, staleness = (e.alpha, 0) if e.rule == "easgd" else e.force
-        common = {"rule": e.rule, "accumulate": False, "check_finite": True}
-        self._count(plan, 1.0)
-        counts = []
-        for call in plan.calls:
-            device = call.x[0].device
-            moved = {k: None if v is None else v.to(device, non_blocking=True) for k, v in scaling.items()}
-            settings = options[call.group] | common | moved
-            counts.append(self._steps.apply(call, self._members[call.group], alpha, staleness, **settings))
-            if plan.grads is None:
-                call.grad = []  # not kept alive until the next step
-        if scaling["found_inf"] is not None:
-            self._count(plan, -scaling["found_inf"])
-        if plan.flat:  # so that a backward pass that needs the old values fails
-            torch.autograd.graph.increment_version(plan.flat)
-        for rest in plan.rests:
-            counts += self._average(rest)
-        return counts
-
-    def _count(self, plan: Plan, by: float | torch.Tensor) -> None:
-        for members, stepping in zip(self._members, plan.settled.stepping):
-            if stepping:
-                self._steps.count(members, stepping, by)
-
-    def _average(self, rest: Rest) -> list[torch.Tensor]:
-        """The averaging of what has made no step."""
-        e = self._replica.elasticity
-        if e.rule == "easgd":
-            easgd = avgpipe_ext.easgd_step_
-            return [easgd(rest.x, rest.z, rest.update, e.alpha, accumulate=False, check_finite=True)]
-        torch._foreach_zero_(rest.update)
-        alpha, _ = e.force
-        return [avgpipe_ext.elastic_pull_(rest.x, rest.z, alpha, check_finite=True)] if alpha else []
 
 
 def _obstacle(inner: torch.optim.Optimizer, replica: Replica) -> str | None:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from avgpipe.averaging.force import FusedForce
 from avgpipe.averaging.fused import FusedStep
 from avgpipe.averaging.matching import holds, optimized, replica_tensors
 from avgpipe.averaging.places import Unfusable
 from avgpipe.averaging.reference import Reference
-from avgpipe.averaging.rounds import Force, GroupRounds
+from avgpipe.averaging.rounds import GroupRounds
 
 EXTRA_KEY = "elastic"
 
@@ -68,6 +70,7 @@ class ElasticAveraging(torch.optim.Optimizer):
             self._check_fused(reference, replica)
         self._local_steps = 0
         self._position = 0  # local steps done in the current period
+        self._done: Callable[[], None] | None = None  # of a step_in_round
         # The base class's __init__ would build groups and state of its own; this sets up only its hooks.
         known = set(inner_optimizer.defaults)
         super().__setstate__({})
@@ -88,10 +91,12 @@ class ElasticAveraging(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
+        self.complete()
         return self.inner.state
 
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        self.complete()
         self.inner.state = value
 
     @property
@@ -138,12 +143,43 @@ class ElasticAveraging(torch.optim.Optimizer):
         self._end_step()
         return result
 
-    def _end_step(self, force: Force | None = None) -> None:
+    def step_in_round(self, done: Callable[[], None]) -> None:
+        """:meth:`step`, which may leave its work to the one that completes the round: one pass for all replicas.
+
+        Gradients must stay as they are until ``done`` is called, at the latest by the step that completes the
+        round; learning rates and groups may change at once. Weights and state are those before the step until
+        then, unless :meth:`complete`, or whatever here or in the reference reads or replaces them, does the
+        replica's own part now. As long as all is finite, the result is the same in every bit.
+        """
+        self._done = done
+        try:
+            self.step()
+            if self._done is not None:
+                done()
+        finally:
+            self._done = None
+
+    def complete(self) -> None:
+        """Do now what a :meth:`step_in_round` has left for later, if anything."""
+        self.reference.rounds.complete(self.replica)
+
+    def _end_step(self, force: FusedForce | None = None) -> None:
         self._local_steps += 1
         self._position += 1
-        if self._position == self.reference.elasticity.period:
-            self._position = 0
-            self.reference.rounds.arrive(self.replica, force)
+        if self._position < self.reference.elasticity.period:
+            return
+        self._position = 0
+        rounds, done = self.reference.rounds, self._done
+        if force is None or done is None or not (rounds.joins and force.may_wait) or self._is_watched:
+            rounds.arrive(self.replica, force)
+        else:
+            self._done = None
+            rounds.arrive_later(self.replica, force, done)
+
+    @property
+    def _is_watched(self) -> bool:
+        """Hooks see the weights after every step."""
+        return bool(self._optimizer_step_post_hooks or _global_optimizer_post_hooks)
 
     @property
     def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -219,6 +255,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         return torch.optim.Optimizer.profile_hook_step(step)(inner, *args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self.complete()
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -234,6 +271,7 @@ class ElasticAveraging(torch.optim.Optimizer):
                     f"that are averaged for replica {self.replica}; build Reference and ElasticAveraging "
                     f"with parameters=replica.parameters(), trainable from the beginning"
                 )
+        self.complete()
         self.inner.add_param_group({**param_group, "params": params})
 
     def state_dict(self) -> dict[str, Any]:
@@ -243,6 +281,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         """
         for before_hook in self._optimizer_state_dict_pre_hooks.values():
             before_hook(self)
+        self.complete()
         start = self._replica.before if self._position else None
         state = dict(self.inner.state_dict())
         state[EXTRA_KEY] = {
@@ -271,6 +310,7 @@ class ElasticAveraging(torch.optim.Optimizer):
             raise ValueError(
                 "the state was saved under another rule; load it with the rule of the run that saved it"
             )
+        self.complete()
         self.inner.load_state_dict(state)
         self._local_steps, self._position = extra["local_steps"], extra["position"]
         if extra["start"] is not None:

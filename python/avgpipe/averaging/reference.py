@@ -48,8 +48,9 @@ class Reference:
 
     With staleness 0 and 1 results do not depend on the order in which replicas step: updates are added in
     replica order. An update with infinities or NaN does not reach z; ``dropped_updates`` counts such updates
-    (in a group: this rank's). On an accelerator, where the check would wait for the device, only the bad
-    elements of such an update are left out. Buffers of the model (such as running means) are not averaged.
+    (in a group: this rank's). On an accelerator, where the check would wait for the device, and in a pipeline's
+    round that is one pass over memory (staleness 0), only the bad elements of such an update are left out;
+    such a round on an accelerator counts once. Buffers of the model (such as running means) are not averaged.
     """
 
     def __init__(

@@ -6,6 +6,11 @@ With staleness 1, z_r being the reference before round r:
     replica 0  step, force(z_r) ──┐       step, finish round r-1, force(z_r), start all-reduce ──┐
     replica 1  step, force(z_r) ──┤       (the local steps of round r+1 run meanwhile)           │
                                   └ z_r+1 step, finish round r: wait for it, z_r+1 <─────────────┘
+
+With staleness 0 in one process a replica may arrive with its step still to be done (:meth:`Rounds.arrive_later`):
+
+    replica 0  gradients ready ──┐
+    replica 1  gradients ready ──┴ all steps, z_r+1 and all pulls in one pass over memory
 """
 
 from __future__ import annotations
@@ -19,12 +24,16 @@ import torch.distributed as dist
 
 from avgpipe.averaging.centre import Centre
 from avgpipe.averaging.elasticity import Elasticity
+from avgpipe.averaging.force import FusedForce, Whole
 from avgpipe.averaging.replica import Replica
 from avgpipe.weights import Buffers, Layout
 
 # Given z, writes a replica's update and applies the force that needs no other replica; returns counts of what was
 # not finite.
 Force: TypeAlias = Callable[[Buffers], list[torch.Tensor]]
+
+# A step that is still to be done, and what to call once it needs the gradients no longer.
+Waiting: TypeAlias = tuple[FusedForce, Callable[[], None]]
 
 
 class Rounds:
@@ -41,6 +50,8 @@ class Rounds:
         self.follows = e.rule == "avgpipe" and e.replicas == 1 and e.alpha == 0 and centre.outer is None
         self._dropped = 0
         self._bad_counts: torch.Tensor | None = None  # bad updates on an accelerator, not waited for yet
+        self._waiting: dict[int, Waiting] = {}  # of arrived ones, see arrive_later
+        self._whole: Whole | None = None
         self._lock = threading.Lock()
 
     @property
@@ -67,6 +78,7 @@ class Rounds:
     def attach(self, i: int, tensors: list[torch.Tensor]) -> Replica:
         update = None if self.follows else self.update_of(i)
         self.replicas[i] = Replica(self.layout, tensors, self.elasticity, update)
+        self._whole = None
         return self.replicas[i]
 
     def ready(self, i: int, finishes: bool) -> bool:
@@ -97,12 +109,42 @@ class Rounds:
                 self._note(self.centre.follow(self.replicas[i].x))
                 self.arrivals += 1
                 return
-            if self._note((force or self.replicas[i].force)(self.centre.z)):
-                self.updates[i].zero_()
+            self._act(i, force or self.replicas[i].force)
             self._gather(i)
 
+    @property
+    def joins(self) -> bool:
+        """A round may be one pass over memory, once all replicas' gradients are there."""
+        return self.elasticity.pulls_at_the_end and self.elasticity.period == 1 and self.centre.outer is None
+
+    def arrive_later(self, i: int, force: FusedForce, done: Callable[[], None]) -> None:
+        """Replica i arrives, and ``force`` is done with those of the others, or by :meth:`complete` before.
+
+        Only if ``joins``. ``done`` is called when the force needs the gradients no longer.
+        """
+        with self._lock, torch.no_grad():
+            self._waiting[i] = force, done
+            self._gather(i)
+
+    def complete(self, i: int) -> None:
+        """Do now what replica i has left for later, if anything."""
+        if i in self._waiting:
+            with self._lock, torch.no_grad():
+                self._complete(i)
+
     def finish(self) -> None:
-        """Wait for what is under way."""
+        """Wait for what is under way, do what has been left for later."""
+        for i in sorted(self._waiting):
+            self.complete(i)
+
+    def _complete(self, i: int) -> None:
+        force, done = self._waiting.pop(i)
+        self._act(i, force)
+        done()
+
+    def _act(self, i: int, force: Force) -> None:
+        if self._note(force(self.centre.z)):
+            self.updates[i].zero_()
 
     def _gather(self, i: int) -> None:
         e = self.elasticity
@@ -113,12 +155,34 @@ class Rounds:
         self.arrived.add(i)
         self.arrivals += 1
         if len(self.arrived) == e.replicas:
+            if self._do_whole_round():
+                self.arrived.clear()
+                return
+            for n in sorted(self._waiting):
+                self._complete(n)
             # In replica order, whoever came last: the sum must not depend on timing.
             self.centre.absorb(self.updates[n] for n in range(e.replicas))
             self.arrived.clear()
             if e.pulls_at_the_end:
                 for n in range(e.replicas):
                     self.replicas[n].pull(self.centre.z)
+
+    def _do_whole_round(self) -> bool:
+        """All steps, the move of z and all pulls in one pass; False, with nothing done, if that cannot be."""
+        n = self.elasticity.replicas
+        if len(self._waiting) < n:
+            return False
+        forces = [self._waiting[i][0] for i in range(n)]
+        if self._whole is None or not self._whole.serves(forces):
+            self._whole = Whole([force.plan for force in forces])
+        counts = self._whole.act(forces)
+        if counts is None:
+            return False
+        if self._note(counts):  # in at least one replica: the others that are bad are counted here
+            self._dropped += max(0, sum(not force.is_finite() for force in forces) - 1)
+        for i in range(n):
+            self._waiting.pop(i)[1]()
+        return True
 
     def _note(self, counts: list[torch.Tensor]) -> bool:
         """Count an update with values that are not finite; whether it is one, if known without waiting."""
@@ -150,6 +214,10 @@ class GroupRounds(Rounds):
     @property
     def round(self) -> int:
         return self.arrivals - bool(self._works)
+
+    @property
+    def joins(self) -> bool:
+        return False  # the others are elsewhere
 
     def ready(self, i: int, finishes: bool) -> bool:
         return True  # a step waits for the others instead

@@ -65,6 +65,9 @@ class Steps(Protocol):
     def apply(self, call: Call, members: range, alpha: float, staleness: int, **options: Any) -> torch.Tensor:
         """The operator's count of what was not finite."""
 
+    def round_options(self, call: Call, members: range, options: dict[str, Any]) -> dict[str, Any] | None:
+        """What `elastic_round_` takes for the call's next step; None if only the device knows it."""
+
 
 class SgdSteps:
     names: tuple[str, ...] = ("momentum_buffer",)
@@ -126,6 +129,9 @@ class SgdSteps:
         tensors = (call.x, call.grad, momentum, call.z, call.update)
         return avgpipe_ext.elastic_sgd_(*tensors, alpha, staleness, first_step=call.is_first, **options)
 
+    def round_options(self, call: Call, members: range, options: dict[str, Any]) -> dict[str, Any] | None:
+        return {"optimizer": "sgd", "first_step": call.is_first, **options}
+
 
 class AdamSteps:
     names: tuple[str, ...] = ("step", "exp_avg", "exp_avg_sq")
@@ -186,6 +192,13 @@ class AdamSteps:
         tensors = (call.x, call.grad, first, second, call.z, call.update)
         step = self._counters[members.start].of(call.params[0])
         return avgpipe_ext.elastic_adamw_(*tensors, alpha, staleness, step=step, **options)
+
+    def round_options(self, call: Call, members: range, options: dict[str, Any]) -> dict[str, Any] | None:
+        made = self._counters[members.start].of(call.params[0])
+        if made.device.type != "cpu":
+            return None
+        others = {name: value for name, value in options.items() if name != "decoupled"}
+        return {"optimizer": "adamw" if options["decoupled"] else "adam", "step": made + 1, **others}
 
     def _counters_of(self, group: Group, members: range) -> Counters:
         """Of the dtype and on the device that torch would choose."""

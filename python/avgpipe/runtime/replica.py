@@ -29,7 +29,7 @@ class Replica:
         reference: Reference | None,
         arena: Arena,
     ) -> None:
-        self.stage, self.pipeline, self.arena = stage, pipeline, arena
+        self.stage, self.pipeline, self._arena = stage, pipeline, arena
         self.optimizer: torch.optim.Optimizer | None = None
         self.elastic: ElasticAveraging | None = None
         self.lr_scheduler = None
@@ -40,6 +40,13 @@ class Replica:
                 self.optimizer = self.elastic
             if lr_scheduler is not None:
                 self.lr_scheduler = lr_scheduler(self.optimizer)
+
+    @property
+    def arena(self) -> Arena:
+        """Weights and gradients after all steps: one that waits for the round's others is done now."""
+        if self.elastic is not None:
+            self.elastic.complete()
+        return self._arena
 
     @property
     def ready(self) -> bool:
@@ -56,13 +63,21 @@ class Replica:
             grad.mul_(factor.to(grad.device, grad.dtype))
 
     def step(self, touched: list[bool]) -> None:
-        """One optimizer step, with its averaging, on the gradients in the arena; clears them."""
-        if self.optimizer is not None:
-            with self.arena.step_grads(touched):
+        """One optimizer step, with its averaging, on the gradients in the arena; clears them.
+
+        With staleness 0 the last pipeline of a round does the work of all, in one pass over memory where that is
+        possible; until then the replica is not ``settled``.
+        """
+        arena = self._arena
+        with arena.step_grads(touched):
+            if self.elastic is not None:
+                self.elastic.step_in_round(arena.zero_grads)
+            elif self.optimizer is not None:
                 self.optimizer.step()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-        self.arena.zero_grads()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        if self.elastic is None:
+            arena.zero_grads()
 
     @contextmanager
     def inference(self, reference: Reference | None) -> Iterator[None]:
@@ -70,7 +85,8 @@ class Replica:
         carries = self.stage.carries()
         kept = [c.values for c in carries]
         training = self.stage.training
-        weights = self.arena.reading(reference.parameters) if reference else nullcontext()
+        arena = self.arena
+        weights = arena.reading(reference.parameters) if reference else nullcontext()
         try:
             for c in carries:
                 c.values = {}
