@@ -95,6 +95,10 @@ def _fake_pack(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -
     return tensors[0].new_empty([sum(t.numel() for t in tensors)], dtype=dtype or tensors[0].dtype)
 
 
+def _fake_pack_out(tensors: Sequence[Tensor], *, out: Tensor) -> None:
+    _fake_unpack(out, tensors)
+
+
 def _fake_unpack(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     for t in tensors:
         _check_device(buffer, t, "a tensor")
@@ -103,7 +107,7 @@ def _fake_unpack(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
         raise ValueError(f"buffer has {buffer.numel()} elements, the tensors together {total}")
 
 
-def _move_versions(overload: Any, written: tuple[int, ...]) -> Callable[..., Any]:
+def _move_versions(overload: Any, written: tuple[int | str, ...]) -> Callable[..., Any]:
     """A kernel that runs the operator and then moves the version counters of what it wrote.
 
     Without it, autograd would not notice that a tensor saved for a backward pass has changed.
@@ -111,9 +115,10 @@ def _move_versions(overload: Any, written: tuple[int, ...]) -> Callable[..., Any
 
     def kernel(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         result = overload.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments, **options)
-        for index in written:
-            if arguments[index] is not None:
-                increment_version(arguments[index])
+        for key in written:
+            value = options[key] if isinstance(key, str) else arguments[key]
+            if value is not None:
+                increment_version(value)
         return result
 
     return kernel
@@ -122,7 +127,8 @@ def _move_versions(overload: Any, written: tuple[int, ...]) -> Callable[..., Any
 _library = torch.library.Library("avgpipe", "IMPL")  # type: ignore[no-untyped-call]
 
 
-def _register(name: str, overload: Any, fake: Callable[..., Any], written: tuple[int, ...]) -> None:
+def _register(name: str, overload: Any, fake: Callable[..., Any], written: tuple[int | str, ...]) -> None:
+    """written: positions or, of those given by keyword, names."""
     torch.library.register_fake(f"avgpipe::{name}", fake, lib=_library)
     if written:
         _library.impl(  # type: ignore[no-untyped-call]
@@ -136,6 +142,7 @@ def _register_all() -> None:
         _register(name, packet.default, _fake(arguments), arguments.written)
         _register(f"{name}.list", packet.list, _fake(arguments), arguments.written)
     _register("pack", torch.ops.avgpipe.pack.default, _fake_pack, ())
+    _register("pack.out", torch.ops.avgpipe.pack.out, _fake_pack_out, ("out",))
     _register("unpack_", torch.ops.avgpipe.unpack_.default, _fake_unpack, (1,))
 
 

@@ -343,20 +343,27 @@ def reference_apply_(
     return _call(_ops.reference_apply_, (z, update), scale, zero=zero, check_finite=check_finite)
 
 
-def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """The tensors' elements, one after another in one new buffer, for sending them at once.
+def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
+    """The tensors' elements, one after another in one buffer, for sending them at once.
 
     Args:
         tensors: any shapes and strides (each is packed in the order of its indices); float32, float64, bfloat16 or
             float16; all on one device.
-        dtype: of the buffer; by default the tensors' own, which must then be the same for all.
+        dtype: of a new buffer; by default the tensors' own, which must then be the same for all.
+        out: the buffer to write, instead of a new one: 1-D, contiguous, of any of these dtypes. A buffer that is kept
+            spares fetching fresh memory, which takes longer than the copy where buffers are large.
 
-    Returns: a tensor of shape (sum of numel,), on the tensors' device. Values round to nearest.
+    Returns: a tensor of shape (sum of numel,), on the tensors' device: `out`, if given. Values round to nearest.
     """
     _require_lists("pack", tensors)
     with torch.no_grad():
-        buffer: Tensor = _ops.pack(tensors, dtype=dtype)
-    return buffer
+        if out is None:
+            buffer: Tensor = _ops.pack(tensors, dtype=dtype)
+            return buffer
+        if dtype is not None and dtype != out.dtype:
+            raise ValueError(f"pack: dtype is {dtype} but out has {out.dtype}; leave dtype away")
+        _ops.pack.out(tensors, out=out)
+        return out
 
 
 def unpack_(buffer: Tensor, tensors: Sequence[Tensor]) -> None:

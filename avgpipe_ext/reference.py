@@ -316,8 +316,10 @@ def reference_apply_(
 
 
 @torch.no_grad()
-def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """The tensors' elements in one new buffer. See `avgpipe_ext.pack`."""
+def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
+    """The tensors' elements in one buffer. See `avgpipe_ext.pack`."""
+    if out is not None:
+        return out.copy_(pack(tensors, out.dtype))
     to = dtype or (tensors[0].dtype if tensors else torch.get_default_dtype())
     parts = [t.double().reshape(-1).to(to) for t in tensors]
     return torch.cat(parts) if parts else torch.empty(0, dtype=to)

@@ -310,26 +310,22 @@ Tensor reference_apply(T z, T update, double scale, bool zero, bool check_finite
     return run<kBackend>(site, Kernel::kApply, settings, arguments, Mixing::kEitherFloat32);
 }
 
-template <Backend kBackend>
-Tensor pack(Tensors tensors, std::optional<ScalarType> dtype) {
-    const CallSite site{"pack", true};
-    if (tensors.empty()) refuse(site, "there are no tensors; pass at least one");
-    if (!can_run<kBackend>(tensors)) return run_nowhere(site, tensors, false);
-    const Argument arguments[] = {{"tensors", &tensors, Slot::kBefore, false}};
-    check_copies(site, arguments);
-    const ScalarType packed = dtype.value_or(tensors.front().scalar_type());
+namespace {
+
+int64_t total_count(const Tensors& tensors) {
     int64_t total = 0;
-    for (Tensor& tensor : tensors) {
-        if (!dtype && tensor.scalar_type() != packed)
-            refuse(site, "the tensors have several dtypes; pass dtype=");
-        total += tensor.numel();
-        if (!tensor.is_contiguous()) tensor = torch::stable::contiguous(tensor);
-    }
-    Tensor buffer = torch::stable::new_empty(tensors.front(), {total}, packed);
-    const DType to = checked_float(site, "dtype", packed);
+    for (const Tensor& tensor : tensors) total += tensor.numel();
+    return total;
+}
+
+// After check_copies, for a buffer of the right size.
+template <Backend kBackend>
+void pack_into(const CallSite& site, Tensors tensors, const Tensor& buffer) {
+    const DType to = checked_float(site, "the buffer", buffer.scalar_type());
     std::vector<Work> works(tensors.size());
     auto* place = static_cast<unsigned char*>(buffer.data_ptr());
     for (size_t t = 0; t < tensors.size(); ++t) {
+        if (!tensors[t].is_contiguous()) tensors[t] = torch::stable::contiguous(tensors[t]);
         works[t][Slot::kBefore] = {tensors[t].data_ptr(),
                                    checked_float(site, "tensors", tensors[t].scalar_type())};
         works[t][Slot::kX] = {place, to};
@@ -338,7 +334,49 @@ Tensor pack(Tensors tensors, std::optional<ScalarType> dtype) {
     }
     execute<kBackend>({Kernel::kCopy, {}, works.data(), static_cast<int64_t>(works.size())},
                       new_placeholder(buffer));
+}
+
+void check_buffer(const CallSite& site, const char* name, const Tensor& buffer, const Tensors& tensors) {
+    const int64_t total = total_count(tensors);
+    if (buffer.dim() == 1 && buffer.is_contiguous() && buffer.numel() == total) return;
+    refuse(site, text(name, " has ", buffer.dim(), " dimensions and ", buffer.numel(),
+                      " elements, the tensors together ", total,
+                      "; pass a contiguous one of one dimension and as many elements"));
+}
+
+}  // namespace
+
+template <Backend kBackend>
+Tensor pack(Tensors tensors, std::optional<ScalarType> dtype) {
+    const CallSite site{"pack", true};
+    if (tensors.empty()) refuse(site, "there are no tensors; pass at least one");
+    if (!can_run<kBackend>(tensors)) return run_nowhere(site, tensors, false);
+    const Argument arguments[] = {{"tensors", &tensors, Slot::kBefore, false}};
+    check_copies(site, arguments);
+    const ScalarType packed = dtype.value_or(tensors.front().scalar_type());
+    checked_float(site, "dtype", packed);
+    for (const Tensor& tensor : tensors) {
+        if (!dtype && tensor.scalar_type() != packed)
+            refuse(site, "the tensors have several dtypes; pass dtype=");
+    }
+    Tensor buffer = torch::stable::new_empty(tensors.front(), {total_count(tensors)}, packed);
+    pack_into<kBackend>(site, std::move(tensors), buffer);
     return buffer;
+}
+
+template <Backend kBackend>
+void pack_out(Tensors tensors, Tensor out) {
+    const CallSite site{"pack", true};
+    const Tensors outs{out};
+    if (!can_run<kBackend>(outs)) {
+        run_nowhere(site, outs, false);
+        return;
+    }
+    const Argument arguments[] = {{"out", &outs, Slot::kX, true},
+                                  {"tensors", &tensors, Slot::kBefore, false}};
+    check_copies(site, arguments);
+    check_buffer(site, "out", out, tensors);
+    pack_into<kBackend>(site, std::move(tensors), out);
 }
 
 template <Backend kBackend>
@@ -352,13 +390,7 @@ void unpack(Tensor buffer, Tensors tensors) {
     const Argument arguments[] = {{"buffer", &buffers, Slot::kBefore, false},
                                   {"tensors", &tensors, Slot::kX, true}};
     check_copies(site, arguments);
-    int64_t total = 0;
-    for (const Tensor& tensor : tensors) total += tensor.numel();
-    if (buffer.dim() != 1 || !buffer.is_contiguous() || buffer.numel() != total) {
-        refuse(site,
-               text("buffer has ", buffer.dim(), " dimensions and ", buffer.numel(),
-                    " elements, the tensors together ", total, "; pass what pack returned for such tensors"));
-    }
+    check_buffer(site, "buffer", buffer, tensors);
     const DType from = checked_float(site, "buffer", buffer.scalar_type());
     std::vector<Work> works(tensors.size());
     std::vector<std::pair<Tensor, Tensor>> with_gaps;  // what to write, and its contiguous stand-in
@@ -400,6 +432,7 @@ void unpack(Tensor buffer, Tensors tensors) {
     AVGPIPE_INSTANTIATE_FOR(backend, Tensor);                          \
     AVGPIPE_INSTANTIATE_FOR(backend, Tensors);                         \
     template Tensor pack<backend>(Tensors, std::optional<ScalarType>); \
+    template void pack_out<backend>(Tensors, Tensor);                  \
     template void unpack<backend>(Tensor, Tensors)
 
 AVGPIPE_INSTANTIATE(Backend::kCpu);

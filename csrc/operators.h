@@ -53,6 +53,8 @@ Tensor reference_apply(T z, T update, double scale, bool zero, bool check_finite
 template <Backend kBackend>
 Tensor pack(Tensors tensors, std::optional<ScalarType> dtype);
 template <Backend kBackend>
+void pack_out(Tensors tensors, Tensor out);
+template <Backend kBackend>
 void unpack(Tensor buffer, Tensors tensors);
 
 }  // namespace avgpipe

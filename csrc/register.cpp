@@ -54,6 +54,7 @@ AVGPIPE_SCHEMAS(m) {
         "reference_apply_.list(Tensor(a!)[] z, Tensor(b!)[] update, float scale, *, bool zero=True, "
         "bool check_finite=False) -> Tensor");
     m.def("pack(Tensor[] tensors, *, ScalarType? dtype=None) -> Tensor");
+    m.def("pack.out(Tensor[] tensors, *, Tensor(a!) out) -> ()");
     m.def("unpack_(Tensor buffer, Tensor(a!)[] tensors) -> ()");
 }
 
@@ -77,6 +78,7 @@ void implement_all(Library& m) {
     implement<kBackend, Tensor>(m, "");
     implement<kBackend, Tensors>(m, ".list");
     m.impl("pack", AVGPIPE_KERNEL(&pack<kBackend>));
+    m.impl("pack.out", AVGPIPE_KERNEL(&pack_out<kBackend>));
     m.impl("unpack_", AVGPIPE_KERNEL(&unpack<kBackend>));
 }
 

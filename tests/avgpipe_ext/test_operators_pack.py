@@ -114,6 +114,43 @@ def test_a_packed_buffer_is_a_copy_without_gradients():
     assert x.tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize("to", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_kept_buffer_is_written(dtype, to):
+    tensors = [torch.randn(3, 5).to(dtype).t(), torch.randn(700).to(dtype)]
+    out = torch.full((715,), float("nan"), dtype=to)
+    version = out._version
+    assert avgpipe_ext.pack(tensors, out=out) is out
+    assert torch.equal(out, avgpipe_ext.pack(tensors, to))
+    assert torch.equal(out, avgpipe_ext.reference.pack(tensors, out=torch.empty_like(out)))
+    assert out._version > version
+
+
+def test_a_large_kept_buffer_at_an_odd_address_is_written_to_its_end():
+    """Large ones are written past the caches, in whole lines."""
+    tensors = [torch.randn(3_000_000), torch.randn(17)]
+    out = torch.zeros(3_000_020)[1:3_000_018]
+    avgpipe_ext.pack(tensors, out=out)
+    assert torch.equal(out, torch.cat(tensors))
+
+
+def test_kept_buffers_that_do_not_fit_are_refused():
+    x = torch.ones(3)
+    for out, what in (
+        (torch.zeros(4), "out has 1 dimensions and 4 elements, the tensors together 3"),
+        (torch.zeros(1, 3), "out has 2 dimensions"),
+        (torch.zeros(6)[::2], "out has 1 dimensions"),
+        (x, "shares 12 bytes"),
+        (torch.zeros(3, dtype=torch.int64), "dtype int64"),
+        (torch.zeros(3, device="meta"), "meta"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            avgpipe_ext.pack([x], out=out)
+    with pytest.raises(ValueError, match="leave dtype away"):
+        avgpipe_ext.pack([x], torch.bfloat16, out=torch.zeros(3))
+    assert x.tolist() == [1.0] * 3
+
+
 def test_nothing_to_unpack():
     avgpipe_ext.unpack_(torch.empty(0), [])
     avgpipe_ext.unpack_(torch.empty(0), [torch.empty(0, 3)])

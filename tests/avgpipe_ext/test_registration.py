@@ -11,7 +11,7 @@ from avgpipe_ext._registration import OPERATORS
 from tests.avgpipe_ext.cases import CASES, FLOATS, OPTIMIZERS, RULES, arguments
 
 NAMES = tuple(OPERATORS)
-COPIES = ("pack", "unpack_")
+COPIES = ("pack", "pack.out", "unpack_")
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
 # What makes torch.compile's output text-free and quick here: no code generation is under test.
 BACKEND = "aot_eager"

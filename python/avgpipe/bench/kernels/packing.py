@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 import avgpipe_ext
-from avgpipe.bench.kernels.limits import copy
+from avgpipe.bench.kernels.limits import copy, limit
 from avgpipe.bench.kernels.settings import KernelSettings
 from avgpipe.bench.kernels.workspace import Workspace, make_section, model_shapes
 from avgpipe.bench.section import Section, Variant
@@ -20,7 +20,7 @@ def sections(settings: KernelSettings, elements: int) -> list[Section]:
     for question, make in (("pack", pack), ("unpack", unpack)):
         for wire in dict.fromkeys((settings.dtype, "bfloat16")):
             names = (question, f"61 tensors of {settings.dtype}, buffer of {wire}", asks)
-            # Tensors, the copy's target beside its source, the buffer, and a new one with its temporary.
+            # Tensors, the limits' arrays, the buffer, and a new one with its temporary.
             if settings.asks(question):
                 shapes, run = model_shapes(elements), make(getattr(torch, wire))
                 made.append(make_section(settings, shapes, names, 5, run))
@@ -29,6 +29,11 @@ def sections(settings: KernelSettings, elements: int) -> list[Section]:
 
 def _moved(space: Workspace, wire: torch.dtype) -> float:
     return space.dtype.itemsize + wire.itemsize
+
+
+def _limits(space: Workspace) -> list[Variant]:
+    """The one that fractions are of, and a copy, which is what packing is."""
+    return [limit(space)] if space.device == "cuda" else [limit(space), copy(space)]
 
 
 def pack(wire: torch.dtype) -> Callable[[Workspace], list[Variant]]:
@@ -43,11 +48,16 @@ def pack(wire: torch.dtype) -> Callable[[Workspace], list[Variant]]:
         def into_buffer() -> None:
             torch._foreach_copy_(list(torch.split(buffer, [flat.numel() for flat in flats])), flats)
 
+        new = "torch.cat" if wire == space.dtype else "torch.cat + to"
+        kept = "_foreach_copy_ into a kept buffer"
         return [
-            copy(space),
-            Variant("pack", "ours", moved, lambda: avgpipe_ext.pack(tensors, wire)),
-            Variant("torch.cat" if wire == space.dtype else "torch.cat + to", "baseline", moved, cat),
-            Variant("_foreach_copy_ into a kept buffer", "baseline", moved, into_buffer),
+            *_limits(space),
+            Variant("pack", "ours", moved, lambda: avgpipe_ext.pack(tensors, wire), (new,)),
+            Variant(new, "baseline", moved, cat),
+            Variant(
+                "pack, a kept buffer", "ours", moved, lambda: avgpipe_ext.pack(tensors, out=buffer), (kept,)
+            ),
+            Variant(kept, "baseline", moved, into_buffer),
         ]
 
     return make
@@ -65,7 +75,7 @@ def unpack(wire: torch.dtype) -> Callable[[Workspace], list[Variant]]:
                 tensor.copy_(part)
 
         return [
-            copy(space),
+            *_limits(space),
             Variant("unpack_", "ours", moved, lambda: avgpipe_ext.unpack_(buffer, tensors)),
             Variant("_foreach_copy_", "baseline", moved, lambda: torch._foreach_copy_(flats, parts)),
             Variant("copy_, one by one", "baseline", moved, one_by_one),
