@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from avgpipe.bench.result import summarise
+from avgpipe.bench.result import SectionResult, summarise
 from avgpipe.bench.section import Section, Skipped, Variant
 
 
@@ -74,6 +74,7 @@ def test_without_a_limit_there_are_no_fractions():
 
 def test_json_has_milliseconds_and_what_was_left_out(result):
     answer = json.loads(json.dumps(result.to_json()))
+    assert SectionResult.from_json(answer).to_json() == answer
     assert answer["rows"][0]["median_ms"] == pytest.approx(3.0)
     assert answer["rows"][-1]["compile_s"] == 3.0
     assert "compile_s" not in answer["rows"][0]

@@ -43,6 +43,12 @@ class Row:
             **({} if self.compile_s is None else {"compile_s": self.compile_s}),
         }
 
+    @staticmethod
+    def from_json(row: dict[str, Any]) -> Row:
+        seconds = [row[name] / 1e3 for name in ("median_ms", "quartile1_ms", "quartile3_ms")]
+        moved = (row["bytes_per_element"], row["gb_per_s"], row["fraction_of_limit"])
+        return Row(row["name"], row["role"], *seconds, *moved, row["ratios"], row.get("compile_s"))
+
 
 @dataclass(frozen=True)
 class SectionResult:
@@ -72,6 +78,14 @@ class SectionResult:
             "rows": [row.to_json() for row in self.rows],
             "skipped": [{"name": item.name, "reason": item.reason} for item in self.skipped],
         }
+
+    @staticmethod
+    def from_json(found: dict[str, Any]) -> SectionResult:
+        title = f"{found['question']}, {found['case']}, {found['elements'] / 1e6:g} M elements"
+        named = [found[name] for name in ("elements", "memory_bytes", "limit")]
+        rows = tuple(map(Row.from_json, found["rows"]))
+        skipped = tuple(Skipped(**item) for item in found["skipped"])
+        return SectionResult(found["question"], found["case"], found["asks"], title, *named, rows, skipped)
 
 
 def summarise(
