@@ -45,9 +45,18 @@ class Row:
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Row:
-        seconds = [row[name] / 1e3 for name in ("median_ms", "quartile1_ms", "quartile3_ms")]
-        moved = (row["bytes_per_element"], row["gb_per_s"], row["fraction_of_limit"])
-        return Row(row["name"], row["role"], *seconds, *moved, row["ratios"], row.get("compile_s"))
+        return Row(
+            name=row["name"],
+            role=row["role"],
+            median_s=row["median_ms"] / 1e3,
+            quartile1_s=row["quartile1_ms"] / 1e3,
+            quartile3_s=row["quartile3_ms"] / 1e3,
+            bytes_per_element=row["bytes_per_element"],
+            gb_per_s=row["gb_per_s"],
+            fraction_of_limit=row["fraction_of_limit"],
+            ratios=row["ratios"],
+            compile_s=row.get("compile_s"),
+        )
 
 
 @dataclass(frozen=True)
@@ -81,11 +90,17 @@ class SectionResult:
 
     @staticmethod
     def from_json(found: dict[str, Any]) -> SectionResult:
-        title = f"{found['question']}, {found['case']}, {found['elements'] / 1e6:g} M elements"
-        named = [found[name] for name in ("elements", "memory_bytes", "limit")]
-        rows = tuple(map(Row.from_json, found["rows"]))
-        skipped = tuple(Skipped(**item) for item in found["skipped"])
-        return SectionResult(found["question"], found["case"], found["asks"], title, *named, rows, skipped)
+        return SectionResult(
+            question=found["question"],
+            case=found["case"],
+            asks=found["asks"],
+            title=f"{found['question']}, {found['case']}, {found['elements'] / 1e6:g} M elements",
+            elements=found["elements"],
+            memory_bytes=found["memory_bytes"],
+            limit=found["limit"],
+            rows=tuple(Row.from_json(row) for row in found["rows"]),
+            skipped=tuple(Skipped(**item) for item in found["skipped"]),
+        )
 
 
 def summarise(
