@@ -107,7 +107,7 @@ def test_what_cannot_be_packed():
 
 def test_what_cannot_be_unpacked():
     name, unpack_ = "unpack_", avgpipe_ext.unpack_
-    way_out = "pass what pack returned for such tensors"
+    way_out = "pass a contiguous one of one dimension and as many elements"
     tensors = [torch.ones(2), torch.ones(3)]
     raises(unpack_, name, f"4 elements, the tensors together 5; {way_out}", torch.ones(4), tensors)
     raises(unpack_, name, f"buffer has 2 dimensions and 5 elements.*; {way_out}", torch.ones(5, 1), tensors)

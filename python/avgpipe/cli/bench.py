@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from avgpipe.bench.kernels.settings import DTYPES, QUESTIONS, KernelSettings, parse_elements, parse_names
-from avgpipe.cli.checks import check_device
 from avgpipe.cli.errors import arguments, reporting, running
 
 if TYPE_CHECKING:
@@ -62,10 +61,12 @@ def kernels(
 
 def _check(settings: KernelSettings, plot: str | None) -> list[Section]:
     """What will be measured; everything that can be refused is refused here."""
-    check_device(settings.device)
     from avgpipe.bench.kernels.benchmark import check_memory, kernel_sections
     from avgpipe.bench.machine import memory_available_bytes
     from avgpipe.bench.picture import check_picture
+    from avgpipe.cli.checks import check_device
+
+    check_device(settings.device)
 
     if plot is not None:
         check_picture(plot)
