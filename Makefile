@@ -7,7 +7,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 # Where nvcc is, CUDA code is compiled, so its machine code and the run-time compilation are checked too.
-EXTRAS := dev$(if $(shell command -v nvcc),$(shell printf ',cuda-check,cupy'))
+comma := ,
+EXTRAS := dev$(if $(shell command -v nvcc),$(comma)cuda-check$(comma)cupy)
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
 .PHONY: demo test lint types unit native-test sanitize gpu clean

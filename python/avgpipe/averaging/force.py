@@ -14,10 +14,8 @@ from avgpipe.averaging.plan import Plan, Rest
 from avgpipe.averaging.steps import Call, Steps
 from avgpipe.weights import Buffers
 
-_EXACT = (
-    torch.float32,
-    torch.float64,
-)  # together and in turn give equal bits; 16 bits round less often together
+# In these, together and in turn give equal bits; 16 bits round less often together.
+_EXACT = (torch.float32, torch.float64)
 
 
 @dataclass

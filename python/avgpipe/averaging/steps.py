@@ -75,9 +75,8 @@ class SgdSteps:
     def __init__(self, inner: torch.optim.Optimizer, places: Places) -> None:
         self._inner, self._places = inner, places
         self._momentum = Slots("momentum_buffer", places)
-        self._firsts: dict[
-            int, list[int]
-        ] = {}  # parameters without momentum, by the first of a group's members
+        # parameters without momentum, by the first of a group's members
+        self._firsts: dict[int, list[int]] = {}
 
     @property
     def revision(self) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from avgpipe.bench.result import SectionResult
-from avgpipe.files import write_atomically
+from avgpipe.report.figure import check_format, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,14 +21,7 @@ _COLUMN_IN, _BAR_IN, _FRAME_IN = 7.6, 0.27, 0.95  # of a panel
 
 def check_picture(path: str | os.PathLike[str]) -> None:
     """ValueError unless `path` ends like a picture and its folder is there: before minutes of measuring."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    known = FigureCanvasAgg(Figure()).get_supported_filetypes()
-    if _suffix(path) not in known:
-        raise ValueError(
-            f"--plot {os.fspath(path)}: no picture format, end it in one of .{', .'.join(sorted(known))}"
-        )
+    check_format(f"--plot {os.fspath(path)}", path)
     if not Path(path).absolute().parent.is_dir():
         raise ValueError(
             f"--plot {os.fspath(path)}: {Path(path).absolute().parent} is no folder, make it first"
@@ -62,14 +54,8 @@ def plot_results(
         axes.set_axis_off()
     figure.suptitle(heading, fontsize=10, color=_INK)
     if path is not None:
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=_suffix(path), dpi=130)
-        write_atomically(path, buffer.getvalue())
+        write_figure(figure, path, dpi=130)
     return figure
-
-
-def _suffix(path: str | os.PathLike[str]) -> str:
-    return Path(path).suffix[1:].lower() or "png"
 
 
 def _draw(axes: Axes, result: SectionResult, bars: int) -> None:

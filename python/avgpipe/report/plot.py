@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import colorsys
-import io
 import math
 import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from avgpipe.files import write_atomically
+from avgpipe.report.figure import check_format, write_figure
 from avgpipe.report.timeline import COMPUTE_KINDS, Event, Timeline
 
 if TYPE_CHECKING:
@@ -56,24 +54,13 @@ def plot_timeline(
             f"batches={batches!r}: must be an int of at least 1, or None for as many as are readable"
         )
     figure = Figure(figsize=(_WIDTH_IN, 1.5 + 0.6 * timeline.stages), layout="constrained")
-    _check_format(path, FigureCanvasAgg(figure).get_supported_filetypes())
+    FigureCanvasAgg(figure)
+    if path is not None:
+        check_format(f"path={os.fspath(path)!r}", path)
     _draw(figure.add_subplot(), timeline, _last(timeline, batches or _readable(timeline)))
     if path is not None:
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=_suffix(path), dpi=150)
-        write_atomically(path, buffer.getvalue())
+        write_figure(figure, path, dpi=150)
     return figure
-
-
-def _suffix(path: str | os.PathLike[str]) -> str:
-    return Path(path).suffix[1:].lower() or "png"
-
-
-def _check_format(path: str | os.PathLike[str] | None, known: Iterable[str]) -> None:
-    if path is not None and _suffix(path) not in known:
-        raise ValueError(
-            f"path={os.fspath(path)!r}: no picture format, end it in one of .{', .'.join(sorted(known))}"
-        )
 
 
 def _readable(timeline: Timeline) -> int:
