@@ -9,11 +9,13 @@ Every operator takes a tensor, or lists of tensors of one length. Common to all:
 - Anything else raises ValueError with the clashing values, before anything is written.
 - With check_finite=True the result is the number of elements for which a value written, as rounded to its
   dtype, is not finite: an int64 tensor of shape () on the tensors' device. An element counts once, even if
-  several of its values are not finite. Otherwise the result is an empty int64 tensor of shape (0,).
+  several of its values are not finite; where a call has several replicas, once for each. An optimizer's state is
+  not looked at. Otherwise the result is an empty int64 tensor of shape (0,).
 - CUDA operators run on the current stream of the tensors' device and never wait for it.
 - Operators are updates in place: wrappers run them without recording gradients, and torch's version counters
   move, so that a backward pass that still needs an overwritten value fails instead of being wrong.
-- Rounding is the same on every processor, CPU or CUDA, and for every number of threads.
+- Rounding is the same on every processor, CPU or CUDA, and for every number of threads (but for Adam's step counted
+  on the device, whose bias correction is the device's own power function).
 """
 
 from __future__ import annotations
