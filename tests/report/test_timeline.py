@@ -106,6 +106,7 @@ def test_what_cannot_be_a_timeline_is_refused(stages, events, memory, message):
 def test_an_event_prints_as_its_action():
     assert str(event(0, 0, 1, "B", micro_batch=3)) == "B3"
     assert str(event(0, 0, 1, "U", micro_batch=None)) == "U"
+    assert event(0, 0, 1).detail == ""
 
 
 def test_printed_form_is_a_short_table():

@@ -24,7 +24,7 @@ SMALL = Timeline(
         Event(0, 0, 4, 3, "F", 1.0, 1.5),
         Event(0, 1, 5, 0, "B", 1.5, 1.75),
         Event(1, 0, 4, None, "U", 1.5, 1.5),
-        Event(1, 0, 4, 3, "recv", 1.0, 1.5),
+        Event(1, 0, 4, 3, "recv", 1.0, 1.5, "F"),
     ),
     [100, 200],
 )
@@ -58,6 +58,7 @@ events = st.builds(
     kind=st.sampled_from(["F", "B", "I", "W", "U", "recv", "send", "average", "host", "anything else"]),
     start=st.floats(0, 1e5),
     length=st.floats(0, 5),
+    detail=st.sampled_from(["", "F", "B", "loader", "anything else"]),
 )
 
 
@@ -69,7 +70,7 @@ def test_whatever_happened_comes_back_to_the_nanosecond_and_slices_of_a_thread_n
     timeline = Timeline(3, tuple(events))
     timeline.to_chrome_trace(path)
     again = Timeline.from_chrome_trace(path)
-    assert [e[:5] for e in again.events] == [e[:5] for e in timeline.events]
+    assert [(*e[:5], e.detail) for e in again.events] == [(*e[:5], e.detail) for e in timeline.events]
     for read, written in zip(again.events, timeline.events):
         assert read.start_s == pytest.approx(written.start_s, abs=1e-9, rel=0)
         assert read.end_s == pytest.approx(written.end_s, abs=1e-9, rel=0)

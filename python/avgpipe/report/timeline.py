@@ -17,9 +17,11 @@ COMPUTE_KINDS = frozenset({"F", "B", "I", "W", "U", "average"})
 class Event(NamedTuple):
     """Something a stage did for a pipeline; times in seconds on a clock common to all stages.
 
-    ``kind`` is an action's (F, B, I, W, U), "average" (elastic averaging), "recv" (waiting for a neighbour),
-    "send", "host" (other work of the host) or any other word; ``micro_batch`` is None where there is none, as
-    for U.
+    ``kind`` is an action's (F, B, I, W, U), "average" (elastic averaging), "recv" (nothing could run until a
+    message came; its place is that of the action that the message let run), "send" (handing tensors to a link),
+    "host" (other work of the host) or any other word; ``micro_batch`` is None where there is none, as for U.
+    ``detail`` says of "recv" what was awaited ("F": an activation, "B": a gradient, or any other word) and of
+    "host" what ran ("loader", "caller" or any other word).
     """
 
     stage: int
@@ -29,6 +31,7 @@ class Event(NamedTuple):
     kind: str
     start_s: float
     end_s: float
+    detail: str = ""
 
     def __str__(self) -> str:
         return self.kind if self.micro_batch is None else f"{self.kind}{self.micro_batch}"

@@ -64,7 +64,7 @@ def _thread(stage: int, tid: int, pipelines: int) -> dict[str, Any]:
 def _slice(event: Event, tid: int) -> dict[str, Any]:
     # Start and end are rounded to the nanosecond each, so that neighbours still touch and never overlap.
     start_ns, end_ns = _ns(event.start_s), _ns(event.end_s)
-    place = {"pipeline": event.pipeline, "batch": event.batch, "micro_batch": event.micro_batch}
+    args = {"pipeline": event.pipeline, "batch": event.batch, "micro_batch": event.micro_batch}
     times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}  # the format counts in microseconds
     return {
         "ph": "X",
@@ -73,7 +73,7 @@ def _slice(event: Event, tid: int) -> dict[str, Any]:
         "pid": event.stage,
         "tid": tid,
         **times,
-        "args": place,
+        "args": {**args, "detail": event.detail} if event.detail else args,
     }
 
 
@@ -128,4 +128,5 @@ def _event(index: int, row: Any) -> Event:
     place = (get("pid", int), get("pipeline", int), get("batch", int), get("micro_batch", int, type(None)))
     start_us, length_us = get("ts", int, float), get("dur", int, float)
     start_ns, end_ns = round(start_us * 1000), round(start_us * 1000) + round(length_us * 1000)
-    return Event(*place, get("cat", str), start_ns / 1e9, end_ns / 1e9)
+    detail = get("detail", str) if "detail" in args else ""
+    return Event(*place, get("cat", str), start_ns / 1e9, end_ns / 1e9, detail)
