@@ -1,0 +1,109 @@
+#include "transfer/memory.h"
+
+#ifdef __linux__
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <limits>
+
+namespace avgpipe::transfer {
+namespace {
+
+constexpr int64_t kLarge = int64_t{16} << 20;
+
+// What can be had without pushing anything out, from /proc/meminfo; the largest number if that cannot be
+// read.
+int64_t available_bytes() {
+    int64_t available = std::numeric_limits<int64_t>::max();
+    if (std::FILE* facts = std::fopen("/proc/meminfo", "re")) {
+        char line[256];
+        long long kib = 0;
+        while (std::fgets(line, sizeof line, facts) != nullptr) {
+            if (std::sscanf(line, "MemAvailable: %lld kB", &kib) == 1) available = kib * 1024;
+        }
+        std::fclose(facts);
+    }
+    return available;
+}
+
+int new_file() {
+#ifdef MFD_NOEXEC_SEAL
+    // Some systems refuse memory that could be executed; kernels before 6.3 do not know the word.
+    const int file = memfd_create("avgpipe", MFD_CLOEXEC | MFD_NOEXEC_SEAL);
+    if (file >= 0 || errno != EINVAL) return file;
+#endif
+    return memfd_create("avgpipe", MFD_CLOEXEC);
+}
+
+bool allocate(int file, int64_t bytes) {
+    int status = 0;
+    do {
+        status = fallocate(file, 0, 0, bytes);
+    } while (status != 0 && errno == EINTR);
+    return status == 0;
+}
+
+}  // namespace
+
+Memory Memory::create(int64_t bytes) {
+    if (bytes <= 0) {
+        errno = EINVAL;
+        return {};
+    }
+    // The kernel would take all there is and then kill a process.
+    if (bytes >= kLarge && bytes > available_bytes()) {
+        errno = ENOMEM;
+        return {};
+    }
+    Memory memory;
+    memory.file_ = new_file();
+    if (memory.file_ < 0 || !allocate(memory.file_, bytes) || !memory.map(bytes)) return {};
+    return memory;
+}
+
+Memory Memory::open(const char* path, int64_t bytes) {
+    Memory memory;
+    memory.file_ = ::open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (memory.file_ < 0) return {};
+    struct stat facts = {};
+    if (fstat(memory.file_, &facts) != 0) return {};
+    if (bytes <= 0 || !S_ISREG(facts.st_mode) || facts.st_size < bytes) {
+        errno = EINVAL;
+        return {};
+    }
+    if (!memory.map(bytes)) return {};
+    memory.close_file();
+    return memory;
+}
+
+// Populated: a page fault costs more than copying the page.
+bool Memory::map(int64_t bytes) {
+    void* const data = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
+                            MAP_SHARED | MAP_POPULATE, file_, 0);
+    if (data == MAP_FAILED) return false;
+    data_ = static_cast<std::byte*>(data);
+    bytes_ = bytes;
+    return true;
+}
+
+void Memory::close_file() {
+    const int error = errno;
+    if (file_ >= 0) ::close(std::exchange(file_, -1));
+    errno = error;
+}
+
+Memory::~Memory() {
+    const int error = errno;
+    if (data_ != nullptr) munmap(data_, static_cast<size_t>(bytes_));
+    errno = error;
+    close_file();
+}
+
+}  // namespace avgpipe::transfer
+
+#endif

@@ -1,0 +1,46 @@
+// Anonymous memory that several processes of one host map. It has no name in any file system, so nothing can
+// be left behind. Linux only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+namespace avgpipe::transfer {
+
+// Owns a mapping, and the file of a memory made here until close_file(). An empty one has data() == nullptr.
+class Memory {
+  public:
+    // Both give an empty memory and errno on failure. create: every page is there, so a full memory is an
+    // error now and no signal later; zero to begin with. open: EINVAL if the file is shorter than `bytes`.
+    static Memory create(int64_t bytes);
+    static Memory open(const char* path, int64_t bytes);
+
+    Memory() = default;
+    Memory(Memory&& other) noexcept { swap(other); }
+    Memory& operator=(Memory&& other) noexcept {
+        Memory old(std::move(*this));
+        swap(other);
+        return *this;
+    }
+    ~Memory();
+
+    std::byte* data() const { return data_; }
+    int64_t bytes() const { return bytes_; }
+    int file() const { return file_; }  // -1 when closed
+    void close_file();
+
+  private:
+    void swap(Memory& other) {
+        std::swap(data_, other.data_);
+        std::swap(bytes_, other.bytes_);
+        std::swap(file_, other.file_);
+    }
+    bool map(int64_t bytes);
+
+    std::byte* data_ = nullptr;
+    int64_t bytes_ = 0;
+    int file_ = -1;
+};
+
+}  // namespace avgpipe::transfer

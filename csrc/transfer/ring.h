@@ -1,0 +1,145 @@
+// Messages from one process to another of the same host, read where they were written.
+//
+// The receiver owns the control block, a Ring: a queue of records, and for each slot whether it is lent. The
+// sender owns the slots, each a memory of its own, and makes them as they are needed. A message is written to
+// a slot, announced by a record, and lends the slot to the receiver until its lease ends. The receiver maps a
+// slot when it first meets it. One thread at a time sends, one receives, any thread ends a lease. Linux only.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "transfer/bell.h"
+#include "transfer/memory.h"
+
+namespace avgpipe::transfer {
+
+constexpr int32_t kSlots = 1024;
+constexpr uint64_t kRecords = 1024;
+constexpr int kWords = 4;
+
+struct Record {
+    int64_t bytes;
+    int32_t slot;     // -1: words alone
+    int32_t file;     // of the slot, in the sender
+    uint64_t serial;  // of the slot's memory, from 1
+    int64_t capacity;
+    int64_t words[kWords];
+};
+static_assert(sizeof(Record) == kCacheLine && (kRecords & (kRecords - 1)) == 0);
+
+// All zero to begin with.
+struct Ring {
+    alignas(kCacheLine) std::atomic<uint64_t> sent;   // records written; written by the sender
+    alignas(kCacheLine) std::atomic<uint64_t> taken;  // records read; written by the receiver
+    alignas(kCacheLine) Record records[kRecords];
+    alignas(kCacheLine) std::atomic<uint32_t> lent[kSlots];
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(std::atomic<uint64_t>) == 8);
+
+class Sender {
+  public:
+    Sender(Ring& ring, Bell& bell) : ring_(ring), bell_(bell) {}
+
+    // Where to write `bytes`, or null with errno. Of the free slots the first that is large enough, so few
+    // stay warm. EAGAIN: there is none, and it may not make one. ENOBUFS: all slots are lent. Else why memory
+    // could not be had.
+    std::byte* reserve(int64_t bytes, bool may_make);
+
+    // Announces what was written to the reserved slot; 0 bytes: the words alone. 0, or EINVAL (more bytes
+    // than were reserved), or EAGAIN (the queue is full: the slot stays reserved).
+    int publish(int64_t bytes, const int64_t (&words)[kWords]);
+
+    int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
+    int64_t slot_bytes() const;
+
+  private:
+    struct Slot {
+        Memory memory;
+        uint64_t serial = 0;
+        bool was_sent = false;
+    };
+
+    bool is_free(size_t index);
+    std::byte* make(size_t index, int64_t bytes);
+
+    Ring& ring_;
+    Bell& bell_;
+    std::vector<Slot> slots_;
+    uint64_t sent_ = 0;
+    uint64_t taken_ = 0;  // at least
+    uint64_t serials_ = 0;
+    int64_t reserved_ = -1;
+};
+
+// A slot that is being read. Its end gives the slot back. A fork copies it into a process that does not own
+// it: there its end does nothing.
+class Lease {
+  public:
+    Lease(std::shared_ptr<Memory> memory, std::atomic<uint32_t>& lent);
+    ~Lease();
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+
+    std::byte* data() const { return memory_->data(); }
+    int64_t capacity() const { return memory_->bytes(); }
+
+  private:
+    std::shared_ptr<Memory> memory_;
+    std::atomic<uint32_t>& lent_;
+    uint32_t generation_;
+};
+
+struct Message {
+    int64_t bytes;
+    int64_t words[kWords];
+    std::unique_ptr<Lease> lease;  // null: words alone
+};
+
+enum class Taken {
+    kNothing,
+    kMessage,
+    kUnmapped,  // the slot is new here, and mapping was not allowed
+    kFailed,    // the slot cannot be mapped, see errno; the message stays
+    kBroken,    // the record has impossible numbers; the message stays
+};
+
+class Receiver {
+  public:
+    Receiver(Ring& ring, int64_t sender) : ring_(ring), sender_(sender) {}
+
+    Taken take(Message& message, bool may_map);
+
+    // The record that take() last looked at.
+    const Record& record() const { return record_; }
+
+  private:
+    struct Slot {
+        std::shared_ptr<Memory> memory;
+        uint64_t serial = 0;
+    };
+
+    Taken find(bool may_map);
+
+    Ring& ring_;
+    int64_t sender_;  // process id
+    std::vector<Slot> slots_;
+    Record record_ = {};
+    uint64_t taken_ = 0;
+};
+
+// Both sides run it: each message is copied into a slot of the way back. `rounds` there and back, the first
+// message sent by the side with is_first. Seconds in all, or negative: nothing came for timeout_s, or an
+// error (see errno).
+struct Echo {
+    int64_t rounds;
+    int64_t bytes;
+    double spin_s;
+    double timeout_s;
+    bool is_first;
+};
+double echo(Sender& sender, Receiver& receiver, Bell& bell, const Echo& how);
+
+}  // namespace avgpipe::transfer
