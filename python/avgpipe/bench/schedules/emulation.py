@@ -1,0 +1,108 @@
+"""Emulated compute: a stage whose forward and backward occupy their device for given times without using a
+processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+WEIGHTS = 16  # parameters of an emulated stage; they are added to the first values of its activation
+_PR_SET_TIMERSLACK = 29
+_device = threading.Lock()  # a device does one thing at a time, whichever thread asks
+
+
+class Occupied:
+    """The device is occupied inside, for `seconds` in all; what is done there takes part of them."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        _device.acquire()
+        self._end = time.perf_counter() + self._seconds
+
+    def __exit__(self, *_: object) -> None:
+        left = self._end - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        _device.release()
+
+
+def precise_sleeps() -> None:
+    """Have the kernel wake this thread on time: by default it may be 50 microseconds late."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+
+class EmulatedStage(nn.Module):
+    """(samples, values) -> the same shape, in `forward_s`; backward in `backward_s`, half of it for each gradient.
+
+    A schedule that splits the backward can run the halves apart: they are different nodes of the graph. The first
+    stage, whose input needs no gradient, spends all of it on its weights.
+    """
+
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.forward_s, self.backward_s = forward_s, backward_s
+        self.weight = nn.Parameter(torch.zeros(WEIGHTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with Occupied(self.forward_s):
+            half = self.backward_s / 2
+            weight = _GradientTakes.apply(self.weight, half if x.requires_grad else self.backward_s)
+            made: torch.Tensor = _Add.apply(_GradientTakes.apply(x, half), weight)
+            return made
+
+
+class MeanLoss(nn.Module):
+    """(output, target) -> the mean of the output; its gradient is spread out without writing it."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = _Mean.apply(output)
+        return made
+
+
+class _GradientTakes(torch.autograd.Function):
+    """The identity, whose gradient occupies the device and comes in fresh memory as a real one would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with Occupied(ctx.seconds):
+            return grad.clone(memory_format=torch.contiguous_format), None
+
+
+class _Add(torch.autograd.Function):
+    """A copy of the activation with the weights added to its first values: one pass, and almost none backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[0, :WEIGHTS] += weight
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, grad[0, :WEIGHTS].clone()  # a copy: a view would keep the whole gradient alive
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.shape, ctx.count = x.shape, x.numel()
+        return x.mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return (grad / ctx.count).expand(ctx.shape)

@@ -1,0 +1,131 @@
+"""Network namespaces: a host for each worker, all on one switch, each on a line of limited rate. Linux, as root.
+
+    switch (bridge)  w0 -- tbf        w1 -- tbf       ...      what a worker receives passes the limit of its port,
+                     |                |
+    host 0          eth0 -- tbf      eth0 -- tbf               what it sends that of its own device
+
+Names contain the process that made them: a later run removes what a killed one left. Nothing is made in the
+namespace of the system itself, so removing the namespaces removes everything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_NAME = re.compile(r"avgpipe-(\d+)-(switch|\d+)")
+# Two of TCP's largest packets: enough for 1 Gbit/s and ticks of 1 ms; an activation is more.
+_BURST_BYTES = 128 * 1024
+# Of the line. Long, so that TCP finds its rate without losing packets.
+_QUEUE_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Network:
+    """`workers` hosts. device: the name of each one's interface."""
+
+    process: int
+    workers: int
+    device: str = "eth0"
+
+    def host(self, worker: int) -> str:
+        return f"avgpipe-{self.process}-{worker}"
+
+    @property
+    def switch(self) -> str:
+        return f"avgpipe-{self.process}-switch"
+
+    def address(self, worker: int) -> str:
+        """From the block for benchmarks of networks (RFC 2544)."""
+        return f"198.18.0.{worker + 1}"
+
+    def inside(self, worker: int) -> list[str]:
+        """Words before a command that run it on a host."""
+        return ["ip", "netns", "exec", self.host(worker)]
+
+
+def check_namespaces(why: str) -> None:
+    """ValueError unless this process can make namespaces. `why`: the option that needs them."""
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        raise ValueError(f"{why} needs {' and '.join(missing)} of iproute2: install it, or leave {why} out")
+    if os.geteuid() != 0:
+        raise ValueError(f"{why} needs root for network namespaces: run as root, or leave {why} out")
+
+
+@contextmanager
+def network(workers: int, rate_bits_per_s: float) -> Iterator[Network]:
+    """The hosts, while inside. ValueError where this system does not let us make them."""
+    remove_stale()
+    made = Network(os.getpid(), workers)
+    try:
+        _make(made, rate_bits_per_s)
+        yield made
+    finally:
+        for name in _existing(made.process):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def remove_stale() -> list[str]:
+    """Remove namespaces whose process is gone; their names."""
+    gone = []
+    for name in _existing():
+        match = _NAME.fullmatch(name)
+        if match and not Path(f"/proc/{match[1]}").exists():
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            gone.append(name)
+    return gone
+
+
+def _existing(process: int | None = None) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], check=False, capture_output=True, text=True).stdout
+    names = [line.split()[0] for line in listed.splitlines() if line.strip()]
+    return [name for name in names if (m := _NAME.fullmatch(name)) and process in (None, int(m[1]))]
+
+
+def _make(made: Network, rate_bits_per_s: float) -> None:
+    switch = ["ip", "-n", made.switch]
+    _run(["ip", "netns", "add", made.switch])
+    _run([*switch, "link", "add", "bridge", "type", "bridge"])
+    _run([*switch, "link", "set", "bridge", "up"])
+    for worker in range(made.workers):
+        host, port = ["ip", "-n", made.host(worker)], f"w{worker}"
+        _run(["ip", "netns", "add", made.host(worker)])
+        pair = ["type", "veth", "peer", "name", made.device, "netns", made.host(worker)]
+        _run([*switch, "link", "add", port, *pair])
+        _run([*switch, "link", "set", port, "master", "bridge", "up"])
+        _run([*host, "address", "add", f"{made.address(worker)}/24", "dev", made.device])
+        for device in ("lo", made.device):
+            _run([*host, "link", "set", device, "up"])
+        for namespace, device in ((made.switch, port), (made.host(worker), made.device)):
+            limit = ["tbf", "rate", f"{rate_bits_per_s:.0f}bit", "burst", str(_BURST_BYTES)]
+            _run(
+                [
+                    "tc",
+                    "-n",
+                    namespace,
+                    "qdisc",
+                    "add",
+                    "dev",
+                    device,
+                    "root",
+                    *limit,
+                    "limit",
+                    str(_QUEUE_BYTES),
+                ]
+            )
+
+
+def _run(words: list[str]) -> None:
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    if done.returncode:
+        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise ValueError(
+            f"--rate: {' '.join(words)}: {reason}; leave --rate out where namespaces cannot be made"
+        )

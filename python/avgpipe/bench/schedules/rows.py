@@ -1,0 +1,133 @@
+"""What is compared: ways of training batch after batch, and how long a batch takes each of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+OptimizerFn = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all rows train on: a whole batch, a loss (the mean over samples), and an optimizer of some parameters."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    optimizer: OptimizerFn
+
+
+class Row(Protocol):
+    """A way of training, alike on every rank. pipelines: batches that are under way at once."""
+
+    name: str
+    pipelines: int
+
+    def losses(self, batches: int) -> Iterator[float | None]:
+        """Train on the task's batch so many times; yields when a batch is done. None: another rank knows the loss."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """A row that cannot run here, and why."""
+
+    name: str
+    reason: str
+
+
+def seconds_per_batch(row: Row, batches: int) -> float:
+    """Seconds from one batch's end to the next one's on this rank, in the steady state.
+
+    Batches run back to back, without barriers. The first of each pipeline are not timed, and neither are the last
+    N - 1, which only keep the pipelines busy while the others are: from the end of batch N to that of batch N + J,
+    over J, the least multiple of N that is at least `batches`. A batch includes its update.
+    """
+    lead = row.pipelines
+    timed = math.ceil(batches / lead) * lead
+    ends = []
+    for loss in row.losses(lead + timed + lead - 1):
+        ends.append(time.perf_counter())
+        if loss is not None and not math.isfinite(loss):
+            raise ValueError(f"{row.name}: the loss of batch {len(ends) - 1} is {loss}")
+    return (ends[lead + timed - 1] - ends[lead - 1]) / timed
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank. peak_growth_bytes: by how much its resident memory rose at most above its value before the row."""
+
+    name: str
+    seconds: list[float]
+    peak_growth_bytes: int | None
+
+
+def measure_rows(
+    rows: Sequence[Row], rounds: int, batches: int, say: Callable[[str], None] = lambda line: None
+) -> list[Measured]:
+    """Time all rows in turn, A B C A B C ..., after a round that only warms up."""
+    seconds: list[list[float]] = [[] for _ in rows]
+    growth: list[int | None] = [None for _ in rows]
+    for number in range(rounds + 1):
+        for n, row in enumerate(rows):
+            say(f"round {number} of {rounds}: {row.name}")
+            dist.barrier()
+            begin = reset_peak()
+            taken = seconds_per_batch(row, batches if number else row.pipelines)
+            if number:
+                seconds[n].append(taken)
+                growth[n] = _larger(growth[n], None if begin is None else peak_bytes() - begin)
+    return [Measured(row.name, seconds[n], growth[n]) for n, row in enumerate(rows)]
+
+
+def stepped(optimizer: torch.optim.Optimizer | None) -> None:
+    """An update, after which gradients are gone."""
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def optimizer_of(task: Task, module: nn.Module) -> torch.optim.Optimizer | None:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return task.optimizer(parameters) if parameters else None
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def reset_peak() -> int | None:
+    """Start a new peak of this process's resident memory; its bytes now. None where the system has no such thing."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return _status_bytes("VmRSS")
+
+
+def peak_bytes() -> int:
+    return _status_bytes("VmHWM")
+
+
+def resident_bytes() -> int:
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+def _larger(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else max(a, b)
