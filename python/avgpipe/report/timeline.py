@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from avgpipe.report.breakdown import StageTime
+
 COMPUTE_KINDS = frozenset({"F", "B", "I", "W", "U", "average"})
 
 
@@ -100,6 +102,27 @@ class Timeline:
         """The events of batches ``first_batch`` to ``last_batch``, both included, their times unchanged."""
         inside = tuple(event for event in self.events if first_batch <= event.batch <= last_batch)
         return Timeline(self.stages, inside, self.peak_memory_bytes)
+
+    def breakdown(self) -> list[StageTime]:
+        """Per stage, the seconds spent computing, sending, waiting, on the host, and otherwise: the makespan.
+
+        Of events that overlap the first of these has the moment: F, B, I, W, U, average, host, recv, send, others.
+        """
+        from avgpipe.report.breakdown import breakdown
+
+        return breakdown(self)
+
+    def explain(self) -> str:
+        """Where each worker's time went, in a table; what decided how long it took; a sentence on what to change.
+
+        The table has seconds and percent per worker, in the words of :meth:`breakdown`; "runtime" is what is
+        left between events, "outside" what lies before a worker's first event and after its last. The critical
+        path is the chain of causes from the end of the run back to its begin. A timeline of several stages that
+        records neither waits nor the host, as simulated ones do, waits wherever it does not compute.
+        """
+        from avgpipe.report.explain import explain
+
+        return explain(self)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, batches: int | None = None) -> Figure:
         """A picture with a row per stage, a hue per pipeline; also written to ``path`` (.png, .svg) if given.
