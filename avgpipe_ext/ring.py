@@ -99,7 +99,8 @@ def _no_memory(bytes: int, error: int) -> OSError | MemoryError:
             f"no {bytes} bytes of shared memory ({reason}): use smaller or fewer micro-batches, or raise the memory "
             "or file size limit (ulimit -f)"
         )
-    return OSError(error, f"no {bytes} bytes of shared memory: {reason}")
+    way_out = "; raise the limit of open files (ulimit -n)" if error == errno.EMFILE else ""
+    return OSError(error, f"no {bytes} bytes of shared memory: {reason}{way_out}")
 
 
 class _Owner:

@@ -30,7 +30,7 @@ uint32_t& generation() {
 bool Sender::is_free(size_t index) {
     if (ring_.lent[index].load(std::memory_order_acquire) != 0) return false;
     Slot& slot = slots_[index];
-    if (slot.was_sent) slot.memory.close_file();  // it came back, so the receiver has mapped it
+    if (slot.sent != 0) slot.memory.close_file();  // it came back, so the receiver has mapped it
     return true;
 }
 
@@ -52,14 +52,23 @@ std::byte* Sender::reserve(int64_t bytes, bool may_make) {
     return make(small, bytes);
 }
 
+// Of the slots whose first message was taken, and mapped so: many slots need no many files.
+void Sender::close_files() {
+    taken_ = ring_.taken.load(std::memory_order_acquire);
+    for (Slot& slot : slots_) {
+        if (slot.sent != 0 && slot.sent <= taken_) slot.memory.close_file();
+    }
+}
+
 std::byte* Sender::make(size_t index, int64_t bytes) {
+    close_files();
     if (index == slots_.size()) slots_.emplace_back();
     Slot& slot = slots_[index];
     slot.memory = Memory();  // first, so that old and new need not be there together
     slot.memory = Memory::create(bytes > kLargest ? bytes : (bytes + kPage - 1) / kPage * kPage);
     if (slot.memory.data() == nullptr) return nullptr;
     slot.serial = ++serials_;
-    slot.was_sent = false;
+    slot.sent = 0;
     reserved_ = static_cast<int64_t>(index);
     return slot.memory.data();
 }
@@ -80,7 +89,7 @@ int Sender::publish(int64_t bytes, const int64_t (&words)[kWords]) {
         record.file = slot.memory.file();
         record.serial = slot.serial;
         record.capacity = slot.memory.bytes();
-        slot.was_sent = true;
+        if (slot.sent == 0) slot.sent = sent_ + 1;
         ring_.lent[reserved_].store(1, std::memory_order_relaxed);  // published with the record
         reserved_ = -1;
     }

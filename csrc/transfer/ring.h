@@ -59,10 +59,11 @@ class Sender {
     struct Slot {
         Memory memory;
         uint64_t serial = 0;
-        bool was_sent = false;
+        uint64_t sent = 0;  // messages up to the first in this memory; 0: none yet
     };
 
     bool is_free(size_t index);
+    void close_files();
     std::byte* make(size_t index, int64_t bytes);
 
     Ring& ring_;
