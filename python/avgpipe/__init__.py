@@ -1,6 +1,6 @@
 """avgpipe: pipeline-parallel training with elastic averaging.
 
-Names are loaded on first use, so that the pure-data rooms (schedule, partition, simulate) work without torch.
+Names are loaded on first use, so that the pure-data rooms (schedule, partition, simulation) work without torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ _HOME = {
     "Schedule": "schedule",
     "build_schedule": "schedule",
     "schedule_names": "schedule",
+    "Costs": "simulation",
+    "simulate": "simulation",
     "Timeline": "report.timeline",
     "Plan": "plan",
     "Pipeline": "pipeline",

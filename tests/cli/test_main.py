@@ -15,6 +15,10 @@ OPTIONS = {
         *("--recompute", "--plan", "--epochs", "--max-batches", "--target", "--device", "--out", "--resume"),
         *("--checkpoint-minutes", "--timeout", "--json", "awd-lstm", "model-parallel"),
     ],
+    "simulate": [
+        *("--schedule", "--stages", "--micro-batches", "--forward-ms", "--backward-ms", "--transfer-ms"),
+        *("--update-ms", "--pipelines", "--batches", "--advance", "--plot", "--json"),
+    ],
     "doctor": ["--json"],
     "run": ["--stages", "--json", "SCRIPT", "ARGS"],
 }

@@ -72,6 +72,12 @@ def test_an_integer_advance_holds_for_every_stage_and_a_list_per_stage():
     ]
 
 
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 8), (4, 3), (6, 12)])
+def test_auto_without_measurements_is_the_default(stages, micro_batches):
+    auto = build_schedule("advance-forward", stages, micro_batches, advance="auto")
+    assert auto == build_schedule("advance-forward", stages, micro_batches)
+
+
 def test_warm_ups_follow_the_formula():
     assert warm_ups(4, 8, [3, 2, 1, 0]) == [7, 5, 3, 1]
     assert warm_ups(2, 8, [1, 0]) == [3, 1]
@@ -238,10 +244,10 @@ def test_counts_must_be_positive_ints(which, value):
 
 
 @pytest.mark.parametrize(
-    "advance", [-1, True, False, 1.5, "auto", "2", [1], [1, 0, 0], [1, -1], [True, 0], [1, None], {}]
+    "advance", [-1, True, False, 1.5, "Auto", "", "2", [1], [1, 0, 0], [1, -1], [True, 0], [1, None], {}]
 )
 def test_an_advance_that_is_no_count_is_refused_with_what_to_pass(advance):
-    with pytest.raises(ValueError, match=r"advance=.*pass None \(K-1-k on stage k\), an int .* or a list"):
+    with pytest.raises(ValueError, match=r"advance=.*pass None \(K-1-k on stage k\), 'auto' .* or a list"):
         build_schedule("advance-forward", 2, 4, advance=advance)
 
 
@@ -249,3 +255,5 @@ def test_an_advance_that_is_no_count_is_refused_with_what_to_pass(advance):
 def test_an_advance_is_refused_by_schedules_that_take_none(name):
     with pytest.raises(ValueError, match=r"advance=0: .* takes none"):
         build_schedule(name, 2, 4, advance=0)
+    with pytest.raises(ValueError, match=r"advance='auto': .* takes none"):
+        build_schedule(name, 2, 4, advance="auto")

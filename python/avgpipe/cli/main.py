@@ -10,6 +10,7 @@ from avgpipe import __version__
 from avgpipe.cli.bench import bench
 from avgpipe.cli.doctor import doctor
 from avgpipe.cli.run import run
+from avgpipe.cli.simulate import simulate
 from avgpipe.cli.train import train
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(simulate)
 app.command()(doctor)
 app.add_typer(bench, name="bench")
 # Everything after SCRIPT belongs to the script, also what looks like an option.

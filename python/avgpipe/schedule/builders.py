@@ -18,7 +18,7 @@ def schedule_names() -> list[str]:
 
 
 def build_schedule(
-    name: str, stages: int, micro_batches: int, advance: int | Sequence[int] | None = None
+    name: str, stages: int, micro_batches: int, advance: int | Sequence[int] | str | None = None
 ) -> Schedule:
     """The schedule of one batch of ``micro_batches`` on ``stages`` stages.
 
@@ -27,7 +27,8 @@ def build_schedule(
       forward.
     - "advance-forward" (Chen et al. 2023): as 1f1b, with ``advance`` more forwards in front: an int for every
       stage or a list with one int per stage; None means K-1-k on stage k, which makes 7, 5, 3, 1 forwards on
-      4 stages.
+      4 stages. "auto" is for :func:`avgpipe.simulation.choose_advance` to replace by what measurements say; here,
+      without any, it means the same as None.
 
     Raises ValueError for an unknown name, counts that are not ints of at least 1, an advance that the
     schedule does not take, and an advance that would deadlock, where a stage wants to start more forwards
@@ -71,9 +72,12 @@ def _check_count(what: str, value: int) -> None:
         raise ValueError(f"{what}={value!r}: must be an int of at least 1")
 
 
-def _advance_per_stage(advance: int | Sequence[int] | None, stages: int) -> list[int]:
-    wanted = "pass None (K-1-k on stage k), an int of at least 0 for all stages, or a list of one per stage"
-    if advance is None:
+def _advance_per_stage(advance: int | Sequence[int] | str | None, stages: int) -> list[int]:
+    wanted = (
+        "pass None (K-1-k on stage k), 'auto' (the same until there are measurements), an int of at least 0 for all "
+        "stages, or a list of one per stage"
+    )
+    if advance is None or (isinstance(advance, str) and advance == "auto"):
         return [stages - 1 - k for k in range(stages)]
     if isinstance(advance, int):
         per_stage = [advance] * stages

@@ -1,0 +1,105 @@
+"""``avgpipe simulate``: what it prints, draws and refuses."""
+
+import pytest
+
+from tests.cli.command import invoke, strict
+
+LINE = ("--stages", "6", "--micro-batches", "12", "--forward-ms", "10", "--backward-ms", "20")
+TRANSFERS = ("--transfer-ms", "8.7")
+
+
+def answer(*options):
+    result = invoke("simulate", *LINE, *options, "--json")
+    assert result.exit_code == 0, result.stderr
+    return strict(result.stdout)
+
+
+def test_json_has_the_times_of_the_schedule():
+    found = answer(*TRANSFERS, "--schedule", "1f1b", "--pipelines", "2", "--batches", "5")
+    assert found["makespan_s"] == pytest.approx(2.475)
+    assert found["steady_batch_s"] == pytest.approx(0.4296)
+    assert found["batches"] == 5
+    assert found["advance"] is None
+    assert found["peak_in_flight"] == [6, 5, 4, 3, 2, 1]
+    assert found["peak_memory_bytes"] is None
+    assert found["choice"] is None
+
+
+def test_the_default_is_advance_forward_with_one_batch():
+    found = answer(*TRANSFERS)
+    assert found["schedule"] == "advance-forward"
+    assert found["makespan_s"] == 0.597
+    assert found["batches"] == 1
+    assert found["advance"] == [5, 4, 3, 2, 1, 0]
+    assert found["bubble_fraction"] == pytest.approx(1 - 360 / 597)
+
+
+def test_an_advance_is_a_number_or_one_per_stage():
+    assert answer("--advance", "2")["advance"] == [2] * 6
+    assert answer("--advance", "3,2,2,1,0,0")["peak_in_flight"] == [9, 7, 6, 4, 2, 1]
+
+
+def test_auto_tells_what_was_chosen():
+    found = answer(*TRANSFERS, "--advance", "auto")
+    assert found["choice"]["advance"] == found["advance"]
+    assert found["steady_batch_s"] == pytest.approx(0.597, rel=0.01)
+    assert sum(found["peak_in_flight"]) < sum(answer(*TRANSFERS)["peak_in_flight"])
+    result = invoke("simulate", *LINE, *TRANSFERS, "--advance", "auto")
+    assert "within 1 % of the best" in result.stdout
+
+
+def test_numbers_may_differ_from_stage_to_stage():
+    line = ("--stages", "2", "--micro-batches", "1", "--forward-ms", "100,200", "--backward-ms", "300,400")
+    result = invoke("simulate", *line, "--transfer-ms", "50", "--update-ms", "10,0", "--json")
+    assert strict(result.stdout)["makespan_s"] == 1.11
+
+
+def test_memory_is_printed_where_it_is_known():
+    options = ("--activation-mib", "2", "--weight-mib", "10,10,10,10,10,20")
+    found = answer("--schedule", "1f1b", *options)
+    assert [b / 2**20 for b in found["peak_memory_bytes"]] == [22, 20, 18, 16, 14, 22]
+    assert "22.0" in invoke("simulate", *LINE, "--schedule", "1f1b", *options).stdout
+
+
+def test_a_person_reads_a_table():
+    result = invoke("simulate", *LINE, *TRANSFERS, "--pipelines", "2", "--batches", "4")
+    assert result.exit_code == 0
+    assert "advance-forward: stages 6, micro-batches 12, pipelines 2" in result.stdout
+    assert "steady state: 360.0 ms per batch" in result.stdout
+    assert "in flight per pipeline" in result.stdout
+    assert result.stdout.count(" % ") >= 6
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.svg"])
+def test_a_picture_is_drawn(tmp_path, name):
+    result = invoke("simulate", *LINE, *TRANSFERS, "--pipelines", "2", "--plot", str(tmp_path / name))
+    assert result.exit_code == 0
+    assert (tmp_path / name).stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--schedule", "1f2b"), "unknown schedule '1f2b': did you mean '1f1b'"),
+        (("--stages", "0"), "stages=0"),
+        (("--micro-batches", "-1"), "micro_batches=-1"),
+        (("--pipelines", "0"), "pipelines=0"),
+        (("--pipelines", "0", "--advance", "auto"), "pipelines=0"),
+        (("--batches", "0"), "batches=0"),
+        (("--forward-ms", "ten"), "--forward-ms 'ten'"),
+        (("--backward-ms", "-20"), "--backward-ms '-20'"),
+        (("--transfer-ms", "nan"), "--transfer-ms 'nan'"),
+        (("--transfer-ms", "1,2"), "transfer_s has 2 entries for 5 boundaries"),
+        (("--forward-ms", "10,10"), "forward_s has 2 entries for 6 stages"),
+        (("--advance", "most"), "--advance 'most'"),
+        (("--advance", "0,9"), "2 entries for 6 stages"),
+        (("--advance", "auto", "--schedule", "1f1b"), "advance='auto'"),
+        (("--plot", "a.mp3"), "--plot a.mp3"),
+        (("--plot", "nowhere/a.png"), "nowhere"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(options, named):
+    result = invoke("simulate", *LINE, *options, "--json")
+    assert result.exit_code == 2
+    assert named in strict(result.stdout)["error"]
+    assert result.stderr.count("\n") == 1

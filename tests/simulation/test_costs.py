@@ -1,0 +1,82 @@
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from avgpipe.simulation import Costs
+
+
+def test_one_number_holds_for_all_stages_and_boundaries():
+    costs = Costs(1, 2, 3, activation_bytes=4, weight_bytes=5, update_s=6).of_stages(3)
+    assert costs.forward_s == [1, 1, 1]
+    assert costs.backward_s == [2, 2, 2]
+    assert costs.transfer_s == [3, 3]
+    assert costs.activation_bytes == [4, 4, 4]
+    assert costs.weight_bytes == [5, 5, 5]
+    assert costs.update_s == [6, 6, 6]
+
+
+def test_lists_tuples_and_arrays_hold_one_number_per_stage():
+    costs = Costs([1, 2], (3, Fraction(1, 2)), np.array([0.25]), update_s=np.float32(2))
+    assert costs.forward_s == (1.0, 2.0)
+    assert costs.of_stages(2).backward_s == [3, 0.5]
+    assert costs.of_stages(2).transfer_s == [0.25]
+    assert costs.of_stages(2).update_s == [2, 2]
+
+
+def test_one_stage_has_no_boundary():
+    assert Costs(1, 2, []).of_stages(1).transfer_s == []
+    assert Costs(1, 2, 3).of_stages(1).transfer_s == []
+
+
+def test_the_parts_of_a_split_backward_make_the_whole():
+    halves = Costs(1, [2, 4]).of_stages(2)
+    assert [halves.seconds(kind, 1) for kind in "FBIWU"] == [1, 4, 2, 2, 0]
+    given = Costs(1, [2, 4], input_backward_s=[2, 1]).of_stages(2)
+    assert [given.seconds("I", k) for k in range(2)] == [2, 1]
+    assert [given.seconds("W", k) for k in range(2)] == [0, 3]
+
+
+def test_memory_is_asked_for_with_either_of_its_parts():
+    assert Costs(1, 2).of_stages(2).memory_bytes([1, 1], 1) is None
+    assert Costs(1, 2, weight_bytes=3).of_stages(2).memory_bytes([1, 1], 2) == [6, 6]
+    assert Costs(1, 2, activation_bytes=2.5).of_stages(2).memory_bytes([1, 2], 2) == [3, 5]
+
+
+def test_costs_are_values():
+    assert Costs([1], 2) == Costs((1.0,), 2.0)
+    assert hash(Costs([1], 2)) == hash(Costs([1], 2))
+    with pytest.raises(AttributeError):
+        Costs(1, 2).forward_s = 3
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), [1, -2], [float("nan")]])
+@pytest.mark.parametrize("name", ["forward_s", "transfer_s", "activation_bytes", "update_s"])
+def test_negative_and_infinite_numbers_are_refused(name, value):
+    with pytest.raises(ValueError, match=rf"{name}.*must be a finite number of at least 0"):
+        Costs(**{"forward_s": 1, "backward_s": 1, name: value})
+
+
+@pytest.mark.parametrize("value", [None, "1", True, ["1"], [None], {"a": 1}, 1j])
+def test_what_is_no_number_is_refused(value):
+    with pytest.raises(TypeError, match=r"backward_s.*must be a number"):
+        Costs(1, value)
+
+
+def test_wrong_lengths_are_refused_with_the_right_one():
+    with pytest.raises(ValueError, match="transfer_s has 3 entries for 2 boundaries: give 2, or one number"):
+        Costs(1, 1, [1, 1, 1]).of_stages(3)
+    with pytest.raises(ValueError, match="weight_bytes has 1 entries for 3 stages"):
+        Costs(1, 1, weight_bytes=[1]).of_stages(3)
+    with pytest.raises(ValueError, match="forward_s is empty"):
+        Costs([], 1)
+
+
+def test_a_part_of_the_backward_is_not_above_the_whole():
+    with pytest.raises(ValueError, match=r"input_backward_s=3 on stage 1 is above backward_s=2"):
+        Costs(1, [5, 2], input_backward_s=3).of_stages(2)
+
+
+def test_link_serial_is_a_yes_or_no():
+    with pytest.raises(TypeError, match="link_serial=1: must be True or False"):
+        Costs(1, 1, link_serial=1)

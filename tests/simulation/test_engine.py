@@ -1,0 +1,120 @@
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from avgpipe.schedule import Action, Schedule, build_schedule
+from avgpipe.simulation import Costs
+from avgpipe.simulation.engine import compile_schedule, run
+from tests.simulation.reference import MS, check_outcome, longest_paths, millisecond_costs, schedules
+
+
+def outcome_of(schedule, costs, pipelines, batches):
+    program = compile_schedule(schedule.columns, costs.of_stages(schedule.stages))
+    return run(program, pipelines, batches)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(1, 3))
+def test_one_pipeline_takes_the_longest_paths(data, batches):
+    schedule = data.draw(schedules())
+    costs, ms = data.draw(millisecond_costs(schedule.stages))
+    expected = longest_paths(schedule, ms, batches)
+    outcome = outcome_of(schedule, costs, 1, batches)
+    found = {
+        (r.stage, r.batch, schedule.columns[r.stage][r.position]): (r.start / MS, r.end / MS)
+        for r in outcome.actions
+    }
+    assert found == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(1, 7))
+def test_every_rule_holds_for_several_pipelines(data, pipelines, batches):
+    schedule = data.draw(schedules())
+    costs, ms = data.draw(millisecond_costs(schedule.stages))
+    outcome = outcome_of(schedule, costs, pipelines, batches)
+    check_outcome(schedule, ms, outcome, pipelines, batches)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(1, 5))
+def test_in_flight_are_the_forwards_begun_whose_backward_has_not_ended(data, pipelines, batches):
+    schedule = data.draw(schedules())
+    _, ms = data.draw(millisecond_costs(schedule.stages))
+    # No action in no time: at an instant, nothing both begins and ends.
+    costs = Costs([(f + 1) / 1000 for f in ms["F"]], [(b + 2) / 1000 for b in ms["B"]], 0.003)
+    outcome = outcome_of(schedule, costs, pipelines, batches)
+    for k, column in enumerate(schedule.columns):
+        row = [(r, column[r.position].kind) for r in outcome.actions if r.stage == k]
+        begun = [r.start for r, kind in row if kind == "F"]
+        over = [r.end for r, kind in row if kind in "BW"]
+        held = [sum(b <= t for b in begun) - sum(o <= t for o in over) for t in begun]
+        assert outcome.peak_in_flight[k] == max(held)
+        assert outcome.peak_in_flight[k] <= pipelines * schedule.peak_in_flight[k]
+
+
+def test_a_device_with_several_pipelines_takes_backwards_first_then_the_oldest_batch():
+    outcome = outcome_of(build_schedule("gpipe", 1, 2), Costs(0.001, 0.002), 2, 4)
+    column = build_schedule("gpipe", 1, 2).columns[0]
+    order = [f"{column[r.position]}/{r.batch}" for r in outcome.actions]
+    assert order == [
+        f"{action}/{j}" for j in range(4) for action in ("F0", "F1", "B0", "B1", "U")
+    ]  # a backward is ready as soon as the forwards are done, so no other batch comes between
+
+
+def test_a_pipeline_goes_on_where_its_own_update_is_done_though_other_stages_have_theirs_before_them():
+    schedule = build_schedule("1f1b", 2, 1)
+    costs = Costs(0.001, 0.001, 0.0, update_s=[0.0, 0.010])
+    starts = {
+        (r.stage, r.batch, str(schedule.columns[r.stage][r.position])): r.start // MS
+        for r in outcome_of(schedule, costs, 1, 2).actions
+    }
+    assert starts[1, 0, "U"] == 3
+    assert starts[0, 1, "F0"] == 4
+    assert starts[1, 1, "F0"] == 13  # its input came at 5 and waited for the update
+
+
+def test_a_serial_link_delays_what_a_free_one_does_not():
+    schedule = build_schedule("gpipe", 2, 3)
+
+    def arrivals(serial):
+        costs = Costs(0.001, 0.001, 0.005, link_serial=serial)
+        return [s.end // MS for s in outcome_of(schedule, costs, 1, 1).transfers if s.link == 0]
+
+    assert arrivals(True) == [6, 11, 16]
+    assert arrivals(False) == [6, 7, 8]
+
+
+def test_directions_of_a_boundary_do_not_share_a_link():
+    schedule = build_schedule("1f1b", 2, 2)
+    transfers = outcome_of(schedule, Costs(0.001, 0.001, 0.010), 1, 1).transfers
+    assert [(s.link, s.start // MS, s.end // MS) for s in transfers] == [
+        (0, 1, 11),
+        (0, 11, 21),
+        (1, 13, 23),
+        (1, 23, 33),
+    ]
+
+
+def test_a_split_backward_sends_its_gradient_before_the_weights_part():
+    columns = ("F0 I0 W0 U", "F0 I0 W0 U")
+    schedule = Schedule("h", 1, tuple(tuple(map(Action.parse, c.split())) for c in columns))
+    outcome = outcome_of(schedule, Costs(0.001, 0.010, 0.002, input_backward_s=0.004), 1, 1)
+    starts = [[r.start // MS for r in outcome.actions if r.stage == k] for k in range(2)]
+    assert starts == [[0, 10, 14, 20], [3, 4, 8, 14]]
+
+
+def test_times_that_are_equal_on_paper_are_equal():
+    """0.1 + 0.2 is not 0.3 for floats; a device must not choose before an input that arrives at that time."""
+    schedule = build_schedule("1f1b", 3, 4)
+    outcome = outcome_of(schedule, Costs([0.1, 0.2, 0.3], [0.3, 0.2, 0.1], 0.1), 2, 4)
+    assert all(r.start % (100 * MS) == 0 for r in outcome.actions)
+
+
+@pytest.mark.parametrize("pipelines", [1, 3])
+def test_an_evaluation_takes_well_under_a_second(pipelines):
+    begun = time.process_time()
+    outcome_of(build_schedule("advance-forward", 6, 12), Costs(0.01, 0.02, 0.0087), pipelines, 20)
+    assert time.process_time() - begun < 0.5
