@@ -75,6 +75,42 @@ def test_bars_carry_their_micro_batch_where_it_fits():
     assert not [text for text in crowded.axes[0].texts if text.get_text().isdigit()]
 
 
+def test_numbers_are_on_all_bars_of_a_kind_or_on_none():
+    """Forwards have no room for two digits, backwards have."""
+    spans = [(m, "F", 2.5 * m, 2.5 * m + 0.5) for m in range(40)]
+    spans += [(m, "B", 2.5 * m + 0.5, 2.5 * m + 2.5) for m in range(40)]
+    figure = Timeline(1, tuple(Event(0, 0, 0, *span) for span in spans)).plot()
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert [text for text in texts if text.isdigit()] == [str(m) for m in range(40)]
+
+
+def test_work_waits_sends_and_the_host_look_different():
+    looks = [("F", ""), ("B", ""), ("recv", "F"), ("recv", "B"), ("recv", "U"), ("send", ""), ("host", "loader"),
+             ("host", "caller"), ("host", "mending"), ("average", ""), ("U", "")]  # fmt: skip
+    events = tuple(Event(0, 0, 0, 0, kind, n, n + 1, detail) for n, (kind, detail) in enumerate(looks))
+    figure = Timeline(1, events).plot()
+    assert legend(figure) == [
+        "pipeline 0", "forward", "backward", "update", "averaging", "waiting for an activation",
+        "waiting for a gradient", "waiting", "data loader", "between results", "host", "sending (below)",
+    ]  # fmt: skip
+    drawn = [c for c in figure.axes[0].collections if isinstance(c, PolyCollection)]
+    assert (
+        len({(*c.get_facecolor()[0], c.get_hatch(), *c.get_edgecolor()[0][:3]) for c in drawn})
+        >= len(looks) - 1
+    )
+    height = {box.x0: box.height for box, _ in bars(figure)}
+    assert height[2] == height[3] < 0.5 * height[0]  # waits are a thin band
+    assert height[5] < 0.2 * height[0]  # sends a strip
+    assert height[6] == height[7] == height[0]  # the host has the worker
+
+
+def test_a_legend_is_as_long_as_its_words():
+    few = Timeline(1, tuple(Event(0, i, 0, 0, "F", i, i + 1) for i in range(3))).plot()
+    many = Timeline(1, tuple(Event(0, i, 0, 0, "F", i, i + 1) for i in range(30))).plot()
+    assert few.axes[0].get_legend()._ncols == 4
+    assert 4 < many.axes[0].get_legend()._ncols < 16
+
+
 def test_pipelines_that_compute_at_once_lie_beside_each_other():
     boxes = [box for box, _ in bars(run(batches=2, pipelines=2, together=True).plot())]
     for n, one in enumerate(boxes):

@@ -8,10 +8,12 @@ import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from avgpipe.report.figure import check_format, write_figure
 from avgpipe.report.timeline import COMPUTE_KINDS, Event, Timeline
+from avgpipe.report.units import unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,10 +29,12 @@ _HUES = (
     ("#d8d0c1", "#7c6a4c"),  # brown
 )
 _GREYS = ("#d6d6d6", "#7d7d7d")
-_INK, _QUIET = "#333333", "#b9b9b9"
-_LEGEND = 10  # entries in a line of the legend
+_INK = "#333333"
+_ENTRY_IN, _LETTER_IN = 0.55, 0.062  # of the legend: an entry's patch and spaces, a letter of its words
 _READABLE = 90  # compute events in the fullest row; more become slivers
-_WIDTH_IN, _BAR, _STRIP = 13.0, 0.66, 0.1  # inches; shares of a row's height
+_WIDTH_IN, _BAR, _STRIP = 13.0, 0.66, 0.09  # inches; shares of a row's height
+_BAND = 0.45  # share of a bar's height: waiting is thinner than work
+_DIGIT_IN, _MARGIN_IN = 0.065, 0.05  # of a label
 
 
 class _View(NamedTuple):
@@ -107,13 +111,13 @@ def _hue(pipeline: int) -> tuple[str, str]:
 def _draw(axes: Axes, timeline: Timeline, view: _View) -> None:
     pipelines = sorted({event.pipeline for event in timeline.events})
     origin = min((event.start_s for event in timeline.events), default=0.0)
-    unit, per_s = _unit(view.end_s - view.start_s)
+    unit, per_s = unit_of(view.end_s - view.start_s)
     lanes = pipelines if _share_a_device_at_once(view.timeline.events) else [None]
     _draw_bars(axes, view, lanes, origin, per_s)
     _draw_labels(axes, view, lanes, origin, per_s)
     _dress(axes, view, (view.start_s - origin) * per_s, (view.end_s - origin) * per_s)
     axes.set_xlabel(f"time since the first event ({unit})", color=_INK)
-    lines = _legend(axes, pipelines, {event.kind for event in view.timeline.events})
+    lines = _legend(axes, pipelines, {_look(event) for event in view.timeline.events})
     total = len({event.batch for event in timeline.events})
     which = f"batches: {total}" if view.batches == total else f"last {view.batches} of {total} batches"
     axes.set_title(
@@ -124,11 +128,6 @@ def _draw(axes: Axes, timeline: Timeline, view: _View) -> None:
         fontsize=10,
         color=_INK,
     )
-
-
-def _unit(span_s: float) -> tuple[str, float]:
-    """The unit in which a span reads well, and how many of it make a second."""
-    return ("s", 1.0) if span_s >= 2 else ("ms", 1e3) if span_s >= 2e-3 else ("µs", 1e6)
 
 
 def _share_a_device_at_once(events: Iterable[Event]) -> bool:
@@ -145,66 +144,95 @@ def _share_a_device_at_once(events: Iterable[Event]) -> bool:
 
 def _place(event: Event, lanes: Sequence[int | None]) -> tuple[float, float]:
     """Bottom and height of an event's bar; rows have height 1 around the stage's number."""
+    if event.kind == "host":  # the thread's, of whatever pipeline
+        return event.stage - _BAR / 2, _BAR
+    if event.kind != "recv" and event.kind not in COMPUTE_KINDS:
+        return event.stage + _BAR / 2 + 0.02, _STRIP
     height = _BAR / len(lanes)
     lane = lanes.index(event.pipeline) if len(lanes) > 1 else 0
     bottom = event.stage - _BAR / 2 + lane * height
-    if event.kind in COMPUTE_KINDS or event.kind == "recv":
-        return bottom, height
-    return event.stage + _BAR / 2 + 0.02, _STRIP
+    if event.kind == "recv":
+        return bottom + height * (1 - _BAND) / 2, height * _BAND
+    return bottom, height
 
 
-def _style(kind: str, hue: tuple[str, str]) -> dict[str, Any]:
-    """How bars of a kind look; waiting lies underneath, so that another pipeline's work covers it."""
+# What an event looks like: its kind and, of waits and of the host, the detail where it has a look of its own.
+_Look = tuple[str, str]
+_WORDS: dict[_Look, str] = {
+    ("F", ""): "forward", ("B", ""): "backward", ("I", ""): "backward, inputs", ("W", ""): "backward, weights",
+    ("U", ""): "update", ("average", ""): "averaging", ("recv", "F"): "waiting for an activation",
+    ("recv", "B"): "waiting for a gradient", ("recv", ""): "waiting", ("host", "loader"): "data loader",
+    ("host", "caller"): "between results", ("host", ""): "host", ("send", ""): "sending (below)",
+}  # fmt: skip
+
+
+def _look(event: Event) -> _Look:
+    return (event.kind, event.detail) if (event.kind, event.detail) in _WORDS else (event.kind, "")
+
+
+def _style(look: _Look, hue: tuple[str, str]) -> dict[str, Any]:
+    """How bars look; waiting lies underneath, then the host, so that another pipeline's work covers them."""
     light, dark = hue
-    bars: dict[str, dict[str, Any]] = {
-        "F": {"facecolor": light, "edgecolor": "white", "linewidth": 0.4},
-        "B": {"facecolor": dark, "edgecolor": "white", "linewidth": 0.4},
-        "I": {"facecolor": dark, "edgecolor": "white", "linewidth": 0.4},
-        "W": {"facecolor": dark, "edgecolor": "white", "linewidth": 0.4, "alpha": 0.6},
-        "U": {"facecolor": "white", "edgecolor": dark, "linewidth": 1.1, "zorder": 4},
-        "average": {"facecolor": dark, "edgecolor": "white", "linewidth": 0.4, "hatch": "xxxx", "zorder": 4},
-        "recv": {"facecolor": "white", "edgecolor": _QUIET, "linewidth": 0.0, "hatch": "////", "zorder": 1},
+    work = {"facecolor": dark, "edgecolor": "white", "linewidth": 0.4, "zorder": 3}
+    wait = {"facecolor": "#f4f4f4", "edgecolor": "#cfcfcf", "linewidth": 0.0, "zorder": 1}
+    thread = {"facecolor": "#858585", "edgecolor": "white", "linewidth": 0.4, "zorder": 2}
+    styles: dict[_Look, dict[str, Any]] = {
+        ("F", ""): {**work, "facecolor": light},
+        ("B", ""): work,
+        ("I", ""): work,
+        ("W", ""): {**work, "alpha": 0.6},
+        ("U", ""): {"facecolor": "white", "edgecolor": dark, "linewidth": 1.1, "zorder": 4},
+        ("average", ""): {**work, "hatch": "xxxx", "zorder": 4},
+        ("recv", "F"): {**wait, "hatch": "////"},
+        ("recv", "B"): {**wait, "hatch": 4 * chr(92)},
+        ("recv", ""): wait,
+        ("host", "loader"): {**thread, "facecolor": "#a9a9a9", "hatch": "...."},
+        ("host", "caller"): thread,
+        ("host", ""): {**thread, "facecolor": "#c4c4c4"},
     }
-    return {
-        "zorder": 3,
-        **bars.get(kind, {"facecolor": _GREYS[1] if kind == "host" else dark, "linewidth": 0.0}),
-    }
+    # Edges in the strip keep what is short visible.
+    return styles.get(look, {"facecolor": dark, "edgecolor": dark, "linewidth": 0.7, "zorder": 3})
 
 
 def _draw_bars(axes: Axes, view: _View, lanes: Sequence[int | None], origin: float, per_s: float) -> None:
-    groups: dict[tuple[float, float, int | None, str], list[tuple[float, float]]] = defaultdict(list)
+    groups: dict[tuple[float, float, int | None, _Look], list[tuple[float, float]]] = defaultdict(list)
     for event in view.timeline.events:
-        # Who waits does not matter where nobody works: all pipelines' waiting is one grey.
-        hue = None if event.kind == "recv" else event.pipeline
+        # For whom a worker waits, or its thread is busy, is no matter of hue.
+        hue = None if event.kind in ("recv", "host") else event.pipeline
         span = ((event.start_s - origin) * per_s, (event.end_s - event.start_s) * per_s)
         bottom, height = _place(event, lanes)
-        groups[bottom, height, hue, event.kind].append(span)
-    for (bottom, height, hue, kind), spans in groups.items():
-        axes.broken_barh(spans, (bottom, height), **_style(kind, _GREYS if hue is None else _hue(hue)))
+        groups[bottom, height, hue, _look(event)].append(span)
+    for (bottom, height, hue, look), spans in groups.items():
+        axes.broken_barh(spans, (bottom, height), **_style(look, _GREYS if hue is None else _hue(hue)))
+
+
+def _labelled(view: _View) -> dict[str, float]:
+    """The kinds whose bars carry numbers, with the seconds that a number needs: most bars must have room for any."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    digits = 1
+    for event in view.timeline.events:
+        if event.kind in COMPUTE_KINDS and event.micro_batch is not None:
+            seconds[event.kind].append(event.end_s - event.start_s)
+            digits = max(digits, len(str(event.micro_batch)))
+    needed_s = (_MARGIN_IN + _DIGIT_IN * digits) * (view.end_s - view.start_s) / (_WIDTH_IN - 1.8)
+    return {kind: needed_s for kind, spans in seconds.items() if median(spans) >= needed_s}
 
 
 def _draw_labels(axes: Axes, view: _View, lanes: Sequence[int | None], origin: float, per_s: float) -> None:
-    """The micro-batch's number in every bar that is wide enough for it."""
-    inches_per_s = (_WIDTH_IN - 1.8) / (view.end_s - view.start_s)
+    """The micro-batch's number in every bar of the kinds that have room for it."""
+    labelled = _labelled(view)
     for event in view.timeline.events:
-        width = (event.end_s - event.start_s) * inches_per_s
-        if (
-            event.kind not in COMPUTE_KINDS
-            or event.micro_batch is None
-            or width < 0.03 + 0.07 * len(str(event)[1:])
-        ):
+        if event.micro_batch is None or event.end_s - event.start_s < labelled.get(event.kind, math.inf):
             continue
         bottom, height = _place(event, lanes)
-        middle = (event.start_s + event.end_s) / 2 - origin
-        color = _INK if event.kind == "F" else "white"
         axes.text(
-            middle * per_s,
+            ((event.start_s + event.end_s) / 2 - origin) * per_s,
             bottom + height / 2,
             str(event.micro_batch),
             ha="center",
             va="center",
             fontsize=7,
-            color=color,
+            color=_INK if event.kind == "F" else "white",
             zorder=5,
         )
 
@@ -232,7 +260,7 @@ def _dress(axes: Axes, view: _View, left: float, right: float) -> None:
         )
 
 
-def _legend(axes: Axes, pipelines: Sequence[int], kinds: set[str]) -> int:
+def _legend(axes: Axes, pipelines: Sequence[int], looks: set[_Look]) -> int:
     """A pair of light and dark for each pipeline, then what the shapes mean, in grey; returns its lines."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
@@ -240,15 +268,12 @@ def _legend(axes: Axes, pipelines: Sequence[int], kinds: set[str]) -> int:
     pairs = [_hue(i) for i in pipelines]
     handles: list[Any] = [tuple(Patch(facecolor=color) for color in pair) for pair in pairs]
     names = [f"pipeline {i}" for i in pipelines]
-    words = {
-        "F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "U": "update",
-        "average": "averaging", "recv": "waiting",
-        "send": "sending (strip below)", "host": "host (strip below)",
-    }  # fmt: skip
-    for kind in [*words, *sorted(kinds - words.keys())]:
-        if kind in kinds:
-            handles.append(Patch(**_style(kind, _GREYS)))
-            names.append(words.get(kind, kind))
+    for look in [*_WORDS, *sorted(looks - _WORDS.keys())]:
+        if look in looks:
+            handles.append(Patch(**_style(look, _GREYS)))
+            names.append(_WORDS.get(look, look[0]))
+    width_in = sum(_ENTRY_IN + _LETTER_IN * len(name) for name in names)
+    lines = math.ceil(width_in / (_WIDTH_IN - 1.8))
     if handles:
         axes.legend(
             handles,
@@ -256,11 +281,11 @@ def _legend(axes: Axes, pipelines: Sequence[int], kinds: set[str]) -> int:
             handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
             loc="lower left",
             bbox_to_anchor=(0.0, 1.0),
-            ncols=_LEGEND,
+            ncols=math.ceil(len(names) / lines),
             frameon=False,
             fontsize=8,
             borderaxespad=0.0,
             handlelength=2.2,
             columnspacing=1.4,
         )
-    return math.ceil(len(handles) / _LEGEND)
+    return lines
