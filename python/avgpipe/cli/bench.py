@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from avgpipe.bench.kernels.settings import DTYPES, QUESTIONS, KernelSettings, parse_elements, parse_names
+from avgpipe.bench.schedules.settings import (
+    LINKS,
+    ROWS,
+    ScheduleSettings,
+    parse_bytes,
+    parse_pipelines,
+    parse_rate,
+)
 from avgpipe.cli.errors import arguments, reporting, running
 
 if TYPE_CHECKING:
@@ -103,6 +111,54 @@ def _kernels(settings: KernelSettings, sections: list[Section], plot: str | None
         print(json.dumps({"command": command, **found, "sections": [result.to_json() for result in results]}))
     else:
         screen.print(heading)
+
+
+@bench.command()
+def schedules(
+    stages: Annotated[int, typer.Option(metavar="K", help="Workers.")] = 6,
+    micro_batches: Annotated[int, typer.Option(metavar="M", help="Of a batch of one pipeline.")] = 12,
+    forward_ms: Annotated[float, typer.Option(metavar="MS", help="Of a micro-batch on a stage.")] = 10,
+    backward_ms: Annotated[float, typer.Option(metavar="MS", help="Of a micro-batch on a stage.")] = 20,
+    activation: Annotated[str, typer.Option(metavar="SIZE", help="Of a micro-batch, as 1MiB.")] = "1MiB",
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Of each worker's line, as 1Gbit; needs root.")
+    ] = None,
+    pipelines: Annotated[str, typer.Option(metavar="N[,N...]", help="Rows of advance-forward.")] = "1,2,3",
+    link: Annotated[str, typer.Option(metavar="|".join(LINKS), help="Of our rows.")] = "auto",
+    batches: Annotated[int, typer.Option(metavar="J", help="Of a row in a round, at least.")] = 6,
+    rounds: Annotated[int, typer.Option(metavar="R", help="Samples of each row, taken in turn.")] = 3,
+    rows: Annotated[
+        str | None, typer.Option(metavar="NAMES", help=f"Some of {','.join(ROWS)}. Default: all.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Of every wait for another worker.")] = 60,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a picture.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time schedules on an emulated cluster beside torch's own and the bounds: seconds per batch.
+
+    Each worker is a process whose stages take their time without computing; runtime, tensors and links are real.
+    With --rate each has a network namespace of its own on a line of that rate.
+    """
+    from avgpipe.cli import bench_schedules
+
+    with reporting(json_output):
+        with arguments():
+            settings = ScheduleSettings(
+                stages=stages,
+                micro_batches=micro_batches,
+                forward_s=forward_ms / 1e3,
+                backward_s=backward_ms / 1e3,
+                activation_bytes=parse_bytes(activation),
+                rate_bits_per_s=parse_rate(rate),
+                pipelines=parse_pipelines(pipelines),
+                link=link,
+                batches=batches,
+                rounds=rounds,
+                only=parse_names(rows),
+                timeout_s=timeout,
+            )
+            bench_schedules.check(settings, plot)
+        bench_schedules.run(settings, plot, json_output, _say_progress)
 
 
 def _say_progress(line: str) -> None:

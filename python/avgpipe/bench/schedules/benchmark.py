@@ -29,7 +29,7 @@ def check(settings: ScheduleSettings) -> None:
 
 
 def run(settings: ScheduleSettings, say: Callable[[str], None] = lambda line: None) -> ScheduleResult:
-    """Start the workers and measure. PipelineError when a worker fails, ValueError without namespaces."""
+    """Start the workers and measure. PipelineError when a worker fails or namespaces cannot be made."""
     rate = settings.rate_bits_per_s
     hosts = nullcontext() if rate is None else network(settings.stages, rate)
     with ending_by_signal(), hosts as net:
@@ -105,14 +105,14 @@ def _rows(settings: ScheduleSettings) -> list[Row | Unavailable]:
     if settings.asks("advance-forward"):
         for pipelines in settings.pipelines:
             ours(f"avgpipe advance-forward, N = {pipelines}", "advance-forward", pipelines)
-    for schedule, modules in (
-        ("1f1b", whole),
-        ("gpipe", whole),
-        ("interleaved-1f1b", parts),
-        ("zero-bubble", parts),
-    ):
-        if settings.asks(f"torch-{schedule}"):
-            rows.append(torch_row(f"torch {schedule}", task, modules, schedule, m))
+    plain = [name for name in ("1f1b", "gpipe") if settings.asks(f"torch-{name}")]
+    rows += [torch_row(f"torch {name}", task, whole, name, m) for name in plain]
+    for schedule in ("interleaved-1f1b", "zero-bubble"):
+        # Two chunks a rank have half the bubble and twice the transfers: each is better somewhere.
+        for chunks, modules in ((1, whole), (CHUNKS, parts)):
+            if settings.asks(f"torch-{schedule}"):
+                name = f"torch {schedule}, {chunks} a rank"
+                rows.append(torch_row(name, task, modules, schedule, m))
     return rows
 
 

@@ -19,7 +19,7 @@ def no_bubble_s(micro_batches: int, forward_s: float, backward_s: float) -> floa
 def flush_s(
     stages: int, micro_batches: int, forward_s: float, backward_s: float, transfer_s: float = 0.0
 ) -> float:
-    """Batches one after another, transfers overlapped but for the fill: M (t_f + t_b) + (K-1) (t_f + t_b + 2 t)."""
+    """One batch after another, transfers hidden but for the fill: M (t_f + t_b) + (K-1) (t_f + t_b + 2 t)."""
     fill = (stages - 1) * (forward_s + backward_s + 2 * transfer_s)
     return no_bubble_s(micro_batches, forward_s, backward_s) + fill
 
@@ -38,7 +38,7 @@ def bounds(
     rate_bytes_per_s: float | None,
     measured_bytes_per_s: float | None,
 ) -> list[Bound]:
-    """rate: of the line, None where it is not limited. measured: what a plain transfer reached; None: none was made."""
+    """rate: of the line, None where it is unlimited. measured: what a plain transfer reached, if one was made."""
     costs = (forward_s, backward_s)
     made = [
         Bound("no bubble: M (t_f + t_b)", no_bubble_s(micro_batches, *costs)),

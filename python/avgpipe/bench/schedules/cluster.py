@@ -96,7 +96,7 @@ def _rendezvous(network: Network | None) -> Iterator[dict[str, str]]:
         meeting = {"MASTER_ADDR": network.address(0), "MASTER_PORT": str(_PORT)}
         yield {**meeting, "GLOO_SOCKET_IFNAME": network.device}
         return
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield {

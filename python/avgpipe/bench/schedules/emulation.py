@@ -56,17 +56,15 @@ class EmulatedStage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with Occupied(self.forward_s):
             half = self.backward_s / 2
-            weight = _GradientTakes.apply(self.weight, half if x.requires_grad else self.backward_s)
-            made: torch.Tensor = _Add.apply(_GradientTakes.apply(x, half), weight)
-            return made
+            weight = _apply(_GradientTakes, self.weight, half if x.requires_grad else self.backward_s)
+            return _apply(_Add, _apply(_GradientTakes, x, half), weight)
 
 
 class MeanLoss(nn.Module):
     """(output, target) -> the mean of the output; its gradient is spread out without writing it."""
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = _Mean.apply(output)
-        return made
+        return _apply(_Mean, output)
 
 
 class _GradientTakes(torch.autograd.Function):
@@ -106,3 +104,8 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return (grad / ctx.count).expand(ctx.shape)
+
+
+def _apply(function: type[torch.autograd.Function], *values: Any) -> torch.Tensor:
+    made: torch.Tensor = function.apply(*values)  # type: ignore[no-untyped-call]
+    return made

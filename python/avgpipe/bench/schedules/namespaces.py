@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from avgpipe.errors import PipelineError
+
 _NAME = re.compile(r"avgpipe-(\d+)-(switch|\d+)")
 # Two of TCP's largest packets: enough for 1 Gbit/s and ticks of 1 ms; an activation is more.
 _BURST_BYTES = 128 * 1024
@@ -57,11 +59,16 @@ def check_namespaces(why: str) -> None:
         raise ValueError(f"{why} needs {' and '.join(missing)} of iproute2: install it, or leave {why} out")
     if os.geteuid() != 0:
         raise ValueError(f"{why} needs root for network namespaces: run as root, or leave {why} out")
+    try:
+        with network(1, 1e9):
+            pass
+    except PipelineError as error:
+        raise ValueError(f"{why}: {error}; leave {why} out where namespaces cannot be made") from error
 
 
 @contextmanager
 def network(workers: int, rate_bits_per_s: float) -> Iterator[Network]:
-    """The hosts, while inside. ValueError where this system does not let us make them."""
+    """The hosts, while inside. PipelineError where this system does not let us make them."""
     remove_stale()
     made = Network(os.getpid(), workers)
     try:
@@ -126,6 +133,4 @@ def _run(words: list[str]) -> None:
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise ValueError(
-            f"--rate: {' '.join(words)}: {reason}; leave --rate out where namespaces cannot be made"
-        )
+        raise PipelineError(f"{' '.join(words)}: {reason}")

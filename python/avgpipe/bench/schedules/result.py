@@ -14,18 +14,13 @@ from avgpipe.bench.schedules.settings import ScheduleSettings
 
 @dataclass(frozen=True)
 class Timed:
-    """A row: seconds per batch, one sample a round.
-
-    peak_growth_bytes: of each rank, how far its resident memory rose above its value before the row; None where the
-    system does not tell.
-    """
+    """A row: seconds per batch, one sample a round."""
 
     name: str
     median_s: float
     quartile1_s: float
     quartile3_s: float
     samples_s: tuple[float, ...]
-    peak_growth_bytes: tuple[int | None, ...]
 
     @property
     def is_ours(self) -> bool:
@@ -36,8 +31,7 @@ class Timed:
 
     @staticmethod
     def from_json(found: dict[str, Any]) -> Timed:
-        lists = {name: tuple(found[name]) for name in ("samples_s", "peak_growth_bytes")}
-        return Timed(**{**found, **lists})
+        return Timed(**{**found, "samples_s": tuple(found["samples_s"])})
 
 
 @dataclass(frozen=True)
@@ -77,17 +71,15 @@ class ScheduleResult:
         )
 
 
-def timed_rows(ranks: Sequence[dict[str, Any]]) -> list[Timed]:
-    """Of what `measure_rows` returned on every rank: times of rank 0, where batches end last, memory of all."""
+def timed_rows(measured: Sequence[dict[str, Any]]) -> list[Timed]:
+    """Of what `measure_rows` returned on rank 0, where batches end last."""
     made = []
-    for n, row in enumerate(ranks[0]["rows"]):
+    for row in measured:
         samples = row["seconds"]
         quartile1, _, quartile3 = (
             statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
         )
-        growth = tuple(rank["rows"][n]["peak_growth_bytes"] for rank in ranks)
-        middle = statistics.median(samples)
-        made.append(Timed(row["name"], middle, quartile1, quartile3, tuple(samples), growth))
+        made.append(Timed(row["name"], statistics.median(samples), quartile1, quartile3, tuple(samples)))
     return made
 
 
@@ -108,6 +100,6 @@ def summarise(settings: ScheduleSettings, ranks: Sequence[dict[str, Any]]) -> Sc
                 line,
             )
         ),
-        tuple(timed_rows(ranks)),
+        tuple(timed_rows(ranks[0]["rows"])),
         tuple(Unavailable(**row) for row in ranks[0]["unavailable"]),
     )

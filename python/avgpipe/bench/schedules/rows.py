@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -65,11 +64,10 @@ def seconds_per_batch(row: Row, batches: int) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank. peak_growth_bytes: by how much its resident memory rose at most above its value before the row."""
+    """Of one rank: seconds per batch, a sample a round."""
 
     name: str
     seconds: list[float]
-    peak_growth_bytes: int | None
 
 
 def measure_rows(
@@ -77,17 +75,14 @@ def measure_rows(
 ) -> list[Measured]:
     """Time all rows in turn, A B C A B C ..., after a round that only warms up."""
     seconds: list[list[float]] = [[] for _ in rows]
-    growth: list[int | None] = [None for _ in rows]
     for number in range(rounds + 1):
-        for n, row in enumerate(rows):
+        for row, samples in zip(rows, seconds):
             say(f"round {number} of {rounds}: {row.name}")
             dist.barrier()
-            begin = reset_peak()
             taken = seconds_per_batch(row, batches if number else row.pipelines)
             if number:
-                seconds[n].append(taken)
-                growth[n] = _larger(growth[n], None if begin is None else peak_bytes() - begin)
-    return [Measured(row.name, seconds[n], growth[n]) for n, row in enumerate(rows)]
+                samples.append(taken)
+    return [Measured(row.name, samples) for row, samples in zip(rows, seconds)]
 
 
 def stepped(optimizer: torch.optim.Optimizer | None) -> None:
@@ -100,34 +95,3 @@ def stepped(optimizer: torch.optim.Optimizer | None) -> None:
 def optimizer_of(task: Task, module: nn.Module) -> torch.optim.Optimizer | None:
     parameters = [p for p in module.parameters() if p.requires_grad]
     return task.optimizer(parameters) if parameters else None
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
-def reset_peak() -> int | None:
-    """Start a new peak of this process's resident memory; its bytes now. None where the system has no such thing."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    return _status_bytes("VmRSS")
-
-
-def peak_bytes() -> int:
-    return _status_bytes("VmHWM")
-
-
-def resident_bytes() -> int:
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {name}")
-
-
-def _larger(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else max(a, b)

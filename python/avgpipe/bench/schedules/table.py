@@ -7,20 +7,21 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from avgpipe.bench.schedules.result import ScheduleResult, Timed
+from avgpipe.bench.schedules.result import ScheduleResult
 
 
 def table(result: ScheduleResult) -> Group:
-    """Bounds, then rows. "of limit": the limit over the row's time. "ours is": how many times faster our best row
-    is.
+    """Bounds, then rows.
+
+    "of limit": the limit over the row's time. "ours is": how many times faster our best row is.
     """
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     made.add_column("", no_wrap=True)
-    for heading in ("ms/batch", "quartiles", "of limit", "ours is", "peak MiB"):
+    for heading in ("ms/batch", "quartiles", "of limit", "ours is"):
         made.add_column(heading, justify="right", no_wrap=True)
     limit = result.limit_s
     for bound in result.bounds:
-        made.add_row(bound.name, f"{bound.seconds * 1e3:.1f}", "", "", "", "", style="dim")
+        made.add_row(bound.name, f"{bound.seconds * 1e3:.1f}", "", "", "", style="dim")
     best = min((row.median_s for row in result.rows if row.is_ours), default=None)
     for row in result.rows:
         faster = "" if best is None or row.is_ours else f"{row.median_s / best:.2f}x"
@@ -30,7 +31,6 @@ def table(result: ScheduleResult) -> Group:
             f"{row.quartile1_s * 1e3:.1f}-{row.quartile3_s * 1e3:.1f}",
             f"{limit / row.median_s:.3f}",
             faster,
-            _memory(row),
             style="bold" if row.is_ours else "",
         )
     return Group(Text(title(result), style="bold"), made, Text("\n".join(notes(result))))
@@ -50,14 +50,8 @@ def notes(result: ScheduleResult) -> list[str]:
     s = result.settings
     lines = [
         "Stages take their time and compute nothing; runtime, tensors and links are real.",
-        f"Per batch of one pipeline, in the steady state: median of {s.rounds} rounds of at least {s.batches} batches.",
+        f"Per batch of one pipeline in the steady state: medians of {s.rounds} rounds of at least {s.batches} batches.",
     ]
     if result.line_bytes_per_s is not None:
         lines.append(f"A plain 16 MiB send of gloo: {result.line_bytes_per_s * 8 / 1e9:.3f} Gbit/s.")
     return lines + [f"left out: {row.name}: {row.reason}" for row in result.unavailable]
-
-
-def _memory(row: Timed) -> str:
-    """Of the rank where it grew most."""
-    known = [size for size in row.peak_growth_bytes if size is not None]
-    return f"{max(known) / 2**20:.0f}" if known else "-"
