@@ -1,8 +1,9 @@
 """Timelines as Chrome traces: JSON that Perfetto draws, and back.
 
-A stage is a process, a pipeline a thread of it. Slices of one thread must nest, so an event that overlaps
-another of its pipeline, as a transfer in the background does, moves to a further thread; its pipeline stays
-in its arguments.
+A stage is a process; of its threads, one per pipeline shows what that pipeline computed and sent, one the
+waits and one the host. Slices of one thread must nest, so an event that overlaps another of its thread, as
+a transfer in the background does, moves to a further one; its pipeline stays in its arguments. Arrows lead from
+each computation to the one on the neighbouring stage that needs its result.
 """
 
 from __future__ import annotations
@@ -10,22 +11,32 @@ from __future__ import annotations
 import json
 import math
 import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from avgpipe.files import write_atomically
 from avgpipe.report.timeline import Event, Timeline
+
+
+class _Thread(NamedTuple):
+    """Of a group: a pipeline, or past the pipelines the waits and the host; further ones take what overlaps."""
+
+    stage: int
+    group: int
+    further: int
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Write the trace; an existing file is replaced whole."""
     pipelines = 1 + max((event.pipeline for event in timeline.events), default=0)
     threads = _threads(timeline, pipelines)
-    rows = [_process(k) for k in range(timeline.stages)]
-    rows += [
-        _thread(k, tid, pipelines) for k, tid in sorted(set(zip((e.stage for e in timeline.events), threads)))
-    ]
-    rows += [_slice(event, tid) for event, tid in zip(timeline.events, threads)]
+    rows = [row for k in range(timeline.stages) for row in _process(k)]
+    rows += [row for thread in sorted(set(threads)) for row in _thread(thread, pipelines)]
+    rows += [_slice(event, _tid(thread, pipelines)) for event, thread in zip(timeline.events, threads)]
+    rows += _arrows(timeline.events, [_tid(thread, pipelines) for thread in threads])
     about = {"stages": timeline.stages, "peak_memory_bytes": timeline.peak_memory_bytes}
     body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     write_atomically(
@@ -37,44 +48,94 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _threads(timeline: Timeline, pipelines: int) -> list[int]:
-    """The thread of each event: its pipeline's first one that is free, never the very first for a "send"."""
-    threads = [0] * len(timeline.events)
-    free_ns: dict[tuple[int, int], int] = {}  # (stage, thread) -> end of its last slice
-    for index in sorted(range(len(threads)), key=lambda index: timeline.events[index].start_s):
-        event = timeline.events[index]
-        tid = event.pipeline + (pipelines if event.kind == "send" else 0)
-        while free_ns.get((event.stage, tid), _ns(event.start_s)) > _ns(event.start_s):
-            tid += pipelines
-        free_ns[event.stage, tid] = _ns(event.end_s)
-        threads[index] = tid
+def _threads(timeline: Timeline, pipelines: int) -> list[_Thread]:
+    """The thread of each event: the first of its group that is free. Sends come last: others keep their place."""
+    events = timeline.events
+    threads = [_Thread(0, 0, 0)] * len(events)
+    taken: dict[_Thread, tuple[list[int], list[int]]] = defaultdict(
+        lambda: ([], [])
+    )  # starts and ends, sorted
+    groups = {"recv": pipelines, "host": pipelines + 1}
+    for index in sorted(range(len(events)), key=lambda n: (events[n].kind == "send", events[n].start_s)):
+        event = events[index]
+        thread = _Thread(event.stage, groups.get(event.kind, event.pipeline), 0)
+        start, end = _ns(event.start_s), _ns(event.end_s)
+        while not _take(*taken[thread], start, end):
+            thread = thread._replace(further=thread.further + 1)
+        threads[index] = thread
     return threads
 
 
-def _process(stage: int) -> dict[str, Any]:
-    return {"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}}
+def _take(starts: list[int], ends: list[int], start: int, end: int) -> bool:
+    """Enter the span among disjoint ones, unless it overlaps one."""
+    at = bisect_right(starts, start)
+    if (at and ends[at - 1] > start) or (at < len(starts) and starts[at] < end):
+        return False
+    starts.insert(at, start)
+    ends.insert(at, end)
+    return True
 
 
-def _thread(stage: int, tid: int, pipelines: int) -> dict[str, Any]:
-    further, pipeline = divmod(tid, pipelines)
-    name = f"pipeline {pipeline}" + (f" (in the background {further})" if further else "")
-    return {"ph": "M", "name": "thread_name", "pid": stage, "tid": tid, "args": {"name": name}}
+def _tid(thread: _Thread, pipelines: int) -> int:
+    return 1 + thread.group + thread.further * (pipelines + 2)  # 0 would be the idle thread of Linux
+
+
+def _process(stage: int) -> Iterator[dict[str, Any]]:
+    for name, args in (
+        ("process_name", {"name": f"stage {stage}"}),
+        ("process_sort_index", {"sort_index": stage}),
+    ):
+        yield {"ph": "M", "name": name, "pid": stage, "args": args}
+
+
+def _thread(thread: _Thread, pipelines: int) -> Iterator[dict[str, Any]]:
+    """Its name, and its place below the first of its group."""
+    beside = thread.group - pipelines
+    name = f"pipeline {thread.group}" if beside < 0 else ("waiting", "host")[beside]
+    if thread.further:
+        name += f" (meanwhile {thread.further})"
+    place = {"ph": "M", "pid": thread.stage, "tid": _tid(thread, pipelines)}
+    yield {**place, "name": "thread_name", "args": {"name": name}}
+    yield {**place, "name": "thread_sort_index", "args": {"sort_index": 1000 * thread.group + thread.further}}
 
 
 def _slice(event: Event, tid: int) -> dict[str, Any]:
     # Start and end are rounded to the nanosecond each, so that neighbours still touch and never overlap.
     start_ns, end_ns = _ns(event.start_s), _ns(event.end_s)
-    args = {"pipeline": event.pipeline, "batch": event.batch, "micro_batch": event.micro_batch}
+    args: dict[str, Any] = {
+        "pipeline": event.pipeline,
+        "batch": event.batch,
+        "micro_batch": event.micro_batch,
+    }
     times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}  # the format counts in microseconds
+    number = "" if event.micro_batch is None else event.micro_batch
     return {
         "ph": "X",
-        "name": str(event),
+        "name": f"{event.kind} {event.detail}{number}" if event.detail else str(event),
         "cat": event.kind,
         "pid": event.stage,
         "tid": tid,
         **times,
         "args": {**args, "detail": event.detail} if event.detail else args,
     }
+
+
+def _arrows(events: Sequence[Event], tids: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """From the last nanosecond of what computed a message to the start of what needs it, as both must lie in slices."""
+    steps = {
+        (*event[:4], "F" if event.kind == "F" else "B"): (event, tid)
+        for event, tid in zip(events, tids)
+        if event.kind in ("F", "B", "I") and _ns(event.start_s) < _ns(event.end_s)
+    }
+    for number, ((stage, pipeline, batch, m, kind), (event, tid)) in enumerate(steps.items()):
+        name, step = ("activation", 1) if kind == "F" else ("gradient", -1)
+        target = steps.get((stage + step, pipeline, batch, m, kind))
+        if target is None or _ns(target[0].start_s) < _ns(event.end_s) - 1:
+            continue
+        row = {"name": name, "cat": "message", "id": number}
+        yield {"ph": "s", **row, "pid": stage, "tid": tid, "ts": (_ns(event.end_s) - 1) / 1000}
+        start = _ns(target[0].start_s) / 1000
+        yield {"ph": "f", "bp": "e", **row, "pid": stage + step, "tid": target[1], "ts": start}
 
 
 def read_trace(path: str | os.PathLike[str]) -> Timeline:
