@@ -44,17 +44,17 @@ SMALL = Timeline(
 def test_a_stage_is_a_process_and_a_pipeline_a_thread(tmp_path):
     path = tmp_path / "trace.json"
     SMALL.to_chrome_trace(path)
-    assert names(path, "process_name") == {(0, None): "stage 0", (1, None): "stage 1"}
+    assert names(path, "process_name") == {(1, None): "stage 0", (2, None): "stage 1"}
     assert names(path, "thread_name") == {
-        (0, 1): "pipeline 0", (0, 2): "pipeline 1", (1, 1): "pipeline 0", (1, 3): "waiting", (1, 4): "host",
+        (1, 1): "pipeline 0", (1, 2): "pipeline 1", (2, 1): "pipeline 0", (2, 3): "waiting", (2, 4): "host",
     }  # fmt: skip
     assert slices(path)[0] == {
-        "ph": "X", "name": "F3", "cat": "F", "pid": 0, "tid": 1, "ts": 1e6, "dur": 5e5,
-        "args": {"pipeline": 0, "batch": 4, "micro_batch": 3},
+        "ph": "X", "name": "F3", "cat": "F", "pid": 1, "tid": 1, "ts": 1e6, "dur": 5e5,
+        "args": {"stage": 0, "pipeline": 0, "batch": 4, "micro_batch": 3},
     }  # fmt: skip
     assert slices(path)[3] == {
-        "ph": "X", "name": "recv F3", "cat": "recv", "pid": 1, "tid": 3, "ts": 1e6, "dur": 5e5,
-        "args": {"pipeline": 0, "batch": 4, "micro_batch": 3, "detail": "F"},
+        "ph": "X", "name": "recv F3", "cat": "recv", "pid": 2, "tid": 3, "ts": 1e6, "dur": 5e5,
+        "args": {"stage": 1, "pipeline": 0, "batch": 4, "micro_batch": 3, "detail": "F"},
     }  # fmt: skip
     assert [row["name"] for row in slices(path)] == ["F3", "B0", "U", "recv F3", "host loader"]
     assert os.listdir(tmp_path) == ["trace.json"]
@@ -105,11 +105,11 @@ def test_a_send_follows_its_work_and_a_background_transfer_leaves_it_alone(tmp_p
     path = tmp_path / "trace.json"
     sends = [Event(0, 1, 0, m, "send", m + 0.75, m + 1) for m in range(3)]
     Timeline(1, (*sends, *work)).to_chrome_trace(path)
-    assert names(path, "thread_name") == {(0, 2): "pipeline 1"}
+    assert names(path, "thread_name") == {(1, 2): "pipeline 1"}
     transfers = [Event(0, 1, 0, m, "send", m + 0.5, m + 1.25) for m in range(3)]
     Timeline(1, (*transfers, *work)).to_chrome_trace(path)
     assert {row["tid"] for row in slices(path) if row["cat"] == "F"} == {2}
-    assert names(path, "thread_name") == {(0, 2): "pipeline 1", (0, 6): "pipeline 1 (meanwhile 1)"}
+    assert names(path, "thread_name") == {(1, 2): "pipeline 1", (1, 6): "pipeline 1 (meanwhile 1)"}
 
 
 def test_arrows_lead_from_each_result_to_what_needs_it(tmp_path):
@@ -130,9 +130,9 @@ def test_arrows_lead_from_each_result_to_what_needs_it(tmp_path):
     timeline.to_chrome_trace(path)
     found = [(s["name"], s["pid"], s["ts"], f["pid"], f["ts"]) for s, f in arrows(path)]
     assert found == [
-        ("activation", 0, 2e6 - 1e-3, 1, 2.5e6),
-        ("activation", 1, 3e6 - 1e-3, 2, 3e6),
-        ("gradient", 2, 5e6 - 1e-3, 1, 5e6),
+        ("activation", 1, 2e6 - 1e-3, 2, 2.5e6),
+        ("activation", 2, 3e6 - 1e-3, 3, 3e6),
+        ("gradient", 3, 5e6 - 1e-3, 2, 5e6),
     ]
     assert Timeline.from_chrome_trace(path) == timeline
 
@@ -183,9 +183,9 @@ def damaged(change):
     trace = {
         "otherData": {"stages": 2, "peak_memory_bytes": None},
         "traceEvents": [
-            {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "stage 0"}},
-            {"ph": "X", "name": "F3", "cat": "F", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2, "args":
-             {"pipeline": 0, "batch": 4, "micro_batch": 3}},
+            {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "stage 0"}},
+            {"ph": "X", "name": "F3", "cat": "F", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2, "args":
+             {"stage": 0, "pipeline": 0, "batch": 4, "micro_batch": 3}},
         ],
     }  # fmt: skip
     change(trace, trace["traceEvents"][1])
@@ -211,8 +211,9 @@ def damaged(change):
             damaged(lambda t, e: t["otherData"].update(peak_memory_bytes=["1", 2])),
             "peak_memory_bytes must be a list",
         ),
-        (damaged(lambda t, e: e.update(pid=2)), "stage must be 0..1"),
-        (damaged(lambda t, e: e.update(pid="0")), r"traceEvents\[1\].pid must be int, found '0'"),
+        (damaged(lambda t, e: e["args"].update(stage=2)), "stage must be 0..1"),
+        (damaged(lambda t, e: e["args"].update(stage="0")), r"traceEvents\[1\].stage must be int, found '0'"),
+        (damaged(lambda t, e: e["args"].update(detail=1)), r"traceEvents\[1\].detail must be str, found 1"),
         (damaged(lambda t, e: e.pop("args")), r"traceEvents\[1\] must be an object with args"),
         (damaged(lambda t, e: e["args"].pop("batch")), r"traceEvents\[1\].batch must be int, found None"),
         (

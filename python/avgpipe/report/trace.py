@@ -77,7 +77,11 @@ def _take(starts: list[int], ends: list[int], start: int, end: int) -> bool:
 
 
 def _tid(thread: _Thread, pipelines: int) -> int:
-    return 1 + thread.group + thread.further * (pipelines + 2)  # 0 would be the idle thread of Linux
+    return 1 + thread.group + thread.further * (pipelines + 2)
+
+
+def _pid(stage: int) -> int:
+    return 1 + stage  # Perfetto takes process 0 for the idle one of Linux, and advises against it
 
 
 def _process(stage: int) -> Iterator[dict[str, Any]]:
@@ -85,7 +89,7 @@ def _process(stage: int) -> Iterator[dict[str, Any]]:
         ("process_name", {"name": f"stage {stage}"}),
         ("process_sort_index", {"sort_index": stage}),
     ):
-        yield {"ph": "M", "name": name, "pid": stage, "args": args}
+        yield {"ph": "M", "name": name, "pid": _pid(stage), "args": args}
 
 
 def _thread(thread: _Thread, pipelines: int) -> Iterator[dict[str, Any]]:
@@ -94,7 +98,7 @@ def _thread(thread: _Thread, pipelines: int) -> Iterator[dict[str, Any]]:
     name = f"pipeline {thread.group}" if beside < 0 else ("waiting", "host")[beside]
     if thread.further:
         name += f" (meanwhile {thread.further})"
-    place = {"ph": "M", "pid": thread.stage, "tid": _tid(thread, pipelines)}
+    place = {"ph": "M", "pid": _pid(thread.stage), "tid": _tid(thread, pipelines)}
     yield {**place, "name": "thread_name", "args": {"name": name}}
     yield {**place, "name": "thread_sort_index", "args": {"sort_index": 1000 * thread.group + thread.further}}
 
@@ -102,18 +106,14 @@ def _thread(thread: _Thread, pipelines: int) -> Iterator[dict[str, Any]]:
 def _slice(event: Event, tid: int) -> dict[str, Any]:
     # Start and end are rounded to the nanosecond each, so that neighbours still touch and never overlap.
     start_ns, end_ns = _ns(event.start_s), _ns(event.end_s)
-    args: dict[str, Any] = {
-        "pipeline": event.pipeline,
-        "batch": event.batch,
-        "micro_batch": event.micro_batch,
-    }
+    args: dict[str, Any] = dict(zip(("stage", "pipeline", "batch", "micro_batch"), event[:4]))
     times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}  # the format counts in microseconds
     number = "" if event.micro_batch is None else event.micro_batch
     return {
         "ph": "X",
         "name": f"{event.kind} {event.detail}{number}" if event.detail else str(event),
         "cat": event.kind,
-        "pid": event.stage,
+        "pid": _pid(event.stage),
         "tid": tid,
         **times,
         "args": {**args, "detail": event.detail} if event.detail else args,
@@ -133,9 +133,9 @@ def _arrows(events: Sequence[Event], tids: Iterable[int]) -> Iterator[dict[str, 
         if target is None or _ns(target[0].start_s) < _ns(event.end_s) - 1:
             continue
         row = {"name": name, "cat": "message", "id": number}
-        yield {"ph": "s", **row, "pid": stage, "tid": tid, "ts": (_ns(event.end_s) - 1) / 1000}
+        yield {"ph": "s", **row, "pid": _pid(stage), "tid": tid, "ts": (_ns(event.end_s) - 1) / 1000}
         start = _ns(target[0].start_s) / 1000
-        yield {"ph": "f", "bp": "e", **row, "pid": stage + step, "tid": target[1], "ts": start}
+        yield {"ph": "f", "bp": "e", **row, "pid": _pid(stage + step), "tid": target[1], "ts": start}
 
 
 def read_trace(path: str | os.PathLike[str]) -> Timeline:
@@ -186,7 +186,7 @@ def _event(index: int, row: Any) -> Event:
             raise ValueError(f"traceEvents[{index}].{key} must be {kinds}, found {value!r:.40}")
         return value
 
-    place = (get("pid", int), get("pipeline", int), get("batch", int), get("micro_batch", int, type(None)))
+    place = (get("stage", int), get("pipeline", int), get("batch", int), get("micro_batch", int, type(None)))
     start_us, length_us = get("ts", int, float), get("dur", int, float)
     start_ns, end_ns = round(start_us * 1000), round(start_us * 1000) + round(length_us * 1000)
     detail = get("detail", str) if "detail" in args else ""
