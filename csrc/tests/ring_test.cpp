@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "tests/check.h"
+#include "transfer/copy.h"
 
 using namespace avgpipe::transfer;
 using avgpipe::tests::expect;
@@ -46,8 +47,7 @@ uint64_t mix(uint64_t x) {
     return x ^ (x >> 29);
 }
 
-// ---- memory
-// ------------------------------------------------------------------------------------------------------------
+// ---- memory -----------------------------------------------------------------------------------------------
 void test_memory() {
     Memory memory = Memory::create(10000);
     expect_equal("bytes of a memory", memory.bytes(), 10000);
@@ -66,8 +66,7 @@ void test_memory() {
                  ENOMEM);
 }
 
-// ---- bell
-// --------------------------------------------------------------------------------------------------------------
+// ---- bell -------------------------------------------------------------------------------------------------
 void test_bell() {
     alignas(Bell) unsigned char memory[sizeof(Bell)] = {};
     std::memset(memory, 0xFF, 4);
@@ -123,8 +122,27 @@ void test_every_ring_counts() {
     expect_equal("rings counted", bell.count(), 3 * kRings);
 }
 
-// ---- ring
-// --------------------------------------------------------------------------------------------------------------
+// ---- copies -----------------------------------------------------------------------------------------------
+#ifdef __SSE2__
+void test_a_stream_copies_from_anywhere_to_anywhere() {
+    constexpr size_t kMost = 300;
+    std::vector<std::byte> source(kMost + 64);
+    for (size_t i = 0; i < source.size(); ++i) source[i] = std::byte(i * 7 + 1);
+    for (size_t bytes = 0; bytes <= kMost; bytes += 1 + bytes / 16) {
+        for (size_t from = 0; from < 64; from += 13) {
+            for (size_t to = 1; to < 65; to += 9) {
+                std::vector<std::byte> target(kMost + 128);
+                std::vector<std::byte> wanted(kMost + 128);
+                stream(target.data() + to, source.data() + from, bytes);
+                std::memcpy(wanted.data() + to, source.data() + from, bytes);
+                expect_equal("streamed", target == wanted, 1);
+            }
+        }
+    }
+}
+#endif
+
+// ---- ring -------------------------------------------------------------------------------------------------
 constexpr int64_t kMessages = 1000000;
 
 int64_t size_of_message(int64_t number) {
@@ -296,6 +314,9 @@ int main() {
     test_bell();
     test_no_wake_is_lost();
     test_every_ring_counts();
+#ifdef __SSE2__
+    test_a_stream_copies_from_anywhere_to_anywhere();
+#endif
     test_stress();
     test_queue_and_slots_fill();
     test_slots_grow();

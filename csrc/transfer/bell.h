@@ -3,6 +3,7 @@
 #pragma once
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -62,13 +63,15 @@ class alignas(kCacheLine) Bell {
         return std::chrono::duration<double>(Clock::now() - begin).count();
     }
 
-    // Whether nobody has rung.
+    // Whether nobody has rung. Whoever else wants this processor gets it, first of all the one who is to
+    // ring.
     bool spin(uint32_t seen, Clock::time_point begin, double spin_s) const {
         do {
             for (int i = 0; i < 16; ++i) {
                 if (count() != seen) return false;
                 relax();
             }
+            sched_yield();
         } while (seconds_since(begin) < spin_s);
         return true;
     }

@@ -7,6 +7,7 @@
 
 #ifdef __linux__
 
+#include "transfer/copy.h"
 #include "transfer/ring.h"
 
 namespace t = avgpipe::transfer;
@@ -24,11 +25,10 @@ AVGPIPE_EXPORT int64_t avgpipe_ring_slots() {
 }
 
 AVGPIPE_EXPORT void avgpipe_copy(void* destination, const void* source, int64_t bytes) {
-    std::memcpy(destination, source, static_cast<size_t>(bytes));
+    t::copy(destination, source, static_cast<size_t>(bytes));
 }
 
-// ---- memory: out receives address and file
-// ------------------------------------------------------------------------------
+// ---- memory: out receives address and file ----------------------------------------------------------------
 namespace {
 
 t::Memory* keep(t::Memory memory, int64_t* out) {
@@ -59,8 +59,7 @@ AVGPIPE_EXPORT void avgpipe_memory_delete(t::Memory* memory) {
     delete memory;
 }
 
-// ---- bell
-// --------------------------------------------------------------------------------------------------------------
+// ---- bell -------------------------------------------------------------------------------------------------
 AVGPIPE_EXPORT int64_t avgpipe_bell_bytes() {
     return sizeof(t::Bell);
 }
@@ -77,8 +76,7 @@ AVGPIPE_EXPORT uint32_t avgpipe_bell_wait(t::Bell* bell, uint32_t seen, double t
     return bell->wait(seen, timeout_s, spin_s);
 }
 
-// ---- sender
-// ------------------------------------------------------------------------------------------------------------
+// ---- sender -----------------------------------------------------------------------------------------------
 AVGPIPE_EXPORT t::Sender* avgpipe_sender_create(t::Ring* ring, t::Bell* bell) {
     return new t::Sender(*ring, *bell);
 }
@@ -105,8 +103,7 @@ AVGPIPE_EXPORT int64_t avgpipe_sender_slot_bytes(const t::Sender* sender) {
     return sender->slot_bytes();
 }
 
-// ---- receiver
-// ----------------------------------------------------------------------------------------------------------
+// ---- receiver ---------------------------------------------------------------------------------------------
 AVGPIPE_EXPORT t::Receiver* avgpipe_receiver_create(t::Ring* ring, int64_t sender) {
     return new t::Receiver(*ring, sender);
 }

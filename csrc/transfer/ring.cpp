@@ -8,6 +8,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "transfer/copy.h"
+
 namespace avgpipe::transfer {
 namespace {
 
@@ -25,8 +27,7 @@ uint32_t& generation() {
 
 }  // namespace
 
-// ---- sender
-// ------------------------------------------------------------------------------------------------------------
+// ---- sender -----------------------------------------------------------------------------------------------
 bool Sender::is_free(size_t index) {
     if (ring_.lent[index].load(std::memory_order_acquire) != 0) return false;
     Slot& slot = slots_[index];
@@ -104,8 +105,7 @@ int64_t Sender::slot_bytes() const {
     return total;
 }
 
-// ---- receiver
-// ----------------------------------------------------------------------------------------------------------
+// ---- receiver ---------------------------------------------------------------------------------------------
 Lease::Lease(std::shared_ptr<Memory> memory, std::atomic<uint32_t>& lent)
     : memory_(std::move(memory)), lent_(lent), generation_(generation()) {}
 
@@ -151,14 +151,13 @@ Taken Receiver::take(Message& message, bool may_map) {
     return Taken::kMessage;
 }
 
-// ---- echo
-// --------------------------------------------------------------------------------------------------------------
+// ---- echo -------------------------------------------------------------------------------------------------
 namespace {
 
 bool send(Sender& sender, const void* source, int64_t bytes) {
     std::byte* const slot = sender.reserve(bytes, true);
     if (slot == nullptr) return false;
-    if (source != nullptr) std::memcpy(slot, source, static_cast<size_t>(bytes));
+    if (source != nullptr) copy(slot, source, static_cast<size_t>(bytes));
     errno = sender.publish(bytes, {});
     return errno == 0;
 }

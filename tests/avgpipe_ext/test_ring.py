@@ -67,8 +67,8 @@ def serve(connection):
     end = End()
     connection.send(end.card)
     end.meet(*connection.recv())
-    while True:
-        function, arguments = connection.recv()
+    while (call := connection.recv()) is not None:
+        function, arguments = call
         connection.send(function(end, *arguments))
 
 
@@ -126,7 +126,9 @@ def shared_peer():
     peer = Peer()
     yield peer
     assert sorted(os.listdir("/dev/shm")) == named
-    peer.kill()
+    peer.connection.send(None)
+    peer.process.join(LONG_S)
+    assert peer.process.exitcode == 0
 
 
 @pytest.fixture
