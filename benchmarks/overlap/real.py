@@ -1,0 +1,107 @@
+"""Question: how near to half of one process's time do two processes of one thread come, training real models?
+
+    OMP_NUM_THREADS=1 python benchmarks/overlap/real.py --model transformer
+    OMP_NUM_THREADS=1 python benchmarks/overlap/real.py --model lstm
+
+Global batch 16, forward, backward and AdamW. Rows: one process (accumulating over 1, 2, 4, 8 micro-batches), avgpipe
+(N = 1, 2, 3 pipelines, each batch of 16 an update of one of them), torch.distributed.pipelining's schedules, and
+DistributedDataParallel over the same two processes. Layers are timed; every system tries the cuts nearest to balance
+with each number of micro-batches, and its best is measured in turn with all the others. Limit: half of the time of
+the fastest single process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+BATCH = 16
+
+
+def main() -> None:
+    arguments = _arguments()
+    from avgpipe.bench.machine import machine, versions
+    from avgpipe.bench.schedules.cluster import ending_by_signal, run_workers
+
+    asked = {name: getattr(arguments, name) for name in ("model", "rounds", "batches", "cuts", "links")}
+    with ending_by_signal():
+        ranks = run_workers(
+            "contest:worker",
+            2,
+            asked,
+            timeout_s=arguments.limit_s,
+            say=lambda line: print(line, file=sys.stderr),
+        )
+    record = {
+        "question": "real compute, two processes of one thread, against half of one process's time",
+        "date": time.strftime("%Y-%m-%d"),
+        "command": f"OMP_NUM_THREADS=1 python benchmarks/overlap/real.py {' '.join(sys.argv[1:])}",
+        "machine": machine(1, "cpu"),
+        "versions": versions(),
+        "batch": BATCH,
+        **asked,
+        **_summary(ranks[0]),
+    }
+    _print(record)
+    path = Path(arguments.out or HERE.parent / "results" / f"overlap-{arguments.model}-{record['date']}.json")
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written to {path}", file=sys.stderr)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=("transformer", "lstm"), required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=4, help="of a row in a round, at least")
+    parser.add_argument("--cuts", type=int, default=3, help="tried by every system")
+    parser.add_argument("--links", type=lambda text: text.split(","), default=["shm", "gloo"])
+    parser.add_argument("--limit-s", type=float, default=3600, help="of the whole run")
+    parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
+    return parser.parse_args()
+
+
+def _summary(rank: dict[str, Any]) -> dict[str, Any]:
+    rows = []
+    for row in rank["rows"]:
+        samples = row["seconds"]
+        quarters = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
+        rows.append(
+            {
+                "name": row["name"],
+                "median_s": statistics.median(samples),
+                "samples_s": samples,
+                "quartile1_s": quarters[0],
+                "quartile3_s": quarters[2],
+            }
+        )
+    limit = min(row["median_s"] for row in rows if row["name"].startswith("one process")) / 2
+    for row in rows:
+        row["samples_per_s"] = BATCH / row["median_s"]
+        row["of_limit"] = limit / row["median_s"]
+    return {"limit_s": limit, "layer_s": rank["layer_s"], "rows": rows, "tried": rank["tried"]}
+
+
+def _print(record: dict[str, Any]) -> None:
+    print(f"\n{record['model']}, {record['machine']['cpu']}, medians of {record['rounds']} rounds")
+    print("| | ms per batch | quartiles | samples/s | of limit |\n|---|---|---|---|---|")
+    print(
+        f"| limit: half of the fastest single process | {record['limit_s'] * 1e3:.1f} | | "
+        f"{BATCH / record['limit_s']:.2f} | 1 |"
+    )
+    for row in record["rows"]:
+        print(
+            f"| {row['name']} | {row['median_s'] * 1e3:.1f} | {row['quartile1_s'] * 1e3:.1f}-"
+            f"{row['quartile3_s'] * 1e3:.1f} | {row['samples_per_s']:.2f} | {row['of_limit']:.3f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
