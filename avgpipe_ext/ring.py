@@ -275,8 +275,9 @@ class Receiver(_Owner):
         self._out = (_i64 * 8)()
         self._out_address = ctypes.addressof(self._out)
         self._handle = _receiver_create(_aligned(ring_address, "a ring"), sender_pid)
-        # How many were sent lies first: to look there is faster than to call.
-        self._sent, self._taken = ctypes.c_uint64.from_address(ring_address), 0
+        # How many were sent and taken lies first: to look there is faster than to call.
+        self._sent = ctypes.c_uint64.from_address(ring_address)
+        self._taken = ctypes.c_uint64.from_address(ring_address + LINE_BYTES)
 
     def take(self) -> tuple[int, int, int, int, int, Lease | None] | None:
         """The oldest message: its bytes, its four words, and the lease of its slot; None if there is none.
@@ -284,14 +285,13 @@ class Receiver(_Owner):
         The lease is None for 0 bytes. OSError if the slot cannot be mapped (the sender is gone, say), RuntimeError if
         the record has impossible numbers; the message stays then.
         """
-        if self._sent.value == self._taken:
+        if self._sent.value == self._taken.value:
             return None
         status = _receiver_take(self._handle, 0, self._out_address)
         if status == _UNMAPPED:
             status = _receiver_map(self._handle, 1, self._out_address)
         if status != _TAKEN:
             raise self._why(status)
-        self._taken += 1
         bytes, a, b, c, d, address, capacity, handle = _MESSAGE.unpack_from(self._out)
         if not handle:
             return bytes, a, b, c, d, None

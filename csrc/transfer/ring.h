@@ -30,7 +30,7 @@ struct Record {
 };
 static_assert(sizeof(Record) == kCacheLine && (kRecords & (kRecords - 1)) == 0);
 
-// All zero to begin with.
+// All zero to begin with. avgpipe_ext/ring.py reads the first two members.
 struct Ring {
     alignas(kCacheLine) std::atomic<uint64_t> sent;   // records written; written by the sender
     alignas(kCacheLine) std::atomic<uint64_t> taken;  // records read; written by the receiver
