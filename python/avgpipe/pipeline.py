@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,20 +19,24 @@ import torch
 from torch import nn
 
 from avgpipe.checkpoint import load_checkpoint, save_checkpoint
-from avgpipe.errors import PipelineError
+from avgpipe.errors import PipelineError, nearest
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Event, Timeline
 from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, sample_count, sizes_of, split
 from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.inference import Evaluation, Inference, Prediction
 from avgpipe.runtime.lane import TrainingOptions, Work, scalar_loss
+from avgpipe.runtime.links.choose import NAMES as LINKS
+from avgpipe.runtime.loader import Prefetch
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
-from avgpipe.runtime.rng import caller_generators
+from avgpipe.runtime.rng import CallerGenerators
 from avgpipe.runtime.worker import Worker
 from avgpipe.runtime.world import World
 
 _EVENT_KINDS = ("F", "B", "U", "send", "host", "recv")
+_EVENT_DETAILS = ("", "F", "B", "T", "N", "C", "average", "caller", "loader")
+_WIRE_DTYPES = (None, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,10 @@ class Pipeline:
     lr_scheduler(optimizer): stepped after every batch of a pipeline.
     clip_grad_norm: limit of the gradient's norm over all stages.
     autocast: dtype for ``torch.autocast``.
+    link: how tensors travel between workers: "auto" (shared memory between processes of one host, torch.distributed
+        between hosts), "shm" or "gloo".
+    wire_dtype: torch.bfloat16 or torch.float16 halves what travels between stages of different workers, for less exact
+        activations and gradients; None sends them as they are.
     loss_weight(target): what a micro-batch weighs in its batch's mean loss; default: its samples, or the
         elements that cross entropy counts.
     Raises ValueError for a plan that the model or the ranks do not fit; failures of a run are ``PipelineError``.
@@ -90,11 +99,17 @@ class Pipeline:
         clip_grad_norm: float | None = None,
         autocast: torch.dtype | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
+        link: str = "auto",
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be positive, not {clip_grad_norm}")
+        if link not in LINKS:
+            raise ValueError(f"unknown link {link!r}: {nearest(str(link), LINKS)}")
+        if wire_dtype not in _WIRE_DTYPES:
+            raise ValueError(f"wire_dtype must be None, torch.bfloat16 or torch.float16, not {wire_dtype}")
         self.plan = plan
         self._model = Model.split(model, plan.stages, plan.partition)
         self._device = _device(device, self._model.layers)
@@ -108,14 +123,17 @@ class Pipeline:
                 "or a single process for all"
             )
         self.world.require_same("plan", plan.to_json())
+        self.world.require_same("link or wire_dtype", f"link={link!r}, wire_dtype={wire_dtype}")
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
         self.world.require_same("initial value of shared parameters", json.dumps(self._model.shared_values()))
         options = TrainingOptions(loss_fn, clip_grad_norm, autocast, plan.recompute, plan.stages)
         self._worker = Worker(
-            self._model, plan, self.world, self._device, seed, options, optimizer, lr_scheduler
+            *(self._model, plan, self.world, self._device, seed, options, optimizer, lr_scheduler),
+            *(link, wire_dtype),
         )
         self._schedule = lru_cache(maxsize=None)(plan.build_schedule)
+        self._loader = Prefetch()
         self._next_batch = 0
         self._in_hand: deque[tuple[int, int, float]] = deque()  # (batch, samples, weight), oldest first
         self._results: deque[BatchResult] = deque()
@@ -133,20 +151,19 @@ class Pipeline:
         """
         self.drain()
         self._results.clear()  # of batches that an abandoned loop left under way
-        source = iter(loader)
-        more = True
+        self._loader.open(loader)
         while True:
-            while more and len(self._in_hand) < self.plan.pipelines and not self._results:
-                try:
-                    inputs, targets = pair(next(source))
-                except StopIteration:
-                    more = False
-                else:
-                    self._begin(inputs, targets)
+            while len(self._in_hand) < self.plan.pipelines and not self._results:
+                start = time.perf_counter()
+                batch = self._loader.next()
+                self._worker.scheduler.note_host("loader", start, time.perf_counter())
+                if batch is None:
+                    break
+                self._begin(*batch)
             if not self._results:
                 if not self._in_hand:
                     return
-                self._finish_oldest()
+                self._finish_oldest(prefetch=True)
             yield self._results.popleft()
 
     def step(self, inputs: Any, targets: Any) -> float:
@@ -170,6 +187,7 @@ class Pipeline:
         """Finish the batches that are under way."""
         while self._in_hand:
             self._finish_oldest()
+        self._worker.scheduler.pause()
 
     def _begin(self, inputs: Any, targets: Any) -> None:
         batch, pipeline = self._next_batch, self._next_batch % self.plan.pipelines
@@ -193,12 +211,22 @@ class Pipeline:
         self._next_batch += 1
         self._in_hand.append((batch, samples, weights.total))
 
-    def _finish_oldest(self) -> None:
+    def _finish_oldest(self, prefetch: bool = False) -> None:
         batch, samples, _ = self._in_hand[0]
         pipeline = batch % self.plan.pipelines
         lanes = [self._worker.lanes[k, pipeline] for k in self._worker.stages]
-        with self._running(), caller_generators(self._device):
-            self._worker.scheduler.run_until(lambda: all(lane.next_step() is None for lane in lanes))
+        scheduler = self._worker.scheduler
+        with self._running(), CallerGenerators(self._device) as generators:
+
+            def fetch() -> bool:
+                start = time.perf_counter()
+                fetched = self._loader.fetch(generators.given_back)
+                scheduler.note_host("loader", start, time.perf_counter())
+                return fetched
+
+            scheduler.run_until(
+                lambda: all(lane.step is None for lane in lanes), fetch if prefetch else lambda: False
+            )
             losses = [lane.finish() for lane in lanes]
         self._in_hand.popleft()
         loss = losses[0]
@@ -284,24 +312,22 @@ class Pipeline:
         """When what ran in the last steps, on all ranks; times in seconds from the first of them."""
         self.drain()
         rows = [
-            [*e[:3], -1 if e.micro_batch is None else e.micro_batch, _EVENT_KINDS.index(e.kind), *e[5:]]
-            for e in self._worker.scheduler.events
+            [
+                *(e.stage, e.pipeline, e.batch, -1 if e.micro_batch is None else e.micro_batch),
+                *(_EVENT_KINDS.index(e.kind), e.start_s, e.end_s, _EVENT_DETAILS.index(e.detail)),
+            ]
+            for e in self._worker.scheduler.events()
         ]
-        table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 7)
+        table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 8)
         with self._running():
             table = self.world.gather_rows(table)
         begin = float(table[:, 5].min()) if len(table) else 0.0
         events = [
             Event(
-                int(k),
-                int(i),
-                int(j),
-                int(m) if m >= 0 else None,
-                _EVENT_KINDS[int(kind)],
-                start - begin,
-                end - begin,
+                *(int(k), int(i), int(j), int(m) if m >= 0 else None, _EVENT_KINDS[int(kind)]),
+                *(start - begin, end - begin, _EVENT_DETAILS[int(detail)]),
             )
-            for k, i, j, m, kind, start, end in table.tolist()
+            for k, i, j, m, kind, start, end, detail in table.tolist()
         ]
         return Timeline(self.plan.stages, tuple(sorted(events, key=lambda e: e.start_s)))
 

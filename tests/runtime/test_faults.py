@@ -101,14 +101,15 @@ def test_a_wait_over_the_limit_says_who_waited_for_what() -> None:
         process.wait(40)
     ranks.processes[2].kill()
     texts = [
-        f"rank {rank} waited 6 s: pipeline 0, stage {rank} needs the gradient of micro-batch 0 "
-        f"of batch 0 from stage {rank + 1}; "
-        "nothing has been heard from it"
+        f"rank {rank} waited 6 s for the gradient of micro-batch 0 of batch 0 from stage {rank + 1} "
+        f"(pipeline 0, stage {rank}); rank {rank + 1} was last seen"
         for rank in (0, 1)
     ]
+    hung = "s ago: F0 of batch 0, pipeline 0, stage 2"
     for code, output in ranks.join(10)[:2]:
         assert code == 1
         assert any(text in output for text in texts), output[-1500:]
+        assert hung in output or "waiting for the gradient of micro-batch 0 of batch 0 from stage 2" in output
 
 
 def wait_until(condition: Any, limit_s: float) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from avgpipe.runtime.batch import batch_size, concatenate, loss_weights, split
 from avgpipe.runtime.context import Carry, Position, set_position
 from avgpipe.runtime.message import Header, assemble, describe
-from avgpipe.runtime.rng import caller_generators, mix, seed_generators
+from avgpipe.runtime.rng import CallerGenerators, mix, seed_generators
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
@@ -103,7 +103,7 @@ def test_the_callers_generator_comes_back() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    with caller_generators(device):
+    with CallerGenerators(device):
         seed_generators(device, mix(1, 2, 3))
         torch.rand(5)
     assert torch.equal(torch.rand(2), expected)

@@ -6,15 +6,13 @@ to the next keeps it in a :class:`Carry`, which holds one value per micro-batch 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """The place of a forward or backward in a run."""
 
     pipeline: int = 0

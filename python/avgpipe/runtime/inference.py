@@ -52,20 +52,12 @@ class Inference:
                     yield self._result(*pending.pop(0))
             for item in pending:
                 yield self._result(*item)
-        for link in worker.links.values():
-            link.flush()  # batches are numbered anew in the next pass
 
     def _forward(self, batch: int, inputs: Any, targets: Any, last: LastStage) -> Any:
         samples = batch_size(inputs)
         parts = min(self._micro_batches, samples)
         chunks, answers = split(inputs, parts), split(targets, parts)
         owned = self._worker.stages
-        if owned[0] > 0:
-            self._worker.links[owned[0] - 1].expect(
-                [Key("E", 0, owned[0] - 1, owned[0], batch, m) for m in range(parts)]
-            )
-        if owned[-1] < self._stages - 1:
-            self._worker.links[self._stages - 1].expect([Key("R", 0, self._stages - 1, owned[0], batch, 0)])
         for m in range(parts):
             value = chunks[m]
             for k in owned:

@@ -11,17 +11,18 @@ performs it. Steps are the schedule's F m and B m, and around the update:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from avgpipe.errors import StageError
 from avgpipe.runtime.batch import LossFn, LossWeights, to_device
 from avgpipe.runtime.context import Position
-from avgpipe.runtime.links import Link
+from avgpipe.runtime.links.channel import Link
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key, tensors_of
 from avgpipe.runtime.replica import Replica
@@ -50,12 +51,30 @@ class Work:
     weights: LossWeights
 
 
-@dataclass
-class _Saved:
-    """What a forward leaves for its backward."""
+class _Saved(NamedTuple):
+    """What a forward leaves for its backward: inputs that want gradients, and where those of the outputs go in.
+
+    Not the outputs themselves: of those, autograd keeps what it needs.
+    """
 
     inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
+    outputs: list[Any]
+
+
+class Step(NamedTuple):
+    """What a lane does next. ``urgency``: less goes first, backwards before forwards, then the oldest batch."""
+
+    kind: str
+    micro_batch: int  # -1: none
+    batch: int
+    needs: tuple[Key, ...]
+    begins: bool  # the first of its batch
+    urgency: tuple[bool, int, int]
+
+    def __str__(self) -> str:
+        return (
+            self.kind if self.micro_batch < 0 else f"{self.kind}{self.micro_batch}"
+        ) + f" of batch {self.batch}"
 
 
 @dataclass
@@ -63,7 +82,7 @@ class _Progress:
     """State of the batch in hand."""
 
     work: Work
-    steps: list[tuple[str, int]]
+    steps: list[Step]
     cursor: int = 0
     saved: dict[int, _Saved] = field(default_factory=dict)
     loss: torch.Tensor | None = None  # of the whole batch; float64, known after the last backward
@@ -81,16 +100,19 @@ class Lane:
         replica: Replica,
         options: TrainingOptions,
         mailbox: Mailbox,
-        links: dict[int, Link],
+        links: Mapping[int, Link],
         shared: dict[int, list[int]],
     ) -> None:
         self.replica, self._options = replica, options
-        self._mailbox, self._links = mailbox, links
+        self._mailbox, self._messages, self._links = mailbox, mailbox.messages, links
         self.pipeline, self.stage = replica.pipeline, replica.stage.index
+        self._device = replica.stage.device
         self._shared = shared
         self._foreign = {p for other, mine in shared.items() if other < self.stage for p in mine}
         self._first, self._last = self.stage == 0, self.stage == options.stages - 1
         self._now: _Progress | None = None
+        self.step: Step | None = None  # the next one
+        self.sent_at: float | None = None  # when the last step began to send, on the clock time.perf_counter
 
     # ---- taking on a batch ---------------------------------------------------------------------------------------
 
@@ -101,6 +123,11 @@ class Lane:
 
     def start(self, work: Work) -> None:
         assert self._now is None, f"pipeline {self.pipeline} is still at batch {self.batch}"
+        self._now = _Progress(work, self._steps(work))
+        self.step = self._now.steps[0]
+        self.replica.stage.train()
+
+    def _steps(self, work: Work) -> list[Step]:
         steps: list[tuple[str, int]] = []
         for action in work.schedule.columns[self.stage]:
             if action.kind == "U":
@@ -109,15 +136,22 @@ class Lane:
                 steps.append(("U", -1))
             else:
                 steps.append((action.kind, -1 if action.micro_batch is None else action.micro_batch))
-        self._now = _Progress(work, steps)
-        self.replica.stage.train()
-        for other, link in self._links.items():
-            link.expect([k for step in steps for k in self._needs(step) if k.source == other])
+        return [
+            Step(
+                kind,
+                m,
+                work.batch,
+                self._needs(kind, m, work.batch),
+                n == 0,
+                (kind == "F", work.batch, -self.stage),
+            )
+            for n, (kind, m) in enumerate(steps)
+        ]
 
     def finish(self) -> torch.Tensor | None:
         """The batch's loss, once all its steps are done; the lane is then free for the next batch."""
         now = self._now
-        if now is None or now.cursor < len(now.steps):
+        if now is None or self.step is not None:
             return None
         self._now = None
         assert now.loss is not None
@@ -125,69 +159,77 @@ class Lane:
 
     # ---- readiness -----------------------------------------------------------------------------------------------
 
-    def next_step(self) -> tuple[str, int] | None:
-        now = self._now
-        return now.steps[now.cursor] if now and now.cursor < len(now.steps) else None
-
     def missing(self) -> list[Key]:
         """Messages that the next step still waits for."""
-        step = self.next_step()
-        return [k for k in self._needs(step) if k not in self._mailbox] if step else []
+        return [k for k in self.step.needs if k not in self._messages] if self.step else []
 
     def ready(self) -> bool:
-        step = self.next_step()
-        if step is None or not self.replica.settled or (step[0] == "U" and not self.replica.ready):
+        step = self.step
+        if step is None:
             return False
-        return all(k in self._mailbox for k in self._needs(step))
+        for key in step.needs:
+            if key not in self._messages:
+                return False
+        if step.kind == "U":
+            return self.replica.settled and self.replica.ready
+        return not step.begins or self.replica.settled
 
-    def _needs(self, step: tuple[str, int]) -> Iterable[Key]:
+    def _needs(self, kind: str, m: int, batch: int) -> tuple[Key, ...]:
         """Messages that a step consumes."""
-        kind, m = step
         if (kind == "F" and not self._first) or (
             kind == "U" and self._options.clip_grad_norm is not None and not self._first
         ):
-            return (self._key("F" if kind == "F" else "C", self.stage - 1, m),)
-        if kind in "BN" and not self._last:
-            return (self._key(kind, self.stage + 1, m),)
-        if kind == "S":
-            return [self._key("T", other, m) for other in self._shared]
-        return ()
-
-    def _key(self, kind: str, source: int, m: int) -> Key:
-        assert self._now is not None
-        return Key(kind, self.pipeline, source, self.stage, self._now.work.batch, m)
+            sources, message = [self.stage - 1], "F" if kind == "F" else "C"
+        elif kind in "BN" and not self._last:
+            sources, message = [self.stage + 1], kind
+        elif kind == "S":
+            sources, message = sorted(self._shared), "T"
+        else:
+            return ()
+        return tuple(Key(message, self.pipeline, source, self.stage, batch, m) for source in sources)
 
     def _send(self, kind: str, to: int, m: int, value: Any) -> None:
         assert self._now is not None
+        if self.sent_at is None:
+            self.sent_at = time.perf_counter()
         self._links[to].send(Key(kind, self.pipeline, self.stage, to, self._now.work.batch, m), value)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Perform the next step; what it needs must be there."""
-        now = self._now
+        now, step = self._now, self.step
         assert now is not None
-        kind, m = now.steps[now.cursor]
-        _STEPS[kind](self, now, m)
+        assert step is not None
+        self.sent_at = None
+        _STEPS[step.kind](self, now, step)
         now.cursor += 1
+        self.step = now.steps[now.cursor] if now.cursor < len(now.steps) else None
 
-    def _forward(self, now: _Progress, m: int) -> None:
-        device = self.replica.stage.device
-        if self._first:
-            value = to_device(now.work.inputs[m], device)
-        else:
-            value = self._mailbox.take(self._key("F", self.stage - 1, m))
+    def _forward(self, now: _Progress, step: Step) -> None:
+        m = step.micro_batch
+        value = to_device(now.work.inputs[m], self._device) if self._first else self._take(step)
         inputs = [t for t in tensors_of(value) if t.requires_grad]
-        place = Position(self.pipeline, now.work.batch, m)
         autocast = self._options.autocast
-        with torch.autocast(device.type, dtype=autocast) if autocast is not None else nullcontext():
-            run = self.replica.stage.recomputed if self._recomputes(now, m) else self.replica.stage
-            output = run(value, place)
-            if self._last:
-                output = self._loss(now, m, output)
+        if autocast is None:
+            output = self._run(now, m, value)
+        else:
+            with torch.autocast(self._device.type, dtype=autocast):
+                output = self._run(now, m, value)
+        del value  # the message's memory is free again once nothing needs it
+        now.saved[m] = _Saved(inputs, [get_gradient_edge(t) for t in tensors_of(output) if t.requires_grad])
         if not self._last:
             self._send("F", self.stage + 1, m, output)
-        now.saved[m] = _Saved(inputs, [t for t in tensors_of(output) if t.requires_grad])
+
+    def _run(self, now: _Progress, m: int, value: Any) -> Any:
+        stage = self.replica.stage
+        place = Position(self.pipeline, now.work.batch, m)
+        output = stage.recomputed(value, place) if self._recomputes(now, m) else stage(value, place)
+        return self._loss(now, m, output) if self._last else output
+
+    def _take(self, step: Step) -> Any:
+        """The message that a step with one need waited for."""
+        return self._messages.pop(step.needs[0])
 
     def _recomputes(self, now: _Progress, m: int) -> bool:
         how = self._options.recompute
@@ -205,42 +247,47 @@ class Lane:
         now.loss = now.loss.to(share.device) + share.detach().double()
         return share
 
-    def _backward(self, now: _Progress, m: int) -> None:
+    def _backward(self, now: _Progress, step: Step) -> None:
+        m = step.micro_batch
         saved = now.saved.pop(m)
         if self._last:
-            grads: list[torch.Tensor | None] = [None] * len(saved.outputs)  # the loss's own: 1
-            roots = saved.outputs
+            roots, grads = saved.outputs, None  # the loss's own gradient: 1
         else:
-            received, loss = self._mailbox.take(self._key("B", self.stage + 1, m))
-            pairs = [(t, g) for t, g in zip(saved.outputs, received) if g is not None]
+            # Gradients of the outputs that wanted one, and after the last backward the loss.
+            received = self._take(step)
+            if len(received) > len(saved.outputs):
+                now.loss = received.pop()
+            pairs = [(edge, g) for edge, g in zip(saved.outputs, received) if g is not None]
             roots, grads = [p[0] for p in pairs], [p[1] for p in pairs]
-            now.loss = loss if loss is not None else now.loss
+            del received, pairs
         if roots:
             torch.autograd.backward(roots, grads)
         if not self._first:
             # the batch's loss rides on its last gradient, so that every stage learns it without a message more
-            loss = None if now.saved or self._forwards_left(now) else now.loss
-            self._send("B", self.stage - 1, m, ([x.grad for x in saved.inputs], loss))
+            message = [x.grad for x in saved.inputs]
+            if not now.saved and not self._forwards_left(now):
+                message.append(now.loss)
+            self._send("B", self.stage - 1, m, message)
 
     @staticmethod
     def _forwards_left(now: _Progress) -> bool:
-        return any(kind == "F" for kind, _ in now.steps[now.cursor :])
+        return any(step.kind == "F" for step in now.steps[now.cursor :])
 
-    def _send_shared(self, now: _Progress, m: int) -> None:
+    def _send_shared(self, now: _Progress, step: Step) -> None:
         now.touched = self.replica.arena.collect_grads()
         grads = [p.grad for p in self.replica.arena.parameters]
         for other, mine in self._shared.items():
             # a copy: the sum is written over these before a neighbour in this process has read them
-            self._send("T", other, m, [_copy(grads[p]) if now.touched[p] else None for p in mine])
+            self._send("T", other, -1, [_copy(grads[p]) if now.touched[p] else None for p in mine])
 
-    def _sum_shared(self, now: _Progress, m: int) -> None:
+    def _sum_shared(self, now: _Progress, step: Step) -> None:
         parts: dict[int, dict[int, torch.Tensor | None]] = {}
         for p in {p for mine in self._shared.values() for p in mine}:
             own = self.replica.arena.parameters[p].grad
             parts[p] = {self.stage: _copy(own) if now.touched[p] else None}
-        for other, mine in self._shared.items():
-            for p, grad in zip(mine, self._mailbox.take(self._key("T", other, m))):
-                parts[p][other] = grad
+        for key in step.needs:
+            for p, grad in zip(self._shared[key.source], self._messages.pop(key)):
+                parts[p][key.source] = grad
         for p, by_stage in parts.items():
             grads = [g for _, g in sorted(by_stage.items(), key=lambda item: item[0]) if g is not None]
             now.touched[p] = bool(grads)
@@ -250,7 +297,7 @@ class Lane:
                 for g in grads[1:]:
                     total.add_(g)
 
-    def _norm(self, now: _Progress, m: int) -> None:
+    def _norm(self, now: _Progress, step: Step) -> None:
         self._collect(now)
         own = [p.grad for n, p in enumerate(self.replica.arena.parameters) if n not in self._foreign]
         total = torch.zeros((), dtype=torch.float64)
@@ -258,22 +305,22 @@ class Lane:
             norms = torch.stack([n.double().cpu() for n in torch._foreach_norm(own)])  # type: ignore[arg-type]
             total = norms.square().sum()
         if not self._last:
-            total = total + self._mailbox.take(self._key("N", self.stage + 1, m))
+            total = total + self._take(step)
         if self._first:
             limit = self._options.clip_grad_norm
             assert limit is not None
             now.scale = (limit / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         else:
-            self._send("N", self.stage - 1, m, total)
+            self._send("N", self.stage - 1, -1, total)
 
-    def _update(self, now: _Progress, m: int) -> None:
+    def _update(self, now: _Progress, step: Step) -> None:
         self._collect(now)
         if self._options.clip_grad_norm is not None:
             if not self._first:
-                now.scale = self._mailbox.take(self._key("C", self.stage - 1, m))
+                now.scale = self._take(step)
             assert now.scale is not None
             if not self._last:
-                self._send("C", self.stage + 1, m, now.scale)
+                self._send("C", self.stage + 1, -1, now.scale)
             self.replica.scale_grads(now.scale)
         self.replica.step(now.touched)
 

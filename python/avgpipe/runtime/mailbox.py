@@ -1,48 +1,114 @@
-"""Where arrived messages wait for the lane that needs them. Any thread delivers; one, the scheduler's, takes."""
+"""Where arrived messages wait for the lane that needs them, and what the scheduler sleeps on until one does.
+
+The scheduler's thread alone reads and takes. It looks into the links that have no thread of their own (``sources``)
+whenever the bell has rung; threads, and other processes, ring it.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from avgpipe.runtime.message import Key
+from avgpipe_ext import ring
+
+_SPIN_S = 20e-6  # a sleeper wakes in about twice that
+
+
+class BellLike(Protocol):
+    """A counter that others move, and a way to wait until they do."""
+
+    def count(self) -> int: ...
+
+    def ring(self) -> None: ...
+
+    def wait(self, seen: int, timeout_s: float, spin_s: float = 0.0) -> int: ...
 
 
 class Mailbox:
-    def __init__(self) -> None:
-        self._messages: dict[Key, Any] = {}
-        self._changed = threading.Event()
+    """``bell``: the one that this worker's peers ring; by default one of this process. ``neighbours``: workers
+    that compute on this host at the same time, this one included; spinning is for when there is a processor for
+    each.
+    """
+
+    def __init__(self, bell: BellLike | None = None, neighbours: int = 1) -> None:
+        self.messages: dict[Key, Any] = {}
+        self.sources: list[Callable[[], None]] = []
+        self.bell: BellLike = bell or (ring.Bell.local() if ring.supported() else ThreadBell())
+        self._spin_s = _SPIN_S if neighbours <= _processors() else 0.0
+        self._seen = -1
         self._failure: BaseException | None = None
 
+    def put(self, key: Key, value: Any) -> None:
+        """Deliver from the scheduler's own thread."""
+        self.messages[key] = value
+
     def deliver(self, key: Key, value: Any) -> None:
-        self._messages[key] = value
-        self._changed.set()
+        """Deliver from any thread."""
+        self.messages[key] = value
+        self.bell.ring()
 
     def fail(self, failure: BaseException) -> None:
-        """Make every later wait raise ``failure`` (the first one stays)."""
+        """Make every later wait for what has not arrived raise ``failure`` (the first one stays)."""
         if self._failure is None:
             self._failure = failure
-        self._changed.set()
+        self.bell.ring()
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._messages
+        return key in self.messages
 
     def take(self, key: Key) -> Any:
-        return self._messages.pop(key)
+        return self.messages.pop(key)
+
+    def collect(self) -> None:
+        """Look into the sources if the bell has rung since the last time."""
+        count = self.bell.count()
+        if count != self._seen:
+            self._seen = count  # before looking: what arrives meanwhile rings once more
+            for source in self.sources:
+                source()
 
     def raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 
     def wait_until(self, arrived: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for ``arrived()`` to come true, looked at whenever something is delivered; False after ``timeout_s``."""
+        """Wait for ``arrived()`` to come true, asked whenever the bell rings; False after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
+        spin_s = self._spin_s
         while True:
-            self._changed.clear()  # before the look: what arrives during it ends the wait after it
-            self.raise_failure()
+            self.collect()
             if arrived():
                 return True
-            if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+            self.raise_failure()  # after the look: a peer that has sent everything may end
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 return False
+            self.bell.wait(self._seen, left_s, spin_s)
+
+
+class ThreadBell:
+    """A bell for the threads of one process, where there is no futex."""
+
+    def __init__(self) -> None:
+        self._count, self._changed = 0, threading.Condition()
+
+    def count(self) -> int:
+        return self._count
+
+    def ring(self) -> None:
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def wait(self, seen: int, timeout_s: float, spin_s: float = 0.0) -> int:
+        with self._changed:
+            self._changed.wait_for(lambda: self._count != seen, timeout_s)
+        return self._count
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

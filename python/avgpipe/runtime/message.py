@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 class Key(NamedTuple):
     """Names a message: what it is, whose it is, and which stage it is for."""
 
-    kind: str  # a letter of _NAMES
+    kind: str  # a letter of NAMES
     pipeline: int
     source: int  # stage
     stage: int  # destination
@@ -22,10 +22,10 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         of = f" of micro-batch {self.micro_batch}" if self.micro_batch >= 0 else ""
-        return f"{_NAMES[self.kind]}{of} of batch {self.batch}"
+        return f"{NAMES[self.kind]}{of} of batch {self.batch}"
 
 
-_NAMES = {
+NAMES = {
     "F": "the activation",
     "B": "the gradient",
     "T": "the tied gradients",
@@ -59,9 +59,6 @@ class TensorInfo(NamedTuple):
     dtype: str
     requires_grad: bool
 
-    def empty(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
-
 
 def _leaf_to_json(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, TensorInfo):
@@ -79,21 +76,20 @@ def _leaf_from_json(leaf: dict[str, Any]) -> Any:
 def describe(value: Any) -> tuple[Header, list[torch.Tensor]]:
     """The header of a value and its tensors, detached. Plain leaves must be None, bool, int, float or str."""
     leaves, structure = pytree.tree_flatten(value)
-    infos: list[Any] = []
-    tensors = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            infos.append(TensorInfo(tuple(leaf.shape), str(leaf.dtype)[6:], leaf.requires_grad))
-            tensors.append(leaf.detach())
-        elif leaf is None or isinstance(leaf, bool | int | float | str | torch.Size):
-            infos.append(leaf)
-        else:
-            raise TypeError(
-                f"a stage returned a {type(leaf).__name__}; between stages only tensors, None, bool, "
-                "int, float, str and "
-                "containers of them can travel (register other containers with torch.utils._pytree)"
-            )
-    return Header(structure, tuple(infos)), tensors
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return Header(structure, tuple(leaf_info(leaf) for leaf in leaves)), tensors
+
+
+def leaf_info(leaf: Any) -> Any:
+    """What a header says of a leaf."""
+    if isinstance(leaf, torch.Tensor):
+        return TensorInfo(tuple(leaf.shape), str(leaf.dtype)[6:], leaf.requires_grad)
+    if leaf is None or isinstance(leaf, bool | int | float | str | torch.Size):
+        return leaf
+    raise TypeError(
+        f"a stage returned a {type(leaf).__name__}; between stages only tensors, None, bool, int, float, str and "
+        "containers of them can travel (register other containers with torch.utils._pytree)"
+    )
 
 
 def assemble(header: Header, tensors: list[torch.Tensor]) -> Any:
@@ -107,4 +103,6 @@ def assemble(header: Header, tensors: list[torch.Tensor]) -> Any:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
     return [x for x in pytree.tree_flatten(value)[0] if isinstance(x, torch.Tensor)]

@@ -15,7 +15,11 @@ _MASK = (1 << 64) - 1
 
 def mix(*words: int) -> int:
     """A 64-bit key of integers (the finaliser of SplitMix64, Steele, Lea and Flood 2014, over each word)."""
-    key = 0
+    return mix_more(0, *words)
+
+
+def mix_more(key: int, *words: int) -> int:
+    """The key of more words after those that made ``key``."""
     for word in words:
         key = (key + word + 0x9E3779B97F4A7C15) & _MASK
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -32,14 +36,27 @@ def seed_generators(device: torch.device, key: int) -> None:
         torch.cuda.default_generators[index].manual_seed(key)
 
 
-@contextmanager
-def caller_generators(device: torch.device) -> Iterator[None]:
-    """Give the caller's generators back, as they were, at the end of the block."""
-    cpu = torch.default_generator.get_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+class CallerGenerators:
+    """Keeps the caller's generators, as they were, while layers seed the default ones inside the ``with`` block."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> CallerGenerators:
+        self._cpu = torch.default_generator.get_state()
+        self._cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.default_generator.set_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """The caller's own code runs inside this block, and draws as if no layer had run."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()

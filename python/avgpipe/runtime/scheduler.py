@@ -8,92 +8,125 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.report.timeline import Event
 from avgpipe.runtime.lane import Lane
-from avgpipe.runtime.links import GroupLink, Link
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
+from avgpipe.runtime.watchdog import since
 from avgpipe.runtime.world import World
 
-_POLL_S = 0.5  # how often an idle worker looks whether another rank has reported a failure
-_KEPT_EVENTS = 20_000
+_KEPT_EVENTS = 40_000
 _SHOWN = {"F": "F", "B": "B", "U": "U", "T": "send", "S": "host", "N": "host"}  # a lane's steps in a Timeline
+_SHORTEST_HOST_S = 20e-6  # less between two steps is the scheduler itself
 
 
 class Scheduler:
-    def __init__(
-        self, lanes: Sequence[Lane], mailbox: Mailbox, links: Mapping[int, Link], world: World
-    ) -> None:
-        self._lanes, self._mailbox, self._links, self._world = lanes, mailbox, links, world
+    def __init__(self, lanes: Sequence[Lane], mailbox: Mailbox, world: World) -> None:
+        self._lanes, self._mailbox, self._world = lanes, mailbox, world
         self._clock_offset = time.time() - time.perf_counter()  # ranks share the wall clock, not the counter
-        self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self._left_at: float | None = None  # when run_until last returned to its caller
+        self._doing: tuple[str, float] = ("nothing yet", time.monotonic())
+        self._lane: Lane | None = None  # the one whose step runs now
+        # As Event, but on the clock of time.perf_counter, and made by the ten thousand.
+        self._events: deque[tuple[int, int, int, int, str, float, float, str]] = deque(maxlen=_KEPT_EVENTS)
 
-    def run_until(self, done: Callable[[], bool]) -> None:
+    def run_until(self, done: Callable[[], bool], idle: Callable[[], bool] = lambda: False) -> None:
+        """Run steps until ``done()``. When nothing can run, ``idle()`` may do a piece of other work, and says if
+        it did.
+        """
+        mailbox, clock, note = self._mailbox, time.perf_counter, self._events.append
+        self._note_caller()
         while not done():
+            mailbox.collect()
             lane = self._most_urgent()
             if lane is None:
-                self._wait()
+                if not idle():
+                    self._wait()
                 continue
-            step = lane.next_step()
-            batch = lane.batch
+            step = lane.step
             assert step is not None
-            assert batch is not None
-            start = self.now()
+            self._lane = lane
+            start = clock()
             lane.advance()
-            kind, m = step
-            self.events.append(
-                Event(
-                    lane.stage, lane.pipeline, batch, m if m >= 0 else None, _SHOWN[kind], start, self.now()
-                )
-            )
+            end = clock()
+            computed = end if lane.sent_at is None else lane.sent_at
+            kind, m, batch = _SHOWN[step.kind], step.micro_batch, step.batch
+            note((lane.stage, lane.pipeline, batch, m, kind, start, computed, ""))
+            if computed < end:
+                note((lane.stage, lane.pipeline, batch, m, "send", computed, end, ""))
+        self._lane = None
+        self._rest("the caller's code")
+        self._left_at = clock()
 
-    def now(self) -> float:
-        """Seconds on the clock that all ranks share."""
-        return time.perf_counter() + self._clock_offset
+    def note_host(self, what: str, start: float, end: float) -> None:
+        """Time of other work in this thread, on the clock of time.perf_counter."""
+        lane = self._lanes[0]
+        batch = max(other.batch or 0 for other in self._lanes)
+        if end - start >= _SHORTEST_HOST_S:
+            self._events.append((lane.stage, lane.pipeline, batch, -1, "host", start, end, what))
+
+    def pause(self) -> None:
+        """What happens until the next run is not part of training."""
+        self._left_at = None
+
+    def _note_caller(self) -> None:
+        if self._left_at is not None:
+            self.note_host("caller", self._left_at, time.perf_counter())
+            self._left_at = None
+
+    def events(self) -> list[Event]:
+        """What ran, in seconds on a clock that all ranks share."""
+        offset = self._clock_offset
+        return [
+            Event(k, i, j, m if m >= 0 else None, kind, start + offset, end + offset, detail)
+            for k, i, j, m, kind, start, end, detail in self._events
+        ]
 
     def _most_urgent(self) -> Lane | None:
         best: Lane | None = None
-        best_rank = (True, 0, 0)
+        least = (True, 0, 0)
         for lane in self._lanes:
             if lane.ready():
-                step = lane.next_step()
-                assert step is not None
-                rank = (step[0] == "F", lane.batch or 0, -lane.stage)
-                if best is None or rank < best_rank:
-                    best, best_rank = lane, rank
+                urgency = lane.step.urgency  # type: ignore[union-attr]  # a ready lane has a step
+                if best is None or urgency < least:
+                    best, least = lane, urgency
         return best
+
+    # ---- waiting -------------------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
         """Wait until a lane can go on."""
-        waiting = [lane for lane in self._lanes if lane.next_step() is not None]
+        waiting = [lane for lane in self._lanes if lane.step is not None]
         oldest = min(waiting, key=lambda lane: lane.batch or 0, default=None)
         assert oldest is not None, "the scheduler was asked to wait while no lane has work"
-        start = self.now()
+        start = time.perf_counter()
         self.wait_for(oldest.missing(), lambda: any(lane.ready() for lane in waiting))
-        self.events.append(
-            Event(oldest.stage, oldest.pipeline, oldest.batch or 0, None, "recv", start, self.now())
+        lane = self._most_urgent()
+        assert lane is not None
+        step = lane.step
+        assert step is not None
+        self._events.append(
+            (
+                *(lane.stage, lane.pipeline, step.batch, step.micro_batch),
+                *("recv", start, time.perf_counter(), step.needs[0].kind if step.needs else "average"),
+            )
         )
 
     def wait_for(self, keys: Sequence[Key], arrived: Callable[[], bool] | None = None) -> None:
         """Wait until ``arrived`` (default: all ``keys`` are there); ``keys`` name what is awaited in errors."""
         if arrived is None:
             arrived = lambda: all(k in self._mailbox for k in keys)  # noqa: E731
-        limit = time.monotonic() + self._world.timeout_s
-        while True:
-            try:
-                remaining_s = max(0.0, limit - time.monotonic())
-                if self._mailbox.wait_until(arrived, min(_POLL_S, remaining_s)):
-                    return
-            except PeerLost:
-                raise self._final_loss() from None
-            failure = self._world.reported()
-            if failure is not None:
-                raise PeerLost(f"rank {self._world.rank} stops because of {failure}")
-            if time.monotonic() >= limit:
-                raise PipelineTimeout(self._describe(keys))
+        self._lane = None
+        self._rest(f"waiting for {_awaited(keys)}")
+        try:
+            if self._mailbox.wait_until(arrived, self._world.timeout_s):
+                return
+        except PeerLost:
+            raise self._final_loss() from None
+        raise PipelineTimeout(self._describe(keys))
 
     def _final_loss(self) -> PeerLost:
         """The first connection to break may belong to a rank that itself only follows: prefer the first report."""
@@ -109,14 +142,26 @@ class Scheduler:
         raise AssertionError("unreachable")
 
     def _describe(self, keys: Sequence[Key]) -> str:
-        head = f"rank {self._world.rank} waited {self._world.timeout_s:g} s"
+        head = f"rank {self._world.rank} waited {self._world.timeout_s:g} s for {_awaited(keys)}"
         if not keys:
-            return f"{head} for the other pipelines of this worker to finish their round of averaging"
-        key = keys[0]
-        link = self._links.get(key.source)
-        heard = link.last_heard if isinstance(link, GroupLink) else None
-        last = f"last heard from it: {heard}" if heard else "nothing has been heard from it in this run"
-        return (
-            f"{head}: pipeline {key.pipeline}, stage {key.stage} needs {key} from stage {key.source}; {last}. "
-            "Raise timeout_s if stages are that slow"
-        )
+            return head
+        rank = keys[0].source if self._world.size > 1 else self._world.rank
+        return f"{head}; {self._world.told(rank)}. Raise timeout_s if stages are that slow"
+
+    def _rest(self, doing: str) -> None:
+        self._doing = doing, time.monotonic()
+
+    def doing(self) -> str:
+        """What this worker is at, for the other ranks; asked from another thread."""
+        lane = self._lane
+        step = lane.step if lane is not None else None
+        if lane is None or step is None:
+            return since(*self._doing)
+        return f"{step}, pipeline {lane.pipeline}, stage {lane.stage}"
+
+
+def _awaited(keys: Sequence[Key]) -> str:
+    if not keys:
+        return "the other pipelines of this worker to finish their round of averaging"
+    key = keys[0]
+    return f"{key} from stage {key.source} (pipeline {key.pipeline}, stage {key.stage})"

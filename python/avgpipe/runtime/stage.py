@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from avgpipe.errors import StageError
 from avgpipe.runtime.context import Carry, Position, set_position
 from avgpipe.runtime.message import tensors_of
-from avgpipe.runtime.rng import mix, seed_generators
+from avgpipe.runtime.rng import mix, mix_more, seed_generators
 
 
 class Stage(nn.Module):
@@ -32,10 +32,10 @@ class Stage(nn.Module):
     def forward(self, value: Any, place: Position) -> Any:
         before = set_position(place)
         try:
+            key = mix(self.seed, *place) if self.training else 0
             for number, layer in enumerate(self.layers, self.first):
                 if self.training:
-                    key = mix(self.seed, place.pipeline, place.batch, place.micro_batch, number)
-                    seed_generators(self.device, key)
+                    seed_generators(self.device, mix_more(key, number))
                 value = self._call(number, layer, value)
             return value
         finally:

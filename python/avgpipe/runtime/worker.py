@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import torch
 
 from avgpipe.averaging import Reference
-from avgpipe.errors import PeerLost
 from avgpipe.plan import Plan
 from avgpipe.runtime.lane import Lane, TrainingOptions
-from avgpipe.runtime.links import GroupLink, Link, LocalLink
-from avgpipe.runtime.mailbox import Mailbox
+from avgpipe.runtime.links.channel import Channel, channels_into
+from avgpipe.runtime.links.choose import Links
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import OptimizerFn, Replica, SchedulerFn
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.stage import Stage
+from avgpipe.runtime.watchdog import Watchdog
 from avgpipe.runtime.world import World
 from avgpipe.weights import Arena
 
@@ -33,30 +33,33 @@ class Worker:
         options: TrainingOptions,
         optimizer: OptimizerFn,
         lr_scheduler: SchedulerFn | None,
+        link: str,
+        wire_dtype: torch.dtype | None,
     ) -> None:
         self.world, self.device = world, device
-        self.mailbox = Mailbox()
         self.stages = list(range(plan.stages)) if world.size == 1 else [world.rank]
-        self.links: dict[int, Link] = {k: self._link(k, plan.stages) for k in range(plan.stages)}
+        clipping = options.clip_grad_norm is not None
+
+        def into(k: int) -> list[Channel]:
+            return channels_into(k, plan.stages, plan.pipelines, model.shared(k), clipping)
+
+        self._links = Links(world, self.stages, plan.stages, into, device, link, wire_dtype)
+        self.links, self.mailbox = self._links.by_stage, self._links.mailbox
         self.replicas: dict[tuple[int, int], Replica] = {}  # by (stage, pipeline)
         self.references: dict[int, Reference | None] = {}
         self.lanes: dict[tuple[int, int], Lane] = {}
         for k in self.stages:
             self._build_stage(model, plan, k, seed, optimizer, lr_scheduler)
-            others = {j: link for j, link in self.links.items() if j != k}
             for i in range(plan.pipelines):
-                self.lanes[k, i] = Lane(self.replicas[k, i], options, self.mailbox, others, model.shared(k))
-        self.scheduler = Scheduler(list(self.lanes.values()), self.mailbox, self.links, world)
-
-    def _link(self, stage: int, stages: int) -> Link:
-        if stage in self.stages:
-            return LocalLink(self.mailbox)
-
-        def lost(doing: str, peer: int = stage) -> PeerLost:
-            return self.world.lost(peer, peer, doing)
-
-        assert self.world.group is not None
-        return GroupLink(self.world.group, stage, stages, self.device, self.mailbox, lost)
+                self.lanes[k, i] = Lane(
+                    self.replicas[k, i], options, self.mailbox, self.links, model.shared(k)
+                )
+        self.scheduler = Scheduler(list(self.lanes.values()), self.mailbox, world)
+        self._watchdog = (
+            Watchdog(world, self.mailbox, self.scheduler.doing, self._links.processes)
+            if world.size > 1
+            else None
+        )
 
     def _build_stage(
         self,
@@ -95,5 +98,6 @@ class Worker:
         return self.replicas[stage, 0 if which == "reference" else int(which)].arena.weights
 
     def close(self) -> None:
-        for link in self.links.values():
-            link.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self._links.close()

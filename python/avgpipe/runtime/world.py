@@ -66,6 +66,24 @@ class World:
             pass
         return None
 
+    def tell(self, doing: str) -> None:
+        """Let the other ranks know what this one is at."""
+        if self._store is not None:
+            try:
+                self._store.set(f"doing/{self.rank}", f"{time.time():.3f} {doing}")
+            except RuntimeError:
+                pass  # as above
+
+    def told(self, rank: int) -> str:
+        """What ``rank`` was last seen doing."""
+        try:
+            if self._store is not None and self._store.check([f"doing/{rank}"]):
+                at, _, doing = self._store.get(f"doing/{rank}").decode().partition(" ")
+                return f"rank {rank} was last seen {max(0.0, time.time() - float(at)):.0f} s ago: {doing}"
+        except RuntimeError:
+            return f"rank {rank} cannot be asked: the store is gone"
+        return f"rank {rank} has not said what it does"
+
     def lost(self, peer: int, stage: int, doing: str) -> PeerLost:
         """The error for a broken connection to ``peer``, which names the rank that failed first."""
         first = self.reported()
@@ -101,6 +119,19 @@ class World:
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         self._guard(lambda: dist.all_gather(parts, padded, group=self.group))
         return torch.cat([p[: int(c)] for p, c in zip(parts, counts)])
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks, in rank order."""
+        if self.group is None:
+            return [text]
+        own = text.encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._guard(lambda: dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group))
+        padded = torch.zeros(max(1, *(int(n) for n in sizes)), dtype=torch.uint8)
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else padded[:0]
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        self._guard(lambda: dist.all_gather(parts, padded, group=self.group))
+        return [part[: int(n)].numpy().tobytes().decode() for part, n in zip(parts, sizes)]
 
     def require_same(self, what: str, text: str) -> None:
         """Refuse, on every rank, a ``text`` that differs between ranks."""

@@ -1,0 +1,59 @@
+"""The caller's batches, one of them fetched ahead while nothing else can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from avgpipe.runtime.batch import pair
+
+
+class Prefetch:
+    """Pairs (inputs, targets) of the loaders that are opened one after another.
+
+    Fetching happens in the scheduler's thread, when it would wait otherwise, so loaders need to know nothing of
+    threads and their calls keep their order. What a loader raises comes out of :meth:`next`, where it would have
+    without.
+    """
+
+    def __init__(self) -> None:
+        self._source: Iterator[Any] = iter(())
+        self._ahead: list[Any] = []  # at most one: a batch, or what was raised instead
+        self._ended = False
+
+    def open(self, loader: Iterable[Any]) -> None:
+        source = iter(loader)
+        # An iterator that is given again goes on with the batch that was fetched from it already.
+        if source is not self._source:
+            self._source, self._ahead = source, []
+        self._ended = False
+
+    def fetch(self, outside: Callable[[], AbstractContextManager[None]]) -> bool:
+        """Fetch a batch unless one is there, inside ``outside()``; whether there was something to do."""
+        if self._ahead or self._ended:
+            return False
+        with outside():
+            self._fetch()
+        return True
+
+    def _fetch(self) -> None:
+        try:
+            self._ahead.append(pair(next(self._source)))
+        except StopIteration:
+            self._ended = True
+        except Exception as error:
+            self._ahead.append(error)
+            self._ended = True
+
+    def next(self) -> tuple[Any, Any] | None:
+        """The next batch, or None at the end."""
+        if not self._ahead and not self._ended:
+            self._fetch()
+        if not self._ahead:
+            return None
+        batch = self._ahead.pop()
+        if isinstance(batch, BaseException):
+            raise batch
+        inputs, targets = batch
+        return inputs, targets

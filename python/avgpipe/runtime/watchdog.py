@@ -1,0 +1,78 @@
+"""A thread that tells the other ranks what this one is doing, and this one when another has failed or died.
+
+It works while the main thread computes, waits, or hangs in somebody's layer. A process of this host is watched by its
+descriptor, which becomes readable when it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from avgpipe.errors import PeerLost
+from avgpipe.runtime.mailbox import Mailbox
+from avgpipe.runtime.world import World
+
+_TICK_S = 0.5
+_CLOSE_S = 5.0
+
+
+class Watchdog:
+    """``doing()``: what the main thread is at, in words. ``processes``: those of ranks on this host, by rank."""
+
+    def __init__(
+        self, world: World, mailbox: Mailbox, doing: Callable[[], str], processes: Mapping[int, int]
+    ) -> None:
+        self._world, self._mailbox, self._doing = world, mailbox, doing
+        self._poll = select.poll()
+        self._ranks: dict[int, int] = {}  # by descriptor
+        for rank, process in processes.items():
+            self._watch(rank, process)
+        self._wake_read, self._wake_write = os.pipe()
+        self._poll.register(self._wake_read, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="avgpipe-watchdog", daemon=True)
+        self._thread.start()
+
+    def _watch(self, rank: int, process: int) -> None:
+        try:
+            descriptor = os.pidfd_open(process)
+        except ProcessLookupError:
+            self._lost(rank)
+        else:
+            self._ranks[descriptor] = rank
+            self._poll.register(descriptor, select.POLLIN)
+
+    def _run(self) -> None:
+        told = ""
+        while True:
+            for descriptor, _ in self._poll.poll(1000 * _TICK_S):
+                if descriptor == self._wake_read:
+                    return
+                self._poll.unregister(descriptor)
+                self._lost(self._ranks[descriptor])
+            doing = self._doing()
+            if doing != told:
+                self._world.tell(doing)
+                told = doing
+            failure = self._world.reported()
+            if failure is not None and not failure.startswith(f"rank {self._world.rank}:"):
+                self._mailbox.fail(PeerLost(f"rank {self._world.rank} stops because of {failure}"))
+
+    def _lost(self, rank: int) -> None:
+        """Only who still waits for something hears of it."""
+        self._mailbox.fail(self._world.lost(rank, rank, "watching its process"))
+
+    def close(self) -> None:
+        os.write(self._wake_write, b"x")
+        self._thread.join(_CLOSE_S)
+        for descriptor in (*self._ranks, self._wake_read, self._wake_write):
+            os.close(descriptor)
+
+
+def since(what: str, begin_s: float) -> str:
+    """``what``, begun at ``begin_s`` of the monotonic clock; only seconds that matter are shown, so the text rests."""
+    seconds = time.monotonic() - begin_s
+    return what if seconds < 1 else f"{what}, for {seconds:.0f} s"
