@@ -235,17 +235,17 @@ def _recorded_by_all(timeline: Timeline) -> Timeline:
 
 
 def _table(rows: Sequence[StageTime], makespan_s: float) -> list[str]:
-    """A line per worker, a column for whatever took time anywhere: its time and percent of the run."""
+    """A line per worker, a column for whatever took time anywhere: its time, and percent of the run."""
     unit, per_s = unit_of(makespan_s)
     digits = 3 if makespan_s * per_s < 100 else 2 if makespan_s * per_s < 1000 else 1
-    columns = [["worker", *(str(row.stage) for row in rows)]]
+    columns = [[f"worker ({unit}, %)", *(str(row.stage) for row in rows)]]
     for name, values in _columns(rows).items():
         times = [f"{value * per_s:.{digits}f}" for value in values]
         if any(float(time) for time in times):
-            columns.append([f"  {name} {unit}", *times])
-            columns.append(["%", *(f"{100 * value / makespan_s:.1f}" for value in values)])
+            shares = [f"{100 * value / makespan_s:5.1f}" for value in values]
+            columns.append([name, *(f"{time} {share}" for time, share in zip(times, shares))])
     widths = [max(map(len, column)) for column in columns]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in zip(*columns)]
+    return ["   ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in zip(*columns)]
 
 
 def _columns(rows: Sequence[StageTime]) -> dict[str, list[float]]:
@@ -258,10 +258,14 @@ def _columns(rows: Sequence[StageTime]) -> dict[str, list[float]]:
     ):
         columns[f"wait {word}".strip()] = [row.recv_s.get(word, 0.0) for row in rows]
     for word in sorted({word for row in rows for word in row.host_s}):
-        columns[f"host {word}".strip()] = [row.host_s.get(word, 0.0) for row in rows]
+        columns[_host_word(word)] = [row.host_s.get(word, 0.0) for row in rows]
     columns["runtime"] = [row.other_s for row in rows]
     columns["outside"] = [row.outside_s for row in rows]
     return columns
+
+
+def _host_word(detail: str) -> str:
+    return detail if detail in ("loader", "caller") else f"host {detail}".strip()
 
 
 def _path_line(facts: Facts) -> str:
@@ -269,7 +273,7 @@ def _path_line(facts: Facts) -> str:
     words = {"compute": "computing", "transfer": "transfers", "wait": "waiting", "send": "sending"}
     sums: dict[str, float] = {}
     for cause, seconds in facts.path.items():
-        word = words.get(cause.what, f"host {cause.detail}".strip() if cause.what == "host" else cause.what)
+        word = words.get(cause.what, _host_word(cause.detail) if cause.what == "host" else cause.what)
         sums[word] = sums.get(word, 0.0) + seconds
     parts = sorted(sums.items(), key=lambda item: -item[1])
     shown = [f"{word} {100 * s / facts.makespan_s:.1f} %" for word, s in parts if s > 0]

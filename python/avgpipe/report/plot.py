@@ -175,7 +175,7 @@ def _style(look: _Look, hue: tuple[str, str]) -> dict[str, Any]:
     light, dark = hue
     work = {"facecolor": dark, "edgecolor": "white", "linewidth": 0.4, "zorder": 3}
     wait = {"facecolor": "#f4f4f4", "edgecolor": "#cfcfcf", "linewidth": 0.0, "zorder": 1}
-    thread = {"facecolor": "#858585", "edgecolor": "white", "linewidth": 0.4, "zorder": 2}
+    thread = {"facecolor": "#e6d67e", "edgecolor": "#a8974a", "linewidth": 0.4, "zorder": 2}
     styles: dict[_Look, dict[str, Any]] = {
         ("F", ""): {**work, "facecolor": light},
         ("B", ""): work,
@@ -186,9 +186,9 @@ def _style(look: _Look, hue: tuple[str, str]) -> dict[str, Any]:
         ("recv", "F"): {**wait, "hatch": "////"},
         ("recv", "B"): {**wait, "hatch": 4 * chr(92)},
         ("recv", ""): wait,
-        ("host", "loader"): {**thread, "facecolor": "#a9a9a9", "hatch": "...."},
+        ("host", "loader"): {**thread, "facecolor": "#f6efc4", "hatch": "...."},
         ("host", "caller"): thread,
-        ("host", ""): {**thread, "facecolor": "#c4c4c4"},
+        ("host", ""): {**thread, "facecolor": "#f6efc4"},
     }
     # Edges in the strip keep what is short visible.
     return styles.get(look, {"facecolor": dark, "edgecolor": dark, "linewidth": 0.7, "zorder": 3})
