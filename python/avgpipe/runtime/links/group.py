@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from avgpipe_ext.ring import copy
 
 from avgpipe.errors import PeerLost
 from avgpipe.runtime.links.channel import KINDS, Channel
@@ -154,7 +153,7 @@ class _Outgoing:
         record = key.batch, key.micro_batch, number, len(text), total, time.time()
         _RECORD.pack_into(memory, 0, *record)
         ctypes.memmove(address + _RECORD_BYTES, text, len(text))
-        format.write(tensors, address + begin, lambda: memory, begin, copy)
+        format.write(tensors, address + begin, lambda: memory, begin, ctypes.memmove)
         group, rank = self._link.group, self._link.rank
         if total <= self._sizes.next(total):
             return self._buffers, buffer, [group.send([buffer[:total]], rank, self._tag)]

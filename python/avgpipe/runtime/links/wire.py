@@ -20,7 +20,7 @@ from avgpipe_ext import pack, unpack_
 _KNOWN = 64  # headers that a channel remembers
 _ALIGNMENT = 64  # bytes: a cache line, and more than any vector instruction wants
 
-Copy = Callable[[int, int, int], None]  # destination, source, bytes
+Copy = Callable[[int, int, int], object]  # destination, source, bytes
 
 _TENSOR = pytree.tree_flatten(0)[1]
 _LISTS = [pytree.tree_flatten([0] * n)[1] for n in range(17)]
