@@ -112,6 +112,18 @@ def test_memory_limits_the_advance():
     assert "within 1 % of the best under the memory limit, " in limited.explain()
 
 
+def test_a_limit_that_nothing_reaches_changes_nothing():
+    costs = Costs(0.01, 0.02, 0.02, activation_bytes=100)
+    limited = choose_advance(3, 8, costs, memory_limit_bytes=float("inf"))
+    assert limited.advance == choose_advance(3, 8, costs).advance
+
+
+def test_costs_of_nothing_take_no_time():
+    choice = choose_advance(6, 12, Costs(0, 0), pipelines=2)
+    assert choice.advance == [0] * 6
+    assert choice.seconds == 0
+
+
 def test_a_limit_that_just_fits_1f1b_gives_1f1b():
     costs = Costs(0.01, 0.02, 0.02, activation_bytes=[0.1, 0.15, 0.3])
     assert choose_advance(3, 8, costs, memory_limit_bytes=0.30000000000000004).advance == [0, 0, 0]
@@ -125,8 +137,9 @@ def test_a_limit_below_1f1b_is_refused_with_the_way_out():
         choose_advance(3, 8, costs, pipelines=2, memory_limit_bytes=2599)
     with pytest.raises(ValueError, match=r"give Costs\(activation_bytes"):
         choose_advance(3, 8, LINE, memory_limit_bytes=10)
-    with pytest.raises(ValueError, match="memory_limit_bytes='2GiB': must be a number of bytes"):
-        choose_advance(3, 8, costs, memory_limit_bytes="2GiB")
+    for value in ("2GiB", True, 0, -1, float("nan")):
+        with pytest.raises(ValueError, match=f"memory_limit_bytes={value!r}: must be a number of bytes"):
+            choose_advance(3, 8, costs, memory_limit_bytes=value)
 
 
 def test_the_explanation_has_the_choice_and_the_reason():

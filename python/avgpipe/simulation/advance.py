@@ -11,8 +11,9 @@ from avgpipe.simulation.steady import measure, measured_batches
 from avgpipe.simulation.timeline import check_count
 
 TOLERANCE = 0.01
-EXHAUSTIVE_UP_TO = 250
+EXHAUSTIVE_UP_TO = 250  # vectors
 MOST_EVALUATED = 200
+_MOST_ACTIONS, _LEAST_EVALUATED = 800_000, 50  # a couple of seconds, and what a sensible answer takes
 
 _SLOPES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of the advance, per stage that lies behind
 _LEVELS = (1, 2, 3, 4, 6, 8, 12)  # of an advance that is the same on all stages
@@ -70,10 +71,11 @@ def choose_advance(
     hold at once; what needs more is not considered. batches: how many to simulate for a time, see
     ``steady_batch_s``.
 
-    Up to 250 vectors are all tried: with 3 stages, those of up to 12 micro-batches. Of more, at most
-    about 200 are: slopes c (K-1-k), equal advances and the limit, then neighbours of the quickest while that
-    gains, then the cheapest lowered stage by stage while it stays within 1 %. The result then is such that no
-    single stage could be lowered further, not certainly the cheapest of all.
+    Up to 250 vectors are all tried, as for 4 stages and 7 micro-batches. Of more, at most 200 are, fewer where a
+    simulation is long (about 50 at least): slopes c (K-1-k), equal advances and the limit, then neighbours of the
+    quickest while that gains, then the cheapest lowered stage by stage while it stays within 1 %. The choice is the
+    cheapest of those tried, not certainly of all; and with several pipelines there may be a time some per cent below
+    the best that was found.
 
     Raises ValueError for wrong counts and costs, and where not even 1F1B fits into ``memory_limit_bytes``.
     """
@@ -105,8 +107,10 @@ def _most(
     """Per stage the most warm-up forwards that fit; never more than on the stage before, that would deadlock."""
     if limit is None:
         return (micro_batches,) * len(least)
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-        raise ValueError(f"memory_limit_bytes={limit!r}: must be a number of bytes, or None for no limit")
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+        raise ValueError(
+            f"memory_limit_bytes={limit!r}: must be a number of bytes above 0, or None for no limit"
+        )
     if costs.activation_bytes is None or costs.weight_bytes is None:
         raise ValueError(
             f"memory_limit_bytes={limit!r} needs to know what a micro-batch holds: give Costs(activation_bytes=...)"
@@ -122,7 +126,7 @@ def _most(
             )
         room = (limit / pipelines - weight) / activation if activation else micro_batches
         # At least what was just found to fit, whatever the rounding of the division.
-        most.append(max(least[k], min(micro_batches, int(room), *most[-1:])))
+        most.append(max(least[k], int(min(micro_batches, room, *most[-1:]))))
     return tuple(most)
 
 
@@ -138,6 +142,9 @@ class _Search:
         held = costs.of_stages(self._stages).activation_bytes
         self._held = held if held is not None and any(held) else [1.0] * self._stages
         self._known: dict[WarmUps, float] = {}
+        affordable = _MOST_ACTIONS // (batches * self._stages * (2 * micro_batches + 1))
+        self._affordable = max(_LEAST_EVALUATED, affordable)
+        self._budget = min(MOST_EVALUATED, self._affordable)
 
     def seconds(self, warm: WarmUps) -> float:
         if warm not in self._known:
@@ -157,7 +164,7 @@ class _Search:
 
     def best_choice(self) -> WarmUps:
         """The cheapest vector found within the tolerance."""
-        every = self._vectors(EXHAUSTIVE_UP_TO)
+        every = self._vectors(min(EXHAUSTIVE_UP_TO, self._affordable))
         if every is not None:
             for warm in every:
                 self.seconds(warm)
@@ -210,7 +217,7 @@ class _Search:
     def _climb(self) -> None:
         """Go from the quickest to its quickest neighbour, one more or less on a stage, as long as that gains."""
         bound = self._bound_s()
-        while self.best_seconds > _NEGLIGIBLE * bound and len(self._known) < MOST_EVALUATED // 2:
+        while self.best_seconds > _NEGLIGIBLE * bound and len(self._known) < self._budget // 2:
             best, seconds = self._quickest(), self.best_seconds
             for k in range(self._stages):
                 if (raised := self._raised(best, k)) is not None:
@@ -242,7 +249,7 @@ class _Search:
         for order in (range(self._stages), range(self._stages - 1, -1, -1)):
             warm = self._cheapest()
             lowered = True
-            while lowered and len(self._known) < MOST_EVALUATED:
+            while lowered and len(self._known) < self._budget:
                 lowered = False
                 for k in sorted(order, key=lambda j: -self._held[j]):
                     lower = self._lowest(warm, k)
@@ -251,7 +258,7 @@ class _Search:
     def _lowest(self, warm: WarmUps, k: int) -> WarmUps:
         """Stage k lowered as far as it stays sufficient: halving the way, as less warm-up rarely is quicker."""
         floor, reached = self._least[k], warm
-        while floor < reached[k] and len(self._known) < MOST_EVALUATED:
+        while floor < reached[k] and len(self._known) < self._budget:
             tried = self._lowered(warm, k, (floor + reached[k]) // 2)
             if self.seconds(tried) <= self._enough():
                 reached = tried

@@ -7,7 +7,8 @@ from avgpipe.simulation.costs import Costs
 from avgpipe.simulation.engine import TICKS_PER_S, compile_schedule, run
 from avgpipe.simulation.timeline import check_arguments, check_count
 
-BATCHES_PER_PIPELINE = 12
+# A single pipeline flushes: each batch begins when the one before has left, so that they hardly differ.
+_ALONE, _OF_EACH = 8, 12
 
 
 def steady_batch_s(
@@ -15,9 +16,11 @@ def steady_batch_s(
 ) -> float:
     """Simulated seconds per batch in steady state, of all ``pipelines`` together.
 
-    Of ``batches`` batches (default: 12 per pipeline) the first half fills the pipelines and the last of each pipeline
-    has fewer and fewer others beside it; the mean over those between counts. Raises as ``simulate`` does, and
-    ValueError for less than 3 batches per pipeline.
+    Of ``batches`` batches (default: 12 per pipeline, 8 of a single one) the first half fills the pipelines and the
+    last of each pipeline has fewer and fewer others beside it; the mean over those between counts. Three and more
+    pipelines on unequal stages with long transfers may never fall into step: then the mean is of a sample, and other
+    batches give one that differs by some per cent. Raises as ``simulate`` does, and ValueError for less than 3 batches
+    per pipeline.
     """
     count = measured_batches(pipelines, batches)
     check_arguments(schedule, costs, pipelines, count)
@@ -28,7 +31,7 @@ def measured_batches(pipelines: int, batches: int | None) -> int:
     """How many batches to run; ValueError if they are too few to see a steady state."""
     check_count("pipelines", pipelines)
     if batches is None:
-        return BATCHES_PER_PIPELINE * pipelines
+        return _ALONE if pipelines == 1 else _OF_EACH * pipelines
     check_count("batches", batches)
     if batches < 3 * pipelines:
         raise ValueError(
