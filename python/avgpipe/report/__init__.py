@@ -1,5 +1,6 @@
-"""What a run looked like: timelines, their pictures and traces."""
+"""What a run looked like: timelines, where their time went, their pictures and traces."""
 
+from avgpipe.report.breakdown import StageTime
 from avgpipe.report.timeline import COMPUTE_KINDS, Event, Timeline
 
-__all__ = ["COMPUTE_KINDS", "Event", "Timeline"]
+__all__ = ["COMPUTE_KINDS", "Event", "StageTime", "Timeline"]
