@@ -74,6 +74,8 @@ def concatenate(values: list[Any]) -> Any:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):  # most are, and most are there already
+        return value if value.device == device else value.to(device, non_blocking=True)
     return tree_map(lambda t: t.to(device, non_blocking=True) if isinstance(t, torch.Tensor) else t, value)
 
 

@@ -54,11 +54,13 @@ class Work:
 class _Saved(NamedTuple):
     """What a forward leaves for its backward: inputs that want gradients, and where those of the outputs go in.
 
-    Not the outputs themselves: of those, autograd keeps what it needs.
+    Not the outputs themselves: of those, autograd keeps what it needs. ``grads``: of the outputs, where this stage
+    knows them, as the last one does.
     """
 
     inputs: list[torch.Tensor]
     outputs: list[Any]
+    grads: list[torch.Tensor] | None = None
 
 
 class Step(NamedTuple):
@@ -85,6 +87,9 @@ class _Progress:
     steps: list[Step]
     cursor: int = 0
     saved: dict[int, _Saved] = field(default_factory=dict)
+    losses: list[tuple[torch.Tensor, float]] = field(
+        default_factory=list
+    )  # of micro-batches, and their factors
     loss: torch.Tensor | None = None  # of the whole batch; float64, known after the last backward
     touched: list[bool] = field(default_factory=list)
     scale: torch.Tensor | None = None
@@ -217,14 +222,17 @@ class Lane:
             with torch.autocast(self._device.type, dtype=autocast):
                 output = self._run(now, m, value)
         del value  # the message's memory is free again once nothing needs it
-        now.saved[m] = _Saved(inputs, [get_gradient_edge(t) for t in tensors_of(output) if t.requires_grad])
-        if not self._last:
+        edges = [get_gradient_edge(t) for t in tensors_of(output) if t.requires_grad]
+        if self._last:
+            now.saved[m] = _Saved(inputs, edges, [self._seed(now, m, output)] if edges else [])
+        else:
+            now.saved[m] = _Saved(inputs, edges)
             self._send("F", self.stage + 1, m, output)
 
     def _run(self, now: _Progress, m: int, value: Any) -> Any:
         stage = self.replica.stage
         place = Position(self.pipeline, now.work.batch, m)
-        output = stage.recomputed(value, place) if self._recomputes(now, m) else stage(value, place)
+        output = stage.recomputed(value, place) if self._recomputes(now, m) else stage.forward(value, place)
         return self._loss(now, m, output) if self._last else output
 
     def _take(self, step: Step) -> Any:
@@ -236,23 +244,30 @@ class Lane:
         return how == "always" or (how == "except-last" and m < now.work.schedule.micro_batches - 1)
 
     def _loss(self, now: _Progress, m: int, output: Any) -> torch.Tensor | None:
-        """This micro-batch's share of the batch's loss; None when nothing in it counts."""
-        target = to_device(now.work.targets[m], self.replica.stage.device)
+        """This micro-batch's loss; None when nothing in it counts."""
         factor = now.work.weights.factors[m]
-        if now.loss is None:
-            now.loss = torch.zeros((), dtype=torch.float64)
         if factor == 0.0:  # a mean over nothing is 0/0, and so would its gradient be
             return None
-        share = scalar_loss(self._options.loss_fn, output, target) * factor
-        now.loss = now.loss.to(share.device) + share.detach().double()
-        return share
+        loss = scalar_loss(self._options.loss_fn, output, to_device(now.work.targets[m], self._device))
+        now.losses.append((loss.detach(), factor))
+        return loss
+
+    def _seed(self, now: _Progress, m: int, loss: torch.Tensor) -> torch.Tensor:
+        """The gradient of the batch's loss by a micro-batch's."""
+        return torch.full((), now.work.weights.factors[m], dtype=loss.dtype, device=loss.device)
+
+    @staticmethod
+    def _batch_loss(now: _Progress) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=now.losses[0][0].device if now.losses else None)
+        for loss, factor in now.losses:
+            total.add_(loss, alpha=factor)
+        return total
 
     def _backward(self, now: _Progress, step: Step) -> None:
         m = step.micro_batch
         saved = now.saved.pop(m)
-        if self._last:
-            roots, grads = saved.outputs, None  # the loss's own gradient: 1
-        else:
+        roots, grads = saved.outputs, saved.grads
+        if grads is None:
             # Gradients of the outputs that wanted one, and after the last backward the loss.
             received = self._take(step)
             if len(received) > len(saved.outputs):
@@ -262,10 +277,13 @@ class Lane:
             del received, pairs
         if roots:
             torch.autograd.backward(roots, grads)
+        done = not now.saved and not self._forwards_left(now)
+        if done and self._last:
+            now.loss = self._batch_loss(now)
         if not self._first:
             # the batch's loss rides on its last gradient, so that every stage learns it without a message more
             message = [x.grad for x in saved.inputs]
-            if not now.saved and not self._forwards_left(now):
+            if done:
                 message.append(now.loss)
             self._send("B", self.stage - 1, m, message)
 

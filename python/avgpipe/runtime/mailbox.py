@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from avgpipe.runtime.message import Key
 from avgpipe_ext import ring
 
-_SPIN_S = 20e-6  # a sleeper wakes in about twice that
+_SPIN_S = 200e-6
 
 
 class BellLike(Protocol):

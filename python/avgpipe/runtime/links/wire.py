@@ -108,9 +108,9 @@ class Encoder:
 
     def encode(self, value: Any) -> tuple[int, Format, bytes, list[torch.Tensor]]:
         """The number of the value's header, its format, the header's text if it is new, and the tensors."""
-        structure, leaves = _flatten(value)
+        name, structure, leaves = _flatten(value)
         tensors = []
-        signature: list[Any] = [structure]
+        signature: list[Any] = [name]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 signature.append((leaf.shape, leaf.dtype, leaf.requires_grad))
@@ -158,17 +158,18 @@ class Decoder:
         return known.read(buffer, offset + padded(text_bytes), self._device)
 
 
-def _flatten(value: Any) -> tuple[pytree.TreeSpec, list[Any]]:
+def _flatten(value: Any) -> tuple[Any, pytree.TreeSpec, list[Any]]:
+    """A name for the structure that is quicker to hash than the structure, which comes next; and the leaves."""
     if isinstance(value, torch.Tensor):
-        return _TENSOR, [value]
+        return None, _TENSOR, [value]
     if type(value) is list and len(value) < len(_LISTS):
         for leaf in value:
             if leaf is not None and not isinstance(leaf, torch.Tensor):
                 break
         else:
-            return _LISTS[len(value)], value
+            return len(value), _LISTS[len(value)], value
     leaves, structure = pytree.tree_flatten(value)
-    return structure, leaves
+    return structure, structure, leaves
 
 
 def narrowed(channel: Channel, wire_dtype: torch.dtype | None) -> torch.dtype | None:
