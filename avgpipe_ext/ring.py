@@ -104,7 +104,7 @@ def _no_memory(bytes: int, error: int) -> OSError | MemoryError:
 
 
 class _Owner:
-    """Owns an object of the library."""
+    """Owns an object of the library. Objects of a cycle may end in any order."""
 
     _handle: int | None = None
     _delete: ClassVar[Callable[..., Any]]
@@ -126,7 +126,8 @@ class Memory(_Owner):
     path: str
 
     def __init__(self, handle: int, address: int, bytes: int, path: str) -> None:
-        self._handle, self.address, self.bytes, self.path = handle, address, bytes, path
+        self._handle = handle
+        self.address, self.bytes, self.path = address, bytes, path
 
     @classmethod
     def create(cls, bytes: int) -> Memory:

@@ -7,6 +7,11 @@
 
 #ifdef __linux__
 
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+
 #include "transfer/copy.h"
 #include "transfer/ring.h"
 
@@ -29,34 +34,57 @@ AVGPIPE_EXPORT void avgpipe_copy(void* destination, const void* source, int64_t 
 }
 
 // ---- memory: out receives address and file ----------------------------------------------------------------
+// A handle shares the mapping with the leases of rings that lie in it: Python's garbage collector may end a
+// cycle of objects in any order, and a lease writes to its ring at the end.
 namespace {
 
-t::Memory* keep(t::Memory memory, int64_t* out) {
+using Handle = std::shared_ptr<t::Memory>;
+
+std::mutex mappings_mutex;
+std::map<const std::byte*, Handle*> mappings;  // by their first address
+
+Handle* keep(t::Memory memory, int64_t* out) {
     if (memory.data() == nullptr) {
         out[0] = -errno;
         return nullptr;
     }
     out[0] = reinterpret_cast<int64_t>(memory.data());
     out[1] = memory.file();
-    return new t::Memory(std::move(memory));
+    auto* const handle = new Handle(std::make_shared<t::Memory>(std::move(memory)));
+    const std::lock_guard lock(mappings_mutex);
+    return mappings[(*handle)->data()] = handle;
+}
+
+// The mapping that a ring lies in, if it is one of ours.
+Handle mapping_of(const void* address) {
+    const std::lock_guard lock(mappings_mutex);
+    auto next = mappings.upper_bound(static_cast<const std::byte*>(address));
+    if (next == mappings.begin()) return nullptr;
+    const Handle& found = *std::prev(next)->second;
+    return address < found->data() + found->bytes() ? found : nullptr;
 }
 
 }  // namespace
 
-AVGPIPE_EXPORT t::Memory* avgpipe_memory_create(int64_t bytes, int64_t* out) {
+AVGPIPE_EXPORT Handle* avgpipe_memory_create(int64_t bytes, int64_t* out) {
     return keep(t::Memory::create(bytes), out);
 }
 
-AVGPIPE_EXPORT t::Memory* avgpipe_memory_open(const char* path, int64_t bytes, int64_t* out) {
+AVGPIPE_EXPORT Handle* avgpipe_memory_open(const char* path, int64_t bytes, int64_t* out) {
     return keep(t::Memory::open(path, bytes), out);
 }
 
-AVGPIPE_EXPORT void avgpipe_memory_close_file(t::Memory* memory) {
-    memory->close_file();
+AVGPIPE_EXPORT void avgpipe_memory_close_file(Handle* handle) {
+    (*handle)->close_file();
 }
 
-AVGPIPE_EXPORT void avgpipe_memory_delete(t::Memory* memory) {
-    delete memory;
+AVGPIPE_EXPORT void avgpipe_memory_delete(Handle* handle) {
+    {
+        const std::lock_guard lock(mappings_mutex);
+        mappings.erase((*handle)->data());
+    }
+    (*handle)->close_file();
+    delete handle;
 }
 
 // ---- bell -------------------------------------------------------------------------------------------------
@@ -105,7 +133,7 @@ AVGPIPE_EXPORT int64_t avgpipe_sender_slot_bytes(const t::Sender* sender) {
 
 // ---- receiver ---------------------------------------------------------------------------------------------
 AVGPIPE_EXPORT t::Receiver* avgpipe_receiver_create(t::Ring* ring, int64_t sender) {
-    return new t::Receiver(*ring, sender);
+    return new t::Receiver(*ring, sender, mapping_of(ring));
 }
 
 AVGPIPE_EXPORT void avgpipe_receiver_delete(t::Receiver* receiver) {

@@ -106,8 +106,8 @@ int64_t Sender::slot_bytes() const {
 }
 
 // ---- receiver ---------------------------------------------------------------------------------------------
-Lease::Lease(std::shared_ptr<Memory> memory, std::atomic<uint32_t>& lent)
-    : memory_(std::move(memory)), lent_(lent), generation_(generation()) {}
+Lease::Lease(std::shared_ptr<Memory> memory, std::atomic<uint32_t>& lent, std::shared_ptr<Memory> inbox)
+    : memory_(std::move(memory)), lent_(lent), inbox_(std::move(inbox)), generation_(generation()) {}
 
 Lease::~Lease() {
     if (generation_ == generation()) lent_.store(0, std::memory_order_release);
@@ -141,7 +141,8 @@ Taken Receiver::take(Message& message, bool may_map) {
     if (record_.slot != -1) {
         const Taken found = find(may_map);
         if (found != Taken::kMessage) return found;
-        message.lease = std::make_unique<Lease>(slots_[record_.slot].memory, ring_.lent[record_.slot]);
+        message.lease =
+            std::make_unique<Lease>(slots_[record_.slot].memory, ring_.lent[record_.slot], inbox_);
     } else if (record_.bytes != 0) {
         return Taken::kBroken;
     }

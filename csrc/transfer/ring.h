@@ -79,7 +79,7 @@ class Sender {
 // it: there its end does nothing.
 class Lease {
   public:
-    Lease(std::shared_ptr<Memory> memory, std::atomic<uint32_t>& lent);
+    Lease(std::shared_ptr<Memory> memory, std::atomic<uint32_t>& lent, std::shared_ptr<Memory> inbox);
     ~Lease();
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
@@ -90,6 +90,7 @@ class Lease {
   private:
     std::shared_ptr<Memory> memory_;
     std::atomic<uint32_t>& lent_;
+    std::shared_ptr<Memory> inbox_;  // that the line above lies in
     uint32_t generation_;
 };
 
@@ -109,7 +110,9 @@ enum class Taken {
 
 class Receiver {
   public:
-    Receiver(Ring& ring, int64_t sender) : ring_(ring), sender_(sender) {}
+    // `inbox`, where the ring lies, lives as long as the last lease; null: the caller sees to that.
+    Receiver(Ring& ring, int64_t sender, std::shared_ptr<Memory> inbox = nullptr)
+        : ring_(ring), sender_(sender), inbox_(std::move(inbox)) {}
 
     Taken take(Message& message, bool may_map);
 
@@ -126,6 +129,7 @@ class Receiver {
 
     Ring& ring_;
     int64_t sender_;  // process id
+    std::shared_ptr<Memory> inbox_;
     std::vector<Slot> slots_;
     Record record_ = {};
     uint64_t taken_ = 0;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import resource
@@ -315,6 +316,18 @@ def test_a_lease_outlives_both_ends():
     del end
     assert torch.equal(data, pattern(3, 9000))
     del data
+    assert mappings() == before
+
+
+def test_the_garbage_collector_may_end_everything_at_once():
+    before = mappings()
+    for _ in range(20):
+        end = loop()
+        end.send(pattern(3, 9000))
+        end.send(pattern(4, 9000))
+        end.kept = [end, end.receiver.take(), end.receiver.take()]
+        del end
+    gc.collect()
     assert mappings() == before
 
 
