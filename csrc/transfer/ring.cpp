@@ -1,6 +1,6 @@
-#include "transfer/ring.h"
-
 #ifdef __linux__
+
+#include "transfer/ring.h"
 
 #include <pthread.h>
 
