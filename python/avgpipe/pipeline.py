@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import json
+import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
@@ -21,21 +22,22 @@ from torch import nn
 from avgpipe.checkpoint import load_checkpoint, save_checkpoint
 from avgpipe.errors import PipelineError, nearest
 from avgpipe.plan import Plan
-from avgpipe.report.timeline import Event, Timeline
+from avgpipe.report.timeline import Timeline
 from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, sample_count, sizes_of, split
 from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.inference import Evaluation, Inference, Prediction
 from avgpipe.runtime.lane import TrainingOptions, Work, scalar_loss
 from avgpipe.runtime.links.choose import NAMES as LINKS
 from avgpipe.runtime.loader import Prefetch
+from avgpipe.runtime.measure import gather_timeline, measured_costs
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
 from avgpipe.runtime.rng import CallerGenerators
 from avgpipe.runtime.worker import Worker
 from avgpipe.runtime.world import World
+from avgpipe.simulation import AdvanceChoice, choose_advance
 
-_EVENT_KINDS = ("F", "B", "U", "send", "host", "recv")
-_EVENT_DETAILS = ("", "F", "B", "T", "N", "C", "average", "caller", "loader")
+_MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count
 _WIRE_DTYPES = (None, torch.bfloat16, torch.float16)
 
 
@@ -80,6 +82,8 @@ class Pipeline:
         between hosts), "shm" or "gloo".
     wire_dtype: torch.bfloat16 or torch.float16 halves what travels between stages of different workers, for less exact
         activations and gradients; None sends them as they are.
+    memory_limit_bytes: of a worker, for the weights of all pipelines and the activations in flight; what
+        ``advance="auto"`` must keep to.
     loss_weight(target): what a micro-batch weighs in its batch's mean loss; default: its samples, or the
         elements that cross entropy counts.
     Raises ValueError for a plan that the model or the ranks do not fit; failures of a run are ``PipelineError``.
@@ -101,6 +105,7 @@ class Pipeline:
         loss_weight: Callable[[Any], Any] | None = None,
         link: str = "auto",
         wire_dtype: torch.dtype | None = None,
+        memory_limit_bytes: int | None = None,
     ) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
@@ -133,8 +138,14 @@ class Pipeline:
             *(link, wire_dtype),
         )
         self._schedule = lru_cache(maxsize=None)(plan.build_schedule)
+        self._memory_limit_bytes = memory_limit_bytes
+        self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
+        self._choose_at = _MEASURED_BATCHES * plan.pipelines if plan.advance == "auto" else None
+        for lane in self._worker.lanes.values():
+            lane.measures = plan.advance == "auto"
         self._loader = Prefetch()
         self._next_batch = 0
+        self._begun = 0  # batches begun by this object
         self._in_hand: deque[tuple[int, int, float]] = deque()  # (batch, samples, weight), oldest first
         self._results: deque[BatchResult] = deque()
         self._failed: BaseException | None = None
@@ -153,6 +164,7 @@ class Pipeline:
         self._results.clear()  # of batches that an abandoned loop left under way
         self._loader.open(loader)
         while True:
+            self._choose_advance()
             while len(self._in_hand) < self.plan.pipelines and not self._results:
                 start = time.perf_counter()
                 batch = self._loader.next()
@@ -170,6 +182,7 @@ class Pipeline:
         """Train every pipeline on its share of the samples and wait; the mean loss over all of them."""
         self.drain()
         self._results.clear()
+        self._choose_advance()
         n = self.plan.pipelines
         if batch_size(inputs) < n * self.plan.micro_batches:
             raise ValueError(
@@ -188,6 +201,25 @@ class Pipeline:
         while self._in_hand:
             self._finish_oldest()
         self._worker.scheduler.pause()
+
+    def _choose_advance(self) -> None:
+        """Once, after the first batches, where the plan says "auto": every rank measures, and all choose alike."""
+        if self._choose_at is None or self._begun < self._choose_at:
+            return
+        self._choose_at = None
+        self.drain()
+        plan = self.plan
+        with self._running():
+            costs = measured_costs(self._worker, plan.stages)
+        chosen = choose_advance(
+            *(plan.stages, plan.micro_batches, costs),
+            pipelines=plan.pipelines,
+            memory_limit_bytes=self._memory_limit_bytes,
+        )
+        self.advance = chosen
+        self._schedule = lru_cache(maxsize=None)(replace(plan, advance=chosen.advance).build_schedule)
+        if self.world.rank == 0:
+            print(f"avgpipe: {chosen}", file=sys.stderr)
 
     def _begin(self, inputs: Any, targets: Any) -> None:
         batch, pipeline = self._next_batch, self._next_batch % self.plan.pipelines
@@ -209,6 +241,7 @@ class Pipeline:
             for k in self._worker.stages:
                 self._worker.lanes[k, pipeline].start(work)
         self._next_batch += 1
+        self._begun += 1
         self._in_hand.append((batch, samples, weights.total))
 
     def _finish_oldest(self, prefetch: bool = False) -> None:
@@ -311,25 +344,8 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """When what ran in the last steps, on all ranks; times in seconds from the first of them."""
         self.drain()
-        rows = [
-            [
-                *(e.stage, e.pipeline, e.batch, -1 if e.micro_batch is None else e.micro_batch),
-                *(_EVENT_KINDS.index(e.kind), e.start_s, e.end_s, _EVENT_DETAILS.index(e.detail)),
-            ]
-            for e in self._worker.scheduler.events()
-        ]
-        table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 8)
         with self._running():
-            table = self.world.gather_rows(table)
-        begin = float(table[:, 5].min()) if len(table) else 0.0
-        events = [
-            Event(
-                *(int(k), int(i), int(j), int(m) if m >= 0 else None, _EVENT_KINDS[int(kind)]),
-                *(start - begin, end - begin, _EVENT_DETAILS[int(detail)]),
-            )
-            for k, i, j, m, kind, start, end, detail in table.tolist()
-        ]
-        return Timeline(self.plan.stages, tuple(sorted(events, key=lambda e: e.start_s)))
+            return gather_timeline(self._worker, self.plan.stages)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ class Plan:
     """How to train.
 
     stages: K, pipelines: N, micro_batches: M (per batch of one pipeline). schedule, advance: see
-    ``build_schedule``. partition: None (balanced by an estimate of the compute), the first layer of stages 1..K-1
+    ``build_schedule``; advance "auto" lets a Pipeline measure and choose. partition: None (balanced by an estimate of the compute), the first layer of stages 1..K-1
     as indices, or as module names for a traced model. alpha, rule, staleness, period: see ``Reference``.
     recompute: which micro-batches store only their stage's input and run the forward again before the backward:
     "never", "always", or "except-last" (all but the last micro-batch, as its backward comes soonest).
@@ -32,7 +32,7 @@ class Plan:
     pipelines: int = 1
     micro_batches: int = 1
     schedule: str = "advance-forward"
-    advance: int | list[int] | None = None
+    advance: int | list[int] | str | None = None
     system: str = "avgpipe"
     partition: list[int] | list[str] | None = None
     alpha: float | None = None

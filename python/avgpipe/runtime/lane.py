@@ -24,6 +24,7 @@ from avgpipe.runtime.batch import LossFn, LossWeights, to_device
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.links.channel import Link
 from avgpipe.runtime.mailbox import Mailbox
+from avgpipe.runtime.memory import SavedBytes
 from avgpipe.runtime.message import Key, tensors_of
 from avgpipe.runtime.replica import Replica
 from avgpipe.schedule import Schedule
@@ -118,6 +119,8 @@ class Lane:
         self._now: _Progress | None = None
         self.step: Step | None = None  # the next one
         self.sent_at: float | None = None  # when the last step began to send, on the clock time.perf_counter
+        self.measures = False  # whether the next forward counts what is held for its backward
+        self.held_bytes = 0  # what one micro-batch holds, as counted
 
     # ---- taking on a batch ---------------------------------------------------------------------------------------
 
@@ -215,12 +218,13 @@ class Lane:
         m = step.micro_batch
         value = to_device(now.work.inputs[m], self._device) if self._first else self._take(step)
         inputs = [t for t in tensors_of(value) if t.requires_grad]
+        run = self._measured_run if self.measures else self._run
         autocast = self._options.autocast
         if autocast is None:
-            output = self._run(now, m, value)
+            output = run(now, m, value)
         else:
             with torch.autocast(self._device.type, dtype=autocast):
-                output = self._run(now, m, value)
+                output = run(now, m, value)
         del value  # the message's memory is free again once nothing needs it
         edges = [get_gradient_edge(t) for t in tensors_of(output) if t.requires_grad]
         if self._last:
@@ -234,6 +238,17 @@ class Lane:
         place = Position(self.pipeline, now.work.batch, m)
         output = stage.recomputed(value, place) if self._recomputes(now, m) else stage.forward(value, place)
         return self._loss(now, m, output) if self._last else output
+
+    def _measured_run(self, now: _Progress, m: int, value: Any) -> Any:
+        """As _run, counting what the micro-batch holds until its backward."""
+        self.measures = False
+        saved = SavedBytes(w.untyped_storage().data_ptr() for w in self.replica.arena.weights)
+        with saved.counting():
+            output = self._run(now, m, value)
+            for tensor in () if self._first else tensors_of(value):
+                saved.count(tensor)  # held in any case: its gradient is wanted
+        self.held_bytes = saved.bytes
+        return output
 
     def _take(self, step: Step) -> Any:
         """The message that a step with one need waited for."""

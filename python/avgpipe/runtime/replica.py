@@ -49,6 +49,13 @@ class Replica:
         return self._arena
 
     @property
+    def bytes(self) -> int:
+        """Of weights, gradients and optimizer state."""
+        state = self.optimizer.state.values() if self.optimizer is not None else ()
+        tensors = [t for of in state for t in of.values() if isinstance(t, torch.Tensor)]
+        return sum(t.nbytes for t in (*self._arena.weights, *self._arena.grads, *tensors))
+
+    @property
     def ready(self) -> bool:
         """Whether :meth:`step` may run now: every earlier round of averaging is complete."""
         return self.elastic is None or self.elastic.ready
