@@ -13,20 +13,17 @@ the fastest single process.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
 BATCH = 16
 
 
 def main() -> None:
     arguments = _arguments()
-    from avgpipe.bench.machine import machine, versions
+    from record import write_record
+
     from avgpipe.bench.schedules.cluster import ending_by_signal, run_workers
 
     asked = {name: getattr(arguments, name) for name in ("model", "rounds", "batches", "cuts", "links")}
@@ -38,20 +35,10 @@ def main() -> None:
             timeout_s=arguments.limit_s,
             say=lambda line: print(line, file=sys.stderr),
         )
-    record = {
-        "question": "real compute, two processes of one thread, against half of one process's time",
-        "date": time.strftime("%Y-%m-%d"),
-        "command": f"OMP_NUM_THREADS=1 python benchmarks/overlap/real.py {' '.join(sys.argv[1:])}",
-        "machine": machine(1, "cpu"),
-        "versions": versions(),
-        "batch": BATCH,
-        **asked,
-        **_summary(ranks[0]),
-    }
+    record = {"batch": BATCH, **asked, **_summary(ranks[0])}
     _print(record)
-    path = Path(arguments.out or HERE.parent / "results" / f"overlap-{arguments.model}-{record['date']}.json")
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written to {path}", file=sys.stderr)
+    question = "real compute, two processes of one thread, against half of one process's time"
+    write_record(arguments.model, question, record, arguments.out)
 
 
 def _arguments() -> argparse.Namespace:
@@ -90,7 +77,7 @@ def _summary(rank: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print(record: dict[str, Any]) -> None:
-    print(f"\n{record['model']}, {record['machine']['cpu']}, medians of {record['rounds']} rounds")
+    print(f"\n{record['model']}, medians of {record['rounds']} rounds")
     print("| | ms per batch | quartiles | samples/s | of limit |\n|---|---|---|---|---|")
     print(
         f"| limit: half of the fastest single process | {record['limit_s'] * 1e3:.1f} | | "

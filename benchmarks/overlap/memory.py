@@ -1,0 +1,140 @@
+"""Question: how much memory does a worker need, and does it stay so over a thousand batches?
+
+    OMP_NUM_THREADS=1 python benchmarks/overlap/memory.py
+
+Four emulated stages that take no time, activations of 4 MiB, M = 8; every row in processes of its own. Of each worker:
+how far the peak of its resident memory between batches 20 and 1,000 lies above what it had before the row was built,
+and how much the median of the last tenth of the batches lies above that of the second tenth. Expected at the peak: the
+batch on every rank, and of every pipeline the micro-batches in flight, each with its input and output (the first
+stage's inputs are the batch's own). Exits with 1 if memory grows by more than an activation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STAGES, MICRO_BATCHES, ACTIVATION_BYTES = 4, 8, 4 * 2**20
+_M_MMAP_THRESHOLD = -3
+WARM_UP = 20  # batches before the peak is watched
+TORCH_ROWS = ("1f1b", "gpipe", "zero-bubble")
+
+
+def worker(kind: str, link: str, pipelines: int, batches: int) -> dict[str, Any]:
+    """A rank of one row. kind: "avgpipe", or the name of one of torch's schedules."""
+    from avgpipe.bench.schedules.emulation import EmulatedStage, MeanLoss
+    from avgpipe.bench.schedules.our_rows import OurRow, our_plan
+    from avgpipe.bench.schedules.rows import Row, Task, Unavailable
+    from avgpipe.bench.schedules.torch_rows import torch_row
+
+    def built(activation_bytes: int) -> Row:
+        inputs = torch.ones(MICRO_BATCHES, activation_bytes // 4)
+        task = Task(inputs, torch.zeros(MICRO_BATCHES, 1), MeanLoss(), lambda p: torch.optim.SGD(p, lr=1e-3))
+        modules = [EmulatedStage(0.0, 0.0) for _ in range(STAGES)]
+        row: Row | Unavailable
+        if kind == "avgpipe":
+            row = OurRow(kind, task, modules, our_plan(STAGES, MICRO_BATCHES, pipelines=pipelines), link=link)
+        else:
+            row = torch_row(kind, task, modules, kind, MICRO_BATCHES)
+        if isinstance(row, Unavailable):
+            raise ValueError(row.reason)
+        return row
+
+    _return_freed_memory()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    # Small activations first: they load the code, whose pages are not the question.
+    small = built(4096)
+    for _ in small.losses(2 * pipelines):
+        pass
+    small.close()
+    before = _status_bytes("VmRSS")
+    row = built(ACTIVATION_BYTES)
+    resident = []
+    for n, _ in enumerate(row.losses(batches)):
+        if n == WARM_UP:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        resident.append(_status_bytes("VmRSS"))
+    peak = _status_bytes("VmHWM")
+    row.close()
+    tenth = max(1, batches // 10)
+    growth = statistics.median(resident[-tenth:]) - statistics.median(resident[tenth : 2 * tenth])
+    return {"before_bytes": before, "peak_bytes": peak - before, "growth_bytes": growth}
+
+
+def main() -> None:
+    from record import write_record
+
+    from avgpipe.bench.schedules.cluster import ending_by_signal, run_workers
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batches", type=int, default=1000)
+    parser.add_argument("--links", type=lambda text: text.split(","), default=["shm", "gloo"])
+    parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
+    arguments = parser.parse_args()
+    if arguments.batches < 2 * WARM_UP:
+        parser.error(f"--batches {arguments.batches}: must be at least {2 * WARM_UP}")
+    cases = [("avgpipe", link, n) for link in arguments.links for n in (1, 2)]
+    cases += [(name, "gloo", 1) for name in TORCH_ROWS]
+    rows = []
+    print("| | stage | peak MiB | expected MiB | growth MiB |\n|---|---|---|---|---|")
+    for kind, link, n in cases:
+        asked = {"kind": kind, "link": link, "pipelines": n, "batches": arguments.batches}
+        with ending_by_signal():
+            ranks = run_workers("memory:worker", STAGES, asked, timeout_s=1800)
+        for k, rank in enumerate(ranks):
+            row = {**asked, "stage": k, **rank, "expected_bytes": expected_bytes(kind, n, k)}
+            rows.append(row)
+            print(
+                f"| {kind}, N = {n}, {link} | {k} | {_mib(row['peak_bytes'])} | "
+                f"{_mib(row['expected_bytes'])} | {_mib(row['growth_bytes'])} |",
+                flush=True,
+            )
+    write_record("memory", "resident memory of each worker, over many batches", {"rows": rows}, arguments.out)
+    grown = [row for row in rows if row["kind"] == "avgpipe" and row["growth_bytes"] > ACTIVATION_BYTES]
+    if grown:
+        print(f"memory grows: {grown}", file=sys.stderr)
+        sys.exit(1)
+
+
+def expected_bytes(kind: str, pipelines: int, stage: int) -> int | None:
+    """Inputs and outputs of the micro-batches in flight; weights are a few numbers here."""
+    from avgpipe.schedule import build_schedule
+
+    names = {"avgpipe": "advance-forward", "1f1b": "1f1b", "gpipe": "all-forward-all-backward"}
+    if kind not in names:
+        return None
+    in_flight = build_schedule(names[kind], STAGES, MICRO_BATCHES).peak_in_flight[stage]
+    batch_bytes = MICRO_BATCHES * ACTIVATION_BYTES
+    return batch_bytes + pipelines * in_flight * ACTIVATION_BYTES * (1 if stage == 0 else 2)
+
+
+def _return_freed_memory() -> None:
+    """Have the C library give large blocks back when they are freed: what it keeps for later is not the question."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+def _mib(size: float | None) -> str:
+    return "-" if size is None else f"{size / 2**20:.1f}"
+
+
+if __name__ == "__main__":
+    main()
