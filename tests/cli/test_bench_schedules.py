@@ -1,0 +1,91 @@
+"""``avgpipe bench schedules``: what it prints, draws and refuses."""
+
+import os
+
+import pytest
+
+from tests.cli.command import avgpipe, invoke, strict
+
+SMALL = (
+    "bench",
+    "schedules",
+    "--stages",
+    "2",
+    "--micro-batches",
+    "4",
+    "--forward-ms",
+    "1",
+    "--backward-ms",
+    "2",
+)
+SHORT = (*SMALL, "--activation", "4KiB", "--rounds", "1", "--batches", "1", "--pipelines", "1,2")
+
+
+def test_json_is_one_object_with_bounds_and_all_rows():
+    process = avgpipe(*SHORT, "--json")
+    stdout, stderr = process.communicate(timeout=100)
+    assert process.returncode == 0, stderr
+    assert stderr == ""
+    answer = strict(stdout)
+    assert answer["emulated"] is True
+    assert answer["command"].startswith("avgpipe bench schedules --stages 2 --micro-batches 4 ")
+    names = [row["name"] for row in answer["rows"]]
+    assert names == [
+        "avgpipe 1f1b",
+        "avgpipe all-forward-all-backward",
+        "avgpipe advance-forward, N = 1",
+        "avgpipe advance-forward, N = 2",
+        "torch 1f1b",
+        "torch gpipe",
+        "torch interleaved-1f1b, 1 a rank",
+        "torch interleaved-1f1b, 2 a rank",
+        "torch zero-bubble, 1 a rank",
+        "torch zero-bubble, 2 a rank",
+    ]
+    # No row is faster than its devices: M (t_f + t_b).
+    assert answer["limit_s"] == pytest.approx(0.012)
+    assert all(row["median_s"] >= 0.012 for row in answer["rows"])
+
+
+def test_a_person_reads_a_table_and_sees_a_picture(tmp_path):
+    picture = str(tmp_path / "a.png")
+    result = invoke(*SHORT, "--rows", "1f1b,torch-gpipe", "--plot", picture)
+    assert result.exit_code == 0, result.stderr
+    assert "emulated: K = 2, M = 4" in result.stdout
+    assert "no bubble: M (t_f + t_b)" in result.stdout
+    assert "torch gpipe" in result.stdout
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_a_schedule_that_torch_refuses_is_left_out_with_its_reason():
+    result = invoke(
+        *SHORT[:4], "--micro-batches", "1", *SHORT[6:], "--rows", "advance-forward,torch-1f1b", "--json"
+    )
+    assert result.exit_code == 0, result.stderr
+    answer = strict(result.stdout)
+    assert [row["name"] for row in answer["unavailable"]] == ["torch 1f1b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--stages", "0"), "--stages 0"),
+        (("--activation", "big"), "--activation big"),
+        (("--rate", "fast"), "--rate fast"),
+        (("--rows", "all"), "--rows all"),
+        (("--plot", "a.mp3"), "--plot a.mp3"),
+        (("--rate", "1Gbit", "--link", "shm"), "--link shm with --rate"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(options, named):
+    result = invoke(*SMALL, *options, "--json")
+    assert result.exit_code == 2
+    assert named in strict(result.stdout)["error"]
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_rate_without_root_is_refused(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    result = invoke(*SMALL, "--rate", "1Gbit")
+    assert result.exit_code == 2
+    assert "--rate needs" in result.stderr
