@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from avgpipe.bench import units
 
 OURS = ("1f1b", "all-forward-all-backward", "advance-forward")
 TORCH = ("torch-1f1b", "torch-gpipe", "torch-interleaved-1f1b", "torch-zero-bubble")
@@ -13,7 +13,6 @@ ROWS = (*OURS, *TORCH)
 LINKS = ("auto", "shm", "gloo")
 CHUNKS = 2  # of a rank in the interleaved schedules
 MIN_ACTIVATION_BYTES = 64
-_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 _BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
 
 
@@ -108,18 +107,14 @@ class ScheduleSettings:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes, as in "1MiB", "64KiB" or "4096"; ValueError for anything else."""
-    value = _number_with_unit(text, _BYTES, "B")
-    if value is None or value != int(value):
-        raise ValueError(f"--activation {text}: write a size as 1MiB, 64KiB or 4096")
-    return int(value)
+    return units.parse_bytes("--activation", text)
 
 
 def parse_rate(text: str | None) -> float | None:
     """Bits per second, as in "1Gbit" or "250Mbit"; None for None and "none"."""
     if text is None or text == "none":
         return None
-    value = _number_with_unit(text, _BITS, "bit")
+    value = units.number_with_unit(text, _BITS, "bit")
     if value is None or not 1e5 <= value <= 1e12:
         raise ValueError(
             f"--rate {text}: write a rate as 1Gbit or 250Mbit, from 100kbit to 1000Gbit, or none"
@@ -132,14 +127,3 @@ def parse_pipelines(text: str) -> tuple[int, ...]:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
         raise ValueError(f"--pipelines {text}: write numbers with commas between them, as 1,2,3") from None
-
-
-def _number_with_unit(text: str, units: dict[str, float], default: str) -> float | None:
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or (match[2] or default) not in units:
-        return None
-    try:
-        value = float(match[1]) * units[match[2] or default]
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
