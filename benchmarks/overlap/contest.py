@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,7 +38,7 @@ class Candidate:
     make: Callable[[str], Row | Unavailable]
 
 
-def worker(model: str, rounds: int, batches: int, cuts: int, links: list[str]) -> dict[str, Any]:
+def worker(model: str, rounds: int, batches: int, cuts: int, links: list[str], only: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     shape = MODELS[model]
@@ -52,6 +53,8 @@ def worker(model: str, rounds: int, batches: int, cuts: int, links: list[str]) -
     finalists = [partial(AloneRow, f"one process, {p} parts", task, shape.layers(), p) for p in ACCUMULATIONS]
     rows: list[Row] = [make() for make in finalists]
     for name, candidates in _systems(task, shape.layers, costs, cuts, links):
+        if not re.search(only, name):
+            continue
         best = _best(name, candidates, tried.setdefault(name, {}))
         row = best.make(f"{name} ({best.label})") if best else None
         rows += [row] if row is not None and not isinstance(row, Unavailable) else []

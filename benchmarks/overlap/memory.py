@@ -6,7 +6,8 @@ Four emulated stages that take no time, activations of 4 MiB, M = 8; every row i
 how far the peak of its resident memory between batches 20 and 1,000 lies above what it had before the row was built,
 and how much the median of the last tenth of the batches lies above that of the second tenth. Expected at the peak: the
 batch on every rank, and of every pipeline the micro-batches in flight, each with its input and output (the first
-stage's inputs are the batch's own). Exits with 1 if memory grows by more than an activation.
+stage's inputs are the batch's own). Memory that is shared between two workers counts for both: the shared part is what
+lay in the links at the end. Exits with 1 if memory grows by more than an activation.
 """
 
 from __future__ import annotations
@@ -63,11 +64,16 @@ def worker(kind: str, link: str, pipelines: int, batches: int) -> dict[str, Any]
         if n == WARM_UP:
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         resident.append(_status_bytes("VmRSS"))
-    peak = _status_bytes("VmHWM")
+    peak, shared = _status_bytes("VmHWM"), _status_bytes("RssShmem")
     row.close()
     tenth = max(1, batches // 10)
     growth = statistics.median(resident[-tenth:]) - statistics.median(resident[tenth : 2 * tenth])
-    return {"before_bytes": before, "peak_bytes": peak - before, "growth_bytes": growth}
+    return {
+        "before_bytes": before,
+        "peak_bytes": peak - before,
+        "growth_bytes": growth,
+        "shared_bytes": shared,
+    }
 
 
 def main() -> None:
@@ -87,7 +93,7 @@ def main() -> None:
     cases = [("avgpipe", link, n) for link in arguments.links for n in (1, 2)]
     cases += [(name, "gloo", 1) for name in TORCH_ROWS]
     rows = []
-    print("| | stage | peak MiB | expected MiB | growth MiB |\n|---|---|---|---|---|")
+    print("| | stage | peak MiB | of it shared | expected MiB | growth MiB |\n|---|---|---|---|---|---|")
     for kind, link, n in cases:
         asked = {"kind": kind, "link": link, "pipelines": n, "batches": arguments.batches}
         with ending_by_signal():
@@ -96,7 +102,7 @@ def main() -> None:
             row = {**asked, "stage": k, **rank, "expected_bytes": expected_bytes(kind, n, k)}
             rows.append(row)
             print(
-                f"| {kind}, N = {n}, {link} | {k} | {_mib(row['peak_bytes'])} | "
+                f"| {kind}, N = {n}, {link} | {k} | {_mib(row['peak_bytes'])} | {_mib(row['shared_bytes'])} | "
                 f"{_mib(row['expected_bytes'])} | {_mib(row['growth_bytes'])} |",
                 flush=True,
             )

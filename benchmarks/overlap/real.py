@@ -26,7 +26,9 @@ def main() -> None:
 
     from avgpipe.bench.schedules.cluster import ending_by_signal, run_workers
 
-    asked = {name: getattr(arguments, name) for name in ("model", "rounds", "batches", "cuts", "links")}
+    asked = {
+        name: getattr(arguments, name) for name in ("model", "rounds", "batches", "cuts", "links", "only")
+    }
     with ending_by_signal():
         ranks = run_workers(
             "contest:worker",
@@ -50,6 +52,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=4, help="of a row in a round, at least")
     parser.add_argument("--cuts", type=int, default=3, help="tried by every system")
     parser.add_argument("--links", type=lambda text: text.split(","), default=["shm", "gloo"])
+    parser.add_argument("--only", default="", metavar="REGEX", help="systems by name; default: all")
     parser.add_argument("--limit-s", type=float, default=3600, help="of the whole run")
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     return parser.parse_args()
