@@ -24,7 +24,7 @@ from torch import nn
 RESULTS = Path(__file__).parents[1] / "results"
 WIRES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PIPELINES = (1, 2)
-WIDTH, HEADS, LENGTH, BATCH, BLOCKS = 64, 4, 48, 16, 4
+WIDTH, HEADS, LENGTH, BATCH, BLOCKS = 64, 4, 32, 8, 4
 LAST = 50  # batches of a pipeline whose training loss is reported
 HELD_OUT_BATCHES = 40
 

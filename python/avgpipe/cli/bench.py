@@ -18,6 +18,8 @@ from avgpipe.bench.schedules.settings import (
     parse_pipelines,
     parse_rate,
 )
+from avgpipe.bench.transfers.settings import LINKS as TRANSFER_LINKS
+from avgpipe.bench.transfers.settings import TransferSettings, parse_sizes
 from avgpipe.cli.errors import arguments, reporting, running
 
 if TYPE_CHECKING:
@@ -159,6 +161,35 @@ def schedules(
             )
             bench_schedules.check(settings, plot)
         bench_schedules.run(settings, plot, json_output, _say_progress)
+
+
+@bench.command()
+def transfers(
+    links: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help=f"Some of {','.join(TRANSFER_LINKS)}. Default: all."),
+    ] = None,
+    sizes: Annotated[
+        str, typer.Option(metavar="SIZE[,SIZE...]", help="Of messages whose bandwidth is measured.")
+    ] = "256KiB,1MiB,4MiB,16MiB,64MiB",
+    rounds: Annotated[int, typer.Option(metavar="R", help="Samples of each row, taken in turn.")] = 9,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Of every wait for the other process.")] = 30,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a picture.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time messages between two processes by each link, beside gloo alone and one memcpy.
+
+    Latency at 1 KiB with a receiver that spins and one that sleeps; bandwidth of messages that are handed over,
+    and of those that the receiver adds up.
+    """
+    from avgpipe.cli import bench_transfers
+
+    with reporting(json_output):
+        with arguments():
+            names = parse_names(links) if links is not None else TRANSFER_LINKS
+            settings = TransferSettings(names, parse_sizes(sizes), rounds, timeout)
+            bench_transfers.check(settings, plot)
+        bench_transfers.run(settings, plot, json_output, _say_progress)
 
 
 def _say_progress(line: str) -> None:
