@@ -33,6 +33,7 @@ from avgpipe.runtime.measure import gather_timeline, measured_costs
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
 from avgpipe.runtime.rng import CallerGenerators
+from avgpipe.runtime.streams import Handed
 from avgpipe.runtime.worker import Worker
 from avgpipe.runtime.world import World
 from avgpipe.simulation import AdvanceChoice, choose_advance
@@ -143,7 +144,7 @@ class Pipeline:
         self._choose_at = _MEASURED_BATCHES * plan.pipelines if plan.advance == "auto" else None
         for lane in self._worker.lanes.values():
             lane.measures = plan.advance == "auto"
-        self._loader = Prefetch()
+        self._loader = Prefetch(self._worker.copy_ahead)
         self._next_batch = 0
         self._begun = 0  # batches begun by this object
         self._in_hand: deque[tuple[int, int, float]] = deque()  # (batch, samples, weight), oldest first
@@ -190,7 +191,7 @@ class Pipeline:
                 "micro-batches each"
             )
         for x, y in zip(split(inputs, n), split(targets, n)):
-            self._begin(x, y)
+            self._begin(x, y, self._worker.copy_ahead(x, y))
         weights = [w for _, _, w in self._in_hand]
         self.drain()
         losses = [self._results.popleft().loss for _ in range(n)]
@@ -221,7 +222,7 @@ class Pipeline:
         if self.world.rank == 0:
             print(f"avgpipe: {chosen}", file=sys.stderr)
 
-    def _begin(self, inputs: Any, targets: Any) -> None:
+    def _begin(self, inputs: Any, targets: Any, copied: Handed | None) -> None:
         batch, pipeline = self._next_batch, self._next_batch % self.plan.pipelines
         samples = sample_count(inputs, targets)
         parts = self.plan.micro_batches
@@ -234,7 +235,10 @@ class Pipeline:
         answers = split(targets, parts)
         sizes = sizes_of(samples, parts)
         weights = loss_weights(self._loss_fn, answers, sizes, self._loss_weight)
-        work = Work(batch, self._schedule(parts), split(inputs, parts), answers, weights)
+        if copied is not None:
+            inputs, targets = copied.value
+            answers = split(targets, parts)
+        work = Work(batch, self._schedule(parts), split(inputs, parts), answers, weights, copied)
         if isinstance(self._loss_fn, nn.Module):
             self._loss_fn.train()
         with self._running():
@@ -260,6 +264,12 @@ class Pipeline:
             scheduler.run_until(
                 lambda: all(lane.step is None for lane in lanes), fetch if prefetch else lambda: False
             )
+            if self._worker.streams is not None:
+                # All is only issued. Issue what the other batches can do, and see to the next one, before the host
+                # waits for the device to tell this one's loss.
+                scheduler.run_until(scheduler.stalled)
+                if prefetch:
+                    fetch()
             losses = [lane.finish() for lane in lanes]
         self._in_hand.popleft()
         loss = losses[0]

@@ -1,4 +1,4 @@
-"""The caller's batches, one of them fetched ahead while nothing else can run."""
+"""The caller's batches, one of them fetched ahead while nothing else can run, and on its way to a CUDA device."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from avgpipe.runtime.batch import pair
+from avgpipe.runtime.streams import Handed
+
+Batch = tuple[Any, Any, Handed | None]
 
 
 class Prefetch:
-    """Pairs (inputs, targets) of the loaders that are opened one after another.
+    """Pairs (inputs, targets) of the loaders that are opened one after another, with what ``copy`` made of each.
 
     Fetching happens in the scheduler's thread, when it would wait otherwise, so loaders need to know nothing of
     threads and their calls keep their order. What a loader raises comes out of :meth:`next`, where it would have
     without.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copy: Callable[[Any, Any], Handed | None]) -> None:
+        self._copy = copy
         self._source: Iterator[Any] = iter(())
         self._ahead: list[Any] = []  # at most one: a batch, or what was raised instead
         self._ended = False
@@ -39,14 +43,15 @@ class Prefetch:
 
     def _fetch(self) -> None:
         try:
-            self._ahead.append(pair(next(self._source)))
+            inputs, targets = pair(next(self._source))
+            self._ahead.append((inputs, targets, self._copy(inputs, targets)))
         except StopIteration:
             self._ended = True
         except Exception as error:
             self._ahead.append(error)
             self._ended = True
 
-    def next(self) -> tuple[Any, Any] | None:
+    def next(self) -> Batch | None:
         """The next batch, or None at the end."""
         if not self._ahead and not self._ended:
             self._fetch()
@@ -55,5 +60,5 @@ class Prefetch:
         batch = self._ahead.pop()
         if isinstance(batch, BaseException):
             raise batch
-        inputs, targets = batch
-        return inputs, targets
+        inputs, targets, copied = batch
+        return inputs, targets, copied

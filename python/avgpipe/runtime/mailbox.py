@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from avgpipe.runtime.message import Key
+from avgpipe.runtime.streams import Handed
 from avgpipe_ext import ring
 
 _SPIN_S = 200e-6
@@ -61,7 +62,8 @@ class Mailbox:
         return key in self.messages
 
     def take(self, key: Key) -> Any:
-        return self.messages.pop(key)
+        message = self.messages.pop(key)
+        return message.received() if isinstance(message, Handed) else message
 
     def collect(self) -> None:
         """Look into the sources if the bell has rung since the last time."""

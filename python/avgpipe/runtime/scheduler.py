@@ -15,6 +15,7 @@ from avgpipe.report.timeline import Event
 from avgpipe.runtime.lane import Lane
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
+from avgpipe.runtime.streams import DeviceClock, Row
 from avgpipe.runtime.watchdog import since
 from avgpipe.runtime.world import World
 
@@ -24,14 +25,20 @@ _SHORTEST_HOST_S = 20e-6  # less between two steps is the scheduler itself
 
 
 class Scheduler:
-    def __init__(self, lanes: Sequence[Lane], mailbox: Mailbox, world: World) -> None:
-        self._lanes, self._mailbox, self._world = lanes, mailbox, world
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        mailbox: Mailbox,
+        world: World,
+        device_clock: DeviceClock | None = None,
+    ) -> None:
+        self._lanes, self._mailbox, self._world, self._device_clock = lanes, mailbox, world, device_clock
         self._clock_offset = time.time() - time.perf_counter()  # ranks share the wall clock, not the counter
         self._left_at: float | None = None  # when run_until last returned to its caller
         self._doing: tuple[str, float] = ("nothing yet", time.monotonic())
         self._lane: Lane | None = None  # the one whose step runs now
         # As Event, but on the clock of time.perf_counter, and made by the ten thousand.
-        self._events: deque[tuple[int, int, int, int, str, float, float, str]] = deque(maxlen=_KEPT_EVENTS)
+        self._events: deque[Row] = deque(maxlen=_KEPT_EVENTS)
 
     def run_until(self, done: Callable[[], bool], idle: Callable[[], bool] = lambda: False) -> None:
         """Run steps until ``done()``. When nothing can run, ``idle()`` may do a piece of other work, and says if
@@ -51,6 +58,8 @@ class Scheduler:
             self._lane = lane
             start = clock()
             lane.advance()
+            if lane.stream is not None:  # only issued: the device's clock tells when it ran
+                continue
             end = clock()
             computed = end if lane.sent_at is None else lane.sent_at
             kind, m, batch = _SHOWN[step.kind], step.micro_batch, step.batch
@@ -60,6 +69,10 @@ class Scheduler:
         self._lane = None
         self._rest("the caller's code")
         self._left_at = clock()
+
+    def stalled(self) -> bool:
+        """Whether every lane waits for something, or has nothing to do."""
+        return self._most_urgent() is None
 
     def note_host(self, what: str, start: float, end: float) -> None:
         """Time of other work in this thread, on the clock of time.perf_counter."""
@@ -82,8 +95,12 @@ class Scheduler:
         offset = self._clock_offset
         return [
             Event(k, i, j, m if m >= 0 else None, kind, start + offset, end + offset, detail)
-            for k, i, j, m, kind, start, end, detail in self._events
+            for k, i, j, m, kind, start, end, detail in (*self._events, *self._device_rows())
         ]
+
+    def _device_rows(self) -> list[Row]:
+        rows = self._device_clock.rows() if self._device_clock is not None else []
+        return [(k, i, j, m, _SHOWN[kind], *times) for k, i, j, m, kind, *times in rows]  # type: ignore[misc]
 
     def _most_urgent(self) -> Lane | None:
         best: Lane | None = None

@@ -5,6 +5,7 @@ others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import OptimizerFn, Replica, SchedulerFn
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.stage import Stage
+from avgpipe.runtime.streams import Handed, LaneStream, streams_of
 from avgpipe.runtime.watchdog import Watchdog
 from avgpipe.runtime.world import World
 from avgpipe.weights import Arena
@@ -38,6 +40,7 @@ class Worker:
     ) -> None:
         self.world, self.device = world, device
         self.stages = list(range(plan.stages)) if world.size == 1 else [world.rank]
+        self._last = plan.stages - 1
         clipping = options.clip_grad_norm is not None
 
         def into(k: int) -> list[Channel]:
@@ -48,18 +51,34 @@ class Worker:
         self.replicas: dict[tuple[int, int], Replica] = {}  # by (stage, pipeline)
         self.references: dict[int, Reference | None] = {}
         self.lanes: dict[tuple[int, int], Lane] = {}
+        self.streams = streams_of(device)
         for k in self.stages:
             self._build_stage(model, plan, k, seed, optimizer, lr_scheduler)
             for i in range(plan.pipelines):
                 self.lanes[k, i] = Lane(
-                    self.replicas[k, i], options, self.mailbox, self.links, model.shared(k)
+                    *(self.replicas[k, i], options, self.mailbox, self.links, model.shared(k)),
+                    self._stream(k),
                 )
-        self.scheduler = Scheduler(list(self.lanes.values()), self.mailbox, world)
+        clock = self.streams.clock if self.streams is not None else None
+        self.scheduler = Scheduler(list(self.lanes.values()), self.mailbox, world, clock)
         self._watchdog = (
             Watchdog(world, self.mailbox, self.scheduler.doing, self._links.processes)
             if world.size > 1
             else None
         )
+
+    def _stream(self, k: int) -> LaneStream | None:
+        if self.streams is None:
+            return None
+        reference = self.references[k]
+        return self.streams.lane(k, reference is not None and reference.elasticity.pulls_at_the_end)
+
+    def copy_ahead(self, inputs: Any, targets: Any) -> Handed | None:
+        """Begin to copy what this worker's stages need of a batch to their device; None on the CPU."""
+        if self.streams is None:
+            return None
+        first, last = self.stages[0] == 0, self.stages[-1] == self._last
+        return self.streams.copies.start((inputs if first else None, targets if last else None))
 
     def _build_stage(
         self,

@@ -48,7 +48,7 @@ class Links:
         self.processes: dict[int, int] = {rank: pid for rank, (pid, _) in outboxes.items()}
         self.mailbox = Mailbox(inbox.bell if inbox is not None and outboxes else None, len(outboxes) + 1)
         self.by_stage: dict[int, Link] = {}
-        local = LocalLink(self.mailbox)
+        local = LocalLink(self.mailbox, device)
         for k in range(count):
             if k in stages:
                 self.by_stage[k] = local

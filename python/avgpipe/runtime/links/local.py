@@ -1,4 +1,4 @@
-"""Both ends in this process: the value is handed over."""
+"""Both ends in this process: the value is handed over, on CUDA with the event at which it is ready."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key, assemble, describe
+from avgpipe.runtime.streams import handed
 
 
 class LocalLink:
@@ -15,14 +16,15 @@ class LocalLink:
 
     name = "local"
 
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
+    def __init__(self, mailbox: Mailbox, device: torch.device) -> None:
+        self._mailbox, self._device, self._has_streams = mailbox, device, device.type == "cuda"
 
     def send(self, key: Key, value: Any) -> None:
         if isinstance(value, torch.Tensor):  # most are
-            self._mailbox.put(key, value.detach().requires_grad_(value.requires_grad))
+            value = value.detach().requires_grad_(value.requires_grad)
         else:
-            self._mailbox.put(key, assemble(*describe(value)))
+            value = assemble(*describe(value))
+        self._mailbox.put(key, handed(value, self._device) if self._has_streams else value)
 
     def close(self) -> None:
         pass

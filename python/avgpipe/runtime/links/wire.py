@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.runtime.links.channel import Channel
 from avgpipe.runtime.message import Header, TensorInfo, leaf_info
+from avgpipe.runtime.streams import handed
 from avgpipe_ext import pack, unpack_
 
 _KNOWN = 64  # headers that a channel remembers
@@ -51,7 +52,7 @@ class Format:
     def write(self, tensors: list[torch.Tensor], address: int, buffer: Any, offset: int, copy: Copy) -> None:
         """Put ``tensors`` at ``address``; ``buffer`` and ``offset`` say the same for what ``copy`` cannot do."""
         for tensor, place in zip(tensors, self.places):
-            if place.cast is None and tensor.is_contiguous() and tensor.device.type == "cpu":
+            if place.cast is None and _is_plain(tensor):
                 copy(address + place.offset, tensor.data_ptr(), place.bytes)
             elif place.cast is not None and place.bytes:
                 pack([tensor], out=place.flat(buffer(), offset))
@@ -116,7 +117,7 @@ class Encoder:
                 signature.append((leaf.shape, leaf.dtype, leaf.requires_grad))
                 tensors.append(leaf.detach())
             else:
-                signature.append((type(leaf), leaf))
+                signature.append((type(leaf), leaf or str(leaf)))  # for 0.0 == -0.0
         key = tuple(signature)
         try:
             known = self._formats.get(key)
@@ -145,17 +146,24 @@ class Decoder:
 
     def __init__(self, wire_dtype: torch.dtype | None, device: torch.device) -> None:
         self._wire_dtype, self._device = wire_dtype, device
+        self._has_streams = device.type == "cuda"
         self._formats: list[Format | None] = [None] * _KNOWN
 
     def decode(self, number: int, text_bytes: int, buffer: Any, offset: int = 0) -> Any:
         """The value in ``buffer``, from ``offset`` on: the header's text, if there is any, and the tensors."""
-        if text_bytes:
-            text = bytes(memoryview(buffer).cast("B")[offset : offset + text_bytes])
+        text = bytes(memoryview(buffer).cast("B")[offset : offset + text_bytes]) if text_bytes else b""
+        value = self.format(number, text).read(buffer, offset + padded(text_bytes), self._device)
+        # On CUDA copied, or unpacked, by this thread's current stream, which need not be the lane's.
+        return handed(value, self._device) if self._has_streams else value
+
+    def format(self, number: int, text: bytes) -> Format:
+        """The format of messages with header ``number``, which is ``text`` if it comes along."""
+        if text:
             self._formats[number] = Format(Header.from_bytes(text), self._wire_dtype)
         known = self._formats[number] if 0 <= number < _KNOWN else None
         if known is None:
             raise RuntimeError(f"a message names header {number}, which never came")
-        return known.read(buffer, offset + padded(text_bytes), self._device)
+        return known
 
 
 def _flatten(value: Any) -> tuple[Any, pytree.TreeSpec, list[Any]]:
@@ -170,6 +178,16 @@ def _flatten(value: Any) -> tuple[Any, pytree.TreeSpec, list[Any]]:
             return len(value), _LISTS[len(value)], value
     leaves, structure = pytree.tree_flatten(value)
     return structure, structure, leaves
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its values in order: conjugates and imaginary parts of them may be lazy."""
+    return (
+        tensor.is_contiguous()
+        and tensor.device.type == "cpu"
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def narrowed(channel: Channel, wire_dtype: torch.dtype | None) -> torch.dtype | None:

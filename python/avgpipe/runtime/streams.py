@@ -1,0 +1,205 @@
+"""The one place that knows CUDA streams. On the CPU there are none, and nothing of this is made or called.
+
+Each lane has a stream. What it makes and another stream reads is handed over with an event:
+
+    lane's stream     F3 ── record(ready) ── F4 ─ ...
+    reader's stream            └─ wait(ready) ── record_stream(tensors) ── reads
+
+Weights, reference and updates of a stage are shared by its lanes. Their updates are one chain, by one event:
+
+    lane 0's stream   ... B7 ── U ── record(averaged) ── F0 of its next batch ...
+    lane 1's stream   ... B7 ─────────└─ wait(averaged) ── U ── record(averaged) ...
+
+Where an update moves the weights of other lanes too (staleness 0), their next batch waits for that event as well.
+A batch begins after what the caller's stream held then; the caller's stream waits for a lane when its batch's loss is
+read. Nothing else waits, and the host waits for nothing but that loss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from avgpipe.runtime.message import tensors_of
+
+cuda: Any = torch.cuda  # torch leaves streams and events untyped
+
+_KEPT = 40_000  # rows of a clock
+_UNREAD = 512  # spans that a clock leaves unread before it looks which have ended
+_REBASE_MS = 10_000.0  # events tell the time between them in float32
+
+
+class Handed:
+    """A value whose tensors are ready at an event: who takes it calls :meth:`received`."""
+
+    __slots__ = ("_device", "_ready", "value")
+
+    def __init__(self, value: Any, ready: Any, device: torch.device) -> None:
+        self.value, self._ready, self._device = value, ready, device
+
+    def received(self) -> Any:
+        """The value, for the current stream."""
+        stream = cuda.current_stream(self._device)
+        stream.wait_event(self._ready)
+        # Allocated on the stream that recorded ``ready``, read on this one: without this the allocator would give
+        # the memory to that stream's next tensor while this one still reads.
+        for tensor in tensors_of(self.value):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+        return self.value
+
+
+def handed(value: Any, device: torch.device) -> Handed:
+    """``value``, which the current stream makes, for another one."""
+    return Handed(value, cuda.current_stream(device).record_event(), device)
+
+
+class Streams:
+    """A worker's. None of them exists for a CPU: see :func:`streams_of`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._averaging: dict[int, Averaging] = {}
+        self.clock = DeviceClock(device)
+        self.copies = Copies(device)
+
+    def lane(self, stage: int, moves_others: bool) -> LaneStream:
+        """For a lane of ``stage``; ``moves_others``: an update may move the weights of the stage's other lanes."""
+        averaging = self._averaging.setdefault(stage, Averaging(moves_others))
+        return LaneStream(self._device, averaging, self.clock)
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    return Streams(device) if device.type == "cuda" else None
+
+
+class Averaging:
+    """The chain of updates of one stage's lanes. A wait captures the event's last record, so one event is enough."""
+
+    def __init__(self, moves_others: bool) -> None:
+        self.moves_others = moves_others
+        self._averaged = cuda.Event()
+
+    def wait(self, stream: Any) -> None:
+        stream.wait_event(self._averaged)  # at once if it was never recorded
+
+    def record(self, stream: Any) -> None:
+        stream.record_event(self._averaged)
+
+
+class LaneStream:
+    """Where a lane's steps run: forward, backward, optimizer and averaging, one after another."""
+
+    def __init__(self, device: torch.device, averaging: Averaging, clock: DeviceClock) -> None:
+        self._device, self._averaging, self._clock = device, averaging, clock
+        self._stream = cuda.Stream(device)
+
+    def begin(self, batch: Handed | None) -> None:
+        """A batch begins, after all that the caller's stream holds: weights that it loaded, inputs that it made."""
+        self._stream.wait_stream(cuda.current_stream(self._device))
+        if batch is not None:
+            with cuda.stream(self._stream):
+                batch.received()
+
+    @contextmanager
+    def step(self, place: tuple[int, int, int, int, str], begins: bool) -> Iterator[None]:
+        """What the block issues runs here. ``place``: stage, pipeline, batch, micro-batch and kind, for the clock."""
+        update = place[4] == "U"
+        with cuda.stream(self._stream):
+            if update or (begins and self._averaging.moves_others):
+                self._averaging.wait(self._stream)
+            start = self._clock.mark(self._stream)
+            yield
+            self._clock.note(place, start, self._clock.mark(self._stream))
+            if update:
+                self._averaging.record(self._stream)
+
+    def end(self) -> None:
+        """The caller's stream goes on after all that this lane has issued."""
+        cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class Copies:
+    """Copies of batches to the device, on a stream of their own, from pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, cuda.Stream(device)
+
+    def start(self, value: Any) -> Handed:
+        """A pytree on the device; the host goes on at once."""
+        with cuda.stream(self._stream):
+            return handed(pytree.tree_map(self._copy, value), self._device)
+
+    def _copy(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.is_cuda:
+            return leaf
+        # The pinned copy may die at once: torch's host allocator keeps it until the stream has read it.
+        return (leaf if leaf.is_pinned() else leaf.pin_memory()).to(self._device, non_blocking=True)
+
+
+class _Span(NamedTuple):
+    place: tuple[int, int, int, int, str]
+    start: Any
+    end: Any
+
+
+Row = tuple[int, int, int, int, str, float, float, str]
+
+
+class DeviceClock:
+    """When the device did what, on the clock of time.perf_counter. Its events are used again once they are read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._unread: deque[_Span] = deque()
+        self._free: list[Any] = []
+        self._rows: deque[Row] = deque(maxlen=_KEPT)
+        self._calibrate()
+
+    def mark(self, stream: Any) -> Any:
+        """An event, recorded now."""
+        if not self._free and len(self._unread) >= _UNREAD:
+            self._read(lambda end: bool(end.query()))
+        event = self._free.pop() if self._free else cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def note(self, place: tuple[int, int, int, int, str], start: Any, end: Any) -> None:
+        self._unread.append(_Span(place, start, end))
+
+    def rows(self) -> list[Row]:
+        """All that was noted; waits until the device has done it."""
+
+        def wait(end: Any) -> bool:
+            end.synchronize()
+            return True
+
+        self._read(wait)
+        self._calibrate()  # the two clocks drift apart
+        return list(self._rows)
+
+    def _calibrate(self) -> None:
+        base = cuda.Event(enable_timing=True)
+        base.record(cuda.current_stream(self._device))
+        base.synchronize()
+        self._base, self._base_s = base, time.perf_counter()
+
+    def _read(self, has_ended: Callable[[Any], bool]) -> None:
+        """The oldest spans, as long as they have ended."""
+        while self._unread and has_ended(self._unread[0].end):
+            place, start, end = self._unread.popleft()
+            start_s = self._base_s + self._base.elapsed_time(start) / 1e3
+            end_s = max(start_s, self._base_s + self._base.elapsed_time(end) / 1e3)
+            self._rows.append((*place, start_s, end_s, ""))
+            self._free.append(start)
+            if self._base.elapsed_time(end) > _REBASE_MS:
+                self._free.append(self._base)
+                self._base, self._base_s = end, end_s
+            else:
+                self._free.append(end)
