@@ -27,6 +27,7 @@ from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.memory import SavedBytes
 from avgpipe.runtime.message import Key, tensors_of
 from avgpipe.runtime.replica import Replica
+from avgpipe.runtime.streams import Handed, LaneStream
 from avgpipe.schedule import Schedule
 
 
@@ -43,13 +44,17 @@ class TrainingOptions:
 
 @dataclass
 class Work:
-    """A batch that a lane trains on. ``inputs`` matter on the first stage, ``targets`` and ``weights`` on the last."""
+    """A batch that a lane trains on. ``inputs`` matter on the first stage, ``targets`` and ``weights`` on the last.
+
+    ``copied``: inputs and targets, if they are on their way to a device.
+    """
 
     batch: int
     schedule: Schedule
     inputs: Sequence[Any]
     targets: Sequence[Any]
     weights: LossWeights
+    copied: Handed | None = None
 
 
 class _Saved(NamedTuple):
@@ -99,6 +104,7 @@ class _Progress:
 class Lane:
     """``shared``: for every other stage, which of this stage's parameters it holds too (indices into the arena,
     in an order that both agree on); ``foreign``: those whose gradient norm another, earlier stage counts.
+    ``stream``: where the steps run, None for a CPU.
     """
 
     def __init__(
@@ -108,8 +114,9 @@ class Lane:
         mailbox: Mailbox,
         links: Mapping[int, Link],
         shared: dict[int, list[int]],
+        stream: LaneStream | None = None,
     ) -> None:
-        self.replica, self._options = replica, options
+        self.replica, self._options, self.stream = replica, options, stream
         self._mailbox, self._messages, self._links = mailbox, mailbox.messages, links
         self.pipeline, self.stage = replica.pipeline, replica.stage.index
         self._device = replica.stage.device
@@ -134,6 +141,8 @@ class Lane:
         self._now = _Progress(work, self._steps(work))
         self.step = self._now.steps[0]
         self.replica.stage.train()
+        if self.stream is not None:
+            self.stream.begin(work.copied)
 
     def _steps(self, work: Work) -> list[Step]:
         steps: list[tuple[str, int]] = []
@@ -162,6 +171,8 @@ class Lane:
         if now is None or self.step is not None:
             return None
         self._now = None
+        if self.stream is not None:
+            self.stream.end()
         assert now.loss is not None
         return now.loss
 
@@ -210,7 +221,12 @@ class Lane:
         assert now is not None
         assert step is not None
         self.sent_at = None
-        _STEPS[step.kind](self, now, step)
+        if self.stream is None:
+            _STEPS[step.kind](self, now, step)
+        else:
+            place = self.stage, self.pipeline, step.batch, step.micro_batch, step.kind
+            with self.stream.step(place, step.begins):
+                _STEPS[step.kind](self, now, step)
         now.cursor += 1
         self.step = now.steps[now.cursor] if now.cursor < len(now.steps) else None
 
@@ -252,7 +268,8 @@ class Lane:
 
     def _take(self, step: Step) -> Any:
         """The message that a step with one need waited for."""
-        return self._messages.pop(step.needs[0])
+        message = self._messages.pop(step.needs[0])
+        return message.received() if isinstance(message, Handed) else message
 
     def _recomputes(self, now: _Progress, m: int) -> bool:
         how = self._options.recompute
@@ -319,7 +336,7 @@ class Lane:
             own = self.replica.arena.parameters[p].grad
             parts[p] = {self.stage: _copy(own) if now.touched[p] else None}
         for key in step.needs:
-            for p, grad in zip(self._shared[key.source], self._messages.pop(key)):
+            for p, grad in zip(self._shared[key.source], self._mailbox.take(key)):
                 parts[p][key.source] = grad
         for p, by_stage in parts.items():
             grads = [g for _, g in sorted(by_stage.items(), key=lambda item: item[0]) if g is not None]
@@ -333,9 +350,9 @@ class Lane:
     def _norm(self, now: _Progress, step: Step) -> None:
         self._collect(now)
         own = [p.grad for n, p in enumerate(self.replica.arena.parameters) if n not in self._foreign]
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         if own:
-            norms = torch.stack([n.double().cpu() for n in torch._foreach_norm(own)])  # type: ignore[arg-type]
+            norms = torch.stack([n.double() for n in torch._foreach_norm(own)])  # type: ignore[arg-type]
             total = norms.square().sum()
         if not self._last:
             total = total + self._take(step)
