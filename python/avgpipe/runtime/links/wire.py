@@ -190,6 +190,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its values in order: conjugates and imaginary parts of them may be lazy."""
+    return (
+        tensor.is_contiguous()
+        and tensor.device.type == "cpu"
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
 def narrowed(channel: Channel, wire_dtype: torch.dtype | None) -> torch.dtype | None:
     """The dtype in which a channel's tensors travel: only activations and gradients of training may lose bits."""
     return wire_dtype if channel.kind in "FB" else None

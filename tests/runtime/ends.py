@@ -1,0 +1,109 @@
+"""The two ends of a link in one process, over each kind of link."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from avgpipe.errors import PeerLost
+from avgpipe.runtime.links.channel import Channel
+from avgpipe.runtime.links.group import GroupLink
+from avgpipe.runtime.links.shared import Inbox, SharedLink
+from avgpipe.runtime.mailbox import Mailbox
+from avgpipe.runtime.message import Key
+
+LINKS = ["shm", "gloo"]
+CPU = torch.device("cpu")
+CHANNELS = [Channel("F", 0, 0, 1), Channel("E", 0, 0, 1)]  # from stage 0 to stage 1
+BACK = [Channel("B", 0, 1, 0)]
+
+
+class Ends:
+    """Stage 0 and stage 1 with a link between them."""
+
+    def __init__(self, links: list[Any], mailboxes: list[Mailbox]) -> None:
+        self.links, self.mailboxes = links, mailboxes
+        self._next = 0
+
+    def key(self, kind: str = "F", number: int | None = None) -> Key:
+        if number is None:
+            number = self._next
+            self._next += 1
+        source = 1 if kind == "B" else 0
+        return Key(kind, 0, source, 1 - source, number, 0)
+
+    def send(self, value: Any, kind: str = "F") -> Key:
+        key = self.key(kind)
+        self.links[key.source].send(key, value)
+        return key
+
+    def receive(self, key: Key, timeout_s: float = 20) -> Any:
+        box = self.mailboxes[key.stage]
+        assert box.wait_until(lambda: key in box, timeout_s), f"{key} did not arrive"
+        return box.take(key)
+
+    def pass_on(self, value: Any, kind: str = "F") -> Any:
+        return self.receive(self.send(value, kind))
+
+
+@contextmanager
+def ends(kind: str, wire_dtype: torch.dtype | None = None) -> Iterator[Ends]:
+    made = shared_ends(wire_dtype) if kind == "shm" else group_ends(wire_dtype)
+    try:
+        yield made
+    finally:
+        for link in made.links:
+            link.close()
+
+
+def shared_ends(wire_dtype: torch.dtype | None) -> Ends:
+    into = [BACK, CHANNELS]  # by stage
+    inboxes = [Inbox.create(into[k]) for k in range(2)]
+    opened = [Inbox.open(inboxes[k].offer(), into[k]) for k in range(2)]
+    boxes = [Mailbox(inbox.bell) for inbox in inboxes]
+    links = [
+        SharedLink(inboxes[k], into[k], os.getpid(), opened[1 - k], CPU, boxes[k], wire_dtype)
+        for k in range(2)
+    ]
+    return Ends(links, boxes)
+
+
+def groups(count: int) -> list[Any]:
+    """The ranks of a gloo group, all of them in this process."""
+    store = dist.HashStore()
+    made: list[Any] = [None] * count
+
+    def join(rank: int) -> None:
+        made[rank] = dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=60))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+def group_ends(wire_dtype: torch.dtype | None) -> Ends:
+    boxes = [Mailbox(), Mailbox()]
+    links = [
+        GroupLink(group, 1 - k, 2, (BACK, CHANNELS)[k], CPU, boxes[k], PeerLost, wire_dtype)
+        for k, group in enumerate(groups(2))
+    ]
+    return Ends(links, boxes)
+
+
+def eventually(condition: Any, limit_s: float = 20) -> None:
+    """For what another thread or process does in its own time."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.005)
