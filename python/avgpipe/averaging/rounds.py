@@ -193,7 +193,10 @@ class Rounds:
         if counts:
             device = counts[0].device
             one = torch.stack([c.to(device) for c in counts]).any().long()
-            self._bad_counts = one if self._bad_counts is None else self._bad_counts + one
+            if self._bad_counts is None:
+                self._bad_counts = one
+            else:
+                self._bad_counts += one  # in place: replicas on streams of their own must not free each other's sum
         return False
 
 
