@@ -13,6 +13,7 @@ OPTIONS = {
         *("--data", "--preset", "--batch-size", "--seed", "--system", "--stages", "--pipelines"),
         *("--micro-batches", "--schedule", "--advance", "--rule", "--staleness", "--alpha", "--period"),
         *("--recompute", "--plan", "--epochs", "--max-batches", "--target", "--device", "--out", "--resume"),
+        *("--link", "--wire-dtype"),
         *("--checkpoint-minutes", "--timeout", "--json", "awd-lstm", "model-parallel"),
     ],
     "simulate": [

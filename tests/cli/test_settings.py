@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from avgpipe.cli.settings import TrainSettings, parse_advance, parse_staleness, resolve
+from avgpipe.cli.settings import LINKS, TrainSettings, parse_advance, parse_staleness, resolve
 from avgpipe.plan import Plan
 
 
@@ -109,3 +109,32 @@ def test_parsing():
     assert parse_staleness("asynchronous") == "asynchronous"
     with pytest.raises(ValueError, match="'2;1'"):
         parse_advance("2;1")
+
+
+def test_advance_may_be_chosen_by_measuring():
+    assert parse_advance("auto") == "auto"
+    assert plan_of(advance="auto")["advance"] == "auto"
+
+
+def test_the_links_are_those_of_the_runtime():
+    from avgpipe.runtime.links.choose import NAMES
+
+    assert LINKS == NAMES
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [({"link": "smh"}, "unknown link 'smh': .*shm"), ({"wire_dtype": "int8"}, "unknown wire-dtype 'int8'")],
+)
+def test_unknown_links_and_wires_are_refused(asked, named):
+    with pytest.raises(ValueError, match=named):
+        resolve("awd-lstm", asked)
+
+
+def test_a_run_from_before_there_were_links_is_resumed(tmp_path):
+    stored_run(tmp_path / "run")
+    values = json.loads((tmp_path / "run" / "run.json").read_text())
+    old = {name: value for name, value in values.items() if name not in ("link", "wire_dtype")}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(old))
+    settings = resolve("awd-lstm", {"out": str(tmp_path / "run"), "resume": True})
+    assert (settings.link, settings.wire_dtype) == ("auto", "none")

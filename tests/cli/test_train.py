@@ -162,3 +162,23 @@ def test_it_joins_torchruns_workers(text, tmp_path):
     assert run.returncode == 0, run.stderr
     assert strict(run.stdout)["stages"] == 2
     assert Run(out, run.stdout, run.stderr).summary["batches"] == 4
+
+
+def test_a_link_and_a_wire_can_be_chosen_and_the_link_is_named(text, tmp_path):
+    out = tmp_path / "run"
+    arguments = ("--data", str(text), "--batch-size", "4", "--stages", "2", "--max-batches", "12")
+    choices = ("--link", "gloo", "--wire-dtype", "bfloat16", "--advance", "auto")
+    code, stdout, stderr = finish(*arguments, *choices, "--out", str(out), "--json")
+    assert code == 0, stderr
+    assert "links: stage 0 to stage 1 by torch.distributed (gloo)\n" in stderr
+    stored = strict((out / "run.json").read_text())
+    assert (stored["link"], stored["wire_dtype"], stored["plan"]["advance"]) == ("gloo", "bfloat16", "auto")
+    assert len(strict(stdout)["advance"]) == 2  # what measuring chose
+
+
+@pytest.mark.parametrize(("option", "value"), [("--link", "tcp"), ("--wire-dtype", "float8")])
+def test_unknown_links_and_wires_are_refused_before_anything_is_written(option, value, tmp_path):
+    result = invoke("train", "awd-lstm", option, value, "--out", str(tmp_path / "run"))
+    assert result.exit_code == 2
+    assert f"unknown {option[2:]} {value!r}" in result.stderr
+    assert not (tmp_path / "run").exists()

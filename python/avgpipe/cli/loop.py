@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
@@ -14,11 +14,13 @@ import torch
 
 from avgpipe.cli.checks import prepare
 from avgpipe.cli.folder import RunFolder, Tally, note_validation, reaches, tally
+from avgpipe.cli.links import LinkNotes, links_line
 from avgpipe.cli.pace import Pace
 from avgpipe.cli.progress import Progress, Silent
 from avgpipe.cli.settings import TrainSettings
 from avgpipe.cli.summary import peak_memory_bytes, summarise, unbroken
 from avgpipe.pipeline import EvaluationResult, Pipeline
+from avgpipe.plan import Plan
 
 
 class TrainingRun:
@@ -32,17 +34,20 @@ class TrainingRun:
     def __init__(self, settings: TrainSettings) -> None:
         self.settings = settings
         self.workload, self.plan = prepare(settings)
-        self.pipeline = Pipeline(
-            self.workload.layers,
-            self.plan,
-            loss_fn=self.workload.loss_fn,
-            optimizer=self.workload.optimizer,
-            lr_scheduler=self.workload.lr_scheduler,
-            clip_grad_norm=self.workload.clip_grad_norm,
-            device=_device(settings.device),
-            seed=settings.seed,
-            timeout_s=settings.timeout_s,
-        )
+        with LinkNotes() as links:
+            self.pipeline = Pipeline(
+                self.workload.layers,
+                self.plan,
+                loss_fn=self.workload.loss_fn,
+                optimizer=self.workload.optimizer,
+                lr_scheduler=self.workload.lr_scheduler,
+                clip_grad_norm=self.workload.clip_grad_norm,
+                device=_device(settings.device),
+                seed=settings.seed,
+                timeout_s=settings.timeout_s,
+                link=settings.link,
+                wire_dtype=None if settings.wire_dtype == "none" else getattr(torch, settings.wire_dtype),
+            )
         self._world = self.pipeline.world
         first = self._world.rank == 0
         self.out = self._same_everywhere(settings.out)
@@ -54,6 +59,8 @@ class TrainingRun:
             self._recall()
         self.progress = Progress(self._total(), self.tally.batches) if first else Silent()
         self.progress.note(self._title())
+        for note in links_line(self._world.gather_texts(links.text)):
+            self.progress.note(note)
         self._saved_at = time.monotonic()
         self._stretches: list[tuple[int, int]] = []  # batches, first and last, without a pause between them
         self._resumed_at = self.tally.batches
@@ -262,7 +269,7 @@ class TrainingRun:
             "summary.json",
             summarise(
                 self.settings,
-                self.plan,
+                self._plan_as_run(),
                 self.tally,
                 self.workload.metric_name,
                 epochs,
@@ -274,6 +281,11 @@ class TrainingRun:
         if timeline.events:
             timeline.to_chrome_trace(self.out / "timeline.json")
             longest.plot(self.out / "timeline.png")
+
+    def _plan_as_run(self) -> Plan:
+        """With what ``advance="auto"`` came to."""
+        chosen = self.pipeline.advance
+        return self.plan if chosen is None else replace(self.plan, advance=list(chosen.advance))
 
     def _epoch_share(self) -> float:
         """How much of the current epoch is done, 0 to 1."""

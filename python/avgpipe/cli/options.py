@@ -6,7 +6,13 @@ from typing import Annotated
 
 import typer
 
-from avgpipe.cli.settings import DEFAULT_MICRO_BATCHES, DEFAULT_PIPELINES, DEFAULT_STAGES
+from avgpipe.cli.settings import (
+    DEFAULT_MICRO_BATCHES,
+    DEFAULT_PIPELINES,
+    DEFAULT_STAGES,
+    LINKS,
+    WIRE_DTYPES,
+)
 from avgpipe.plan import RECOMPUTE, RULES
 from avgpipe.schedule import schedule_names
 from avgpipe.systems import SYSTEMS
@@ -80,8 +86,8 @@ Advance = Annotated[
     str | None,
     typer.Option(
         metavar="A",
-        help="Forwards that a stage runs ahead: a number, or one per stage as in 3,2,1,0. "
-        "Default: stages that follow.",
+        help="Forwards that a stage runs ahead: a number, one per stage as in 3,2,1,0, or auto: from the times of "
+        "the first batches. Default: stages that follow.",
         rich_help_panel=_PLAN,
     ),
 ]
@@ -142,6 +148,22 @@ Target = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(metavar="cpu|cuda", help="Default: cpu.", rich_help_panel=_RUN),
+]
+Link = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(LINKS),
+        help="How tensors travel between workers. Default: auto.",
+        rich_help_panel=_RUN,
+    ),
+]
+WireDtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(WIRE_DTYPES),
+        help="In which activations and gradients travel between workers; none: their own.",
+        rich_help_panel=_RUN,
+    ),
 ]
 Out = Annotated[
     str | None,

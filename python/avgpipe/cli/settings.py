@@ -20,6 +20,8 @@ from avgpipe.systems import SYSTEMS
 from avgpipe.workloads import check_workload
 
 PLAN_OPTIONS = tuple(f.name for f in fields(Plan))
+LINKS = ("auto", "shm", "gloo")  # the runtime's, which needs torch
+WIRE_DTYPES = ("none", "bfloat16", "float16")
 DEFAULT_STAGES, DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 2, 4
 RUN_FILE = "run.json"
 
@@ -28,7 +30,7 @@ RUN_FILE = "run.json"
 class TrainSettings:
     """plan: the options of ``Plan``, its partition as asked for. epochs, max_batches: of the whole run, whatever was
     resumed. target: of the workload's metric. timeout_s: seconds to wait for another worker. checkpoint_minutes:
-    between checkpoints within an epoch.
+    between checkpoints within an epoch. link: one of ``LINKS``. wire_dtype: one of ``WIRE_DTYPES``.
     """
 
     workload: str
@@ -45,6 +47,8 @@ class TrainSettings:
     resume: bool = False
     timeout_s: float = 300.0
     checkpoint_minutes: float = 10.0
+    link: str = "auto"
+    wire_dtype: str = "none"
 
     @property
     def stages(self) -> int:
@@ -74,7 +78,7 @@ def resolve(workload: str, asked: dict[str, Any], plan_file: str | None = None) 
     cannot be, cheap checks only.
     """
     given = {name: value for name, value in asked.items() if value is not None}
-    _check_numbers(given)
+    _check_values(given)
     if given.get("resume") and "out" not in given:
         raise ValueError("--resume needs --out DIR, the folder of the run to go on with")
     known = {f.name for f in fields(TrainSettings)}
@@ -114,15 +118,15 @@ def joined_ranks() -> int | None:
     return int(os.environ["WORLD_SIZE"])
 
 
-def parse_advance(text: str | None) -> int | list[int] | None:
-    """ "2" for every stage, or "3,2,1,0" for each."""
-    if text is None:
-        return None
+def parse_advance(text: str | None) -> int | list[int] | str | None:
+    """ "2" for every stage, "3,2,1,0" for each, or "auto"."""
+    if text is None or text == "auto":
+        return text
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(
-            f"--advance {text!r}: give a whole number, or one per stage separated by commas"
+            f"--advance {text!r}: give a whole number, one per stage separated by commas, or auto"
         ) from None
     return numbers if "," in text else numbers[0]
 
@@ -131,8 +135,8 @@ def parse_staleness(text: str | None) -> int | str | None:
     return int(text) if text is not None and text.isdigit() else text
 
 
-def _check_numbers(given: dict[str, Any]) -> None:
-    """Numbers that neither the plan nor the workload checks, or that they would name otherwise."""
+def _check_values(given: dict[str, Any]) -> None:
+    """Numbers and names that neither the plan nor the workload checks, or that they would name otherwise."""
     positive = ("stages", "pipelines", "micro_batches", "batch_size", "epochs", "max_batches", "period")
     for name in (*positive, "timeout_s", "checkpoint_minutes"):
         value = given.get(name)
@@ -142,8 +146,10 @@ def _check_numbers(given: dict[str, Any]) -> None:
     target = given.get("target")
     if target is not None and not math.isfinite(target):
         raise ValueError(f"--target {target}: must be a finite number")
-    if given.get("device") not in (None, "cpu", "cuda"):
-        raise ValueError(f"unknown device {given['device']!r}: {nearest(given['device'], ('cpu', 'cuda'))}")
+    for name, choices in (("device", ("cpu", "cuda")), ("link", LINKS), ("wire_dtype", WIRE_DTYPES)):
+        value = given.get(name)
+        if value is not None and value not in choices:
+            raise ValueError(f"unknown {name.replace('_', '-')} {value!r}: {nearest(value, choices)}")
 
 
 def _stored(out: Path, workload: str) -> dict[str, Any]:
