@@ -134,6 +134,7 @@ def _best(name: str, candidates: Sequence[Candidate], tried: dict[str, float | s
         seconds_per_batch(row, 1)
         (seconds,) = _agreed([seconds_per_batch(row, 3)])
         tried[candidate.label] = seconds
+        dist.barrier()
         row.close()
         del row
         gc.collect()

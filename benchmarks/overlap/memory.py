@@ -56,6 +56,7 @@ def worker(kind: str, link: str, pipelines: int, batches: int) -> dict[str, Any]
     small = built(4096)
     for _ in small.losses(2 * pipelines):
         pass
+    dist.barrier()
     small.close()
     before = _status_bytes("VmRSS")
     row = built(ACTIVATION_BYTES)
@@ -65,6 +66,7 @@ def worker(kind: str, link: str, pipelines: int, batches: int) -> dict[str, Any]
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         resident.append(_status_bytes("VmRSS"))
     peak, shared = _status_bytes("VmHWM"), _status_bytes("RssShmem")
+    dist.barrier()
     row.close()
     tenth = max(1, batches // 10)
     growth = statistics.median(resident[-tenth:]) - statistics.median(resident[tenth : 2 * tenth])

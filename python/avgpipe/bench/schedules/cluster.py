@@ -18,6 +18,7 @@ from avgpipe.bench.schedules.namespaces import Network
 from avgpipe.errors import PipelineError
 
 PROGRESS = "AVGPIPE_BENCH_PROGRESS"  # names the file in which rank 0 says what it does
+PEER_LOST = 3  # exit code of a worker that failed only because another one did
 _POLL_S = 0.05
 _GRACE_S = 5.0  # for the others to say why they end, when one has failed
 _PORT = 29500  # of the store of rank 0, in a namespace of its own
@@ -126,10 +127,9 @@ def _watch(
 ) -> None:
     deadline, said = time.monotonic() + timeout_s, ""
     while any(process.poll() is None for process in processes):
-        failed = [rank for rank, process in enumerate(processes) if process.poll()]
-        if failed:
+        if any(process.poll() for process in processes):
             _wait(processes, _GRACE_S)
-            raise PipelineError(_failure(processes, failed[0], folder))
+            break
         if time.monotonic() > deadline:
             raise PipelineError(
                 f"the workers were not done after {timeout_s:.0f} s and were ended; rank 0 was at: "
@@ -138,9 +138,11 @@ def _watch(
         if (line := _read(folder / "progress")) not in ("", said):
             say(said := line)
         time.sleep(_POLL_S)
-    for rank, process in enumerate(processes):
-        if process.returncode:
-            raise PipelineError(_failure(processes, rank, folder))
+    failed = [rank for rank, process in enumerate(processes) if process.poll()]
+    if failed:
+        # One that only missed its peer is not the one to blame.
+        blamed = min(failed, key=lambda rank: processes[rank].returncode == PEER_LOST)
+        raise PipelineError(_failure(processes, blamed, folder))
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
@@ -150,7 +152,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 def _failure(processes: list[subprocess.Popen[bytes]], rank: int, folder: Path) -> str:
-    """The last line that the rank which failed first wrote."""
+    """The last line that a rank wrote."""
     code = processes[rank].returncode
     lines = [line for line in _read(folder / f"{rank}.log").splitlines() if line.strip()]
     how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name

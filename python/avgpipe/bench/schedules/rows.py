@@ -82,6 +82,7 @@ def measure_rows(
             taken = seconds_per_batch(row, batches if number else row.pipelines)
             if number:
                 samples.append(taken)
+    dist.barrier()  # nobody closes a row while another rank is still at its last batch
     return [Measured(row.name, samples) for row, samples in zip(rows, seconds)]
 
 

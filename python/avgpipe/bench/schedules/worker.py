@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from avgpipe.bench.schedules.cluster import PEER_LOST
 from avgpipe.cli.process import die_with_parent
+from avgpipe.errors import PeerLost
 
 
 def main() -> None:
@@ -17,7 +19,11 @@ def main() -> None:
     die_with_parent(int(parent))
     module, _, name = target.partition(":")
     function: Callable[..., object] = getattr(importlib.import_module(module), name)
-    result = function(**json.loads(arguments))
+    try:
+        result = function(**json.loads(arguments))
+    except PeerLost as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(PEER_LOST)
     (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
     _leave()
 
