@@ -28,6 +28,7 @@ from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.inference import Evaluation, Inference, Prediction
 from avgpipe.runtime.lane import TrainingOptions, Work, scalar_loss
 from avgpipe.runtime.links.choose import NAMES as LINKS
+from avgpipe.runtime.links.choose import ON_CUDA as CUDA_LINKS
 from avgpipe.runtime.loader import Prefetch
 from avgpipe.runtime.measure import gather_timeline, measured_costs
 from avgpipe.runtime.model import Model
@@ -79,8 +80,9 @@ class Pipeline:
     lr_scheduler(optimizer): stepped after every batch of a pipeline.
     clip_grad_norm: limit of the gradient's norm over all stages.
     autocast: dtype for ``torch.autocast``.
-    link: how tensors travel between workers: "auto" (shared memory between processes of one host, torch.distributed
-        between hosts), "shm" or "gloo".
+    link: how tensors travel between workers: "auto" (shared memory between processes of one host, their device's memory
+        where they share a CUDA device, NCCL where each has one, torch.distributed between hosts), "shm", "gloo",
+        "cuda-ipc" or "nccl".
     wire_dtype: torch.bfloat16 or torch.float16 halves what travels between stages of different workers, for less exact
         activations and gradients; None sends them as they are.
     memory_limit_bytes: of a worker, for the weights of all pipelines and the activations in flight; what
@@ -119,6 +121,10 @@ class Pipeline:
         self.plan = plan
         self._model = Model.split(model, plan.stages, plan.partition)
         self._device = _device(device, self._model.layers)
+        if link in CUDA_LINKS and self._device.type != "cuda":
+            raise ValueError(
+                f"link {link!r} needs CUDA, not device {str(self._device)!r}: use 'auto', 'shm' or 'gloo'"
+            )
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(self._device)
@@ -305,7 +311,7 @@ class Pipeline:
         passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, which)
         with self._running():
             for part in passes.run(batches, lambda: Evaluation(loss, weight, metric_fn)):
-                sums += part
+                sums += part.cpu()
         is_sum = self._loss_weight is None and getattr(self._loss_fn, "reduction", "mean") == "sum"
         return EvaluationResult(
             float(sums[0] if is_sum else sums[0] / sums[1]),

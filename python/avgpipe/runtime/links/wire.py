@@ -61,7 +61,10 @@ class Format:
 
     def read(self, buffer: Any, offset: int, device: torch.device) -> Any:
         """The message whose tensors begin at ``offset`` of ``buffer``. On the CPU they are views, which keep it."""
-        tensors = [place.read(buffer, offset, device) for place in self.places]
+        return self.build([place.read(buffer, offset, device) for place in self.places])
+
+    def build(self, tensors: list[torch.Tensor]) -> Any:
+        """The message with these tensors."""
         if self._alone:
             return tensors[0]
         if self._flat and len(tensors) == len(self.header.leaves):
@@ -85,6 +88,10 @@ class _Place:
 
     def flat(self, buffer: Any, offset: int) -> torch.Tensor:
         return torch.frombuffer(buffer, dtype=self._on_wire, count=self.count, offset=offset + self.offset)
+
+    def on(self, memory: torch.Tensor) -> torch.Tensor:
+        """Where it lies in a message that is in ``memory``, a flat tensor of bytes."""
+        return memory[self.offset : self.offset + self.bytes].view(self._on_wire)
 
     def read(self, buffer: Any, offset: int, device: torch.device) -> torch.Tensor:
         if self.count == 0 or self.cast is not None:
@@ -178,16 +185,6 @@ def _flatten(value: Any) -> tuple[Any, pytree.TreeSpec, list[Any]]:
             return len(value), _LISTS[len(value)], value
     leaves, structure = pytree.tree_flatten(value)
     return structure, structure, leaves
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds its values in order: conjugates and imaginary parts of them may be lazy."""
-    return (
-        tensor.is_contiguous()
-        and tensor.device.type == "cpu"
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
