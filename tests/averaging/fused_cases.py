@@ -26,6 +26,7 @@ class Run:
     def __init__(self, make, fused, n=2, arena=False, dtype=torch.float64, **options):
         self.models = [model().to(dtype) for _ in range(n)]
         self.arenas = [Arena(m.parameters()) for m in self.models] if arena else [None] * n
+        self.grads = [a.layout.zeros().flats if a else [] for a in self.arenas]
         self.reference = Reference(self.tensors(0), n, **options)
         self.opts = [
             ElasticAveraging(
@@ -38,12 +39,20 @@ class Run:
     def tensors(self, i):
         return self.arenas[i].weights if self.arenas[i] else list(self.models[i].parameters())
 
-    def backward(self, i, without=()):
-        m, arena = self.models[i], self.arenas[i]
-        if arena:
-            arena.zero_grads()
-        else:
+    def zero_grad(self, i):
+        """In an arena's run the gradients are views of flat memory too."""
+        arena = self.arenas[i]
+        if not arena:
             self.opts[i].zero_grad()
+            return
+        for flat in self.grads[i]:
+            flat.zero_()
+        for p, view in zip(arena.parameters, arena.layout.tensors(self.grads[i]), strict=True):
+            p.grad = view
+
+    def backward(self, i, without=()):
+        m = self.models[i]
+        self.zero_grad(i)
         x = batch(i, self.t).to(next(m.parameters()).dtype)
         (m(x) - x[:, :2]).square().mean().backward()
         for n in without:

@@ -99,10 +99,7 @@ def test_grad_scaler(name, arena, staleness):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for t in range(4):
             for i, opt in enumerate(run.opts):
-                if arena:
-                    run.arenas[i].zero_grads()
-                else:
-                    opt.zero_grad()
+                run.zero_grad(i)
                 scaler.scale(loss_of(run.models[i], i, t)).backward()
                 if t == 0 or (t == 2 and i == 0):
                     next(run.models[i].parameters()).grad[0, 0] = torch.inf

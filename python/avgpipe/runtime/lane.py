@@ -97,7 +97,6 @@ class _Progress:
         default_factory=list
     )  # of micro-batches, and their factors
     loss: torch.Tensor | None = None  # of the whole batch; float64, known after the last backward
-    touched: list[bool] = field(default_factory=list)
     scale: torch.Tensor | None = None
 
 
@@ -324,35 +323,33 @@ class Lane:
         return any(step.kind == "F" for step in now.steps[now.cursor :])
 
     def _send_shared(self, now: _Progress, step: Step) -> None:
-        now.touched = self.replica.arena.collect_grads()
         grads = [p.grad for p in self.replica.arena.parameters]
         for other, mine in self._shared.items():
             # a copy: the sum is written over these before a neighbour in this process has read them
-            self._send("T", other, -1, [_copy(grads[p]) if now.touched[p] else None for p in mine])
+            self._send("T", other, -1, [_copy(grads[p]) for p in mine])
 
     def _sum_shared(self, now: _Progress, step: Step) -> None:
+        parameters = self.replica.arena.parameters
         parts: dict[int, dict[int, torch.Tensor | None]] = {}
         for p in {p for mine in self._shared.values() for p in mine}:
-            own = self.replica.arena.parameters[p].grad
-            parts[p] = {self.stage: _copy(own) if now.touched[p] else None}
+            parts[p] = {self.stage: parameters[p].grad}
         for key in step.needs:
             for p, grad in zip(self._shared[key.source], self._mailbox.take(key)):
                 parts[p][key.source] = grad
         for p, by_stage in parts.items():
             grads = [g for _, g in sorted(by_stage.items(), key=lambda item: item[0]) if g is not None]
-            now.touched[p] = bool(grads)
-            total = self.replica.arena.parameters[p].grad
-            if grads and total is not None:
-                total.copy_(grads[0])
+            if grads:
+                total = grads[0].clone()
                 for g in grads[1:]:
                     total.add_(g)
+                parameters[p].grad = total
 
     def _norm(self, now: _Progress, step: Step) -> None:
-        self._collect(now)
-        own = [p.grad for n, p in enumerate(self.replica.arena.parameters) if n not in self._foreign]
+        parameters = enumerate(self.replica.arena.parameters)
+        own = [p.grad for n, p in parameters if n not in self._foreign and p.grad is not None]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if own:
-            norms = torch.stack([n.double() for n in torch._foreach_norm(own)])  # type: ignore[arg-type]
+            norms = torch.stack([n.double() for n in torch._foreach_norm(own)])
             total = norms.square().sum()
         if not self._last:
             total = total + self._take(step)
@@ -364,7 +361,6 @@ class Lane:
             self._send("N", self.stage - 1, -1, total)
 
     def _update(self, now: _Progress, step: Step) -> None:
-        self._collect(now)
         if self._options.clip_grad_norm is not None:
             if not self._first:
                 now.scale = self._take(step)
@@ -372,11 +368,7 @@ class Lane:
             if not self._last:
                 self._send("C", self.stage + 1, -1, now.scale)
             self.replica.scale_grads(now.scale)
-        self.replica.step(now.touched)
-
-    def _collect(self, now: _Progress) -> None:
-        if not now.touched:
-            now.touched = self.replica.arena.collect_grads()
+        self.replica.step()
 
 
 _STEPS = {

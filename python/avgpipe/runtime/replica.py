@@ -50,10 +50,10 @@ class Replica:
 
     @property
     def bytes(self) -> int:
-        """Of weights, gradients and optimizer state."""
+        """Of weights, as many of gradients, and optimizer state."""
         state = self.optimizer.state.values() if self.optimizer is not None else ()
         tensors = [t for of in state for t in of.values() if isinstance(t, torch.Tensor)]
-        return sum(t.nbytes for t in (*self._arena.weights, *self._arena.grads, *tensors))
+        return sum(t.nbytes for t in (*self._arena.weights, *self._arena.weights, *tensors))
 
     @property
     def ready(self) -> bool:
@@ -69,22 +69,21 @@ class Replica:
         for grad in self.arena.grads:
             grad.mul_(factor.to(grad.device, grad.dtype))
 
-    def step(self, touched: list[bool]) -> None:
-        """One optimizer step, with its averaging, on the gradients in the arena; clears them.
+    def step(self) -> None:
+        """One optimizer step, with its averaging, on the gradients there are; drops them.
 
         With staleness 0 the last pipeline of a round does the work of all, in one pass over memory where that is
         possible; until then the replica is not ``settled``.
         """
         arena = self._arena
-        with arena.step_grads(touched):
-            if self.elastic is not None:
-                self.elastic.step_in_round(arena.zero_grads)
-            elif self.optimizer is not None:
-                self.optimizer.step()
+        if self.elastic is not None:
+            self.elastic.step_in_round(arena.drop_grads)
+        elif self.optimizer is not None:
+            self.optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         if self.elastic is None:
-            arena.zero_grads()
+            arena.drop_grads()
 
     @contextmanager
     def inference(self, reference: Reference | None) -> Iterator[None]:
