@@ -274,8 +274,8 @@ class Pipeline:
                 # All is only issued. Issue what the other batches can do, and see to the next one, before the host
                 # waits for the device to tell this one's loss.
                 scheduler.run_until(scheduler.stalled)
-                if prefetch:
-                    fetch()
+            if prefetch:
+                fetch()  # before the caller goes on, had there been time or not: see Prefetch
             losses = [lane.finish() for lane in lanes]
         self._in_hand.popleft()
         loss = losses[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,26 +12,34 @@ from avgpipe.runtime.streams import Handed
 
 Batch = tuple[Any, Any, Handed | None]
 
+_LEFT = 4  # iterators left with a batch ahead that are remembered, for they may be given again
+
 
 class Prefetch:
     """Pairs (inputs, targets) of the loaders that are opened one after another, with what ``copy`` made of each.
 
     Fetching happens in the scheduler's thread, when it would wait otherwise, so loaders need to know nothing of
     threads and their calls keep their order. What a loader raises comes out of :meth:`next`, where it would have
-    without.
+    without. A batch is always ahead when a result is handed out, had there been time to fetch it or not: what the
+    loader and the caller draw from one generator must not depend on timing.
     """
 
     def __init__(self, copy: Callable[[Any, Any], Handed | None]) -> None:
         self._copy = copy
         self._source: Iterator[Any] = iter(())
         self._ahead: list[Any] = []  # at most one: a batch, or what was raised instead
+        self._left: deque[tuple[Iterator[Any], list[Any]]] = deque(maxlen=_LEFT)
         self._ended = False
 
     def open(self, loader: Iterable[Any]) -> None:
         source = iter(loader)
         # An iterator that is given again goes on with the batch that was fetched from it already.
         if source is not self._source:
-            self._source, self._ahead = source, []
+            if self._ahead:
+                self._left.append((self._source, self._ahead))
+            ahead = next((ahead for left, ahead in self._left if left is source), [])
+            self._left = deque((item for item in self._left if item[0] is not source), _LEFT)
+            self._source, self._ahead = source, ahead
         self._ended = False
 
     def fetch(self, outside: Callable[[], AbstractContextManager[None]]) -> bool:
