@@ -1,0 +1,187 @@
+"""What waits for what when lanes have streams, told by streams that keep account; and the clock of a device."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from avgpipe import Pipeline, Plan
+from avgpipe.runtime import lane, streams, worker
+from avgpipe.runtime.links.local import LocalLink
+from avgpipe.runtime.replica import Replica
+from avgpipe.runtime.stage import Stage
+from tests.runtime.cases import adamw, language_model, token_batches
+from tests.runtime.fake_cuda import Event, FakeCuda
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setattr(streams, "cuda", fake)
+    monkeypatch.setattr(worker, "streams_of", streams.Streams)
+    monkeypatch.setattr(streams.Copies, "_copy", lambda self, leaf: leaf)
+    init = LocalLink.__init__
+
+    def with_streams(self, *arguments):
+        init(self, *arguments)
+        self._has_streams = True
+
+    monkeypatch.setattr(LocalLink, "__init__", with_streams)
+    return fake
+
+
+def train(plan, batches, **options):
+    with Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=adamw, **options) as p:
+        losses = [r.loss for r in p.train(batches)]
+        return losses, p.state_dict(), p.timeline()
+
+
+class Account:
+    """The steps of a run as they were issued: (what, stage, pipeline, operation, what its stream follows)."""
+
+    def __init__(self, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[tuple[str, int, int, tuple[str, int], Any]] = []
+        forward, step, backward = Stage.forward, Replica.step, lane._STEPS["B"]
+
+        def note(what: str, stage: int, pipeline: int) -> None:
+            stream = fake.current_stream()
+            self.rows.append((what, stage, pipeline, stream.operate(), dict(stream.clock)))
+
+        def noted_forward(stage, value, place):
+            note("F", stage.index, place.pipeline)
+            return forward(stage, value, place)
+
+        def noted_step(replica, *arguments):
+            note("U", replica.stage.index, replica.pipeline)
+            return step(replica, *arguments)
+
+        def noted_backward(lane_, now, step_):
+            note("begin of B", lane_.stage, lane_.pipeline)
+            backward(lane_, now, step_)
+            note("B", lane_.stage, lane_.pipeline)
+
+        monkeypatch.setattr(Stage, "forward", noted_forward)
+        monkeypatch.setattr(Replica, "step", noted_step)
+        monkeypatch.setitem(lane._STEPS, "B", noted_backward)
+
+    def of(self, what: str, stage: int, pipeline: int | None = None):
+        return [
+            row for row in self.rows if row[:2] == (what, stage) and (pipeline is None or row[2] == pipeline)
+        ]
+
+
+def follows(later, earlier) -> bool:
+    name, number = earlier[3]
+    return later[4].get(name, 0) >= number
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_on_streams_is_the_run_without(fake, staleness, monkeypatch):
+    plan = Plan(stages=3, pipelines=2, micro_batches=3, staleness=staleness)
+    batches = token_batches(7, 8, last=5)
+    losses, state, timeline = train(plan, batches, clip_grad_norm=0.5)
+    monkeypatch.undo()
+    plain_losses, plain_state, plain_timeline = train(plan, batches, clip_grad_norm=0.5)
+    assert losses == plain_losses
+    assert all(torch.equal(value, plain_state[name]) for name, value in state.items())
+
+    def computed(t):
+        return sorted(
+            (e.stage, e.pipeline, e.batch, e.kind, -1 if e.micro_batch is None else e.micro_batch)
+            for e in t.events
+            if e.kind in "FBU"
+        )
+
+    assert computed(timeline) == computed(plain_timeline)
+
+
+def test_every_stage_has_a_stream_for_each_pipeline(fake, monkeypatch):
+    account = Account(fake, monkeypatch)
+    train(Plan(stages=3, pipelines=2, micro_batches=2), token_batches(4, 8))
+    names = {(row[1], row[2]): row[3][0] for row in account.rows}
+    assert len(set(names.values())) == 6
+    assert all(row[3][0] == names[row[1], row[2]] for row in account.rows)
+
+
+def test_messages_order_neighbouring_stages(fake, monkeypatch):
+    account = Account(fake, monkeypatch)
+    train(Plan(stages=2, pipelines=2, micro_batches=3), token_batches(6, 9))
+    for i in range(2):
+        for before, after, source in [("F", "F", 0), ("begin of B", "B", 1)]:
+            sources, readers = account.of(before, source, i), account.of(after, 1 - source, i)
+            assert len(sources) == len(readers) == 9
+            assert all(follows(reader, source) for reader, source in zip(readers, sources))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, "asynchronous"])
+def test_updates_of_a_stage_are_one_chain(fake, monkeypatch, staleness):
+    account = Account(fake, monkeypatch)
+    train(Plan(stages=2, pipelines=3, micro_batches=2, staleness=staleness), token_batches(9, 8))
+    for k in range(2):
+        updates = account.of("U", k)
+        assert len(updates) == 9
+        assert all(follows(later, earlier) for earlier, later in pairwise(updates))
+
+
+def test_weights_that_another_lane_moves_are_waited_for(fake, monkeypatch):
+    account = Account(fake, monkeypatch)
+    train(Plan(stages=1, pipelines=2, micro_batches=2, staleness=0), token_batches(6, 8))
+    rounds = [account.of("U", 0)[n : n + 2] for n in range(0, 6, 2)]
+    for i in range(2):
+        for n, forward in enumerate(account.of("F", 0, i)[2:]):
+            assert all(follows(forward, update) for update in rounds[n // 2])
+
+
+def test_streaming_lanes_do_not_wait_for_each_others_updates(fake, monkeypatch):
+    account = Account(fake, monkeypatch)
+    monkeypatch.setattr(
+        streams.LaneStream, "end", lambda self: None
+    )  # the host, reading a loss, waits for more
+    train(Plan(stages=1, pipelines=2, micro_batches=2, staleness=1), token_batches(4, 8))
+    forwards, updates = account.of("F", 0, 0), account.of("U", 0, 1)
+    second_batch = forwards[2]
+    assert not follows(second_batch, updates[0])  # of the other lane, which was issued before it
+    assert account.rows.index(updates[0]) < account.rows.index(second_batch)
+
+
+def test_the_host_issues_all_it_can_before_it_reads_a_loss(fake, monkeypatch):
+    account = Account(fake, monkeypatch)
+    batches = iter(token_batches(4, 8))
+    plan = Plan(stages=2, pipelines=2, micro_batches=2)
+    with Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=adamw) as p:
+        next(p.train(batches))
+        assert len(account.of("B", 0, 0)) == len(account.of("B", 0, 1)) == 2
+        assert sum(1 for _ in batches) == 1  # the third is there already
+
+
+def test_the_clock_reads_spans_in_the_host_s_time_and_reuses_events(fake, monkeypatch):
+    monkeypatch.setattr(streams, "_UNREAD", 4)
+    monkeypatch.setattr(streams, "_REBASE_MS", 5.0)
+    made: list[Event] = []
+    monkeypatch.setattr(
+        FakeCuda, "Event", staticmethod(lambda **kw: made.append(Event(**kw)) or made[-1]), raising=True
+    )
+    clock, stream = streams.DeviceClock(CPU), fake.current_stream()
+    begin = clock._base.at
+    ends = []
+    for n in range(40):
+        start = clock.mark(stream)
+        start.at = begin + n * 1e-3
+        end = clock.mark(stream)
+        end.at = begin + n * 1e-3 + 5e-4
+        ends.append(end.at)
+        clock.note((0, 0, n, 0, "F"), start, end)
+    rows = clock.rows()
+    assert [row[2] for row in rows] == list(range(40))
+    offset = rows[0][5] - begin
+    assert abs(offset) < 0.05
+    for n, row in enumerate(rows):
+        assert row[5] - offset == pytest.approx(begin + n * 1e-3, abs=1e-6)
+        assert row[6] - offset == pytest.approx(ends[n], abs=1e-6)
+    assert len(made) < 40
