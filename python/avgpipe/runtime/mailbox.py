@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from avgpipe.runtime.message import Key
@@ -42,6 +42,7 @@ class Mailbox:
         self._spin_s = _SPIN_S if neighbours <= _processors() else 0.0
         self._seen = -1
         self._failure: BaseException | None = None
+        self._lost: dict[int, BaseException] = {}  # stages from which nothing more comes
 
     def put(self, key: Key, value: Any) -> None:
         """Deliver from the scheduler's own thread."""
@@ -52,9 +53,14 @@ class Mailbox:
         self.messages[key] = value
         self.bell.ring()
 
-    def fail(self, failure: BaseException) -> None:
-        """Make every later wait for what has not arrived raise ``failure`` (the first one stays)."""
-        if self._failure is None:
+    def fail(self, failure: BaseException, source: int | None = None) -> None:
+        """Make every later wait for what has not arrived raise ``failure`` (the first one stays).
+
+        With ``source``, only waits for messages of that stage: its worker may have left because it was done.
+        """
+        if source is not None:
+            self._lost.setdefault(source, failure)
+        elif self._failure is None:
             self._failure = failure
         self.bell.ring()
 
@@ -73,19 +79,31 @@ class Mailbox:
             for source in self.sources:
                 source()
 
-    def raise_failure(self) -> None:
+    def raise_failure(self, awaited: Callable[[], Iterable[Key]] = tuple) -> None:
         if self._failure is not None:
             raise self._failure
+        if self._lost:
+            for key in awaited():
+                if key.source in self._lost:
+                    raise self._lost[key.source]
 
-    def wait_until(self, arrived: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for ``arrived()`` to come true, asked whenever the bell rings; False after ``timeout_s``."""
+    def wait_until(
+        self,
+        arrived: Callable[[], bool],
+        timeout_s: float,
+        awaited: Callable[[], Iterable[Key]] = tuple,
+    ) -> bool:
+        """Wait for ``arrived()`` to come true, asked whenever the bell rings; False after ``timeout_s``.
+
+        ``awaited()``: messages without which it never will.
+        """
         deadline = time.monotonic() + timeout_s
         spin_s = self._spin_s
         while True:
             self.collect()
             if arrived():
                 return True
-            self.raise_failure()  # after the look: a peer that has sent everything may end
+            self.raise_failure(awaited)  # after the look: a peer that has sent everything may end
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False

@@ -21,6 +21,7 @@ from avgpipe.runtime.world import World
 
 _KEPT_EVENTS = 40_000
 _SHOWN = {"F": "F", "B": "B", "U": "U", "T": "send", "S": "host", "N": "host"}  # a lane's steps in a Timeline
+_SEEN = 4  # ranks that an error says more of
 _SHORTEST_HOST_S = 20e-6  # less between two steps is the scheduler itself
 
 
@@ -120,7 +121,11 @@ class Scheduler:
         oldest = min(waiting, key=lambda lane: lane.batch or 0, default=None)
         assert oldest is not None, "the scheduler was asked to wait while no lane has work"
         start = time.perf_counter()
-        self.wait_for(oldest.missing(), lambda: any(lane.ready() for lane in waiting))
+        self.wait_for(
+            oldest.missing(),
+            lambda: any(lane.ready() for lane in waiting),
+            lambda: [key for lane in waiting for key in lane.missing()],
+        )
         lane = self._most_urgent()
         assert lane is not None
         step = lane.step
@@ -132,38 +137,48 @@ class Scheduler:
             )
         )
 
-    def wait_for(self, keys: Sequence[Key], arrived: Callable[[], bool] | None = None) -> None:
-        """Wait until ``arrived`` (default: all ``keys`` are there); ``keys`` name what is awaited in errors."""
+    def wait_for(
+        self,
+        keys: Sequence[Key],
+        arrived: Callable[[], bool] | None = None,
+        awaited: Callable[[], Sequence[Key]] | None = None,
+    ) -> None:
+        """Wait until ``arrived`` (default: all ``keys`` are there); ``keys`` name what is awaited in errors.
+
+        ``awaited()``: all messages that are (default: those of ``keys`` that are not there).
+        """
+        if awaited is None:
+            awaited = lambda: [k for k in keys if k not in self._mailbox]  # noqa: E731
         if arrived is None:
-            arrived = lambda: all(k in self._mailbox for k in keys)  # noqa: E731
+            arrived = lambda: not awaited()  # noqa: E731
         self._lane = None
         self._rest(f"waiting for {_awaited(keys)}")
         try:
-            if self._mailbox.wait_until(arrived, self._world.timeout_s):
+            if self._mailbox.wait_until(arrived, self._world.timeout_s, awaited):
                 return
-        except PeerLost:
-            raise self._final_loss() from None
+        except PeerLost as loss:
+            raise self._final_loss(loss) from None
         raise PipelineTimeout(self._describe(keys))
 
-    def _final_loss(self) -> PeerLost:
+    def _final_loss(self, loss: PeerLost) -> PeerLost:
         """The first connection to break may belong to a rank that itself only follows: prefer the first report."""
         deadline = time.monotonic() + 1.0
         while (failure := self._world.reported()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
         if failure is not None:
             return PeerLost(f"rank {self._world.rank} stops because of {failure}")
-        try:
-            self._mailbox.raise_failure()
-        except PeerLost as loss:
-            return loss
-        raise AssertionError("unreachable")
+        return loss
 
     def _describe(self, keys: Sequence[Key]) -> str:
         head = f"rank {self._world.rank} waited {self._world.timeout_s:g} s for {_awaited(keys)}"
         if not keys:
             return head
         rank = keys[0].source if self._world.size > 1 else self._world.rank
-        return f"{head}; {self._world.told(rank)}. Raise timeout_s if stages are that slow"
+        seen = [self._world.told(rank)]
+        # That rank may wait too, for another one: where the chain ends, something else is done, or hangs.
+        others = [r for r in range(self._world.size) if r not in (rank, self._world.rank)]
+        seen += [text for text in map(self._world.told, others) if "waiting for" not in text][:_SEEN]
+        return f"{head}; {'; '.join(seen)}. Raise timeout_s if stages are that slow"
 
     def _rest(self, doing: str) -> None:
         self._doing = doing, time.monotonic()

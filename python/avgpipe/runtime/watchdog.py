@@ -62,8 +62,8 @@ class Watchdog:
                 self._mailbox.fail(PeerLost(f"rank {self._world.rank} stops because of {failure}"))
 
     def _lost(self, rank: int) -> None:
-        """Only who still waits for something hears of it."""
-        self._mailbox.fail(self._world.lost(rank, rank, "watching its process"))
+        """Only who still waits for something from that rank hears of it."""
+        self._mailbox.fail(self._world.lost(rank, rank, "watching its process"), rank)
 
     def close(self) -> None:
         os.write(self._wake_write, b"x")

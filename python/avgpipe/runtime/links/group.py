@@ -114,7 +114,7 @@ class GroupLink:
 
     def broken(self, doing: str, error: Exception) -> None:
         if not self.closing:
-            self._mailbox.fail(self._lost(f"{doing}: {transport_reason(error)}"))
+            self._mailbox.fail(self._lost(f"{doing}: {transport_reason(error)}"), self.rank)
 
     def close(self) -> None:
         """End the threads: one that is inside the transport when the interpreter ends would abort the process."""

@@ -142,5 +142,5 @@ class _Intake(Mailbox):
         self.arrived.append((key, value))
         self._mailbox.bell.ring()
 
-    def fail(self, failure: BaseException) -> None:
-        self._mailbox.fail(failure)
+    def fail(self, failure: BaseException, source: int | None = None) -> None:
+        self._mailbox.fail(failure, source)
