@@ -205,6 +205,8 @@ class Sender(_Owner):
         """`bell` is the receiver's; `keep`: whatever must live as long as this object."""
         self._bell, self._keep = bell, keep
         self._handle = _sender_create(_aligned(ring_address, "a ring"), bell._address)
+        self._sent = ctypes.c_uint64.from_address(ring_address)
+        self._taken = ctypes.c_uint64.from_address(ring_address + LINE_BYTES)
 
     def reserve(self, bytes: int) -> int:
         """The address of a slot of at least `bytes`, a multiple of 64; what was reserved before is given up.
@@ -237,6 +239,10 @@ class Sender(_Owner):
             raise BufferError("the queue is full: the receiver takes no messages; try again later")
         if status:
             raise ValueError(f"{bytes} bytes to publish: reserve a slot of that many first")
+
+    def waiting(self) -> int:
+        """How many messages the receiver has not taken. It cannot take them any more once this process has ended."""
+        return int(self._sent.value - self._taken.value)
 
     def slots(self) -> tuple[int, int]:
         """How many slots exist, and their bytes in all."""

@@ -484,3 +484,13 @@ def test_copy_copies(size):
     ring.copy(destination.data_ptr(), source.data_ptr(), size)
     assert torch.equal(destination[:size], source)
     assert destination[size] == 0
+
+
+def test_a_sender_knows_how_many_messages_were_not_taken():
+    own = loop()
+    assert own.sender.waiting() == 0
+    own.send(pattern(0, 3))
+    own.send(pattern(1, 70_000))
+    assert own.sender.waiting() == 2
+    own.take()
+    assert own.sender.waiting() == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -337,3 +338,27 @@ def test_receivers_expect_exactly_what_senders_send(K: int, N: int, clipping: bo
         assert all(c.stage == k for c in mine)
         assert mine == channels_into(k, K, N, sorted(shared.get(k, ()), reverse=True), clipping)
     assert set(NAMES) == set(KINDS)
+
+
+def test_closing_waits_until_the_peer_has_taken_what_was_sent_last() -> None:
+    """Else its memory would end before a slower peer has looked into it."""
+    with ends("shm") as pair:
+        key = pair.send(torch.arange(5.0))
+        closing = threading.Thread(target=pair.links[key.source].close)
+        closing.start()
+        closing.join(0.05)
+        assert closing.is_alive()
+        assert torch.equal(pair.receive(key), torch.arange(5.0))
+        closing.join(20)
+        assert not closing.is_alive()
+        pair.links.pop(key.source)
+
+
+def test_closing_does_not_wait_for_what_the_peer_has_dropped() -> None:
+    with ends("shm") as pair:
+        pair.send(torch.arange(5.0))
+        pair.links[1].close()  # discards it
+        begin = time.monotonic()
+        pair.links[0].close()
+        assert time.monotonic() - begin < 5
+        pair.links.clear()

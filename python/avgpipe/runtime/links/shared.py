@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import select
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +23,8 @@ from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy, supported
 
+_PATIENCE_S = 10.0  # how long closing waits for the peer to take what was sent last
+_POLL_S = 1e-3
 _TOKEN_BYTES = 64  # at the beginning of an inbox: shows whoever opens it that it is the right memory
 
 
@@ -86,6 +90,7 @@ class SharedLink:
         wire_dtype: torch.dtype | None,
     ) -> None:
         self._outbox, self._mailbox, self._wire_dtype = outbox, mailbox, wire_dtype
+        self._peer = peer
         self._outgoing: dict[Channel, tuple[Sender, Encoder]] = {}
         self._incoming = [
             (
@@ -126,5 +131,31 @@ class SharedLink:
                 self._mailbox.put(Key(*channel, batch, micro_batch), value)
 
     def close(self) -> None:
-        self._outgoing.clear()
+        """A message that is not taken yet ends with its sender, so a living peer may take what was sent last."""
         self._mailbox.sources.remove(self._collect)
+        self._discard()  # so that a peer which closes too waits for nothing
+        deadline = time.monotonic() + _PATIENCE_S
+        while any(sender.waiting() for sender, _ in self._outgoing.values()):
+            if time.monotonic() > deadline or not _is_alive(self._peer):
+                break
+            time.sleep(_POLL_S)
+        self._outgoing.clear()
+
+    def _discard(self) -> None:
+        for _, receiver, _ in self._incoming:
+            try:
+                while receiver.take() is not None:
+                    pass
+            except (OSError, RuntimeError):
+                pass  # the peer has gone, and its messages with it
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        file = os.pidfd_open(process)
+    except OSError:
+        return False
+    try:
+        return not select.select([file], [], [], 0)[0]  # readable once it has ended, also before it is buried
+    finally:
+        os.close(file)
