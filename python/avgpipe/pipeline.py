@@ -87,6 +87,9 @@ class Pipeline:
         activations and gradients; None sends them as they are.
     memory_limit_bytes: of a worker, for the weights of all pipelines and the activations in flight; what
         ``advance="auto"`` must keep to.
+    cuda_graphs: on CUDA, launch a stage's forward, or backward, of a micro-batch as one. For stages whose layers launch
+        the same kernels every time: no random numbers, no waiting for the device, nothing carried from batch to batch.
+        What has another shape than the first batch, as a short last one, runs without.
     loss_weight(target): what a micro-batch weighs in its batch's mean loss; default: its samples, or the
         elements that cross entropy counts.
     Raises ValueError for a plan that the model or the ranks do not fit; failures of a run are ``PipelineError``.
@@ -108,6 +111,7 @@ class Pipeline:
         loss_weight: Callable[[Any], Any] | None = None,
         link: str = "auto",
         wire_dtype: torch.dtype | None = None,
+        cuda_graphs: bool = False,
         memory_limit_bytes: int | None = None,
     ) -> None:
         if timeout_s <= 0:
@@ -125,6 +129,10 @@ class Pipeline:
             raise ValueError(
                 f"link {link!r} needs CUDA, not device {str(self._device)!r}: use 'auto', 'shm' or 'gloo'"
             )
+        if cuda_graphs and self._device.type != "cuda":
+            raise ValueError(f"cuda_graphs=True needs CUDA, not device {str(self._device)!r}: leave it out")
+        if cuda_graphs and plan.recompute != "never":
+            raise ValueError(f"cuda_graphs=True cannot recompute={plan.recompute!r}: use one of the two")
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(self._device)
@@ -139,7 +147,7 @@ class Pipeline:
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
         self.world.require_same("initial value of shared parameters", json.dumps(self._model.shared_values()))
-        options = TrainingOptions(loss_fn, clip_grad_norm, autocast, plan.recompute, plan.stages)
+        options = TrainingOptions(loss_fn, clip_grad_norm, autocast, plan.recompute, plan.stages, cuda_graphs)
         self._worker = Worker(
             *(self._model, plan, self.world, self._device, seed, options, optimizer, lr_scheduler),
             *(link, wire_dtype),

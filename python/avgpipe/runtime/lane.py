@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from avgpipe.errors import StageError
 from avgpipe.runtime.batch import LossFn, LossWeights, to_device
 from avgpipe.runtime.context import Position
+from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.links.channel import Link
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.memory import SavedBytes
@@ -40,6 +41,7 @@ class TrainingOptions:
     autocast: torch.dtype | None
     recompute: str
     stages: int
+    cuda_graphs: bool = False
 
 
 @dataclass
@@ -119,6 +121,7 @@ class Lane:
         self._mailbox, self._messages, self._links = mailbox, mailbox.messages, links
         self.pipeline, self.stage = replica.pipeline, replica.stage.index
         self._device = replica.stage.device
+        self._layers = StageGraphs(replica.stage) if options.cuda_graphs else replica.stage.forward
         self._shared = shared
         self._foreign = {p for other, mine in shared.items() if other < self.stage for p in mine}
         self._first, self._last = self.stage == 0, self.stage == options.stages - 1
@@ -249,9 +252,9 @@ class Lane:
             self._send("F", self.stage + 1, m, output)
 
     def _run(self, now: _Progress, m: int, value: Any) -> Any:
-        stage = self.replica.stage
         place = Position(self.pipeline, now.work.batch, m)
-        output = stage.recomputed(value, place) if self._recomputes(now, m) else stage.forward(value, place)
+        run = self.replica.stage.recomputed if self._recomputes(now, m) else self._layers
+        output = run(value, place)
         return self._loss(now, m, output) if self._last else output
 
     def _measured_run(self, now: _Progress, m: int, value: Any) -> Any:
