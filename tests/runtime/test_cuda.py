@@ -1,0 +1,254 @@
+"""Pipelines on a CUDA device: lanes on streams of their own, graphs, links between processes that share the device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from avgpipe import Pipeline, Plan
+from avgpipe.runtime import streams
+from avgpipe.runtime.streams import LaneStream
+from tests.ranks import run_ranks
+from tests.runtime.cases import (
+    adamw,
+    assert_same_state,
+    language_model,
+    token_batches,
+    train_on_one_device,
+    unequal,
+)
+
+LOSS = nn.CrossEntropyLoss()
+BOUND = 1e-9  # float64; the two devices add in different orders
+
+
+@pytest.fixture(autouse=True)
+def _gpu() -> None:
+    if torch.cuda.is_available():
+        return
+    if os.environ.get("AVGPIPE_REQUIRE_CUDA") == "1":
+        pytest.fail("AVGPIPE_REQUIRE_CUDA=1, but torch sees no CUDA device")
+    pytest.skip("no CUDA device, or a CPU build of torch")
+
+
+def train(plan: Plan, batches: list[Any], device: str, model: nn.Module | None = None, **options: Any) -> Any:
+    """Losses, final weights on the CPU, evaluation loss, and the timeline."""
+    with Pipeline(
+        model or language_model(), plan, loss_fn=LOSS, optimizer=adamw, device=device, **options
+    ) as p:
+        losses = [r.loss for r in p.train(batches)]
+        state = {name: value.cpu() for name, value in p.state_dict().items()}
+        return losses, state, p.evaluate(batches).loss, p.timeline()
+
+
+def check(ours: Any, theirs: Any) -> None:
+    assert unequal(ours[0], theirs[0]) < BOUND
+    assert_same_state(ours[1], theirs[1], BOUND)
+    assert abs(ours[2] - theirs[2]) < BOUND
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is held up on the device, on one lane longer than on the next: a missing wait reads old memory."""
+    step = LaneStream.step
+    count = 0
+
+    def slow(self: LaneStream, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(200_000 * (1 + count % 7))
+        return step(self, *arguments)
+
+    monkeypatch.setattr(LaneStream, "step", slow)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_one_pipeline_trains_as_one_device_does(clip: float | None) -> None:
+    batches = token_batches(6, 8, last=5)
+    ours = train(Plan(stages=3, micro_batches=3), batches, "cuda", clip_grad_norm=clip)
+    losses, state = train_on_one_device(language_model(), batches, LOSS, adamw, clip=clip)
+    assert unequal(ours[0], losses) < BOUND
+    assert_same_state(ours[1], state, BOUND)
+
+
+@pytest.mark.parametrize("N", [2, 3])
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.usefixtures("late")
+def test_pipelines_on_streams_train_as_on_the_cpu(N: int, staleness: int, clip: float | None) -> None:
+    plan = Plan(stages=3, pipelines=N, micro_batches=3, staleness=staleness)
+    batches = token_batches(4 * N, 8, last=5)
+    check(*(train(plan, batches, device, clip_grad_norm=clip) for device in ("cuda", "cpu")))
+
+
+@pytest.mark.usefixtures("late")
+def test_recomputation_and_autocast_run_on_streams() -> None:
+    batches = token_batches(6, 8)
+    plans = [Plan(stages=2, pipelines=2, micro_batches=2, recompute=how) for how in ("never", "always")]
+    kept, recomputed = (train(plan, batches, "cuda", language_model(dropout=0.3)) for plan in plans)
+    assert unequal(kept[0], recomputed[0]) < BOUND
+    losses = train(plans[0], batches, "cuda", autocast=torch.bfloat16)[0]
+    assert losses[-1] < losses[0]
+
+
+def test_a_run_repeats_bit_for_bit() -> None:
+    plan = Plan(stages=3, pipelines=2, micro_batches=2)
+    batches = token_batches(8, 8)
+    one, two = (train(plan, batches, "cuda", language_model(dropout=0.3)) for _ in range(2))
+    assert one[0] == two[0]
+    assert all(torch.equal(value, two[1][name]) for name, value in one[1].items())
+
+
+def test_memory_is_given_back_between_batches() -> None:
+    plan = Plan(stages=2, pipelines=2, micro_batches=2)
+    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, device="cuda") as p:
+        list(p.train(token_batches(6, 64)))
+        before = torch.cuda.memory_allocated()
+        list(p.train(token_batches(40, 64)))
+        assert torch.cuda.memory_allocated() <= 1.1 * before + (1 << 20)
+
+
+def test_the_timeline_tells_when_the_device_worked() -> None:
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)))
+    batches = [(torch.randn(256, 2048), torch.randint(2048, (256,))) for _ in range(4)]
+    plan = Plan(stages=2, pipelines=2, micro_batches=2)
+    timeline = train(plan, batches, "cuda", model)[3]
+    forwards = [e for e in timeline.events if e.kind == "F"]
+    assert len(forwards) == 4 * 2 * 2
+    for first in (e for e in forwards if e.stage == 0):
+        (second,) = (
+            e
+            for e in forwards
+            if e.stage == 1 and (e.batch, e.micro_batch) == (first.batch, first.micro_batch)
+        )
+        assert second.start_s >= first.end_s - 1e-4
+
+
+def test_waiting_for_no_loss_means_waiting_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issuing a batch does not wait for the device."""
+    batches = token_batches(8, 8)
+    plan = Plan(stages=2, pipelines=2, micro_batches=2)
+    with Pipeline(
+        language_model(), plan, loss_fn=LOSS, optimizer=adamw, device="cuda", clip_grad_norm=1.0
+    ) as p:
+        list(p.train(batches))  # lazy initialisation and lasting memory
+        step = LaneStream.step
+
+        def strict(self: LaneStream, *arguments: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            return step(self, *arguments)
+
+        monkeypatch.setattr(LaneStream, "step", strict)
+        end = LaneStream.end
+
+        def lenient(self: LaneStream) -> None:
+            torch.cuda.set_sync_debug_mode("default")
+            end(self)
+
+        monkeypatch.setattr(LaneStream, "end", lenient)
+        try:
+            p.step(*token_batches(1, 16)[0])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("N", [1, 2])
+@pytest.mark.usefixtures("late")
+def test_graphs_train_as_without(N: int) -> None:
+    plan = Plan(stages=3, pipelines=N, micro_batches=3)
+    batches = token_batches(4 * N, 9, last=7)
+    check(*(train(plan, batches, "cuda", cuda_graphs=graphs) for graphs in (True, False)))
+
+
+def test_a_model_that_draws_random_numbers_has_no_graphs() -> None:
+    with pytest.raises(ValueError, match="draws random numbers"):
+        train(Plan(stages=2), token_batches(1, 8), "cuda", language_model(dropout=0.3), cuda_graphs=True)
+
+
+# ---- links between processes ---------------------------------------------------------------------------------
+
+
+def join() -> None:
+    """The tests' own barrier goes over the default group: NCCL's takes one GPU for each process."""
+    dist.init_process_group("gloo")
+
+
+def over(link: str, N: int, device: str = "cuda", batches: int = 8) -> Any:
+    join()
+    plan = Plan(stages=3, pipelines=N, micro_batches=3)
+    losses, state, evaluated, _ = train(plan, token_batches(batches, 8, last=5), device, link=link)
+    return losses, state, evaluated
+
+
+@pytest.mark.parametrize("N", [1, 2])
+@pytest.mark.parametrize("link", ["auto", "cuda-ipc", "shm", "gloo"])
+def test_processes_that_share_a_device_train_as_one(link: str, N: int) -> None:
+    alone = train(Plan(stages=3, pipelines=N, micro_batches=3), token_batches(8, 8, last=5), "cpu")
+    for rank in run_ranks(3, "tests.runtime.test_cuda:over", link=link, N=N):
+        check(rank, alone)
+
+
+def named() -> list[str]:
+    join()
+    with Pipeline(language_model(), Plan(stages=2), loss_fn=LOSS, optimizer=adamw, device="cuda") as p:
+        return sorted({link.name for link in p._worker.links.values()})
+
+
+def test_processes_that_share_a_device_use_its_memory() -> None:
+    assert all("cuda-ipc" in names for names in run_ranks(2, "tests.runtime.test_cuda:named"))
+
+
+def held_up() -> Any:
+    """The receiver's lane starts late, and the sender's copies too."""
+    step = LaneStream.step
+
+    def slow(self: LaneStream, *arguments: Any) -> Any:
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(2_000_000)
+        return step(self, *arguments)
+
+    LaneStream.step = slow  # type: ignore[method-assign]
+    return over("cuda-ipc", 2)
+
+
+def test_slots_are_neither_read_too_early_nor_written() -> None:
+    alone = train(Plan(stages=3, pipelines=2, micro_batches=3), token_batches(8, 8, last=5), "cpu")
+    for rank in run_ranks(3, "tests.runtime.test_cuda:held_up"):
+        check(rank, alone)
+
+
+def on_a_gpu_each(N: int) -> Any:
+    return over("nccl", N, f"cuda:{os.environ['LOCAL_RANK']}")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs a GPU for each of three workers")
+@pytest.mark.parametrize("N", [1, 2])
+def test_processes_with_a_gpu_each_train_as_one(N: int) -> None:
+    alone = train(Plan(stages=3, pipelines=N, micro_batches=3), token_batches(8, 8, last=5), "cpu")
+    for rank in run_ranks(3, "tests.runtime.test_cuda:on_a_gpu_each", N=N):
+        check(rank, alone)
+
+
+# ---- copies of batches -----------------------------------------------------------------------------------------
+
+
+def test_batches_are_copied_ahead_on_a_stream_of_their_own() -> None:
+    copies = streams.Copies(torch.device("cuda"))
+    busy = torch.cuda.Stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(500_000_000)
+    x = torch.randn(1000, 100)
+    with torch.cuda.stream(busy):
+        copied = copies.start({"x": x, "n": 3})
+    copies._stream.synchronize()
+    assert not busy.query()
+    assert torch.equal(copied.received()["x"].cpu(), x)
