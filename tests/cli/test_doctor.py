@@ -23,6 +23,9 @@ def test_json_has_versions_build_machine_and_links():
     assert answer["machine"]["cores"] >= 1
     assert answer["machine"]["memory_bytes"] > 2**28
     assert answer["links"]["same process"] == "local"
+    assert answer["links"]["other host"] == "torch.distributed, gloo"
+    if sys.platform.startswith("linux"):
+        assert answer["links"]["other process of this host"] == "shared memory"
     assert len(answer["cuda"]["devices"]) == torch.cuda.device_count()
 
 
@@ -46,3 +49,13 @@ def test_without_the_native_operators_it_says_how_to_build_them(monkeypatch):
     answer = strict(result.stdout)
     assert answer["usable"] is False
     assert any("native operators" in item["what"] for item in answer["missing"])
+
+
+def test_missing_shared_memory_comes_with_a_reason_and_a_remedy(monkeypatch):
+    monkeypatch.setattr("avgpipe.cli.shared_memory.try_shared_memory", lambda: "no such file")
+    answer = strict(invoke("doctor", "--json").stdout)
+    assert answer["links"]["other process of this host"] == "torch.distributed, gloo"
+    assert answer["usable"] is True
+    lacking = next(item for item in answer["missing"] if "shared memory" in item["what"])
+    assert "no such file" in lacking["what"]
+    assert "/proc" in lacking["do"]

@@ -124,7 +124,11 @@ def test_the_links_are_those_of_the_runtime():
 
 @pytest.mark.parametrize(
     ("asked", "named"),
-    [({"link": "smh"}, "unknown link 'smh': .*shm"), ({"wire_dtype": "int8"}, "unknown wire-dtype 'int8'")],
+    [
+        ({"link": "smh"}, "unknown link 'smh': .*shm"),
+        ({"wire_dtype": "int8"}, "unknown wire-dtype 'int8'"),
+        ({"link": "nccl"}, "--link nccl joins CUDA devices: add --device cuda"),
+    ],
 )
 def test_unknown_links_and_wires_are_refused(asked, named):
     with pytest.raises(ValueError, match=named):

@@ -111,16 +111,36 @@ def _cuda(found: Findings, built: dict[str, Any]) -> None:
 
 def _links(found: Findings) -> None:
     """Which link carries tensors between stages, by where the two ends are."""
+    import torch
     import torch.distributed as dist
 
+    from avgpipe.cli.shared_memory import try_shared_memory
+
     gloo = dist.is_available() and dist.is_gloo_available()
+    between_hosts = "torch.distributed, gloo" if gloo else None
+    problem = try_shared_memory() if "native" in found.facts else "the native operators are missing"
+    on_host = "shared memory" if problem is None else between_hosts
+    devices = torch.cuda.device_count()
+    nccl = dist.is_available() and dist.is_nccl_available()
     found.facts["links"] = {
         "same process": "local",
-        "other process": "torch.distributed, gloo" if gloo else None,
+        "other process of this host": on_host,
+        "other host": between_hosts,
+        "other process, same CUDA device": ("CUDA IPC" if problem is None else on_host) if devices else None,
+        "a CUDA device for each process": ("NCCL" if nccl else on_host) if devices else None,
+        "waits": f"spin briefly, then sleep, while this host has at most {cores()} workers; else they sleep at once",
         "launcher": "torch.distributed" if dist.is_available() else None,
     }
     if not gloo:
         found.lacks("torch.distributed with gloo", "only --stages 1 works; install a torch build that has it")
+    if problem is not None and "native" in found.facts:
+        found.lacks(
+            f"shared memory between processes ({problem})",
+            "workers of one host use gloo, which is slower; let them see each other in /proc (one space of process "
+            "numbers, one user, no hidepid), and allow memfd_create",
+        )
+    if cores() == 1:
+        found.lacks("a second core", "workers of this host take turns; --stages 1 is as fast")
 
 
 def _memory_bytes() -> int | None:

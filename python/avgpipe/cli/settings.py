@@ -20,7 +20,8 @@ from avgpipe.systems import SYSTEMS
 from avgpipe.workloads import check_workload
 
 PLAN_OPTIONS = tuple(f.name for f in fields(Plan))
-LINKS = ("auto", "shm", "gloo")  # the runtime's, which needs torch
+LINKS = ("auto", "shm", "gloo", "cuda-ipc", "nccl")  # the runtime's, which needs torch
+_ON_CUDA = ("cuda-ipc", "nccl")
 WIRE_DTYPES = ("none", "bfloat16", "float16")
 DEFAULT_STAGES, DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 2, 4
 RUN_FILE = "run.json"
@@ -84,6 +85,7 @@ def resolve(workload: str, asked: dict[str, Any], plan_file: str | None = None) 
     known = {f.name for f in fields(TrainSettings)}
     stored = _stored(Path(given["out"]), workload) if given.get("resume") else {}
     values = {n: v for n, v in {**stored, **given}.items() if n in known and n != "plan"}
+    _check_link(values.get("link"), values.get("device"))
     values.setdefault("out", f"runs/{workload}-{time.strftime('%Y%m%d-%H%M%S')}")
     if values.get("data") is not None:
         values["data"] = str(Path(values["data"]).absolute())  # the run may be resumed from another folder
@@ -150,6 +152,11 @@ def _check_values(given: dict[str, Any]) -> None:
         value = given.get(name)
         if value is not None and value not in choices:
             raise ValueError(f"unknown {name.replace('_', '-')} {value!r}: {nearest(value, choices)}")
+
+
+def _check_link(link: str | None, device: str | None) -> None:
+    if link in _ON_CUDA and device != "cuda":
+        raise ValueError(f"--link {link} joins CUDA devices: add --device cuda, or use --link auto")
 
 
 def _stored(out: Path, workload: str) -> dict[str, Any]:
