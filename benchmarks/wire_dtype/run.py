@@ -214,7 +214,7 @@ def table(rows: dict[str, Any]) -> list[str]:
 
 def spread(differences: list[float]) -> str:
     """The mean, and the least and the most over the seeds."""
-    return f"{statistics.mean(differences):+.4f} ({min(differences):+.4f} to {max(differences):+.4f})"
+    return f"{statistics.mean(differences):+.1e} ({min(differences):+.1e} to {max(differences):+.1e})"
 
 
 if __name__ == "__main__":
