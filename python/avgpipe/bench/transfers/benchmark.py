@@ -30,7 +30,7 @@ _NEEDS_LINUX = "needs Linux, with /proc"
 _USABLE = 0.8  # of the free memory
 _SPIN_S = 200e-6
 _LATENCY_TRIPS = 1000  # there and back, of a sample
-_SAMPLE_BYTES = 2**27  # of a sample, in each direction
+_SAMPLE_BYTES = 2**26  # of a sample, in each direction
 _TRIPS = 3, 400  # at least and at most
 
 Rows = list[tuple[str, Role, Way]]

@@ -43,9 +43,7 @@ def _table(results: Sequence[SectionResult]) -> Table:
                 row.name,
                 _us(row.median_s),
                 f"{_us(row.quartile1_s)}-{_us(row.quartile3_s)}",
-                f"{row.gb_per_s:.2f}",
-                "" if row.fraction_of_limit is None else f"{row.fraction_of_limit:.2f}",
-                _times_gloo(row),
+                *_speeds(row, copies=row.name != "local"),
                 style=_STYLES[row.role],
                 end_section=row is result.rows[-1],
             )
@@ -56,8 +54,14 @@ def _us(seconds: float) -> str:
     return f"{seconds * 1e6:.2f}" if seconds < 1e-4 else f"{seconds * 1e6:.0f}"
 
 
-def _times_gloo(row: Row) -> str:
-    return f"{row.ratios[GLOO]:.1f}x" if GLOO in row.ratios else ""
+def _speeds(row: Row, copies: bool) -> tuple[str, str, str]:
+    """Where nothing is copied there is no bandwidth to speak of."""
+    limit = row.fraction_of_limit
+    return (
+        f"{row.gb_per_s:.2f}" if copies else "",
+        f"{limit:.2f}" if copies and limit is not None else "",
+        f"{row.ratios[GLOO]:.1f}x" if GLOO in row.ratios else "",
+    )
 
 
 def notes(results: Sequence[SectionResult], settings: TransferSettings) -> list[str]:

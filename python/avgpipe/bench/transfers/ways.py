@@ -158,8 +158,8 @@ def through_group(peers: Peers, spins: bool) -> Through:
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     mailbox = Mailbox(None, _ALONE if spins else _CROWDED)
-    incoming = peers.into(peers.rank)
-    link = GroupLink(group, peers.other, 2, incoming, _CPU, mailbox, peers.lost, None)
+    ends = peers.into(peers.rank), peers.into(peers.other)
+    link = GroupLink(group, peers.other, 2, *ends, _CPU, mailbox, peers.lost, None)
     return Through(peers, link, mailbox)
 
 
