@@ -95,7 +95,9 @@ def groups(count: int) -> list[Any]:
 def group_ends(wire_dtype: torch.dtype | None) -> Ends:
     boxes = [Mailbox(), Mailbox()]
     links = [
-        GroupLink(group, 1 - k, 2, (BACK, CHANNELS)[k], CPU, boxes[k], PeerLost, wire_dtype)
+        GroupLink(
+            group, 1 - k, 2, (BACK, CHANNELS)[k], (CHANNELS, BACK)[k], CPU, boxes[k], PeerLost, wire_dtype
+        )
         for k, group in enumerate(groups(2))
     ]
     return Ends(links, boxes)

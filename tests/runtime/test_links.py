@@ -13,12 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from avgpipe.errors import PeerLost
 from avgpipe.runtime.links.channel import KINDS, Channel, channels_into
-from avgpipe.runtime.links.group import Buffers, Sizes, _tag, lend
+from avgpipe.runtime.links.choose import Links
+from avgpipe.runtime.links.group import Buffers, GroupLink, Sizes, _tag, lend
 from avgpipe.runtime.links.local import LocalLink
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import NAMES, Key
-from tests.runtime.ends import CPU, LINKS, Ends, ends, eventually
+from tests.runtime.ends import CPU, LINKS, Ends, ends, eventually, groups
 
 
 @pytest.fixture(params=LINKS)
@@ -259,8 +261,8 @@ def test_sent_buffers_come_back() -> None:
         for n in range(50):
             pair.pass_on(torch.full((5000,), float(n)))
         outgoing = next(iter(pair.links[0]._outgoing.values()))
-        eventually(lambda: outgoing._buffers._free)
-        assert len(outgoing._buffers._free) <= 3
+        eventually(lambda: outgoing.buffers._free)
+        assert len(outgoing.buffers._free) <= 3
 
 
 def test_tags_tell_all_channels_apart() -> None:
@@ -362,3 +364,42 @@ def test_closing_does_not_wait_for_what_the_peer_has_dropped() -> None:
         pair.links[0].close()
         assert time.monotonic() - begin < 5
         pair.links.clear()
+
+
+# ---- the end of a link -------------------------------------------------------------------------------------------
+
+
+def gate(receiver: Any) -> threading.Event:
+    """Holds up the thread of a receiver, as a slow line would."""
+    opened, decode = threading.Event(), receiver._decoder.decode
+
+    def late(*args: Any) -> Any:
+        opened.wait(20)
+        return decode(*args)
+
+    receiver._decoder.decode = late
+    return opened
+
+
+def test_what_was_sent_last_arrives_although_the_sender_leaves() -> None:
+    """More than the receives that are posted hold; and the end of another link of the same group changes nothing."""
+    groups_of_3 = groups(3)
+    boxes = [Mailbox() for _ in range(4)]
+    to_0 = GroupLink(groups_of_3[1], 0, 3, [Channel("F", 0, 0, 1)], CPU, boxes[1], PeerLost, None)
+    to_2 = GroupLink(groups_of_3[1], 2, 3, [], CPU, boxes[1], PeerLost, None)
+    at_2 = GroupLink(groups_of_3[2], 1, 3, [Channel("F", 0, 1, 2)], CPU, boxes[2], PeerLost, None)
+    opened = gate(at_2._receivers[0])
+    keys = [Key("F", 0, 1, 2, n, 0) for n in range(12)]
+    for n, key in enumerate(keys):
+        to_2.send(key, torch.full((5000,), float(n)))
+    links = Links.__new__(Links)
+    links.by_stage, links._slots = {0: to_0, 2: to_2}, None
+    leaving = threading.Thread(target=links.close)
+    leaving.start()
+    leaving.join(1.0)  # it waits now, or has broken what it should have waited for
+    opened.set()
+    box = boxes[2]
+    assert box.wait_until(lambda: keys[-1] in box, 20, lambda: [k for k in keys if k not in box])
+    leaving.join(30)
+    assert [int(box.take(key)[0]) for key in keys] == list(range(12))
+    at_2.close()

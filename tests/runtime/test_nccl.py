@@ -33,7 +33,7 @@ def exchange() -> list[Any]:
 
     def control(box: Mailbox) -> GroupLink:
         lost = partial(world.lost, peer, peer)
-        return GroupLink(world.group, peer, 2, into, CPU, box, lost, None)
+        return GroupLink(world.group, peer, 2, into, [CHANNELS, BACK][me], CPU, box, lost, None)
 
     link = NcclLink(control, groups, peer, CPU, mailbox, None)
     kinds = [channel.kind for channel in [BACK, CHANNELS][peer]]

@@ -77,6 +77,9 @@ class Links:
     def _from(self, peer: int) -> list[Channel]:
         return [channel for channel in self._into(self._world.rank) if channel.source == peer]
 
+    def _to(self, peer: int) -> list[Channel]:
+        return [channel for channel in self._into(peer) if channel.source == self._world.rank]
+
     def _host_link(
         self,
         k: int,
@@ -98,7 +101,8 @@ class Links:
             return self._world.lost(k, k, doing)
 
         assert self._world.group is not None
-        return GroupLink(self._world.group, k, count, self._from(k), device, mailbox, lost, wire_dtype)
+        channels = self._from(k), self._to(k)
+        return GroupLink(self._world.group, k, count, *channels, device, mailbox, lost, wire_dtype)
 
     def _try_shared(self, kind: str) -> tuple[Inbox | None, dict[int, tuple[int, Inbox]]]:
         """This worker's inbox and those of the peers with which shared memory works, with their process ids."""
@@ -186,5 +190,9 @@ class Links:
         self._on_device = {r for r in self._on_device if str(world.rank) not in verdicts[r]}
 
     def close(self) -> None:
-        for link in {id(x): x for x in self.by_stage.values()}.values():
+        links = {id(link): link for link in self.by_stage.values()}.values()
+        for link in links:
+            if isinstance(link, GroupLink):
+                link.leave()  # to all, before waiting for any
+        for link in links:
             link.close()

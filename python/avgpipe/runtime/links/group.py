@@ -38,13 +38,14 @@ _FIRST_BYTES = 4096  # what the first of them hold
 _FOREVER = timedelta(
     days=10_000
 )  # time limits are the scheduler's; a receive may be posted long before it is needed
-_PATIENCE_S = 0.5  # how long closing waits for the threads before it breaks their waits
+_PATIENCE_S = 5.0  # how long closing waits for what was sent last, and for the other end to leave
 _CLOSE_S = 10.0  # and how long for each of them afterwards
 _UNUSED_TAG = 2**31 - 1
 _RECORD = struct.Struct(
     "<qqqqqd"
 )  # batch, micro-batch, header's number, bytes of its text, of all; time of sending
 _RECORD_BYTES = 64
+_FAREWELL = -1  # in place of a header's number: nothing more comes
 
 
 class Sizes:
@@ -68,7 +69,7 @@ class Sizes:
 
 
 class GroupLink:
-    """To and from the worker at ``rank``. ``incoming``: the channels that come from it."""
+    """To and from the worker at ``rank``. ``incoming``, ``outgoing``: the channels from there and to there."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class GroupLink:
         rank: int,
         stages: int,
         incoming: Sequence[Channel],
+        outgoing: Sequence[Channel],
         device: torch.device,
         mailbox: Mailbox,
         lost: Callable[[str], PeerLost],
@@ -84,27 +86,16 @@ class GroupLink:
         self.name = f"torch.distributed ({group.name()})"
         self.group, self.rank, self.stages, self.device = group, rank, stages, device
         self._mailbox, self._lost, self._wire_dtype = mailbox, lost, wire_dtype
-        self._outgoing: dict[Channel, _Outgoing] = {}
-        self._waiter: _Waiter | None = None
-        self.closing = False
-        self.latency_s: dict[
-            str, float
-        ] = {}  # shortest time that a message of a kind took, on the two ends' clocks
+        self.closing = self._left = False
+        # The shortest time that a message of a kind took, on the two ends' clocks.
+        self.latency_s: dict[str, float] = {}
         self._receivers = [_Receiver(self, channel, wire_dtype) for channel in incoming]
+        self._outgoing = {channel: _Outgoing(self, channel, wire_dtype) for channel in outgoing}
+        self._sender = _Sender(self)
 
     def send(self, key: Key, value: Any) -> None:
-        channel = key[:4]
-        outgoing = self._outgoing.get(channel)  # type: ignore[call-overload]  # a Channel is such a tuple
-        if outgoing is None:
-            outgoing = self._outgoing[Channel(*channel)] = _Outgoing(
-                self, Channel(*channel), self._wire_dtype
-            )
-        if self._waiter is None:
-            self._waiter = _Waiter(self)
-        try:
-            self._waiter.sent.put((key, *outgoing.send(key, value)))
-        except RuntimeError as error:
-            raise self._lost(f"sending {key}: {transport_reason(error)}") from error
+        outgoing = self._outgoing[key[:4]]  # type: ignore[index]  # a Channel is such a tuple
+        self._sender.queue.put((outgoing, *outgoing.packed(key, value)))
 
     def heard(self, key: Key, value: Any, took_s: float) -> None:
         known = self.latency_s.get(key.kind)
@@ -116,21 +107,33 @@ class GroupLink:
         if not self.closing:
             self._mailbox.fail(self._lost(f"{doing}: {transport_reason(error)}"), self.rank)
 
+    def leave(self) -> None:
+        """Tell the other end that nothing more comes: its threads end by themselves, as ours do when it says so."""
+        if self._left:
+            return
+        self._left = True
+        for outgoing in self._outgoing.values():
+            self._sender.queue.put((outgoing, *outgoing.packed_farewell()))
+        self._sender.queue.put(None)
+
     def close(self) -> None:
         """End the threads: one that is inside the transport when the interpreter ends would abort the process."""
-        if self._waiter is not None:
-            self._waiter.end()  # what was sent last may still be on its way to a peer that waits for it
+        self.leave()
+        deadline = time.monotonic() + _PATIENCE_S
+        threads = [self._sender.thread, *(receiver.thread for receiver in self._receivers)]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         self.closing = True
-        if not self._receivers:
+        if not any(thread.is_alive() for thread in threads):
             return
-        # Their receives are for what will never come. gloo cannot cancel one, but a receive that runs into its
-        # time limit ends all others of the group, which is this pipeline's own.
+        # Some wait for what will not come soon. gloo cannot cancel a receive, but one that runs into its time limit
+        # ends all others of the group, which is this pipeline's own.
         try:
             self.group.recv([torch.empty(1)], self.rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError:
             pass
-        for receiver in self._receivers:
-            receiver.thread.join(_CLOSE_S)
+        for thread in threads:
+            thread.join(_CLOSE_S)
 
 
 class _Outgoing:
@@ -140,58 +143,58 @@ class _Outgoing:
         self._link, self._tag = link, _tag(channel, link.stages)
         self._encoder = Encoder(narrowed(channel, wire_dtype))
         self._sizes = Sizes()
-        self._buffers = Buffers()
+        self.buffers = Buffers()
+        self.kind = channel.kind
 
-    def send(self, key: Key, value: Any) -> tuple[Buffers, torch.Tensor, list[Any]]:
-        """The pool and the buffer that the last of the works, also returned, gives free."""
+    def packed(self, key: Key, value: Any) -> tuple[torch.Tensor, int]:
+        """The message in a buffer, and its bytes."""
         number, format, text, tensors = self._encoder.encode(value)
         begin = _RECORD_BYTES + padded(len(text))
         total = begin + format.bytes
-        buffer = self._buffers.take(total)
+        buffer = self.buffers.take(total)
         address = buffer.data_ptr()
         memory = view(address, total)
         record = key.batch, key.micro_batch, number, len(text), total, time.time()
         _RECORD.pack_into(memory, 0, *record)
         ctypes.memmove(address + _RECORD_BYTES, text, len(text))
         format.write(tensors, address + begin, lambda: memory, begin, ctypes.memmove)
+        return buffer, total
+
+    def packed_farewell(self) -> tuple[torch.Tensor, int]:
+        buffer = self.buffers.take(_RECORD_BYTES)
+        _RECORD.pack_into(view(buffer.data_ptr(), _RECORD_BYTES), 0, 0, 0, _FAREWELL, 0, _RECORD_BYTES, 0.0)
+        return buffer, _RECORD_BYTES
+
+    def post(self, buffer: torch.Tensor, total: int) -> list[Any]:
+        """Send; the works that must be done before the buffer is free again."""
         group, rank = self._link.group, self._link.rank
         if total <= self._sizes.next(total):
-            return self._buffers, buffer, [group.send([buffer[:total]], rank, self._tag)]
-        return (
-            self._buffers,
-            buffer,
-            [
-                group.send([buffer[:_RECORD_BYTES]], rank, self._tag),
-                group.send([buffer[_RECORD_BYTES:total]], rank, self._tag + 1),
-            ],
-        )
+            return [group.send([buffer[:total]], rank, self._tag)]
+        return [
+            group.send([buffer[:_RECORD_BYTES]], rank, self._tag),
+            group.send([buffer[_RECORD_BYTES:total]], rank, self._tag + 1),
+        ]
 
 
-class _Waiter:
-    """The thread that gives buffers back once they have been sent."""
+class _Sender:
+    """The thread that sends to the other end: what gloo can write at once it writes in the thread that asks."""
 
     def __init__(self, link: GroupLink) -> None:
-        self.sent: queue.SimpleQueue[tuple[Key, Buffers, torch.Tensor, list[Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self.queue: queue.SimpleQueue[tuple[_Outgoing, torch.Tensor, int] | None] = queue.SimpleQueue()
         self._link = link
-        self._thread = threading.Thread(target=self._run, name=f"avgpipe-sent-{link.rank}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"avgpipe-send-{link.rank}", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
-        while (item := self.sent.get()) is not None:
-            key, buffers, buffer, works = item
+        while (item := self.queue.get()) is not None:
+            outgoing, buffer, total = item
             try:
-                for work in works:
+                for work in outgoing.post(buffer, total):
                     work.wait(_FOREVER)
             except Exception as error:
-                self._link.broken(f"sending {key}", error)
+                self._link.broken(f"sending {NAMES[outgoing.kind]}", error)
                 return
-            buffers.give(buffer)
-
-    def end(self) -> None:
-        self.sent.put(None)
-        self._thread.join(_PATIENCE_S)
+            outgoing.buffers.give(buffer)
 
 
 class _Receiver:
@@ -212,9 +215,8 @@ class _Receiver:
         try:
             for _ in range(_AHEAD):
                 self._post(self._sizes.last)
-            while not self._link.closing:
-                key, value, took_s = self._message()
-                self._link.heard(key, value, took_s)
+            while (message := self._message()) is not None:
+                self._link.heard(*message)
         except Exception as error:
             self._link.broken(doing, error)
 
@@ -223,11 +225,14 @@ class _Receiver:
         # A receive of more than comes is right, so a kept buffer may be larger than both ends agreed on.
         self._posted.append((buffer, self._link.group.recv([buffer], self._link.rank, self._tag)))
 
-    def _message(self) -> tuple[Key, Any, float]:
+    def _message(self) -> tuple[Key, Any, float] | None:
+        """What it is, its value, and the seconds that it took; None after the last one."""
         buffer, work = self._posted.popleft()
         work.wait(_FOREVER)
         lease = lend(buffer, self._buffers)
         batch, micro_batch, number, text_bytes, total, sent_s = _RECORD.unpack_from(lease)
+        if number == _FAREWELL:
+            return None
         if total > self._sizes.next(total):
             lease = self._rest(total)
         took_s = time.time() - sent_s
