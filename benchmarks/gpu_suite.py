@@ -3,9 +3,11 @@
     python benchmarks/gpu_suite.py            (or: make gpu)
 
 Builds the extension, runs every CUDA test (a skip for want of a GPU is a failure), compute-sanitizer's memcheck and
-racecheck over the operators where the tool is there, the kernel benchmark and a short training run, in under eight
-minutes, and writes one dated record into benchmarks/results/. Without a GPU it does what is left on the CPU, and
-writes the record into build/. Needs torch, pytest, hypothesis, numpy, CMake and ninja; no installation of avgpipe.
+racecheck over the operators, and memcheck over pipelines on streams, where the tool is there, the kernel benchmark, a
+short training run, and pipelines on streams of one GPU against plain PyTorch with a trace of their kernels, and writes
+one dated record into benchmarks/results/. Without a GPU it says what it leaves out, does the rest on the CPU, and
+writes the record into build/. --only runs some of the steps, for a machine that is lent for minutes. Needs torch,
+pytest, hypothesis, numpy, CMake and ninja; no installation of avgpipe.
 """
 
 from __future__ import annotations
@@ -26,6 +28,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 TAIL_CHARACTERS = 4000
 TESTS = ("tests/avgpipe_ext", "tests/averaging/test_cuda.py")
+RUNTIME_TESTS = (
+    "tests/runtime/test_cuda.py",
+    "tests/runtime/test_streams.py",
+    "tests/runtime/test_graphs.py",
+)
+RUNTIME_SANITIZED = "on_the_cpu and None and 2"  # lanes on streams, two pipelines
+ONLY_WITH_GPU = ("CUDA tests", "compute-sanitizer", "kernel trace", "CUDA IPC and CUDA graphs")
 SANITIZED = (
     "uneven and float32"  # every operator, with misaligned, odd and empty tensors; programs get slow under it
 )
@@ -90,12 +99,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--no-build", action="store_true", help="use avgpipe_ext/libavgpipe.so as it is")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="the steps to run, by name")
     parser.add_argument("--out", type=Path, help="the record's file")
     options = parser.parse_args()
     gpu = _gpu()
-    print(f"GPU: {gpu or 'none; running what does not need one'}", flush=True)
+    print(f"GPU: {gpu or 'none; left out: ' + ', '.join(ONLY_WITH_GPU)}", flush=True)
+    suite = steps(gpu, build=not options.no_build)
+    if unknown := set(options.only or ()) - {step.name for step in suite}:
+        parser.error(f"no steps {sorted(unknown)} here: use some of {[step.name for step in suite]}")
     outcomes = []
-    for step in steps(gpu, build=not options.no_build):
+    for step in suite:
+        if options.only and step.name not in options.only:
+            continue
         outcomes.append(run(step))
         print(_line(outcomes[-1]), flush=True)
         if step.name == "build" and outcomes[-1].exit_code:
@@ -115,6 +130,7 @@ def steps(gpu: str, *, build: bool) -> list[Step]:
     sizes = ["100e6", "25e6"] if gpu else ["1e5"]
     suite = _build_steps("1" if gpu else "auto") if build else []
     suite.append(Step("tests", [python, "-m", "pytest", *TESTS], 240, required))
+    suite.append(Step("runtime", [python, "-m", "pytest", *RUNTIME_TESTS], 300, required))
     sanitizer = shutil.which("compute-sanitizer")
     if gpu and sanitizer:
         tests = [python, "-m", "pytest", "-x", "tests/avgpipe_ext/test_cuda.py", "-k", SANITIZED]
@@ -122,8 +138,16 @@ def steps(gpu: str, *, build: bool) -> list[Step]:
             Step(tool, [sanitizer, "--tool", tool, "--error-exitcode", "9", *tests], 100, required)
             for tool in ("memcheck", "racecheck")
         ]
+        tests = [python, "-m", "pytest", "-x", RUNTIME_TESTS[0], "-k", RUNTIME_SANITIZED]
+        suite.append(
+            Step("lanes", [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", *tests], 150, required)
+        )
     suite.append(Step("kernels", [python, "-c", KERNELS, device, "90", *sizes], 150, reports=True))
     suite.append(Step("training", [python, "-c", SMOKE, device], 60))
+    size = ["--rounds", "5", "--batches", "12", "--trace", "build/gpu_pipelines-trace.json.gz"]
+    size = size if gpu else ["--small", "--rounds", "1", "--batches", "2"]
+    pipelines = [python, "benchmarks/gpu_pipelines.py", "--device", device, *size]
+    suite.append(Step("pipelines", pipelines, 240, reports=True))
     return suite
 
 
