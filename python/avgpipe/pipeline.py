@@ -137,13 +137,16 @@ class Pipeline:
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(self._device)
         self.world = World(timeout_s)
+        self.world.require_same("plan", plan.to_json())
         if self.world.size not in (1, plan.stages):
             raise ValueError(
                 f"the plan has {plan.stages} stages and there are {self.world.size} ranks: start one rank per stage, "
                 "or a single process for all"
             )
-        self.world.require_same("plan", plan.to_json())
-        self.world.require_same("link or wire_dtype", f"link={link!r}, wire_dtype={wire_dtype}")
+        self.world.require_same(
+            "link, wire_dtype or clip_grad_norm",
+            f"link={link!r}, wire_dtype={wire_dtype}, clip_grad_norm={clip_grad_norm}",
+        )
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
         self.world.require_same("initial value of shared parameters", json.dumps(self._model.shared_values()))

@@ -383,17 +383,21 @@ def gate(receiver: Any) -> threading.Event:
 
 def test_what_was_sent_last_arrives_although_the_sender_leaves() -> None:
     """More than the receives that are posted hold; and the end of another link of the same group changes nothing."""
-    groups_of_3 = groups(3)
-    boxes = [Mailbox() for _ in range(4)]
-    to_0 = GroupLink(groups_of_3[1], 0, 3, [Channel("F", 0, 0, 1)], CPU, boxes[1], PeerLost, None)
-    to_2 = GroupLink(groups_of_3[1], 2, 3, [], CPU, boxes[1], PeerLost, None)
-    at_2 = GroupLink(groups_of_3[2], 1, 3, [Channel("F", 0, 1, 2)], CPU, boxes[2], PeerLost, None)
+    groups_of_3, boxes = groups(3), [Mailbox() for _ in range(3)]
+    from_0, from_1 = [Channel("F", 0, 0, 1)], [Channel("F", 0, 1, 2)]
+
+    def link(here: int, there: int, incoming: list[Channel], outgoing: list[Channel]) -> GroupLink:
+        return GroupLink(groups_of_3[here], there, 3, incoming, outgoing, CPU, boxes[here], PeerLost, None)
+
+    at_0, to_0 = link(0, 1, [], from_0), link(1, 0, from_0, [])
+    to_2, at_2 = link(1, 2, [], from_1), link(2, 1, from_1, [])
+    at_0.leave()
     opened = gate(at_2._receivers[0])
     keys = [Key("F", 0, 1, 2, n, 0) for n in range(12)]
     for n, key in enumerate(keys):
         to_2.send(key, torch.full((5000,), float(n)))
     links = Links.__new__(Links)
-    links.by_stage, links._slots = {0: to_0, 2: to_2}, None
+    links.by_stage = {0: to_0, 2: to_2}
     leaving = threading.Thread(target=links.close)
     leaving.start()
     leaving.join(1.0)  # it waits now, or has broken what it should have waited for
@@ -402,4 +406,5 @@ def test_what_was_sent_last_arrives_although_the_sender_leaves() -> None:
     assert box.wait_until(lambda: keys[-1] in box, 20, lambda: [k for k in keys if k not in box])
     leaving.join(30)
     assert [int(box.take(key)[0]) for key in keys] == list(range(12))
-    at_2.close()
+    for end in (at_0, at_2):
+        end.close()

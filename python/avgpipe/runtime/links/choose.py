@@ -110,8 +110,11 @@ class Links:
         inbox = None
         offer: dict[str, Any] = {}
         if kind != "gloo" and ring.supported():
-            inbox = Inbox.create(self._into(world.rank))
-            offer = inbox.offer()
+            try:
+                inbox = Inbox.create(self._into(world.rank))
+                offer = inbox.offer()
+            except (OSError, MemoryError) as error:
+                offer = {"why": str(error)}  # the others wait for an offer
         if self._device.type == "cuda":
             offer["device"] = device_id(self._device)
             offer["slots"] = self._offer_slots(kind) if inbox is not None else "no shared memory"
@@ -122,8 +125,10 @@ class Links:
             if rank == world.rank or kind == "gloo":
                 continue
             try:
-                if "host" not in offer or theirs.get("host") != offer["host"]:
-                    raise ValueError("not on this host")
+                if "host" not in offer:
+                    raise ValueError(offer.get("why", "this system has no shared memory"))
+                if theirs.get("host") != offer["host"]:
+                    raise ValueError(theirs.get("why", "not on this host"))
                 opened[rank] = theirs["pid"], Inbox.open(theirs, self._into(rank))
             except (OSError, ValueError) as error:
                 reasons[str(rank)] = str(error)
