@@ -67,6 +67,7 @@ def _speeds(row: Row, copies: bool) -> tuple[str, str, str]:
 def notes(results: Sequence[SectionResult], settings: TransferSettings) -> list[str]:
     lines = [
         f"Two processes, a message at a time to and fro, half of a round trip: medians of {settings.rounds} rounds.",
+        "The two threads that send and wait have a processor each, where there are two; threads of gloo run anywhere.",
         "plain gloo: dist.send, and dist.irecv that is posted before. memcpy: one, of the same bytes within a process,",
         "between as many buffers as the others touch. shm, gloo: our links, with the mailbox that workers wait on;",
         "where it is not said, it spins briefly and then sleeps. local: within a process, nothing is copied.",
