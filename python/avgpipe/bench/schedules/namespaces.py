@@ -1,8 +1,8 @@
-"""Network namespaces: a host for each worker, all on one switch, each on a line of limited rate. Linux, as root.
+"""Network namespaces: a host for each worker, all on one switch, each sending at a limited rate. Linux, as root.
 
-    switch (bridge)  w0 -- tbf        w1 -- tbf       ...      what a worker receives passes the limit of its port,
+    switch (bridge)  w0               w1              ...
                      |                |
-    host 0          eth0 -- tbf      eth0 -- tbf               what it sends that of its own device
+    host 0          eth0 -- tbf      eth0 -- tbf               what a worker sends passes the limit of its device
 
 Names contain the process that made them: a later run removes what a killed one left. Nothing is made in the
 namespace of the system itself, so removing the namespaces removes everything.
@@ -22,8 +22,8 @@ from pathlib import Path
 from avgpipe.errors import PipelineError
 
 _NAME = re.compile(r"avgpipe-(\d+)-(switch|\d+)")
-# Two of TCP's largest packets: enough for 1 Gbit/s and ticks of 1 ms; an activation is more.
-_BURST_BYTES = 128 * 1024
+# A few of TCP's largest packets: with less, a line that sends to two others stays below 1 Gbit/s. An activation is more.
+_BURST_BYTES = 256 * 1024
 # Of the line. Long, so that TCP finds its rate without losing packets.
 _QUEUE_BYTES = 4 * 1024 * 1024
 
@@ -110,23 +110,16 @@ def _make(made: Network, rate_bits_per_s: float) -> None:
         _run([*host, "address", "add", f"{made.address(worker)}/24", "dev", made.device])
         for device in ("lo", made.device):
             _run([*host, "link", "set", device, "up"])
-        for namespace, device in ((made.switch, port), (made.host(worker), made.device)):
-            limit = ["tbf", "rate", f"{rate_bits_per_s:.0f}bit", "burst", str(_BURST_BYTES)]
-            _run(
-                [
-                    "tc",
-                    "-n",
-                    namespace,
-                    "qdisc",
-                    "add",
-                    "dev",
-                    device,
-                    "root",
-                    *limit,
-                    "limit",
-                    str(_QUEUE_BYTES),
-                ]
-            )
+        limit = [
+            "tbf",
+            "rate",
+            f"{rate_bits_per_s:.0f}bit",
+            "burst",
+            str(_BURST_BYTES),
+            "limit",
+            str(_QUEUE_BYTES),
+        ]
+        _run(["tc", "-n", made.host(worker), "qdisc", "add", "dev", made.device, "root", *limit])
 
 
 def _run(words: list[str]) -> None:

@@ -13,6 +13,7 @@ thread for what was sent.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import queue
 import struct
 import threading
@@ -45,6 +46,7 @@ _RECORD = struct.Struct(
     "<qqqqqd"
 )  # batch, micro-batch, header's number, bytes of its text, of all; time of sending
 _RECORD_BYTES = 64
+_LAST = float("inf")
 _FAREWELL = -1  # in place of a header's number: nothing more comes
 
 
@@ -95,7 +97,7 @@ class GroupLink:
 
     def send(self, key: Key, value: Any) -> None:
         outgoing = self._outgoing[key[:4]]  # type: ignore[index]  # a Channel is such a tuple
-        self._sender.queue.put((outgoing, *outgoing.packed(key, value)))
+        self._sender.put(key.batch if key.kind in "FB" else -1, outgoing, *outgoing.packed(key, value))
 
     def heard(self, key: Key, value: Any, took_s: float) -> None:
         known = self.latency_s.get(key.kind)
@@ -113,8 +115,8 @@ class GroupLink:
             return
         self._left = True
         for outgoing in self._outgoing.values():
-            self._sender.queue.put((outgoing, *outgoing.packed_farewell()))
-        self._sender.queue.put(None)
+            self._sender.put(_LAST, outgoing, *outgoing.packed_farewell())
+        self._sender.put(_LAST)
 
     def close(self) -> None:
         """End the threads: one that is inside the transport when the interpreter ends would abort the process."""
@@ -177,17 +179,27 @@ class _Outgoing:
 
 
 class _Sender:
-    """The thread that sends to the other end: what gloo can write at once it writes in the thread that asks."""
+    """The thread that sends to the other end: what gloo can write at once it writes in the thread that asks.
+
+    Of what waits for the line, the oldest batch goes first. So pipelines that share a line which is too slow for all
+    fall into step: while one waits for its last gradients, the other fills the line. First come, first served makes all
+    of them late at the same time.
+    """
 
     def __init__(self, link: GroupLink) -> None:
-        self.queue: queue.SimpleQueue[tuple[_Outgoing, torch.Tensor, int] | None] = queue.SimpleQueue()
+        self._queue: queue.PriorityQueue[tuple[float, int, tuple[Any, ...]]] = queue.PriorityQueue()
+        self._count = itertools.count()  # keeps the order of a channel, whose batches rise
         self._link = link
         self.thread = threading.Thread(target=self._run, name=f"avgpipe-send-{link.rank}", daemon=True)
         self.thread.start()
 
+    def put(self, batch: float, *message: Any) -> None:
+        """``message``: a channel's end, a buffer and the bytes in it that are sent; none: the thread ends."""
+        self._queue.put((batch, next(self._count), message))
+
     def _run(self) -> None:
-        while (item := self.queue.get()) is not None:
-            outgoing, buffer, total = item
+        while message := self._queue.get()[2]:
+            outgoing, buffer, total = message
             try:
                 for work in outgoing.post(buffer, total):
                     work.wait(_FOREVER)
