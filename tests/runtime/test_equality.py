@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from tests.ranks import run_ranks
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -20,6 +19,8 @@ from tests.runtime.cases import (
     train_on_one_device,
     unequal,
 )
+from tests.runtime.ends import LINKS
+from tests.runtime.workers import run
 
 SCHEDULES = ["all-forward-all-backward", "1f1b", "advance-forward"]
 
@@ -32,8 +33,8 @@ def train_pipeline(
         return losses, pipeline.state_dict()
 
 
-def compare(case: dict[str, Any]) -> None:
-    """One case, on the ranks at hand or in this process."""
+def compare(case: dict[str, Any], **options: Any) -> Any:
+    """One case, on the ranks at hand or in this process. Losses and the final state."""
     model = language_model(frozen=case.get("frozen", False))
     batches = token_batches(4, case.get("samples", 9), case.get("last"))
     loss_fn = nn.CrossEntropyLoss(
@@ -47,10 +48,11 @@ def compare(case: dict[str, Any]) -> None:
         schedule=case.get("schedule", "advance-forward"),
         recompute=case.get("recompute", "never"),
     )
-    losses, state = train_pipeline(model, plan, batches, loss_fn, optimizer, clip_grad_norm=clip)
+    losses, state = train_pipeline(model, plan, batches, loss_fn, optimizer, clip_grad_norm=clip, **options)
     expected_losses, expected = train_on_one_device(model, batches, loss_fn, optimizer, clip)
     assert unequal(losses, expected_losses) < 1e-10, case
     assert_same_state(state, expected)
+    return losses, state
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -84,15 +86,20 @@ def test_equals_one_device_in_every_variant(K: int, variant: dict[str, Any]) -> 
 
 
 def check_on_ranks(K: int) -> bool:
-    shapes = [{"K": K, "M": M, "schedule": s} for M, s in itertools.product([1, 2, 3, 5, 8], SCHEDULES)]
-    for case in shapes + [{"K": K, "M": 4, **v} for v in VARIANTS]:
-        compare(case)
+    """Every schedule and variant at M = 4 over each link, a thinner grid of shapes beside it; all bitwise alike."""
+    cases = [{"K": K, "M": 4, "schedule": s} for s in SCHEDULES]
+    cases += [{"K": K, "M": M, "schedule": SCHEDULES[M % 3]} for M in (1, 2, 3, 5, 8)]
+    for case in cases + [{"K": K, "M": 4, **v} for v in VARIANTS]:
+        (losses, state), *others = (compare(case, link=link) for link in LINKS)
+        for other_losses, other_state in others:
+            assert other_losses == losses, case
+            assert all(torch.equal(state[name], other_state[name]) for name in state), case
     return True
 
 
 @pytest.mark.parametrize("K", [2, 3, 4])
-def test_equals_one_device_on_ranks(K: int) -> None:
-    assert run_ranks(K, "tests.runtime.test_equality:check_on_ranks", K=K) == [True] * K
+def test_equals_one_device_on_ranks_over_every_link(K: int) -> None:
+    assert run(K, check_on_ranks, K=K, timeout_s=110) == [True] * K
 
 
 def test_dropout_does_not_depend_on_the_number_of_stages() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -16,15 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_LONG_S = 45  # a rank that runs longer shows where all its threads are
+
 _context: Any = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.runtime.imported"])
 
 
 class Workers:
-    """``start`` runs ``function(**arguments)``, of a module, on every rank; the parent holds the store.
-
-    ``limits``: by rank, what ``resource.setrlimit`` gets before it starts.
-    """
+    """Runs ``function(**arguments)``, of a module, on every rank; the parent holds the store."""
 
     def __init__(self, world: int, function: Callable[..., Any], **arguments: Any) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -101,6 +101,7 @@ def _run(function: Callable[..., Any], arguments: dict[str, Any], env: dict[str,
     os.dup2(output, 2)
     os.environ.update(env, TEST_FOLDER=folder)
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(_LONG_S)
     result = function(**arguments)
     torch.save(result, f"{folder}/{rank}.pt")
     sys.stdout.flush()

@@ -79,7 +79,10 @@ class _Place:
 
     def __init__(self, info: TensorInfo, wire_dtype: torch.dtype | None, offset: int) -> None:
         self.dtype: torch.dtype = getattr(torch, info.dtype)
-        narrower = wire_dtype is not None and self.dtype in (torch.float32, torch.float64)
+        # Not single numbers: that saves nothing, and one of them is the batch's loss.
+        narrower = (
+            bool(info.shape) and wire_dtype is not None and self.dtype in (torch.float32, torch.float64)
+        )
         self.cast = wire_dtype if narrower else None
         self.shape, self.requires_grad, self.offset = info.shape, info.requires_grad, offset
         self.count = torch.Size(info.shape).numel()
