@@ -20,6 +20,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from avgpipe.errors import StageError
+from avgpipe.runtime.backward import run_backward
 from avgpipe.runtime.batch import LossFn, LossWeights, to_device
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.graphs import StageGraphs
@@ -310,7 +311,7 @@ class Lane:
             roots, grads = [p[0] for p in pairs], [p[1] for p in pairs]
             del received, pairs
         if roots:
-            torch.autograd.backward(roots, grads)
+            run_backward(roots, grads)
         done = not now.saved and not self._forwards_left(now)
         if done and self._last:
             now.loss = self._batch_loss(now)

@@ -229,6 +229,7 @@ class _Receiver:
                 self._post(self._sizes.last)
             while (message := self._message()) is not None:
                 self._link.heard(*message)
+                self._post(self._sizes.last)
         except Exception as error:
             self._link.broken(doing, error)
 
@@ -248,7 +249,6 @@ class _Receiver:
         if total > self._sizes.next(total):
             lease = self._rest(total)
         took_s = time.time() - sent_s
-        self._post(self._sizes.last)
         value = self._decoder.decode(number, text_bytes, lease, _RECORD_BYTES)
         return Key(*self._channel, batch, micro_batch), value, took_s
 
