@@ -39,6 +39,7 @@ from avgpipe.runtime.worker import Worker
 from avgpipe.runtime.world import World
 from avgpipe.simulation import AdvanceChoice, choose_advance
 
+_PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
 _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count
 _WIRE_DTYPES = (None, torch.bfloat16, torch.float16)
 
@@ -377,10 +378,10 @@ class Pipeline:
     # ---- life ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the receiving threads. The process group stays."""
+        """Let the other workers have what was sent last, and end the threads. The process group stays."""
         if not self._closed:
             self._closed = True
-            self._worker.close()
+            self._worker.close(_FAILED_PATIENCE_S if self._failed else min(self.world.timeout_s, _PATIENCE_S))
 
     def __enter__(self) -> Pipeline:
         return self

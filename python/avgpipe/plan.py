@@ -21,9 +21,10 @@ RECOMPUTE = ("never", "except-last", "always")
 class Plan:
     """How to train.
 
-    stages: K, pipelines: N, micro_batches: M (per batch of one pipeline). schedule, advance: see
-    ``build_schedule``; advance "auto" lets a Pipeline measure and choose. partition: None (balanced by an estimate of the compute), the first layer of stages 1..K-1
-    as indices, or as module names for a traced model. alpha, rule, staleness, period: see ``Reference``.
+    stages: K, pipelines: N, micro_batches: M (per batch of one pipeline). schedule, advance: see ``build_schedule``;
+    advance "auto" lets a Pipeline measure and choose. partition: None (balanced by an estimate of the compute), the
+    first layer of stages 1..K-1 as indices, or as module names for a traced model. alpha, rule, staleness, period: see
+    ``Reference``.
     recompute: which micro-batches store only their stage's input and run the forward again before the backward:
     "never", "always", or "except-last" (all but the last micro-batch, as its backward comes soonest).
     """

@@ -61,7 +61,7 @@ def ends(kind: str, wire_dtype: torch.dtype | None = None) -> Iterator[Ends]:
         yield made
     finally:
         for link in made.links:
-            link.close()
+            link.close(10)
 
 
 def shared_ends(wire_dtype: torch.dtype | None) -> Ends:

@@ -92,7 +92,7 @@ def made(fake):
     made = DeviceEnds(fake, None)
     yield made
     for link in made.links:
-        link.close()
+        link.close(10)
 
 
 VALUES = [
@@ -175,4 +175,4 @@ def test_activations_may_travel_narrower(fake):
     evaluated = made.pass_on(value, "E")
     assert torch.equal(evaluated, value)
     for link in made.links:
-        link.close()
+        link.close(10)

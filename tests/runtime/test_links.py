@@ -346,7 +346,7 @@ def test_closing_waits_until_the_peer_has_taken_what_was_sent_last() -> None:
     """Else its memory would end before a slower peer has looked into it."""
     with ends("shm") as pair:
         key = pair.send(torch.arange(5.0))
-        closing = threading.Thread(target=pair.links[key.source].close)
+        closing = threading.Thread(target=pair.links[key.source].close, args=(10,))
         closing.start()
         closing.join(0.05)
         assert closing.is_alive()
@@ -359,9 +359,9 @@ def test_closing_waits_until_the_peer_has_taken_what_was_sent_last() -> None:
 def test_closing_does_not_wait_for_what_the_peer_has_dropped() -> None:
     with ends("shm") as pair:
         pair.send(torch.arange(5.0))
-        pair.links[1].close()  # discards it
+        pair.links[1].close(10)  # discards it
         begin = time.monotonic()
-        pair.links[0].close()
+        pair.links[0].close(10)
         assert time.monotonic() - begin < 5
         pair.links.clear()
 
@@ -407,4 +407,4 @@ def test_what_was_sent_last_arrives_although_the_sender_leaves() -> None:
     leaving.join(30)
     assert [int(box.take(key)[0]) for key in keys] == list(range(12))
     for end in (at_0, at_2):
-        end.close()
+        end.close(10)

@@ -44,7 +44,7 @@ def exchange() -> list[Any]:
     assert mailbox.wait_until(lambda: all(key in mailbox for key in keys), 60)
     got = [mailbox.take(key) for key in reversed(keys)]  # taken in another order than sent
     world.barrier()
-    link.close()
+    link.close(10)
     return [[x.detach().clone(), x.requires_grad, *rest, int(number)] for x, *rest, number in reversed(got)]
 
 

@@ -196,7 +196,9 @@ class Rounds:
             if self._bad_counts is None:
                 self._bad_counts = one
             else:
-                self._bad_counts += one  # in place: replicas on streams of their own must not free each other's sum
+                self._bad_counts += (
+                    one  # in place: replicas on streams of their own must not free each other's sum
+                )
         return False
 
 

@@ -116,7 +116,7 @@ class Worker:
             return reference.parameters
         return self.replicas[stage, 0 if which == "reference" else int(which)].arena.weights
 
-    def close(self) -> None:
+    def close(self, patience_s: float) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
-        self._links.close()
+        self._links.close(patience_s)

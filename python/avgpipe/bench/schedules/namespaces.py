@@ -22,7 +22,8 @@ from pathlib import Path
 from avgpipe.errors import PipelineError
 
 _NAME = re.compile(r"avgpipe-(\d+)-(switch|\d+)")
-# A few of TCP's largest packets: with less, a line that sends to two others stays below 1 Gbit/s. An activation is more.
+# A few of TCP's largest packets, for with less a line that sends to two others stays below 1 Gbit/s; an activation is
+# more.
 _BURST_BYTES = 256 * 1024
 # Of the line. Long, so that TCP finds its rate without losing packets.
 _QUEUE_BYTES = 4 * 1024 * 1024

@@ -75,7 +75,7 @@ def worker(settings: dict[str, Any]) -> list[dict[str, Any]]:
             rows = _bandwidth_rows(peers, links, through, size, read)
             found.append(_section(question, size, rows, chosen.rounds, skipped))
     for open_link in through.values():
-        open_link.link.close()
+        open_link.link.close(10)
     return [section.to_json() for section in found]
 
 

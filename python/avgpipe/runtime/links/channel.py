@@ -31,7 +31,8 @@ class Link(Protocol):
 
     def send(self, key: Key, value: object) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, patience_s: float) -> None:
+        """``patience_s``: how long the other end may take to receive what was sent last."""
 
 
 def channels_into(

@@ -194,10 +194,10 @@ class Links:
             raise PipelineError(f"link 'cuda-ipc' cannot join ranks {rank} and {peer}: {reason}; use 'auto'")
         self._on_device = {r for r in self._on_device if str(world.rank) not in verdicts[r]}
 
-    def close(self) -> None:
+    def close(self, patience_s: float) -> None:
         links = {id(link): link for link in self.by_stage.values()}.values()
         for link in links:
             if isinstance(link, GroupLink):
                 link.leave()  # to all, before waiting for any
         for link in links:
-            link.close()
+            link.close(patience_s)

@@ -39,7 +39,7 @@ _FIRST_BYTES = 4096  # what the first of them hold
 _FOREVER = timedelta(
     days=10_000
 )  # time limits are the scheduler's; a receive may be posted long before it is needed
-_PATIENCE_S = 5.0  # how long closing waits for what was sent last, and for the other end to leave
+_PATIENCE_S = 10.0  # how long closing waits at most for what was sent last, and for the other end to leave
 _CLOSE_S = 10.0  # and how long for each of them afterwards
 _UNUSED_TAG = 2**31 - 1
 _RECORD = struct.Struct(
@@ -118,10 +118,10 @@ class GroupLink:
             self._sender.put(_LAST, outgoing, *outgoing.packed_farewell())
         self._sender.put(_LAST)
 
-    def close(self) -> None:
+    def close(self, patience_s: float) -> None:
         """End the threads: one that is inside the transport when the interpreter ends would abort the process."""
         self.leave()
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + min(patience_s, _PATIENCE_S)
         threads = [self._sender.thread, *(receiver.thread for receiver in self._receivers)]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))

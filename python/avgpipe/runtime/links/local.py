@@ -26,5 +26,5 @@ class LocalLink:
             value = assemble(*describe(value))
         self._mailbox.put(key, handed(value, self._device) if self._has_streams else value)
 
-    def close(self) -> None:
+    def close(self, patience_s: float) -> None:
         pass

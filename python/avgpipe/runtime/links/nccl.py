@@ -105,9 +105,9 @@ class NcclLink:
         work = dist.irecv(buffer, self._peer, group=self._in) if format.bytes else None
         self._mailbox.put(key, _Posted(buffer, work, format, self._device))
 
-    def close(self) -> None:
+    def close(self, patience_s: float) -> None:
         self._mailbox.sources.remove(self._collect)
-        self._control.close()
+        self._control.close(patience_s)
 
 
 class _Posted(Handed):

@@ -23,7 +23,6 @@ from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy, supported
 
-_PATIENCE_S = 10.0  # how long closing waits for the peer to take what was sent last
 _POLL_S = 1e-3
 _TOKEN_BYTES = 64  # at the beginning of an inbox: shows whoever opens it that it is the right memory
 
@@ -130,11 +129,11 @@ class SharedLink:
                 value = decoder.decode(number, text_bytes, lease)
                 self._mailbox.put(Key(*channel, batch, micro_batch), value)
 
-    def close(self) -> None:
+    def close(self, patience_s: float) -> None:
         """A message that is not taken yet ends with its sender, so a living peer may take what was sent last."""
         self._mailbox.sources.remove(self._collect)
         self._discard()  # so that a peer which closes too waits for nothing
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + patience_s
         while any(sender.waiting() for sender, _ in self._outgoing.values()):
             if time.monotonic() > deadline or not _is_alive(self._peer):
                 break
