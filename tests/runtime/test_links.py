@@ -398,7 +398,7 @@ def test_what_was_sent_last_arrives_although_the_sender_leaves() -> None:
         to_2.send(key, torch.full((5000,), float(n)))
     links = Links.__new__(Links)
     links.by_stage = {0: to_0, 2: to_2}
-    leaving = threading.Thread(target=links.close)
+    leaving = threading.Thread(target=links.close, args=(30,))
     leaving.start()
     leaving.join(1.0)  # it waits now, or has broken what it should have waited for
     opened.set()
