@@ -141,7 +141,7 @@ def schedules(
     Each worker is a process whose stages take their time without computing; runtime, tensors and links are real.
     With --rate each has a network namespace of its own on a line of that rate.
     """
-    from avgpipe.cli import bench_schedules
+    from avgpipe.cli import bench_processes
 
     with reporting(json_output):
         with arguments():
@@ -159,8 +159,9 @@ def schedules(
                 only=parse_names(rows),
                 timeout_s=timeout,
             )
-            bench_schedules.check(settings, plot)
-        bench_schedules.run(settings, plot, json_output, _say_progress)
+            question = bench_processes.schedules()
+            bench_processes.check(question, settings, plot)
+        bench_processes.run(question, settings, plot, json_output, _say_progress)
 
 
 @bench.command()
@@ -182,14 +183,15 @@ def transfers(
     Latency at 1 KiB with a receiver that spins and one that sleeps; bandwidth of messages that are handed over,
     and of those that the receiver adds up.
     """
-    from avgpipe.cli import bench_transfers
+    from avgpipe.cli import bench_processes
 
     with reporting(json_output):
         with arguments():
             names = parse_names(links) if links is not None else TRANSFER_LINKS
             settings = TransferSettings(names, parse_sizes(sizes), rounds, timeout)
-            bench_transfers.check(settings, plot)
-        bench_transfers.run(settings, plot, json_output, _say_progress)
+            question = bench_processes.transfers(settings)
+            bench_processes.check(question, settings, plot)
+        bench_processes.run(question, settings, plot, json_output, _say_progress)
 
 
 def _say_progress(line: str) -> None:

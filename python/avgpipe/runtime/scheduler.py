@@ -19,7 +19,7 @@ from avgpipe.runtime.streams import DeviceClock, Row
 from avgpipe.runtime.watchdog import since
 from avgpipe.runtime.world import World
 
-_KEPT_EVENTS = 40_000
+_KEPT_EVENTS = 20_000
 _SHOWN = {"F": "F", "B": "B", "U": "U", "T": "send", "S": "host", "N": "host"}  # a lane's steps in a Timeline
 _SEEN = 4  # ranks that an error says more of
 _SHORTEST_HOST_S = 20e-6  # less between two steps is the scheduler itself

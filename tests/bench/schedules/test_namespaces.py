@@ -100,5 +100,5 @@ def test_an_interrupted_command_leaves_no_namespace(number, code):
     finally:
         process.kill()
     assert process.returncode == code
-    assert stderr.splitlines()[-1] == "avgpipe: error: interrupted; the workers are ended"
+    assert stderr.splitlines()[-1] == "avgpipe: error: interrupted; the processes are ended"
     assert not any(name.startswith(mine) for name in existing())
