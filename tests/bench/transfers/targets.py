@@ -38,5 +38,5 @@ def every_way():
             "seconds": seconds,
         }
     for link in (shm, group):
-        link.link.close()
+        link.link.close(10)
     return found

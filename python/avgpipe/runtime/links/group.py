@@ -46,6 +46,7 @@ _RECORD = struct.Struct(
     "<qqqqqd"
 )  # batch, micro-batch, header's number, bytes of its text, of all; time of sending
 _RECORD_BYTES = 64
+_KEPT = 4  # free buffers of a channel
 _LAST = float("inf")
 _FAREWELL = -1  # in place of a header's number: nothing more comes
 
@@ -260,10 +261,10 @@ class _Receiver:
 
 
 class Buffers:
-    """Memory that is used again: of those given back, the last one that is large enough."""
+    """Memory that is used again: of the last few given back, the last one that is large enough."""
 
     def __init__(self) -> None:
-        self._free: deque[torch.Tensor] = deque()
+        self._free: deque[torch.Tensor] = deque(maxlen=_KEPT)  # a rush does not keep its memory for ever
 
     def take(self, size: int) -> torch.Tensor:
         while self._free:
