@@ -19,6 +19,18 @@ import torch.distributed as dist
 ROOT = Path(__file__).parent.parent
 
 
+def torchrun_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun sets where its agent holds the store."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+    }
+
+
 class Ranks:
     """``start`` the function named "module:function" with JSON arguments on every rank, then ``join``."""
 
@@ -30,12 +42,7 @@ class Ranks:
             env = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)]),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
+                **torchrun_environment(rank, world, self._store.port),
                 "OMP_NUM_THREADS": "1",
             }
             self.processes.append(

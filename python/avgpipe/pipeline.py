@@ -121,6 +121,11 @@ class Pipeline:
             raise ValueError(f"clip_grad_norm must be positive, not {clip_grad_norm}")
         if link not in LINKS:
             raise ValueError(f"unknown link {link!r}: {nearest(str(link), LINKS)}")
+        if memory_limit_bytes is not None and (plan.advance != "auto" or not memory_limit_bytes > 0):
+            raise ValueError(
+                f"memory_limit_bytes={memory_limit_bytes!r}: a number of bytes above 0, for a plan with "
+                f'advance="auto" (this one has {plan.advance!r}); leave it out elsewhere'
+            )
         if wire_dtype not in _WIRE_DTYPES:
             raise ValueError(f"wire_dtype must be None, torch.bfloat16 or torch.float16, not {wire_dtype}")
         self.plan = plan

@@ -67,3 +67,9 @@ def test_ranks_choose_alike(link: str) -> None:
 def test_a_limit_that_nothing_fits_is_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match="memory_limit_bytes=10: stage 0 needs"):
         train(2, 1, "auto", limit=10)
+
+
+@pytest.mark.parametrize(("advance", "limit"), [("auto", 0), ("auto", -5), (None, 1 << 30)])
+def test_a_limit_is_positive_and_for_auto(advance: Any, limit: int) -> None:
+    with pytest.raises(ValueError, match=rf"memory_limit_bytes={limit}: a number of bytes above 0"):
+        train(2, 1, advance, limit=limit)

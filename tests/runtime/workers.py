@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.ranks import torchrun_environment
+
 _LONG_S = 45  # a rank that runs longer shows where all its threads are
 
 _context: Any = multiprocessing.get_context("forkserver")
@@ -32,14 +34,7 @@ class Workers:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: list[BaseProcess] = []
         for rank in range(world):
-            env = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-            }
+            env = torchrun_environment(rank, world, self._store.port)
             process = _context.Process(target=_run, args=(function, arguments, env, str(self.folder)))
             process.start()
             self.processes.append(process)

@@ -83,9 +83,8 @@ class Step(NamedTuple):
     urgency: tuple[bool, int, int]
 
     def __str__(self) -> str:
-        return (
-            self.kind if self.micro_batch < 0 else f"{self.kind}{self.micro_batch}"
-        ) + f" of batch {self.batch}"
+        action = self.kind if self.micro_batch < 0 else f"{self.kind}{self.micro_batch}"
+        return f"{action} of batch {self.batch}"
 
 
 @dataclass
@@ -96,9 +95,8 @@ class _Progress:
     steps: list[Step]
     cursor: int = 0
     saved: dict[int, _Saved] = field(default_factory=dict)
-    losses: list[tuple[torch.Tensor, float]] = field(
-        default_factory=list
-    )  # of micro-batches, and their factors
+    # Of micro-batches, with their factors.
+    losses: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     loss: torch.Tensor | None = None  # of the whole batch; float64, known after the last backward
     scale: torch.Tensor | None = None
 
