@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from avgpipe.workloads.text import DataNotFound, find_text, load_text
+from avgpipe.workloads.text import EOS, SPLITS, DataNotFound, find_text, load_text, read_text, split_words
 
 DATA = Path(os.environ.get("AVGPIPE_DATA") or Path(__file__).parents[3] / "shared" / "data")
 
@@ -125,6 +125,48 @@ def test_standard_library_source():
 def test_more_bytes_read_more_source():
     sizes = [len(load_text(None, vocabulary_size=50, max_bytes=n).train) for n in (500_000, 1_000_000)]
     assert sizes[0] < sizes[1]
+
+
+def test_raw_text_is_that_of_the_files(tmp_path):
+    write(tmp_path, train=" b  a\r\n\nlast", valid="v\n", test="t")
+    assert read_text(tmp_path) == {"train": " b  a\n\nlast\n", "valid": "v\n", "test": "t\n"}
+
+
+def test_raw_text_is_cut_after_whole_lines(tmp_path):
+    write(tmp_path, train="0123456\n" * 100, valid="\nlonger than asked\nb\n", test="é\né\né\né\né\n")
+    texts = read_text(tmp_path, max_bytes=100)
+    assert texts == {"train": "0123456\n" * 10, "valid": "\nlonger than asked\n", "test": "é\né\né\n"}
+    assert read_text(tmp_path, max_bytes=10**6) == read_text(tmp_path)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_an_empty_split_has_no_raw_text(tmp_path, split):
+    write(tmp_path, train="a\n")
+    (tmp_path / f"{split}.txt").write_text(" \n\n")
+    with pytest.raises(ValueError, match=rf"{split}\.txt has no words: give a text for {split}"):
+        read_text(tmp_path)
+
+
+def test_raw_text_of_nothing_is_refused(text_folder):
+    with pytest.raises(ValueError, match="max_bytes must be at least 1, got 0"):
+        read_text(text_folder, max_bytes=0)
+
+
+def test_raw_text_of_the_standard_library_has_the_words_of_the_corpus():
+    texts = read_text(None, max_bytes=300_000)
+    corpus = load_text(None, max_bytes=300_000)
+    assert 50_000 < sum(map(len, texts.values())) <= 300_000
+    for split in SPLITS:
+        words, tokens = split_words(texts[split], source=True), getattr(corpus, split)
+        # a file that ends or begins with blank lines joins them to its neighbour's
+        assert 0 <= len(tokens) - len(words) < 50
+        assert words.count("def") == int((tokens == corpus.vocabulary.index("def")).sum())
+
+
+def test_words_of_a_text_are_those_of_its_corpus(text_folder):
+    text = (text_folder / "valid.txt").read_text()
+    assert " ".join(split_words(text)) == spelled(load_text(text_folder), "valid")
+    assert split_words("a b") == ["a", "b", EOS]
 
 
 def test_wikitext_2_has_its_published_counts():

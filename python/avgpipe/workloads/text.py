@@ -77,9 +77,50 @@ def load_text(
     if vocabulary_size is not None and vocabulary_size < 1:
         raise ValueError(f"vocabulary_size must be at least 1, got {vocabulary_size}")
     if path is None:
-        return _numbered(_standard_library(max_bytes), vocabulary_size)
-    tokens = {split: _words(_read(file)) for split, file in find_text(path).items()}
+        files = _standard_library(max_bytes)
+        tokens = {
+            split: [t for file in files[split] for t in split_words(file, source=True)] for split in SPLITS
+        }
+    else:
+        tokens = {split: split_words(_read(file)) for split, file in find_text(path).items()}
     return _numbered(tokens, vocabulary_size)
+
+
+def read_text(path: str | Path | None, max_bytes: int | None = None) -> dict[str, str]:
+    """The text of each of ``SPLITS`` as it stands in its file, with line ends ``\\n``.
+
+    Args:
+        path: a folder as :func:`load_text` reads it, or None: the standard library's source, file after file.
+        max_bytes: how much to read of the three splits together, eight tenths of it train: of a folder's files
+            the first lines, of the standard library whole files. None: all.
+
+    Raises:
+        DataNotFound: the folder, or one of its files, is not there.
+        ValueError: a file is not readable as text, or has no words.
+    """
+    if max_bytes is not None and max_bytes < 1:
+        raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
+    if path is None:
+        return {split: "".join(map(_ended, files)) for split, files in _standard_library(max_bytes).items()}
+    texts = {}
+    for split, file in find_text(path).items():
+        text = _ended(_read(file))
+        if max_bytes is not None:
+            text = _first_lines(text, max_bytes * (8 if split == "train" else 1) // 10)
+        if not text.strip():
+            raise ValueError(f"{file} has no words: give a text for {split}")
+        texts[split] = text
+    return texts
+
+
+def split_words(text: str, *, source: bool = False) -> list[str]:
+    """The words of a text as :func:`load_text` counts them, every line's end one of them.
+
+    ``source``: a program's text, in which indentation and single signs are words and blank lines are not.
+    """
+    if source:
+        return [EOS if token[-1] == "\n" else token for token in _SOURCE_TOKEN.findall(text)]
+    return _ended(text).replace("\n", f" {EOS} ").split()
 
 
 def find_text(path: str | Path) -> dict[str, Path]:
@@ -116,15 +157,25 @@ def _read(file: Path) -> str:
         raise ValueError(f"{file} cannot be read: {error}") from None
 
 
-def _words(text: str) -> list[str]:
-    if text and not text.endswith("\n"):
-        text += "\n"
-    return text.replace("\n", f" {EOS} ").split()
+def _ended(text: str) -> str:
+    text = text.replace("\r\n", "\n")
+    return text + "\n" if text and not text.endswith("\n") else text
+
+
+def _first_lines(text: str, limit_bytes: int) -> str:
+    """Whole lines of at most ``limit_bytes`` together, or the first that has words."""
+    raw = text.encode()
+    kept = raw[: raw.rfind(b"\n", 0, limit_bytes) + 1].decode()
+    if kept.strip():
+        return kept
+    first = re.match(r"\s*[^\n]*\n", text)
+    return first.group() if first else text
 
 
 def _standard_library(max_bytes: int | None) -> dict[str, list[str]]:
+    """The files of each split."""
     root = Path(sysconfig.get_path("stdlib"))
-    tokens: dict[str, list[str]] = {split: [] for split in SPLITS}
+    files: dict[str, list[str]] = {split: [] for split in SPLITS}
     used = 0
     for index, file in enumerate(_source_files(root)):
         source = file.read_text(encoding="utf-8", errors="replace")
@@ -132,13 +183,12 @@ def _standard_library(max_bytes: int | None) -> dict[str, list[str]]:
         if max_bytes is not None and used > max_bytes and index >= 10:
             break
         # of ten files in a row, one is for validation and one for the test
-        split = {4: "valid", 9: "test"}.get(index % 10, "train")
-        tokens[split] += [EOS if token[-1] == "\n" else token for token in _SOURCE_TOKEN.findall(source)]
-    if not all(tokens.values()):
+        files[{4: "valid", 9: "test"}.get(index % 10, "train")].append(source)
+    if not all(any(map(str.strip, sources)) for sources in files.values()):
         raise DataNotFound(
             f"too few Python sources in {root}; give a folder with train.txt, valid.txt and test.txt"
         )
-    return tokens
+    return files
 
 
 def _source_files(root: Path) -> list[Path]:
