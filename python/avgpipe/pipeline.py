@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import sys
 import time
 import weakref
@@ -25,13 +26,14 @@ from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
 from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, sample_count, sizes_of, split
 from avgpipe.runtime.export import gather_state
-from avgpipe.runtime.inference import Evaluation, Inference, Prediction
+from avgpipe.runtime.inference import Inference
 from avgpipe.runtime.lane import TrainingOptions, Work, scalar_loss
 from avgpipe.runtime.links.choose import NAMES as LINKS
 from avgpipe.runtime.links.choose import ON_CUDA as CUDA_LINKS
 from avgpipe.runtime.loader import Prefetch
 from avgpipe.runtime.measure import gather_timeline, measured_costs
 from avgpipe.runtime.model import Model
+from avgpipe.runtime.outputs import Evaluation, Prediction
 from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
 from avgpipe.runtime.rng import CallerGenerators
 from avgpipe.runtime.streams import Handed
@@ -56,12 +58,12 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """``loss``: mean over the evaluated samples (for a sum loss, the sum). ``metric``: mean of ``metric_fn``, if
-    given.
+    """``loss``: mean over the evaluated samples (for a sum loss, the sum). ``metric``: mean over the samples of what
+    ``metric_fn``, if given, returned: of one number, or of each in a dict.
     """
 
     loss: float
-    metric: float | None
+    metric: float | dict[str, float] | None
     samples: int
 
 
@@ -310,6 +312,7 @@ class Pipeline:
     ) -> EvaluationResult:
         """Mean loss, and mean of ``metric_fn(output, target)`` per sample, over ``loader``; batches of any size.
 
+        ``metric_fn`` is the mean over the samples it is given, a number or a dict of numbers by name.
         ``weights``: "reference", or the index of a pipeline. Training goes on afterwards as if nothing had happened.
         """
         self.drain()
@@ -322,18 +325,20 @@ class Pipeline:
             return loss_weights(self._loss_fn, [target], [samples], self._loss_weight).total
 
         batches = map(pair, _not_empty(loader))
-        sums = torch.zeros(4, dtype=torch.float64)
+        sums, names = torch.zeros(()), [""]
         if isinstance(self._loss_fn, nn.Module):
             self._loss_fn.eval()
         passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, which)
         with self._running():
-            for part in passes.run(batches, lambda: Evaluation(loss, weight, metric_fn)):
-                sums += part.cpu()
+            for part, names in passes.run(batches, lambda: Evaluation(loss, weight, metric_fn)):
+                sums = sums + part.cpu()
+        total, weighed, samples, *metrics = sums.tolist()
+        means = {name: value / samples for name, value in zip(names, metrics)}
         is_sum = self._loss_weight is None and getattr(self._loss_fn, "reduction", "mean") == "sum"
         return EvaluationResult(
-            float(sums[0] if is_sum else sums[0] / sums[1]),
-            float(sums[2] / sums[3]) if metric_fn is not None else None,
-            int(sums[3]),
+            total if is_sum else total / weighed if weighed else math.nan,
+            None if metric_fn is None else means[""] if names == [""] else means,
+            int(samples),
         )
 
     def predict(self, inputs: Any, *, weights: str | int = "reference") -> Any:

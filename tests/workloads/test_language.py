@@ -1,4 +1,3 @@
-import dataclasses
 import math
 
 import pytest
@@ -6,7 +5,7 @@ import torch
 from torch import nn
 
 from avgpipe.workloads import build_workload
-from avgpipe.workloads.language import PRESETS, log_frequencies, lr_factor, perplexity
+from avgpipe.workloads.language import PRESETS, log_frequencies, perplexity
 from avgpipe.workloads.ntasgd import NTASGD
 
 
@@ -25,9 +24,13 @@ def test_a_built_workload_trains(text_folder):
     after = evaluate(model, loss_fn, workload.valid_batches())
     assert workload.metric_name == "perplexity"
     assert workload.lower_is_better
-    assert workload.metric_from_loss(before) > 30
-    assert workload.metric_from_loss(after) < 0.8 * workload.metric_from_loss(before)
+    assert perplexity_of(workload, before) > 30
+    assert perplexity_of(workload, after) < 0.8 * perplexity_of(workload, before)
     assert math.isfinite(evaluate(model, loss_fn, workload.test_batches()))
+
+
+def perplexity_of(workload, loss):
+    return workload.metrics(loss, {})["perplexity"]
 
 
 def evaluate(model, loss_fn, batches):
@@ -64,33 +67,21 @@ def test_a_text_too_short_for_the_rows_is_refused_when_built(text_folder):
         build_workload("awd-lstm", data=text_folder, batch_size=300)
 
 
-@pytest.mark.parametrize(("scaling", "factor"), [("none", 1), ("sqrt", 2), ("linear", 4)])
-def test_learning_rate_grows_with_pipelines_as_the_preset_says(scaling, factor):
-    preset = dataclasses.replace(PRESETS["tiny"], lr=0.1, lr_scaling=scaling)
-    assert preset.learning_rate(1) == 0.1
-    assert preset.learning_rate(4) == pytest.approx(0.1 * factor)
-
-
 def test_optimizer_has_the_learning_rate_of_the_pipelines(text_folder):
-    workload = build_workload("awd-lstm", data=text_folder, batch_size=4, pipelines=2)
-    optimizer = workload.optimizer([nn.Parameter(torch.zeros(1))])
-    assert optimizer.param_groups[0]["lr"] == PRESETS["tiny"].learning_rate(2)
+    def rate(**options):
+        workload = build_workload("awd-lstm", data=text_folder, batch_size=4, **options)
+        return workload.optimizer([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"]
+
+    lr = PRESETS["awd-lstm"]["tiny"].training.lr
+    assert rate() == lr
+    assert rate(pipelines=2) == pytest.approx(lr * math.sqrt(2))
+    assert rate(pipelines=2, lr_scaling="linear") == 2 * lr
+    assert rate(pipelines=2, lr_scaling="none") == lr
 
 
-def test_warm_up_and_decay_to_zero():
-    preset = dataclasses.replace(PRESETS["tiny"], warmup_steps=3, decay=True, length=10)
-    factor = lr_factor(preset, 100, epochs=2)
-    assert factor(0) == pytest.approx(0.25)
-    assert factor(3) == pytest.approx(1 - 3 / 20)
-    assert factor(10) == pytest.approx(0.5)
-    assert factor(19) == pytest.approx(0.05)
-    assert factor(25) == 0
-    assert lr_factor(preset, 100, epochs=2, steps=10)(9) == pytest.approx(0.1)
-
-
-def test_no_scheduler_where_the_rate_is_constant():
-    preset = dataclasses.replace(PRESETS["tiny"], warmup_steps=0, decay=False)
-    assert lr_factor(preset, 100, epochs=1) is None
+def test_pretrained_weights_are_refused(text_folder):
+    with pytest.raises(ValueError, match="awd-lstm has no pretrained weights"):
+        build_workload("awd-lstm", data=text_folder, pretrained=text_folder)
 
 
 def test_paper_preset_scales_the_rate_with_the_length_of_the_segment(text_folder):
@@ -123,7 +114,7 @@ def test_without_data_the_standard_library_is_read():
     workload = build_workload("awd-lstm")
     inputs, targets = next(iter(workload.train_batches(0)))
     assert inputs.shape == targets.shape == (workload.batch_size, 35)
-    assert workload.layers[0].weight.shape == (PRESETS["tiny"].source_vocabulary, 128)
+    assert workload.layers[0].weight.shape == (PRESETS["awd-lstm"]["tiny"].source_vocabulary, 128)
 
 
 def test_decoder_begins_with_the_frequencies_where_the_preset_says_so(text_folder):

@@ -35,9 +35,9 @@ def prepare(settings: TrainSettings) -> tuple[Workload, Plan]:
     """The workload, and the plan with the stages' layers: as in the settings, else balanced by the workload's costs."""
     from avgpipe.workloads import build_workload
 
-    workload = build_workload(settings.workload, **settings.build_arguments())
+    workload = build_workload(settings.workload, settings.build_options())
     plan = Plan(**settings.plan)
-    if plan.partition is None:
+    if plan.partition is None and workload.layer_costs is not None:
         plan = replace(plan, partition=balance(workload.layer_costs, plan.stages))
     return workload, plan
 

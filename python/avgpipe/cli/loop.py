@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from avgpipe.cli.checks import prepare
 from avgpipe.cli.folder import RunFolder, Tally, note_validation, reaches, tally
@@ -19,8 +21,9 @@ from avgpipe.cli.pace import Pace
 from avgpipe.cli.progress import Progress, Silent
 from avgpipe.cli.settings import TrainSettings
 from avgpipe.cli.summary import peak_memory_bytes, summarise, unbroken
-from avgpipe.pipeline import EvaluationResult, Pipeline
+from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
+from avgpipe.workloads import Workload
 
 
 class TrainingRun:
@@ -42,6 +45,8 @@ class TrainingRun:
                 optimizer=self.workload.optimizer,
                 lr_scheduler=self.workload.lr_scheduler,
                 clip_grad_norm=self.workload.clip_grad_norm,
+                loss_weight=self.workload.loss_weight,
+                autocast=_autocast(settings, self.workload),
                 device=_device(settings.device),
                 seed=settings.seed,
                 timeout_s=settings.timeout_s,
@@ -136,14 +141,14 @@ class TrainingRun:
 
     def _validate(self) -> None:
         """Validate the reference weights, note what came out, and keep them if they are the best so far."""
-        result = self._evaluate()
-        metric = self.workload.metric_from_loss(result.loss)
+        loss, metrics = self._evaluate()
+        metric = metrics[self.workload.metric_name]
         if not self.folder_is_open:
             self._open()
         best = note_validation(
             self.tally,
             self.tally.batches,
-            result.loss,
+            loss,
             metric,
             self.settings.target,
             self.workload.lower_is_better,
@@ -152,32 +157,37 @@ class TrainingRun:
             "valid",
             epoch=self.tally.epoch,
             batch=self.tally.batches,
-            loss=result.loss,
+            loss=loss,
             metric=metric,
+            metrics=metrics,
             seconds=round(self.tally.seconds, 6),
         )
         when = f"after {self.tally.batches} batches" if self.tally.batches else "before training"
-        self.progress.note(
-            f"validation {when}: {self.workload.metric_name} {metric:.2f}, loss {result.loss:.4f}"
-        )
+        values = ", ".join(f"{name} {value:.2f}" for name, value in metrics.items())
+        self.progress.note(f"validation {when}: {values}, loss {loss:.4f}")
         if best:
             self.pipeline.save(self.folder.checkpoints / "best")
 
-    def _evaluate(self) -> EvaluationResult:
-        """On the reference's weights; once optimizers keep running means, on those of the first pipeline: replicas
-        stay near their reference, and the mean evens out the rest.
+    def _evaluate(self) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of the reference's weights; once optimizers keep running means, of those of the first
+        pipeline: replicas stay near their reference, and the mean evens out the rest.
         """
         self.pipeline.drain()  # nothing may be under way while the parameters hold something else
         batches = self.progress.validating(self.workload.valid_batches())
-        with ExitStack() as means:
+        with ExitStack() as swapped:
             weights: str | int = "reference"
             averaged = self.workload.averaged or (lambda _: None)
             for optimizer in self.pipeline.optimizers:
                 mean = averaged(getattr(optimizer, "inner", optimizer))
                 if mean is not None:
-                    means.enter_context(mean)
+                    swapped.enter_context(mean)
                     weights = 0
-            return self.pipeline.evaluate(batches, weights=weights)
+            result = self.pipeline.evaluate(batches, self.workload.metric_fn, weights=weights)
+            means = result.metric if isinstance(result.metric, dict) else {}
+            found = self.workload.metrics(result.loss, means)
+            if self.workload.decode is not None:
+                found |= self.workload.decode(partial(self.pipeline.predict, weights=weights))
+        return result.loss, found
 
     def _observe(self) -> None:
         """Let the workload's optimizers react to the validation, before the checkpoint that holds their state."""
@@ -198,8 +208,9 @@ class TrainingRun:
     def _title(self) -> str:
         s, p = self.settings, self.plan
         action = f"goes on after batch {self.tally.batches}" if s.resume else "begins"
+        what = f"{s.workload} {s.preset}" + (f" ({self.workload.title})" if self.workload.title else "")
         return (
-            f"{s.workload} {s.preset} {action}: {p.system}, {p.schedule}; K = {p.stages} stages, "
+            f"{what} {action}: {p.system}, {p.schedule}; K = {p.stages} stages, "
             f"N = {p.pipelines} pipelines, M = {p.micro_batches} micro-batches of a batch of {s.batch_size}; "
             f"{s.device}; writes {self.out}"
         )
@@ -264,7 +275,9 @@ class TrainingRun:
             return
         longest = unbroken(timeline, self._stretches)
         epochs = self.tally.epoch + self._epoch_share()
-        parameters = sum(p.numel() for p in torch.nn.ModuleList(self.workload.layers).parameters())
+        layers = self.workload.layers
+        whole = layers if isinstance(layers, nn.Module) else nn.ModuleList(layers)
+        parameters = sum(p.numel() for p in whole.parameters())
         self.folder.write(
             "summary.json",
             summarise(
@@ -300,3 +313,14 @@ def _device(name: str) -> torch.device:
     import os
 
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def _autocast(settings: TrainSettings, workload: Workload) -> torch.dtype | None:
+    if settings.autocast == "auto":
+        return workload.autocast.get(settings.device)
+    dtypes: dict[str, torch.dtype | None] = {
+        "none": None,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    return dtypes[settings.autocast]

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from avgpipe.cli.settings import (
+    AUTOCAST,
     DEFAULT_MICRO_BATCHES,
     DEFAULT_PIPELINES,
     DEFAULT_STAGES,
@@ -16,7 +17,7 @@ from avgpipe.cli.settings import (
 from avgpipe.plan import RECOMPUTE, RULES
 from avgpipe.schedule import schedule_names
 from avgpipe.systems import SYSTEMS
-from avgpipe.workloads import workload_names
+from avgpipe.workloads import LR_SCALINGS, workload_names
 
 _DATA, _PLAN, _RUN = "What to train on", "How to train: the plan", "The run"
 
@@ -27,8 +28,24 @@ Data = Annotated[
     str | None,
     typer.Option(
         metavar="DIR",
-        help="Data folder; a language model wants train.txt, valid.txt and test.txt. "
-        "Default: the source of Python's standard library.",
+        help="Data folder; a language model wants train.txt, valid.txt and test.txt, and reads the source of Python's "
+        "standard library without. See the reference for the others.",
+        rich_help_panel=_DATA,
+    ),
+]
+Pretrained = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder of a transformers model whose weights to begin with (bert, gpt).",
+        rich_help_panel=_DATA,
+    ),
+]
+LoaderWorkers = Annotated[
+    int | None,
+    typer.Option(
+        metavar="W",
+        help="Processes of each worker that make batches ahead. Default: 0.",
         rich_help_panel=_DATA,
     ),
 ]
@@ -121,6 +138,14 @@ Recompute = Annotated[
         rich_help_panel=_PLAN,
     ),
 ]
+LrScaling = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(LR_SCALINGS),
+        help="How the learning rate grows with N. Default: the preset's.",
+        rich_help_panel=_PLAN,
+    ),
+]
 Plan = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="A plan.json; options given beside it win.", rich_help_panel=_PLAN),
@@ -162,6 +187,14 @@ WireDtype = Annotated[
     typer.Option(
         metavar="|".join(WIRE_DTYPES),
         help="In which activations and gradients travel between workers; none: their own.",
+        rich_help_panel=_RUN,
+    ),
+]
+Autocast = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(AUTOCAST),
+        help="Lower precision for matrix products; auto: where it makes the workload faster. Default: auto.",
         rich_help_panel=_RUN,
     ),
 ]

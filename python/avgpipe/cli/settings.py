@@ -17,12 +17,13 @@ from typing import Any
 from avgpipe.errors import nearest
 from avgpipe.plan import Plan
 from avgpipe.systems import SYSTEMS
-from avgpipe.workloads import check_workload
+from avgpipe.workloads import LR_SCALINGS, BuildOptions, check_workload
 
 PLAN_OPTIONS = tuple(f.name for f in fields(Plan))
 LINKS = ("auto", "shm", "gloo", "cuda-ipc", "nccl")  # the runtime's, which needs torch
 _ON_CUDA = ("cuda-ipc", "nccl")
 WIRE_DTYPES = ("none", "bfloat16", "float16")
+AUTOCAST = ("auto", "none", "bfloat16", "float16")
 DEFAULT_STAGES, DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 2, 4
 RUN_FILE = "run.json"
 
@@ -31,7 +32,8 @@ RUN_FILE = "run.json"
 class TrainSettings:
     """plan: the options of ``Plan``, its partition as asked for. epochs, max_batches: of the whole run, whatever was
     resumed. target: of the workload's metric. timeout_s: seconds to wait for another worker. checkpoint_minutes:
-    between checkpoints within an epoch. link: one of ``LINKS``. wire_dtype: one of ``WIRE_DTYPES``.
+    between checkpoints within an epoch. link: one of ``LINKS``. wire_dtype: one of ``WIRE_DTYPES``. autocast: one of
+    ``AUTOCAST``. pretrained, lr_scaling, loader_workers: as in ``BuildOptions``.
     """
 
     workload: str
@@ -50,6 +52,10 @@ class TrainSettings:
     checkpoint_minutes: float = 10.0
     link: str = "auto"
     wire_dtype: str = "none"
+    autocast: str = "auto"
+    pretrained: str | None = None
+    lr_scaling: str | None = None
+    loader_workers: int = 0
 
     @property
     def stages(self) -> int:
@@ -66,10 +72,8 @@ class TrainSettings:
     def from_json(cls, text: str) -> TrainSettings:
         return cls(**json.loads(text))
 
-    def build_arguments(self) -> dict[str, Any]:
-        """Keywords of ``build_workload`` and ``check_workload``."""
-        names = ("preset", "data", "batch_size", "seed", "epochs", "max_batches")
-        return {**{n: getattr(self, n) for n in names}, "pipelines": self.plan["pipelines"]}
+    def build_options(self) -> BuildOptions:
+        return _build_options(asdict(self), self.plan["pipelines"])
 
 
 def resolve(workload: str, asked: dict[str, Any], plan_file: str | None = None) -> TrainSettings:
@@ -87,12 +91,10 @@ def resolve(workload: str, asked: dict[str, Any], plan_file: str | None = None) 
     values = {n: v for n, v in {**stored, **given}.items() if n in known and n != "plan"}
     _check_link(values.get("link"), values.get("device"))
     values.setdefault("out", f"runs/{workload}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if values.get("data") is not None:
-        values["data"] = str(Path(values["data"]).absolute())  # the run may be resumed from another folder
-    sizes = {
-        n: values[n] for n in ("preset", "data", "batch_size", "seed", "epochs", "max_batches") if n in values
-    }
-    facts = check_workload(workload, **sizes)
+    for folder in ("data", "pretrained"):
+        if values.get(folder) is not None:
+            values[folder] = str(Path(values[folder]).absolute())  # the run may be resumed from elsewhere
+    facts = check_workload(workload, _build_options(values, pipelines=1))
     plan = _plan(given, stored.get("plan"), plan_file, facts.batch_size)
     if plan.stages > facts.layers:
         raise ValueError(
@@ -111,6 +113,15 @@ def resolve(workload: str, asked: dict[str, Any], plan_file: str | None = None) 
         "workload": workload,
     }
     return replace(TrainSettings(**values), resume=bool(given.get("resume")))
+
+
+def _build_options(values: dict[str, Any], pipelines: int) -> BuildOptions:
+    known = {f.name for f in fields(BuildOptions)}
+    asked = {name: value for name, value in values.items() if name in known}
+    for folder in ("data", "pretrained"):
+        if asked.get(folder) is not None:
+            asked[folder] = Path(asked[folder])
+    return BuildOptions(**asked, pipelines=pipelines)
 
 
 def joined_ranks() -> int | None:
@@ -148,7 +159,14 @@ def _check_values(given: dict[str, Any]) -> None:
     target = given.get("target")
     if target is not None and not math.isfinite(target):
         raise ValueError(f"--target {target}: must be a finite number")
-    for name, choices in (("device", ("cpu", "cuda")), ("link", LINKS), ("wire_dtype", WIRE_DTYPES)):
+    choices_of = {
+        "device": ("cpu", "cuda"),
+        "link": LINKS,
+        "wire_dtype": WIRE_DTYPES,
+        "autocast": AUTOCAST,
+        "lr_scaling": LR_SCALINGS,
+    }
+    for name, choices in choices_of.items():
         value = given.get(name)
         if value is not None and value not in choices:
             raise ValueError(f"unknown {name.replace('_', '-')} {value!r}: {nearest(value, choices)}")

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-import torch
-
-from avgpipe.runtime.batch import batch_size, concatenate, split, to_device
+from avgpipe.runtime.batch import batch_size, split, to_device
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.worker import Worker
@@ -92,38 +90,3 @@ class Inference:
         key = Key("R", 0, self._stages - 1, self._worker.stages[0], batch, 0)
         self._worker.scheduler.wait_for([key])
         return self._worker.mailbox.take(key)
-
-
-class Prediction:
-    """Collects the last stage's outputs."""
-
-    def __init__(self) -> None:
-        self._outputs: list[Any] = []
-
-    def add(self, output: Any, target: Any, samples: int) -> None:
-        self._outputs.append(output)
-
-    def result(self) -> Any:
-        return concatenate(self._outputs)
-
-
-class Evaluation:
-    """Sums loss and metric over a batch: (loss, weight of the loss, metric, samples), all in one float64 tensor."""
-
-    def __init__(
-        self,
-        loss: Callable[[Any, Any], torch.Tensor],
-        weight: Callable[[Any, int], float],
-        metric: Callable[[Any, Any], Any] | None,
-    ) -> None:
-        self._loss, self._weight, self._metric = loss, weight, metric
-        self._sums = torch.zeros(4, dtype=torch.float64)
-
-    def add(self, output: Any, target: Any, samples: int) -> None:
-        weight = self._weight(target, samples)
-        loss = float(self._loss(output, target)) * weight if weight else 0.0
-        metric = float(self._metric(output, target)) * samples if self._metric is not None else 0.0
-        self._sums += torch.tensor([loss, weight, metric, samples], dtype=torch.float64)
-
-    def result(self) -> torch.Tensor:
-        return self._sums

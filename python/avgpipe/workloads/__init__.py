@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from avgpipe.workloads.options import LR_SCALINGS, BuildOptions
 from avgpipe.workloads.registry import build_workload, check_workload, preset_names, workload_names
 
 _HOME = {
@@ -17,8 +18,11 @@ _HOME = {
     "Corpus": "text",
     "DataNotFound": "text",
     "LanguageBatches": "batches",
+    "LibraryNotFound": "libraries",
     "NTASGD": "ntasgd",
     "NonMonotonicTrigger": "ntasgd",
+    "SampleBatches": "samples",
+    "Training": "training",
     "Workload": "workload",
     "WorkloadFacts": "workload",
     "awd_lstm_costs": "awd_lstm",
@@ -26,7 +30,15 @@ _HOME = {
     "load_text": "text",
 }
 
-__all__ = ["build_workload", "check_workload", "preset_names", "workload_names", *sorted(_HOME)]
+__all__ = [
+    "LR_SCALINGS",
+    "BuildOptions",
+    "build_workload",
+    "check_workload",
+    "preset_names",
+    "workload_names",
+    *sorted(_HOME),
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,17 +8,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from avgpipe.workloads.awd_lstm import AWDLSTMConfig, AWDLSTMLoss, awd_lstm_costs, awd_lstm_layers
 from avgpipe.workloads.batches import LanguageBatches, segment_lengths
 from avgpipe.workloads.ntasgd import NTASGD
+from avgpipe.workloads.options import BuildOptions
 from avgpipe.workloads.text import Corpus, find_text, load_text
+from avgpipe.workloads.training import Training, lr_scheduler_of, optimizer_of, scaled_lr
 from avgpipe.workloads.workload import Workload, WorkloadFacts
 
 
@@ -28,11 +29,10 @@ class LanguagePreset:
 
     Attributes:
         model: makes the configuration of a vocabulary size.
-        batch_size, length: rows and tokens per row of one pipeline's batch.
+        training: batches are of rows.
+        length: tokens per row of one pipeline's batch.
         jitter: vary the length as in the paper, and the learning rate with it.
-        optimizer, lr, weight_decay: lr is that of one pipeline.
-        lr_scaling: how lr grows with the number of pipelines.
-        warmup_steps, decay: linear warm-up, and linear decay to zero at the end of the last epoch.
+        averaged: train with NT-ASGD, the paper's optimizer, instead of the one that ``training`` names.
         unigram_bias: begin with the words' frequencies in the decoder's bias. From zero the bias takes some
             thousand small steps to get there, and meanwhile the LSTMs saturate to do its work; in a short run
             that is most of the loss.
@@ -41,82 +41,42 @@ class LanguagePreset:
     """
 
     model: Callable[..., AWDLSTMConfig]
-    batch_size: int
+    training: Training
     length: int
     jitter: bool
-    optimizer: Literal["adamw", "nt-asgd"]
-    lr: float
-    lr_scaling: Literal["none", "sqrt", "linear"]
-    weight_decay: float
-    clip_grad_norm: float
-    warmup_steps: int
-    decay: bool
-    epochs: int
+    averaged: bool
     unigram_bias: bool
     source_bytes: int
     source_vocabulary: int
 
-    def learning_rate(self, pipelines: int) -> float:
-        """The learning rate of each of N pipelines.
 
-        The reference moves by the mean of N updates, so N pipelines want a learning rate like that of an
-        N-fold batch.
-        """
-        factor = {"none": 1.0, "sqrt": math.sqrt(pipelines), "linear": float(pipelines)}[self.lr_scaling]
-        return self.lr * factor
+_SHORT = partial(
+    AWDLSTMConfig,
+    embedding_dropout=0.0,
+    input_dropout=0.1,
+    hidden_dropout=0.1,
+    output_dropout=0.1,
+    weight_dropout=0.1,
+)
+_ADAMW = partial(Training, optimizer="adamw", betas=(0.9, 0.99), weight_decay=0.01, clip_grad_norm=0.25)
 
-
-PRESETS: dict[str, LanguagePreset] = {
+_AWD_LSTM: dict[str, LanguagePreset] = {
     "tiny": LanguagePreset(
-        model=partial(
-            AWDLSTMConfig,
-            embedding=128,
-            hidden=256,
-            lstm_layers=2,
-            embedding_dropout=0.0,
-            input_dropout=0.1,
-            hidden_dropout=0.1,
-            output_dropout=0.1,
-            weight_dropout=0.1,
-        ),
-        batch_size=16,
+        model=partial(_SHORT, embedding=128, hidden=256, lstm_layers=2),
+        training=_ADAMW(batch_size=16, epochs=1, lr=0.02, warmup=0.01),
         length=35,
         jitter=False,
-        optimizer="adamw",
-        lr=0.02,
-        lr_scaling="sqrt",
-        weight_decay=0.01,
-        clip_grad_norm=0.25,
-        warmup_steps=3,
-        decay=True,
-        epochs=1,
+        averaged=False,
         unigram_bias=True,
         source_bytes=2_000_000,
         source_vocabulary=5_000,
     ),
     "small": LanguagePreset(
-        model=partial(
-            AWDLSTMConfig,
-            embedding=128,
-            hidden=640,
-            lstm_layers=2,
-            embedding_dropout=0.0,
-            input_dropout=0.1,
-            hidden_dropout=0.1,
-            output_dropout=0.1,
-            weight_dropout=0.1,
-        ),
-        batch_size=24,
+        model=partial(_SHORT, embedding=128, hidden=640, lstm_layers=2),
+        training=_ADAMW(batch_size=24, epochs=1, lr=0.007, warmup=0.01),
         length=35,
         jitter=False,
-        optimizer="adamw",
-        lr=0.007,
-        lr_scaling="sqrt",
-        weight_decay=0.01,
-        clip_grad_norm=0.25,
-        warmup_steps=20,
-        decay=True,
-        epochs=1,
+        averaged=False,
         unigram_bias=True,
         source_bytes=8_000_000,
         source_vocabulary=10_000,
@@ -124,57 +84,56 @@ PRESETS: dict[str, LanguagePreset] = {
     # The values of the paper's WikiText-2 model, 33.6 M parameters.
     "paper": LanguagePreset(
         model=partial(AWDLSTMConfig, embedding=400, hidden=1150, lstm_layers=3),
-        batch_size=80,
+        training=Training(
+            batch_size=80,
+            epochs=750,
+            optimizer="sgd",
+            momentum=0.0,
+            lr=30.0,
+            lr_scaling="none",
+            weight_decay=1.2e-6,
+            clip_grad_norm=0.25,
+            decay="none",
+        ),
         length=70,
         jitter=True,
-        optimizer="nt-asgd",
-        lr=30.0,
-        lr_scaling="none",
-        weight_decay=1.2e-6,
-        clip_grad_norm=0.25,
-        warmup_steps=0,
-        decay=False,
-        epochs=750,
+        averaged=True,
         unigram_bias=False,
         source_bytes=8_000_000,
         source_vocabulary=30_000,
     ),
 }
+PRESETS = {"awd-lstm": _AWD_LSTM}
 
 
-def check(preset: str, data: str | Path | None, batch_size: int | None, epochs: int | None) -> WorkloadFacts:
+def check(name: str, options: BuildOptions) -> WorkloadFacts:
     """Refuse what cannot be built, without reading the data."""
-    chosen = PRESETS[preset]
-    if data is not None:
-        find_text(data)
+    chosen = PRESETS[name][options.preset]
+    training = chosen.training.asked(options)
+    if options.pretrained is not None:
+        raise ValueError(f"{name} has no pretrained weights to begin with: leave pretrained out")
+    if options.data is not None:
+        find_text(options.data)
     return WorkloadFacts(
-        name="awd-lstm",
-        preset=preset,
-        layers=chosen.model(vocabulary=1).lstm_layers + 2,
-        batch_size=batch_size or chosen.batch_size,
-        epochs=epochs or chosen.epochs,
+        name=name,
+        preset=options.preset,
+        layers=chosen.model(vocabulary=1, embedding=1, hidden=1).lstm_layers + 2,
+        batch_size=training.batch_size,
+        epochs=training.epochs,
     )
 
 
-def build(
-    preset: str,
-    data: str | Path | None,
-    pipelines: int,
-    batch_size: int | None,
-    seed: int,
-    epochs: int | None,
-    max_batches: int | None,
-) -> Workload:
-    chosen = PRESETS[preset]
-    rows = batch_size or chosen.batch_size
-    epochs = epochs or chosen.epochs
-    corpus = _corpus(chosen, data)
+def build(name: str, options: BuildOptions) -> Workload:
+    chosen = PRESETS[name][options.preset]
+    training = chosen.training.asked(options)
+    pipelines, seed = options.pipelines, options.seed
+    corpus = _corpus(chosen, options.data)
     config = chosen.model(vocabulary=len(corpus.vocabulary))
 
     def train_batches(epoch: int, start: int = 0) -> LanguageBatches:
         return LanguageBatches(
             corpus.train,
-            rows,
+            training.batch_size,
             chosen.length,
             pipelines=pipelines,
             jitter=chosen.jitter,
@@ -184,34 +143,39 @@ def build(
             name="train",
         )
 
-    def held_out(name: str) -> LanguageBatches:
-        return LanguageBatches(getattr(corpus, name), rows, chosen.length, name=name)
+    def held_out(split: str) -> LanguageBatches:
+        return LanguageBatches(getattr(corpus, split), training.batch_size, chosen.length, name=split)
 
-    row_tokens = sum(train_batches(0).lengths)
-    for name in ("valid", "test"):
-        held_out(name)  # too short a text is refused now, not after an epoch
-    steps = None if max_batches is None else -(-max_batches // pipelines)
+    first_epoch = train_batches(0)
+    for split in ("valid", "test"):
+        held_out(split)  # too short a text is refused now, not after an epoch
     bias = log_frequencies(corpus.train, config.vocabulary) if chosen.unigram_bias else None
-    factor = lr_factor(chosen, row_tokens, epochs=epochs, steps=steps, seed=seed)
+    lr_scheduler: Callable[[Optimizer], LRScheduler] | None
+    if chosen.jitter:
+        lr_scheduler = partial(_follow_lengths, sum(first_epoch.lengths), chosen.length, seed)
+    else:
+        lr_scheduler = lr_scheduler_of(training, len(first_epoch), options)
     return Workload(
-        name="awd-lstm",
-        preset=preset,
+        name=name,
+        preset=options.preset,
         layers=awd_lstm_layers(config, seed=seed, decoder_bias=bias),
         loss_fn=AWDLSTMLoss(config.alpha, config.beta),
-        optimizer=partial(_optimizer, chosen, pipelines),
-        lr_scheduler=None if factor is None else lambda optimizer: LambdaLR(optimizer, factor),
-        clip_grad_norm=chosen.clip_grad_norm,
+        optimizer=partial(_ntasgd, training, pipelines)
+        if chosen.averaged
+        else optimizer_of(training, pipelines),
+        lr_scheduler=lr_scheduler,
+        clip_grad_norm=training.clip_grad_norm,
         train_batches=train_batches,
         valid_batches=partial(held_out, "valid"),
         test_batches=partial(held_out, "test"),
+        metrics=lambda loss, _: {"perplexity": perplexity(loss)},
         metric_name="perplexity",
-        metric_from_loss=perplexity,
         lower_is_better=True,
-        batch_size=rows,
-        epochs=epochs,
+        batch_size=training.batch_size,
+        epochs=training.epochs,
         layer_costs=awd_lstm_costs(config),
-        after_validation=_observe if chosen.optimizer == "nt-asgd" else None,
-        averaged=_averaged if chosen.optimizer == "nt-asgd" else None,
+        after_validation=_observe if chosen.averaged else None,
+        averaged=_averaged if chosen.averaged else None,
     )
 
 
@@ -226,50 +190,37 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else (math.nan if math.isnan(loss) else math.inf)
 
 
-def lr_factor(
-    preset: LanguagePreset, row_tokens: int, *, epochs: int, steps: int | None = None, seed: int = 0
-) -> Callable[[int], float] | None:
-    """What to multiply the learning rate with at a step of one pipeline; None when it stays as it is.
+def length_factor(row_tokens: int, length: int, seed: int) -> Callable[[int], float]:
+    """What to multiply the learning rate with at a step of one pipeline when lengths are jittered.
 
-    Warm-up, decay to zero over ``steps`` (None: over ``epochs`` of ``row_tokens`` tokens per row), and with
-    jittered lengths the segment's length over the preset's: a longer segment has more tokens for its mean
-    gradient.
+    A segment's length over the preset's: a longer segment has more tokens for its mean gradient.
     """
-    if not (preset.jitter or preset.decay or preset.warmup_steps):
-        return None
-    if steps is None:
-        steps = epochs * len(segment_lengths(row_tokens, preset.length))
     lengths: list[int] = []
     epochs_known = 0
 
     def factor(step: int) -> float:
         nonlocal epochs_known
-        value = min(1.0, (step + 1) / (preset.warmup_steps + 1))
-        if preset.decay:
-            value *= max(0.0, 1 - step / steps)
-        if preset.jitter:
-            while len(lengths) <= step:
-                lengths.extend(
-                    segment_lengths(row_tokens, preset.length, jitter=True, seed=seed, epoch=epochs_known)
-                )
-                epochs_known += 1
-            value *= lengths[step] / preset.length
-        return value
+        while len(lengths) <= step:
+            lengths.extend(segment_lengths(row_tokens, length, jitter=True, seed=seed, epoch=epochs_known))
+            epochs_known += 1
+        return lengths[step] / length
 
     return factor
 
 
-def _corpus(preset: LanguagePreset, data: str | Path | None) -> Corpus:
+def _follow_lengths(row_tokens: int, length: int, seed: int, optimizer: Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, length_factor(row_tokens, length, seed))
+
+
+def _corpus(preset: LanguagePreset, data: Path | None) -> Corpus:
     if data is not None:
         return load_text(data)
     return load_text(None, vocabulary_size=preset.source_vocabulary, max_bytes=preset.source_bytes)
 
 
-def _optimizer(preset: LanguagePreset, pipelines: int, params: Iterable[nn.Parameter]) -> Optimizer:
-    lr = preset.learning_rate(pipelines)
-    if preset.optimizer == "nt-asgd":
-        return NTASGD(params, lr=lr, weight_decay=preset.weight_decay)
-    return AdamW(params, lr=lr, betas=(0.9, 0.99), weight_decay=preset.weight_decay)
+def _ntasgd(training: Training, pipelines: int, params: Iterable[nn.Parameter]) -> Optimizer:
+    lr = scaled_lr(training.lr, training.lr_scaling, pipelines)
+    return NTASGD(params, lr=lr, weight_decay=training.weight_decay)
 
 
 def _observe(optimizer: Optimizer, loss: float) -> bool:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from avgpipe.errors import nearest
+from avgpipe.workloads.options import BuildOptions
 
 if TYPE_CHECKING:
     from avgpipe.workloads.workload import Workload, WorkloadFacts
 
-# Each module has PRESETS, check() and build(); it is imported when it is needed, and torch with it.
-_MODULES = {"awd-lstm": "language"}
+# Each module has PRESETS by workload, check() and build(); it is imported when it is needed, and torch with it.
+_MODULES = {
+    "awd-lstm": "language",
+    "gnmt": "translation",
+    "bert": "bert",
+    "gpt": "gpt",
+    "resnet": "classification",
+    "vgg": "classification",
+    "alexnet": "classification",
+    "captioning": "captioning",
+}
 
 
 def workload_names() -> tuple[str, ...]:
@@ -21,78 +32,46 @@ def workload_names() -> tuple[str, ...]:
 
 def preset_names(name: str) -> tuple[str, ...]:
     """The presets of a workload, smallest first. Raises ValueError for an unknown workload."""
-    return tuple(_module(name).PRESETS)
+    return tuple(_module(name).PRESETS[name])
 
 
-def check_workload(
-    name: str,
-    *,
-    preset: str = "tiny",
-    data: str | Path | None = None,
-    pipelines: int = 1,
-    batch_size: int | None = None,
-    seed: int = 0,
-    epochs: int | None = None,
-    max_batches: int | None = None,
-) -> WorkloadFacts:
-    """Refuse arguments that :func:`build_workload` would refuse, without reading the data.
+def check_workload(name: str, options: BuildOptions | None = None, **asked: Any) -> WorkloadFacts:
+    """Refuse what :func:`build_workload` would refuse, without reading the data.
+
+    ``asked``: fields of ``BuildOptions``, instead of ``options`` or over it.
 
     Raises:
         ValueError: an unknown name or preset, or a number out of range.
         avgpipe.workloads.DataNotFound: a ValueError that names the folder and the missing files.
+        avgpipe.workloads.LibraryNotFound: a ValueError that names a library that is not installed.
     """
-    module = _module(name)
-    if preset not in module.PRESETS:
-        raise ValueError(f"unknown preset {preset!r} of {name}: {nearest(preset, tuple(module.PRESETS))}")
-    counts = {"pipelines": pipelines, "batch_size": batch_size, "epochs": epochs, "max_batches": max_batches}
-    for what, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{what} must be at least 1, got {value}")
-    if seed < 0:
-        raise ValueError(f"seed must not be negative, got {seed}")
-    facts: WorkloadFacts = module.check(preset, data, batch_size, epochs)
+    module, options = _module(name), _options(options, asked)
+    presets = module.PRESETS[name]
+    if options.preset not in presets:
+        raise ValueError(
+            f"unknown preset {options.preset!r} of {name}: {nearest(options.preset, tuple(presets))}"
+        )
+    facts: WorkloadFacts = module.check(name, options)
     return facts
 
 
-def build_workload(
-    name: str,
-    *,
-    preset: str = "tiny",
-    data: str | Path | None = None,
-    pipelines: int = 1,
-    batch_size: int | None = None,
-    seed: int = 0,
-    epochs: int | None = None,
-    max_batches: int | None = None,
-) -> Workload:
+def build_workload(name: str, options: BuildOptions | None = None, **asked: Any) -> Workload:
     """Read the data and make the model with its initial weights, the same on every rank.
 
-    Args:
-        name, preset: see :func:`workload_names` and :func:`preset_names`.
-        data: the data folder; None: the Python standard library's own source.
-        pipelines: how many pipelines will train side by side; divides the data and sets the learning rate.
-        batch_size: samples in one pipeline's batch; None: the preset's.
-        seed: of the initial weights and everything else that is drawn. The caller's random state stays as it
-            is.
-        epochs: how many to train; None: the preset's.
-        max_batches: how many batches will be trained at most, of all pipelines together, when the run ends
-            before its epochs do; a learning rate that decays then reaches its end there.
-
-    Raises:
-        ValueError: as :func:`check_workload`, and for a text too short for the rows asked for.
+    The caller's random state stays as it is. Raises what :func:`check_workload` raises, and ValueError for data that
+    are not what they should be.
     """
-    check_workload(
-        name,
-        preset=preset,
-        data=data,
-        pipelines=pipelines,
-        batch_size=batch_size,
-        seed=seed,
-        epochs=epochs,
-        max_batches=max_batches,
-    )
-    workload: Workload = _module(name).build(preset, data, pipelines, batch_size, seed, epochs, max_batches)
+    options = _options(options, asked)
+    check_workload(name, options)
+    workload: Workload = _module(name).build(name, options)
     return workload
+
+
+def _options(options: BuildOptions | None, asked: dict[str, Any]) -> BuildOptions:
+    for what in ("data", "pretrained"):
+        if asked.get(what) is not None:
+            asked[what] = Path(asked[what])
+    return replace(options or BuildOptions(), **asked)
 
 
 def _module(name: str) -> Any:
