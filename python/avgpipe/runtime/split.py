@@ -16,9 +16,11 @@ from avgpipe.partition import balance
 
 
 def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The chain that computes ``model``: its children if it is sequential, else segments of its traced graph."""
+    """The chain that computes ``model``: its children if it is sequential, the adapter's layers if its forward is
+    one of the transformers library, else segments of its traced graph.
+    """
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
-        return list(_traced(model))
+        return _of_transformers(model) if _forward_module(model) == "transformers" else list(_traced(model))
     layers = list(model)
     for n, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
@@ -68,6 +70,18 @@ def _cost(layer: nn.Module) -> float:
     tables = [m for m in layer.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     looked_up = {id(p) for m in tables for p in m.parameters()}
     return 1.0 + sum(p.numel() for p in layer.parameters() if id(p) not in looked_up)
+
+
+def _forward_module(model: nn.Module) -> str:
+    """The package whose code ``model.forward`` is."""
+    owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
+    return owner.__module__.split(".")[0]
+
+
+def _of_transformers(model: nn.Module) -> list[nn.Module]:
+    from avgpipe.interop import transformers  # only now: it imports the library, which takes seconds
+
+    return transformers.layers(model)
 
 
 # ---- traced models -------------------------------------------------------------------------------------------------
