@@ -23,7 +23,7 @@ from avgpipe.cli.settings import TrainSettings
 from avgpipe.cli.summary import peak_memory_bytes, summarise, unbroken
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
-from avgpipe.workloads import Workload
+from avgpipe.workloads.workload import Workload
 
 
 class TrainingRun:
