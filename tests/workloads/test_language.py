@@ -114,7 +114,7 @@ def test_without_data_the_standard_library_is_read():
     workload = build_workload("awd-lstm")
     inputs, targets = next(iter(workload.train_batches(0)))
     assert inputs.shape == targets.shape == (workload.batch_size, 35)
-    assert workload.layers[0].weight.shape == (PRESETS["awd-lstm"]["tiny"].source_vocabulary, 128)
+    assert workload.layers[0].weight.shape == (PRESETS["awd-lstm"]["tiny"].vocabulary, 128)
 
 
 def test_decoder_begins_with_the_frequencies_where_the_preset_says_so(text_folder):

@@ -64,6 +64,9 @@ class TrainingRun:
             self._recall()
         self.progress = Progress(self._total(), self.tally.batches) if first else Silent()
         self.progress.note(self._title())
+        if self.workload.trivial is not None:
+            answer, score = self.workload.trivial
+            self.progress.note(f"to beat: {answer}, {self.workload.metric_name} {score:.2f}")
         for note in links_line(self._world.gather_texts(links.text)):
             self.progress.note(note)
         self._saved_at = time.monotonic()
@@ -284,7 +287,7 @@ class TrainingRun:
                 self.settings,
                 self._plan_as_run(),
                 self.tally,
-                self.workload.metric_name,
+                self.workload,
                 epochs,
                 parameters,
                 peaks,

@@ -8,7 +8,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from avgpipe import __version__
 from avgpipe.cli.folder import Tally, read_metrics, strict_json
@@ -17,12 +17,15 @@ from avgpipe.cli.settings import TrainSettings
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
 
+if TYPE_CHECKING:
+    from avgpipe.workloads.workload import Workload
+
 
 def summarise(
     settings: TrainSettings,
     plan: Plan,
     tally: Tally,
-    metric_name: str,
+    workload: Workload,
     epochs: float,
     parameters: int,
     peak_memory: Sequence[int],
@@ -37,6 +40,8 @@ def summarise(
 
     values = {
         "workload": settings.workload,
+        "preset": settings.preset,
+        "title": workload.title,
         "system": plan.system,
         "stages": plan.stages,
         "pipelines": plan.pipelines,
@@ -49,8 +54,10 @@ def summarise(
         "samples": tally.samples,
         "train_seconds": tally.seconds,
         "samples_per_second": tally.samples / tally.seconds if tally.seconds > 0 else None,
-        "metric_name": metric_name,
+        "metric_name": workload.metric_name,
         "metric": tally.metric,
+        "best_metric": tally.best,
+        "trivial_metric": workload.trivial[1] if workload.trivial else None,
         "target": settings.target,
         "seconds_to_target": tally.seconds_to_target,
         "worker_busy_fraction": timeline.worker_busy_fraction,
@@ -102,8 +109,9 @@ def describe(out: str | Path) -> str:
     before = next(iter(valid), None)
     busy = ", ".join(f"{100 * share:.0f} %" for share in s["worker_busy_fraction"])
     memory = ", ".join(f"{size / 2**20:.0f} MiB" for size in s["peak_memory_bytes"])
+    trivial = f" (trivial answer: {_number(s['trivial_metric'])})" if s["trivial_metric"] is not None else ""
     lines = [
-        f"{s['metric_name']}: {_number(before)} before, {_number(s['metric'])} after {s['batches']} batches "
+        f"{s['metric_name']}{trivial}: {_number(before)} before, {_number(s['metric'])} after {s['batches']} batches "
         f"({s['samples']} samples, {s['epochs']:g} epochs) in {spell_s(s['train_seconds'])} of training",
         f"speed: {_number(s['samples_per_second'])} samples/s; bubbles {100 * s['bubble_fraction']:.0f} %; "
         f"busy: {busy}; peak memory: {memory}",

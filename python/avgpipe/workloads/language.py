@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,8 +36,9 @@ class LanguagePreset:
         unigram_bias: begin with the words' frequencies in the decoder's bias. From zero the bias takes some
             thousand small steps to get there, and meanwhile the LSTMs saturate to do its work; in a short run
             that is most of the loss.
-        source_bytes, source_vocabulary: how much of the standard library to read when there is no data
-            folder.
+        source_bytes: how much of the standard library to read when there is no data folder.
+        vocabulary: how many types to keep; None: all.
+        train_tokens, held_out_tokens: how many of each split to read, from its beginning; None: all.
     """
 
     model: Callable[..., AWDLSTMConfig]
@@ -47,7 +48,9 @@ class LanguagePreset:
     averaged: bool
     unigram_bias: bool
     source_bytes: int
-    source_vocabulary: int
+    vocabulary: int | None = None
+    train_tokens: int | None = None
+    held_out_tokens: int | None = None
 
 
 _SHORT = partial(
@@ -69,7 +72,9 @@ _AWD_LSTM: dict[str, LanguagePreset] = {
         averaged=False,
         unigram_bias=True,
         source_bytes=2_000_000,
-        source_vocabulary=5_000,
+        vocabulary=5_000,
+        train_tokens=500_000,
+        held_out_tokens=50_000,
     ),
     "small": LanguagePreset(
         model=partial(_SHORT, embedding=128, hidden=640, lstm_layers=2),
@@ -79,7 +84,6 @@ _AWD_LSTM: dict[str, LanguagePreset] = {
         averaged=False,
         unigram_bias=True,
         source_bytes=8_000_000,
-        source_vocabulary=10_000,
     ),
     # The values of the paper's WikiText-2 model, 33.6 M parameters.
     "paper": LanguagePreset(
@@ -100,7 +104,6 @@ _AWD_LSTM: dict[str, LanguagePreset] = {
         averaged=True,
         unigram_bias=False,
         source_bytes=8_000_000,
-        source_vocabulary=30_000,
     ),
 }
 PRESETS = {"awd-lstm": _AWD_LSTM}
@@ -149,7 +152,7 @@ def build(name: str, options: BuildOptions) -> Workload:
     first_epoch = train_batches(0)
     for split in ("valid", "test"):
         held_out(split)  # too short a text is refused now, not after an epoch
-    bias = log_frequencies(corpus.train, config.vocabulary) if chosen.unigram_bias else None
+    log_shares = log_frequencies(corpus.train, config.vocabulary)
     lr_scheduler: Callable[[Optimizer], LRScheduler] | None
     if chosen.jitter:
         lr_scheduler = partial(_follow_lengths, sum(first_epoch.lengths), chosen.length, seed)
@@ -158,7 +161,7 @@ def build(name: str, options: BuildOptions) -> Workload:
     return Workload(
         name=name,
         preset=options.preset,
-        layers=awd_lstm_layers(config, seed=seed, decoder_bias=bias),
+        layers=awd_lstm_layers(config, seed=seed, decoder_bias=log_shares if chosen.unigram_bias else None),
         loss_fn=AWDLSTMLoss(config.alpha, config.beta),
         optimizer=partial(_ntasgd, training, pipelines)
         if chosen.averaged
@@ -174,6 +177,8 @@ def build(name: str, options: BuildOptions) -> Workload:
         batch_size=training.batch_size,
         epochs=training.epochs,
         layer_costs=awd_lstm_costs(config),
+        trivial=_unigram(corpus, log_shares),
+        title=_title(corpus, options.data),
         after_validation=_observe if chosen.averaged else None,
         averaged=_averaged if chosen.averaged else None,
     )
@@ -213,9 +218,22 @@ def _follow_lengths(row_tokens: int, length: int, seed: int, optimizer: Optimize
 
 
 def _corpus(preset: LanguagePreset, data: Path | None) -> Corpus:
-    if data is not None:
-        return load_text(data)
-    return load_text(None, vocabulary_size=preset.source_vocabulary, max_bytes=preset.source_bytes)
+    whole = load_text(data, vocabulary_size=preset.vocabulary, max_bytes=preset.source_bytes)
+    return replace(
+        whole,
+        train=whole.train[: preset.train_tokens],
+        valid=whole.valid[: preset.held_out_tokens],
+        test=whole.test[: preset.held_out_tokens],
+    )
+
+
+def _title(corpus: Corpus, data: Path | None) -> str:
+    source = "the standard library's source" if data is None else data.name
+    return f"{source}, {corpus.train.numel():,} words of {len(corpus.vocabulary):,} types"
+
+
+def _unigram(corpus: Corpus, log_shares: Tensor) -> tuple[str, float]:
+    return "word frequencies", perplexity(-float(log_shares[corpus.valid].double().mean()))
 
 
 def _ntasgd(training: Training, pipelines: int, params: Iterable[nn.Parameter]) -> Optimizer:

@@ -54,6 +54,8 @@ class Workload:
         decode: further metrics, by name, from translating or generating with the ``predict`` it is given; None:
             there are none.
         autocast: of a device type, the dtype of ``torch.autocast`` that makes training there faster.
+        trivial: the best answer that looks at no input, and what it scores on the validation data, by ``metric_name``;
+            None: such an answer scores nothing.
         title: what is learnt from which data, where that depends on the data; or "".
         after_validation: to call with each optimizer and the loss after each validation; says whether it
             changed the optimizer. None: nothing to do.
@@ -81,6 +83,7 @@ class Workload:
     metric_fn: Callable[[Any, Any], dict[str, Any]] | None = None
     decode: Callable[[Predict], dict[str, float]] | None = None
     autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
+    trivial: tuple[str, float] | None = None
     title: str = ""
     after_validation: Callable[[Optimizer, float], bool] | None = None
     averaged: Callable[[Optimizer], AbstractContextManager[None] | None] | None = None
