@@ -1,0 +1,385 @@
+"""The workload ``bert``: transformers' BERT, taught to tell paraphrases or to fill in masked text.
+
+The data folder decides: sentence pairs are classified; a text, or this Python's own source, is learnt from with masks.
+Model and sizes: Devlin, Chang, Lee, Toutanova, NAACL 2019, arXiv 1810.04805.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from avgpipe.workloads.language import log_frequencies
+from avgpipe.workloads.libraries import library
+from avgpipe.workloads.masked import (
+    HiddenAnew,
+    HiddenOnce,
+    MaskedLoss,
+    Vocabulary,
+    hidden_pieces,
+    masked_metrics,
+    segments,
+    told_pieces,
+)
+from avgpipe.workloads.options import BuildOptions
+from avgpipe.workloads.samples import MakeBatch, SampleBatches, by_length, in_order, shuffled
+from avgpipe.workloads.sentence_pairs import (
+    PAIR_FILES,
+    Encode,
+    PairRows,
+    confusion,
+    find_pairs,
+    has_pairs,
+    pair_metrics,
+    read_pairs,
+)
+from avgpipe.workloads.subwords import Subwords
+from avgpipe.workloads.text import SPLITS, DataNotFound, find_text, read_text
+from avgpipe.workloads.training import Training, lr_scheduler_of, optimizer_of
+from avgpipe.workloads.workload import Workload, WorkloadFacts
+
+PAIRS_MODEL, MASKED_MODEL = "BertForSequenceClassification", "BertForMaskedLM"
+
+_CONFIG_FILE = "config.json"
+_WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class BertTask:
+    """A size of model and how it is trained for one task.
+
+    Attributes:
+        hidden, layers, heads: of the encoder; its feed-forward layers are four times as wide.
+        pieces: how many subwords to learn from the training text.
+        length: pieces of a segment of text, or of a pair at most.
+        positions: the longest input that the model has embeddings for.
+        dropout: everywhere.
+        initializer_range: standard deviation of the initial weights.
+        max_bytes: how much of a text to read, None: all.
+        frequency_bias: begin with the pieces' frequencies in the decoder's bias. From zero, a short run spends most
+            of its steps on learning them.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    pieces: int
+    length: int
+    positions: int
+    training: Training
+    dropout: float = 0.1
+    initializer_range: float = 0.02
+    max_bytes: int | None = None
+    frequency_bias: bool = False
+
+    def config(self, pieces: int, pad: int = 0) -> Any:
+        """The ``transformers.BertConfig`` for so many pieces."""
+        return library("transformers", "bert").BertConfig(
+            vocab_size=pieces,
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            intermediate_size=4 * self.hidden,
+            hidden_dropout_prob=self.dropout,
+            attention_probs_dropout_prob=self.dropout,
+            max_position_embeddings=self.positions,
+            initializer_range=self.initializer_range,
+            pad_token_id=pad,
+        )
+
+
+@dataclass(frozen=True)
+class BertPreset:
+    """``pairs``: when the data are sentence pairs. ``masked``: when they are a text."""
+
+    pairs: BertTask
+    masked: BertTask
+
+
+_ADAMW = partial(Training, optimizer="adamw", weight_decay=0.01, clip_grad_norm=1.0, warmup=0.1)
+_TINY = partial(BertTask, hidden=128, layers=2, heads=4, positions=128)
+_SMALL = partial(BertTask, hidden=256, layers=4, heads=4, positions=128)
+_BASE = partial(BertTask, hidden=768, layers=12, heads=12, positions=512, pieces=30_522)
+
+_BERT: dict[str, BertPreset] = {
+    "tiny": BertPreset(
+        pairs=_TINY(pieces=6_000, length=128, training=_ADAMW(batch_size=32, epochs=2, lr=5e-4)),
+        masked=_TINY(
+            pieces=4_000,
+            length=64,
+            training=_ADAMW(batch_size=16, epochs=1, lr=2e-3),
+            max_bytes=1_500_000,
+            frequency_bias=True,
+        ),
+    ),
+    "small": BertPreset(
+        pairs=_SMALL(pieces=8_000, length=128, training=_ADAMW(batch_size=32, epochs=5, lr=3e-4)),
+        masked=_SMALL(
+            pieces=8_000,
+            length=128,
+            training=_ADAMW(batch_size=16, epochs=1, lr=1e-3),
+            frequency_bias=True,
+        ),
+    ),
+    # BERT-base. Fine-tuning: appendix A.3, with the settings that were published beside the code. Pre-training:
+    # appendix A.2, all of it at the full length and without next sentences, for which a plain text has no documents.
+    "paper": BertPreset(
+        pairs=_BASE(length=128, training=_ADAMW(batch_size=32, epochs=3, lr=2e-5)),
+        masked=_BASE(length=512, training=_ADAMW(batch_size=256, epochs=40, lr=1e-4, warmup=0.01)),
+    ),
+}
+PRESETS = {"bert": _BERT}
+
+
+def check(name: str, options: BuildOptions) -> WorkloadFacts:
+    """Refuse what cannot be built, without reading the data."""
+    task = _task(name, options)
+    training = task.training.asked(options)
+    layers = task.layers
+    if options.pretrained is not None:
+        layers = int(check_pretrained(options.pretrained).get("num_hidden_layers", layers))
+    if _is_pairs(options.data):
+        find_pairs(options.data or "")
+    elif options.data is not None:
+        try:
+            find_text(options.data)
+        except DataNotFound as error:
+            raise DataNotFound(f"{error}; or give sentence pairs: {', '.join(PAIR_FILES)}") from None
+    return WorkloadFacts(
+        name=name,
+        preset=options.preset,
+        layers=layers + 2,  # embeddings before and a head behind the encoder
+        batch_size=training.batch_size,
+        epochs=training.epochs,
+    )
+
+
+def build(name: str, options: BuildOptions) -> Workload:
+    """Read the data, learn the pieces and make the model, the same in every process."""
+    check(name, options)
+    return (_pairs if _is_pairs(options.data) else _masked)(name, options)
+
+
+def _task(name: str, options: BuildOptions) -> BertTask:
+    preset = PRESETS[name][options.preset]
+    return preset.pairs if _is_pairs(options.data) else preset.masked
+
+
+def _is_pairs(data: Path | None) -> bool:
+    return data is not None and has_pairs(data)
+
+
+def _pairs(name: str, options: BuildOptions) -> Workload:
+    task = _task(name, options)
+    assert options.data is not None
+    data = read_pairs(options.data)
+    lines = [sentence for pair in data.train for sentence in (pair.first, pair.second)]
+    model, encode, vocabulary = _model(PAIRS_MODEL, task, lines, options)
+    length = min(task.length, model.config.max_position_embeddings)
+    rows = {split: PairRows.of(getattr(data, split), encode, vocabulary, length) for split in SPLITS}
+    order = partial(_by_length, rows["train"].lengths)
+    return Workload(
+        layers=model,
+        loss_fn=nn.CrossEntropyLoss(),
+        metrics=pair_metrics,
+        metric_fn=confusion,
+        metric_name="accuracy",
+        lower_is_better=False,
+        title=f"paraphrases told among {len(data.train):,} sentence pairs of {options.data.name}",
+        **_course(name, task, options, order, {split: (len(r.labels), r) for split, r in rows.items()}),
+    )
+
+
+def _masked(name: str, options: BuildOptions) -> Workload:
+    task = _task(name, options)
+    texts = read_text(options.data, task.max_bytes)
+    lines = {split: text.split("\n") for split, text in texts.items()}
+    model, encode, vocabulary = _model(MASKED_MODEL, task, lines["train"], options)
+    length = min(task.length, model.config.max_position_embeddings)
+    rows = {split: segments(encode(lines[split]), length, vocabulary) for split in SPLITS}
+    if task.frequency_bias and options.pretrained is None:
+        with torch.no_grad():
+            model.cls.predictions.bias.copy_(
+                log_frequencies(rows["train"][:, 1:-1].flatten(), vocabulary.size)
+            )
+    made: dict[str, tuple[int, MakeBatch]] = {
+        split: (r.shape[0], HiddenOnce.of(r, vocabulary)) for split, r in rows.items() if split != "train"
+    }
+    made["train"] = rows["train"].shape[0], HiddenAnew(rows["train"], vocabulary)
+    source = "Python's standard library" if options.data is None else options.data.name
+    return Workload(
+        layers=model,
+        loss_fn=MaskedLoss(),
+        loss_weight=hidden_pieces,
+        metrics=masked_metrics,
+        metric_fn=told_pieces,
+        metric_name="perplexity",
+        lower_is_better=True,
+        title=f"masked pieces told in the text of {source}",
+        **_course(name, task, options, partial(_shuffled, made["train"][0]), made),
+    )
+
+
+def _course(
+    name: str, task: BertTask, options: BuildOptions, order: Any, made: dict[str, tuple[int, MakeBatch]]
+) -> dict[str, Any]:
+    """What both tasks have alike. ``made``: of each split, the samples and what makes batches of them."""
+    training = task.training.asked(options)
+    workers = options.loader_workers
+
+    def train_batches(epoch: int, start: int = 0) -> SampleBatches:
+        indices = order(training.batch_size, options.seed, epoch)
+        return SampleBatches(
+            indices,
+            training.batch_size,
+            made["train"][1],
+            seed=options.seed,
+            epoch=epoch,
+            start=start,
+            workers=workers,
+        )
+
+    def held_out(split: str) -> SampleBatches:
+        samples, make = made[split]
+        return SampleBatches(in_order(samples), training.batch_size, make, workers=workers)
+
+    return {
+        "name": name,
+        "preset": options.preset,
+        "optimizer": optimizer_of(training, options.pipelines),
+        "lr_scheduler": lr_scheduler_of(training, len(train_batches(0)), options),
+        "clip_grad_norm": training.clip_grad_norm,
+        "train_batches": train_batches,
+        "valid_batches": partial(held_out, "valid"),
+        "test_batches": partial(held_out, "test"),
+        "batch_size": training.batch_size,
+        "epochs": training.epochs,
+    }
+
+
+def _by_length(lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
+    return by_length(lengths, batch_size, seed, epoch)
+
+
+def _shuffled(samples: int, batch_size: int, seed: int, epoch: int) -> Tensor:
+    return shuffled(samples, seed, epoch)
+
+
+# ---- the model and its pieces --------------------------------------------------------------------------------------
+
+
+def _model(
+    kind: str, task: BertTask, lines: Sequence[str], options: BuildOptions
+) -> tuple[Any, Encode, Vocabulary]:
+    if options.pretrained is not None:
+        return load_pretrained(kind, options.pretrained, options.seed)
+    learnt = Subwords.learn(lines, task.pieces, lowercase=True)
+    vocabulary = Vocabulary(len(learnt), learnt.pad, learnt.begin, learnt.end, learnt.mask)
+    return new_model(kind, task.config(len(learnt), learnt.pad), options.seed), learnt.encode, vocabulary
+
+
+def new_model(kind: str, config: Any, seed: int = 0) -> Any:
+    """A transformers model of class ``kind`` whose initial weights depend on the seed alone; the caller's random
+    state stays as it is.
+    """
+    transformers = library("transformers", "bert")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return getattr(transformers, kind)(config)
+
+
+def check_pretrained(folder: str | Path) -> dict[str, Any]:
+    """The configuration of the BERT in a folder that ``save_pretrained`` of a model and of its tokenizer wrote.
+
+    Raises:
+        DataNotFound: the folder, or one of its files, is not there.
+        ValueError: it holds something else than a BERT.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise DataNotFound(f"pretrained folder {folder} {what}; give one with a BERT's {_CONFIG_FILE}")
+    needed = {"configuration": (_CONFIG_FILE,), "weights": _WEIGHT_FILES, "tokenizer": _TOKENIZER_FILES}
+    for what, names in needed.items():
+        if not any((folder / name).is_file() for name in names):
+            raise DataNotFound(f"pretrained folder {folder} lacks the {what}: {' or '.join(names)}")
+    try:
+        config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / _CONFIG_FILE} cannot be read: {error}") from None
+    found = config.get("model_type") if isinstance(config, dict) else None
+    if found != "bert":
+        raise ValueError(f"pretrained folder {folder} holds a model of type {found!r}, not a BERT")
+    assert isinstance(config, dict)
+    return config
+
+
+def load_pretrained(kind: str, folder: str | Path, seed: int = 0) -> tuple[Any, Encode, Vocabulary]:
+    """A model of class ``kind`` with the weights of a folder, float32, and the folder's own tokenizer.
+
+    Nothing is downloaded. A head that the folder lacks is drawn from the seed.
+
+    Raises: as :func:`check_pretrained`, and ValueError for files that do not fit together.
+    """
+    check_pretrained(folder)
+    transformers = library("transformers", "bert")
+    head = {"num_labels": 2} if kind == PAIRS_MODEL else {}
+    try:
+        with _quiet(transformers), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            model, found = getattr(transformers, kind).from_pretrained(
+                folder, local_files_only=True, dtype=torch.float32, output_loading_info=True, **head
+            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever a broken file makes these libraries raise
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        raise ValueError(f"pretrained folder {folder} cannot be loaded as {kind}: {reason}") from None
+    lost = [key for key in sorted(found["missing_keys"]) if ".embeddings." in key or ".encoder." in key]
+    if lost:
+        raise ValueError(f"the weights in {folder} lack {len(lost)} of a BERT's tensors, such as {lost[0]}")
+    return model, partial(_encode, tokenizer), _vocabulary(tokenizer, model.config.vocab_size, folder)
+
+
+def _vocabulary(tokenizer: Any, size: int, folder: str | Path) -> Vocabulary:
+    names = ("pad_token", "cls_token", "sep_token", "mask_token")
+    numbers: list[Any] = [getattr(tokenizer, f"{name}_id", None) for name in names]
+    if None in numbers:
+        raise ValueError(f"the tokenizer in {folder} has no {names[numbers.index(None)]}")
+    if len(tokenizer) > size:
+        raise ValueError(
+            f"the tokenizer in {folder} has {len(tokenizer)} pieces and its model only {size}: "
+            "they are not of the same BERT"
+        )
+    return Vocabulary(len(tokenizer), *numbers)
+
+
+def _encode(tokenizer: Any, lines: Sequence[str]) -> list[list[int]]:
+    ids: list[list[int]] = tokenizer(list(lines), add_special_tokens=False)["input_ids"] if lines else []
+    return ids
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without the progress bars of loading."""
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
