@@ -65,8 +65,7 @@ def run(parts: list[str]) -> dict[str, Any]:
     load, begin = os.getloadavg()[0], time.perf_counter()
     ended = subprocess.run(
         actual,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=LIMIT_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -142,3 +142,13 @@ def test_a_run_from_before_there_were_links_is_resumed(tmp_path):
     (tmp_path / "run" / "run.json").write_text(json.dumps(old))
     settings = resolve("awd-lstm", {"out": str(tmp_path / "run"), "resume": True})
     assert (settings.link, settings.wire_dtype) == ("auto", "none")
+
+
+def test_what_the_workload_is_asked_survives_the_way_to_the_workers(tmp_path):
+    asked = {"data": str(tmp_path), "lr_scaling": "linear", "loader_workers": 2, "seed": 3, "pipelines": 3}
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"{split}.txt").write_text("a b\n")
+    options = TrainSettings.from_json(resolve("awd-lstm", asked).to_json()).build_options()
+    assert (options.data, options.pretrained) == (tmp_path, None)
+    assert (options.lr_scaling, options.loader_workers, options.pipelines) == ("linear", 2, 3)
+    assert (options.seed, options.batch_size, options.epochs) == (3, 16, 1)

@@ -15,7 +15,7 @@ KEYS = [
     *("workload", "system", "stages", "pipelines", "micro_batches", "batch_size", "schedule", "advance"),
     *("epochs", "batches", "samples", "train_seconds", "samples_per_second", "metric_name", "metric"),
     *("target", "seconds_to_target", "worker_busy_fraction", "bubble_fraction", "peak_memory_bytes"),
-    *("parameters", "seed", "versions"),
+    *("parameters", "seed", "versions", "preset", "title", "best_metric", "trivial_metric"),
 ]
 
 
@@ -45,6 +45,9 @@ def test_the_summary_tells_what_was_done(whole):
     assert all(size > 2**26 for size in s["peak_memory_bytes"])
     assert (s["target"], s["seconds_to_target"]) == (None, None)
     assert s["versions"].keys() == {"avgpipe", "torch", "python"}
+    assert s["preset"] == "tiny"
+    assert s["title"].endswith("words of 42 types")
+    assert s["best_metric"] == s["metric"] < s["trivial_metric"]
 
 
 def test_every_batch_and_validation_has_a_row(whole):
@@ -58,6 +61,7 @@ def test_every_batch_and_validation_has_a_row(whole):
     valid = [row for row in whole.rows if row["kind"] == "valid"]
     assert [(row["batch"], row["epoch"]) for row in valid] == [(0, 0), (64, 0), (128, 1)]
     assert all(row["metric"] == pytest.approx(math.exp(row["loss"])) for row in valid)
+    assert all(row["metrics"] == {"perplexity": row["metric"]} for row in valid)
     assert valid[-1]["metric"] == whole.summary["metric"]
 
 
@@ -176,7 +180,10 @@ def test_a_link_and_a_wire_can_be_chosen_and_the_link_is_named(text, tmp_path):
     assert len(strict(stdout)["advance"]) == 2  # what measuring chose
 
 
-@pytest.mark.parametrize(("option", "value"), [("--link", "tcp"), ("--wire-dtype", "float8")])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--link", "tcp"), ("--wire-dtype", "float8"), ("--autocast", "int8"), ("--lr-scaling", "log")],
+)
 def test_unknown_links_and_wires_are_refused_before_anything_is_written(option, value, tmp_path):
     result = invoke("train", "awd-lstm", option, value, "--out", str(tmp_path / "run"))
     assert result.exit_code == 2

@@ -40,8 +40,6 @@ def summarise(
 
     values = {
         "workload": settings.workload,
-        "preset": settings.preset,
-        "title": workload.title,
         "system": plan.system,
         "stages": plan.stages,
         "pipelines": plan.pipelines,
@@ -56,8 +54,6 @@ def summarise(
         "samples_per_second": tally.samples / tally.seconds if tally.seconds > 0 else None,
         "metric_name": workload.metric_name,
         "metric": tally.metric,
-        "best_metric": tally.best,
-        "trivial_metric": workload.trivial[1] if workload.trivial else None,
         "target": settings.target,
         "seconds_to_target": tally.seconds_to_target,
         "worker_busy_fraction": timeline.worker_busy_fraction,
@@ -66,6 +62,10 @@ def summarise(
         "parameters": parameters,
         "seed": settings.seed,
         "versions": {"avgpipe": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "preset": settings.preset,
+        "title": workload.title,
+        "best_metric": tally.best,
+        "trivial_metric": workload.trivial[1] if workload.trivial else None,
     }
     return strict_json(values, indent=2) + "\n"
 
