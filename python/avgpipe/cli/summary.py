@@ -109,10 +109,11 @@ def describe(out: str | Path) -> str:
     before = next(iter(valid), None)
     busy = ", ".join(f"{100 * share:.0f} %" for share in s["worker_busy_fraction"])
     memory = ", ".join(f"{size / 2**20:.0f} MiB" for size in s["peak_memory_bytes"])
-    trivial = f" (trivial answer: {_number(s['trivial_metric'])})" if s["trivial_metric"] is not None else ""
+    trivial = s.get("trivial_metric")
+    to_beat = "" if trivial is None else f"; the trivial answer: {_number(trivial)}"
     lines = [
-        f"{s['metric_name']}{trivial}: {_number(before)} before, {_number(s['metric'])} after {s['batches']} batches "
-        f"({s['samples']} samples, {s['epochs']:g} epochs) in {spell_s(s['train_seconds'])} of training",
+        f"{s['metric_name']}: {_number(before)} before, {_number(s['metric'])} after {s['batches']} batches "
+        f"({s['samples']} samples, {s['epochs']:g} epochs) in {spell_s(s['train_seconds'])} of training{to_beat}",
         f"speed: {_number(s['samples_per_second'])} samples/s; bubbles {100 * s['bubble_fraction']:.0f} %; "
         f"busy: {busy}; peak memory: {memory}",
     ]
