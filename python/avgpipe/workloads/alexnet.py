@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from avgpipe.workloads.convolution import Seeded, Upscale, classifier, initialise
+from avgpipe.workloads.convolution import Upscale, classifier, initialise, seeded
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class AlexNetConfig:
 
     def left(self) -> list[int]:
         """Height and width after the last pooling."""
-        sides = self.image[1:] if self.side is None else (self.side, self.side)
+        sides = list(self.image[1:]) if self.side is None else [self.side, self.side]
         kernel, stride, padding = self.stem
-        sides = tuple((side + 2 * padding - kernel) // stride + 1 for side in sides)
+        sides = [(side + 2 * padding - kernel) // stride + 1 for side in sides]
         for _ in range(3):
-            sides = tuple((side - 3) // 2 + 1 for side in sides)
-        return list(sides)
+            sides = [(side - 3) // 2 + 1 for side in sides]
+        return sides
 
 
 def alexnet_layers(config: AlexNetConfig, *, seed: int = 0) -> list[nn.Module]:
@@ -70,7 +70,7 @@ def alexnet_layers(config: AlexNetConfig, *, seed: int = 0) -> list[nn.Module]:
     Initial weights depend on the seed alone; the caller's random state stays as it is.
     """
     kernel, stride, padding = config.stem
-    with Seeded(seed):
+    with seeded(seed):
         a, b, c, d, e = config.widths
         first: list[nn.Module] = [nn.Conv2d(config.image[0], a, kernel, stride, padding), *_after(config)]
         if config.side is not None:

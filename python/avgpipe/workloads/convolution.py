@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -58,19 +59,12 @@ class Upscale(nn.Module):
         return F.interpolate(images, (self.side, self.side), mode="bilinear", align_corners=False)
 
 
-class Seeded:
-    """A context whose random numbers depend on the seed alone; the caller's random state stays as it is."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._fork = torch.random.fork_rng(devices=[])
-
-    def __enter__(self) -> None:
-        self._fork.__enter__()
-        torch.manual_seed(self._seed)
-
-    def __exit__(self, *error: object) -> None:
-        self._fork.__exit__(*error)
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers that depend on the seed alone; the caller's random state stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def initialise(layers: Iterable[nn.Module]) -> None:
@@ -80,8 +74,7 @@ def initialise(layers: Iterable[nn.Module]) -> None:
     """
     modules = [m for layer in layers for m in layer.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     for module in modules:
-        nonlinearity = "linear" if module is modules[-1] else "relu"
-        nn.init.kaiming_normal_(module.weight, nonlinearity=nonlinearity)
+        nn.init.kaiming_normal_(module.weight, nonlinearity="linear" if module is modules[-1] else "relu")
         if module.bias is not None:
             nn.init.zeros_(module.bias)
 

@@ -299,7 +299,7 @@ def _check_classes(train: _Split, test: _Split) -> None:
     if unknown:
         raise ValueError(f"{train.file} has no images of {', '.join(unknown)}, which {test.file} has")
     for split in (train, test):
-        present = {split.classes[label] for label in split.labels.unique().tolist()}
+        present = {split.classes[label] for label in set(split.labels.tolist())}
         missing = [name for name in train.classes if name not in present]
         if missing:
             raise ValueError(f"{split.file} has no images of {', '.join(missing)}")
@@ -328,7 +328,7 @@ def _decoded(split: _Split, indices: Tensor) -> ImageSet:
 def _mean_and_std(images: Tensor) -> tuple[Tensor, Tensor]:
     """Of each channel of images uint8 [n, C, H, W], float32 [C], the pixels being 0 to 1."""
     sums = torch.zeros(2, images.shape[1], dtype=torch.float64)
-    for some in images.split(500):  # as floats the whole would take four times its room
+    for some in torch.split(images, 500):  # as floats the whole would take four times its room
         pixels = some.float() / 255
         sums += torch.stack((pixels.mean((0, 2, 3)), pixels.square().mean((0, 2, 3)))).double() * len(some)
     mean, square = sums / len(images)

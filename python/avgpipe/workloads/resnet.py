@@ -11,7 +11,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from avgpipe.workloads.convolution import Seeded, convolution, initialise
+from avgpipe.workloads.convolution import convolution, initialise, seeded
 
 _EXPANSION = 4  # of a bottleneck's width in its last convolution
 
@@ -70,7 +70,7 @@ def resnet_layers(config: ResNetConfig, *, seed: int = 0) -> list[nn.Module]:
 
     Initial weights depend on the seed alone; the caller's random state stays as it is.
     """
-    with Seeded(seed):
+    with seeded(seed):
         channels = config.widths[0]
         layers: list[nn.Module] = [_stem(config, channels)]
         for level, (blocks, width) in enumerate(zip(config.blocks, config.widths)):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from avgpipe.workloads.convolution import Seeded, Upscale, classifier, convolution, initialise
+from avgpipe.workloads.convolution import Upscale, classifier, convolution, initialise, seeded
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def vgg_layers(config: VGGConfig, *, seed: int = 0) -> list[nn.Module]:
     if config.side is not None:
         sides = [config.side, config.side]
     layers: list[nn.Module] = []
-    with Seeded(seed):
+    with seeded(seed):
         for count, width in zip(config.convolutions, config.widths):
             for _ in range(count):
                 layers.append(convolution(channels, width, norm=config.batch_norm))
