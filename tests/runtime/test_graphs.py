@@ -105,6 +105,8 @@ def test_capturing_leaves_buffers_and_gradients_as_they_were(captures):
     expected = nn.functional.batch_norm(stage.layers[0](x), None, None, training=True)
     output = graphs(x, Position(0, 0, 0))
     torch.testing.assert_close(output, expected)
+    assert int(stage.layers[1].num_batches_tracked) == 0
+    stage.statistics.commit()
     assert int(stage.layers[1].num_batches_tracked) == 1
     assert all(p.grad is None for p in stage.parameters())
 

@@ -2,7 +2,8 @@
 
 A graph reads and writes fixed memory, so each micro-batch of a batch has a pair of its own: what it holds is free again
 when the next batch comes. It is captured when the micro-batch is first seen. Parameters and their gradients' sums stay
-outside: backwards add to them as ever.
+outside: backwards add to them as ever. So do running statistics: a graph writes what its BatchNorms see of the
+micro-batch to memory of its own, and the batch's end reads it there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from avgpipe.errors import StageError
-from avgpipe.runtime.context import Position
+from avgpipe.runtime.context import Position, set_position
 from avgpipe.runtime.stage import Stage
 
 _log = logging.getLogger("avgpipe")
@@ -36,7 +37,8 @@ class StageGraphs:
         signature = structure, tuple(_described(x) for x in leaves)
         captured = self._captured.get(place.micro_batch)
         if captured is None:
-            captured = self._captured[place.micro_batch] = _Captured(self._stage, value, tensors, signature)
+            captured = _Captured(self._stage, value, tensors, signature, place)
+            self._captured[place.micro_batch] = captured
         if captured.signature != signature:
             if not self._warned:
                 _log.info(
@@ -96,6 +98,7 @@ class _Layers(nn.Module):
         stream = iter(tensors)
         leaves = [next(stream) if leaf is None else leaf[0] for leaf in self._leaves]
         value = pytree.tree_unflatten(leaves, self._structure)
+        self.stage.statistics.begin_forward()
         for number, layer in enumerate(self.layers, self.stage.first):
             value = self.stage._call(number, layer, value)
         results, self._result = pytree.tree_flatten(value)
@@ -112,8 +115,20 @@ class _Layers(nn.Module):
 class _Captured:
     """The two graphs of one micro-batch, and how its value is described."""
 
-    def __init__(self, stage: Stage, value: Any, tensors: list[torch.Tensor], signature: Any) -> None:
+    def __init__(
+        self, stage: Stage, value: Any, tensors: list[torch.Tensor], signature: Any, place: Position
+    ) -> None:
         self.signature = signature
+        self._statistics, self._micro_batch = stage.statistics, place.micro_batch
+        before = set_position(place)
+        try:
+            self._prepare(stage, value, tensors)
+        finally:
+            set_position(before)
+        # The last pass was the captured one: whenever the graph is launched, it writes these tensors again.
+        self._noted = stage.statistics.of(place.micro_batch)
+
+    def _prepare(self, stage: Stage, value: Any, tensors: list[torch.Tensor]) -> None:
         self._layers = _Layers(stage, value)
         samples = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         if draws_random_numbers(self._layers, samples):
@@ -142,6 +157,7 @@ class _Captured:
             return capture(self._layers, tuple(samples), allow_unused_input=True)
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
+        self._statistics.put(self._micro_batch, self._noted)
         return self._layers.result(self._graphed(*(_own_gradient(t) for t in tensors)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -70,12 +70,13 @@ class Replica:
             grad.mul_(factor.to(grad.device, grad.dtype))
 
     def step(self) -> None:
-        """One optimizer step, with its averaging, on the gradients there are; drops them.
+        """One optimizer step, with its averaging, on the gradients there are; drops them. BatchNorms count the batch.
 
         With staleness 0 the last pipeline of a round does the work of all, in one pass over memory where that is
         possible; until then the replica is not ``settled``.
         """
         arena = self._arena
+        self.stage.statistics.commit()
         if self.elastic is not None:
             self.elastic.step_in_round(arena.drop_grads)
         elif self.optimizer is not None:
@@ -85,9 +86,22 @@ class Replica:
         if self.elastic is None:
             arena.drop_grads()
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that are saved, by their names in the stage."""
+        state = self.stage.layers.state_dict(keep_vars=True)
+        return {
+            name: t
+            for name, t in state.items()
+            if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter)
+        }
+
     @contextmanager
-    def inference(self, reference: Reference | None) -> Iterator[None]:
-        """Evaluation mode on the reference's weights (None: the replica's own), carried state set aside."""
+    def inference(
+        self, reference: Reference | None, buffers: Mapping[str, torch.Tensor] | None = None
+    ) -> Iterator[None]:
+        """Evaluation mode on the reference's weights (None: the replica's own) and ``buffers`` in place of its own
+        of these names, carried state set aside.
+        """
         carries = self.stage.carries()
         kept = [c.values for c in carries]
         training = self.stage.training
@@ -97,9 +111,22 @@ class Replica:
             for c in carries:
                 c.values = {}
             self.stage.eval()
-            with weights, torch.no_grad():
+            with weights, self._reading(buffers or {}), torch.no_grad():
                 yield
         finally:
             self.stage.train(training)
             for c, values in zip(carries, kept):
                 c.values = values
+
+    @contextmanager
+    def _reading(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Other values for buffers inside the block; as with :meth:`Arena.reading`, no bytes are moved."""
+        mine = self.buffers()
+        own = [(mine[name], mine[name].data) for name in buffers]  # of shared ones all names have the same
+        for name, value in buffers.items():
+            mine[name].data = value
+        try:
+            yield
+        finally:
+            for buffer, data in own:
+                buffer.data = data

@@ -11,17 +11,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from avgpipe.errors import StageError
+from avgpipe.runtime.batch_norm import defer_batch_norms
 from avgpipe.runtime.context import Carry, Position, set_position
 from avgpipe.runtime.message import tensors_of
 from avgpipe.runtime.rng import mix, mix_more, seed_generators
 
 
 class Stage(nn.Module):
-    """Layers ``first``, ``first + 1``, ... of the model; each receives what the one before returned."""
+    """Layers ``first``, ``first + 1``, ... of the model; each receives what the one before returned.
+
+    The layers are copied. ``statistics``: what their BatchNorms have seen of the batch in hand, to be committed when
+    it is done.
+    """
 
     def __init__(self, layers: Sequence[nn.Module], first: int, index: int, seed: int, device: torch.device):
         super().__init__()
         self.layers = copy.deepcopy(nn.ModuleList(layers)).to(device)
+        self.statistics = defer_batch_norms(self.layers)
         self.first, self.index, self.seed, self.device = first, index, seed, device
         if index > 0:
             # What arrives from the stage before is a leaf (or shared with it), which must not be overwritten.
@@ -32,6 +38,7 @@ class Stage(nn.Module):
     def forward(self, value: Any, place: Position) -> Any:
         before = set_position(place)
         try:
+            self.statistics.begin_forward()
             key = mix(self.seed, *place) if self.training else 0
             for number, layer in enumerate(self.layers, self.first):
                 if self.training:

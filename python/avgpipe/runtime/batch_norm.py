@@ -1,0 +1,170 @@
+"""BatchNorm in a pipeline: micro-batches normalise themselves, whole batches move the running statistics.
+
+The idea is that of torchgpipe's deferred batch normalisation (Kim et al. 2020, arXiv:2004.09910): what evaluation reads
+should be what training on one device gathers, so it may depend neither on the number of micro-batches nor on how often
+a forward runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from avgpipe.runtime.context import position
+
+
+class Moments(NamedTuple):
+    """Of a layer's input in one micro-batch: values per channel, then [2, channels], mean and unbiased variance."""
+
+    size: int
+    values: torch.Tensor
+
+
+class BatchStatistics:
+    """What the layers of a stage have seen of the batch in hand, by call within a forward and by micro-batch."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[DeferredBatchNorm] = Counter()  # in the forward that is running
+        self._seen: dict[tuple[DeferredBatchNorm, int], dict[int, Moments]] = {}
+
+    def begin_forward(self) -> None:
+        self._calls.clear()
+
+    @property
+    def in_a_batch(self) -> bool:
+        """Whether a forward has run whose batch is not committed."""
+        return bool(self._seen)
+
+    def note(self, layer: DeferredBatchNorm, moments: Moments) -> None:
+        """Of the micro-batch in hand. A forward that runs again, as in recomputation, says again what it said."""
+        call = self._calls[layer]
+        self._calls[layer] += 1
+        self._seen.setdefault((layer, call), {})[position().micro_batch] = moments
+
+    def of(self, micro_batch: int) -> list[tuple[DeferredBatchNorm, int, Moments]]:
+        """What was noted of a micro-batch, for :meth:`put`."""
+        return [(*place, parts[micro_batch]) for place, parts in self._seen.items() if micro_batch in parts]
+
+    def put(self, micro_batch: int, noted: list[tuple[DeferredBatchNorm, int, Moments]]) -> None:
+        for layer, call, moments in noted:
+            self._seen.setdefault((layer, call), {})[micro_batch] = moments
+
+    def commit(self) -> None:
+        """The batch is done: move the running statistics, once for each call of a layer as one device does."""
+        seen, self._seen = self._seen, {}
+        for (layer, _), parts in seen.items():
+            layer.move(*whole_batch([moments for _, moments in sorted(parts.items())]))
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """A BatchNorm of a stage. In training, ``running_mean``, ``running_var`` and ``num_batches_tracked`` stay as they
+    are until ``BatchStatistics.commit``. Outside of any pipeline, and in evaluation, it is the plain layer.
+    """
+
+    statistics: BatchStatistics
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not (self.training and self.track_running_stats) or self.running_mean is None:
+            return super().forward(input)
+        outside = position().batch == -1
+        if outside and not self.statistics.in_a_batch:
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        dtype = self.running_mean.dtype
+        if dtype.itemsize < 4:
+            # The statistics that torch would give are rounded to these buffers' 16 bits, too coarse to be combined.
+            output = functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+            values = _moments(input.detach())
+        else:
+            # With momentum 1, running statistics are those of the input: torch has computed them anyway.
+            values = torch.zeros(2, input.shape[1], dtype=dtype, device=input.device)
+            mean, variance = values.unbind()
+            output = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        # Outside, in the middle of a batch: a layer recomputes of its own accord, in the backward. It has been counted.
+        if not outside:
+            self.statistics.note(self, Moments(input.numel() // input.shape[1], values))
+        return output
+
+    @torch.no_grad()
+    def move(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """The running statistics go on by a batch of float64 ``mean`` and unbiased ``variance``, each [channels]."""
+        factor: float | torch.Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # all batches count alike; on the device, which nobody should wait for
+                factor = self.num_batches_tracked.double().reciprocal()
+        for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
+            if running is not None:
+                running.copy_(torch.lerp(running.double(), batch, factor))
+
+
+class DeferredBatchNorm1d(DeferredBatchNorm, nn.BatchNorm1d):
+    pass
+
+
+class DeferredBatchNorm2d(DeferredBatchNorm, nn.BatchNorm2d):
+    pass
+
+
+class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
+    pass
+
+
+_DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
+    nn.BatchNorm1d: DeferredBatchNorm1d,
+    nn.BatchNorm2d: DeferredBatchNorm2d,
+    nn.BatchNorm3d: DeferredBatchNorm3d,
+}
+
+
+def defer_batch_norms(layers: nn.Module) -> BatchStatistics:
+    """Make deferred layers of the BatchNorms in ``layers``, and return where they note what they see.
+
+    Subclasses, such as SyncBatchNorm or a user's own, do what they say, and what tracks nothing has nothing to defer.
+    """
+    statistics = BatchStatistics()
+    for module in layers.modules():
+        deferred = _DEFERRED.get(type(module))
+        if deferred is not None and module.track_running_stats:
+            # The object stays: its tensors, flags and hooks, and every place that holds it.
+            module.__class__ = deferred
+            module.__dict__["statistics"] = statistics
+    return statistics
+
+
+@torch.no_grad()
+def whole_batch(parts: list[Moments]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and unbiased variance, float64, of a batch whose micro-batches have the moments ``parts``.
+
+    With n_m values in micro-batch m and n in all (Chan, Golub, LeVeque 1979):
+    mean = sum_m n_m mean_m / n,  variance = sum_m ((n_m - 1) variance_m + n_m (mean_m - mean)^2) / (n - 1).
+    """
+    if len(parts) == 1:
+        mean, variance = parts[0].values.double().unbind()
+        return mean, variance
+    values = torch.stack([part.values for part in parts]).double()
+    shares, within, between = _weights(tuple(part.size for part in parts), values.device)
+    means, variances = values.unbind(1)
+    mean = (shares * means).sum(0)
+    return mean, torch.addcmul(within * variances, between, (means - mean).square()).sum(0)
+
+
+@lru_cache(maxsize=64)  # every batch of a run asks for the same, and the way to a device is long
+def _weights(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Each [micro-batches, 1]: n_m / n, (n_m - 1) / (n - 1) and n_m / (n - 1)."""
+    n = sum(sizes)
+    rows = [[c / n for c in sizes], [(c - 1) / (n - 1) for c in sizes], [c / (n - 1) for c in sizes]]
+    return torch.tensor(rows, dtype=torch.float64, device=device).unsqueeze(-1).unbind()
+
+
+def _moments(input: torch.Tensor) -> torch.Tensor:
+    """As ``Moments.values``, of at least 32 bits."""
+    dims = [0, *range(2, input.dim())]
+    variance, mean = torch.var_mean(input.to(torch.promote_types(input.dtype, torch.float32)), dims)
+    return torch.stack((mean, variance))
