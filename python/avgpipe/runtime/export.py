@@ -35,13 +35,26 @@ def stage_state(model: Model, worker: Worker, k: int, which: str | int) -> dict[
     pipelines = [i for stage, i in worker.replicas if stage == k] if which == "reference" else [int(which)]
     states = [worker.replicas[k, i].stage.layers.state_dict() for i in pipelines]
     return {
-        e.local: _average([state[e.local] for state in states]) for e in model.entries[k] if e.arena is None
+        e.local: average([state[e.local] for state in states]) for e in model.entries[k] if e.arena is None
     }
 
 
-def _average(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Their mean; counters and other whole numbers are those of the first."""
+def average(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Their mean; counters and other whole numbers are those of the first. Values that agree stay what they are."""
     first = tensors[0].detach().clone()
     if not first.is_floating_point() or len(tensors) == 1:
         return first
-    return torch.stack([t.detach() for t in tensors]).mean(dim=0)
+    stacked = torch.stack([t.detach() for t in tensors])
+    return torch.where((stacked == first).all(dim=0), first, stacked.mean(dim=0))
+
+
+def average_buffers(worker: Worker, k: int) -> dict[str, torch.Tensor]:
+    """Floating-point buffers of the reference of an owned stage, as in :func:`stage_state`, if they are averages."""
+    replicas = [replica.buffers() for (stage, _), replica in worker.replicas.items() if stage == k]
+    if len(replicas) == 1:
+        return {}
+    return {
+        name: average([buffers[name] for buffers in replicas])
+        for name, buffer in replicas[0].items()
+        if buffer.is_floating_point()
+    }

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from avgpipe.runtime.batch import batch_size, split, to_device
 from avgpipe.runtime.context import Position
+from avgpipe.runtime.export import average_buffers
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.worker import Worker
 
@@ -41,8 +42,12 @@ class Inference:
         worker = self._worker
         with ExitStack() as stack:
             for k in worker.stages:
-                reference = worker.references[k] if self._which == "reference" else None
-                stack.enter_context(worker.replicas[k, self._pipeline].inference(reference))
+                replica = worker.replicas[k, self._pipeline]
+                if self._which == "reference":
+                    passes = replica.inference(worker.references[k], average_buffers(worker, k))
+                else:
+                    passes = replica.inference(None)
+                stack.enter_context(passes)
             pending: list[tuple[int, Any]] = []
             for batch, (inputs, targets) in enumerate(batches):
                 pending.append((batch, self._forward(batch, inputs, targets, last())))
