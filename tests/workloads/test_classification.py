@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from avgpipe.workloads import build_workload
 from avgpipe.workloads.classification import PRESETS, accuracy, check
 from avgpipe.workloads.libraries import LibraryNotFound
 from avgpipe.workloads.options import BuildOptions
-from avgpipe.workloads.resnet import ResNetConfig
 from avgpipe.workloads.text import DataNotFound
+from avgpipe.workloads.vgg import VGGConfig
 from tests.workloads.pictures import idx_folder, jpeg_folder
 
 NAMES = ("resnet", "vgg", "alexnet")
@@ -43,17 +44,16 @@ def evaluate(workload, model, batches):
     return workload.metrics(loss / samples, {"accuracy": right / samples})
 
 
-def small_resnet(image, classes):
-    return ResNetConfig(image, classes, (1, 1), (6, 8))
+small_vgg = partial(VGGConfig, convolutions=(1, 1, 1), widths=(6, 8, 8), hidden=(), dropout=0.0)
 
 
 def test_a_built_workload_learns(digits, monkeypatch):
-    preset = PRESETS["resnet"]["tiny"]
+    preset = PRESETS["vgg"]["tiny"]
     training = replace(preset.training, batch_size=16, epochs=4)
     monkeypatch.setitem(
-        PRESETS["resnet"], "tiny", replace(preset, model=small_resnet, training=training, padding=1)
+        PRESETS["vgg"], "tiny", replace(preset, model=small_vgg, training=training, padding=1)
     )
-    workload = build_workload("resnet", data=digits)
+    workload = build_workload("vgg", data=digits)
     plan = Plan(stages=2, micro_batches=2)
     with Pipeline(
         workload.layers, plan, loss_fn=workload.loss_fn, optimizer=workload.optimizer, seed=1
@@ -110,7 +110,8 @@ def test_training_images_are_shifted_and_others_are_not(photos):
     workload = build_workload("resnet", data=photos, batch_size=54)
     (one, labels), (two, others) = (next(iter(workload.train_batches(epoch))) for epoch in (0, 1))
     assert labels.bincount().tolist() == others.bincount().tolist()
-    assert not set(map(bytes, one.numpy())) & set(map(bytes, two.numpy()))
+    same = set(map(bytes, one.numpy())) & set(map(bytes, two.numpy()))
+    assert len(same) < 10  # an image meets one of 162 shifts and mirrorings again
     first, again = (next(iter(workload.valid_batches()))[0] for _ in range(2))
     assert torch.equal(first, again)
 
