@@ -4,8 +4,10 @@
 parameters, tied ones, attention implementation and dropout stay those of the model.
 
 Input: token numbers ``input_ids``, int64 [b, T]; or a plain dict of ``input_ids`` and, as the model takes them,
-``attention_mask`` (1: a token, 0: padding), ``token_type_ids``, ``position_ids``, all [b, T]. With the plain int
-``at`` in the dict, a language model returns the logits of that position only, [b, V], as generation wants them.
+``attention_mask`` (1: a token, 0: padding), ``token_type_ids``, ``position_ids``, all [b, T]. GPT-2 and Llama take
+``position_ids`` without a mask that begin anew for several sequences in a row, as they do with ``use_cache=False``.
+With the plain int ``at`` in the dict, a language model returns the logits of that position only, [b, V], as
+generation wants them.
 
 Output: what the model returns as ``logits``, or as ``last_hidden_state`` [b, T, d] where it has no head;
 ``BertForPreTraining`` returns the pair (prediction logits, next-sentence logits). Losses belong to the pipeline.
@@ -35,7 +37,8 @@ Passed: TypeAlias = "Tensor | dict[str, Any]"  # hidden states, or a dict of the
 def layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a model of transformers, which share its modules and parameters; see above for what they take.
 
-    Each states its ``compute_cost``, multiply-adds per token without those between queries and keys.
+    Each states its ``compute_cost``, multiply-adds per token without those between queries and keys, and its
+    first module's name in the model, by which a plan's ``partition`` may name it.
 
     Raises:
         ValueError: another class than the supported ones, or a model with cross-attention or gradient checkpointing.
@@ -55,10 +58,14 @@ def layers(model: nn.Module) -> list[nn.Module]:
         )
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise ValueError(
-            f"gradient checkpointing of {type(model).__name__} is on: call its gradient_checkpointing_disable() and "
+            f"gradient checkpointing of {type(model).__name__} is on: switch it off and "
             "let the pipeline do it with Plan(recompute='always')"
         )
-    return build(whole)
+    names = {id(m): name for name, m in model.named_modules()}
+    chain = build(whole)
+    for layer in chain:
+        layer.calls = next((names[id(m)] for m in layer.children()), "")  # type: ignore[assignment]
+    return chain
 
 
 def _weights(*modules: nn.Module | None) -> float:

@@ -51,8 +51,9 @@ def stage_bounds(layers: Sequence[nn.Module], stages: int, partition: Sequence[A
 
 
 def _named(layers: Sequence[nn.Module], name: str) -> int:
-    """The first layer that calls the module ``name`` or one inside of it."""
-    called = [layer.calls if isinstance(layer, Segment) else str(n) for n, layer in enumerate(layers)]
+    """The first layer that calls the module ``name`` or one inside of it; a layer's ``calls`` says which it calls."""
+    stated = [getattr(layer, "calls", None) for layer in layers]
+    called = [calls if isinstance(calls, str) else str(n) for n, calls in enumerate(stated)]
     for n, target in enumerate(called):
         if (target + ".").startswith(name + "."):
             return n

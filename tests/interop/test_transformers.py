@@ -1,0 +1,390 @@
+"""Split models of transformers against their own forward, and pipelines of them against one device."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from avgpipe import Pipeline, Plan, StageError
+from avgpipe.runtime.split import Segment, layers_of, stage_bounds
+from tests.workloads.equality import assert_equal_to_one_device, sgd
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, B, T = 50, 6, 9
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+BERT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+LLAMA = {**BERT, "num_key_value_heads": 2}
+GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4}
+DROPOUTS = {
+    "Bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "GPT2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "Llama": ("attention_dropout",),
+}
+CLASSES = [
+    *("BertModel", "BertForSequenceClassification", "BertForMaskedLM", "BertForPreTraining"),
+    *("GPT2Model", "GPT2LMHeadModel", "LlamaModel", "LlamaForCausalLM"),
+]
+LANGUAGE_MODELS = ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(name, *, dropout=0.0, seed=0, **changes):
+    """A tiny float64 model by its class's name."""
+    family = next(f for f in DROPOUTS if name.startswith(f))
+    sizes = {"Bert": BERT, "GPT2": GPT2, "Llama": LLAMA}[family]
+    drops = dict.fromkeys(DROPOUTS[family], dropout)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCABULARY, max_position_embeddings=16, **{**sizes, **drops, **ENDS, **changes}
+    )
+    torch.manual_seed(seed)
+    return getattr(transformers, name)(config).double()
+
+
+def exact(model):
+    """Llama's norm rounds to float32 on its way; torch's does not."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child).__name__ == "LlamaRMSNorm":
+                norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon).double()
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+    return model
+
+
+def tokens(seed=0):
+    return torch.randint(3, VOCABULARY, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def padding(*, left=(), right=()):
+    """int64 [B, T]; ``left`` and ``right``: how many of the first rows' positions are padding."""
+    mask = torch.ones(B, T, dtype=torch.int64)
+    for row, n in enumerate(left):
+        mask[row, :n] = 0
+    for row, n in enumerate(right):
+        mask[row, T - n :] = 0
+    return mask
+
+
+def inputs_of(kind, name):
+    """Inputs of one kind as the model takes them."""
+    given = {"input_ids": tokens()}
+    if kind in ("left", "right"):
+        given["attention_mask"] = padding(**{kind: (3, 1, 5)})
+    if kind == "all":
+        given["attention_mask"] = padding(left=(3, 1, 5))
+        given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    if kind == "packed":  # two sequences in a row
+        given["position_ids"] = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4]).repeat(B, 1)
+    if kind in ("all", "packed") and not name.startswith("Llama"):
+        given["token_type_ids"] = torch.arange(B * T).view(B, T) % 2
+    return given
+
+
+def own(model, given):
+    """What the model's own forward returns. With a cache it would not look for packed sequences."""
+    output = model(**given, use_cache=False)
+    if hasattr(output, "prediction_logits"):
+        return output.prediction_logits, output.seq_relationship_logits
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state
+
+
+def chained(model, value):
+    for layer in layers_of(model):
+        value = layer(value)
+    return value
+
+
+def loss_of(output, target):
+    """A mean over samples of whatever the model returns."""
+    if isinstance(output, tuple):
+        return loss_of(output[0], target) + loss_of(output[1], target)
+    if output.shape[-1] == VOCABULARY:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+    if output.dim() == 2:
+        return F.cross_entropy(output, target[:, 0] % output.shape[1])
+    return (output * torch.linspace(-1, 1, output.shape[-1])).square().mean()
+
+
+def batches(count=2, **mask):
+    given = [
+        {"input_ids": tokens(n), "attention_mask": padding(**mask)} if mask else tokens(n)
+        for n in range(count)
+    ]
+    return [(x, tokens(10 + n)) for n, x in enumerate(given)]
+
+
+def pipeline_of(model, *, stages=2, micro_batches=2, **plan):
+    return Pipeline(
+        model, Plan(stages=stages, micro_batches=micro_batches, **plan), loss_fn=loss_of, optimizer=sgd
+    )
+
+
+def same(got, expected, tolerance=1e-12):
+    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+
+
+# ---- one device ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_layers_return_what_the_model_returns(name, attention):
+    model, tolerance = build(name, attn_implementation=attention).eval(), 1e-12
+    if name.startswith("Llama") and attention == "eager":
+        # its softmax is in float32, where the mask of a float64 model is infinite and padding becomes NaN
+        model, tolerance = model.float(), 1e-6
+    for kind in ("plain", "left", "right", "all", "packed"):
+        given = inputs_of(kind, name)
+        with torch.no_grad():
+            same(chained(model, given), own(model, given), tolerance)
+    with torch.no_grad():
+        same(chained(model, tokens()), own(model, {"input_ids": tokens()}), tolerance)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_gradients_are_those_of_the_models_own_forward(name):
+    model = exact(build(name)).train()
+    other = copy.deepcopy(model)
+    given = inputs_of("right", name)
+    loss_of(own(model, given), tokens(1)).backward()
+    loss_of(chained(other, given), tokens(1)).backward()
+    gradients = {key: p.grad for key, p in model.named_parameters()}
+    for key, p in other.named_parameters():
+        assert (p.grad is None) == (gradients[key] is None), key
+        if p.grad is not None:
+            same(p.grad, gradients[key])
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel"])
+def test_a_mask_that_hides_nothing_changes_nothing(name):
+    model = build(name).eval()
+    with torch.no_grad():
+        same(chained(model, {"input_ids": tokens(), "attention_mask": padding()}), chained(model, tokens()))
+
+
+def test_a_bert_decoder_looks_back_only():
+    model = build("BertModel", is_decoder=True).eval()
+    for kind in ("plain", "left"):
+        with torch.no_grad():
+            same(chained(model, inputs_of(kind, "Bert")), own(model, inputs_of(kind, "Bert")))
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForSequenceClassification"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_autocast_is_that_of_the_model(name, attention):
+    model = build(name, attn_implementation=attention).float().eval()
+    given = inputs_of("left", name)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(chained(model, given), own(model, given))
+
+
+@pytest.mark.parametrize("name", [*LANGUAGE_MODELS, "BertForPreTraining"])
+def test_at_asks_for_the_logits_of_one_position(name):
+    model = build(name).eval()
+    given = inputs_of("right", name)
+    with torch.no_grad():
+        expected = own(model, given)
+        for at in (0, 4, -1):
+            got = chained(model, {**given, "at": at})
+            if isinstance(expected, tuple):
+                same(got, (expected[0][:, at], expected[1]))
+            else:
+                same(got, expected[:, at])
+
+
+@pytest.mark.parametrize("name", ["BertModel", "BertForSequenceClassification", "GPT2Model", "LlamaModel"])
+def test_at_is_refused_by_what_is_no_language_model(name):
+    with pytest.raises(ValueError, match=f"at=3 .* {name} is no language model"):
+        chained(build(name), {"input_ids": tokens(), "at": 3})
+
+
+# ---- pipelines -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_pipelines_equal_one_device(name):
+    assert_equal_to_one_device(exact(build(name)), batches(right=(2, 4)), loss_of)
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_pipelines_equal_one_device_with_untied_embeddings_and_eager_attention(name):
+    model = build(name, attn_implementation="eager", tie_word_embeddings=name.startswith("Llama"))
+    assert_equal_to_one_device(exact(model), batches(), loss_of, micro_batches=(3,))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_was_learnt_loads_into_the_model(name):
+    model = build(name).eval()
+    with pipeline_of(model) as pipeline:
+        list(pipeline.train(batches()))
+        state = pipeline.state_dict()
+        predicted = pipeline.predict(inputs_of("left", name))
+    assert state.keys() == model.state_dict().keys()
+    before = copy.deepcopy(model.state_dict())
+    model.load_state_dict(state, strict=True)
+    assert any(not torch.equal(before[key], value) for key, value in state.items())
+    with torch.no_grad():
+        same(predicted, own(model, inputs_of("left", name)), 1e-6 if name.startswith("Llama") else 1e-12)
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "LlamaForCausalLM"])
+def test_a_saved_model_is_loaded_and_split(name, tmp_path):
+    build(name, seed=3).save_pretrained(tmp_path)
+    loaded = getattr(transformers, name).from_pretrained(tmp_path, local_files_only=True, dtype=torch.float64)
+    with torch.no_grad(), pipeline_of(loaded, stages=3) as pipeline:
+        same(pipeline.predict(tokens()), own(build(name, seed=3).eval(), {"input_ids": tokens()}), 1e-6)
+
+
+def test_a_pipeline_generates_from_one_position():
+    model = build("GPT2LMHeadModel").eval()
+    with torch.no_grad(), pipeline_of(model) as pipeline:
+        same(pipeline.predict({"input_ids": tokens(), "at": 5}), own(model, {"input_ids": tokens()})[:, 5])
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_dropout_and_recomputing_depend_on_no_number_of_stages(name):
+    runs = []
+    for stages, recompute in ((1, "never"), (3, "never"), (2, "always")):
+        model = exact(build(name, dropout=0.3))
+        with pipeline_of(model, stages=stages, recompute=recompute) as pipeline:
+            runs.append([result.loss for result in pipeline.train(batches(left=(2,)))])
+    assert runs[0] == pytest.approx(runs[1], abs=1e-10)
+    assert runs[0] == pytest.approx(runs[2], abs=1e-10)
+    with pipeline_of(exact(build(name)), stages=1) as pipeline:
+        assert runs[0] != pytest.approx([r.loss for r in pipeline.train(batches(left=(2,)))], abs=1e-3)
+
+
+# ---- layers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_layers_share_the_models_parameters_and_hold_no_more_than_their_own(name):
+    model = build(name)
+    chain = layers_of(model)
+    assert len(chain) == 5
+    assert {id(p) for layer in chain for p in layer.parameters()} == {id(p) for p in model.parameters()}
+    for layer in chain:
+        weights = 8 * sum(p.numel() for p in copy.deepcopy(layer).parameters())
+        assert len(pickle.dumps(layer)) < weights + 40_000
+        assert not any(isinstance(m, transformers.PreTrainedModel) for m in layer.modules())
+    own(model, {"input_ids": tokens(), "output_hidden_states": True})  # leaves hooks in the modules
+    with torch.no_grad():
+        same(chained(model.eval(), tokens()), own(model, {"input_ids": tokens()}))
+    copy.deepcopy(nn.ModuleList(layers_of(model)))
+
+
+def test_costs_and_names_cut_a_model_into_stages():
+    chain = layers_of(build("GPT2LMHeadModel"))
+    first, *blocks, head = [layer.compute_cost for layer in chain]
+    assert (first, blocks, head) == (64, [12 * 32 * 32] * 3, 50 * 32)
+    assert stage_bounds(chain, 3, None) == [0, 2, 3, 5]
+    assert stage_bounds(chain, 3, ["transformer.h.1", "transformer.ln_f"]) == [0, 2, 4, 5]
+    with pytest.raises(ValueError, match=r"it calls transformer\.wte, transformer\.h\.0, "):
+        stage_bounds(chain, 2, ["transformer.h.7"])
+
+
+def test_no_value_is_looked_at_so_that_a_device_need_not_wait():
+    given = {name: value.to("meta") for name, value in inputs_of("left", "").items()}
+    for name in CLASSES:
+        chained(build(name).to("meta"), given)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["BertForNextSentencePrediction", "GPT2ForSequenceClassification"])
+def test_another_class_is_refused_with_the_supported_ones(name):
+    with pytest.raises(ValueError, match=f"{name} of transformers cannot be split") as refused:
+        pipeline_of(build(name))
+    assert "\n" not in str(refused.value)
+    assert all(known in str(refused.value) for known in CLASSES)
+
+
+def test_a_forward_that_the_library_shares_between_models_is_refused():
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification of transformers cannot be split"):
+        layers_of(build("LlamaForSequenceClassification"))
+
+
+def test_a_subclass_is_split_by_whose_forward_it_has():
+    class Mine(transformers.BertModel):
+        pass
+
+    class Traced(type(build("BertModel").pooler)):
+        def forward(self, hidden):
+            return self.activation(self.dense(hidden))
+
+    config = build("BertModel").config
+    assert len(layers_of(Mine(config))) == 5
+    assert all(isinstance(layer, Segment) for layer in layers_of(Traced(config)))
+
+
+def test_what_the_layers_do_not_do_is_refused():
+    with pytest.raises(ValueError, match="add_cross_attention=False"):
+        layers_of(build("GPT2LMHeadModel", add_cross_attention=True))
+    model = build("GPT2LMHeadModel")
+    model.transformer.h[1].gradient_checkpointing = True
+    with pytest.raises(ValueError, match="gradient checkpointing of GPT2LMHeadModel is on"):
+        layers_of(model)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"labels": tokens()}, ValueError, r"takes input_ids, .*; the inputs have unknown 'labels'"),
+        ({"input_ids": None}, ValueError, "the inputs have no 'input_ids'"),
+        (
+            {"attention_mask": padding()[:, 1:]},
+            ValueError,
+            r"attention_mask is \[6, 8\] and input_ids \[6, 9\]",
+        ),
+        ({"at": torch.tensor(1)}, TypeError, "at must be a plain int"),
+    ],
+)
+def test_wrong_inputs(given, error, message):
+    with pytest.raises(error, match=message):
+        chained(build("GPT2LMHeadModel"), {"input_ids": tokens(), **given})
+
+
+def test_inputs_that_are_neither_a_tensor_nor_a_dict():
+    with pytest.raises(TypeError, match="a plain dict, not list"):
+        chained(build("BertModel"), [tokens()])
+
+
+def test_a_pipeline_names_the_stage_of_wrong_inputs():
+    with pipeline_of(build("LlamaModel")) as pipeline, pytest.raises(StageError, match="'token_type_ids'"):
+        pipeline.predict({"input_ids": tokens(), "token_type_ids": tokens()})
+
+
+def test_other_models_do_not_import_the_library():
+    script = """
+import sys, torch
+from avgpipe import Pipeline, Plan
+class Traced(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    def forward(self, x):
+        return self.b(self.a(x)) + x
+for model in (Traced(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))):
+    with Pipeline(model, Plan(stages=2, micro_batches=1), loss_fn=torch.nn.functional.mse_loss,
+                  optimizer=lambda p: torch.optim.SGD(p, 0.1)) as pipeline:
+        pipeline.step(torch.ones(2, 2), torch.ones(2, 2))
+print("transformers" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
