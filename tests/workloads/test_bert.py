@@ -121,9 +121,7 @@ def test_without_data_python_is_learnt_from(small, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["pairs", "masked"])
-def test_through_two_stages_it_learns_and_the_metrics_beat_the_trivial_answer(
-    small, kind, pairs_folder, text_folder, monkeypatch
-):
+def test_it_learns_through_two_stages(small, kind, pairs_folder, text_folder, monkeypatch):
     preset = PRESETS["bert"]["tiny"]
     training = Training(batch_size=16, epochs=1, optimizer="adamw", lr=1e-2)
     monkeypatch.setitem(

@@ -173,8 +173,11 @@ class PairRows:
     labels, int64 [n].
     """
 
-    pieces: tuple[Tensor, ...]
-    types: tuple[Tensor, ...]
+    pieces: (
+        Tensor  # of all pairs, one after another: thousands of small tensors would be slow to hand to workers
+    )
+    types: Tensor
+    lengths: Tensor  # pieces of each pair, int64 [pairs]
     labels: Tensor
     pad: int
 
@@ -184,23 +187,19 @@ class PairRows:
     ) -> PairRows:
         firsts, seconds = encode([pair.first for pair in pairs]), encode([pair.second for pair in pairs])
         rows = [joined(first, second, vocabulary, length) for first, second in zip(firsts, seconds)]
-        labels = torch.tensor([pair.label for pair in pairs])
         return cls(
-            tuple(torch.tensor(pieces) for pieces, _ in rows),
-            tuple(torch.tensor(types) for _, types in rows),
-            labels,
+            torch.tensor([piece for pieces, _ in rows for piece in pieces]),
+            torch.tensor([which for _, types in rows for which in types]),
+            torch.tensor([len(pieces) for pieces, _ in rows]),
+            torch.tensor([pair.label for pair in pairs]),
             vocabulary.pad,
         )
 
-    @property
-    def lengths(self) -> Tensor:
-        """Pieces of each pair; int64 [pairs]."""
-        return torch.tensor([row.numel() for row in self.pieces])
-
     def __call__(self, indices: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-        chosen = indices.tolist()
-        rows = pad_sequence([self.pieces[i] for i in chosen], batch_first=True, padding_value=self.pad)
-        types = pad_sequence([self.types[i] for i in chosen], batch_first=True)
+        ends = self.lengths.cumsum(0)[indices].tolist()
+        places = [slice(end - n, end) for end, n in zip(ends, self.lengths[indices].tolist())]
+        rows = pad_sequence([self.pieces[p] for p in places], batch_first=True, padding_value=self.pad)
+        types = pad_sequence([self.types[p] for p in places], batch_first=True)
         inputs = {
             "input_ids": rows,
             "attention_mask": (rows != self.pad).long(),
