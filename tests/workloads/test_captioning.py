@@ -11,6 +11,7 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.workloads.captioning import (
     PRESETS,
+    blind_accuracy,
     build,
     caption_batch,
     caption_loss,
@@ -71,27 +72,23 @@ def evaluate(workload, model, batches):
     return workload.metrics(loss / words, {name: value / samples for name, value in sums.items()})
 
 
-def always_the_most_frequent(train, valid):
-    """Accuracy in percent of saying the most frequent word of each position, and perplexity of word frequencies."""
-    real = valid.captions != PAD
-    right = 0
-    for at in range(valid.captions.shape[1]):
-        column = train.captions[:, at][train.captions[:, at] != PAD]
-        right += int((valid.captions[:, at] == column.mode().values)[real[:, at]].sum())
+def unigram_perplexity(train, valid):
     counts = torch.bincount(train.captions[train.captions != PAD], minlength=100).double() + 1
-    loss = -(counts / counts.sum()).log()[valid.captions[real]].mean().item()
-    return 100 * right / int(real.sum()), math.exp(loss)
+    loss = -(counts / counts.sum()).log()[valid.captions[valid.captions != PAD]].mean().item()
+    return math.exp(loss)
 
 
 def test_a_built_workload_learns_far_more_than_frequencies(quick):
     workload = build(NAME, BuildOptions(seed=3))
     model = run(workload)
     clips = quick.clips()
-    accuracy, perplexity = always_the_most_frequent(clips.train, clips.valid)
+    answer, accuracy = workload.trivial
+    assert answer == "the most frequent word of each position"
+    assert accuracy == blind_accuracy(clips.train, clips.valid)
     metrics = evaluate(workload, model, workload.valid_batches())
     assert (workload.metric_name, workload.lower_is_better) == ("accuracy", False)
     assert metrics["accuracy"] > accuracy + 15
-    assert metrics["perplexity"] < perplexity / 5
+    assert metrics["perplexity"] < unigram_perplexity(clips.train, clips.valid) / 5
     batches = list(workload.valid_batches())
     for inputs, _ in batches:  # the frames of other clips
         inputs["frames"], inputs["lengths"] = inputs["frames"].flip(0), inputs["lengths"].flip(0)
@@ -113,6 +110,20 @@ def test_loss_is_the_mean_over_words_that_are_no_padding():
     ]
     assert caption_words(said) == len(of_words) == 7
     assert caption_loss(logits, said).item() == pytest.approx(float(sum(of_words)) / 7, abs=1e-12)
+
+
+def test_blind_accuracy_says_the_most_frequent_word_of_each_position():
+    train, valid = make_clips(300, 1, 1, features=1).train, make_clips(1, 40, 1, features=1).valid
+    right = words = 0
+    for at in range(valid.captions.shape[1]):
+        column = [int(w) for w in train.captions[:, at] if w != PAD]
+        best = max(sorted(set(column)), key=column.count)
+        said = [int(w) for w in valid.captions[:, at] if w != PAD]
+        right, words = right + said.count(best), words + len(said)
+    assert blind_accuracy(train, valid) == pytest.approx(100 * right / words)
+    # captions that go on longer than all of training's cannot be guessed there
+    short = dataclasses.replace(train, captions=train.captions[:, :2])
+    assert 0 < blind_accuracy(short, valid) < blind_accuracy(train, valid)
 
 
 def test_metrics_count_words_and_not_clips():

@@ -155,6 +155,7 @@ def build(name: str, options: BuildOptions) -> Workload:
         loss_weight=caption_words,
         metric_fn=right_words,
         decode=partial(exact_matches, clips.valid, chosen.decoded, size),
+        trivial=("the most frequent word of each position", blind_accuracy(clips.train, clips.valid)),
         title=f"captions of {len(clips.train)} synthetic clips",
     )
 
@@ -189,6 +190,16 @@ def caption_metrics(loss: float, means: dict[str, float]) -> dict[str, float]:
         "accuracy": 100 * means["right"] / means["words"],
         "perplexity": math.inf if loss >= 700 else math.exp(loss),
     }
+
+
+def blind_accuracy(train: ClipSet, valid: ClipSet) -> float:
+    """Word accuracy in percent of always saying the most frequent word of each position in training's captions."""
+    seen = torch.zeros(int(train.captions.max()) + 1, train.captions.shape[1], dtype=torch.int64)
+    seen.scatter_add_(0, train.captions, torch.ones_like(train.captions))  # [words, positions]
+    seen[PAD] = 0
+    best = seen.argmax(0)[: valid.captions.shape[1]]
+    right = valid.captions[:, : best.numel()] == best
+    return 100 * float((right & (best != PAD)).sum()) / caption_words(valid.captions)
 
 
 def greedy_captions(predict: Predict, frames: Tensor, lengths: Tensor, max_words: int) -> Tensor:
