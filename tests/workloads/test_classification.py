@@ -75,6 +75,13 @@ def test_accuracy_is_the_share_of_right_answers_in_percent(digits):
     assert build_workload("vgg", data=digits).metrics(1.0, {"accuracy": 0.75}) == {"accuracy": 75.0}
 
 
+def test_the_trivial_answer_is_the_most_frequent_class(photos):
+    workload = build_workload("vgg", data=photos)
+    held_out = [y for _, labels in workload.valid_batches() for y in labels.tolist()]
+    guess = min(range(4), key=held_out.count)  # of equally many images, and train has the others
+    assert workload.trivial[1] == pytest.approx(100 * held_out.count(guess) / len(held_out))
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("folder", ["digits", "photos"])
 def test_models_have_the_size_and_classes_of_the_data(name, folder, request):

@@ -60,12 +60,12 @@ _LAYERS: dict[str, Callable[..., list[nn.Module]]] = {
     "alexnet": alexnet_layers,
 }
 
-_TINY = Training(batch_size=32, epochs=3, optimizer="sgd", lr=0.1, weight_decay=5e-4, warmup=0.1)
+_TINY = Training(batch_size=32, epochs=4, optimizer="sgd", lr=0.1, weight_decay=5e-4, warmup=0.1)
 _SMALL = replace(_TINY, batch_size=64, epochs=6)
 
 PRESETS: dict[str, dict[str, ImagePreset]] = {
     "resnet": {
-        "tiny": ImagePreset(partial(ResNetConfig.of_depth, 8), _TINY, limit=4000, held_out_limit=1000),
+        "tiny": ImagePreset(partial(ResNetConfig.of_depth, 8), _TINY, limit=5000, held_out_limit=1000),
         "small": ImagePreset(partial(ResNetConfig.of_depth, 14), _SMALL),
         # He et al. 2016, section 4.2: ResNet-110 for CIFAR-10, 64,000 steps, of which 400 with a lower rate.
         "paper": ImagePreset(
@@ -92,7 +92,7 @@ PRESETS: dict[str, dict[str, ImagePreset]] = {
                 dropout=0.0,
             ),
             replace(_TINY, lr=0.05),
-            limit=4000,
+            limit=5000,
             held_out_limit=1000,
         ),
         "small": ImagePreset(
@@ -124,20 +124,20 @@ PRESETS: dict[str, dict[str, ImagePreset]] = {
                 dropout=0.1,
                 response_norm=False,  # on a CPU it takes longer than all the rest
             ),
-            replace(_TINY, lr=0.05),
-            limit=4000,
+            replace(_TINY, lr=0.02),
+            limit=5000,
             held_out_limit=1000,
         ),
         "small": ImagePreset(
             partial(
                 AlexNetConfig,
-                widths=(64, 128, 192, 192, 128),
+                widths=(48, 96, 144, 144, 96),
                 stem=(5, 1, 2),
-                hidden=(512, 512),
+                hidden=(384, 384),
                 dropout=0.2,
                 response_norm=False,
             ),
-            replace(_SMALL, lr=0.05),
+            replace(_SMALL, lr=0.02),
         ),
         # Krizhevsky et al. 2012, section 5: the network for ImageNet, some 90 epochs, the rate lowered three times;
         # when is not published.
@@ -193,6 +193,7 @@ def build(name: str, options: BuildOptions) -> Workload:
         layer_costs=multiply_adds(layers, data.shape),
         metric_fn=accuracy,
         title=_title(data),
+        trivial=("the most frequent class", _blind_accuracy(data)),
     )
 
 
@@ -239,6 +240,11 @@ def _train_batches(
 def _held_out(data: ImageData, split: ImageSet, batch_size: int, options: BuildOptions) -> SampleBatches:
     make = ImageBatch(split, data.mean, data.std)
     return SampleBatches(in_order(len(split.labels)), batch_size, make, workers=options.loader_workers)
+
+
+def _blind_accuracy(data: ImageData) -> float:
+    """Percent of the validation images that are of the class most frequent in training."""
+    return 100 * float((data.valid.labels == data.train.labels.bincount().argmax()).double().mean())
 
 
 def _title(data: ImageData) -> str:
