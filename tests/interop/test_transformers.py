@@ -1,38 +1,33 @@
 """Split models of transformers against their own forward, and pipelines of them against one device."""
 
 import copy
-import os
 import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from avgpipe import Pipeline, Plan, StageError
+from avgpipe import StageError
 from avgpipe.runtime.split import Segment, layers_of, stage_bounds
-from tests.workloads.equality import assert_equal_to_one_device, sgd
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
-transformers = pytest.importorskip("transformers")
-
-VOCABULARY, B, T = 50, 6, 9
-ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-BERT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
-LLAMA = {**BERT, "num_key_value_heads": 2}
-GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4}
-DROPOUTS = {
-    "Bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    "GPT2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-    "Llama": ("attention_dropout",),
-}
-CLASSES = [
-    *("BertModel", "BertForSequenceClassification", "BertForMaskedLM", "BertForPreTraining"),
-    *("GPT2Model", "GPT2LMHeadModel", "LlamaModel", "LlamaForCausalLM"),
-]
-LANGUAGE_MODELS = ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"]
+from tests.interop.models import (
+    CLASSES,
+    LANGUAGE_MODELS,
+    batches,
+    build,
+    chained,
+    exact,
+    inputs_of,
+    loss_of,
+    own,
+    padding,
+    pipeline_of,
+    same,
+    tokens,
+    transformers,
+)
+from tests.workloads.equality import assert_equal_to_one_device
 
 
 @pytest.fixture(autouse=True)
@@ -41,101 +36,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def build(name, *, dropout=0.0, seed=0, **changes):
-    """A tiny float64 model by its class's name."""
-    family = next(f for f in DROPOUTS if name.startswith(f))
-    sizes = {"Bert": BERT, "GPT2": GPT2, "Llama": LLAMA}[family]
-    drops = dict.fromkeys(DROPOUTS[family], dropout)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCABULARY, max_position_embeddings=16, **{**sizes, **drops, **ENDS, **changes}
-    )
-    torch.manual_seed(seed)
-    return getattr(transformers, name)(config).double()
-
-
-def exact(model):
-    """Llama's norm rounds to float32 on its way; torch's does not."""
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child).__name__ == "LlamaRMSNorm":
-                norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon).double()
-                norm.weight = child.weight
-                setattr(parent, name, norm)
-    return model
-
-
-def tokens(seed=0):
-    return torch.randint(3, VOCABULARY, (B, T), generator=torch.Generator().manual_seed(seed))
-
-
-def padding(*, left=(), right=()):
-    """int64 [B, T]; ``left`` and ``right``: how many of the first rows' positions are padding."""
-    mask = torch.ones(B, T, dtype=torch.int64)
-    for row, n in enumerate(left):
-        mask[row, :n] = 0
-    for row, n in enumerate(right):
-        mask[row, T - n :] = 0
-    return mask
-
-
-def inputs_of(kind, name):
-    """Inputs of one kind as the model takes them."""
-    given = {"input_ids": tokens()}
-    if kind in ("left", "right"):
-        given["attention_mask"] = padding(**{kind: (3, 1, 5)})
-    if kind == "all":
-        given["attention_mask"] = padding(left=(3, 1, 5))
-        given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    if kind == "packed":  # two sequences in a row
-        given["position_ids"] = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4]).repeat(B, 1)
-    if kind in ("all", "packed") and not name.startswith("Llama"):
-        given["token_type_ids"] = torch.arange(B * T).view(B, T) % 2
-    return given
-
-
-def own(model, given):
-    """What the model's own forward returns. With a cache it would not look for packed sequences."""
-    output = model(**given, use_cache=False)
-    if hasattr(output, "prediction_logits"):
-        return output.prediction_logits, output.seq_relationship_logits
-    return output.logits if hasattr(output, "logits") else output.last_hidden_state
-
-
-def chained(model, value):
-    for layer in layers_of(model):
-        value = layer(value)
-    return value
-
-
-def loss_of(output, target):
-    """A mean over samples of whatever the model returns."""
-    if isinstance(output, tuple):
-        return loss_of(output[0], target) + loss_of(output[1], target)
-    if output.shape[-1] == VOCABULARY:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
-    if output.dim() == 2:
-        return F.cross_entropy(output, target[:, 0] % output.shape[1])
-    return (output * torch.linspace(-1, 1, output.shape[-1])).square().mean()
-
-
-def batches(count=2, **mask):
-    given = [
-        {"input_ids": tokens(n), "attention_mask": padding(**mask)} if mask else tokens(n)
-        for n in range(count)
-    ]
-    return [(x, tokens(10 + n)) for n, x in enumerate(given)]
-
-
-def pipeline_of(model, *, stages=2, micro_batches=2, **plan):
-    return Pipeline(
-        model, Plan(stages=stages, micro_batches=micro_batches, **plan), loss_fn=loss_of, optimizer=sgd
-    )
-
-
-def same(got, expected, tolerance=1e-12):
-    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
 
 
 # ---- one device ----------------------------------------------------------------------------------------------------
