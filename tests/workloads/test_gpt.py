@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import math
 from itertools import pairwise
@@ -5,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from avgpipe import Pipeline, Plan
 from avgpipe.runtime.split import layers_of, stage_bounds
 from avgpipe.workloads.gpt import (
     PRESETS,
@@ -79,6 +81,15 @@ def test_a_built_workload_reads_every_word_and_learns(text_folder, reduced):
     metrics = workload.metrics(nats / pieces, {"pieces": pieces, "words": words})
     assert metrics["perplexity"] == pytest.approx(math.exp(nats / words))
     assert workload.metric_name in metrics
+    with Pipeline(
+        copy.deepcopy(workload.layers),
+        Plan(stages=2, micro_batches=3),
+        loss_fn=workload.loss_fn,
+        optimizer=workload.optimizer,
+        loss_weight=workload.loss_weight,
+    ) as pipeline:
+        result = pipeline.evaluate(workload.valid_batches(), workload.metric_fn)
+    assert workload.metrics(result.loss, result.metric) == pytest.approx(metrics, rel=1e-4)
     optimizer = workload.optimizer(model.parameters())
     scheduler = workload.lr_scheduler(optimizer)
     losses = []
