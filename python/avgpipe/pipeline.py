@@ -74,7 +74,8 @@ class Pipeline:
     must be one rank per stage; alone, the process runs all stages. ``model`` is copied, not changed:
     ``state_dict`` returns what was learnt.
 
-    model: ``nn.Sequential``, a list of modules, or a module that ``torch.fx`` can trace.
+    model: ``nn.Sequential``, a list of modules, BERT, GPT-2 or Llama of transformers (see
+        ``avgpipe.interop.transformers``), or a module that ``torch.fx`` can trace.
     loss_fn(output, target): a scalar, the mean over samples, or a sum if it says so by ``reduction = "sum"``.
     optimizer(params): a torch optimizer.
     device: default: where the model's parameters are.

@@ -68,5 +68,5 @@ def one_device(
         loss.backward()
         step.step()
         step.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses, whole.state_dict()
