@@ -225,6 +225,13 @@ def test_paper_sizes():
     assert total == sum(lstms) + attention + 2 * 32_000 * 1024 + 32_000
 
 
+def test_parameters_are_as_many_as_published():
+    """NVIDIA's GNMT v2 for PyTorch, whose WMT16 vocabulary has 31,794 pieces, logs 159,593,523 of them."""
+    with torch.device("meta"):
+        layers = gnmt_layers(GNMTConfig(31_794))
+    assert sum(p.numel() for p in nn.ModuleList(layers).parameters()) == 159_593_523
+
+
 @pytest.mark.parametrize("bounds", [(0, 6, 10), (0, 3, 5, 7, 10)])
 def test_paper_sizes_run_in_stages_on_meta(bounds):
     layers = paper_layers()
@@ -269,6 +276,16 @@ def test_what_is_tied_is_one_parameter():
         assert (layers[-1].weight is layers[0].weight) == tied
 
 
+def test_initial_values_are_within_their_bounds_and_the_bias_is_as_asked():
+    bias = torch.randn(V, generator=torch.Generator().manual_seed(0))
+    layers = gnmt_layers(GNMTConfig(V, 64, embedding_bound=2.0), output_bias=bias)
+    assert 1.9 < layers[0].weight.abs().max() <= 2.0
+    others = [p for layer in layers[1:-1] for name, p in layer.named_parameters() if "lstm" in name]
+    assert 0.12 < max(float(p.abs().max()) for p in others) <= 0.125
+    assert torch.equal(layers[-1].bias, bias)
+    assert torch.equal(gnmt_layers(GNMTConfig(V, H))[-1].bias, torch.zeros(V))
+
+
 def test_dropout_acts_in_training_alone():
     layers, (inputs, _) = gnmt_layers(GNMTConfig(V, H, 2, 2, dropout=0.5)), batch(pairs(4))
     assert not torch.equal(run(layers, inputs), run(layers, inputs))
@@ -296,6 +313,7 @@ def test_costs_follow_the_weights(sizes):
         ({"vocabulary": 0}, "vocabulary must be at least 1, got 0"),
         ({"decoder_layers": 1}, "decoder_layers must be at least 2, got 1"),
         ({"encoder_layers": 0}, "encoder_layers must be at least 1, got 0"),
+        ({"embedding_bound": 0.0}, r"embedding_bound must be positive, got 0\.0"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1\.0"),
     ],
 )

@@ -41,6 +41,8 @@ class GNMTConfig:
         encoder_layers, decoder_layers: LSTM layers on each side.
         dropout: of the inputs of every LSTM.
         tied_output: the output projection is the embedding too; it saves a small data set many weights.
+        embedding_bound: the embedding's initial values are uniform within it. 0.1 is published for H = 1024; small
+            models with it spend most of a short run on learning to tell words apart.
     """
 
     vocabulary: int
@@ -49,6 +51,7 @@ class GNMTConfig:
     decoder_layers: int = 4
     dropout: float = 0.2
     tied_output: bool = False
+    embedding_bound: float = 0.1
 
     def __post_init__(self) -> None:
         for name, least in (("vocabulary", 1), ("hidden", 1), ("encoder_layers", 1), ("decoder_layers", 2)):
@@ -56,6 +59,8 @@ class GNMTConfig:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        if not self.embedding_bound > 0:
+            raise ValueError(f"embedding_bound must be positive, got {self.embedding_bound}")
 
     def encoder_inputs(self) -> list[int]:
         """Input features of each encoder layer."""
@@ -66,22 +71,25 @@ class GNMTConfig:
         return self.hidden * (2 if self.encoder_layers == 1 else 1)
 
 
-def gnmt_layers(config: GNMTConfig, *, seed: int = 0) -> list[nn.Module]:
+def gnmt_layers(config: GNMTConfig, *, seed: int = 0, output_bias: Tensor | None = None) -> list[nn.Module]:
     """[embedding, encoder LSTMs, decoder LSTMs, output]: a dict of tokens to logits [b, T, vocabulary].
 
     The input has ``source`` int64 [b, S], whatever beyond ``lengths`` int64 [b] (1 to S), and ``target`` int64
     [b, T], the pieces before those to be predicted. With an int ``at`` only the logits of that target position
     are made, [b, vocabulary]. The decoder's embedding is the encoder's, the same Parameter, and so is the
-    projection with ``tied_output``. Initial weights are uniform within 1 / sqrt(H) and depend on the seed alone;
-    the caller's random state stays as it is.
+    projection with ``tied_output``. Initial weights, uniform within 1 / sqrt(H) but for the embedding, depend on
+    the seed alone; the caller's random state stays as it is.
+
+    ``output_bias``: where the projection's bias begins, [vocabulary]; None: zero.
     """
     H, p = config.hidden, config.dropout
     generator = torch.Generator().manual_seed(seed)
+    bias = torch.zeros(config.vocabulary) if output_bias is None else output_bias
 
-    def uniform(shape: tuple[int, ...]) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape).uniform_(-(H**-0.5), H**-0.5, generator=generator))
+    def uniform(shape: tuple[int, ...], bound: float = H**-0.5) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape).uniform_(-bound, bound, generator=generator))
 
-    embedding = uniform((config.vocabulary, H))
+    embedding = uniform((config.vocabulary, H), config.embedding_bound)
     layers: list[nn.Module] = [SourceEmbedding(embedding)]
     for index, inputs in enumerate(config.encoder_inputs()):
         kind = EncoderLSTM if index else BidirectionalLSTM
@@ -91,7 +99,7 @@ def gnmt_layers(config: GNMTConfig, *, seed: int = 0) -> list[nn.Module]:
         last = index == config.decoder_layers - 1
         layers.append(DecoderLSTM(H, config.memory(), uniform, dropout=p, residual=index >= 2, last=last))
     weight = embedding if config.tied_output else uniform((config.vocabulary, H))
-    return [*layers, Output(weight)]
+    return [*layers, Output(weight, bias)]
 
 
 def gnmt_costs(config: GNMTConfig, length: int = 20) -> list[float]:
@@ -235,10 +243,10 @@ class DecoderLSTM(nn.Module):
 class Output(nn.Module):
     """``x`` [b, T, H] to logits [b, T, vocabulary], or of position ``at`` alone [b, vocabulary]."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, bias: Tensor) -> None:
         super().__init__()
         self.weight = weight
-        self.bias = nn.Parameter(torch.zeros(weight.shape[0]))
+        self.bias = nn.Parameter(bias.clone())
 
     def forward(self, value: Value) -> Tensor:
         x: Tensor = value["x"]
