@@ -39,16 +39,16 @@ def test_upscaling_keeps_what_is_linear():
     torch.testing.assert_close(large[0, 0, 3, 1:-1], torch.arange(6) / 2 + 0.25)
 
 
-def test_initial_weights_have_the_variance_of_their_fan_in():
+def test_initial_weights_have_the_variance_of_their_fan_in_and_the_last_are_small():
     with seeded(1):
         layers = [convolution(32, 64, norm=False), nn.Linear(500, 300), nn.Linear(300, 200)]
         initialise(layers)
-    for weight, fan_in, gain in (
-        (layers[0][0].weight, 32 * 9, 2),
-        (layers[1].weight, 500, 2),
-        (layers[2].weight, 300, 1),
+    for weight, variance in (
+        (layers[0][0].weight, 2 / (32 * 9)),
+        (layers[1].weight, 2 / 500),
+        (layers[2].weight, 1e-4),
     ):
-        assert weight.var().item() == pytest.approx(gain / fan_in, rel=0.05)
+        assert weight.var().item() == pytest.approx(variance, rel=0.05)
     assert not layers[0][0].bias.any()
     assert not layers[1].bias.any()
 

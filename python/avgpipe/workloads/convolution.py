@@ -70,13 +70,14 @@ def seeded(seed: int) -> Iterator[None]:
 def initialise(layers: Iterable[nn.Module]) -> None:
     """Normal weights of variance 2 over the fan-in (He et al. 2015, section 2.2), biases zero.
 
-    The last linear layer of all, which no ReLU follows, has variance 1 over the fan-in.
+    The last layer of all has a deviation of 0.01, so that at first every class is about as likely.
     """
     modules = [m for layer in layers for m in layer.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     for module in modules:
-        nn.init.kaiming_normal_(module.weight, nonlinearity="linear" if module is modules[-1] else "relu")
+        nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+    nn.init.normal_(modules[-1].weight, std=0.01)
 
 
 def multiply_adds(layers: Sequence[nn.Module], image: tuple[int, int, int]) -> list[float]:
