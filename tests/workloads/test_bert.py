@@ -1,5 +1,6 @@
 import json
 import random
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -24,6 +25,7 @@ from avgpipe.workloads.bert import (
     load_pretrained,
     new_model,
 )
+from avgpipe.workloads.libraries import LibraryNotFound
 from avgpipe.workloads.masked import HiddenAnew, MaskedLoss, Vocabulary, hidden_pieces, segments
 from avgpipe.workloads.options import BuildOptions
 from avgpipe.workloads.samples import generator
@@ -319,3 +321,9 @@ def test_a_text_shorter_than_a_segment_is_refused(small, text_folder):
     (text_folder / "valid.txt").write_text("w1\n")
     with pytest.raises(ValueError, match="fills no segment of 14"):
         rebuild(data=text_folder)
+
+
+def test_without_transformers_the_way_out_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(LibraryNotFound, match=r"bert needs transformers.*pip install"):
+        check("bert", BuildOptions())

@@ -121,11 +121,11 @@ _BERT: dict[str, BertPreset] = {
     "tiny": BertPreset(
         pairs=_TINY(pieces=12_000, length=128, training=_ADAMW(batch_size=32, epochs=3, lr=5e-4)),
         masked=_TINY(
-            pieces=2_000,
+            pieces=1_000,
             length=64,
             training=_ADAMW(batch_size=16, epochs=1, lr=2e-3),
             dropout=0.0,
-            max_bytes=1_500_000,
+            max_bytes=2_000_000,
             frequency_bias=True,
         ),
     ),
@@ -152,6 +152,7 @@ PRESETS = {"bert": _BERT}
 
 def check(name: str, options: BuildOptions) -> WorkloadFacts:
     """Refuse what cannot be built, without reading the data."""
+    library("transformers", name)
     task = _task(name, options)
     training = task.training.asked(options)
     layers = task.layers
