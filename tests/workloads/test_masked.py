@@ -10,6 +10,7 @@ from avgpipe.workloads.masked import (
     HiddenOnce,
     MaskedLoss,
     Vocabulary,
+    blind_perplexity,
     hidden_pieces,
     hide,
     masked_metrics,
@@ -146,3 +147,9 @@ def test_loss_and_metrics_are_those_of_a_plain_count():
     metrics = masked_metrics(loss, means)
     assert metrics["perplexity"] == pytest.approx(math.exp(loss))
     assert metrics["accuracy"] == pytest.approx(100 * told / len(losses))
+
+
+def test_the_trivial_answer_knows_frequencies_alone():
+    targets = torch.tensor([[IGNORED, 2, IGNORED], [1, 2, IGNORED]])
+    shares = torch.tensor([0.25, 0.25, 0.5]).log()
+    assert blind_perplexity(shares, targets) == pytest.approx((2 * 4 * 2) ** (1 / 3))

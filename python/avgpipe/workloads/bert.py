@@ -25,6 +25,7 @@ from avgpipe.workloads.masked import (
     HiddenOnce,
     MaskedLoss,
     Vocabulary,
+    blind_perplexity,
     hidden_pieces,
     masked_metrics,
     segments,
@@ -119,7 +120,12 @@ _BASE = partial(BertTask, hidden=768, layers=12, heads=12, positions=512, pieces
 
 _BERT: dict[str, BertPreset] = {
     "tiny": BertPreset(
-        pairs=_TINY(pieces=12_000, length=128, training=_ADAMW(batch_size=32, epochs=3, lr=5e-4)),
+        pairs=_TINY(
+            pieces=12_000,
+            length=128,
+            training=_ADAMW(batch_size=32, epochs=2, lr=5e-4),
+            dropout=0.2,
+        ),
         masked=_TINY(
             pieces=1_000,
             length=64,
@@ -130,7 +136,12 @@ _BERT: dict[str, BertPreset] = {
         ),
     ),
     "small": BertPreset(
-        pairs=_SMALL(pieces=12_000, length=128, training=_ADAMW(batch_size=32, epochs=5, lr=3e-4)),
+        pairs=_SMALL(
+            pieces=12_000,
+            length=128,
+            training=_ADAMW(batch_size=32, epochs=4, lr=3e-4),
+            dropout=0.2,
+        ),
         masked=_SMALL(
             pieces=4_000,
             length=128,
@@ -211,6 +222,7 @@ def _pairs(name: str, options: BuildOptions) -> Workload:
         metric_name="accuracy",
         lower_is_better=False,
         title=f"paraphrases told among {len(data.train):,} sentence pairs of {options.data.resolve().name}",
+        trivial=("always a paraphrase", 100 * float(rows["valid"].labels.double().mean())),
         **_course(name, task, options, order, {split: (len(r.labels), r) for split, r in rows.items()}),
     )
 
@@ -222,16 +234,16 @@ def _masked(name: str, options: BuildOptions) -> Workload:
     model, encode, vocabulary = _model(MASKED_MODEL, task, lines["train"], options)
     length = min(task.length, model.config.max_position_embeddings)
     rows = {split: segments(encode(lines[split]), length, vocabulary) for split in SPLITS}
+    log_shares = log_frequencies(rows["train"][:, 1:-1].flatten(), vocabulary.size)
     if task.frequency_bias and options.pretrained is None:
         with torch.no_grad():
-            model.cls.predictions.bias.copy_(
-                log_frequencies(rows["train"][:, 1:-1].flatten(), vocabulary.size)
-            )
+            model.cls.predictions.bias.copy_(log_shares)
     samples = rows["train"].shape[0]
+    held_out = {split: HiddenOnce.of(rows[split], vocabulary) for split in ("valid", "test")}
     made: dict[str, tuple[int, MakeBatch]] = {
-        split: (r.shape[0], HiddenOnce.of(r, vocabulary)) for split, r in rows.items() if split != "train"
+        "train": (samples, HiddenAnew(rows["train"], vocabulary)),
+        **{split: (make.read.shape[0], make) for split, make in held_out.items()},
     }
-    made["train"] = samples, HiddenAnew(rows["train"], vocabulary)
     source = "Python's standard library" if options.data is None else options.data.resolve().name
     return Workload(
         layers=model,
@@ -242,6 +254,7 @@ def _masked(name: str, options: BuildOptions) -> Workload:
         metric_name="perplexity",
         lower_is_better=True,
         title=f"masked pieces told in the text of {source}",
+        trivial=("the pieces' frequencies", blind_perplexity(log_shares, held_out["valid"].targets)),
         **_course(name, task, options, lambda _, seed, epoch: shuffled(samples, seed, epoch), made),
     )
 

@@ -124,3 +124,8 @@ def told_pieces(logits: Tensor, targets: Tensor) -> dict[str, Any]:
 def masked_metrics(loss: float, means: dict[str, float]) -> dict[str, float]:
     """Perplexity of the hidden pieces, and in percent how many of them are told."""
     return {"perplexity": perplexity(loss), "accuracy": 100 * means["told"] / means["hidden"]}
+
+
+def blind_perplexity(log_shares: Tensor, targets: Tensor) -> float:
+    """The perplexity of the hidden pieces by their shares of the training text; log_shares: float [pieces]."""
+    return perplexity(-float(log_shares[targets[targets != IGNORED]].double().mean()))
