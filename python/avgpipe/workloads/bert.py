@@ -123,7 +123,7 @@ _BERT: dict[str, BertPreset] = {
         pairs=_TINY(
             pieces=12_000,
             length=128,
-            training=_ADAMW(batch_size=32, epochs=2, lr=5e-4),
+            training=_ADAMW(batch_size=32, epochs=4, lr=5e-4),
             dropout=0.2,
         ),
         masked=_TINY(
