@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from avgpipe.workloads.language import perplexity
+from avgpipe.workloads.language import log_frequencies, perplexity
 from avgpipe.workloads.libraries import library
 from avgpipe.workloads.options import BuildOptions
 from avgpipe.workloads.samples import SampleBatches, in_order, shuffled
@@ -98,7 +98,7 @@ _GPT: dict[str, GPTPreset] = {
         heads=2,
         vocabulary=4096,
         length=64,
-        training=_training(batch_size=16, lr=5e-3),
+        training=_training(batch_size=16, lr=8e-3),
         initializer_range=0.06,
         max_bytes=3_000_000,
     ),
@@ -187,6 +187,7 @@ def build(name: str, options: BuildOptions) -> Workload:
         batch_size=training.batch_size,
         epochs=training.epochs,
         autocast=preset.autocast,
+        trivial=("the pieces' frequencies", blind_perplexity(pieces["train"], pieces["valid"])),
         title=f"the next piece of the text of {'Python' if options.data is None else options.data.name}",
     )
 
@@ -228,6 +229,13 @@ def word_perplexity(loss: float, means: dict[str, float]) -> dict[str, float]:
         "perplexity": perplexity(loss * means["pieces"] / means["words"]),
         "piece_perplexity": perplexity(loss),
     }
+
+
+def blind_perplexity(train: Pieces, held_out: Pieces) -> float:
+    """Perplexity per word of always telling the frequencies of the pieces of ``train``, one added to each count."""
+    size = 1 + int(max(train.numbers.max(), held_out.numbers.max()))
+    nats = -log_frequencies(train.numbers, size)[held_out.numbers].double().sum()
+    return perplexity(float(nats / held_out.words.double().sum()))
 
 
 def _numbers(target: Tensor | tuple[Tensor, Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import re
 import sysconfig
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ def _read(file: Path) -> str:
         raise ValueError(
             f"{file} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
         ) from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
 
 
