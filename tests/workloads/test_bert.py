@@ -21,13 +21,12 @@ from avgpipe.workloads.bert import (
     BertTask,
     build,
     check,
-    check_pretrained,
-    load_pretrained,
-    new_model,
+    pretrained_model,
 )
 from avgpipe.workloads.libraries import LibraryNotFound
 from avgpipe.workloads.masked import HiddenAnew, MaskedLoss, Vocabulary, hidden_pieces, segments
 from avgpipe.workloads.options import BuildOptions
+from avgpipe.workloads.pretrained import BERT, check_pretrained, new_model
 from avgpipe.workloads.samples import generator
 from avgpipe.workloads.sentence_pairs import DEV_FILE, TEST_FILE, TRAIN_FILE, PairRows, SentencePair
 from avgpipe.workloads.text import DataNotFound
@@ -240,7 +239,7 @@ def test_paper_is_bert_base(kind, parameters):
 
 @pytest.mark.parametrize("kind", [PAIRS_MODEL, MASKED_MODEL])
 def test_pretrained_weights_and_their_own_pieces_are_used(kind, pretrained):
-    model, encode, vocabulary = load_pretrained(kind, pretrained, seed=1)
+    model, encode, vocabulary = pretrained_model(kind, pretrained, seed=1)
     saved = new_model(MASKED_MODEL, small_task().config(len(WORDS)), seed=5).state_dict()
     for name, tensor in model.bert.state_dict().items():
         if "pooler" not in name:
@@ -295,14 +294,14 @@ def break_weights(folder):
 def test_broken_pretrained_folders_give_one_clear_line(pretrained, change, message):
     change(pretrained)
     with pytest.raises(ValueError, match=message) as error:
-        load_pretrained(MASKED_MODEL, pretrained)
+        pretrained_model(MASKED_MODEL, pretrained)
     assert "\n" not in str(error.value)
 
 
 def test_a_name_is_not_looked_up_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataNotFound, match="bert-base-uncased does not exist"):
-        check_pretrained("bert-base-uncased")
+        check_pretrained(BERT, "bert-base-uncased")
 
 
 # ---- bad data ------------------------------------------------------------------------------------------------------

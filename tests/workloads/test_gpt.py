@@ -1,6 +1,7 @@
 import copy
 import dataclasses
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -9,24 +10,27 @@ import torch
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime.split import layers_of, stage_bounds
 from avgpipe.workloads.gpt import (
+    MODEL,
     PRESETS,
     PieceLoss,
+    blind_perplexity,
     build,
     check,
-    load_pretrained,
-    new_model,
     pieces_and_words,
     predicted_pieces,
     word_perplexity,
 )
 from avgpipe.workloads.options import BuildOptions
-from avgpipe.workloads.segments import IGNORED
+from avgpipe.workloads.pretrained import GPT2, load_pretrained
+from avgpipe.workloads.pretrained import new_model as new_model_of
+from avgpipe.workloads.segments import IGNORED, Pieces
 from avgpipe.workloads.text import DataNotFound, load_text
 from tests.workloads.equality import assert_equal_to_one_device
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+new_model = partial(new_model_of, MODEL)
 TINY = PRESETS["gpt"]["tiny"]
 REDUCED = dataclasses.replace(TINY, hidden=16, layers=2, heads=2, vocabulary=300, length=12)
 
@@ -222,17 +226,17 @@ def test_a_pretrained_folder_brings_its_weights_and_its_pieces(text_folder, tmp_
 def test_bad_pretrained_folders_are_refused_in_one_line(tmp_path):
     def refused(folder, message, error=ValueError):
         with pytest.raises(error, match=message) as caught:
-            load_pretrained(folder)
+            load_pretrained(GPT2, MODEL, folder)
         assert "\n" not in str(caught.value)
 
-    refused(tmp_path / "nowhere", "nowhere is not a folder; give one that save_pretrained", DataNotFound)
-    refused(tmp_path, r"has no config\.json", DataNotFound)
-    (tmp_path / "config.json").write_text("{")
-    refused(tmp_path, r"config\.json cannot be read")
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    refused(tmp_path, "holds a model of type 'bert', not gpt2")
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    refused(tmp_path, "cannot be loaded: ")
+    refused(tmp_path / "nowhere", "nowhere does not exist; give one that save_pretrained", DataNotFound)
+    refused(tmp_path, r"lacks the configuration: config\.json", DataNotFound)
+    pretrained_folder(tmp_path / "other")
+    config = tmp_path / "other" / "config.json"
+    config.write_text(config.read_text().replace('"gpt2"', '"bert"'))
+    refused(tmp_path / "other", "holds a model of type 'bert', not a GPT-2")
+    config.write_text("{")
+    refused(tmp_path / "other", r"config\.json cannot be read")
     pretrained_folder(tmp_path / "small", pieces=200)
     refused(tmp_path / "small", r"has 2\d\d pieces and its model only 200")
     pretrained_folder(tmp_path / "deeper")
@@ -241,7 +245,7 @@ def test_bad_pretrained_folders_are_refused_in_one_line(tmp_path):
     refused(tmp_path / "deeper", r"lack \d+ of a GPT-2's tensors, such as transformer\.h\.3")
     weights = tmp_path / "deeper" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    refused(tmp_path / "deeper", "cannot be loaded: ")
+    refused(tmp_path / "deeper", "cannot be loaded as GPT2LMHeadModel: ")
 
 
 def test_bad_data_is_refused_in_one_line(text_folder, tmp_path):
@@ -254,3 +258,10 @@ def test_bad_data_is_refused_in_one_line(text_folder, tmp_path):
     (text_folder / "test.txt").unlink()
     with pytest.raises(DataNotFound, match=r"lacks test\.txt"):
         check("gpt", BuildOptions(data=text_folder))
+
+
+def test_the_trivial_answer_knows_the_frequencies_alone():
+    train = Pieces(torch.tensor([0, 0, 1]), torch.zeros(3))
+    held_out = Pieces(torch.tensor([0, 2]), torch.tensor([0.5, 0.5]))  # one word
+    # counts plus one: 3, 2, 1 of 6
+    assert blind_perplexity(train, held_out) == pytest.approx(6 / 3 * 6 / 1, rel=1e-5)

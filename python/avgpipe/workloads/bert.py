@@ -6,10 +6,8 @@ Model and sizes: Devlin, Chang, Lee, Toutanova, NAACL 2019, arXiv 1810.04805.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +30,7 @@ from avgpipe.workloads.masked import (
     told_pieces,
 )
 from avgpipe.workloads.options import BuildOptions
+from avgpipe.workloads.pretrained import BERT, check_pretrained, load_pretrained, new_model
 from avgpipe.workloads.samples import MakeBatch, SampleBatches, by_length, in_order, shuffled
 from avgpipe.workloads.sentence_pairs import (
     PAIR_FILES,
@@ -51,15 +50,6 @@ from avgpipe.workloads.workload import Workload, WorkloadFacts
 Order = Callable[[int, int, int], Tensor]  # of batch size, seed and epoch
 
 PAIRS_MODEL, MASKED_MODEL = "BertForSequenceClassification", "BertForMaskedLM"
-
-_CONFIG_FILE = "config.json"
-_WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -168,7 +158,7 @@ def check(name: str, options: BuildOptions) -> WorkloadFacts:
     training = task.training.asked(options)
     layers = task.layers
     if options.pretrained is not None:
-        layers = int(check_pretrained(options.pretrained).get("num_hidden_layers", layers))
+        layers = int(check_pretrained(BERT, options.pretrained).get("num_hidden_layers", layers))
     if options.data is not None:
         _find(options.data)
     return WorkloadFacts(
@@ -303,100 +293,30 @@ def _model(
     kind: str, task: BertTask, lines: Sequence[str], options: BuildOptions
 ) -> tuple[Any, Encode, Vocabulary]:
     if options.pretrained is not None:
-        return load_pretrained(kind, options.pretrained, options.seed)
+        return pretrained_model(kind, options.pretrained, options.seed)
     learnt = Subwords.learn(lines, task.pieces, lowercase=True)
     vocabulary = Vocabulary(len(learnt), learnt.pad, learnt.begin, learnt.end, learnt.mask)
     return new_model(kind, task.config(len(learnt), learnt.pad), options.seed), learnt.encode, vocabulary
 
 
-def new_model(kind: str, config: Any, seed: int = 0) -> Any:
-    """A transformers model of class ``kind`` whose initial weights depend on the seed alone; the caller's random
-    state stays as it is.
+def pretrained_model(kind: str, folder: Path, seed: int = 0) -> tuple[Any, Encode, Vocabulary]:
+    """A model of class ``kind`` with a folder's weights, what makes lines into its pieces, and which those are.
+
+    Raises: as :func:`load_pretrained`, and ValueError for a tokenizer without the pieces that BERT needs.
     """
-    transformers = library("transformers", "bert")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return getattr(transformers, kind)(config)
-
-
-def check_pretrained(folder: str | Path) -> dict[str, Any]:
-    """The configuration of the BERT in a folder that ``save_pretrained`` of a model and of its tokenizer wrote.
-
-    Raises:
-        DataNotFound: the folder, or one of its files, is not there.
-        ValueError: it holds something else than a BERT.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise DataNotFound(f"pretrained folder {folder} {what}; give one with a BERT's {_CONFIG_FILE}")
-    needed = {"configuration": (_CONFIG_FILE,), "weights": _WEIGHT_FILES, "tokenizer": _TOKENIZER_FILES}
-    for what, names in needed.items():
-        if not any((folder / name).is_file() for name in names):
-            raise DataNotFound(f"pretrained folder {folder} lacks the {what}: {' or '.join(names)}")
-    try:
-        config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / _CONFIG_FILE} cannot be read: {error}") from None
-    found = config.get("model_type") if isinstance(config, dict) else None
-    if found != "bert":
-        raise ValueError(f"pretrained folder {folder} holds a model of type {found!r}, not a BERT")
-    assert isinstance(config, dict)
-    return config
-
-
-def load_pretrained(kind: str, folder: str | Path, seed: int = 0) -> tuple[Any, Encode, Vocabulary]:
-    """A model of class ``kind`` with the weights of a folder, float32, and the folder's own tokenizer.
-
-    Nothing is downloaded. A head that the folder lacks is drawn from the seed.
-
-    Raises: as :func:`check_pretrained`, and ValueError for files that do not fit together.
-    """
-    check_pretrained(folder)
-    transformers = library("transformers", "bert")
     head = {"num_labels": 2} if kind == PAIRS_MODEL else {}
-    try:
-        with _quiet(transformers), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            model, found = getattr(transformers, kind).from_pretrained(
-                folder, local_files_only=True, dtype=torch.float32, output_loading_info=True, **head
-            )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever a broken file makes these libraries raise
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-        raise ValueError(f"pretrained folder {folder} cannot be loaded as {kind}: {reason}") from None
-    lost = [key for key in sorted(found["missing_keys"]) if ".embeddings." in key or ".encoder." in key]
-    if lost:
-        raise ValueError(f"the weights in {folder} lack {len(lost)} of a BERT's tensors, such as {lost[0]}")
-    return model, partial(_encode, tokenizer), _vocabulary(tokenizer, model.config.vocab_size, folder)
+    model, tokenizer = load_pretrained(BERT, kind, folder, seed=seed, **head)
+    return model, partial(_encode, tokenizer), _vocabulary(tokenizer, folder)
 
 
-def _vocabulary(tokenizer: Any, size: int, folder: str | Path) -> Vocabulary:
+def _vocabulary(tokenizer: Any, folder: Path) -> Vocabulary:
     names = ("pad_token", "cls_token", "sep_token", "mask_token")
     numbers: list[Any] = [getattr(tokenizer, f"{name}_id", None) for name in names]
     if None in numbers:
         raise ValueError(f"the tokenizer in {folder} has no {names[numbers.index(None)]}")
-    if len(tokenizer) > size:
-        raise ValueError(
-            f"the tokenizer in {folder} has {len(tokenizer)} pieces and its model only {size}: "
-            "they are not of the same BERT"
-        )
     return Vocabulary(len(tokenizer), *numbers)
 
 
 def _encode(tokenizer: Any, lines: Sequence[str]) -> list[list[int]]:
     ids: list[list[int]] = tokenizer(list(lines), add_special_tokens=False)["input_ids"] if lines else []
     return ids
-
-
-@contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Without the progress bars of loading."""
-    logging = transformers.utils.logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

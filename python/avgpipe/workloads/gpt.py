@@ -6,11 +6,9 @@ embedding is the output layer's weight too, the same Parameter in the first and 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +17,15 @@ from torch import Tensor, nn
 from avgpipe.workloads.language import log_frequencies, perplexity
 from avgpipe.workloads.libraries import library
 from avgpipe.workloads.options import BuildOptions
+from avgpipe.workloads.pretrained import GPT2, check_pretrained, load_pretrained, new_model
 from avgpipe.workloads.samples import SampleBatches, in_order, shuffled
-from avgpipe.workloads.segments import IGNORED, Encode, Pieces, Segments, load_pieces, pieces_of
+from avgpipe.workloads.segments import IGNORED, Pieces, Segments, load_pieces, pieces_of
 from avgpipe.workloads.subwords import Subwords
-from avgpipe.workloads.text import DataNotFound, find_text, read_text
+from avgpipe.workloads.text import find_text, read_text
 from avgpipe.workloads.training import Training, lr_scheduler_of, optimizer_of
 from avgpipe.workloads.workload import Workload, WorkloadFacts
 
-_CONFIG_FILE = "config.json"
+MODEL = "GPT2LMHeadModel"
 _HELD_OUT = ("valid", "test")
 
 
@@ -135,7 +134,7 @@ def check(name: str, options: BuildOptions) -> WorkloadFacts:
     training = preset.training.asked(options)
     layers = preset.layers
     if options.pretrained is not None:
-        layers = int(check_pretrained(options.pretrained).get("n_layer", layers))
+        layers = int(check_pretrained(GPT2, options.pretrained).get("n_layer", layers))
     if options.data is not None:
         find_text(options.data)
     return WorkloadFacts(
@@ -248,78 +247,11 @@ def _numbers(target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 def _model_and_pieces(preset: GPTPreset, options: BuildOptions) -> tuple[Any, dict[str, Pieces]]:
     if options.pretrained is None:
         _, pieces = load_pieces(options.data, preset.vocabulary, max_bytes=preset.max_bytes)
-        return new_model(preset.config(), options.seed), pieces
-    model, encode = load_pretrained(options.pretrained)
-    texts = read_text(options.data, preset.max_bytes)
+        return new_model(MODEL, preset.config(), options.seed), pieces
+    model, tokenizer = load_pretrained(GPT2, MODEL, options.pretrained, use_cache=False)
+    texts, encode = read_text(options.data, preset.max_bytes), partial(_encode, tokenizer)
     source = options.data is None
     return model, {split: pieces_of(text, encode, source=source) for split, text in texts.items()}
-
-
-def new_model(config: Any, seed: int = 0) -> Any:
-    """A ``GPT2LMHeadModel`` whose initial weights depend on the seed alone; the caller's random state stays."""
-    transformers = library("transformers", "gpt")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return transformers.GPT2LMHeadModel(config)
-
-
-def check_pretrained(folder: str | Path) -> dict[str, Any]:
-    """The configuration of the GPT-2 in a folder that ``save_pretrained`` of a model and of its tokenizer wrote.
-
-    Raises:
-        DataNotFound: the folder, or its configuration, is not there.
-        ValueError: it holds something else than a GPT-2.
-    """
-    folder = Path(folder)
-    file = folder / _CONFIG_FILE
-    if not file.is_file():
-        what = f"has no {_CONFIG_FILE}" if folder.is_dir() else "is not a folder"
-        raise DataNotFound(
-            f"pretrained folder {folder} {what}; give one that save_pretrained of a GPT-2 wrote"
-        )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
-    found = config.get("model_type") if isinstance(config, dict) else None
-    if found != "gpt2":
-        raise ValueError(f"pretrained folder {folder} holds a model of type {found!r}, not gpt2")
-    assert isinstance(config, dict)
-    return config
-
-
-def load_pretrained(folder: str | Path) -> tuple[Any, Encode]:
-    """The ``GPT2LMHeadModel`` of a folder, float32, and what makes lines into its pieces. Nothing is downloaded.
-
-    Raises: as :func:`check_pretrained`, and ValueError for files that are missing or do not fit together.
-    """
-    check_pretrained(folder)
-    transformers = library("transformers", "gpt")
-    logging = transformers.utils.logging
-    shows_progress = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model, found = transformers.GPT2LMHeadModel.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32, use_cache=False, output_loading_info=True
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever a broken file makes these libraries raise
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-        raise ValueError(f"pretrained folder {folder} cannot be loaded: {reason}") from None
-    finally:
-        if shows_progress:
-            logging.enable_progress_bar()
-    missing = sorted(found["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"the weights in {folder} lack {len(missing)} of a GPT-2's tensors, such as {missing[0]}"
-        )
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer in {folder} has {len(tokenizer)} pieces and its model only {model.config.vocab_size}: "
-            "they are not of the same GPT-2"
-        )
-    return model, partial(_encode, tokenizer)
 
 
 def _encode(tokenizer: Any, lines: Sequence[str]) -> list[list[int]]:

@@ -101,7 +101,9 @@ def by_length(lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor
     """
     draw = generator(_ORDER, seed, epoch)
     order = torch.randperm(lengths.numel(), generator=draw)
-    pools = [pool[lengths[pool].argsort(stable=True)] for pool in torch.split(order, _POOL_BATCHES * batch_size)]
+    pools = [
+        pool[lengths[pool].argsort(stable=True)] for pool in torch.split(order, _POOL_BATCHES * batch_size)
+    ]
     order = torch.cat(pools)
     whole = order.numel() // batch_size * batch_size
     batches = order[:whole].view(-1, batch_size)
