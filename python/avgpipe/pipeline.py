@@ -24,7 +24,7 @@ from avgpipe.checkpoint import load_checkpoint, save_checkpoint
 from avgpipe.errors import PipelineError, nearest
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
-from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, sample_count, sizes_of, split
+from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain, sample_count, sizes_of, split
 from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.inference import Inference
 from avgpipe.runtime.lane import TrainingOptions, Work, scalar_loss
@@ -195,9 +195,9 @@ class Pipeline:
             while len(self._in_hand) < self.plan.pipelines and not self._results:
                 start = time.perf_counter()
                 batch = self._loader.next()
-                self._worker.scheduler.note_host("loader", start, time.perf_counter())
                 if batch is None:
                     break
+                self._worker.scheduler.note_host("loader", self._next_batch, start, time.perf_counter())
                 self._begin(*batch)
             if not self._results:
                 if not self._in_hand:
@@ -210,6 +210,7 @@ class Pipeline:
         self.drain()
         self._results.clear()
         self._choose_advance()
+        inputs, targets = plain(inputs), plain(targets)
         n = self.plan.pipelines
         if batch_size(inputs) < n * self.plan.micro_batches:
             raise ValueError(
@@ -284,7 +285,7 @@ class Pipeline:
             def fetch() -> bool:
                 start = time.perf_counter()
                 fetched = self._loader.fetch(generators.given_back)
-                scheduler.note_host("loader", start, time.perf_counter())
+                scheduler.note_host("loader", self._next_batch - 1, start, time.perf_counter())
                 return fetched
 
             scheduler.run_until(
@@ -326,14 +327,13 @@ class Pipeline:
             return loss_weights(self._loss_fn, [target], [samples], self._loss_weight).total
 
         batches = map(pair, _not_empty(loader))
-        sums, names = torch.zeros(()), [""]
         if isinstance(self._loss_fn, nn.Module):
             self._loss_fn.eval()
         passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, which)
         with self._running():
-            for part, names in passes.run(batches, lambda: Evaluation(loss, weight, metric_fn)):
-                sums = sums + part.cpu()
-        total, weighed, samples, *metrics = sums.tolist()
+            parts = list(passes.run(batches, lambda: Evaluation(loss, weight, metric_fn)))
+        names = parts[0][1]
+        total, weighed, samples, *metrics = sum(part.cpu() for part, _ in parts).tolist()
         means = {name: value / samples for name, value in zip(names, metrics)}
         is_sum = self._loss_weight is None and getattr(self._loss_fn, "reduction", "mean") == "sum"
         return EvaluationResult(
@@ -348,7 +348,7 @@ class Pipeline:
         which = self._which(weights)
         passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, which)
         with self._running():
-            (output,) = passes.run([(inputs, None)], Prediction)
+            (output,) = passes.run([(plain(inputs), None)], Prediction)
         return output
 
     def state_dict(self, weights: str | int = "reference") -> dict[str, torch.Tensor]:

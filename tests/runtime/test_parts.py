@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from avgpipe.runtime.batch import batch_size, concatenate, loss_weights, split
+from avgpipe.runtime.batch import batch_size, concatenate, loss_weights, pair, split
 from avgpipe.runtime.context import Carry, Position, set_position
 from avgpipe.runtime.message import Header, assemble, describe
 from avgpipe.runtime.rng import CallerGenerators, mix, seed_generators
@@ -38,6 +38,16 @@ def test_a_batch_needs_one_number_of_samples() -> None:
         batch_size([torch.zeros(2), torch.zeros(3)])
     with pytest.raises(ValueError, match="no tensor with a batch dimension"):
         batch_size([torch.tensor(1.0), "text"])
+
+
+def test_a_tokenizers_output_counts_as_a_dict() -> None:
+    encoding = UserDict(input_ids=torch.zeros(3, 2), attention_mask=None)
+    inputs, targets = pair((encoding, torch.zeros(3)))
+    assert type(inputs) is dict
+    assert inputs.keys() == {"input_ids", "attention_mask"}
+    assert batch_size(inputs) == batch_size(targets) == 3
+    with pytest.raises(TypeError, match="must yield pairs"):
+        pair(encoding)
 
 
 def test_micro_batches_weigh_what_their_loss_counts() -> None:

@@ -34,6 +34,7 @@ def use(K: int, N: int) -> dict[str, Any]:
         predicted = p.predict(held_out[0][0])
         one = p.predict(held_out[0][0][:1])
         mine = p.evaluate(held_out, weights=N - 1)
+        several = p.evaluate(held_out, lambda o, t: {"right": accuracy(o, t), "wrong": 1 - accuracy(o, t)})
         timeline = p.timeline()
     return {
         "losses": losses,
@@ -43,6 +44,7 @@ def use(K: int, N: int) -> dict[str, Any]:
         "predicted": predicted,
         "one": one,
         "mine": mine,
+        "several": several,
         "kinds": sorted({e.kind for e in timeline.events}),
         "busy": timeline.worker_busy_fraction,
     }
@@ -60,6 +62,8 @@ def test_what_is_reported_is_what_the_exported_model_does(K: int, N: int) -> Non
     assert abs(found["after"].loss - float(LOSS(output, y))) < 1e-10
     assert abs(found["after"].metric - float(accuracy(output, y))) < 1e-10
     assert found["after"].samples == len(x)
+    right = found["after"].metric
+    assert found["several"].metric == pytest.approx({"right": right, "wrong": 1 - right}, abs=1e-10)
     torch.testing.assert_close(found["predicted"], output[:7], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(found["one"], output[:1], rtol=1e-10, atol=1e-10)
     assert {"F", "B", "U"} <= set(found["kinds"])
@@ -71,6 +75,7 @@ def test_every_rank_and_a_single_process_see_the_same() -> None:
         alone = use(3, N)
         for rank in run_ranks(3, "tests.runtime.test_pipeline:use", K=3, N=N):
             assert unequal(rank["losses"], alone["losses"]) < 1e-12
+            assert rank["several"] == alone["several"]
             for name in ("middle", "after", "mine"):
                 assert abs(rank[name].loss - alone[name].loss) < 1e-12
             for name, value in alone["state"].items():
@@ -285,3 +290,19 @@ def test_ranks_with_different_plans_are_refused_on_every_rank() -> None:
         "[1] disagree with rank 0" in text
         for text in run_ranks(2, "tests.runtime.test_pipeline:disagree", K=2)
     )
+
+
+def test_what_is_noted_of_a_batch_lies_in_its_stretch_of_training() -> None:
+    """Also what the host does before the first batch and after the last one of a loader."""
+    batches = token_batches(6, 8)
+    plan = Plan(stages=2, pipelines=2, micro_batches=2)
+    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=momentum) as p:
+        list(p.train(iter(batches)))
+        p.evaluate(batches)
+        list(p.train(iter(batches)))
+        p.evaluate(batches)
+        timeline = p.timeline()
+    first, second = timeline.window(0, 5), timeline.window(6, 11)
+    assert len(first.events) + len(second.events) == len(timeline.events)
+    assert max(e.end_s for e in first.events) < min(e.start_s for e in second.events)
+    assert first.makespan_s + second.makespan_s < timeline.makespan_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,16 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 def pair(batch: Any) -> tuple[Any, Any]:
     """What a loader yielded, as (inputs, targets)."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
+        return plain(batch[0]), plain(batch[1])
     got = (
         f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
     )
     raise TypeError(f"a loader must yield pairs (inputs, targets), not {got}")
+
+
+def plain(value: Any) -> Any:
+    """A mapping of a class that torch does not know as a container, such as a tokenizer's output, as a dict."""
+    return dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
 
 
 def batch_size(value: Any) -> int:

@@ -75,10 +75,9 @@ class Scheduler:
         """Whether every lane waits for something, or has nothing to do."""
         return self._most_urgent() is None
 
-    def note_host(self, what: str, start: float, end: float) -> None:
-        """Time of other work in this thread, on the clock of time.perf_counter."""
+    def note_host(self, what: str, batch: int, start: float, end: float) -> None:
+        """Time of other work in this thread, for a batch, on the clock of time.perf_counter."""
         lane = self._lanes[0]
-        batch = max(other.batch or 0 for other in self._lanes)
         if end - start >= _SHORTEST_HOST_S:
             self._events.append((lane.stage, lane.pipeline, batch, -1, "host", start, end, what))
 
@@ -88,7 +87,8 @@ class Scheduler:
 
     def _note_caller(self) -> None:
         if self._left_at is not None:
-            self.note_host("caller", self._left_at, time.perf_counter())
+            newest = max(lane.batch or 0 for lane in self._lanes)
+            self.note_host("caller", newest, self._left_at, time.perf_counter())
             self._left_at = None
 
     def events(self) -> list[Event]:

@@ -15,7 +15,7 @@ from avgpipe.workloads.gnmt import GNMTConfig, TranslationLoss, gnmt_costs, gnmt
 from avgpipe.workloads.language import log_frequencies, perplexity
 from avgpipe.workloads.libraries import library
 from avgpipe.workloads.options import BuildOptions
-from avgpipe.workloads.parallel_text import Pairs, find_parallel, read_parallel, wanted
+from avgpipe.workloads.parallel_text import Pairs, ParallelText, find_parallel, read_parallel, wanted
 from avgpipe.workloads.samples import SampleBatches, by_length
 from avgpipe.workloads.subwords import Subwords
 from avgpipe.workloads.text import DataNotFound
@@ -68,7 +68,7 @@ _GNMT: dict[str, TranslationPreset] = {
             tied_output=True,
             embedding_bound=1.0,
         ),
-        training=_ADAM(batch_size=32, epochs=1, lr=0.008, warmup=0.05),
+        training=_ADAM(batch_size=32, epochs=2, lr=0.008, warmup=0.05),
         vocabulary=2_000,
         pairs=12_000,
         max_length=60,
@@ -138,8 +138,7 @@ def build(name: str, options: BuildOptions) -> Workload:
     """Read the sentence pairs, learn the pieces, and make the model. Raises ValueError for data that cannot serve."""
     chosen = PRESETS[name][options.preset]
     training = chosen.training.asked(options)
-    text = read_parallel(_folder(name, options.data), chosen.pairs, source=_SOURCE, target=_TARGET)
-    subwords = Subwords.learn([*text.train.source, *text.train.target], chosen.vocabulary)
+    text, subwords = read(name, options)
     encoded = _encoded(text.train, subwords)
     train = encoded.up_to(chosen.max_length)
     if not train.source:
@@ -186,6 +185,13 @@ def build(name: str, options: BuildOptions) -> Workload:
         decode=partial(_bleu, _first(text.valid, chosen.decoded), subwords, chosen),
         title=_title(len(train.source), len(text.train), chosen.max_length),
     )
+
+
+def read(name: str, options: BuildOptions) -> tuple[ParallelText, Subwords]:
+    """The sentence pairs, and the pieces learnt from them: those of any run with these options."""
+    chosen = PRESETS[name][options.preset]
+    text = read_parallel(_folder(name, options.data), chosen.pairs, source=_SOURCE, target=_TARGET)
+    return text, Subwords.learn([*text.train.source, *text.train.target], chosen.vocabulary)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,30 @@
+"""Translate with what `avgpipe train gnmt` has learnt: python examples/translate.py RUN "A man rides a horse." ...
+
+RUN is the run's folder. Its checkpoint loads whatever the number of stages was, and the translations are the same from
+a pipeline (with `avgpipe run --stages 2 examples/translate.py RUN ...`, too) and from the plain layers.
+"""
+
+import sys
+from pathlib import Path
+
+from torch import nn
+
+import avgpipe
+from avgpipe.cli.settings import TrainSettings
+from avgpipe.workloads import build_workload, translation
+
+folder, sentences = Path(sys.argv[1]), sys.argv[2:]
+options = TrainSettings.from_json((folder / "run.json").read_text()).build_options()
+workload, (_, subwords) = build_workload("gnmt", options), translation.read("gnmt", options)
+
+plan = avgpipe.Plan(stages=2)
+with avgpipe.Pipeline(
+    workload.layers, plan, loss_fn=workload.loss_fn, optimizer=workload.optimizer
+) as pipeline:
+    pipeline.load(folder / "checkpoints" / "best")
+    translated = translation.translate(pipeline.predict, sentences, subwords, beam=5)
+    plain = nn.Sequential(*workload.layers).eval()
+    plain.load_state_dict(pipeline.state_dict())
+    assert translation.translate(plain, sentences, subwords, beam=5) == translated
+    if pipeline.world.rank == 0:
+        print("\n".join(translated))
