@@ -1,32 +1,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.cli.command import ROOT, avgpipe, environment
+from tests.examples.scripts import COMMANDS, EXAMPLES, printed
 
-SCRIPT = ROOT / "examples" / "skip_connection.py"
-
-
-def printed(command):
-    """What the script prints, alone or on two workers."""
-    if command == "python":
-        done = subprocess.run(
-            [sys.executable, SCRIPT], env=environment(), capture_output=True, text=True, check=True
-        )
-        return done.stdout
-    process = avgpipe("run", "--stages", "2", str(SCRIPT))
-    stdout, stderr = process.communicate(timeout=100)
-    assert process.returncode == 0, stderr
-    return stdout
+SCRIPT = EXAMPLES / "skip_connection.py"
 
 
-@pytest.mark.parametrize("command", ["python", "avgpipe run"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_model_learns(command):
-    text = printed(command)
+    text = printed(SCRIPT, command)
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", text)]
     assert len(losses) == 5  # of one rank only
     assert losses[-1] < losses[0] / 5

@@ -1,33 +1,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.cli.command import ROOT, avgpipe, environment
+from tests.examples.scripts import COMMANDS, EXAMPLES, printed
 
 pytest.importorskip("transformers")
-SCRIPT = ROOT / "examples" / "split_transformers.py"
+SCRIPT = EXAMPLES / "split_transformers.py"
 
 
-def printed(command):
-    """What the script prints, alone or on two workers."""
-    if command == "python":
-        done = subprocess.run(
-            [sys.executable, SCRIPT], env=environment(), capture_output=True, text=True, check=True
-        )
-        return done.stdout
-    process = avgpipe("run", "--stages", "2", str(SCRIPT))
-    stdout, stderr = process.communicate(timeout=100)
-    assert process.returncode == 0, stderr
-    return stdout
-
-
-@pytest.mark.parametrize("command", ["python", "avgpipe run"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_model_learns_and_its_weights_load_back(command):
-    text = printed(command)
+    text = printed(SCRIPT, command)
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", text)]
     assert len(losses) == 4  # of one rank only
     assert losses[-1] < losses[0] / 2

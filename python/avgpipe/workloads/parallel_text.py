@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from avgpipe.workloads.text import DataNotFound
+from avgpipe.workloads.text import DataNotFound, read_file
 
 SPLITS = ("train", "valid", "test")
 
@@ -101,7 +99,7 @@ def _pairs(source: Path, target: Path) -> Pairs:
 
 def _lines(file: Path) -> tuple[str, ...]:
     # Not splitlines(): it also divides at signs that may stand inside a sentence, and the files would not match.
-    lines = [line.strip() for line in _read(file).removesuffix("\n").split("\n")]
+    lines = [line.strip() for line in read_file(file).removesuffix("\n").split("\n")]
     if lines == [""]:
         raise ValueError(f"{file} is empty")
     if "" in lines:
@@ -109,15 +107,3 @@ def _lines(file: Path) -> tuple[str, ...]:
             f"{file} has an empty line, line {lines.index('') + 1}: remove the pair from both files"
         )
     return tuple(lines)
-
-
-def _read(file: Path) -> str:
-    try:
-        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{file} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
-        ) from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None

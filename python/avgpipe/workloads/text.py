@@ -83,7 +83,7 @@ def load_text(
             split: [t for file in files[split] for t in split_words(file, source=True)] for split in SPLITS
         }
     else:
-        tokens = {split: split_words(_read(file)) for split, file in find_text(path).items()}
+        tokens = {split: split_words(read_file(file)) for split, file in find_text(path).items()}
     return _numbered(tokens, vocabulary_size)
 
 
@@ -105,7 +105,7 @@ def read_text(path: str | Path | None, max_bytes: int | None = None) -> dict[str
         return {split: "".join(map(_ended, files)) for split, files in _standard_library(max_bytes).items()}
     texts = {}
     for split, file in find_text(path).items():
-        text = _ended(_read(file))
+        text = _ended(read_file(file))
         if max_bytes is not None:
             text = _first_lines(text, max_bytes * (8 if split == "train" else 1) // 10)
         if not text.strip():
@@ -146,7 +146,8 @@ def find_text(path: str | Path) -> dict[str, Path]:
     return found
 
 
-def _read(file: Path) -> str:
+def read_file(file: Path) -> str:
+    """UTF-8 text, unpacked where the name ends in .gz. Raises ValueError for what cannot be read."""
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         return raw.decode("utf-8")
