@@ -99,7 +99,7 @@ _GPT: dict[str, GPTPreset] = {
         length=64,
         training=_training(batch_size=16, lr=8e-3),
         initializer_range=0.06,
-        max_bytes=6_000_000,
+        max_bytes=4_000_000,
     ),
     "small": GPTPreset(
         hidden=192,
