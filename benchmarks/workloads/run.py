@@ -115,6 +115,13 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _command(asked: argparse.Namespace) -> str:
+    """How to run all that the record has, in one go."""
+    parts = ["--preset", asked.preset, "--stages", str(asked.stages), "--pipelines", asked.pipelines]
+    parts += ["--lr-scaling", asked.lr_scaling] if asked.lr_scaling else []
+    return "AVGPIPE_DATA=DIR " + shlex.join(["python", "benchmarks/workloads/run.py", *parts])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -140,7 +147,7 @@ def main() -> None:
     record: dict[str, Any] = {
         "question": "the workloads on their data: metric on the validation data after each epoch",
         "date": date,
-        "command": shlex.join(["python", "benchmarks/workloads/run.py", *sys.argv[1:]]),
+        "command": _command(asked),
         "machine": machine(1, "cpu"),
         "versions": versions(),
         "rows": json.loads(path.read_text())["rows"] if asked.resume and path.exists() else {},
