@@ -97,7 +97,7 @@ class _Embeddings(nn.Module):
         return _passed(passed)
 
     def embed(self, tokens: Tensor, token_types: Tensor | None, positions: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError  # each family's own, below
 
     def _checked(self, inputs: Any) -> dict[str, Any]:
         if not isinstance(inputs, dict):
@@ -194,7 +194,7 @@ class _Block(nn.Module):
         return _passed({**parts, "hidden": self.run(hidden, mask, positions)})
 
     def run(self, hidden: Tensor, mask: Any, positions: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError  # each family's own, below
 
     def _attention_mask(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> Any:
         """As the attention implementation wants it; None where it needs none."""
