@@ -6,7 +6,6 @@ and no figure of a run here compares with one that is published for real videos.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avgpipe.workloads.clips import BOS, EOS, PAD, Clips, ClipSet, make_clips
+from avgpipe.workloads.language import perplexity
 from avgpipe.workloads.options import BuildOptions
 from avgpipe.workloads.s2vt import S2VTConfig, s2vt_costs, s2vt_layers
 from avgpipe.workloads.samples import SampleBatches, by_length, in_order
@@ -188,7 +188,7 @@ def caption_metrics(loss: float, means: dict[str, float]) -> dict[str, float]:
     """Word accuracy in percent, and perplexity per word."""
     return {
         "accuracy": 100 * means["right"] / means["words"],
-        "perplexity": math.inf if loss >= 700 else math.exp(loss),
+        "perplexity": perplexity(loss),
     }
 
 

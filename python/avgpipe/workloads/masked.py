@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from avgpipe.workloads.language import perplexity
 from avgpipe.workloads.samples import generator
+from avgpipe.workloads.segments import IGNORED
 
-IGNORED = -100  # a target that is not asked for
 HIDDEN_SHARE = 0.15
 
 _MASK, _RANDOM = 0.8, 0.1  # of the hidden pieces, those replaced by <mask> and by any piece; the others stay
