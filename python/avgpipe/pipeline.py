@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from avgpipe.report.timeline import Timeline
 from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain, sample_count, sizes_of, split
 from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.inference import Inference
-from avgpipe.runtime.lane import TrainingOptions, Work, scalar_loss
+from avgpipe.runtime.lane import TrainingOptions, scalar_loss
 from avgpipe.runtime.links.choose import NAMES as LINKS
 from avgpipe.runtime.links.choose import ON_CUDA as CUDA_LINKS
 from avgpipe.runtime.loader import Prefetch
@@ -37,6 +37,7 @@ from avgpipe.runtime.outputs import Evaluation, Prediction
 from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
 from avgpipe.runtime.rng import CallerGenerators
 from avgpipe.runtime.streams import Handed
+from avgpipe.runtime.work import Work
 from avgpipe.runtime.worker import Worker
 from avgpipe.runtime.world import World
 from avgpipe.simulation import AdvanceChoice, choose_advance
@@ -65,6 +66,15 @@ class EvaluationResult:
     loss: float
     metric: float | dict[str, float] | None
     samples: int
+
+
+class _InHand(NamedTuple):
+    """A batch that is under way. ``weight``: of its loss among others."""
+
+    batch: int
+    samples: int
+    micro_batches: int
+    weight: float
 
 
 class Pipeline:
@@ -173,7 +183,7 @@ class Pipeline:
         self._loader = Prefetch(self._worker.copy_ahead)
         self._next_batch = 0
         self._begun = 0  # batches begun by this object
-        self._in_hand: deque[tuple[int, int, float]] = deque()  # (batch, samples, weight), oldest first
+        self._in_hand: deque[_InHand] = deque()  # oldest first
         self._results: deque[BatchResult] = deque()
         self._failed: BaseException | None = None
         self._closed = False
@@ -192,10 +202,11 @@ class Pipeline:
         self._loader.open(loader)
         while True:
             self._choose_advance()
-            while len(self._in_hand) < self.plan.pipelines and not self._results:
+            while self._takes_more() and not self._results:
                 start = time.perf_counter()
                 batch = self._loader.next()
                 if batch is None:
+                    self._end()
                     break
                 self._worker.scheduler.note_host("loader", self._next_batch, start, time.perf_counter())
                 self._begin(*batch)
@@ -219,13 +230,14 @@ class Pipeline:
             )
         for x, y in zip(split(inputs, n), split(targets, n)):
             self._begin(x, y, self._worker.copy_ahead(x, y))
-        weights = [w for _, _, w in self._in_hand]
+        weights = [hand.weight for hand in self._in_hand]
         self.drain()
         losses = [self._results.popleft().loss for _ in range(n)]
         return sum(loss * w for loss, w in zip(losses, weights)) / sum(weights)
 
     def drain(self) -> None:
         """Finish the batches that are under way."""
+        self._end()
         while self._in_hand:
             self._finish_oldest()
         self._worker.scheduler.pause()
@@ -273,10 +285,26 @@ class Pipeline:
                 self._worker.lanes[k, pipeline].start(work)
         self._next_batch += 1
         self._begun += 1
-        self._in_hand.append((batch, samples, weights.total))
+        self._in_hand.append(_InHand(batch, samples, parts, weights.total))
+        if self.plan.weights == "double-buffer" and parts < self.plan.stages:
+            self._end()  # the batch after the next one would begin before the version that it runs on is there
+
+    def _takes_more(self) -> bool:
+        """Whether the oldest batch cannot end, or a pipeline has nothing to do, unless another batch begins."""
+        plan, hand = self.plan, self._in_hand
+        if plan.weights == "flush":
+            return len(hand) < plan.pipelines
+        # The first stage runs K forwards ahead of its backwards.
+        return not hand or sum(h.micro_batches for h in hand) < hand[0].micro_batches + plan.stages - 1
+
+    def _end(self) -> None:
+        """No other batch comes for now: the pipelines run dry."""
+        with self._running():
+            for lane in self._worker.lanes.values():
+                lane.drain()
 
     def _finish_oldest(self, prefetch: bool = False) -> None:
-        batch, samples, _ = self._in_hand[0]
+        batch, samples = self._in_hand[0].batch, self._in_hand[0].samples
         pipeline = batch % self.plan.pipelines
         lanes = [self._worker.lanes[k, pipeline] for k in self._worker.stages]
         scheduler = self._worker.scheduler
@@ -289,7 +317,7 @@ class Pipeline:
                 return fetched
 
             scheduler.run_until(
-                lambda: all(lane.step is None for lane in lanes), fetch if prefetch else lambda: False
+                lambda: all(lane.has_ended(batch) for lane in lanes), fetch if prefetch else lambda: False
             )
             if self._worker.streams is not None:
                 # All is only issued. Issue what the other batches can do, and see to the next one, before the host
@@ -297,11 +325,9 @@ class Pipeline:
                 scheduler.run_until(scheduler.stalled)
             if prefetch:
                 fetch()  # before the caller goes on, had there been time or not: see Prefetch
-            losses = [lane.finish() for lane in lanes]
+            losses = [lane.finish(batch) for lane in lanes]
         self._in_hand.popleft()
-        loss = losses[0]
-        assert loss is not None
-        self._results.append(BatchResult(float(loss), batch, pipeline, samples))
+        self._results.append(BatchResult(float(losses[0]), batch, pipeline, samples))
 
     # ---- using the model -----------------------------------------------------------------------------------------
 
@@ -369,6 +395,8 @@ class Pipeline:
         self.drain()
         with self._running():
             self._next_batch = load_checkpoint(Path(directory), self._model, self._worker, self.plan)
+            for lane in self._worker.lanes.values():
+                lane.resume()
 
     @property
     def batches(self) -> int:

@@ -11,10 +11,12 @@ from typing import Any
 from avgpipe.errors import nearest
 from avgpipe.files import write_atomically
 from avgpipe.schedule import Schedule, build_schedule
-from avgpipe.systems import SYSTEMS
+from avgpipe.systems import SYSTEMS, fixed, least
 
 RULES = ("avgpipe", "easgd")
 RECOMPUTE = ("never", "except-last", "always")
+WEIGHTS = ("flush", "stash", "vertical-sync", "double-buffer")
+_PUBLISHED_WEIGHTS = {"pipedream": "stash", "pipedream-2bw": "double-buffer"}  # by schedule; others flush
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,10 @@ class Plan:
     advance "auto" lets a Pipeline measure and choose. partition: None (balanced by an estimate of the compute), the
     first layer of stages 1..K-1 as indices, or as module names for a traced model. alpha, rule, staleness, period: see
     ``Reference``.
+    weights: which version of the weights a batch runs on; None: what the schedule was published with. "flush": the
+    newest, for schedules that flush. For those that do not: "stash" (PipeDream), forward and backward on the version
+    that was the newest on the stage at the first forward; "vertical-sync", on the one that was the newest on the first
+    stage; "double-buffer" (2BW), on the newest but one.
     recompute: which micro-batches store only their stage's input and run the forward again before the backward:
     "never", "always", or "except-last" (all but the last micro-batch, as its backward comes soonest).
     """
@@ -41,6 +47,7 @@ class Plan:
     staleness: int | str = 1
     period: int = 1
     recompute: str = "never"
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("stages", "pipelines", "micro_batches", "period"):
@@ -53,7 +60,10 @@ class Plan:
         if self.staleness not in (0, 1, "asynchronous") or isinstance(self.staleness, bool):
             raise ValueError(f"staleness must be 0, 1 or 'asynchronous', not {self.staleness!r}")
         self._check_partition()
-        self.build_schedule()
+        schedule = self.build_schedule()
+        if self.weights is None:
+            object.__setattr__(self, "weights", _PUBLISHED_WEIGHTS.get(schedule.name, "flush"))
+        self._check_weights(schedule)
 
     def _check_partition(self) -> None:
         if self.partition is None:
@@ -72,6 +82,25 @@ class Plan:
         elif not all(isinstance(p, str) for p in self.partition):
             raise TypeError(f"partition must hold layer indices or module names, not {self.partition}")
 
+    def _check_weights(self, schedule: Schedule) -> None:
+        _one_of("weights", self.weights, WEIGHTS)
+        if schedule.flush != (self.weights == "flush"):
+            fitting = "'flush'" if schedule.flush else f"one of {', '.join(map(repr, WEIGHTS[1:]))}"
+            raise ValueError(
+                f"weights {self.weights!r} with schedule {self.schedule!r}, which "
+                f"{'flushes' if schedule.flush else 'does not flush'}: give weights {fitting}"
+            )
+        if self.weights != "flush" and self.pipelines > 1:
+            raise ValueError(
+                f"weights {self.weights!r} is for one pipeline, not {self.pipelines}: several pipelines already have "
+                "several batches under way, use a schedule that flushes"
+            )
+        if self.weights == "double-buffer" and self.micro_batches < self.stages:
+            raise ValueError(
+                f"weights 'double-buffer' needs at least as many micro-batches as stages: {self.micro_batches} are fewer "
+                f"than {self.stages}, and two versions would not be enough"
+            )
+
     def build_schedule(self, micro_batches: int | None = None) -> Schedule:
         """The schedule of one batch, for ``micro_batches`` if a batch has fewer samples than the plan's."""
         return build_schedule(self.schedule, self.stages, micro_batches or self.micro_batches, self.advance)
@@ -79,11 +108,13 @@ class Plan:
     @classmethod
     def for_system(cls, system: str, **options: Any) -> Plan:
         """The plan of a published system: its row of ``avgpipe.systems``, completed by ``options``."""
-        row = SYSTEMS[_one_of("system", system, tuple(SYSTEMS))]
+        _one_of("system", system, tuple(SYSTEMS))
+        stages = options.get("stages", 1)
+        row = fixed(system, stages)
         for name in ("pipelines", "micro_batches"):
             if name in row and options.get(name, row[name]) != row[name]:
                 raise ValueError(f"system {system!r} has {name} = {row[name]}, not {options[name]}")
-        return cls(**{**row, "system": system, **options})
+        return cls(**{**row, **least(system, stages), "system": system, **options})
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -24,7 +24,7 @@ from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.worker import Worker
 from avgpipe.weights import Layout
 
-_SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha")
+_SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha", "weights")
 
 
 def load_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -> int:
@@ -66,6 +66,7 @@ def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, k: i
     for i, saved in enumerate(content["replicas"]):
         replica = worker.replicas[k, i]
         _copy_weights(replica, model.trainable_names(k), saved["weights"])
+        _restore_versions(replica, model.trainable_names(k), saved["older"])
         _copy_rest(replica, model, k, saved["rest"])
         if replica.optimizer is not None:
             replica.optimizer.load_state_dict(saved["optimizer"]["state"])
@@ -143,6 +144,7 @@ def _restore_by_name(saved: _Saved, model: Model, worker: Worker, k: int) -> Non
         replica, source = worker.replicas[k, i], i % saved.pipelines
         own = saved.replica(source, "weights") if len(pipelines) == saved.pipelines > 1 else weights
         _copy_weights(replica, names, own)
+        _restore_versions(replica, names, {})
         _copy_rest(replica, model, k, saved.replica(source, "rest"))
         _restore_optimizer(replica, names, *saved.optimizer(source))
         if len(pipelines) == saved.pipelines:
@@ -176,6 +178,19 @@ def _copy_weights(replica: Replica, names: list[str], values: dict[str, torch.Te
         view.copy_(values[name])
 
 
+def _restore_versions(
+    replica: Replica, names: list[str], older: dict[int, dict[str, torch.Tensor]]
+) -> None:
+    if replica.versions is None:
+        return
+    layout = replica.arena.layout
+    buffers = {behind: layout.zeros() for behind in older}
+    for behind, values in older.items():
+        for name, view in zip(names, buffers[behind].tensors()):
+            view.copy_(values[name])
+    replica.versions.restore({behind: buffer.flats for behind, buffer in buffers.items()})
+
+
 def _copy_rest(replica: Replica, model: Model, k: int, values: dict[str, torch.Tensor]) -> None:
     """Frozen parameters and buffers."""
     state = replica.stage.layers.state_dict(keep_vars=True)
@@ -188,6 +203,6 @@ def _restore_carries(replica: Replica, values: dict[str, Any]) -> None:
     device = replica.stage.device
     for place, carry in carries(replica).items():
         carry.values = {
-            m: (-1, None, torch.utils._pytree.tree_map(lambda t: t.to(device).clone(), value))
+            m: torch.utils._pytree.tree_map(lambda t: t.to(device).clone(), value)
             for m, value in values.get(place, {}).items()
         }

@@ -78,12 +78,19 @@ def _replica_content(model: Model, worker: Worker, replica: Replica, k: int) -> 
         "weights": dict(zip(names, replica.arena.layout.tensors(replica.arena.weights))),
         "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},
         "carry": {
-            place: {m: value for m, (_, _, value) in carry.values.items()}
+            place: dict(carry.values)
             for place, carry in carries(replica).items()
         },
+        "older": {},  # versions that the next batches run on, by how many updates they lie behind
         "optimizer": None,
         "lr_scheduler": None,
     }
+    if replica.versions is not None:
+        layout = replica.arena.layout
+        content["older"] = {
+            behind: dict(zip(names, layout.tensors(flats)))
+            for behind, flats in replica.versions.older().items()
+        }
     if replica.optimizer is not None:
         content["optimizer"] = {
             "state": replica.optimizer.state_dict(),

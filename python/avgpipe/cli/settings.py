@@ -16,7 +16,7 @@ from typing import Any
 
 from avgpipe.errors import nearest
 from avgpipe.plan import Plan
-from avgpipe.systems import SYSTEMS
+from avgpipe.systems import SYSTEMS, least
 from avgpipe.workloads import LR_SCALINGS, BuildOptions, check_workload
 
 PLAN_OPTIONS = tuple(f.name for f in fields(Plan))
@@ -202,14 +202,11 @@ def _plan(
     chosen = {**base, **explicit}
     system = chosen.pop("system", "avgpipe")
     row = SYSTEMS.get(system, {})
-    defaults = {
-        "stages": ranks if ranks is not None and ranks > 1 else DEFAULT_STAGES,
-        "pipelines": DEFAULT_PIPELINES,
-        "micro_batches": min(DEFAULT_MICRO_BATCHES, batch_size),
-    }
+    stages = chosen.setdefault("stages", ranks if ranks is not None and ranks > 1 else DEFAULT_STAGES)
+    defaults = {"pipelines": DEFAULT_PIPELINES, "micro_batches": min(DEFAULT_MICRO_BATCHES, batch_size)}
     for name, value in defaults.items():
         if name not in row:
-            chosen.setdefault(name, value)
+            chosen.setdefault(name, max(value, least(system, stages).get(name, 0)))
     plan = Plan.for_system(system, **chosen)
     if ranks is not None and ranks not in (1, plan.stages):
         raise ValueError(f"{ranks} workers were started for {plan.stages} stages: start one for each stage")
@@ -224,9 +221,11 @@ def _drop_what_depends(base: dict[str, Any], explicit: dict[str, Any]) -> None:
 
     stages, schedule, system = (overridden(n) for n in ("stages", "schedule", "system"))
     if system:
-        for name in ("schedule", *SYSTEMS.get(explicit["system"], {})):
+        for name in ("schedule", "weights", *SYSTEMS.get(explicit["system"], {})):
             base.pop(name, None)
     if stages:
         base.pop("partition", None)
+    if schedule:
+        base.pop("weights", None)
     if system or schedule or (stages and isinstance(base.get("advance"), list)):
         base.pop("advance", None)

@@ -11,14 +11,16 @@ from torch import nn
 
 from avgpipe.averaging import ElasticAveraging, Reference
 from avgpipe.runtime.stage import Stage
-from avgpipe.weights import Arena
+from avgpipe.weights import Arena, Versions
 
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 
 class Replica:
-    """``reference`` is None when there is one pipeline: the replica is then itself what is evaluated and saved."""
+    """``reference`` is None when there is one pipeline: the replica is then itself what is evaluated and saved.
+    ``versioned``: whether batches run on older weights than the newest.
+    """
 
     def __init__(
         self,
@@ -28,8 +30,10 @@ class Replica:
         lr_scheduler: SchedulerFn | None,
         reference: Reference | None,
         arena: Arena,
+        versioned: bool = False,
     ) -> None:
         self.stage, self.pipeline, self._arena = stage, pipeline, arena
+        self.versions = Versions(arena) if versioned else None
         self.optimizer: torch.optim.Optimizer | None = None
         self.elastic: ElasticAveraging | None = None
         self.lr_scheduler = None
@@ -53,7 +57,8 @@ class Replica:
         """Of weights, as many of gradients, and optimizer state."""
         state = self.optimizer.state.values() if self.optimizer is not None else ()
         tensors = [t for of in state for t in of.values() if isinstance(t, torch.Tensor)]
-        return sum(t.nbytes for t in (*self._arena.weights, *self._arena.weights, *tensors))
+        older = self.versions.bytes if self.versions is not None else 0
+        return older + sum(t.nbytes for t in (*self._arena.weights, *self._arena.weights, *tensors))
 
     @property
     def ready(self) -> bool:
@@ -69,18 +74,31 @@ class Replica:
         for grad in self.arena.grads:
             grad.mul_(factor.to(grad.device, grad.dtype))
 
-    def step(self) -> None:
+    @property
+    def updates(self) -> int:
+        """How many the weights have seen, as far as versions are counted."""
+        return self.versions.newest if self.versions is not None else 0
+
+    def show(self, version: int) -> None:
+        """Have the layers compute with this version of the weights, where there are several."""
+        if self.versions is not None:
+            self.versions.show(version)
+
+    def step(self, batch: int, needed_from: int) -> None:
         """One optimizer step, with its averaging, on the gradients there are; drops them. BatchNorms count the batch.
 
-        With staleness 0 the last pipeline of a round does the work of all, in one pass over memory where that is
+        ``needed_from``: the lowest version of the weights that other batches need. With staleness 0 the last pipeline of a round does the work of all, in one pass over memory where that is
         possible; until then the replica is not ``settled``.
         """
         arena = self._arena
-        self.stage.statistics.commit()
+        self.stage.statistics.commit(batch)
+        for carry in self.stage.carries():
+            carry.forget(batch)
         if self.elastic is not None:
             self.elastic.step_in_round(arena.drop_grads)
         elif self.optimizer is not None:
-            self.optimizer.step()
+            with self.versions.updating(needed_from) if self.versions is not None else nullcontext():
+                self.optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         if self.elastic is None:

@@ -15,6 +15,7 @@ from avgpipe.runtime.lane import Lane, TrainingOptions
 from avgpipe.runtime.links.channel import Channel, channels_into
 from avgpipe.runtime.links.choose import Links
 from avgpipe.runtime.model import Model
+from avgpipe.runtime.order import OneByOne, Order, Overlapping
 from avgpipe.runtime.replica import OptimizerFn, Replica, SchedulerFn
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.stage import Stage
@@ -56,7 +57,8 @@ class Worker:
             self._build_stage(model, plan, k, seed, optimizer, lr_scheduler)
             for i in range(plan.pipelines):
                 self.lanes[k, i] = Lane(
-                    *(self.replicas[k, i], options, self.mailbox, self.links, model.shared(k)),
+                    *(self.replicas[k, i], options, _order(plan, k)),
+                    *(self.mailbox, self.links, model.shared(k)),
                     self._stream(k),
                 )
         clock = self.streams.clock if self.streams is not None else None
@@ -107,7 +109,10 @@ class Worker:
             else None
         )
         for i, (stage, arena) in enumerate(zip(stages, arenas)):
-            self.replicas[k, i] = Replica(stage, i, optimizer, lr_scheduler, self.references[k], arena)
+            self.replicas[k, i] = Replica(
+                *(stage, i, optimizer, lr_scheduler, self.references[k], arena),
+                versioned=plan.weights != "flush",
+            )
 
     def weights(self, stage: int, which: str | int) -> Sequence[torch.Tensor]:
         """Flat weights of a stage: the reference's, or a pipeline's."""
@@ -120,3 +125,7 @@ class Worker:
         if self._watchdog is not None:
             self._watchdog.close()
         self._links.close(patience_s)
+
+
+def _order(plan: Plan, stage: int) -> Order:
+    return OneByOne(stage) if plan.weights == "flush" else Overlapping(stage, plan.stages, plan.weights)

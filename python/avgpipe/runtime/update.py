@@ -1,0 +1,94 @@
+"""What a lane does between a batch's last backward and the next forwards.
+
+    T   send the gradients of parameters that other stages hold too
+    S   receive theirs and add up, in stage order, so all holders step alike
+    N   add this stage's squared gradient norm to that of the stages behind it (only when clipping)
+    U   scale the gradients by the norm of all stages, step the optimizer, average
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from avgpipe.runtime.message import Key
+from avgpipe.runtime.replica import Replica
+from avgpipe.runtime.steps import Neighbours, Step
+from avgpipe.runtime.work import Progress
+
+Send = Callable[[str, int, Step, Any], None]  # kind, stage, step and value
+Take = Callable[[Key], Any]
+
+
+class Update:
+    """``shared``: for every other stage, which of this stage's parameters it holds too (indices into the arena, in an
+    order that both agree on).
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        place: Neighbours,
+        shared: Mapping[int, list[int]],
+        clip_grad_norm: float | None,
+        send: Send,
+        take: Take,
+    ) -> None:
+        self._replica, self._place, self._shared = replica, place, shared
+        self._limit, self._send, self._take = clip_grad_norm, send, take
+        # Parameters whose gradient norm another, earlier stage counts.
+        self._foreign = {p for other, mine in shared.items() if other < place.stage for p in mine}
+
+    def send_shared(self, now: Progress, step: Step) -> None:
+        grads = [p.grad for p in self._replica.arena.parameters]
+        for other, mine in self._shared.items():
+            # a copy: the sum is written over these before a neighbour in this process has read them
+            self._send("T", other, step, [_copy(grads[p]) for p in mine])
+
+    def sum_shared(self, now: Progress, step: Step) -> None:
+        parameters = self._replica.arena.parameters
+        parts: dict[int, dict[int, torch.Tensor | None]] = {}
+        for p in {p for mine in self._shared.values() for p in mine}:
+            parts[p] = {self._place.stage: parameters[p].grad}
+        for key in step.needs:
+            for p, grad in zip(self._shared[key.source], self._take(key)):
+                parts[p][key.source] = grad
+        for p, by_stage in parts.items():
+            grads = [g for _, g in sorted(by_stage.items(), key=lambda item: item[0]) if g is not None]
+            if grads:
+                total = grads[0].clone()
+                for g in grads[1:]:
+                    total.add_(g)
+                parameters[p].grad = total
+
+    def norm(self, now: Progress, step: Step) -> None:
+        parameters = enumerate(self._replica.arena.parameters)
+        own = [p.grad for n, p in parameters if n not in self._foreign and p.grad is not None]
+        total = torch.zeros((), dtype=torch.float64, device=self._replica.stage.device)
+        if own:
+            norms = torch.stack([n.double() for n in torch._foreach_norm(own)])
+            total = norms.square().sum()
+        if not self._place.last:
+            total = total + self._take(step.needs[0])
+        if self._place.first:
+            assert self._limit is not None
+            now.scale = (self._limit / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ of torch
+        else:
+            self._send("N", self._place.stage - 1, step, total)
+
+    def update(self, now: Progress, step: Step, needed_from: int) -> None:
+        """``needed_from``: the lowest version of the weights that other batches need."""
+        if self._limit is not None:
+            if not self._place.first:
+                now.scale = self._take(step.needs[0])
+            assert now.scale is not None
+            if not self._place.last:
+                self._send("C", self._place.stage + 1, step, now.scale)
+            self._replica.scale_grads(now.scale)
+        self._replica.step(now.work.batch, needed_from)
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()

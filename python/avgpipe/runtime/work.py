@@ -1,0 +1,61 @@
+"""A batch as a lane has it in hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from avgpipe.runtime.batch import LossWeights
+from avgpipe.runtime.streams import Handed
+from avgpipe.schedule import Schedule
+
+
+@dataclass
+class Work:
+    """A batch that a lane trains on. ``inputs`` matter on the first stage, ``targets`` and ``weights`` on the last.
+
+    ``copied``: inputs and targets, if they are on their way to a device.
+    """
+
+    batch: int
+    schedule: Schedule
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    weights: LossWeights
+    copied: Handed | None = None
+
+
+class Saved(NamedTuple):
+    """What a forward leaves for its backward: inputs that want gradients, and where those of the outputs go in.
+
+    Not the outputs themselves: of those, autograd keeps what it needs. ``grads``: of the outputs, where this stage
+    knows them, as the last one does.
+    """
+
+    inputs: list[torch.Tensor]
+    outputs: list[Any]
+    grads: list[torch.Tensor] | None = None
+
+
+@dataclass
+class Progress:
+    """How far a batch is. ``version``: of the weights that it runs on."""
+
+    work: Work
+    version: int
+    backwards_left: int
+    saved: dict[int, Saved] = field(default_factory=dict)
+    # Of micro-batches, with their factors.
+    losses: list[tuple[torch.Tensor, float]] = field(default_factory=list)
+    loss: torch.Tensor | None = None  # of the whole batch; float64, known after the last backward
+    scale: torch.Tensor | None = None  # of the gradients, to clip them
+    updated: bool = False
+
+    def sum_losses(self) -> None:
+        device = self.losses[0][0].device if self.losses else None
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        for loss, factor in self.losses:
+            self.loss.add_(loss, alpha=factor)

@@ -1,0 +1,203 @@
+"""The runtime trains as each system defines: weights equal those of the independent emulation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from avgpipe import Pipeline, Plan
+from tests.runtime.cases import (
+    adamw,
+    assert_same_state,
+    language_model,
+    momentum,
+    token_batches,
+    unequal,
+)
+from tests.systems import emulation
+
+BOUNDS = {1: [0, 7], 2: [0, 4, 7], 3: [0, 2, 5, 7], 4: [0, 1, 3, 5, 7]}
+OPTIMIZERS = {"momentum": momentum, "adamw": adamw}
+
+
+def decaying(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def normed_model() -> nn.Sequential:
+    """Convolutions of a signal with batch norms, so that buffers count too; classes of [b, 4, 6]."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv1d(4, 6, 3, padding=1),
+        nn.BatchNorm1d(6),
+        nn.ReLU(inplace=True),
+        nn.Conv1d(6, 6, 3, padding=1),
+        nn.BatchNorm1d(6, momentum=None),
+        nn.Flatten(),
+        nn.Linear(36, 5),
+    ).double()
+
+
+def signal_batches(count: int, samples: int, last: int | None) -> list[Any]:
+    draw = torch.Generator().manual_seed(1)
+    sizes = [samples] * (count - 1) + [last or samples]
+    return [
+        (torch.randn(n, 4, 6, dtype=torch.float64, generator=draw), torch.randint(5, (n,), generator=draw))
+        for n in sizes
+    ]
+
+
+MODELS = {"tied": language_model, "normed": normed_model}
+
+
+def case_of(model: nn.Sequential, options: dict[str, Any], K: int, M: int) -> emulation.Case:
+    return emulation.Case(
+        layers=lambda: list(copy.deepcopy(model)),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=OPTIMIZERS[options.get("optimizer", "momentum")],
+        bounds={K: BOUNDS[K]},
+        lr_scheduler=decaying if options.get("decay") else None,
+        clip_grad_norm=options.get("clip"),
+        micro_batches=M,
+    )
+
+
+def trained(
+    model: nn.Sequential, plan: Plan, batches: Sequence[Any], options: dict[str, Any], drains: Sequence[int] = ()
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    with Pipeline(
+        model,
+        plan,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=OPTIMIZERS[options.get("optimizer", "momentum")],
+        lr_scheduler=decaying if options.get("decay") else None,
+        clip_grad_norm=options.get("clip"),
+    ) as pipeline:
+        losses, begin = [], 0
+        for end in [*(j + 1 for j in drains), len(batches)]:
+            losses += [result.loss for result in pipeline.train(batches[begin:end])]
+            begin = end
+        return losses, pipeline.state_dict()
+
+
+def batches_of(kind: str, count: int, samples: int = 9, last: int | None = None) -> list[Any]:
+    return token_batches(count, samples, last) if kind == "tied" else signal_batches(count, samples, last)
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"optimizer": "adamw", "decay": True},
+    {"clip": 0.05},
+    {"clip": 0.05, "optimizer": "adamw"},
+    {"recompute": "always"},
+    {"last": 5},
+]
+
+
+def compare(
+    system: str, kind: str, K: int, M: int, variant: dict[str, Any], drains: Sequence[int] = (), **plan: Any
+) -> None:
+    model = MODELS[kind]()
+    batches = batches_of(kind, 3 * K + 4, last=variant.get("last"))
+    case = case_of(model, variant, K, M)
+    if system == "pipedream-2bw":
+        expected = emulation.two_buffered(case, batches, K)
+    else:
+        sync = plan.get("weights") == "vertical-sync"
+        expected = emulation.pipedream(case, batches, K, vertical_sync=sync, drains=drains)
+    plan.setdefault("recompute", variant.get("recompute", "never"))
+    losses, state = trained(
+        model,
+        Plan(stages=K, micro_batches=M, schedule=system, partition=BOUNDS[K][1:-1], **plan),
+        batches,
+        variant,
+        drains,
+    )
+    assert unequal(losses, expected.losses) < 1e-10
+    assert_same_state(state, expected.state)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("K", [1, 2, 3, 4])
+def test_pipedream_runs_each_batch_on_one_version(K: int, kind: str, variant: dict[str, Any]) -> None:
+    for M in (1, 3):
+        compare("pipedream", kind, K, M, variant)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("K", [2, 3, 4])
+def test_vertical_sync_runs_each_batch_on_the_first_stage_s_version(K: int, kind: str) -> None:
+    for M in (1, 2):
+        compare("pipedream", kind, K, M, {"optimizer": "adamw"}, weights="vertical-sync")
+        compare("pipedream", kind, K, M, {"clip": 0.05}, drains=[2, 5], weights="vertical-sync")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("K", [2, 3, 4])
+def test_a_pipeline_that_runs_dry_goes_on_with_the_newest_weights(K: int, kind: str) -> None:
+    for M in (1, 2):
+        compare("pipedream", kind, K, M, {}, drains=[0, 3, 4])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("K", [1, 2, 3, 4])
+def test_2bw_runs_each_batch_on_the_version_before_the_newest(
+    K: int, kind: str, variant: dict[str, Any]
+) -> None:
+    for M in (K, K + 2):
+        compare("pipedream-2bw", kind, K, M, variant)
+    compare("pipedream-2bw", kind, K, K, variant, drains=[1, 2, 5])
+
+
+def test_without_stashing_it_is_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backwards on whatever is the newest, as a pipeline without versions would do it."""
+    from avgpipe.weights import Versions
+
+    model, batches = language_model(), token_batches(12, 9)
+    plan = Plan(stages=3, schedule="pipedream", partition=BOUNDS[3][1:-1])
+    stashed = trained(model, plan, batches, {})[1]
+    monkeypatch.setattr(Versions, "show", lambda self, version: None)
+    naive = trained(model, plan, batches, {})[1]
+    assert max(float((naive[name] - value).abs().max()) for name, value in stashed.items()) > 1e-4
+
+
+def quadratic(system: str, batches: int) -> list[float]:
+    """w after each update for the loss (w x)^2 / 2 with x = 1 and SGD at 0.1: two stages, w in the first."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.w * x
+
+    path = []
+    x = torch.ones(2, dtype=torch.float64)
+    for count in range(1, batches + 1):
+        with Pipeline(
+            nn.Sequential(Scale(), nn.Identity()),
+            Plan.for_system(system, stages=2),
+            loss_fn=lambda output, _: output.square().mean() / 2,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        ) as pipeline:
+            list(pipeline.train([(x, x)] * count))
+            path.append(float(pipeline.state_dict()["0.w"]))
+    return path
+
+
+def test_2bw_is_one_update_late_on_a_quadratic() -> None:
+    w = [1.0]
+    for t in range(6):
+        w.append(w[t] - 0.1 * w[max(t - 1, 0)])
+    assert unequal(quadratic("pipedream-2bw", 6), w[1:]) < 1e-12
+    flushed = [0.9**t for t in range(1, 7)]
+    assert unequal(quadratic("dapple", 6), flushed) < 1e-12
+    assert unequal(quadratic("pipedream", 6), w[1:]) < 1e-12  # K-1-k = 1 on the first of two stages
