@@ -172,6 +172,7 @@ X = wanting(4, 6)
 SEQUENCE = wanting(3, 4, 6)
 IMAGE = wanting(3, 2, 5, 5)
 ATTENTION: Any = {"dropout": 0.3, "batch_first": True, "dtype": torch.float64}
+RECURRENT = {f"{kind}_hh_l{layer}" for kind in ("weight", "bias") for layer in range(2)}
 FEED: Any = {"dim_feedforward": 8, **ATTENTION}
 
 # Layers, inputs, and which parameters get their gradients in I; all others get theirs in W.
@@ -245,7 +246,7 @@ CASES: dict[str, Case] = {
         [X],
         {"p0.weight", "p0.bias"},
     ),
-    "lstm": (lambda: nn.LSTM(6, 3, 2, dropout=0.3, **F64), [SEQUENCE], {"weight_hh_l0", "weight_hh_l1", "bias_hh_l0", "bias_hh_l1"}),
+    "lstm": (lambda: nn.LSTM(6, 3, 2, dropout=0.3, **F64), [SEQUENCE], RECURRENT),
     "attention": (lambda: Call(lambda a, x: a(x, x, x), nn.MultiheadAttention(6, 2, **ATTENTION)), [SEQUENCE], set()),
     "cross attention": (
         lambda: Call(lambda a, x, y: a(torch.tanh(x), y, y), nn.MultiheadAttention(6, 2, **ATTENTION)),
@@ -449,6 +450,16 @@ def test_hooks_of_activations_count_once() -> None:
         return b(z)
 
     split_and_whole(Call(scaled, lin(), lin()), [X])
+
+
+def test_hooks_of_modules_run_once() -> None:
+    calls: list[int] = []
+    layers, x = nn.Sequential(lin(), nn.GELU(), lin()), wanting(4, 6)
+    for n, layer in enumerate(layers):
+        layer.register_full_backward_hook(lambda module, theirs, grads, n=n: calls.append(n))
+    deferred = input_backward(*forward(layers, [x]), [x])
+    deferred.run()
+    assert calls == [2, 1, 0]
 
 
 @pytest.mark.parametrize("order", ["I0 I1 W0 W1", "I0 W0 I1 W1", "I0 I1 W1 W0", "I1 I0 W0 W1"])
