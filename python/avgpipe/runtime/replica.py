@@ -12,6 +12,7 @@ from torch import nn
 from avgpipe.averaging import ElasticAveraging, Reference
 from avgpipe.runtime.stage import Stage
 from avgpipe.weights import Arena, Versions
+from avgpipe.weights.hidden import refuse_hidden_weights
 
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFn = Callable[[torch.optim.Optimizer], Any]
@@ -33,12 +34,14 @@ class Replica:
         versioned: bool = False,
     ) -> None:
         self.stage, self.pipeline, self._arena = stage, pipeline, arena
-        self.versions = Versions(arena) if versioned else None
+        self.versions = Versions(arena) if versioned and arena.parameters else None
         self.optimizer: torch.optim.Optimizer | None = None
         self.elastic: ElasticAveraging | None = None
         self.lr_scheduler = None
         if arena.parameters:
             self.optimizer = optimizer(arena.parameters)
+            if self.versions is not None:
+                refuse_hidden_weights(self.optimizer, arena)
             if reference is not None:
                 self.elastic = ElasticAveraging(self.optimizer, reference, pipeline, parameters=arena.weights)
                 self.optimizer = self.elastic
