@@ -38,7 +38,7 @@ def messages_of(timeline: Timeline) -> Messages:
     return {
         (*event[:4], "F" if event.kind == "F" else "B"): event
         for event in timeline.events
-        if event.kind in ("F", "B", "I")
+        if event.kind in ("F", "B", "I") and not event.detail
     }
 
 

@@ -22,8 +22,9 @@ class Event(NamedTuple):
     ``kind`` is an action's (F, B, I, W, U), "average" (elastic averaging), "recv" (nothing could run until a
     message came; its place is that of the action that the message let run), "send" (handing tensors to a link),
     "host" (other work of the host) or any other word; ``micro_batch`` is None where there is none, as for U.
-    ``detail`` says of "recv" what was awaited ("F": an activation, "B": a gradient, or any other word) and of
-    "host" what ran ("loader", "caller" or any other word).
+    ``detail`` says of "recv" what was awaited ("F": an activation, "B": a gradient, or any other word), of
+    "host" what ran ("loader", "caller" or any other word), and of an action, where workers have several stages and
+    ``stage`` is the worker, which stage's it is ("stage 2"); who computes what for whom is then not looked up.
     """
 
     stage: int

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from avgpipe.files import write_atomically
-from avgpipe.report.timeline import Event, Timeline
+from avgpipe.report.timeline import COMPUTE_KINDS, Event, Timeline
 
 
 class _Thread(NamedTuple):
@@ -111,7 +111,9 @@ def _slice(event: Event, tid: int) -> dict[str, Any]:
     number = "" if event.micro_batch is None else event.micro_batch
     return {
         "ph": "X",
-        "name": f"{event.kind} {event.detail}{number}" if event.detail else str(event),
+        "name": str(event)
+        if event.kind in COMPUTE_KINDS or not event.detail
+        else f"{event.kind} {event.detail}{number}",
         "cat": event.kind,
         "pid": _pid(event.stage),
         "tid": tid,
@@ -125,7 +127,7 @@ def _arrows(events: Sequence[Event], tids: Iterable[int]) -> Iterator[dict[str, 
     steps = {
         (*event[:4], "F" if event.kind == "F" else "B"): (event, tid)
         for event, tid in zip(events, tids)
-        if event.kind in ("F", "B", "I") and _ns(event.start_s) < _ns(event.end_s)
+        if event.kind in ("F", "B", "I") and not event.detail and _ns(event.start_s) < _ns(event.end_s)
     }
     for number, ((stage, pipeline, batch, m, kind), (event, tid)) in enumerate(steps.items()):
         name, step = ("activation", 1) if kind == "F" else ("gradient", -1)
