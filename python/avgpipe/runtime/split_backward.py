@@ -8,7 +8,7 @@ falls apart into *bundles*: some weights, what was computed from weights alone (
 and the upstream nodes that pass gradients to these, the bundle's *feeders*.
 
     I   runs the upstream nodes, and a hook on each feeder keeps the gradient that reached it
-    W   runs each bundle from those gradients, and nothing upstream of its feeders
+    W   runs each bundle from those gradients, and no upstream node but its feeders
 
 A feeder thus runs twice, and autograd computes each time only what is asked for: of a Linear or a convolution one
 product in I and one in W. Bundles whose feeders stand at the same depth share one run of the engine.
@@ -19,7 +19,8 @@ What is not split, and runs as a whole in I:
 - a bundle with a feeder whose kernel gives all gradients together: BatchNorm, fused recurrent layers, PReLU, attention
   on a learned query, and every custom autograd.Function;
 - a bundle whose tensors were saved through hooks, as ``torch.utils.checkpoint`` does: each run would recompute them.
-If nothing is left to wait, I is one ordinary backward. If no input wants a gradient, W is.
+If nothing is left to wait, I is one ordinary backward, and so it is with ``checkpoint(use_reentrant=True)`` somewhere,
+which refuses to run for some leaves only. If no input wants a gradient, W is the ordinary backward.
 
 Memory. What nodes outside of waiting bundles had saved is free after I. Feeders keep all they saved until W, besides
 the gradients that reached them; after W nothing is left.
@@ -66,7 +67,9 @@ def input_backward(
     graph = _explore(roots, {id(x) for x in inputs}) if inputs and roots else None
     if graph is None or not any(graph.depth.values()):
         return Deferred([_Part(list(roots), list(grads), [], [])] if roots else [])
-    parts, kept, now = _plan(graph, roots, grads)
+    # A reentrant checkpoint, of torch or written after it, asks the engine whether all leaves are wanted.
+    whole = any("Checkpoint" in type(node).__name__ for node in graph.nexts)
+    parts, kept, now = ([], set(), []) if whole else _plan(graph, roots, grads)
     if not parts:
         run_backward(roots, grads)
         return Deferred([])
