@@ -42,8 +42,8 @@ class ScheduleAdvanceForward(_PipelineScheduleRuntime):
     are in flight on it at most. Any number of micro-batches is right, fewer than stages too.
 
     Where the stages talk over gloo, every receive is posted before its sender can be ready, since gloo moves nothing
-    earlier; other backends run what is posted in turn, and get torch's own order. Unlike torch's schedules, ``eval``
-    leaves gradients alone that are there already.
+    earlier. Other backends, such as NCCL, run what is posted in turn, and get torch's own order, which cannot deadlock
+    there. Unlike torch's schedules, ``eval`` leaves gradients alone that are there already.
 
     Args:
         stage: what ``PipelineStage`` or ``build_stage`` makes; stage k must be on rank k of its group.
@@ -56,7 +56,8 @@ class ScheduleAdvanceForward(_PipelineScheduleRuntime):
     Raises:
         TypeError: several stages, or none of torch's.
         ValueError: an advance or a number of micro-batches that :func:`avgpipe.build_schedule` refuses, or a stage
-            that is not alone on the rank of its own number.
+            that is not alone on the rank of its own number. In ``step`` and ``eval`` of several stages: a batch that is
+            no multiple of M, or whose micro-batches have other shapes than before, so that buffers do not fit them.
     """
 
     def __init__(
@@ -145,9 +146,10 @@ def compute_order(
 def receives_early(actions: Sequence[_Action]) -> list[_Action]:
     """The actions of one rank, each receive moved to where posting it holds nothing up and is still early enough.
 
-    Activations: first of all, while the stage waits for the first of them anyway. The gradient of micro-batch m:
-    right after its activation was sent, long before the next stage can answer. Receives of either kind stay in their
-    order, which is that of the sends: gloo matches the two by their order.
+    gloo sends a tensor once it has the notice that its receive is posted, and the notice passes the same line as what
+    this rank sends: posted behind a tensor, it is late by that tensor's time. So activations come first of all, while
+    the stage waits for the first of them anyway; the gradient of micro-batch m comes right behind its activation, which
+    the next stage needs before it can answer. Both kinds stay in the order of their sends, by which gloo matches them.
     """
     gradients = {a.microbatch_index: a for a in actions if a.computation_type is _RECV_B}
     moved = [a for a in actions if a.computation_type is _RECV_F]
