@@ -162,6 +162,13 @@ def test_with_several_pipelines_backwards_come_before_the_order():
     assert done[:6] == ["0F0/0", "1F0/0", "0F1/0", "1F1/0", "1B0/0", "0B0/0"]
 
 
+def test_with_several_pipelines_a_backward_comes_before_the_forward_of_an_older_batch():
+    """When B0/0 ends, at 23, F2/0 could run, and B0/1 has come at 17."""
+    schedule = build_schedule("1f1b", 2, 3)
+    done = spell(schedule, outcome_of(schedule, Costs(0.001, [0.010, 0.001], 0.005), 2, 2), 0)
+    assert done[:7] == ["0F0/0", "0F1/0", "0F0/1", "0F1/1", "0B0/0", "0B0/1", "0F2/0"]
+
+
 def test_without_a_flush_a_batch_begins_while_the_one_before_is_under_way():
     schedule = build_schedule("pipedream", 2, 1)
     outcome = outcome_of(schedule, Costs(0.001, 0.002), 1, 3)

@@ -44,16 +44,16 @@ def zero_bubble_v(name: str, stages: int, micro_batches: int) -> Schedule:
 def _v_row(worker: int, workers: int, micro_batches: int) -> list[Cell]:
     """The phases, each some cells repeated; the n-th time of a cell is of micro-batch n.
 
-    They are those of enough micro-batches to fill the pipeline; of fewer, the cells of those that are missing are left
-    out, which nothing waits for.
+    The first phases fill the pipeline. With less than 2W-1 micro-batches they have too many cells: those of
+    micro-batches that there are not are left out, which nothing waits for.
     """
     down, up = worker, 2 * workers - 1 - worker
-    count = max(micro_batches, 2 * workers - 1)
+    steady = max(0, micro_batches - workers)
     phases = [
         (2 * (workers - worker) - 1, [(down, "F")]),
         (worker, [(up, "F"), (down, "F")]),
         (workers - worker, [(up, "F"), (up, "I"), (up, "W")]),
-        (count - workers, [(down, "F"), (down, "I"), (down, "W"), (up, "F"), (up, "I"), (up, "W")]),
+        (steady, [(down, "F"), (down, "I"), (down, "W"), (up, "F"), (up, "I"), (up, "W")]),
         (worker, [(down, "I"), (up, "I")]),
         (workers - worker, [(down, "I"), (down, "W")]),
         (worker, [(up, "W")]),
