@@ -31,7 +31,8 @@ def _h1_column(warm_up: int, delay: int, micro_batches: int) -> tuple[Action, ..
 
 
 def zero_bubble_v(name: str, stages: int, micro_batches: int) -> Schedule:
-    """W workers in a V: worker w has the stages w and 2W-1-w (Qi et al., NeurIPS 2024, "ZB-V").
+    """W workers in a V: worker w has the stages w and 2W-1-w (ZB-V of Qi et al., NeurIPS 2024, "Pipeline
+    Parallelism with Controllable Memory").
 
     At most 2W activations are held by a worker, of stages half as large as with one per worker: as much as by the first
     stage of 1F1B.
