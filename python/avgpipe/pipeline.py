@@ -34,12 +34,14 @@ from avgpipe.runtime.loader import Prefetch
 from avgpipe.runtime.measure import gather_timeline, measured_costs
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.outputs import Evaluation, Prediction
+from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
 from avgpipe.runtime.rng import CallerGenerators
 from avgpipe.runtime.streams import Handed
 from avgpipe.runtime.work import Work
 from avgpipe.runtime.worker import Worker
 from avgpipe.runtime.world import World
+from avgpipe.schedule.replicated import warm_up
 from avgpipe.simulation import AdvanceChoice, choose_advance
 
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
@@ -81,7 +83,7 @@ class Pipeline:
     """``plan.pipelines`` replicas of ``model``, each cut into ``plan.stages`` stages, trained together.
 
     Every rank builds the same model and Pipeline. With a default process group, or torchrun's environment, there
-    must be one rank per stage; alone, the process runs all stages. ``model`` is copied, not changed:
+    must be one rank per worker of the plan; alone, the process runs all stages. ``model`` is copied, not changed:
     ``state_dict`` returns what was learnt.
 
     model: ``nn.Sequential``, a list of modules, BERT, GPT-2 or Llama of transformers (see
@@ -157,11 +159,8 @@ class Pipeline:
             loss_fn.to(self._device)
         self.world = World(timeout_s)
         self.world.require_same("plan", plan.to_json())
-        if self.world.size not in (1, plan.stages):
-            raise ValueError(
-                f"the plan has {plan.stages} stages and there are {self.world.size} ranks: start one rank per stage, "
-                "or a single process for all"
-            )
+        placement = Placement.of(plan, self.world.size)
+        self.world.holds = placement.describe
         self.world.require_same(
             "link, wire_dtype or clip_grad_norm",
             f"link={link!r}, wire_dtype={wire_dtype}, clip_grad_norm={clip_grad_norm}",
@@ -169,12 +168,11 @@ class Pipeline:
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
         self.world.require_same("initial value of shared parameters", json.dumps(self._model.shared_values()))
-        options = TrainingOptions(loss_fn, clip_grad_norm, autocast, plan.recompute, plan.stages, cuda_graphs)
+        options = TrainingOptions(loss_fn, clip_grad_norm, autocast, plan.recompute, cuda_graphs)
         self._worker = Worker(
-            *(self._model, plan, self.world, self._device, seed, options, optimizer, lr_scheduler),
-            *(link, wire_dtype),
+            *(self._model, plan, placement, self.world, self._device, seed, options),
+            *(optimizer, lr_scheduler, link, wire_dtype),
         )
-        self._schedule = lru_cache(maxsize=None)(plan.build_schedule)
         self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
         self._choose_at = _MEASURED_BATCHES * plan.pipelines if plan.advance == "auto" else None
@@ -257,7 +255,7 @@ class Pipeline:
             memory_limit_bytes=self._memory_limit_bytes,
         )
         self.advance = chosen
-        self._schedule = lru_cache(maxsize=None)(replace(plan, advance=chosen.advance).build_schedule)
+        self._worker.columns = lru_cache(maxsize=None)(replace(plan, advance=chosen.advance).columns)
         if self.world.rank == 0:
             print(f"avgpipe: {chosen}", file=sys.stderr)
 
@@ -277,25 +275,40 @@ class Pipeline:
         if copied is not None:
             inputs, targets = copied.value
             answers = split(targets, parts)
-        work = Work(batch, self._schedule(parts), split(inputs, parts), answers, weights, copied)
+        work = Work(batch, parts, split(inputs, parts), answers, weights, copied)
         if isinstance(self._loss_fn, nn.Module):
             self._loss_fn.train()
         with self._running():
-            for k in self._worker.stages:
-                self._worker.lanes[k, pipeline].start(work)
+            for seat in self._worker.seats:
+                self._worker.lanes[seat, pipeline].start(work)
         self._next_batch += 1
         self._begun += 1
         self._in_hand.append(_InHand(batch, samples, parts, weights.total))
-        if self.plan.weights == "double-buffer" and parts < self.plan.stages:
-            self._end()  # the batch after the next one would begin before the version that it runs on is there
+        if self._is_too_short(parts):
+            self._end()
 
     def _takes_more(self) -> bool:
         """Whether the oldest batch cannot end, or a pipeline has nothing to do, unless another batch begins."""
         plan, hand = self.plan, self._in_hand
         if plan.weights == "flush":
             return len(hand) < plan.pipelines
-        # The first stage runs K forwards ahead of its backwards.
-        return not hand or sum(h.micro_batches for h in hand) < hand[0].micro_batches + plan.stages - 1
+        return not hand or sum(h.micro_batches for h in hand) < hand[0].micro_batches + self._ahead - 1
+
+    @property
+    def _ahead(self) -> int:
+        """Without a flush, the micro-batches that stages run ahead of their backwards."""
+        replication = self.plan.replication or [1] * self.plan.stages
+        return max(r * warm_up(replication, k) for k, r in enumerate(replication))
+
+    def _is_too_short(self, micro_batches: int) -> bool:
+        """Whether a batch makes so few that without a flush those behind it would meet wrong versions: too early for
+        the one that they run on, or not the same on all replicas of a stage.
+        """
+        plan = self.plan
+        if plan.weights == "flush":
+            return False
+        uneven = any(micro_batches % r for r in plan.replication or ())
+        return uneven or (plan.weights == "double-buffer" and micro_batches < plan.stages)
 
     def _end(self) -> None:
         """No other batch comes for now: the pipelines run dry."""
@@ -306,7 +319,7 @@ class Pipeline:
     def _finish_oldest(self, prefetch: bool = False) -> None:
         batch, samples = self._in_hand[0].batch, self._in_hand[0].samples
         pipeline = batch % self.plan.pipelines
-        lanes = [self._worker.lanes[k, pipeline] for k in self._worker.stages]
+        lanes = [self._worker.lanes[seat, pipeline] for seat in self._worker.seats]
         scheduler = self._worker.scheduler
         with self._running(), CallerGenerators(self._device) as generators:
 
@@ -355,7 +368,7 @@ class Pipeline:
         batches = map(pair, _not_empty(loader))
         if isinstance(self._loss_fn, nn.Module):
             self._loss_fn.eval()
-        passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, which)
+        passes = Inference(self._worker, self.plan.micro_batches, which)
         with self._running():
             parts = list(passes.run(batches, lambda: Evaluation(loss, weight, metric_fn)))
         names = parts[0][1]
@@ -372,7 +385,7 @@ class Pipeline:
         """The model's output for a batch of any size, in evaluation mode, on every rank."""
         self.drain()
         which = self._which(weights)
-        passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, which)
+        passes = Inference(self._worker, self.plan.micro_batches, which)
         with self._running():
             (output,) = passes.run([(plain(inputs), None)], Prediction)
         return output
@@ -412,7 +425,7 @@ class Pipeline:
         """When what ran in the last steps, on all ranks; times in seconds from the first of them."""
         self.drain()
         with self._running():
-            return gather_timeline(self._worker, self.plan.stages)
+            return gather_timeline(self._worker)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 

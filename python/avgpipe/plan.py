@@ -10,7 +10,8 @@ from typing import Any
 
 from avgpipe.errors import nearest
 from avgpipe.files import write_atomically
-from avgpipe.schedule import Schedule, build_schedule
+from avgpipe.schedule import Action, Schedule, build_schedule
+from avgpipe.schedule.replicated import replicated_columns, replicated_warm_ups
 from avgpipe.systems import SYSTEMS, fixed, least
 
 RULES = ("avgpipe", "easgd")
@@ -31,6 +32,9 @@ class Plan:
     newest, for schedules that flush. For those that do not: "stash" (PipeDream), forward and backward on the version
     that was the newest on the stage at the first forward; "vertical-sync", on the one that was the newest on the first
     stage; "double-buffer" (2BW), on the newest but one.
+    replication: how many workers each stage has, R_k; micro-batch m goes to number m % R_k of stage k, and gradients
+    are summed over them. None: one each.
+    stages_per_worker: of the schedule "interleaved-1f1b", see ``build_schedule``.
     recompute: which micro-batches store only their stage's input and run the forward again before the backward:
     "never", "always", or "except-last" (all but the last micro-batch, as its backward comes soonest).
     """
@@ -48,6 +52,8 @@ class Plan:
     period: int = 1
     recompute: str = "never"
     weights: str | None = None
+    replication: list[int] | None = None
+    stages_per_worker: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("stages", "pipelines", "micro_batches", "period"):
@@ -64,6 +70,8 @@ class Plan:
         if self.weights is None:
             object.__setattr__(self, "weights", _PUBLISHED_WEIGHTS.get(schedule.name, "flush"))
         self._check_weights(schedule)
+        if self.replication is not None:
+            self._check_replication(schedule)
 
     def _check_partition(self) -> None:
         if self.partition is None:
@@ -97,13 +105,57 @@ class Plan:
             )
         if self.weights == "double-buffer" and self.micro_batches < self.stages:
             raise ValueError(
-                f"weights 'double-buffer' needs at least as many micro-batches as stages: {self.micro_batches} are fewer "
-                f"than {self.stages}, and two versions would not be enough"
+                f"weights 'double-buffer' needs at least as many micro-batches as stages: {self.micro_batches} are "
+                f"fewer than {self.stages}, and two versions would not be enough"
             )
+
+    def _check_replication(self, schedule: Schedule) -> None:
+        replication = self.replication
+        if (
+            not isinstance(replication, list)
+            or len(replication) != self.stages
+            or not all(type(r) is int and r >= 1 for r in replication)
+        ):
+            raise ValueError(
+                f"replication {replication!r} must be a list of {self.stages} numbers of at least 1, one for each stage"
+            )
+        if max(replication) > self.micro_batches:
+            raise ValueError(
+                f"replication {replication} with micro_batches {self.micro_batches}: some replicas would have nothing "
+                f"to do, use at least {max(replication)} micro-batches"
+            )
+        if self.weights == "vertical-sync" or self.advance == "auto":
+            what = "weights 'vertical-sync'" if self.weights == "vertical-sync" else "advance 'auto'"
+            raise ValueError(f"{what} is for stages without replicas: leave out replication {replication}")
+        uneven = [r for r in replication if self.micro_batches % r]
+        if uneven and not schedule.flush:
+            raise ValueError(
+                f"micro_batches {self.micro_batches} with replication {replication}: without a flush all replicas need "
+                f"as many, use a multiple of {uneven[0]}"
+            )
+        self.columns(self.micro_batches)
+
+    @property
+    def workers(self) -> int:
+        """How many processes it takes."""
+        return sum(self.replication) if self.replication is not None else self.build_schedule().workers
+
+    def columns(self, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+        """What each stage, or each replica of each stage in turn, does for a batch of so many micro-batches."""
+        if self.replication is None:
+            return self.build_schedule(micro_batches).columns
+        warm_ups = replicated_warm_ups(self.schedule, self.replication, micro_batches, self.advance)
+        return replicated_columns(warm_ups, self.replication, micro_batches)
 
     def build_schedule(self, micro_batches: int | None = None) -> Schedule:
         """The schedule of one batch, for ``micro_batches`` if a batch has fewer samples than the plan's."""
-        return build_schedule(self.schedule, self.stages, micro_batches or self.micro_batches, self.advance)
+        return build_schedule(
+            self.schedule,
+            self.stages,
+            micro_batches or self.micro_batches,
+            self.advance,
+            self.stages_per_worker,
+        )
 
     @classmethod
     def for_system(cls, system: str, **options: Any) -> Plan:

@@ -68,7 +68,9 @@ def resume(plan: Plan, folder: str, cut: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "plan", SHAPES, ids=lambda p: f"K{p.stages}N{p.pipelines}s{p.staleness}{p.rule}{p.period}{p.system}{p.weights}"
+    "plan",
+    SHAPES,
+    ids=lambda p: f"K{p.stages}N{p.pipelines}s{p.staleness}{p.rule}{p.period}{p.system}{p.weights}",
 )
 @pytest.mark.parametrize("cut", [4, 7])
 def test_resume_is_bitwise_in_the_same_layout(plan: Plan, cut: int, tmp_path: Path) -> None:

@@ -69,7 +69,11 @@ def case_of(model: nn.Sequential, options: dict[str, Any], K: int, M: int) -> em
 
 
 def trained(
-    model: nn.Sequential, plan: Plan, batches: Sequence[Any], options: dict[str, Any], drains: Sequence[int] = ()
+    model: nn.Sequential,
+    plan: Plan,
+    batches: Sequence[Any],
+    options: dict[str, Any],
+    drains: Sequence[int] = (),
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     with Pipeline(
         model,

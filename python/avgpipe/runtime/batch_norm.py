@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ class BatchStatistics:
     """What the layers of a stage have seen of the batches in hand, by call within a forward and by micro-batch."""
 
     def __init__(self) -> None:
+        self.layers: list[DeferredBatchNorm] = []
         self._calls: Counter[DeferredBatchNorm] = Counter()  # in the forward that is running
         self._batches: defaultdict[int, _Seen] = defaultdict(dict)
 
@@ -59,6 +60,21 @@ class BatchStatistics:
         for layer, call, moments in noted:
             self._batches[place.batch].setdefault((layer, call), {})[place.micro_batch] = moments
 
+    def noted(self, batch: int) -> list[list[Any]]:
+        """What was noted of a batch, for another process: layer's number, call, micro-batch, size and values."""
+        seen = self._batches.get(batch, {})
+        return [
+            [layer.number, call, m, moments.size, moments.values]
+            for (layer, call), parts in seen.items()
+            for m, moments in parts.items()
+        ]
+
+    def add(self, batch: int, noted: list[list[Any]]) -> None:
+        """What another replica noted of its micro-batches of a batch."""
+        for number, call, m, size, values in noted:
+            parts = self._batches[batch].setdefault((self.layers[number], call), {})
+            parts[m] = Moments(size, values)
+
     def commit(self, batch: int) -> None:
         """A batch is done: move the running statistics, once for each call of a layer as one device does."""
         for (layer, _), parts in self._batches.pop(batch, {}).items():
@@ -71,6 +87,7 @@ class DeferredBatchNorm(_BatchNorm):
     """
 
     statistics: BatchStatistics
+    number: int  # among the layers of ``statistics``
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self.training and self.track_running_stats) or self.running_mean is None:
@@ -138,6 +155,8 @@ def defer_batch_norms(layers: nn.Module) -> BatchStatistics:
             # The object stays: its tensors, flags and hooks, and every place that holds it.
             module.__class__ = deferred
             module.__dict__["statistics"] = statistics
+            module.__dict__["number"] = len(statistics.layers)
+            statistics.layers.append(cast(DeferredBatchNorm, module))
     return statistics
 
 

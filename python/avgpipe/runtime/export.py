@@ -13,30 +13,30 @@ def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, to
     """Copies under the unsplit model's names, in its order, on every rank. Buffers of the reference are averages."""
     found: dict[str, torch.Tensor] = {}
     for k, entries in enumerate(model.entries):
-        own = stage_state(model, worker, k, which) if k in worker.stages else None
+        seat, source = worker.seat_of(k), worker.rank_of(k)
+        own = None if seat is None else seat_state(model, worker, seat, which)
         layout = Layout(model.trainable(k), worker.device)
-        flats = layout.zeros().flats if own is None else worker.weights(k, which)
-        views = layout.tensors([worker.world.broadcast(flat, k) for flat in flats])
+        flats = layout.zeros().flats if seat is None else worker.weights(seat, which)
+        views = layout.tensors([worker.world.broadcast(flat, source) for flat in flats])
         for entry in entries:
             if entry.arena is not None:
                 tensor = views[entry.arena].detach().clone()
             elif own is not None:
-                tensor = worker.world.broadcast(own[entry.local], k)
+                tensor = worker.world.broadcast(own[entry.local], source)
             else:
                 empty = torch.empty(entry.shape, dtype=entry.dtype, device=worker.device)
-                tensor = worker.world.broadcast(empty, k)
+                tensor = worker.world.broadcast(empty, source)
             found.update(dict.fromkeys(entry.names, tensor))
     # what no stage holds is never used by the forward, and so unchanged
     return {name: found[name] if name in found else t.detach().clone() for name, t in model.tensors.items()}
 
 
-def stage_state(model: Model, worker: Worker, k: int, which: str | int) -> dict[str, torch.Tensor]:
-    """Copies of frozen parameters and buffers of an owned stage, by their names in it."""
-    pipelines = [i for stage, i in worker.replicas if stage == k] if which == "reference" else [int(which)]
-    states = [worker.replicas[k, i].stage.layers.state_dict() for i in pipelines]
-    return {
-        e.local: average([state[e.local] for state in states]) for e in model.entries[k] if e.arena is None
-    }
+def seat_state(model: Model, worker: Worker, seat: int, which: str | int) -> dict[str, torch.Tensor]:
+    """Copies of frozen parameters and buffers of an owned seat's stage, by their names in it."""
+    pipelines = [i for at, i in worker.replicas if at == seat] if which == "reference" else [int(which)]
+    states = [worker.replicas[seat, i].stage.layers.state_dict() for i in pipelines]
+    entries = model.entries[worker.placement.seats[seat].stage]
+    return {e.local: average([state[e.local] for state in states]) for e in entries if e.arena is None}
 
 
 def average(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -48,9 +48,9 @@ def average(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.where((stacked == first).all(dim=0), first, stacked.mean(dim=0))
 
 
-def average_buffers(worker: Worker, k: int) -> dict[str, torch.Tensor]:
-    """Floating-point buffers of the reference of an owned stage, as in :func:`stage_state`, if they are averages."""
-    replicas = [replica.buffers() for (stage, _), replica in worker.replicas.items() if stage == k]
+def average_buffers(worker: Worker, seat: int) -> dict[str, torch.Tensor]:
+    """Floating-point buffers of the reference of an owned seat, as in :func:`seat_state`, if they are averages."""
+    replicas = [replica.buffers() for (at, _), replica in worker.replicas.items() if at == seat]
     if len(replicas) == 1:
         return {}
     return {

@@ -32,8 +32,12 @@ class LastStage(Protocol):
 class Inference:
     """Passes of one kind over a worker's stages with the weights ``which``."""
 
-    def __init__(self, worker: Worker, stages: int, micro_batches: int, which: str | int) -> None:
-        self._worker, self._stages, self._micro_batches = worker, stages, micro_batches
+    def __init__(self, worker: Worker, micro_batches: int, which: str | int) -> None:
+        self._worker, self._micro_batches = worker, micro_batches
+        placement = worker.placement
+        self._speakers = [placement.seats_of(stage)[0] for stage in range(placement.stages)]
+        self._owned = [k for k, seat in enumerate(self._speakers) if seat in worker.seats]
+        self._has_last = len(self._speakers) - 1 in self._owned
         self._pipeline = 0 if which == "reference" else int(which)
         self._which = which
 
@@ -41,10 +45,10 @@ class Inference:
         """The results of ``batches`` of (inputs, targets), in order, on every rank."""
         worker = self._worker
         with ExitStack() as stack:
-            for k in worker.stages:
-                replica = worker.replicas[k, self._pipeline]
+            for seat in (self._speakers[k] for k in self._owned):
+                replica = worker.replicas[seat, self._pipeline]
                 if self._which == "reference":
-                    passes = replica.inference(worker.references[k], average_buffers(worker, k))
+                    passes = replica.inference(worker.references[seat], average_buffers(worker, seat))
                 else:
                     passes = replica.inference(None)
                 stack.enter_context(passes)
@@ -60,38 +64,40 @@ class Inference:
         samples = batch_size(inputs)
         parts = min(self._micro_batches, samples)
         chunks, answers = split(inputs, parts), split(targets, parts)
-        owned = self._worker.stages
         for m in range(parts):
             value = chunks[m]
-            for k in owned:
+            for k in self._owned:
                 value = self._stage(k, batch, m, value)
-            if owned[-1] == self._stages - 1:
+            if self._has_last:
                 last.add(value, to_device(answers[m], self._worker.device), batch_size(chunks[m]))
-        if owned[-1] != self._stages - 1:
+        if not self._has_last:
             return None
         result = last.result()
-        for k in range(self._stages):
-            if k not in owned:
-                self._worker.links[k].send(Key("R", 0, self._stages - 1, k, batch, 0), result)
+        placement = self._worker.placement
+        for rank in range(placement.ranks):
+            seat = placement.held_by(rank)[0]
+            if seat not in self._worker.seats:
+                self._worker.links[seat].send(Key("R", 0, self._speakers[-1], seat, batch, 0), result)
         return result
 
     def _stage(self, k: int, batch: int, m: int, value: Any) -> Any:
         """Stage ``k`` of a micro-batch: takes over from the stage before if that is elsewhere, and hands on."""
-        worker = self._worker
-        if k > 0 and k - 1 not in worker.stages:
-            key = Key("E", 0, k - 1, k, batch, m)
+        worker, speakers = self._worker, self._speakers
+        if k > 0 and k - 1 not in self._owned:
+            key = Key("E", 0, speakers[k - 1], speakers[k], batch, m)
             worker.scheduler.wait_for([key])
             value = worker.mailbox.take(key)
         value = to_device(value, worker.device)
-        output = worker.replicas[k, self._pipeline].stage(value, Position(self._pipeline, batch, m))
-        if k + 1 < self._stages and k + 1 not in worker.stages:
-            worker.links[k + 1].send(Key("E", 0, k, k + 1, batch, m), output)
+        output = worker.replicas[speakers[k], self._pipeline].stage(value, Position(self._pipeline, batch, m))
+        if k + 1 < len(speakers) and k + 1 not in self._owned:
+            key = Key("E", 0, speakers[k], speakers[k + 1], batch, m)
+            worker.links[speakers[k + 1]].send(key, output)
         return output
 
     def _result(self, batch: int, result: Any) -> Any:
         """The result of a batch: made here, or received from the last stage."""
-        if self._worker.stages[-1] == self._stages - 1:
+        if self._has_last:
             return result
-        key = Key("R", 0, self._stages - 1, self._worker.stages[0], batch, 0)
+        key = Key("R", 0, self._speakers[-1], self._worker.seats[0], batch, 0)
         self._worker.scheduler.wait_for([key])
         return self._worker.mailbox.take(key)

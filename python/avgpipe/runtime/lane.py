@@ -20,13 +20,16 @@ from avgpipe.runtime.backward import run_backward
 from avgpipe.runtime.batch import LossFn, to_device
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.graphs import StageGraphs
+from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.links.channel import Link
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.memory import SavedBytes
 from avgpipe.runtime.message import Key, tensors_of
 from avgpipe.runtime.order import Act, Order
 from avgpipe.runtime.replica import Replica
-from avgpipe.runtime.steps import Neighbours, Step
+from avgpipe.runtime.split_backward import input_backward
+from avgpipe.runtime.stage_sum import StageSum
+from avgpipe.runtime.steps import Place, Step
 from avgpipe.runtime.streams import Handed, LaneStream
 from avgpipe.runtime.update import Update
 from avgpipe.runtime.work import Progress, Saved, Work
@@ -40,36 +43,36 @@ class TrainingOptions:
     clip_grad_norm: float | None
     autocast: torch.dtype | None
     recompute: str
-    stages: int
     cuda_graphs: bool = False
 
 
 class Lane:
     """``shared``: for every other stage, which of this stage's parameters it holds too (indices into the arena,
-    in an order that both agree on). ``stream``: where the steps run, None for a CPU.
+    in an order that both agree on). ``links``: by seat. ``summing``: see :class:`StageSum`. ``stream``: where the steps
+    run, None for a CPU.
     """
 
     def __init__(
         self,
         replica: Replica,
+        place: Place,
         options: TrainingOptions,
         order: Order,
         mailbox: Mailbox,
         links: Mapping[int, Link],
         shared: dict[int, list[int]],
+        summing: GroupSum | None = None,
         stream: LaneStream | None = None,
     ) -> None:
         self.replica, self._options, self._order, self.stream = replica, options, order, stream
+        self.place = place
         self._messages, self._links = mailbox.messages, links
         self.pipeline, self.stage = replica.pipeline, replica.stage.index
         self._device = replica.stage.device
         self._layers = StageGraphs(replica.stage) if options.cuda_graphs else replica.stage.forward
-        clipping = options.clip_grad_norm is not None
-        self._place = Neighbours(self.pipeline, self.stage, options.stages, tuple(sorted(shared)), clipping)
-        self._first, self._last = self._place.first, self._place.last
-        self._update = Update(
-            replica, self._place, shared, options.clip_grad_norm, self._send, mailbox.take
-        )
+        self._first, self._last = place.first, place.last
+        self._sum = StageSum(replica, place, summing, self._send, mailbox.take)
+        self._update = Update(replica, place, shared, options.clip_grad_norm, self._send, mailbox.take)
         self._hand: dict[int, Progress] = {}  # by batch, oldest first
         self._queue: deque[Step] = deque()
         self.step: Step | None = None  # the next one
@@ -86,8 +89,9 @@ class Lane:
 
     def start(self, work: Work) -> None:
         version = self._order.version()
-        self._hand[work.batch] = Progress(work, version, work.schedule.micro_batches)
-        self._enqueue(self._order.begin(work.batch, work.schedule))
+        acts = self._order.begin(work.batch, work.micro_batches)
+        self._hand[work.batch] = Progress(work, version, self._order.own(work.micro_batches))
+        self._enqueue(acts)
         self.replica.stage.train()
         if self.stream is not None:
             self.stream.begin(work.copied)
@@ -97,7 +101,7 @@ class Lane:
         self._enqueue(self._order.end())
 
     def _enqueue(self, acts: Iterable[Act]) -> None:
-        self._queue.extend(self._place.steps(acts))
+        self._queue.extend(self.place.steps(acts, self._order.urgency))
         if self.step is None:
             self._next()
 
@@ -105,7 +109,8 @@ class Lane:
         self.step = self._queue.popleft() if self._queue else None
 
     def has_ended(self, batch: int) -> bool:
-        return self._hand[batch].updated
+        now = self._hand[batch]
+        return now.updated and now.loss is not None
 
     def finish(self, batch: int) -> torch.Tensor:
         """The loss of a batch that has ended."""
@@ -139,7 +144,8 @@ class Lane:
     def _send(self, kind: str, to: int, step: Step, value: Any) -> None:
         if self.sent_at is None:
             self.sent_at = time.perf_counter()
-        self._links[to].send(Key(kind, self.pipeline, self.stage, to, step.batch, step.micro_batch), value)
+        key = Key(kind, self.pipeline, self.place.seat, to, step.batch, step.micro_batch)
+        self._links[to].send(key, value)
 
     def _take(self, step: Step) -> Any:
         """The message that a step with one need waited for."""
@@ -157,7 +163,7 @@ class Lane:
         if self.stream is None:
             self._perform(now, step)
         else:
-            place = self.stage, self.pipeline, step.batch, step.micro_batch, step.kind
+            place = self.place.seat, self.pipeline, step.batch, step.micro_batch, step.kind
             with self.stream.step(place, step.begins):
                 self._perform(now, step)
         self._next()
@@ -167,19 +173,30 @@ class Lane:
         if kind == "F":
             self.replica.show(now.version)
             self._forward(now, step)
-        elif kind == "B":
+        elif kind in "BI":
             self.replica.show(now.version)
             self._backward(now, step)
+        elif kind == "W":
+            self.replica.show(now.version)
+            now.deferred.pop(step.micro_batch).run()
+        elif kind == "A":
+            self._sum.begin(now, step)
+        elif kind == "G":
+            self._sum.finish(now, step)
         elif kind == "T":
             self._update.send_shared(now, step)
         elif kind == "S":
             self._update.sum_shared(now, step)
         elif kind == "N":
             self._update.norm(now, step)
-        else:
+        elif kind == "U":
             others = [p.version for p in self._hand.values() if not p.updated and p is not now]
             self._update.update(now, step, min([*others, self._order.version()]))
             now.updated = True
+            for seat in self.place.tells_the_loss:
+                self._send("L", seat, step, now.loss)
+        else:
+            now.loss = self._take(step)
 
     def _forward(self, now: Progress, step: Step) -> None:
         m = step.micro_batch
@@ -198,7 +215,7 @@ class Lane:
             now.saved[m] = Saved(inputs, edges, [self._seed(now, m, output)] if edges else [])
         else:
             now.saved[m] = Saved(inputs, edges)
-            self._send("F", self.stage + 1, step, output)
+            self._send("F", self.place.placement.at(self.stage + 1, m), step, output)
 
     def _run(self, now: Progress, m: int, value: Any) -> Any:
         place = Position(self.pipeline, now.work.batch, m)
@@ -219,7 +236,7 @@ class Lane:
 
     def _recomputes(self, now: Progress, m: int) -> bool:
         how = self._options.recompute
-        return how == "always" or (how == "except-last" and m < now.work.schedule.micro_batches - 1)
+        return how == "always" or (how == "except-last" and m < now.work.micro_batches - 1)
 
     def _loss(self, now: Progress, m: int, output: Any) -> torch.Tensor | None:
         """This micro-batch's loss; None when nothing in it counts."""
@@ -246,17 +263,21 @@ class Lane:
             pairs = [(edge, g) for edge, g in zip(saved.outputs, received) if g is not None]
             roots, grads = [p[0] for p in pairs], [p[1] for p in pairs]
             del received, pairs
-        if roots:
-            run_backward(roots, grads)
         now.backwards_left -= 1
+        if now.backwards_left == 0:
+            self._sum.last_backward()
+        if step.kind == "I":
+            now.deferred[m] = input_backward(roots, grads, saved.inputs)
+        elif roots:
+            run_backward(roots, grads)
         if now.backwards_left == 0 and self._last:
             now.sum_losses()
         if not self._first:
-            # the batch's loss rides on its last gradient, so that every stage learns it without a message more
             message = [x.grad for x in saved.inputs]
-            if now.backwards_left == 0:
+            if now.backwards_left == 0 and not self.place.placement.is_replicated:
+                # the batch's loss rides on its last gradient, so that every stage learns it without a message more
                 message.append(now.loss)
-            self._send("B", self.stage - 1, step, message)
+            self._send("B", self.place.placement.at(self.stage - 1, m), step, message)
 
 
 def scalar_loss(loss_fn: LossFn, output: Any, target: Any) -> torch.Tensor:

@@ -15,8 +15,8 @@ class Key(NamedTuple):
 
     kind: str  # a letter of NAMES
     pipeline: int
-    source: int  # stage
-    stage: int  # destination
+    source: int  # seat
+    seat: int  # destination
     batch: int
     micro_batch: int
 
@@ -33,6 +33,9 @@ NAMES = {
     "C": "the clipping factor",
     "E": "the activation (of an evaluation)",
     "R": "the result (of an evaluation)",
+    "A": "what another replica found",
+    "Z": "the sum of the gradients",
+    "L": "the loss",
 }
 
 

@@ -90,8 +90,9 @@ class Replica:
     def step(self, batch: int, needed_from: int) -> None:
         """One optimizer step, with its averaging, on the gradients there are; drops them. BatchNorms count the batch.
 
-        ``needed_from``: the lowest version of the weights that other batches need. With staleness 0 the last pipeline of a round does the work of all, in one pass over memory where that is
-        possible; until then the replica is not ``settled``.
+        ``needed_from``: the lowest version of the weights that other batches need. With staleness 0 the last pipeline
+        of a round does the work of all, in one pass over memory where that is possible; until then the replica is not
+        ``settled``.
         """
         arena = self._arena
         self.stage.statistics.commit(batch)

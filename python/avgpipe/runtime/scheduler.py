@@ -15,12 +15,14 @@ from avgpipe.report.timeline import Event
 from avgpipe.runtime.lane import Lane
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
+from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.streams import DeviceClock, Row
 from avgpipe.runtime.watchdog import since
 from avgpipe.runtime.world import World
 
 _KEPT_EVENTS = 20_000
-_SHOWN = {"F": "F", "B": "B", "U": "U", "T": "send", "S": "host", "N": "host"}  # a lane's steps in a Timeline
+# A lane's steps in a Timeline.
+_SHOWN = {kind: kind for kind in "FBIWU"} | dict.fromkeys("TA", "send") | dict.fromkeys("SNGL", "host")
 _SEEN = 4  # ranks that an error says more of
 _SHORTEST_HOST_S = 20e-6  # less between two steps is the scheduler itself
 
@@ -31,9 +33,11 @@ class Scheduler:
         lanes: Sequence[Lane],
         mailbox: Mailbox,
         world: World,
+        placement: Placement,
         device_clock: DeviceClock | None = None,
     ) -> None:
         self._lanes, self._mailbox, self._world, self._device_clock = lanes, mailbox, world, device_clock
+        self._placement = placement
         self._clock_offset = time.time() - time.perf_counter()  # ranks share the wall clock, not the counter
         self._left_at: float | None = None  # when run_until last returned to its caller
         self._doing: tuple[str, float] = ("nothing yet", time.monotonic())
@@ -64,9 +68,9 @@ class Scheduler:
             end = clock()
             computed = end if lane.sent_at is None else lane.sent_at
             kind, m, batch = _SHOWN[step.kind], step.micro_batch, step.batch
-            note((lane.stage, lane.pipeline, batch, m, kind, start, computed, ""))
+            note((lane.place.seat, lane.pipeline, batch, m, kind, start, computed, ""))
             if computed < end:
-                note((lane.stage, lane.pipeline, batch, m, "send", computed, end, ""))
+                note((lane.place.seat, lane.pipeline, batch, m, "send", computed, end, ""))
         self._lane = None
         self._rest("the caller's code")
         self._left_at = clock()
@@ -79,7 +83,7 @@ class Scheduler:
         """Time of other work in this thread, for a batch, on the clock of time.perf_counter."""
         lane = self._lanes[0]
         if end - start >= _SHORTEST_HOST_S:
-            self._events.append((lane.stage, lane.pipeline, batch, -1, "host", start, end, what))
+            self._events.append((lane.place.seat, lane.pipeline, batch, -1, "host", start, end, what))
 
     def pause(self) -> None:
         """What happens until the next run is not part of training."""
@@ -132,7 +136,7 @@ class Scheduler:
         assert step is not None
         self._events.append(
             (
-                *(lane.stage, lane.pipeline, step.batch, step.micro_batch),
+                *(lane.place.seat, lane.pipeline, step.batch, step.micro_batch),
                 *("recv", start, time.perf_counter(), step.needs[0].kind if step.needs else "average"),
             )
         )
@@ -152,7 +156,7 @@ class Scheduler:
         if arrived is None:
             arrived = lambda: not awaited()  # noqa: E731
         self._lane = None
-        self._rest(f"waiting for {_awaited(keys)}")
+        self._rest(f"waiting for {self._awaited(keys)}")
         try:
             if self._mailbox.wait_until(arrived, self._world.timeout_s, awaited):
                 return
@@ -170,10 +174,10 @@ class Scheduler:
         return loss
 
     def _describe(self, keys: Sequence[Key]) -> str:
-        head = f"rank {self._world.rank} waited {self._world.timeout_s:g} s for {_awaited(keys)}"
+        head = f"rank {self._world.rank} waited {self._world.timeout_s:g} s for {self._awaited(keys)}"
         if not keys:
             return head
-        rank = keys[0].source if self._world.size > 1 else self._world.rank
+        rank = self._placement.rank_of(keys[0].source)
         seen = [self._world.told(rank)]
         # That rank may wait too, for another one: where the chain ends, something else is done, or hangs.
         others = [r for r in range(self._world.size) if r not in (rank, self._world.rank)]
@@ -189,11 +193,10 @@ class Scheduler:
         step = lane.step if lane is not None else None
         if lane is None or step is None:
             return since(*self._doing)
-        return f"{step}, pipeline {lane.pipeline}, stage {lane.stage}"
+        return f"{step}, pipeline {lane.pipeline}, {self._placement.name(lane.place.seat)}"
 
-
-def _awaited(keys: Sequence[Key]) -> str:
-    if not keys:
-        return "the other pipelines of this worker to finish their round of averaging"
-    key = keys[0]
-    return f"{key} from stage {key.source} (pipeline {key.pipeline}, stage {key.stage})"
+    def _awaited(self, keys: Sequence[Key]) -> str:
+        if not keys:
+            return "the other pipelines of this worker to finish their round of averaging"
+        key, name = keys[0], self._placement.name
+        return f"{key} from {name(key.source)} (pipeline {key.pipeline}, {name(key.seat)})"

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
 from typing import NamedTuple
 
+from avgpipe.runtime.links.channel import Channel
 from avgpipe.runtime.message import Key
+from avgpipe.runtime.order import Urgency
+from avgpipe.runtime.placement import Placement
 from avgpipe.schedule.stream import Step as Act
 
 
 class Step(NamedTuple):
-    """``urgency``: less goes first, backwards before forwards, then the oldest batch."""
-
     kind: str
     micro_batch: int  # -1: none
     batch: int
     needs: tuple[Key, ...]
     begins: bool  # the first of its batch
-    urgency: tuple[bool, int, int]
+    urgency: Urgency  # of what could run, the least runs
 
     def __str__(self) -> str:
         action = self.kind if self.micro_batch < 0 else f"{self.kind}{self.micro_batch}"
@@ -26,42 +29,105 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Neighbours:
-    """Who a lane exchanges messages with. ``shared``: the other stages that hold parameters of this one."""
+class Place:
+    """Where a lane sits, and who its messages come from.
 
+    shared: the other stages that hold parameters of this one. clipping: whether gradients are clipped by the norm of
+    all stages.
+    """
+
+    placement: Placement
+    seat: int
     pipeline: int
-    stage: int
-    stages: int
     shared: tuple[int, ...]
     clipping: bool
 
-    @property
+    @cached_property
+    def stage(self) -> int:
+        return self.placement.seats[self.seat].stage
+
+    @cached_property
     def first(self) -> bool:
         return self.stage == 0
 
-    @property
+    @cached_property
     def last(self) -> bool:
-        return self.stage == self.stages - 1
+        return self.stage == self.placement.stages - 1
 
-    def steps(self, acts: Iterable[Act]) -> Iterator[Step]:
-        """The steps that actions are made of: an update has others before it."""
-        for kind, batch, m in acts:
-            for part in self._before_update() + "U" if kind == "U" else kind:
-                urgency = kind == "F", batch, -self.stage
-                begins = kind == "F" and m == 0
-                yield Step(part, m, batch, self._needs(part, m, batch), begins, urgency)
+    @cached_property
+    def peers(self) -> list[int]:
+        """The other replicas of this stage."""
+        return [seat for seat in self.placement.seats_of(self.stage) if seat != self.seat]
 
-    def _before_update(self) -> str:
-        return ("TS" if self.shared else "") + ("N" if self.clipping else "")
+    @cached_property
+    def learns_the_loss(self) -> bool:
+        """By a message of its own: it cannot ride on the last gradient where several seats know parts of it."""
+        return self.placement.is_replicated and not self.last
+
+    @cached_property
+    def tells_the_loss(self) -> list[int]:
+        """The seats that do, if it is for this one to tell them."""
+        placement = self.placement
+        if not placement.is_replicated or self.seat != placement.seats_of(placement.stages - 1)[0]:
+            return []
+        return [seat for seat, (stage, _) in enumerate(placement.seats) if stage != self.stage]
+
+    def steps(self, acts: Iterable[Act], urgency: Callable[[Act], Urgency]) -> Iterator[Step]:
+        """The steps that actions are made of: an update has others around it."""
+        for act in acts:
+            kind, batch, m = act
+            begins = kind == "F" and m < len(self.peers) + 1
+            for part in self._update if kind == "U" else kind:
+                yield Step(part, m, batch, self._needs(part, m, batch), begins, urgency(act))
+
+    @cached_property
+    def _update(self) -> str:
+        return (
+            ("AG" if self.peers else "")
+            + ("TS" if self.shared else "")
+            + ("N" if self.clipping else "")
+            + "U"
+            + ("L" if self.learns_the_loss else "")
+        )
 
     def _needs(self, kind: str, m: int, batch: int) -> tuple[Key, ...]:
         """Messages that a step consumes."""
-        sources: Iterable[int] = ()
-        message = kind
-        if (kind == "F" or (kind == "U" and self.clipping)) and not self.first:
-            sources, message = (self.stage - 1,), "F" if kind == "F" else "C"
-        elif kind in "BN" and not self.last:
-            sources = (self.stage + 1,)
-        elif kind == "S":
-            sources, message = self.shared, "T"
-        return tuple(Key(message, self.pipeline, source, self.stage, batch, m) for source in sources)
+        message, sources = self._sources(kind, m)
+        keys = [Key(message, self.pipeline, source, self.seat, batch, m) for source in sources]
+        if kind == "G" and self.placement.ranks > 1:
+            keys.append(Key("Z", self.pipeline, self.seat, self.seat, batch, m))
+        return tuple(keys)
+
+    def _sources(self, kind: str, m: int) -> tuple[str, list[int]]:
+        placement, stage = self.placement, self.stage
+        if kind == "F" and not self.first:
+            return "F", [placement.at(stage - 1, m)]
+        if kind in "BI" and not self.last:
+            return "B", [placement.at(stage + 1, m)]
+        if kind == "G":
+            return "A", self.peers
+        if kind == "S":
+            return "T", [placement.informant(self.seat, other) for other in self.shared]
+        if kind == "N" and not self.last:
+            return "N", [placement.informant(self.seat, stage + 1)]
+        if kind == "U" and self.clipping and not self.first:
+            return "C", [placement.informant(self.seat, stage - 1)]
+        if kind == "L":
+            return "L", [placement.seats_of(placement.stages - 1)[0]]
+        return kind, []
+
+    def channels(self) -> list[Channel]:
+        """Those that end here, in an order that all find alike."""
+        replicas = [len(self.placement.seats_of(stage)) for stage in range(self.placement.stages)]
+        own = self.placement.seats[self.seat].replica
+        mine = range(
+            own, lcm(*replicas), replicas[self.stage]
+        )  # as many micro-batches as it takes to meet everybody
+        steps = [*(("F", m) for m in mine), *(("B", m) for m in mine), *((part, -1) for part in self._update)]
+        found = [
+            Channel(message, self.pipeline, source, self.seat)
+            for kind, m in steps
+            for message, sources in [self._sources(kind, m)]
+            for source in sources
+        ]
+        return list(dict.fromkeys(found))

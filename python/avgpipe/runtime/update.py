@@ -1,9 +1,12 @@
 """What a lane does between a batch's last backward and the next forwards.
 
-    T   send the gradients of parameters that other stages hold too
-    S   receive theirs and add up, in stage order, so all holders step alike
-    N   add this stage's squared gradient norm to that of the stages behind it (only when clipping)
-    U   scale the gradients by the norm of all stages, step the optimizer, average
+A   tell the other replicas of the stage this one's part of gradients, loss and statistics
+G   add up theirs, in the order of replicas
+T   send the gradients of parameters that other stages hold too
+S   receive theirs and add up, in stage order, so all holders step alike
+N   add this stage's squared gradient norm to that of the stages behind it (only when clipping)
+U   scale the gradients by the norm of all stages, step the optimizer, average
+L   learn the batch's loss, where it did not come with a gradient
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ import torch
 
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.replica import Replica
-from avgpipe.runtime.steps import Neighbours, Step
+from avgpipe.runtime.steps import Place, Step
 from avgpipe.runtime.work import Progress
 
-Send = Callable[[str, int, Step, Any], None]  # kind, stage, step and value
+Send = Callable[[str, int, Step, Any], None]  # kind, seat, step and value
 Take = Callable[[Key], Any]
 
 
@@ -30,7 +33,7 @@ class Update:
     def __init__(
         self,
         replica: Replica,
-        place: Neighbours,
+        place: Place,
         shared: Mapping[int, list[int]],
         clip_grad_norm: float | None,
         send: Send,
@@ -44,8 +47,9 @@ class Update:
     def send_shared(self, now: Progress, step: Step) -> None:
         grads = [p.grad for p in self._replica.arena.parameters]
         for other, mine in self._shared.items():
-            # a copy: the sum is written over these before a neighbour in this process has read them
-            self._send("T", other, step, [_copy(grads[p]) for p in mine])
+            for seat in self._place.placement.informed(self._place.seat, other):
+                # a copy: the sum is written over these before a neighbour in this process has read them
+                self._send("T", seat, step, [_copy(grads[p]) for p in mine])
 
     def sum_shared(self, now: Progress, step: Step) -> None:
         parameters = self._replica.arena.parameters
@@ -53,8 +57,9 @@ class Update:
         for p in {p for mine in self._shared.values() for p in mine}:
             parts[p] = {self._place.stage: parameters[p].grad}
         for key in step.needs:
-            for p, grad in zip(self._shared[key.source], self._take(key)):
-                parts[p][key.source] = grad
+            other = self._place.placement.seats[key.source].stage
+            for p, grad in zip(self._shared[other], self._take(key)):
+                parts[p][other] = grad
         for p, by_stage in parts.items():
             grads = [g for _, g in sorted(by_stage.items(), key=lambda item: item[0]) if g is not None]
             if grads:
@@ -76,7 +81,8 @@ class Update:
             assert self._limit is not None
             now.scale = (self._limit / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ of torch
         else:
-            self._send("N", self._place.stage - 1, step, total)
+            for seat in self._place.placement.informed(self._place.seat, self._place.stage - 1):
+                self._send("N", seat, step, total)
 
     def update(self, now: Progress, step: Step, needed_from: int) -> None:
         """``needed_from``: the lowest version of the weights that other batches need."""
@@ -85,7 +91,8 @@ class Update:
                 now.scale = self._take(step.needs[0])
             assert now.scale is not None
             if not self._place.last:
-                self._send("C", self._place.stage + 1, step, now.scale)
+                for seat in self._place.placement.informed(self._place.seat, self._place.stage + 1):
+                    self._send("C", seat, step, now.scale)
             self._replica.scale_grads(now.scale)
         self._replica.step(now.work.batch, needed_from)
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from avgpipe.runtime.batch import LossWeights
+from avgpipe.runtime.split_backward import Deferred
 from avgpipe.runtime.streams import Handed
-from avgpipe.schedule import Schedule
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Work:
     """
 
     batch: int
-    schedule: Schedule
+    micro_batches: int
     inputs: Sequence[Any]
     targets: Sequence[Any]
     weights: LossWeights
@@ -48,6 +48,7 @@ class Progress:
     version: int
     backwards_left: int
     saved: dict[int, Saved] = field(default_factory=dict)
+    deferred: dict[int, Deferred] = field(default_factory=dict)  # of micro-batches, gradients of weights
     # Of micro-batches, with their factors.
     losses: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     loss: torch.Tensor | None = None  # of the whole batch; float64, known after the last backward

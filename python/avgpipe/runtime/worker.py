@@ -1,27 +1,34 @@
-"""A process's part of a pipeline: the stages it owns, a lane for each of their replicas, and the links to the
-others.
-"""
+"""A process's part of a pipeline: its seats, a lane for each pipeline on each of them, and the links to the others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from avgpipe.averaging import Reference
 from avgpipe.plan import Plan
+from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.lane import Lane, TrainingOptions
-from avgpipe.runtime.links.channel import Channel, channels_into
+from avgpipe.runtime.links.channel import Channel
 from avgpipe.runtime.links.choose import Links
+from avgpipe.runtime.message import Key
 from avgpipe.runtime.model import Model
-from avgpipe.runtime.order import OneByOne, Order, Overlapping
+from avgpipe.runtime.order import OneByOne, Order, Overlapping, ranks_of
+from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.replica import OptimizerFn, Replica, SchedulerFn
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.stage import Stage
+from avgpipe.runtime.steps import Place
 from avgpipe.runtime.streams import Handed, LaneStream, streams_of
 from avgpipe.runtime.watchdog import Watchdog
 from avgpipe.runtime.world import World
+from avgpipe.schedule.replicated import warm_up
 from avgpipe.weights import Arena
 
 
@@ -30,6 +37,7 @@ class Worker:
         self,
         model: Model,
         plan: Plan,
+        placement: Placement,
         world: World,
         device: torch.device,
         seed: int,
@@ -39,64 +47,136 @@ class Worker:
         link: str,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self.world, self.device = world, device
-        self.stages = list(range(plan.stages)) if world.size == 1 else [world.rank]
-        self._last = plan.stages - 1
-        clipping = options.clip_grad_norm is not None
-
-        def into(k: int) -> list[Channel]:
-            return channels_into(k, plan.stages, plan.pipelines, model.shared(k), clipping)
-
-        self._links = Links(world, self.stages, plan.stages, into, device, link, wire_dtype)
-        self.links, self.mailbox = self._links.by_stage, self._links.mailbox
-        self.replicas: dict[tuple[int, int], Replica] = {}  # by (stage, pipeline)
-        self.references: dict[int, Reference | None] = {}
-        self.lanes: dict[tuple[int, int], Lane] = {}
+        self.world, self.device, self.placement = world, device, placement
+        self.seats = placement.held_by(world.rank)
+        self._model, self._plan, self._options, self._seed = model, plan, options, seed
+        self._make_optimizer, self._make_lr_scheduler = optimizer, lr_scheduler
+        self._links = Links(world, placement, self._channels_into, device, link, wire_dtype)
+        self.links, self.mailbox = self._links.by_seat, self._links.mailbox
+        self.replicas: dict[tuple[int, int], Replica] = {}  # by (seat, pipeline)
+        self.references: dict[int, Reference | None] = {}  # by seat
+        self.lanes: dict[tuple[int, int], Lane] = {}  # by (seat, pipeline)
+        self._sums: list[GroupSum] = []
         self.streams = streams_of(device)
-        for k in self.stages:
-            self._build_stage(model, plan, k, seed, optimizer, lr_scheduler)
+        self.columns = lru_cache(maxsize=None)(plan.columns)
+        groups = self._replica_groups()
+        for seat in self.seats:
+            self._build_seat(seat)
+            shared = model.shared(placement.seats[seat].stage)
             for i in range(plan.pipelines):
-                self.lanes[k, i] = Lane(
-                    *(self.replicas[k, i], options, _order(plan, k)),
-                    *(self.mailbox, self.links, model.shared(k)),
-                    self._stream(k),
+                place = self._place(seat, i)
+                self.lanes[seat, i] = Lane(
+                    *(self.replicas[seat, i], place, options, self._order(place)),
+                    *(self.mailbox, self.links, shared),
+                    self._summing(place, groups),
+                    self._stream(seat),
                 )
         clock = self.streams.clock if self.streams is not None else None
-        self.scheduler = Scheduler(list(self.lanes.values()), self.mailbox, world, clock)
+        self.scheduler = Scheduler(list(self.lanes.values()), self.mailbox, world, placement, clock)
         self._watchdog = (
             Watchdog(world, self.mailbox, self.scheduler.doing, self._links.processes)
             if world.size > 1
             else None
         )
 
-    def _stream(self, k: int) -> LaneStream | None:
+    # ---- who is here ---------------------------------------------------------------------------------------------
+
+    def seat_of(self, stage: int) -> int | None:
+        """The seat that speaks for a stage, its first replica's, if it is here."""
+        seat = self.placement.seats_of(stage)[0]
+        return seat if seat in self.seats else None
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that speaks for a stage."""
+        return self.placement.rank_of(self.placement.seats_of(stage)[0])
+
+    def holds(self, stage: int) -> bool:
+        return any(self.placement.seats[seat].stage == stage for seat in self.seats)
+
+    # ---- what is built -------------------------------------------------------------------------------------------
+
+    def _place(self, seat: int, pipeline: int) -> Place:
+        shared = self._model.shared(self.placement.seats[seat].stage)
+        clipping = self._options.clip_grad_norm is not None
+        return Place(self.placement, seat, pipeline, tuple(sorted(shared)), clipping)
+
+    def _channels_into(self, rank: int) -> list[Channel]:
+        """All that end at a rank, in an order that every rank finds alike."""
+        placement = self.placement
+        seats = placement.held_by(rank)
+        found = [
+            channel
+            for seat in seats
+            for i in range(self._plan.pipelines)
+            for channel in self._place(seat, i).channels()
+        ]
+        # Evaluation goes through the first replicas; the last one tells every rank the result.
+        speakers = [placement.seats_of(stage)[0] for stage in range(placement.stages)]
+        found += [Channel("E", 0, a, b) for a, b in pairwise(speakers) if b in seats]
+        found.append(Channel("R", 0, speakers[-1], seats[0]))
+        return [channel for channel in found if channel.source not in seats]
+
+    def _order(self, place: Place) -> Order:
+        plan = self._plan
+        if plan.weights == "flush":
+            ordered = len(self.placement.workers) < len(self.placement.seats)
+            ranks = lru_cache(maxsize=None)(lambda m: ranks_of(plan.build_schedule(m))) if ordered else None
+            return OneByOne(place.seat, lambda m: self.columns(m), ranks)
+        assert plan.weights is not None
+        replication = plan.replication or [1] * plan.stages
+        stage, replica = self.placement.seats[place.seat]
+        warm_ups = warm_up(replication, stage), warm_up(replication, 0)
+        return Overlapping(plan.weights, *warm_ups, replica, replication[stage])
+
+    def _replica_groups(self) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """By stage and pipeline, the group of the ranks that hold replicas of it; every rank makes all of them."""
+        placement = self.placement
+        if not placement.is_replicated or placement.ranks == 1:
+            return {}
+        limit = timedelta(seconds=self.world.timeout_s + 30)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        return {
+            (stage, i): dist.new_group(
+                [placement.rank_of(seat) for seat in placement.seats_of(stage)],
+                timeout=limit,
+                backend=backend,
+            )
+            for stage in range(placement.stages)
+            if len(placement.seats_of(stage)) > 1
+            for i in range(self._plan.pipelines)
+        }
+
+    def _summing(self, place: Place, groups: dict[tuple[int, int], dist.ProcessGroup]) -> GroupSum | None:
+        group = groups.get((place.stage, place.pipeline))
+        if group is None:
+            return None
+        parameters = self.replicas[place.seat, place.pipeline].arena.parameters
+        key = Key("Z", place.pipeline, place.seat, place.seat, -1, -1)
+        self._sums.append(GroupSum(parameters, group, self.mailbox, key))
+        return self._sums[-1]
+
+    def _stream(self, seat: int) -> LaneStream | None:
         if self.streams is None:
             return None
-        reference = self.references[k]
-        return self.streams.lane(k, reference is not None and reference.elasticity.pulls_at_the_end)
+        reference = self.references[seat]
+        return self.streams.lane(seat, reference is not None and reference.elasticity.pulls_at_the_end)
 
     def copy_ahead(self, inputs: Any, targets: Any) -> Handed | None:
         """Begin to copy what this worker's stages need of a batch to their device; None on the CPU."""
         if self.streams is None:
             return None
-        first, last = self.stages[0] == 0, self.stages[-1] == self._last
+        first, last = self.holds(0), self.holds(self.placement.stages - 1)
         return self.streams.copies.start((inputs if first else None, targets if last else None))
 
-    def _build_stage(
-        self,
-        model: Model,
-        plan: Plan,
-        k: int,
-        seed: int,
-        optimizer: OptimizerFn,
-        lr_scheduler: SchedulerFn | None,
-    ) -> None:
+    def _build_seat(self, seat: int) -> None:
+        plan, model, k = self._plan, self._model, self.placement.seats[seat].stage
         stages = [
-            Stage(model.stage_layers(k), model.bounds[k], k, seed, self.device) for _ in range(plan.pipelines)
+            Stage(model.stage_layers(k), model.bounds[k], k, self._seed, self.device)
+            for _ in range(plan.pipelines)
         ]
         arenas = [Arena(p for p in stage.parameters() if p.requires_grad) for stage in stages]
         # A lone pipeline has nobody to agree with.
-        self.references[k] = (
+        self.references[seat] = (
             Reference(
                 arenas[0].weights,
                 plan.pipelines,
@@ -109,23 +189,21 @@ class Worker:
             else None
         )
         for i, (stage, arena) in enumerate(zip(stages, arenas)):
-            self.replicas[k, i] = Replica(
-                *(stage, i, optimizer, lr_scheduler, self.references[k], arena),
+            self.replicas[seat, i] = Replica(
+                *(stage, i, self._make_optimizer, self._make_lr_scheduler, self.references[seat], arena),
                 versioned=plan.weights != "flush",
             )
 
-    def weights(self, stage: int, which: str | int) -> Sequence[torch.Tensor]:
-        """Flat weights of a stage: the reference's, or a pipeline's."""
-        reference = self.references[stage]
+    def weights(self, seat: int, which: str | int) -> Sequence[torch.Tensor]:
+        """Flat weights of a seat: the reference's, or a pipeline's."""
+        reference = self.references[seat]
         if which == "reference" and reference is not None:
             return reference.parameters
-        return self.replicas[stage, 0 if which == "reference" else int(which)].arena.weights
+        return self.replicas[seat, 0 if which == "reference" else int(which)].arena.weights
 
     def close(self, patience_s: float) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
         self._links.close(patience_s)
-
-
-def _order(plan: Plan, stage: int) -> Order:
-    return OneByOne(stage) if plan.weights == "flush" else Overlapping(stage, plan.stages, plan.weights)
+        for summing in self._sums:
+            summing.close()

@@ -55,9 +55,7 @@ def build_schedule(
     the schedule does not take, stages that do not divide over the workers, and an advance that would deadlock, where
     a stage wants to start more forwards than the one before sends.
     """
-    canonical = _ALIASES.get(name, name)
-    if canonical not in _NAMES:
-        raise ValueError(f"unknown schedule {name!r}: {nearest(str(name), [*_NAMES, *_ALIASES])}")
+    canonical = canonical_name(name)
     _check_count("stages", stages)
     _check_count("micro_batches", micro_batches)
     _check_taken("advance", advance, canonical, "advance-forward")
@@ -74,11 +72,19 @@ def build_schedule(
     if canonical == "all-forward-all-backward":
         forwards = [micro_batches] * stages
     else:
-        ahead = _advance_per_stage(advance, stages) if canonical == "advance-forward" else [0] * stages
+        ahead = advance_per_stage(advance, stages) if canonical == "advance-forward" else [0] * stages
         forwards = warm_ups(stages, micro_batches, ahead)
         _check_reachable(forwards, ahead)
     columns = tuple(one_batch(w, micro_batches) for w in forwards)
     return Schedule(canonical, micro_batches, columns, flush=canonical not in _NO_FLUSH)
+
+
+def canonical_name(name: str) -> str:
+    """Without aliases; ValueError for an unknown name."""
+    canonical = _ALIASES.get(name, name)
+    if canonical not in _NAMES:
+        raise ValueError(f"unknown schedule {name!r}: {nearest(str(name), [*_NAMES, *_ALIASES])}")
+    return canonical
 
 
 def warm_ups(stages: int, micro_batches: int, advance: Sequence[int]) -> list[int]:
@@ -112,7 +118,8 @@ def _check_multiple(name: str, stages: int, per_worker: int) -> None:
         )
 
 
-def _advance_per_stage(advance: int | Sequence[int] | str | None, stages: int) -> list[int]:
+def advance_per_stage(advance: int | Sequence[int] | str | None, stages: int) -> list[int]:
+    """The a_k that ``advance`` of :func:`build_schedule` means."""
     wanted = (
         "pass None (K-1-k on stage k), 'auto' (the same until there are measurements), an int of at least 0 for all "
         "stages, or a list of one per stage"

@@ -1,11 +1,11 @@
 """Weights of a stage that batches under way still need, beside the newest ones.
 
-A version is counted in updates: version v is what v updates have made. The newest one is what the parameters hold; older
-ones lie in buffers of their own. To forward or backward a batch on another version the parameters are pointed at its
-buffer, which moves no bytes. An update whose version somebody still needs first copies it, then changes the copy.
+A version is counted in updates: version v is what v updates have made. The newest one is what the parameters hold;
+older ones lie in buffers of their own. To forward or backward a batch on another version the parameters are pointed at
+its buffer, which moves no bytes. An update whose version somebody still needs first copies it, then changes the copy.
 
-Pointing is enough because autograd finds a weight in one of two ways: it has saved the parameter, and then reads what it
-points at now; or a view of it, which stays with the buffer it was made in.
+Pointing is enough because autograd finds a weight in one of two ways: it has saved the parameter, and then reads what
+it points at now; or a view of it, which stays with the buffer it was made in.
 """
 
 from __future__ import annotations
