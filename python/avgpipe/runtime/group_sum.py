@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.world import transport_reason
 
+_PATIENCE_S = 5.0  # for the thread to end
 _BUCKET_BYTES = 8 * 2**20  # large enough for the network, small enough to begin early
 
 
@@ -37,14 +39,15 @@ class GroupSum:
         self._thread = threading.Thread(target=self._wait, name="avgpipe-sum", daemon=True)
         self._thread.start()
         for n, p in enumerate(parameters):
-            p.register_post_accumulate_grad_hook(lambda _, n=n: self._made(n))
+            hook = partial(self._made, n)
+            p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
 
     def arm(self) -> None:
         """The backward that comes is the last one before :meth:`complete`: what it makes is final."""
         self._waiting = [set(bucket.members) for bucket in self._buckets]
         self._armed = True
 
-    def _made(self, n: int) -> None:
+    def _made(self, n: int, _: torch.Tensor) -> None:
         if not self._armed:
             return
         self._waiting[self._bucket_of[n]].discard(n)
@@ -71,7 +74,8 @@ class GroupSum:
 
     def total(self, n: int) -> torch.Tensor:
         """The sum of the gradients of parameter n; overwritten by the next batch's."""
-        return self._buckets[self._bucket_of[n]].members[n]
+        total: torch.Tensor = self._buckets[self._bucket_of[n]].members[n]
+        return total
 
     def _wait(self) -> None:
         while (item := self._batches.get()) is not None:
@@ -90,9 +94,6 @@ class GroupSum:
         self._thread.join(_PATIENCE_S)
 
 
-_PATIENCE_S = 5.0
-
-
 class _Bucket:
     """Places for the gradients of some parameters, by their numbers, in one flat tensor."""
 
@@ -100,7 +101,8 @@ class _Bucket:
         sizes = [parameters[n].numel() for n in numbers]
         like = parameters[numbers[0]]
         self.flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
-        self.members = {n: part.view(parameters[n].shape) for n, part in zip(numbers, self.flat.split(sizes))}
+        parts = torch.split(self.flat, sizes)
+        self.members = {n: part.view(parameters[n].shape) for n, part in zip(numbers, parts)}
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:

@@ -25,7 +25,7 @@ from avgpipe.runtime.links.channel import Link
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.memory import SavedBytes
 from avgpipe.runtime.message import Key, tensors_of
-from avgpipe.runtime.order import Act, Order
+from avgpipe.runtime.order import Order
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.split_backward import input_backward
 from avgpipe.runtime.stage_sum import StageSum
@@ -33,6 +33,7 @@ from avgpipe.runtime.steps import Place, Step
 from avgpipe.runtime.streams import Handed, LaneStream
 from avgpipe.runtime.update import Update
 from avgpipe.runtime.work import Progress, Saved, Work
+from avgpipe.schedule.stream import Step as Act
 
 
 @dataclass(frozen=True)

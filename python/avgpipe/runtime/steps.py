@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
 
@@ -131,3 +132,16 @@ class Place:
             for source in sources
         ]
         return list(dict.fromkeys(found))
+
+
+def channels_into(seats: Sequence[int], places: Iterable[Place]) -> list[Channel]:
+    """All that end at the process with these seats, in an order that all find alike. ``places``: of its lanes."""
+    found: list[Channel] = []
+    for place in places:
+        placement = place.placement
+        found += place.channels()
+    # Evaluation goes through the first replicas, and the last one tells every process the result.
+    speakers = [placement.seats_of(stage)[0] for stage in range(placement.stages)]
+    found += [Channel("E", 0, a, b) for a, b in pairwise(speakers) if b in seats]
+    found.append(Channel("R", 0, speakers[-1], seats[0]))
+    return [channel for channel in found if channel.source not in seats]

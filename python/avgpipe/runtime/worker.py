@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.replica import OptimizerFn, Replica, SchedulerFn
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.stage import Stage
-from avgpipe.runtime.steps import Place
+from avgpipe.runtime.steps import Place, channels_into
 from avgpipe.runtime.streams import Handed, LaneStream, streams_of
 from avgpipe.runtime.watchdog import Watchdog
 from avgpipe.runtime.world import World
@@ -101,20 +100,10 @@ class Worker:
         return Place(self.placement, seat, pipeline, tuple(sorted(shared)), clipping)
 
     def _channels_into(self, rank: int) -> list[Channel]:
-        """All that end at a rank, in an order that every rank finds alike."""
-        placement = self.placement
-        seats = placement.held_by(rank)
-        found = [
-            channel
-            for seat in seats
-            for i in range(self._plan.pipelines)
-            for channel in self._place(seat, i).channels()
-        ]
-        # Evaluation goes through the first replicas; the last one tells every rank the result.
-        speakers = [placement.seats_of(stage)[0] for stage in range(placement.stages)]
-        found += [Channel("E", 0, a, b) for a, b in pairwise(speakers) if b in seats]
-        found.append(Channel("R", 0, speakers[-1], seats[0]))
-        return [channel for channel in found if channel.source not in seats]
+        seats = self.placement.held_by(rank)
+        return channels_into(
+            seats, [self._place(seat, i) for seat in seats for i in range(self._plan.pipelines)]
+        )
 
     def _order(self, place: Place) -> Order:
         plan = self._plan

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch.autograd import _unsafe_preserve_version_counter
 
 from avgpipe.weights.arena import Arena
+
+
+# FSDP's way of changing what autograd has saved on purpose; not exported, so the tests run it under every torch.
+_preserving_version_counters: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 
 class Versions:
@@ -66,7 +70,7 @@ class Versions:
         self._arena.point_at(new)
         self._shown = -1
         # What was saved with an older version is still what it was, though the parameter was changed in place.
-        with _unsafe_preserve_version_counter(tuple(self._arena.parameters)):
+        with _preserving_version_counters(tuple(self._arena.parameters)):
             yield
         self.newest += 1
         self._kept[self.newest] = new
