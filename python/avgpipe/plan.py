@@ -8,11 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from avgpipe import systems
 from avgpipe.errors import nearest
 from avgpipe.files import write_atomically
 from avgpipe.schedule import Action, Schedule, build_schedule
 from avgpipe.schedule.replicated import replicated_columns, replicated_warm_ups
-from avgpipe.systems import SYSTEMS, fixed, least
+from avgpipe.systems import SYSTEMS
 
 RULES = ("avgpipe", "easgd")
 RECOMPUTE = ("never", "except-last", "always")
@@ -159,14 +160,22 @@ class Plan:
 
     @classmethod
     def for_system(cls, system: str, **options: Any) -> Plan:
-        """The plan of a published system: its row of ``avgpipe.systems``, completed by ``options``."""
+        """The plan of a published system: its row of ``avgpipe.systems``, completed by ``options``.
+
+        ``stages``: of systems that have no stages, such as data parallelism, the workers.
+        """
         _one_of("system", system, tuple(SYSTEMS))
-        stages = options.get("stages", 1)
-        row = fixed(system, stages)
+        row = systems.row(system, options.get("stages", 1))
         for name in ("pipelines", "micro_batches"):
             if name in row and options.get(name, row[name]) != row[name]:
                 raise ValueError(f"system {system!r} has {name} = {row[name]}, not {options[name]}")
-        return cls(**{**row, **least(system, stages), "system": system, **options})
+        chosen = {**row, "system": system, **options}
+        if "stages" in row:
+            chosen["stages"] = row["stages"]
+        if "micro_batches" not in chosen:
+            replication = chosen.get("replication")
+            chosen["micro_batches"] = systems.micro_batches(system, chosen.get("stages", 1), replication)
+        return cls(**chosen)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -18,7 +18,6 @@ import torch
 
 from avgpipe.weights.arena import Arena
 
-
 # FSDP's way of changing what autograd has saved on purpose; not exported, so the tests run it under every torch.
 _preserving_version_counters: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
