@@ -21,7 +21,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
 def test_every_system_has_a_plan(system: str) -> None:
     plan = Plan.for_system(system, stages=3)
     assert plan.system == system
-    assert plan.build_schedule().stages == 3
+    assert plan.workers == 3
 
 
 @pytest.mark.parametrize(
