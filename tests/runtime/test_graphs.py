@@ -78,7 +78,7 @@ def train(batches, graphs, monkeypatch):
         options = lane.TrainingOptions
 
         def with_graphs(*arguments):
-            return options(*arguments[:5], cuda_graphs=True)
+            return options(*arguments[:4], cuda_graphs=True)
 
         monkeypatch.setattr("avgpipe.pipeline.TrainingOptions", with_graphs)
     plan = Plan(stages=3, pipelines=2, micro_batches=3)
