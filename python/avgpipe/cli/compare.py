@@ -13,7 +13,13 @@ from avgpipe.bench.units import parse_bytes
 from avgpipe.cli import options
 from avgpipe.cli.compare_runs import Question, Runner, Signals, run_all, run_in_process
 from avgpipe.cli.errors import FAILED, arguments, reporting, running, say
-from avgpipe.cli.settings import DEFAULT_STAGES, joined_ranks, resolve
+from avgpipe.cli.settings import (
+    DEFAULT_MICRO_BATCHES,
+    DEFAULT_PIPELINES,
+    DEFAULT_STAGES,
+    joined_ranks,
+    resolve,
+)
 from avgpipe.errors import nearest
 from avgpipe.report.compare import Comparison
 from avgpipe.systems import SYSTEMS
@@ -24,7 +30,11 @@ _NO_STAGES = tuple(name for name, row in SYSTEMS.items() if "stages" in row)
 
 Systems = Annotated[
     str,
-    typer.Option(metavar="NAMES", help=f"all, or some of {','.join(SYSTEMS)}.", rich_help_panel=_PANEL),
+    typer.Option(
+        metavar="NAMES",
+        help=f"all, or some of {', '.join(SYSTEMS)}, with commas between.",
+        rich_help_panel=_PANEL,
+    ),
 ]
 Stages = Annotated[
     int | None,
@@ -36,13 +46,18 @@ Stages = Annotated[
 ]
 Pipelines = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Of avgpipe; others have their own. Default: 2.", rich_help_panel=_PANEL),
+    typer.Option(
+        metavar="N",
+        help=f"Of avgpipe; others have their own. Default: {DEFAULT_PIPELINES}.",
+        rich_help_panel=_PANEL,
+    ),
 ]
 MicroBatches = Annotated[
     int | None,
     typer.Option(
         metavar="M",
-        help="Parts of a batch, of systems that split batches. Default: 4, or what a system needs.",
+        help="Parts of a batch, of systems that split batches. "
+        f"Default: {DEFAULT_MICRO_BATCHES}, or what a system needs.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -92,8 +107,9 @@ def compare(
 ) -> None:
     """Train WORKLOAD with each system in turn, on the same data, seed and number of workers, and compare.
 
-    Prints a table, notes and one sentence of advice; writes compare.md, compare.json, curves.png and timelines.png, and
-    the run of each system with its log, to one folder. A system that fails becomes a row that says why.
+    Prints a table and a sentence of advice. A system that fails is a row that says why, and the others go on.
+
+    Writes compare.md, compare.json, curves.png, timelines.png, and each system's run and log, to one folder.
     """
     asked: dict[str, Any] = {
         "data": data,

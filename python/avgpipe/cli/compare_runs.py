@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from avgpipe import systems as rows
 from avgpipe.cli.errors import WRONG_ARGUMENTS
-from avgpipe.cli.progress import spell_s
 from avgpipe.cli.settings import resolve
 from avgpipe.report.compare import FAILED, INTERRUPTED, KILLED, NOT_RUN, OK, OUT_OF_MEMORY, REFUSED
 
@@ -127,7 +126,7 @@ def run_all(question: Question, runner: Runner, signals: Signals) -> list[Ended]
         else:
             ended.append(_run(question, runner, signals, system, place))
         words = "done" if ended[-1].status == OK else ": ".join(filter(None, ended[-1][1:]))
-        _say(f"{place}: {words} ({spell_s(time.monotonic() - begun)})")
+        _say(f"{place}: {words} ({_since(begun)})")
     return ended
 
 
@@ -135,7 +134,7 @@ def _run(question: Question, runner: Runner, signals: Signals, system: str, plac
     job, begun = question.job(system), time.monotonic()
 
     def tick() -> None:
-        _show(f"{place}, {spell_s(time.monotonic() - begun)}: {_last_line(job.log)}")
+        _show(f"{place}, {_since(begun)}: {_last_line(job.log)}")
 
     if not sys.stderr.isatty():
         _say(place)
@@ -146,6 +145,12 @@ def _run(question: Question, runner: Runner, signals: Signals, system: str, plac
         return Ended(system, INTERRUPTED)
     log = job.log.read_text(errors="replace") if job.log.is_file() else ""
     return Ended(system, *verdict(code, log))
+
+
+def _since(begun: float) -> str:
+    from avgpipe.cli.progress import spell_s  # which imports rich: the other commands do without
+
+    return spell_s(time.monotonic() - begun)
 
 
 def verdict(code: int, log: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 COLORS = ("#2a6fb0", "#d9780f", "#1b8a63", "#a04a94", "#c0453c", "#7c6a4c", "#4bb3c9", "#c9a400")
 _STYLES = ("-", "--", ":")
 _INK, _GREY = "#333333", "#888888"
-_SPAN = 20.0  # largest over smallest metric from which on its axis is logarithmic
+_SPAN = 5.0  # largest over smallest metric from which on its axis is logarithmic
 _MEMORY, _LEAST_MEMORY = 0.05, 5.0  # what a smoothed loss remembers: a share of the batches, and batches
 
 
