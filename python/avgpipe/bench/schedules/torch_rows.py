@@ -19,7 +19,6 @@ INTERLEAVED = {
     "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
 DROP_IN = "advance-forward"  # ours on torch's runtime
-NAMES = (*SINGLE, DROP_IN, *INTERLEAVED)
 
 
 class TorchRow:
