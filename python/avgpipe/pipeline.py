@@ -27,7 +27,7 @@ from avgpipe.report.timeline import Timeline
 from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain, sample_count, sizes_of, split
 from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.inference import Inference
-from avgpipe.runtime.lane import TrainingOptions, scalar_loss
+from avgpipe.runtime.lane import Lane, TrainingOptions, scalar_loss
 from avgpipe.runtime.links.choose import NAMES as LINKS
 from avgpipe.runtime.links.choose import ON_CUDA as CUDA_LINKS
 from avgpipe.runtime.loader import Prefetch
@@ -37,6 +37,7 @@ from avgpipe.runtime.outputs import Evaluation, Prediction
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
 from avgpipe.runtime.rng import CallerGenerators
+from avgpipe.runtime.steps import loss_key
 from avgpipe.runtime.streams import Handed
 from avgpipe.runtime.work import Work
 from avgpipe.runtime.worker import Worker
@@ -238,6 +239,8 @@ class Pipeline:
         self._end()
         while self._in_hand:
             self._finish_oldest()
+        with self._running():
+            self._worker.settle(self._next_batch)
         self._worker.scheduler.pause()
 
     def _choose_advance(self) -> None:
@@ -279,8 +282,8 @@ class Pipeline:
         if isinstance(self._loss_fn, nn.Module):
             self._loss_fn.train()
         with self._running():
-            for seat in self._worker.seats:
-                self._worker.lanes[seat, pipeline].start(work)
+            for lane in self._lanes_of(pipeline):
+                lane.start(work)
         self._next_batch += 1
         self._begun += 1
         self._in_hand.append(_InHand(batch, samples, parts, weights.total))
@@ -319,8 +322,12 @@ class Pipeline:
     def _finish_oldest(self, prefetch: bool = False) -> None:
         batch, samples = self._in_hand[0].batch, self._in_hand[0].samples
         pipeline = batch % self.plan.pipelines
-        lanes = [self._worker.lanes[seat, pipeline] for seat in self._worker.seats]
-        scheduler = self._worker.scheduler
+        lanes, scheduler, mailbox = self._lanes_of(pipeline), self._worker.scheduler, self._worker.mailbox
+        told = loss_key(self._worker.placement, self._worker.seats[0], pipeline, batch)
+
+        def ended() -> bool:
+            return all(lane.has_ended(batch) for lane in lanes) if lanes else told in mailbox
+
         with self._running(), CallerGenerators(self._device) as generators:
 
             def fetch() -> bool:
@@ -329,18 +336,20 @@ class Pipeline:
                 scheduler.note_host("loader", self._next_batch - 1, start, time.perf_counter())
                 return fetched
 
-            scheduler.run_until(
-                lambda: all(lane.has_ended(batch) for lane in lanes), fetch if prefetch else lambda: False
-            )
+            scheduler.run_until(ended, fetch if prefetch else lambda: False, [] if lanes else [told])
             if self._worker.streams is not None:
                 # All is only issued. Issue what the other batches can do, and see to the next one, before the host
                 # waits for the device to tell this one's loss.
                 scheduler.run_until(scheduler.stalled)
             if prefetch:
                 fetch()  # before the caller goes on, had there been time or not: see Prefetch
-            losses = [lane.finish(batch) for lane in lanes]
+            losses = [lane.finish(batch) for lane in lanes] or [mailbox.take(told)]
         self._in_hand.popleft()
         self._results.append(BatchResult(float(losses[0]), batch, pipeline, samples))
+
+    def _lanes_of(self, pipeline: int) -> list[Lane]:
+        """Those of this process; none where spread pipelines have other workers."""
+        return [lane for lane in self._worker.lanes.values() if lane.pipeline == pipeline]
 
     # ---- using the model -----------------------------------------------------------------------------------------
 
@@ -409,7 +418,7 @@ class Pipeline:
         with self._running():
             self._next_batch = load_checkpoint(Path(directory), self._model, self._worker, self.plan)
             for lane in self._worker.lanes.values():
-                lane.resume()
+                lane.resume(self._next_batch)
 
     @property
     def batches(self) -> int:

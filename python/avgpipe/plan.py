@@ -35,6 +35,7 @@ class Plan:
     stage; "double-buffer" (2BW), on the newest but one.
     replication: how many workers each stage has, R_k; micro-batch m goes to number m % R_k of stage k, and gradients
     are summed over them. None: one each.
+    spread: whether each pipeline has workers of its own, which average over the network, instead of sharing all.
     stages_per_worker: of the schedule "interleaved-1f1b", see ``build_schedule``.
     recompute: which micro-batches store only their stage's input and run the forward again before the backward:
     "never", "always", or "except-last" (all but the last micro-batch, as its backward comes soonest).
@@ -55,6 +56,7 @@ class Plan:
     weights: str | None = None
     replication: list[int] | None = None
     stages_per_worker: int | None = None
+    spread: bool = False
 
     def __post_init__(self) -> None:
         for name in ("stages", "pipelines", "micro_batches", "period"):
@@ -73,6 +75,10 @@ class Plan:
         self._check_weights(schedule)
         if self.replication is not None:
             self._check_replication(schedule)
+        if not isinstance(self.spread, bool):
+            raise ValueError(f"spread must be True or False, not {self.spread!r}")
+        if self.spread and self.advance == "auto":
+            raise ValueError("spread=True cannot have advance 'auto': give numbers")
 
     def _check_partition(self) -> None:
         if self.partition is None:
@@ -139,7 +145,8 @@ class Plan:
     @property
     def workers(self) -> int:
         """How many processes it takes."""
-        return sum(self.replication) if self.replication is not None else self.build_schedule().workers
+        one = sum(self.replication) if self.replication is not None else self.build_schedule().workers
+        return one * self.pipelines if self.spread else one
 
     def columns(self, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
         """What each stage, or each replica of each stage in turn, does for a batch of so many micro-batches."""

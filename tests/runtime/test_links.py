@@ -345,10 +345,10 @@ def test_receivers_expect_exactly_what_senders_send(
     placement = Placement.of(plan, ranks)
     places = {
         (seat, i): Place(placement, seat, i, tuple(sorted(shared.get(stage, ()))), clipping)
-        for seat, (stage, _) in enumerate(placement.seats)
+        for seat, (stage, _, _) in enumerate(placement.seats)
         for i in range(N)
     }
-    into = [channels_into([r], [places[r, i] for i in range(N)]) for r in range(ranks)]
+    into = [channels_into(r, placement, [places[r, i] for i in range(N)]) for r in range(ranks)]
     found = [channel for channels in into for channel in channels]
     assert len(set(found)) == len(found)
     speakers = [placement.seats_of(k)[0] for k in range(K)]
@@ -363,7 +363,7 @@ def test_receivers_expect_exactly_what_senders_send(
 def test_workers_with_several_seats_exchange_nothing_with_themselves() -> None:
     placement = Placement.of(Plan(stages=4, schedule="interleaved-1f1b", micro_batches=2), 2)
     assert placement.workers == ((0, 2), (1, 3))
-    into = channels_into([0, 2], [Place(placement, seat, 0, (), False) for seat in (0, 2)])
+    into = channels_into(0, placement, [Place(placement, seat, 0, (), False) for seat in (0, 2)])
     assert set(into) == {
         *(Channel("B", 0, 1, 0), Channel("F", 0, 1, 2), Channel("B", 0, 3, 2)),
         *(Channel("E", 0, 1, 2), Channel("R", 0, 3, 0)),

@@ -24,7 +24,7 @@ from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.worker import Worker
 from avgpipe.weights import Layout
 
-_SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha", "weights", "replication")
+_SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha", "weights", "replication", "spread")
 
 
 def load_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -> int:
@@ -46,12 +46,13 @@ def load_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -
 
 def _read_whole(manifest: Manifest, directory: Path, worker: Worker, seat: int) -> dict[str, Any]:
     """All that a seat needs: its own file's, and the first replica's if it is another one."""
-    first = worker.placement.seats_of(worker.placement.seats[seat].stage)[0]
+    stage, _, group = worker.placement.seats[seat]
+    first = worker.placement.seats_of(stage, group)[0]
     content = _read(manifest, directory, first, lazily=False)
     if seat != first:
         own = _read(manifest, directory, seat, lazily=False)
-        for replica, carried in zip(content["replicas"], own["replicas"]):
-            replica.update(carried)
+        for i, replica in content["replicas"].items():
+            replica.update(own["replicas"][i])
     return content
 
 
@@ -72,9 +73,10 @@ def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> 
 def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, seat: int) -> None:
     k, reference = worker.placement.seats[seat].stage, worker.references[seat]
     if reference is not None:
-        _put_in_place(content, worker.replicas[seat, 0].arena.layout)
+        pipeline = worker.placement.pipelines_of(seat)[0]
+        _put_in_place(content, worker.replicas[seat, pipeline].arena.layout)
         reference.load_state_dict(content["reference"]["state"])
-    for i, saved in enumerate(content["replicas"]):
+    for i, saved in content["replicas"].items():
         replica = worker.replicas[seat, i]
         _copy_weights(replica, model.trainable_names(k), saved["weights"])
         _restore_versions(replica, model.trainable_names(k), saved["older"])
@@ -88,7 +90,7 @@ def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, seat
 
 def _put_in_place(content: dict[str, Any], layout: Layout) -> None:
     """Bring the saved flat buffers into ``layout``: the saving run's model may have had other strides."""
-    saved = Layout(content["replicas"][0]["weights"].values())
+    saved = Layout(next(iter(content["replicas"].values()))["weights"].values())
 
     def moved(flats: list[torch.Tensor]) -> list[torch.Tensor]:
         buffers = layout.zeros()
@@ -99,7 +101,7 @@ def _put_in_place(content: dict[str, Any], layout: Layout) -> None:
     state = content["reference"]["state"]
     state["parameters"] = moved(state["parameters"])
     state["pending"] = {i: moved(update) for i, update in state["pending"].items()}
-    for replica in content["replicas"]:
+    for replica in content["replicas"].values():
         elastic = replica["optimizer"]["state"]["elastic"]
         if elastic["start"] is not None:
             elastic["start"] = moved(elastic["start"])
@@ -111,12 +113,14 @@ class _Saved:
     def __init__(self, contents: list[dict[str, Any]]) -> None:
         self._all = contents
         self.contents = [content for content in contents if "reference" in content]  # of each stage
-        self.pipelines = len(contents[0]["replicas"])
+        self.pipelines = 1 + max(i for content in contents for i in content["replicas"])
 
     def reference(self) -> dict[str, torch.Tensor]:
         merged: dict[str, torch.Tensor] = {}
         for content in self.contents:
-            source = content["reference"] or content["replicas"][0]
+            source = (
+                content["reference"] or content["replicas"][0]
+            )  # without a reference there is one pipeline
             merged.update(source["weights"])
         return merged
 
@@ -124,14 +128,14 @@ class _Saved:
         """``weights`` or ``rest`` of a pipeline over all stages."""
         merged: dict[str, Any] = {}
         for content in self.contents:
-            merged.update(content["replicas"][i][what])
+            merged.update(content["replicas"].get(i, {}).get(what, {}))
         return merged
 
     def carry(self, i: int) -> dict[str, dict[int, Any]]:
         """What a pipeline carries, by place and micro-batch."""
         merged: dict[str, dict[int, Any]] = {}
         for content in self._all:
-            for place, values in content["replicas"][i]["carry"].items():
+            for place, values in content["replicas"].get(i, {}).get("carry", {}).items():
                 merged.setdefault(place, {}).update(values)
         return merged
 
@@ -141,8 +145,8 @@ class _Saved:
         groups: list[dict[str, Any]] = []
         lr_scheduler = None
         for content in self.contents:
-            replica = content["replicas"][i]
-            if replica["optimizer"] is None:
+            replica = content["replicas"].get(i)
+            if replica is None or replica["optimizer"] is None:
                 continue
             state, names = replica["optimizer"]["state"], replica["optimizer"]["names"]
             states.update({names[n]: value for n, value in state["state"].items()})
@@ -156,19 +160,20 @@ def _restore_by_name(saved: _Saved, model: Model, worker: Worker, seat: int) -> 
     k = worker.placement.seats[seat].stage
     names = model.trainable_names(k)
     reference, weights = worker.references[seat], saved.reference()
-    pipelines = [i for at, i in worker.replicas if at == seat]
+    pipelines = worker.placement.pipelines_of(seat)
+    of_all = worker.placement.pipelines
     if reference is not None:
-        views = worker.replicas[seat, 0].arena.layout.tensors(reference.parameters)
+        views = worker.replicas[seat, pipelines[0]].arena.layout.tensors(reference.parameters)
         for name, view in zip(names, views):
             view.copy_(weights[name])
     for i in pipelines:
         replica, source = worker.replicas[seat, i], i % saved.pipelines
-        own = saved.replica(source, "weights") if len(pipelines) == saved.pipelines > 1 else weights
+        own = saved.replica(source, "weights") if of_all == saved.pipelines > 1 else weights
         _copy_weights(replica, names, own)
         _restore_versions(replica, names, {})
         _copy_rest(replica, model, k, saved.replica(source, "rest"))
         _restore_optimizer(replica, names, *saved.optimizer(source))
-        if len(pipelines) == saved.pipelines:
+        if of_all == saved.pipelines:
             _restore_carries(replica, saved.carry(source))
 
 

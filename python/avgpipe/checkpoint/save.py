@@ -19,6 +19,7 @@ from avgpipe.runtime.model import Model
 from avgpipe.runtime.placement import Seat
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.worker import Worker
+from avgpipe.weights import Layout
 
 
 def save_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan, batches: int) -> None:
@@ -41,7 +42,7 @@ def save_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan, b
 
 
 def _file_name(seat: Seat, token: int) -> str:
-    return f"stage-{seat.stage}-{seat.replica}-{token:012x}.pt"
+    return f"stage-{seat.stage}-{seat.replica}-{seat.group}-{token:012x}.pt"
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -53,7 +54,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _remove_others(directory: Path, keep: set[str]) -> None:
     """Delete the files of earlier checkpoints, and of any that was cut off before its manifest."""
-    for path in directory.glob("stage-*-????????????.pt"):  # whatever the number of replicas was
+    for path in directory.glob("stage-*-????????????.pt"):  # whatever the placement was
         if path.name not in keep:
             path.unlink(missing_ok=True)
 
@@ -64,15 +65,15 @@ def _seat_content(model: Model, worker: Worker, seat: int) -> dict[str, Any]:
     The workers of a replicated stage hold the same, but for what they carry from batch to batch: the first one's file
     has all, the others' that alone.
     """
-    k, number = worker.placement.seats[seat]
-    replicas = [r for (at, _), r in sorted(worker.replicas.items()) if at == seat]
+    k, number, _ = worker.placement.seats[seat]
+    replicas = {i: worker.replicas[seat, i] for i in worker.placement.pipelines_of(seat)}
     if number > 0:
-        return {"stage": k, "replicas": [{"carry": _carried(r)} for r in replicas]}
+        return {"replicas": {i: {"carry": _carried(r)} for i, r in replicas.items()}}
+    layout = next(iter(replicas.values())).arena.layout
     reference = worker.references[seat]
     return {
-        "stage": k,
-        "reference": None if reference is None else _reference_content(model, reference, replicas[0], k),
-        "replicas": [_replica_content(model, worker, seat, r) for r in replicas],
+        "reference": None if reference is None else _reference_content(model, reference, layout, k),
+        "replicas": {i: _replica_content(model, worker, seat, r) for i, r in replicas.items()},
     }
 
 
@@ -80,15 +81,15 @@ def _carried(replica: Replica) -> dict[str, dict[int, Any]]:
     return {place: dict(carry.values) for place, carry in carries(replica).items()}
 
 
-def _reference_content(model: Model, reference: Reference, replica: Replica, k: int) -> dict[str, Any]:
-    views = replica.arena.layout.tensors(reference.parameters)
+def _reference_content(model: Model, reference: Reference, layout: Layout, k: int) -> dict[str, Any]:
+    views = layout.tensors(reference.parameters)
     return {"weights": dict(zip(model.trainable_names(k), views)), "state": reference.state_dict()}
 
 
 def _replica_content(model: Model, worker: Worker, seat: int, replica: Replica) -> dict[str, Any]:
     k = worker.placement.seats[seat].stage
     names = model.trainable_names(k)
-    rest = seat_state(model, worker, seat, replica.pipeline)
+    rest = seat_state(worker, seat, replica.pipeline)
     content: dict[str, Any] = {
         "weights": dict(zip(names, replica.arena.layout.tensors(replica.arena.weights))),
         "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},

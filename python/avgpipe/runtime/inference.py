@@ -34,24 +34,24 @@ class Inference:
 
     def __init__(self, worker: Worker, micro_batches: int, which: str | int) -> None:
         self._worker, self._micro_batches = worker, micro_batches
-        placement = worker.placement
-        self._speakers = [placement.seats_of(stage)[0] for stage in range(placement.stages)]
+        self._pipeline = 0 if which == "reference" else int(which)
+        self._speakers = worker.placement.speakers(self._pipeline)
+        self._channel = self._pipeline if worker.placement.is_spread else 0
         self._owned = [k for k, seat in enumerate(self._speakers) if seat in worker.seats]
         self._has_last = len(self._speakers) - 1 in self._owned
-        self._pipeline = 0 if which == "reference" else int(which)
         self._which = which
 
     def run(self, batches: Iterable[tuple[Any, Any]], last: Callable[[], LastStage]) -> Iterator[Any]:
         """The results of ``batches`` of (inputs, targets), in order, on every rank."""
         worker = self._worker
         with ExitStack() as stack:
-            for seat in (self._speakers[k] for k in self._owned):
-                replica = worker.replicas[seat, self._pipeline]
-                if self._which == "reference":
-                    passes = replica.inference(worker.references[seat], average_buffers(worker, seat))
-                else:
-                    passes = replica.inference(None)
-                stack.enter_context(passes)
+            for k, seat in enumerate(self._speakers):
+                is_reference = self._which == "reference"
+                buffers = average_buffers(worker, k) if is_reference else {}
+                if k in self._owned:
+                    reference = worker.references[seat] if is_reference else None
+                    replica = worker.replicas[seat, self._pipeline]
+                    stack.enter_context(replica.inference(reference, buffers))
             pending: list[tuple[int, Any]] = []
             for batch, (inputs, targets) in enumerate(batches):
                 pending.append((batch, self._forward(batch, inputs, targets, last())))
@@ -77,20 +77,22 @@ class Inference:
         for rank in range(placement.ranks):
             seat = placement.held_by(rank)[0]
             if seat not in self._worker.seats:
-                self._worker.links[seat].send(Key("R", 0, self._speakers[-1], seat, batch, 0), result)
+                self._worker.links[seat].send(
+                    Key("R", self._channel, self._speakers[-1], seat, batch, 0), result
+                )
         return result
 
     def _stage(self, k: int, batch: int, m: int, value: Any) -> Any:
         """Stage ``k`` of a micro-batch: takes over from the stage before if that is elsewhere, and hands on."""
         worker, speakers = self._worker, self._speakers
         if k > 0 and k - 1 not in self._owned:
-            key = Key("E", 0, speakers[k - 1], speakers[k], batch, m)
+            key = Key("E", self._channel, speakers[k - 1], speakers[k], batch, m)
             worker.scheduler.wait_for([key])
             value = worker.mailbox.take(key)
         value = to_device(value, worker.device)
         output = worker.replicas[speakers[k], self._pipeline].stage(value, Position(self._pipeline, batch, m))
         if k + 1 < len(speakers) and k + 1 not in self._owned:
-            key = Key("E", 0, speakers[k], speakers[k + 1], batch, m)
+            key = Key("E", self._channel, speakers[k], speakers[k + 1], batch, m)
             worker.links[speakers[k + 1]].send(key, output)
         return output
 
@@ -98,6 +100,6 @@ class Inference:
         """The result of a batch: made here, or received from the last stage."""
         if self._has_last:
             return result
-        key = Key("R", 0, self._speakers[-1], self._worker.seats[0], batch, 0)
+        key = Key("R", self._channel, self._speakers[-1], self._worker.seats[0], batch, 0)
         self._worker.scheduler.wait_for([key])
         return self._worker.mailbox.take(key)

@@ -19,6 +19,7 @@ from avgpipe.errors import StageError
 from avgpipe.runtime.backward import run_backward
 from avgpipe.runtime.batch import LossFn, to_device
 from avgpipe.runtime.context import Position
+from avgpipe.runtime.exchange import Exchange
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.links.channel import Link
@@ -49,8 +50,8 @@ class TrainingOptions:
 
 class Lane:
     """``shared``: for every other stage, which of this stage's parameters it holds too (indices into the arena,
-    in an order that both agree on). ``links``: by seat. ``summing``: see :class:`StageSum`. ``stream``: where the steps
-    run, None for a CPU.
+    in an order that both agree on). ``links``: by seat. ``summing``: see :class:`StageSum`.
+    ``exchange``: with spread pipelines of other processes. ``stream``: where the steps run, None for a CPU.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class Lane:
         links: Mapping[int, Link],
         shared: dict[int, list[int]],
         summing: GroupSum | None = None,
+        exchange: Exchange | None = None,
         stream: LaneStream | None = None,
     ) -> None:
         self.replica, self._options, self._order, self.stream = replica, options, order, stream
-        self.place = place
+        self.place, self.exchange = place, exchange
         self._messages, self._links = mailbox.messages, links
         self.pipeline, self.stage = replica.pipeline, replica.stage.index
         self._device = replica.stage.device
@@ -121,15 +123,20 @@ class Lane:
         assert now.loss is not None
         return now.loss
 
-    def resume(self) -> None:
-        """The weights were replaced; no batch is in hand."""
+    def resume(self, batches: int) -> None:
+        """The weights were replaced; no batch is in hand, and ``batches`` have begun in all."""
         self._order.resume(self.replica.updates)
+        if self.exchange is not None:
+            self.exchange.resume(batches)
 
     # ---- readiness -----------------------------------------------------------------------------------------------
 
     def missing(self) -> list[Key]:
         """Messages that the next step still waits for."""
-        return [k for k in self.step.needs if k not in self._messages] if self.step else []
+        if self.step is None:
+            return []
+        found = [k for k in self.step.needs if k not in self._messages]
+        return found if found or self.exchange is None else self.exchange.missing()
 
     def ready(self) -> bool:
         step = self.step
@@ -138,6 +145,8 @@ class Lane:
         for key in step.needs:
             if key not in self._messages:
                 return False
+        if self.exchange is not None:
+            self.exchange.collect()
         if step.kind == "U":
             return self.replica.settled and self.replica.ready
         return not step.begins or self.replica.settled
@@ -194,6 +203,8 @@ class Lane:
             others = [p.version for p in self._hand.values() if not p.updated and p is not now]
             self._update.update(now, step, min([*others, self._order.version()]))
             now.updated = True
+            for _, seat in self.place.others if self.exchange is not None else ():
+                self._send("V", seat, step, self.replica.update)
             for seat in self.place.tells_the_loss:
                 self._send("L", seat, step, now.loss)
         else:
@@ -216,7 +227,7 @@ class Lane:
             now.saved[m] = Saved(inputs, edges, [self._seed(now, m, output)] if edges else [])
         else:
             now.saved[m] = Saved(inputs, edges)
-            self._send("F", self.place.placement.at(self.stage + 1, m), step, output)
+            self._send("F", self.place.placement.at(self.stage + 1, m, self.pipeline), step, output)
 
     def _run(self, now: Progress, m: int, value: Any) -> Any:
         place = Position(self.pipeline, now.work.batch, m)
@@ -278,7 +289,7 @@ class Lane:
             if now.backwards_left == 0 and not self.place.placement.is_replicated:
                 # the batch's loss rides on its last gradient, so that every stage learns it without a message more
                 message.append(now.loss)
-            self._send("B", self.place.placement.at(self.stage - 1, m), step, message)
+            self._send("B", self.place.placement.at(self.stage - 1, m, self.pipeline), step, message)
 
 
 def scalar_loss(loss_fn: LossFn, output: Any, target: Any) -> torch.Tensor:

@@ -36,6 +36,7 @@ NAMES = {
     "A": "what another replica found",
     "Z": "the sum of the gradients",
     "L": "the loss",
+    "V": "the update",
 }
 
 

@@ -87,6 +87,11 @@ class Replica:
         if self.versions is not None:
             self.versions.show(version)
 
+    @property
+    def update(self) -> list[torch.Tensor] | None:
+        """What the last step has told the reference; None if it was not the last of a period."""
+        return self.elastic.update if self.elastic is not None else None
+
     def step(self, batch: int, needed_from: int) -> None:
         """One optimizer step, with its averaging, on the gradients there are; drops them. BatchNorms count the batch.
 

@@ -45,9 +45,14 @@ class Scheduler:
         # As Event, but on the clock of time.perf_counter, and made by the ten thousand.
         self._events: deque[Row] = deque(maxlen=_KEPT_EVENTS)
 
-    def run_until(self, done: Callable[[], bool], idle: Callable[[], bool] = lambda: False) -> None:
+    def run_until(
+        self,
+        done: Callable[[], bool],
+        idle: Callable[[], bool] = lambda: False,
+        told: Sequence[Key] = (),
+    ) -> None:
         """Run steps until ``done()``. When nothing can run, ``idle()`` may do a piece of other work, and says if
-        it did.
+        it did. ``told``: messages that may end the run, beside those that steps wait for.
         """
         mailbox, clock, note = self._mailbox, time.perf_counter, self._events.append
         self._note_caller()
@@ -56,7 +61,7 @@ class Scheduler:
             lane = self._most_urgent()
             if lane is None:
                 if not idle():
-                    self._wait()
+                    self._wait(told)
                 continue
             step = lane.step
             assert step is not None
@@ -119,19 +124,22 @@ class Scheduler:
 
     # ---- waiting -------------------------------------------------------------------------------------------------
 
-    def _wait(self) -> None:
-        """Wait until a lane can go on."""
+    def _wait(self, told: Sequence[Key]) -> None:
+        """Wait until a lane can go on, or all of ``told`` are there."""
         waiting = [lane for lane in self._lanes if lane.step is not None]
         oldest = min(waiting, key=lambda lane: lane.batch or 0, default=None)
-        assert oldest is not None, "the scheduler was asked to wait while no lane has work"
+        assert oldest or told, "the scheduler was asked to wait while no lane has work"
         start = time.perf_counter()
         self.wait_for(
-            oldest.missing(),
-            lambda: any(lane.ready() for lane in waiting),
-            lambda: [key for lane in waiting for key in lane.missing()],
+            told if oldest is None else oldest.missing(),
+            lambda: (
+                any(lane.ready() for lane in waiting) or (told and all(key in self._mailbox for key in told))
+            ),
+            lambda: [*(key for lane in waiting for key in lane.missing()), *told],
         )
         lane = self._most_urgent()
-        assert lane is not None
+        if lane is None:
+            return
         step = lane.step
         assert step is not None
         self._events.append(

@@ -58,7 +58,7 @@ class Place:
     @cached_property
     def peers(self) -> list[int]:
         """The other replicas of this stage."""
-        return [seat for seat in self.placement.seats_of(self.stage) if seat != self.seat]
+        return [seat for seat in self.placement.seats_of(self.stage, self.pipeline) if seat != self.seat]
 
     @cached_property
     def learns_the_loss(self) -> bool:
@@ -67,11 +67,35 @@ class Place:
 
     @cached_property
     def tells_the_loss(self) -> list[int]:
-        """The seats that do, if it is for this one to tell them."""
-        placement = self.placement
-        if not placement.is_replicated or self.seat != placement.seats_of(placement.stages - 1)[0]:
+        """The seats that learn the loss by a message, if it is for this one to tell them: those of stages before whose
+        gradients do not bring it, and one of each process that has no part in the batch.
+        """
+        placement, i = self.placement, self.pipeline
+        if self.seat != self._knows_the_loss:
             return []
-        return [seat for seat, (stage, _) in enumerate(placement.seats) if stage != self.stage]
+        before = (
+            [s for k in range(self.stage) for s in placement.seats_of(k, i)]
+            if placement.is_replicated
+            else []
+        )
+        return before + [
+            placement.held_by(rank)[0]
+            for rank in range(placement.ranks)
+            if not any(i in placement.pipelines_of(seat) for seat in placement.held_by(rank))
+        ]
+
+    @cached_property
+    def others(self) -> list[tuple[int, int]]:
+        """Spread pipelines and the seats of theirs, of other processes, that hold the same as this one."""
+        placement = self.placement
+        if not placement.is_spread or placement.ranks == 1:
+            return []
+        stage, replica, own = placement.seats[self.seat]
+        return [(i, placement.seats_of(stage, i)[replica]) for i in range(placement.pipelines) if i != own]
+
+    @property
+    def _knows_the_loss(self) -> int:
+        return self.placement.speakers(self.pipeline)[-1]
 
     def steps(self, acts: Iterable[Act], urgency: Callable[[Act], Urgency]) -> Iterator[Step]:
         """The steps that actions are made of: an update has others around it."""
@@ -102,9 +126,9 @@ class Place:
     def _sources(self, kind: str, m: int) -> tuple[str, list[int]]:
         placement, stage = self.placement, self.stage
         if kind == "F" and not self.first:
-            return "F", [placement.at(stage - 1, m)]
+            return "F", [placement.at(stage - 1, m, self.pipeline)]
         if kind in "BI" and not self.last:
-            return "B", [placement.at(stage + 1, m)]
+            return "B", [placement.at(stage + 1, m, self.pipeline)]
         if kind == "G":
             return "A", self.peers
         if kind == "S":
@@ -114,12 +138,12 @@ class Place:
         if kind == "U" and self.clipping and not self.first:
             return "C", [placement.informant(self.seat, stage - 1)]
         if kind == "L":
-            return "L", [placement.seats_of(placement.stages - 1)[0]]
+            return "L", [self._knows_the_loss]
         return kind, []
 
     def channels(self) -> list[Channel]:
         """Those that end here, in an order that all find alike."""
-        replicas = [len(self.placement.seats_of(stage)) for stage in range(self.placement.stages)]
+        replicas = [len(self.placement.seats_of(k, self.pipeline)) for k in range(self.placement.stages)]
         own = self.placement.seats[self.seat].replica
         mine = range(
             own, lcm(*replicas), replicas[self.stage]
@@ -134,14 +158,22 @@ class Place:
         return list(dict.fromkeys(found))
 
 
-def channels_into(seats: Sequence[int], places: Iterable[Place]) -> list[Channel]:
-    """All that end at the process with these seats, in an order that all find alike. ``places``: of its lanes."""
-    found: list[Channel] = []
-    for place in places:
-        placement = place.placement
-        found += place.channels()
-    # Evaluation goes through the first replicas, and the last one tells every process the result.
-    speakers = [placement.seats_of(stage)[0] for stage in range(placement.stages)]
-    found += [Channel("E", 0, a, b) for a, b in pairwise(speakers) if b in seats]
-    found.append(Channel("R", 0, speakers[-1], seats[0]))
+def loss_key(placement: Placement, seat: int, pipeline: int, batch: int) -> Key:
+    """Of the message by which a process that has no part in a batch learns its loss, at its first ``seat``."""
+    return Key("L", pipeline, placement.speakers(pipeline)[-1], seat, batch, -1)
+
+
+def channels_into(rank: int, placement: Placement, places: Sequence[Place]) -> list[Channel]:
+    """All that end at a process, in an order that all find alike. ``places``: of its lanes."""
+    seats = placement.held_by(rank)
+    found = [channel for place in places for channel in place.channels()]
+    found += [Channel("V", i, other, place.seat) for place in places for i, other in place.others]
+    for i in range(placement.pipelines):
+        # Evaluation goes through the first replicas, and the last one tells every process the result.
+        speakers = placement.speakers(i)
+        if i == 0 or placement.is_spread:
+            found += [Channel("E", i, a, b) for a, b in pairwise(speakers) if b in seats]
+            found.append(Channel("R", i, speakers[-1], seats[0]))
+        if not any(i in placement.pipelines_of(seat) for seat in seats):
+            found.append(Channel("L", i, speakers[-1], seats[0]))
     return [channel for channel in found if channel.source not in seats]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from avgpipe.averaging import Reference
 from avgpipe.plan import Plan
+from avgpipe.runtime.exchange import Exchange
 from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.lane import Lane, TrainingOptions
 from avgpipe.runtime.links.channel import Channel
@@ -48,7 +49,7 @@ class Worker:
     ) -> None:
         self.world, self.device, self.placement = world, device, placement
         self.seats = placement.held_by(world.rank)
-        self._model, self._plan, self._options, self._seed = model, plan, options, seed
+        self.model, self._plan, self._options, self._seed = model, plan, options, seed
         self._make_optimizer, self._make_lr_scheduler = optimizer, lr_scheduler
         self._links = Links(world, placement, self._channels_into, device, link, wire_dtype)
         self.links, self.mailbox = self._links.by_seat, self._links.mailbox
@@ -62,12 +63,12 @@ class Worker:
         for seat in self.seats:
             self._build_seat(seat)
             shared = model.shared(placement.seats[seat].stage)
-            for i in range(plan.pipelines):
+            for i in placement.pipelines_of(seat):
                 place = self._place(seat, i)
                 self.lanes[seat, i] = Lane(
                     *(self.replicas[seat, i], place, options, self._order(place)),
                     *(self.mailbox, self.links, shared),
-                    self._summing(place, groups),
+                    *(self._summing(place, groups), self._exchange(place)),
                     self._stream(seat),
                 )
         clock = self.streams.clock if self.streams is not None else None
@@ -80,60 +81,49 @@ class Worker:
 
     # ---- who is here ---------------------------------------------------------------------------------------------
 
-    def seat_of(self, stage: int) -> int | None:
-        """The seat that speaks for a stage, its first replica's, if it is here."""
-        seat = self.placement.seats_of(stage)[0]
-        return seat if seat in self.seats else None
-
-    def rank_of(self, stage: int) -> int:
-        """The rank that speaks for a stage."""
-        return self.placement.rank_of(self.placement.seats_of(stage)[0])
-
     def holds(self, stage: int) -> bool:
         return any(self.placement.seats[seat].stage == stage for seat in self.seats)
 
     # ---- what is built -------------------------------------------------------------------------------------------
 
     def _place(self, seat: int, pipeline: int) -> Place:
-        shared = self._model.shared(self.placement.seats[seat].stage)
+        shared = self.model.shared(self.placement.seats[seat].stage)
         clipping = self._options.clip_grad_norm is not None
         return Place(self.placement, seat, pipeline, tuple(sorted(shared)), clipping)
 
     def _channels_into(self, rank: int) -> list[Channel]:
-        seats = self.placement.held_by(rank)
-        return channels_into(
-            seats, [self._place(seat, i) for seat in seats for i in range(self._plan.pipelines)]
-        )
+        placement = self.placement
+        places = [self._place(s, i) for s in placement.held_by(rank) for i in placement.pipelines_of(s)]
+        return channels_into(rank, placement, places)
 
     def _order(self, place: Place) -> Order:
         plan = self._plan
         if plan.weights == "flush":
             ordered = len(self.placement.workers) < len(self.placement.seats)
             ranks = lru_cache(maxsize=None)(lambda m: ranks_of(plan.build_schedule(m))) if ordered else None
-            return OneByOne(place.seat, lambda m: self.columns(m), ranks)
+            column = place.seat - self.placement.speakers(place.pipeline)[0]  # among its pipeline's seats
+            return OneByOne(column, lambda m: self.columns(m), ranks)
         assert plan.weights is not None
         replication = plan.replication or [1] * plan.stages
-        stage, replica = self.placement.seats[place.seat]
+        stage, replica, _ = self.placement.seats[place.seat]
         warm_ups = warm_up(replication, stage), warm_up(replication, 0)
         return Overlapping(plan.weights, *warm_ups, replica, replication[stage])
 
     def _replica_groups(self) -> dict[tuple[int, int], dist.ProcessGroup]:
         """By stage and pipeline, the group of the ranks that hold replicas of it; every rank makes all of them."""
         placement = self.placement
-        if not placement.is_replicated or placement.ranks == 1:
-            return {}
-        limit = timedelta(seconds=self.world.timeout_s + 30)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
         return {
-            (stage, i): dist.new_group(
-                [placement.rank_of(seat) for seat in placement.seats_of(stage)],
-                timeout=limit,
-                backend=backend,
-            )
+            (stage, i): self._group(placement.seats_of(stage, i))
             for stage in range(placement.stages)
-            if len(placement.seats_of(stage)) > 1
-            for i in range(self._plan.pipelines)
+            if placement.ranks > 1 and len(placement.seats_of(stage)) > 1
+            for i in range(placement.pipelines)
         }
+
+    def _group(self, seats: Sequence[int]) -> dist.ProcessGroup:
+        limit = timedelta(seconds=self.world.timeout_s + 30)  # our own waits end first and say more
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        ranks = [self.placement.rank_of(seat) for seat in seats]
+        return dist.new_group(ranks, timeout=limit, backend=backend)
 
     def _summing(self, place: Place, groups: dict[tuple[int, int], dist.ProcessGroup]) -> GroupSum | None:
         group = groups.get((place.stage, place.pipeline))
@@ -143,6 +133,12 @@ class Worker:
         key = Key("Z", place.pipeline, place.seat, place.seat, -1, -1)
         self._sums.append(GroupSum(parameters, group, self.mailbox, key))
         return self._sums[-1]
+
+    def _exchange(self, place: Place) -> Exchange | None:
+        reference = self.references[place.seat]
+        if reference is None or not place.others:
+            return None
+        return Exchange(reference, self.mailbox, place.seat, place.others)
 
     def _stream(self, seat: int) -> LaneStream | None:
         if self.streams is None:
@@ -158,37 +154,53 @@ class Worker:
         return self.streams.copies.start((inputs if first else None, targets if last else None))
 
     def _build_seat(self, seat: int) -> None:
-        plan, model, k = self._plan, self._model, self.placement.seats[seat].stage
-        stages = [
-            Stage(model.stage_layers(k), model.bounds[k], k, self._seed, self.device)
-            for _ in range(plan.pipelines)
-        ]
+        k, r, _ = self.placement.seats[seat]
+        pipelines = self.placement.pipelines_of(seat)
+        layers, first = self.model.stage_layers(k), self.model.bounds[k]
+        stages = [Stage(layers, first, k, self._seed, self.device) for _ in pipelines]
         arenas = [Arena(p for p in stage.parameters() if p.requires_grad) for stage in stages]
-        # A lone pipeline has nobody to agree with.
-        self.references[seat] = (
-            Reference(
-                arenas[0].weights,
-                plan.pipelines,
-                alpha=plan.alpha,
-                rule=plan.rule,
-                staleness=plan.staleness,
-                period=plan.period,
-            )
-            if plan.pipelines > 1 and arenas[0].parameters
-            else None
-        )
-        for i, (stage, arena) in enumerate(zip(stages, arenas)):
+        same = self.references.get(self.placement.seats_of(k)[r])  # of spread pipelines that are all here
+        self.references[seat] = same or self._reference(arenas[0], pipelines)
+        for i, stage, arena in zip(pipelines, stages, arenas):
             self.replicas[seat, i] = Replica(
                 *(stage, i, self._make_optimizer, self._make_lr_scheduler, self.references[seat], arena),
-                versioned=plan.weights != "flush",
+                versioned=self._plan.weights != "flush",
             )
+
+    def _reference(self, arena: Arena, here: Sequence[int]) -> Reference | None:
+        """``here``: pipelines of the seat."""
+        plan = self._plan
+        if plan.pipelines == 1 or not arena.parameters:
+            return None  # a lone pipeline has nobody to agree with
+        return Reference(
+            arena.weights,
+            plan.pipelines,
+            alpha=plan.alpha,
+            rule=plan.rule,
+            staleness=plan.staleness,
+            period=plan.period,
+            elsewhere=() if self.placement.ranks == 1 else set(range(plan.pipelines)) - set(here),
+        )
 
     def weights(self, seat: int, which: str | int) -> Sequence[torch.Tensor]:
         """Flat weights of a seat: the reference's, or a pipeline's."""
         reference = self.references[seat]
         if which == "reference" and reference is not None:
             return reference.parameters
-        return self.replicas[seat, 0 if which == "reference" else int(which)].arena.weights
+        pipeline = self.placement.pipelines_of(seat)[0] if which == "reference" else int(which)
+        return self.replicas[seat, pipeline].arena.weights
+
+    def settle(self, batches: int) -> None:
+        """Wait until this process has what all of the first ``batches`` have told the references."""
+        exchanges = [lane.exchange for lane in self.lanes.values() if lane.exchange is not None]
+
+        def missing() -> list[Key]:
+            for exchange in exchanges:
+                exchange.collect()
+            return [key for exchange in exchanges for key in exchange.missing(batches)]
+
+        if exchanges and (keys := missing()):
+            self.scheduler.wait_for(keys, lambda: not missing(), missing)
 
     def close(self, patience_s: float) -> None:
         if self._watchdog is not None:
