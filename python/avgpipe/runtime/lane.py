@@ -1,14 +1,16 @@
 """One pipeline's walk through its schedule on one stage.
 
-A lane is a list of steps and a place in it. ``missing`` tells what the next step still waits for, ``advance``
-performs it. Steps are the schedule's F m and B m, and those around the update, see :mod:`avgpipe.runtime.update`.
+Steps are the schedule's F m and B m, and those around the update, see :mod:`avgpipe.runtime.update`. Where no batch
+needs an update at once, updates are a walk of their own, beside that of forwards and backwards: they may have to wait
+for other stages, as for the norm of all gradients.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +50,33 @@ class TrainingOptions:
     cuda_graphs: bool = False
 
 
+class Walk:
+    """Steps of a lane, one after another. ``missing``: what the next one still waits for; ``advance`` performs it."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.step: Step | None = None  # the next one
+        self._queue: deque[Step] = deque()
+
+    def add(self, step: Step) -> None:
+        if self.step is None:
+            self.step = step
+        else:
+            self._queue.append(step)
+
+    def ready(self) -> bool:
+        return self.step is not None and self.lane.ready(self.step)
+
+    def missing(self) -> list[Key]:
+        """Messages that the next step still waits for."""
+        return self.lane.missing(self.step) if self.step is not None else []
+
+    def advance(self) -> None:
+        assert self.step is not None
+        self.lane.advance(self.step)
+        self.step = self._queue.popleft() if self._queue else None
+
+
 class Lane:
     """``shared``: for every other stage, which of this stage's parameters it holds too (indices into the arena,
     in an order that both agree on). ``links``: by seat. ``summing``: see :class:`StageSum`.
@@ -77,8 +106,10 @@ class Lane:
         self._sum = StageSum(replica, place, summing, self._send, mailbox.take)
         self._update = Update(replica, place, shared, options.clip_grad_norm, self._send, mailbox.take)
         self._hand: dict[int, Progress] = {}  # by batch, oldest first
-        self._queue: deque[Step] = deque()
-        self.step: Step | None = None  # the next one
+        self._computing = Walk(self)
+        self._updates_late = order.updates_late
+        self._updating = Walk(self) if self._updates_late else self._computing
+        self.walks = [self._computing, self._updating] if self._updates_late else [self._computing]
         self.sent_at: float | None = None  # when the last step began to send, on the clock time.perf_counter
         self.measures = False  # whether the next forward counts what is held for its backward
         self.held_bytes = 0  # what one micro-batch holds, as counted
@@ -104,12 +135,8 @@ class Lane:
         self._enqueue(self._order.end())
 
     def _enqueue(self, acts: Iterable[Act]) -> None:
-        self._queue.extend(self.place.steps(acts, self._order.urgency))
-        if self.step is None:
-            self._next()
-
-    def _next(self) -> None:
-        self.step = self._queue.popleft() if self._queue else None
+        for step in self.place.steps(acts, self._order.urgency):
+            (self._computing if step.kind in "FBIW" else self._updating).add(step)
 
     def has_ended(self, batch: int) -> bool:
         now = self._hand[batch]
@@ -131,25 +158,23 @@ class Lane:
 
     # ---- readiness -----------------------------------------------------------------------------------------------
 
-    def missing(self) -> list[Key]:
-        """Messages that the next step still waits for."""
-        if self.step is None:
-            return []
-        found = [k for k in self.step.needs if k not in self._messages]
+    def missing(self, step: Step) -> list[Key]:
+        found = [k for k in step.needs if k not in self._messages]
         return found if found or self.exchange is None else self.exchange.missing()
 
-    def ready(self) -> bool:
-        step = self.step
-        if step is None:
-            return False
+    def ready(self, step: Step) -> bool:
         for key in step.needs:
             if key not in self._messages:
                 return False
         if self.exchange is not None:
             self.exchange.collect()
+        if self._updates_late and step.kind not in "FB" and self._hand[step.batch].backwards_left:
+            return False
         if step.kind == "U":
             return self.replica.settled and self.replica.ready
-        return not step.begins or self.replica.settled
+        if not step.begins:
+            return True
+        return self.replica.settled and self.replica.has_made(self._hand[step.batch].version)
 
     def _send(self, kind: str, to: int, step: Step, value: Any) -> None:
         if self.sent_at is None:
@@ -164,10 +189,8 @@ class Lane:
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def advance(self) -> None:
-        """Perform the next step; what it needs must be there."""
-        step = self.step
-        assert step is not None
+    def advance(self, step: Step) -> None:
+        """Perform a step; what it needs must be there."""
         now = self._hand[step.batch]
         self.sent_at = None
         if self.stream is None:
@@ -176,7 +199,6 @@ class Lane:
             place = self.place.seat, self.pipeline, step.batch, step.micro_batch, step.kind
             with self.stream.step(place, step.begins):
                 self._perform(now, step)
-        self._next()
 
     def _perform(self, now: Progress, step: Step) -> None:
         kind = step.kind
@@ -189,7 +211,27 @@ class Lane:
         elif kind == "W":
             self.replica.show(now.version)
             now.deferred.pop(step.micro_batch).run()
-        elif kind == "A":
+        else:
+            with self._gradients_of(now):
+                self._perform_update(now, step)
+        if self._updates_late and kind == "B" and now.backwards_left == 0:
+            now.grads = self.replica.take_grads()  # before the next batch adds its own
+
+    @contextmanager
+    def _gradients_of(self, now: Progress) -> Iterator[None]:
+        """Parameters have the gradients of this batch inside, where those of a later one may be there already."""
+        if not self._updates_late:
+            yield
+            return
+        newer = self.replica.take_grads()
+        self.replica.put_grads(now.grads)
+        yield
+        now.grads = self.replica.take_grads()
+        self.replica.put_grads(newer)
+
+    def _perform_update(self, now: Progress, step: Step) -> None:
+        kind = step.kind
+        if kind == "A":
             self._sum.begin(now, step)
         elif kind == "G":
             self._sum.finish(now, step)

@@ -17,6 +17,10 @@ Columns: TypeAlias = Callable[
 
 
 class Order(Protocol):
+    @property
+    def updates_late(self) -> bool:
+        """Whether forwards and backwards may go on while an update waits, as no batch under way needs it."""
+
     def own(self, micro_batches: int) -> int:
         """How many of a batch's micro-batches come here."""
 
@@ -41,6 +45,8 @@ class OneByOne:
 
     ranks: where a worker has several stages, of a number of micro-batches, the place of each action in its order.
     """
+
+    updates_late = False
 
     def __init__(self, seat: int, columns: Columns, ranks: Callable[[int], Ranks] | None = None) -> None:
         self._seat, self._columns, self._ranks = seat, columns, ranks
@@ -84,6 +90,11 @@ class Overlapping:
         self._own, self._first = Stream(warm_up), Stream(first_warm_up)
         self._rule, self._replica, self._replicas = rule, replica, replicas
         self.resume(0)
+
+    @property
+    def updates_late(self) -> bool:
+        # A batch that runs on the newest version needs it at once; and sums of replicas use the same memory again.
+        return self._rule != "stash" and self._replicas == 1
 
     def resume(self, updates: int) -> None:
         self._begun = self._own_updates = self._first_updates = updates

@@ -73,6 +73,20 @@ class Replica:
         """Whether the weights are final for the next batch: no pull of an unfinished round is due."""
         return self.elastic is None or self.elastic.settled
 
+    def has_made(self, version: int) -> bool:
+        """Whether the weights have seen as many updates, as far as versions are counted."""
+        return self.versions is None or version <= self.versions.newest
+
+    def take_grads(self) -> list[torch.Tensor | None]:
+        """The parameters' gradients, which then have none."""
+        grads = [p.grad for p in self._arena.parameters]
+        self._arena.drop_grads()
+        return grads
+
+    def put_grads(self, grads: list[torch.Tensor | None]) -> None:
+        for p, grad in zip(self._arena.parameters, grads):
+            p.grad = grad
+
     def scale_grads(self, factor: torch.Tensor) -> None:
         for grad in self.arena.grads:
             grad.mul_(factor.to(grad.device, grad.dtype))

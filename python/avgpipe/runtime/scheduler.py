@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.report.timeline import Event
-from avgpipe.runtime.lane import Lane
+from avgpipe.runtime.lane import Lane, Walk
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.placement import Placement
@@ -38,10 +38,11 @@ class Scheduler:
     ) -> None:
         self._lanes, self._mailbox, self._world, self._device_clock = lanes, mailbox, world, device_clock
         self._placement = placement
+        self._walks = [walk for lane in lanes for walk in lane.walks]
         self._clock_offset = time.time() - time.perf_counter()  # ranks share the wall clock, not the counter
         self._left_at: float | None = None  # when run_until last returned to its caller
         self._doing: tuple[str, float] = ("nothing yet", time.monotonic())
-        self._lane: Lane | None = None  # the one whose step runs now
+        self._walk: Walk | None = None  # the one whose step runs now
         # As Event, but on the clock of time.perf_counter, and made by the ten thousand.
         self._events: deque[Row] = deque(maxlen=_KEPT_EVENTS)
 
@@ -58,16 +59,16 @@ class Scheduler:
         self._note_caller()
         while not done():
             mailbox.collect()
-            lane = self._most_urgent()
-            if lane is None:
+            walk = self._most_urgent()
+            if walk is None:
                 if not idle():
                     self._wait(told)
                 continue
-            step = lane.step
+            lane, step = walk.lane, walk.step
             assert step is not None
-            self._lane = lane
+            self._walk = walk
             start = clock()
-            lane.advance()
+            walk.advance()
             if lane.stream is not None:  # only issued: the device's clock tells when it ran
                 continue
             end = clock()
@@ -76,7 +77,7 @@ class Scheduler:
             note((lane.place.seat, lane.pipeline, batch, m, kind, start, computed, ""))
             if computed < end:
                 note((lane.place.seat, lane.pipeline, batch, m, "send", computed, end, ""))
-        self._lane = None
+        self._walk = None
         self._rest("the caller's code")
         self._left_at = clock()
 
@@ -112,35 +113,35 @@ class Scheduler:
         rows = self._device_clock.rows() if self._device_clock is not None else []
         return [(k, i, j, m, _SHOWN[kind], *times) for k, i, j, m, kind, *times in rows]  # type: ignore[misc]
 
-    def _most_urgent(self) -> Lane | None:
-        best: Lane | None = None
+    def _most_urgent(self) -> Walk | None:
+        best: Walk | None = None
         least = (True, 0, 0)
-        for lane in self._lanes:
-            if lane.ready():
-                urgency = lane.step.urgency  # type: ignore[union-attr]  # a ready lane has a step
+        for walk in self._walks:
+            if walk.ready():
+                urgency = walk.step.urgency  # type: ignore[union-attr]  # who is ready has a step
                 if best is None or urgency < least:
-                    best, least = lane, urgency
+                    best, least = walk, urgency
         return best
 
     # ---- waiting -------------------------------------------------------------------------------------------------
 
     def _wait(self, told: Sequence[Key]) -> None:
         """Wait until a lane can go on, or all of ``told`` are there."""
-        waiting = [lane for lane in self._lanes if lane.step is not None]
-        oldest = min(waiting, key=lambda lane: lane.batch or 0, default=None)
+        waiting = [walk for walk in self._walks if walk.step is not None]
+        oldest = min(waiting, key=lambda walk: walk.lane.batch or 0, default=None)
         assert oldest or told, "the scheduler was asked to wait while no lane has work"
         start = time.perf_counter()
         self.wait_for(
             told if oldest is None else oldest.missing(),
             lambda: (
-                any(lane.ready() for lane in waiting) or (told and all(key in self._mailbox for key in told))
+                any(walk.ready() for walk in waiting) or bool(told and all(k in self._mailbox for k in told))
             ),
-            lambda: [*(key for lane in waiting for key in lane.missing()), *told],
+            lambda: [*(key for walk in waiting for key in walk.missing()), *told],
         )
-        lane = self._most_urgent()
-        if lane is None:
+        walk = self._most_urgent()
+        if walk is None:
             return
-        step = lane.step
+        lane, step = walk.lane, walk.step
         assert step is not None
         self._events.append(
             (
@@ -163,7 +164,7 @@ class Scheduler:
             awaited = lambda: [k for k in keys if k not in self._mailbox]  # noqa: E731
         if arrived is None:
             arrived = lambda: not awaited()  # noqa: E731
-        self._lane = None
+        self._walk = None
         self._rest(f"waiting for {self._awaited(keys)}")
         try:
             if self._mailbox.wait_until(arrived, self._world.timeout_s, awaited):
@@ -197,10 +198,11 @@ class Scheduler:
 
     def doing(self) -> str:
         """What this worker is at, for the other ranks; asked from another thread."""
-        lane = self._lane
-        step = lane.step if lane is not None else None
-        if lane is None or step is None:
+        walk = self._walk
+        step = walk.step if walk is not None else None
+        if walk is None or step is None:
             return since(*self._doing)
+        lane = walk.lane
         return f"{step}, pipeline {lane.pipeline}, {self._placement.name(lane.place.seat)}"
 
     def _awaited(self, keys: Sequence[Key]) -> str:

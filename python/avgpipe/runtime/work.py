@@ -52,6 +52,9 @@ class Progress:
     # Of micro-batches, with their factors.
     losses: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     loss: torch.Tensor | None = None  # of the whole batch; float64, known after the last backward
+    grads: list[torch.Tensor | None] = field(
+        default_factory=list
+    )  # of parameters, while they wait for the update
     scale: torch.Tensor | None = None  # of the gradients, to clip them
     updated: bool = False
 

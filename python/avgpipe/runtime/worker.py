@@ -123,7 +123,8 @@ class Worker:
         limit = timedelta(seconds=self.world.timeout_s + 30)  # our own waits end first and say more
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         ranks = [self.placement.rank_of(seat) for seat in seats]
-        return dist.new_group(ranks, timeout=limit, backend=backend)
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend=backend)
+        return group
 
     def _summing(self, place: Place, groups: dict[tuple[int, int], dist.ProcessGroup]) -> GroupSum | None:
         group = groups.get((place.stage, place.pipeline))
