@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.systems import SYSTEMS
 from avgpipe.weights import Versions
 from tests.runtime.cases import (
     adamw,
@@ -20,6 +21,7 @@ from tests.runtime.cases import (
     token_batches,
     unequal,
 )
+from tests.runtime.workers import run
 from tests.systems import emulation
 
 BOUNDS = {1: [0, 7], 2: [0, 4, 7], 3: [0, 2, 5, 7], 4: [0, 1, 3, 5, 7]}
@@ -206,3 +208,113 @@ def test_2bw_is_one_update_late_on_a_quadratic() -> None:
     flushed = [0.9**t for t in range(1, 7)]
     assert unequal(quadratic("dapple", 6), flushed) < 1e-12
     assert unequal(quadratic("pipedream", 6), w[1:]) < 1e-12  # K-1-k = 1 on the first of two stages
+
+
+# ---- elastic replicas ----------------------------------------------------------------------------------------------
+
+
+ELASTIC: list[dict[str, Any]] = [
+    {"rule": "avgpipe", "staleness": 0},
+    {"rule": "avgpipe", "staleness": 1},
+    {"rule": "avgpipe", "staleness": 1, "period": 2, "alpha": 0.3},
+    {"rule": "easgd", "staleness": 1},
+    {"rule": "easgd", "staleness": 0, "period": 2},
+]
+
+
+@pytest.mark.parametrize("options", ELASTIC, ids=str)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("K", [2, 3, 4])
+def test_elastic_pipelines_keep_to_their_rule(K: int, kind: str, options: dict[str, Any]) -> None:
+    """EA-Pipe is the one of rule easgd with N = K and M = 1; AvgPipe that of its own rule."""
+    model = MODELS[kind]()
+    for N, M, variant in [(K, 1, {}), (2, 3, {"clip": 0.05, "optimizer": "adamw", "decay": True})]:
+        batches = batches_of(kind, N * (3 * K + 1) + 1, last=5)
+        expected = emulation.elastic(case_of(model, variant, K, M), batches, N, **options)
+        plan = Plan(stages=K, pipelines=N, micro_batches=M, partition=BOUNDS[K][1:-1], **options)
+        with Pipeline(
+            model,
+            plan,
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=OPTIMIZERS[variant.get("optimizer", "momentum")],
+            lr_scheduler=decaying if variant.get("decay") else None,
+            clip_grad_norm=variant.get("clip"),
+        ) as pipeline:
+            losses = [result.loss for result in pipeline.train(batches)]
+            assert unequal(losses, expected.losses) < 1e-10
+            assert_same_state(pipeline.state_dict(), expected.reference)
+            for i, replica in enumerate(expected.replicas):
+                assert_same_state(pipeline.state_dict(weights=i), replica)
+
+
+# ---- rows of the table ---------------------------------------------------------------------------------------------
+
+
+def plan_of(system: str, K: int, **options: Any) -> Plan:
+    partition = BOUNDS[K][1:-1] if system != "data-parallel" else None
+    return Plan.for_system(system, stages=K, partition=partition, **options)
+
+
+def emulated(system: str, model: nn.Sequential, batches: Sequence[Any], K: int, plan: Plan) -> Any:
+    """Losses and final state, as the system is defined."""
+    case = case_of(model, {"clip": 0.05, "optimizer": "adamw"}, K, plan.micro_batches)
+    if system in ("avgpipe", "ea-pipe"):
+        found = emulation.elastic(
+            case, batches, plan.pipelines, rule=plan.rule, staleness=int(plan.staleness)
+        )
+        return found.losses, found.reference
+    run = {"pipedream": emulation.pipedream, "pipedream-2bw": emulation.two_buffered}
+    trained_ = run.get(system, emulation.one_device)(case, batches, K)
+    return trained_.losses, trained_.state
+
+
+OF_THE_CALLER = {"avgpipe": {"pipelines": 2, "micro_batches": 4}, "gpipe": {"micro_batches": 4}}
+OF_THE_CALLER["dapple"] = OF_THE_CALLER["gpipe"]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("K", [2, 3, 4])
+def test_every_system_is_what_it_is_defined_to_be(K: int, kind: str, system: str) -> None:
+    """With clipping, AdamW, a tied embedding or batch norms, for more than 3 K batches."""
+    model, plan = MODELS[kind](), plan_of(system, K, **OF_THE_CALLER.get(system, {}))
+    batches = batches_of(kind, 3 * K * plan.pipelines + 2, samples=12, last=5)
+    expected_losses, expected = emulated(system, model, batches, K, plan)
+    losses, state = trained(model, plan, batches, {"clip": 0.05, "optimizer": "adamw"})
+    assert unequal(losses, expected_losses) < 1e-10
+    assert_same_state(state, expected)
+
+
+def late_on_ranks(K: int) -> bool:
+    """Every system on ranks whose steps and deliveries take random times."""
+    import os
+    import random
+    import time
+
+    from avgpipe.runtime.lane import Lane
+    from avgpipe.runtime.mailbox import Mailbox
+
+    dice = random.Random(os.urandom(8))
+
+    def late(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            time.sleep(dice.choice([0, 0, 0, 0, 1e-4, 1e-3]))
+            return function(*args)
+
+        return call
+
+    Lane.advance = late(Lane.advance)  # type: ignore[method-assign]
+    Mailbox.deliver = late(Mailbox.deliver)  # type: ignore[method-assign]
+    for system in SYSTEMS:
+        model, plan = language_model(), plan_of(system, K, **OF_THE_CALLER.get(system, {}))
+        batches = batches_of("tied", 3 * K * plan.pipelines + 2, samples=12, last=5)
+        expected_losses, expected = emulated(system, model, batches, K, plan)
+        losses, state = trained(model, plan, batches, {"clip": 0.05, "optimizer": "adamw"})
+        assert unequal(losses, expected_losses) < 1e-10, system
+        assert_same_state(state, expected)
+    return True
+
+
+@pytest.mark.parametrize("K", [2, 4])
+def test_every_system_on_ranks_whatever_takes_long(K: int) -> None:
+    assert run(K, late_on_ranks, K=K, timeout_s=110) == [True] * K
