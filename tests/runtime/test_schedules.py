@@ -102,3 +102,28 @@ def test_several_pipelines_do_what_they_do_on_one_stage(options: dict[str, Any])
     expected_losses, expected = elastic({"stages": 1}, 1, 2)
     assert unequal(losses, expected_losses) < 1e-10
     assert_same_state(state, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        ({"stages": 4, "schedule": "interleaved-1f1b"}, ("worker 0", "worker 1")),
+        ({"stages": 2, "replication": [2, 1]}, ("stage 0, replica 0", "stage 0, replica 1", "stage 1")),
+        (
+            {"stages": 1, "pipelines": 2, "spread": True},
+            ("pipeline 0, stage 0", "pipeline 1, stage 0"),
+        ),
+        ({"stages": 2}, ()),
+    ],
+    ids=str,
+)
+def test_a_timeline_has_a_row_for_each_worker(options: dict[str, Any], labels: tuple[str, ...]) -> None:
+    plan = Plan(micro_batches=2, **options)
+    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw) as p:
+        list(p.train(token_batches(2, 4)))
+        timeline = p.timeline()
+        timeline.explain()
+    assert timeline.labels == labels
+    assert timeline.stages == plan.workers
+    forwards = {(e.stage, e.detail) for e in timeline.events if e.kind == "F"}
+    assert len(forwards) == max(plan.stages, plan.workers)

@@ -33,11 +33,13 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Write the trace; an existing file is replaced whole."""
     pipelines = 1 + max((event.pipeline for event in timeline.events), default=0)
     threads = _threads(timeline, pipelines)
-    rows = [row for k in range(timeline.stages) for row in _process(k)]
+    rows = [row for k in range(timeline.stages) for row in _process(k, timeline.label(k))]
     rows += [row for thread in sorted(set(threads)) for row in _thread(thread, pipelines)]
     rows += [_slice(event, _tid(thread, pipelines)) for event, thread in zip(timeline.events, threads)]
     rows += _arrows(timeline.events, [_tid(thread, pipelines) for thread in threads])
     about = {"stages": timeline.stages, "peak_memory_bytes": timeline.peak_memory_bytes}
+    if timeline.labels:
+        about["labels"] = list(timeline.labels)
     body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     write_atomically(
         path, f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{body}\n]}}\n'
@@ -84,9 +86,9 @@ def _pid(stage: int) -> int:
     return 1 + stage  # Perfetto takes process 0 for the idle one of Linux, and advises against it
 
 
-def _process(stage: int) -> Iterator[dict[str, Any]]:
+def _process(stage: int, label: str) -> Iterator[dict[str, Any]]:
     for name, args in (
-        ("process_name", {"name": f"stage {stage}"}),
+        ("process_name", {"name": label}),
         ("process_sort_index", {"sort_index": stage}),
     ):
         yield {"ph": "M", "name": name, "pid": _pid(stage), "args": args}
@@ -172,7 +174,10 @@ def _timeline(trace: Any) -> Timeline:
         for index, row in enumerate(rows)
         if not isinstance(row, dict) or row.get("ph") == "X"
     ]
-    return Timeline(about["stages"], tuple(events), memory)
+    labels = about.get("labels", [])
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        raise ValueError(f"otherData.labels must be a list of texts, found {labels!r:.80}")
+    return Timeline(about["stages"], tuple(events), memory, tuple(labels))
 
 
 def _event(index: int, row: Any) -> Event:

@@ -39,13 +39,20 @@ def gather_timeline(worker: Worker) -> Timeline:
         )
         for seat, i, j, m, kind, start, end, detail in table.tolist()
     ]
-    return Timeline(len(placement.workers), tuple(sorted(events, key=lambda e: e.start_s)))
+    rows = range(len(placement.workers))
+    labels = () if _is_plain(placement) else tuple(placement.label(row) for row in rows)
+    return Timeline(len(rows), tuple(sorted(events, key=lambda e: e.start_s)), labels=labels)
+
+
+def _is_plain(placement: Placement) -> bool:
+    """Whether worker k is stage k."""
+    return len(placement.seats) == placement.stages == len(placement.workers)
 
 
 def _detail(placement: Placement, seat: int, kind: int, detail: int) -> str:
-    """Where a worker has several stages, an action says which it is of."""
-    if len(placement.workers[placement.worker_of(seat)]) > 1 and _KINDS[kind] in "FBIWU":
-        return f"stage {placement.seats[seat].stage}"
+    """Where a worker is not a stage, an action says which it is of."""
+    if not _is_plain(placement) and _KINDS[kind] in "FBIWU":
+        return placement.name(seat)
     return _DETAILS[detail]
 
 

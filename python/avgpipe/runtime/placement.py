@@ -108,6 +108,11 @@ class Placement:
         own, _, group = self.seats[seat]
         return [other for other in self.seats_of(stage, group) if self.informant(other, own) == seat]
 
+    def label(self, worker: int) -> str:
+        """Of a row of a picture."""
+        seats = self.workers[worker]
+        return self.name(seats[0]) if len(seats) == 1 else f"worker {worker}"
+
     def describe(self, rank: int) -> str:
         """What a process does, in words."""
         return "; ".join(map(self.name, self.held_by(rank)))

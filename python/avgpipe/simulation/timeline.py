@@ -29,7 +29,8 @@ def simulate(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: i
     workers = [schedule.worker_of(k) for k in range(schedule.stages)]
     events = tuple(_event(schedule, workers[ran.stage], ran) for ran in outcome.actions)
     memory = stage_costs.memory_bytes(outcome.peak_held_bytes, schedule.placement, pipelines)
-    return Timeline(schedule.workers, events, memory)
+    labels = () if schedule.order is None else tuple(f"worker {w}" for w in range(schedule.workers))
+    return Timeline(schedule.workers, events, memory, labels)
 
 
 def _event(schedule: Schedule, worker: int, ran: Ran) -> Event:
