@@ -6,16 +6,14 @@ import atexit
 import json
 import math
 import sys
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +22,11 @@ from avgpipe.checkpoint import load_checkpoint, save_checkpoint
 from avgpipe.errors import PipelineError, nearest
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
-from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain, sample_count, sizes_of, split
+from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain, split
 from avgpipe.runtime.export import gather_state
+from avgpipe.runtime.flow import BatchResult, Flow
 from avgpipe.runtime.inference import Inference
-from avgpipe.runtime.lane import Lane, TrainingOptions, scalar_loss
+from avgpipe.runtime.lane import TrainingOptions, scalar_loss
 from avgpipe.runtime.links.choose import NAMES as LINKS
 from avgpipe.runtime.links.choose import ON_CUDA as CUDA_LINKS
 from avgpipe.runtime.loader import Prefetch
@@ -36,28 +35,13 @@ from avgpipe.runtime.model import Model
 from avgpipe.runtime.outputs import Evaluation, Prediction
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
-from avgpipe.runtime.rng import CallerGenerators
-from avgpipe.runtime.steps import loss_key
-from avgpipe.runtime.streams import Handed
-from avgpipe.runtime.work import Work
 from avgpipe.runtime.worker import Worker
 from avgpipe.runtime.world import World
-from avgpipe.schedule.replicated import warm_up
 from avgpipe.simulation import AdvanceChoice, choose_advance
 
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
 _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count
 _WIRE_DTYPES = (None, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    """What a batch came to; alike on every rank. ``loss`` is that of the whole batch before its update."""
-
-    loss: float
-    batch: int  # counted over the life of the pipeline
-    pipeline: int
-    samples: int
 
 
 @dataclass(frozen=True)
@@ -69,15 +53,6 @@ class EvaluationResult:
     loss: float
     metric: float | dict[str, float] | None
     samples: int
-
-
-class _InHand(NamedTuple):
-    """A batch that is under way. ``weight``: of its loss among others."""
-
-    batch: int
-    samples: int
-    micro_batches: int
-    weight: float
 
 
 class Pipeline:
@@ -180,10 +155,7 @@ class Pipeline:
         for lane in self._worker.lanes.values():
             lane.measures = plan.advance == "auto"
         self._loader = Prefetch(self._worker.copy_ahead)
-        self._next_batch = 0
-        self._begun = 0  # batches begun by this object
-        self._in_hand: deque[_InHand] = deque()  # oldest first
-        self._results: deque[BatchResult] = deque()
+        self._flow = Flow(self._worker, plan, self._loader, loss_fn, loss_weight, self._running)
         self._failed: BaseException | None = None
         self._closed = False
         atexit.register(_close, weakref.ref(self))
@@ -196,56 +168,46 @@ class Pipeline:
         Pipelines stream: when the result of batch j is yielded, the next N - 1 batches are under way. Whatever is
         called then (``evaluate``, ``save``) finishes them first.
         """
+        flow = self._flow
         self.drain()
-        self._results.clear()  # of batches that an abandoned loop left under way
+        flow.results.clear()  # of batches that an abandoned loop left under way
         self._loader.open(loader)
         while True:
             self._choose_advance()
-            while self._takes_more() and not self._results:
-                start = time.perf_counter()
-                batch = self._loader.next()
-                if batch is None:
-                    self._end()
-                    break
-                self._worker.scheduler.note_host("loader", self._next_batch, start, time.perf_counter())
-                self._begin(*batch)
-            if not self._results:
-                if not self._in_hand:
+            while flow.takes_more() and not flow.results and flow.fetch():
+                pass
+            if not flow.results:
+                if not flow.in_hand:
                     return
-                self._finish_oldest(prefetch=True)
-            yield self._results.popleft()
+                flow.finish_oldest(prefetch=True)
+            yield flow.results.popleft()
 
     def step(self, inputs: Any, targets: Any) -> float:
         """Train every pipeline on its share of the samples and wait; the mean loss over all of them."""
+        flow, n = self._flow, self.plan.pipelines
         self.drain()
-        self._results.clear()
+        flow.results.clear()
         self._choose_advance()
         inputs, targets = plain(inputs), plain(targets)
-        n = self.plan.pipelines
         if batch_size(inputs) < n * self.plan.micro_batches:
             raise ValueError(
                 f"{batch_size(inputs)} samples do not fill {n} pipelines of {self.plan.micro_batches} "
                 "micro-batches each"
             )
         for x, y in zip(split(inputs, n), split(targets, n)):
-            self._begin(x, y, self._worker.copy_ahead(x, y))
-        weights = [hand.weight for hand in self._in_hand]
+            flow.begin(x, y, self._worker.copy_ahead(x, y))
+        weights = [hand.weight for hand in flow.in_hand]
         self.drain()
-        losses = [self._results.popleft().loss for _ in range(n)]
+        losses = [flow.results.popleft().loss for _ in range(n)]
         return sum(loss * w for loss, w in zip(losses, weights)) / sum(weights)
 
     def drain(self) -> None:
         """Finish the batches that are under way."""
-        self._end()
-        while self._in_hand:
-            self._finish_oldest()
-        with self._running():
-            self._worker.settle(self._next_batch)
-        self._worker.scheduler.pause()
+        self._flow.drain()
 
     def _choose_advance(self) -> None:
         """Once, after the first batches, where the plan says "auto": every rank measures, and all choose alike."""
-        if self._choose_at is None or self._begun < self._choose_at:
+        if self._choose_at is None or self._flow.begun < self._choose_at:
             return
         self._choose_at = None
         self.drain()
@@ -261,95 +223,6 @@ class Pipeline:
         self._worker.columns = lru_cache(maxsize=None)(replace(plan, advance=chosen.advance).columns)
         if self.world.rank == 0:
             print(f"avgpipe: {chosen}", file=sys.stderr)
-
-    def _begin(self, inputs: Any, targets: Any, copied: Handed | None) -> None:
-        batch, pipeline = self._next_batch, self._next_batch % self.plan.pipelines
-        samples = sample_count(inputs, targets)
-        parts = self.plan.micro_batches
-        if samples < parts and batch == 0:
-            raise ValueError(
-                f"a batch of {samples} samples cannot make {parts} micro-batches: use a larger batch "
-                "or fewer micro_batches"
-            )
-        parts = min(parts, samples)  # a short last batch makes fewer
-        answers = split(targets, parts)
-        sizes = sizes_of(samples, parts)
-        weights = loss_weights(self._loss_fn, answers, sizes, self._loss_weight)
-        if copied is not None:
-            inputs, targets = copied.value
-            answers = split(targets, parts)
-        work = Work(batch, parts, split(inputs, parts), answers, weights, copied)
-        if isinstance(self._loss_fn, nn.Module):
-            self._loss_fn.train()
-        with self._running():
-            for lane in self._lanes_of(pipeline):
-                lane.start(work)
-        self._next_batch += 1
-        self._begun += 1
-        self._in_hand.append(_InHand(batch, samples, parts, weights.total))
-        if self._is_too_short(parts):
-            self._end()
-
-    def _takes_more(self) -> bool:
-        """Whether the oldest batch cannot end, or a pipeline has nothing to do, unless another batch begins."""
-        plan, hand = self.plan, self._in_hand
-        if plan.weights == "flush":
-            return len(hand) < plan.pipelines
-        return not hand or sum(h.micro_batches for h in hand) < hand[0].micro_batches + self._ahead - 1
-
-    @property
-    def _ahead(self) -> int:
-        """Without a flush, the micro-batches that stages run ahead of their backwards."""
-        replication = self.plan.replication or [1] * self.plan.stages
-        return max(r * warm_up(replication, k) for k, r in enumerate(replication))
-
-    def _is_too_short(self, micro_batches: int) -> bool:
-        """Whether a batch makes so few that without a flush those behind it would meet wrong versions: too early for
-        the one that they run on, or not the same on all replicas of a stage.
-        """
-        plan = self.plan
-        if plan.weights == "flush":
-            return False
-        uneven = any(micro_batches % r for r in plan.replication or ())
-        return uneven or (plan.weights == "double-buffer" and micro_batches < plan.stages)
-
-    def _end(self) -> None:
-        """No other batch comes for now: the pipelines run dry."""
-        with self._running():
-            for lane in self._worker.lanes.values():
-                lane.drain()
-
-    def _finish_oldest(self, prefetch: bool = False) -> None:
-        batch, samples = self._in_hand[0].batch, self._in_hand[0].samples
-        pipeline = batch % self.plan.pipelines
-        lanes, scheduler, mailbox = self._lanes_of(pipeline), self._worker.scheduler, self._worker.mailbox
-        told = loss_key(self._worker.placement, self._worker.seats[0], pipeline, batch)
-
-        def ended() -> bool:
-            return all(lane.has_ended(batch) for lane in lanes) if lanes else told in mailbox
-
-        with self._running(), CallerGenerators(self._device) as generators:
-
-            def fetch() -> bool:
-                start = time.perf_counter()
-                fetched = self._loader.fetch(generators.given_back)
-                scheduler.note_host("loader", self._next_batch - 1, start, time.perf_counter())
-                return fetched
-
-            scheduler.run_until(ended, fetch if prefetch else lambda: False, [] if lanes else [told])
-            if self._worker.streams is not None:
-                # All is only issued. Issue what the other batches can do, and see to the next one, before the host
-                # waits for the device to tell this one's loss.
-                scheduler.run_until(scheduler.stalled)
-            if prefetch:
-                fetch()  # before the caller goes on, had there been time or not: see Prefetch
-            losses = [lane.finish(batch) for lane in lanes] or [mailbox.take(told)]
-        self._in_hand.popleft()
-        self._results.append(BatchResult(float(losses[0]), batch, pipeline, samples))
-
-    def _lanes_of(self, pipeline: int) -> list[Lane]:
-        """Those of this process; none where spread pipelines have other workers."""
-        return [lane for lane in self._worker.lanes.values() if lane.pipeline == pipeline]
 
     # ---- using the model -----------------------------------------------------------------------------------------
 
@@ -410,20 +283,20 @@ class Pipeline:
         """Write a checkpoint that loads under any plan. The folder appears, or replaces the one there, all at once."""
         self.drain()
         with self._running():
-            save_checkpoint(Path(directory), self._model, self._worker, self.plan, self._next_batch)
+            save_checkpoint(Path(directory), self._model, self._worker, self.plan, self._flow.next_batch)
 
     def load(self, directory: str | Path) -> None:
         """Go on from a checkpoint: bit for bit under the same plan, else from its weights and optimizer states."""
         self.drain()
         with self._running():
-            self._next_batch = load_checkpoint(Path(directory), self._model, self._worker, self.plan)
+            self._flow.next_batch = load_checkpoint(Path(directory), self._model, self._worker, self.plan)
             for lane in self._worker.lanes.values():
-                lane.resume(self._next_batch)
+                lane.resume(self._flow.next_batch)
 
     @property
     def batches(self) -> int:
         """Batches begun so far, over all pipelines; the next one goes to pipeline ``batches % N``."""
-        return self._next_batch
+        return self._flow.next_batch
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

@@ -37,7 +37,7 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     rows += [row for thread in sorted(set(threads)) for row in _thread(thread, pipelines)]
     rows += [_slice(event, _tid(thread, pipelines)) for event, thread in zip(timeline.events, threads)]
     rows += _arrows(timeline.events, [_tid(thread, pipelines) for thread in threads])
-    about = {"stages": timeline.stages, "peak_memory_bytes": timeline.peak_memory_bytes}
+    about: dict[str, Any] = {"stages": timeline.stages, "peak_memory_bytes": timeline.peak_memory_bytes}
     if timeline.labels:
         about["labels"] = list(timeline.labels)
     body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)

@@ -39,9 +39,9 @@ def gather_timeline(worker: Worker) -> Timeline:
         )
         for seat, i, j, m, kind, start, end, detail in table.tolist()
     ]
-    rows = range(len(placement.workers))
-    labels = () if _is_plain(placement) else tuple(placement.label(row) for row in rows)
-    return Timeline(len(rows), tuple(sorted(events, key=lambda e: e.start_s)), labels=labels)
+    workers = range(len(placement.workers))
+    labels = () if _is_plain(placement) else tuple(map(placement.label, workers))
+    return Timeline(len(workers), tuple(sorted(events, key=lambda e: e.start_s)), labels=labels)
 
 
 def _is_plain(placement: Placement) -> bool:
