@@ -279,7 +279,7 @@ def test_a_narrower_wire_takes_half_of_the_bytes() -> None:
 
 def test_only_activations_and_gradients_of_training_are_narrowed() -> None:
     found = [kind for kind in KINDS if narrowed(Channel(kind, 0, 0, 1), torch.float16) is not None]
-    assert found == ["F", "B"]
+    assert found == ["F", "B", "X", "Y"]
 
 
 def test_received_tensors_are_views_of_the_message() -> None:

@@ -14,6 +14,7 @@ from avgpipe.runtime.batch import batch_size, split, to_device
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.export import average_buffers
 from avgpipe.runtime.message import Key
+from avgpipe.runtime.skips import join, part
 from avgpipe.runtime.worker import Worker
 
 _AHEAD = 4  # batches that the first stage may be ahead of the last one's results
@@ -66,8 +67,9 @@ class Inference:
         chunks, answers = split(inputs, parts), split(targets, parts)
         for m in range(parts):
             value = chunks[m]
+            skipped: dict[tuple[int, int], Any] = {}
             for k in self._owned:
-                value = self._stage(k, batch, m, value)
+                value = self._stage(k, batch, m, value, skipped)
             if self._has_last:
                 last.add(value, to_device(answers[m], self._worker.device), batch_size(chunks[m]))
         if not self._has_last:
@@ -82,19 +84,42 @@ class Inference:
                 )
         return result
 
-    def _stage(self, k: int, batch: int, m: int, value: Any) -> Any:
-        """Stage ``k`` of a micro-batch: takes over from the stage before if that is elsewhere, and hands on."""
-        worker, speakers = self._worker, self._speakers
+    def _stage(self, k: int, batch: int, m: int, value: Any, skipped: dict[tuple[int, int], Any]) -> Any:
+        """Stage ``k`` of a micro-batch: takes over from the stage before if that is elsewhere, and hands on.
+
+        ``skipped``: what goes past other stages from one stage of this worker to another, by both.
+        """
+        worker = self._worker
+        arrivals, departures = worker.model.skips[k]
         if k > 0 and k - 1 not in self._owned:
-            key = Key("E", self._channel, speakers[k - 1], speakers[k], batch, m)
-            worker.scheduler.wait_for([key])
-            value = worker.mailbox.take(key)
+            value = self._receive(k - 1, k, batch, m)
+        if arrivals:
+            ends = [(route.stage, k) for route in arrivals]
+            parts = [skipped.pop(e) if e[0] in self._owned else self._receive(*e, batch, m) for e in ends]
+            value = join(value, arrivals, parts)
         value = to_device(value, worker.device)
-        output = worker.replicas[speakers[k], self._pipeline].stage(value, Position(self._pipeline, batch, m))
-        if k + 1 < len(speakers) and k + 1 not in self._owned:
-            key = Key("E", self._channel, speakers[k], speakers[k + 1], batch, m)
-            worker.links[speakers[k + 1]].send(key, output)
+        replica = worker.replicas[self._speakers[k], self._pipeline]
+        output = replica.stage(value, Position(self._pipeline, batch, m))
+        output, parts = part(output, departures) if departures else (output, [])
+        if k + 1 < len(self._speakers) and k + 1 not in self._owned:
+            self._send(k, k + 1, batch, m, output)
+        for route, values in zip(departures, parts):
+            if route.stage in self._owned:
+                skipped[k, route.stage] = values
+            else:
+                self._send(k, route.stage, batch, m, values)
         return output
+
+    def _send(self, k: int, to: int, batch: int, m: int, value: Any) -> None:
+        self._worker.links[self._speakers[to]].send(self._key(k, to, batch, m), value)
+
+    def _receive(self, source: int, k: int, batch: int, m: int) -> Any:
+        key = self._key(source, k, batch, m)
+        self._worker.scheduler.wait_for([key])
+        return self._worker.mailbox.take(key)
+
+    def _key(self, source: int, to: int, batch: int, m: int) -> Key:
+        return Key("E", self._channel, self._speakers[source], self._speakers[to], batch, m)
 
     def _result(self, batch: int, result: Any) -> Any:
         """The result of a batch: made here, or received from the last stage."""

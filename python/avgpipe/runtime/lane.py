@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from avgpipe.errors import StageError
 from avgpipe.runtime.backward import run_backward
@@ -27,9 +28,10 @@ from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.links.channel import Link
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.memory import SavedBytes
-from avgpipe.runtime.message import Key, tensors_of
+from avgpipe.runtime.message import Key, tensors_of, wanting_gradients
 from avgpipe.runtime.order import Order
 from avgpipe.runtime.replica import Replica
+from avgpipe.runtime.skips import join, part
 from avgpipe.runtime.split_backward import input_backward
 from avgpipe.runtime.stage_sum import StageSum
 from avgpipe.runtime.steps import Place, Step
@@ -103,6 +105,7 @@ class Lane:
         self._device = replica.stage.device
         self._layers = StageGraphs(replica.stage) if options.cuda_graphs else replica.stage.forward
         self._first, self._last = place.first, place.last
+        self._arrivals, self._departures = place.skips
         self._sum = StageSum(replica, place, summing, self._send, mailbox.take)
         self._update = Update(replica, place, shared, options.clip_grad_norm, self._send, mailbox.take)
         self._hand: dict[int, Progress] = {}  # by batch, oldest first
@@ -182,10 +185,14 @@ class Lane:
         key = Key(kind, self.pipeline, self.place.seat, to, step.batch, step.micro_batch)
         self._links[to].send(key, value)
 
-    def _take(self, step: Step) -> Any:
-        """The message that a step with one need waited for."""
-        message = self._messages.pop(step.needs[0])
+    def _take(self, step: Step, place: int = 0) -> Any:
+        """A message that a step waited for."""
+        message = self._messages.pop(step.needs[place])
         return message.received() if isinstance(message, Handed) else message
+
+    def _take_skipped(self, step: Step) -> list[Any]:
+        """The messages that come past other stages, which stand behind the neighbour's."""
+        return [self._take(step, place) for place in range(1, len(step.needs))]
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -255,7 +262,12 @@ class Lane:
     def _forward(self, now: Progress, step: Step) -> None:
         m = step.micro_batch
         value = to_device(now.work.inputs[m], self._device) if self._first else self._take(step)
-        inputs = [t for t in tensors_of(value) if t.requires_grad]
+        inputs, arrived = wanting_gradients(value), []
+        if self._arrivals:
+            parts = self._take_skipped(step)
+            value = join(value, self._arrivals, parts)
+            arrived = [wanting_gradients(values) for values in parts]
+            del parts
         run = self._measured_run if self.measures else self._run
         autocast = self._options.autocast
         if autocast is None:
@@ -264,12 +276,18 @@ class Lane:
             with torch.autocast(self._device.type, dtype=autocast):
                 output = run(now, m, value)
         del value  # the message's memory is free again once nothing needs it
-        edges = [get_gradient_edge(t) for t in tensors_of(output) if t.requires_grad]
         if self._last:
-            now.saved[m] = Saved(inputs, edges, [self._seed(now, m, output)] if edges else [])
+            edges = _edges(output)
+            now.saved[m] = Saved(inputs, edges, [self._seed(now, m, output)] if edges else [], arrived)
+        elif not self._departures:
+            now.saved[m] = Saved(inputs, _edges(output), None, arrived)
+            self._send("F", self.place.at(self.stage + 1, m), step, output)
         else:
-            now.saved[m] = Saved(inputs, edges)
-            self._send("F", self.place.placement.at(self.stage + 1, m, self.pipeline), step, output)
+            output, parts = part(output, self._departures)
+            now.saved[m] = Saved(inputs, _edges(output), None, arrived, _edges(parts))
+            self._send("F", self.place.at(self.stage + 1, m), step, output)
+            for route, values in zip(self._departures, parts):
+                self._send("X", self.place.at(route.stage, m), step, values)
 
     def _run(self, now: Progress, m: int, value: Any) -> Any:
         place = Position(self.pipeline, now.work.batch, m)
@@ -314,14 +332,17 @@ class Lane:
             received = self._take(step)
             if len(received) > len(saved.outputs):
                 now.loss = received.pop()
-            pairs = [(edge, g) for edge, g in zip(saved.outputs, received) if g is not None]
+            if self._departures:
+                roots = [*roots, *saved.departed]
+                received = [*received, *chain.from_iterable(self._take_skipped(step))]
+            pairs = [(edge, g) for edge, g in zip(roots, received) if g is not None]
             roots, grads = [p[0] for p in pairs], [p[1] for p in pairs]
             del received, pairs
         now.backwards_left -= 1
         if now.backwards_left == 0:
             self._sum.last_backward()
         if step.kind == "I":
-            now.deferred[m] = input_backward(roots, grads, saved.inputs)
+            now.deferred[m] = input_backward(roots, grads, saved.all_inputs)
         elif roots:
             run_backward(roots, grads)
         if now.backwards_left == 0 and self._last:
@@ -331,7 +352,14 @@ class Lane:
             if now.backwards_left == 0 and not self.place.placement.is_replicated:
                 # the batch's loss rides on its last gradient, so that every stage learns it without a message more
                 message.append(now.loss)
-            self._send("B", self.place.placement.at(self.stage - 1, m, self.pipeline), step, message)
+            self._send("B", self.place.at(self.stage - 1, m), step, message)
+        for route, tensors in zip(self._arrivals, saved.arrived):
+            self._send("Y", self.place.at(route.stage, m), step, [x.grad for x in tensors])
+
+
+def _edges(value: Any) -> list[GradientEdge]:
+    """Where the gradients of a value's tensors go in."""
+    return [get_gradient_edge(t) for t in wanting_gradients(value)]
 
 
 def scalar_loss(loss_fn: LossFn, output: Any, target: Any) -> torch.Tensor:

@@ -28,6 +28,8 @@ class Key(NamedTuple):
 NAMES = {
     "F": "the activation",
     "B": "the gradient",
+    "X": "the skipped activation",
+    "Y": "the skipped activation's gradient",
     "T": "the tied gradients",
     "N": "the gradient norm",
     "C": "the clipping factor",
@@ -104,6 +106,11 @@ def assemble(header: Header, tensors: list[torch.Tensor]) -> Any:
         for x in header.leaves
     ]
     return pytree.tree_unflatten(leaves, header.structure)
+
+
+def wanting_gradients(value: Any) -> list[torch.Tensor]:
+    """The tensors whose gradients go back to where ``value`` came from."""
+    return [t for t in tensors_of(value) if t.requires_grad]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from avgpipe.runtime.links.channel import Channel
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.order import Urgency
 from avgpipe.runtime.placement import Placement
+from avgpipe.runtime.skips import NO_SKIPS, Skips
 from avgpipe.schedule.stream import Step as Act
 
 
@@ -34,7 +35,7 @@ class Place:
     """Where a lane sits, and who its messages come from.
 
     shared: the other stages that hold parameters of this one. clipping: whether gradients are clipped by the norm of
-    all stages.
+    all stages. skips: what comes and goes past other stages.
     """
 
     placement: Placement
@@ -42,6 +43,7 @@ class Place:
     pipeline: int
     shared: tuple[int, ...]
     clipping: bool
+    skips: Skips = NO_SKIPS
 
     @cached_property
     def stage(self) -> int:
@@ -54,6 +56,10 @@ class Place:
     @cached_property
     def last(self) -> bool:
         return self.stage == self.placement.stages - 1
+
+    def at(self, stage: int, m: int) -> int:
+        """The seat of another stage that has to do with a micro-batch of this pipeline."""
+        return self.placement.at(stage, m, self.pipeline)
 
     @cached_property
     def peers(self) -> list[int]:
@@ -119,16 +125,24 @@ class Place:
         """Messages that a step consumes."""
         message, sources = self._sources(kind, m)
         keys = [Key(message, self.pipeline, source, self.seat, batch, m) for source in sources]
+        if self.skips.arrivals or self.skips.departures:
+            message, sources = self._skipped(kind, m)
+            keys += [Key(message, self.pipeline, source, self.seat, batch, m) for source in sources]
         if kind == "G" and self.placement.ranks > 1:
             keys.append(Key("Z", self.pipeline, self.seat, self.seat, batch, m))
         return tuple(keys)
 
+    def _skipped(self, kind: str, m: int) -> tuple[str, list[int]]:
+        """As ``_sources``, of what comes past other stages."""
+        message, routes = ("X", self.skips.arrivals) if kind == "F" else ("Y", self.skips.departures)
+        return message, [self.at(route.stage, m) for route in routes if kind in "FBI"]
+
     def _sources(self, kind: str, m: int) -> tuple[str, list[int]]:
         placement, stage = self.placement, self.stage
         if kind == "F" and not self.first:
-            return "F", [placement.at(stage - 1, m, self.pipeline)]
+            return "F", [self.at(stage - 1, m)]
         if kind in "BI" and not self.last:
-            return "B", [placement.at(stage + 1, m, self.pipeline)]
+            return "B", [self.at(stage + 1, m)]
         if kind == "G":
             return "A", self.peers
         if kind == "S":
@@ -152,7 +166,7 @@ class Place:
         found = [
             Channel(message, self.pipeline, source, self.seat)
             for kind, m in steps
-            for message, sources in [self._sources(kind, m)]
+            for message, sources in [self._sources(kind, m), self._skipped(kind, m)]
             for source in sources
         ]
         return list(dict.fromkeys(found))
@@ -173,6 +187,12 @@ def channels_into(rank: int, placement: Placement, places: Sequence[Place]) -> l
         speakers = placement.speakers(i)
         if i == 0 or placement.is_spread:
             found += [Channel("E", i, a, b) for a, b in pairwise(speakers) if b in seats]
+            found += [
+                Channel("E", i, speakers[route.stage], place.seat)
+                for place in places
+                if place.pipeline == i and place.seat == speakers[place.stage]
+                for route in place.skips.arrivals
+            ]
             found.append(Channel("R", i, speakers[-1], seats[0]))
         if not any(i in placement.pipelines_of(seat) for seat in seats):
             found.append(Channel("L", i, speakers[-1], seats[0]))

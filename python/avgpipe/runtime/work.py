@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +33,19 @@ class Saved(NamedTuple):
     """What a forward leaves for its backward: inputs that want gradients, and where those of the outputs go in.
 
     Not the outputs themselves: of those, autograd keeps what it needs. ``grads``: of the outputs, where this stage
-    knows them, as the last one does.
+    knows them, as the last one does. ``arrived``: inputs that came past other stages, by arrival; ``departed``: where
+    the gradients of outputs that went past others go in, in the order of departures. See :mod:`avgpipe.runtime.skips`.
     """
 
     inputs: list[torch.Tensor]
     outputs: list[Any]
     grads: list[torch.Tensor] | None = None
+    arrived: Sequence[list[torch.Tensor]] = ()
+    departed: Sequence[Any] = ()
+
+    @property
+    def all_inputs(self) -> list[torch.Tensor]:
+        return [*self.inputs, *chain.from_iterable(self.arrived)] if self.arrived else self.inputs
 
 
 @dataclass

@@ -87,9 +87,10 @@ class Worker:
     # ---- what is built -------------------------------------------------------------------------------------------
 
     def _place(self, seat: int, pipeline: int) -> Place:
-        shared = self.model.shared(self.placement.seats[seat].stage)
+        stage = self.placement.seats[seat].stage
+        shared, skips = self.model.shared(stage), self.model.skips[stage]
         clipping = self._options.clip_grad_norm is not None
-        return Place(self.placement, seat, pipeline, tuple(sorted(shared)), clipping)
+        return Place(self.placement, seat, pipeline, tuple(sorted(shared)), clipping, skips)
 
     def _channels_into(self, rank: int) -> list[Channel]:
         placement = self.placement

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from avgpipe.runtime.message import Key
 
-KINDS = "FBTNCERALV"  # of messages, see avgpipe.runtime.message
+KINDS = "FBXYTNCERALV"  # of messages, see avgpipe.runtime.message
 
 
 class Channel(NamedTuple):

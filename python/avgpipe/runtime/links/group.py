@@ -98,7 +98,7 @@ class GroupLink:
 
     def send(self, key: Key, value: Any) -> None:
         outgoing = self._outgoing[key[:4]]  # type: ignore[index]  # a Channel is such a tuple
-        self._sender.put(key.batch if key.kind in "FB" else -1, outgoing, *outgoing.packed(key, value))
+        self._sender.put(key.batch if key.kind in "FBXY" else -1, outgoing, *outgoing.packed(key, value))
 
     def heard(self, key: Key, value: Any, took_s: float) -> None:
         known = self.latency_s.get(key.kind)
