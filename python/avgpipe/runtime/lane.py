@@ -100,7 +100,7 @@ class Lane:
     ) -> None:
         self.replica, self._options, self._order, self.stream = replica, options, order, stream
         self.place, self.exchange = place, exchange
-        self._messages, self._links = mailbox.messages, links
+        self._messages, self._take_key, self._links = mailbox.messages, mailbox.take, links
         self.pipeline, self.stage = replica.pipeline, replica.stage.index
         self._device = replica.stage.device
         self._layers = StageGraphs(replica.stage) if options.cuda_graphs else replica.stage.forward
@@ -185,14 +185,14 @@ class Lane:
         key = Key(kind, self.pipeline, self.place.seat, to, step.batch, step.micro_batch)
         self._links[to].send(key, value)
 
-    def _take(self, step: Step, place: int = 0) -> Any:
-        """A message that a step waited for."""
-        message = self._messages.pop(step.needs[place])
+    def _take(self, step: Step) -> Any:
+        """The message that a step waited for, of several the first."""
+        message = self._messages.pop(step.needs[0])
         return message.received() if isinstance(message, Handed) else message
 
     def _take_skipped(self, step: Step) -> list[Any]:
-        """The messages that come past other stages, which stand behind the neighbour's."""
-        return [self._take(step, place) for place in range(1, len(step.needs))]
+        """The messages that came past other stages, which a step names behind its neighbour's."""
+        return [self._take_key(key) for key in step.needs[1:]]
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
