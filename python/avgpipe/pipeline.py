@@ -71,6 +71,8 @@ class Pipeline:
     timeout_s: no wait for another worker lasts longer.
     lr_scheduler(optimizer): stepped after every batch of a pipeline.
     clip_grad_norm: limit of the gradient's norm over all stages.
+    skip_nonfinite: a batch whose gradients have infinities or NaN, on whichever stage, changes neither weights nor
+        statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for the device.
     autocast: dtype for ``torch.autocast``.
     link: how tensors travel between workers: "auto" (shared memory between processes of one host, their device's memory
         where they share a CUDA device, NCCL where each has one, torch.distributed between hosts), "shm", "gloo",
@@ -99,6 +101,7 @@ class Pipeline:
         timeout_s: float = 300,
         lr_scheduler: SchedulerFn | None = None,
         clip_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
         autocast: torch.dtype | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         link: str = "auto",
@@ -138,13 +141,15 @@ class Pipeline:
         placement = Placement.of(plan, self.world.size)
         self.world.holds = placement.describe
         self.world.require_same(
-            "link, wire_dtype or clip_grad_norm",
-            f"link={link!r}, wire_dtype={wire_dtype}, clip_grad_norm={clip_grad_norm}",
+            "link, wire_dtype, clip_grad_norm or skip_nonfinite",
+            f"link={link!r}, wire_dtype={wire_dtype}, clip_grad_norm={clip_grad_norm}, {skip_nonfinite=}",
         )
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
         self.world.require_same("initial value of shared parameters", json.dumps(self._model.shared_values()))
-        options = TrainingOptions(loss_fn, clip_grad_norm, autocast, plan.recompute, cuda_graphs)
+        options = TrainingOptions(
+            loss_fn, clip_grad_norm, autocast, plan.recompute, cuda_graphs, skip_nonfinite
+        )
         self._worker = Worker(
             *(self._model, plan, placement, self.world, self._device, seed, options),
             *(optimizer, lr_scheduler, link, wire_dtype),
@@ -302,6 +307,11 @@ class Pipeline:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of this rank: one per pipeline and stage that has trainable parameters."""
         return [r.optimizer for r in self._worker.replicas.values() if r.optimizer is not None]
+
+    @property
+    def skipped_updates(self) -> int:
+        """How many ``skip_nonfinite`` has left out, of the pipelines that this rank has a part in."""
+        return sum({i: lane.skipped for (_, i), lane in self._worker.lanes.items()}.values())
 
     def timeline(self) -> Timeline:
         """When what ran in the last steps, on all ranks; times in seconds from the first of them."""

@@ -25,6 +25,15 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "micro_batches": 1,
     },
     "data-parallel": {"schedule": "1f1b", "pipelines": 1, "stages": 1, "replication": [WORKERS]},
+    # Each worker goes on with its own batch, and tells the others what it has learnt when it has.
+    "data-parallel-asp": {
+        "schedule": "1f1b",
+        "rule": "avgpipe",
+        "staleness": "asynchronous",
+        "pipelines": WORKERS,
+        "stages": 1,
+        "spread": True,
+    },
     "model-parallel": {"schedule": "all-forward-all-backward", "pipelines": 1, "micro_batches": 1},
 }
 

@@ -38,7 +38,7 @@ REPLICAS = {"stages": 1, "replicas": 2}
 
 def compared(*outcomes, **systems):
     """Of ``outcomes``, then of ``systems`` by name, "_" for "-"."""
-    names = ("target", "trivial", "metric_name", "memory_limit_bytes")
+    names = ("target", "trivial", "metric_name", "lower_is_better", "memory_limit_bytes")
     options = {"metric_name": "perplexity", **{n: systems.pop(n) for n in names if n in systems}}
     more = (Outcome(name.replace("_", "-"), OK, figures) for name, figures in systems.items())
     return Comparison("awd-lstm tiny", 2, (*outcomes, *more), **options)

@@ -23,7 +23,7 @@ def column(comparison, key):
 
 def test_figures_are_those_of_the_summary():
     assert Figures.of(SUMMARY) == PLAIN
-    assert Figures.of(SUMMARY, [2, 1]).replicas == 2
+    assert Figures.of(SUMMARY, 2).replicas == 2
     with pytest.raises(KeyError, match="samples"):
         Figures.of({name: value for name, value in SUMMARY.items() if name != "samples"})
 
@@ -47,7 +47,7 @@ def test_the_best_is_the_smallest_or_the_largest_as_the_column_says():
 def test_a_high_accuracy_and_a_low_perplexity_are_good():
     systems = {"a": at(10, best_metric=60.0), "b": at(10, best_metric=70.0)}
     assert (found := compared(**systems)).best_systems(column(found, "best_metric")) == ["a"]
-    found = compared(**systems, metric_name="accuracy")
+    found = compared(**systems, metric_name="accuracy", lower_is_better=False)
     assert found.best_systems(column(found, "best_metric")) == ["b"]
 
 
@@ -72,7 +72,7 @@ def test_the_target_has_columns_only_if_there_is_one():
 def test_whether_the_trivial_answer_is_beaten():
     assert compared(a=at(1, best_metric=100.0), trivial=101.0).beaten_trivial
     assert not compared(a=at(1, best_metric=100.0), b=at(1, best_metric=None), trivial=99.0).beaten_trivial
-    assert not compared(a=at(1, best_metric=50.0), trivial=60.0, metric_name="accuracy").beaten_trivial
+    assert not compared(a=at(1, best_metric=50.0), trivial=60.0, metric_name="accuracy", lower_is_better=False).beaten_trivial
     assert compared(a=PLAIN).beaten_trivial
 
 

@@ -319,9 +319,9 @@ def sent_by(place: Place, M: int) -> set[Channel]:
             to += [("B", placement.at(stage - 1, m))] if stage > 0 else []
     to += [("A", peer) for peer in place.peers]
     to += [("T", other) for k in place.shared for other in placement.informed(seat, k)]
-    if place.clipping and stage < last:
+    if place.norm and stage < last:
         to += [("C", other) for other in placement.informed(seat, stage + 1)]
-    if place.clipping and stage > 0:
+    if place.norm and stage > 0:
         to += [("N", other) for other in placement.informed(seat, stage - 1)]
     to += [("L", other) for other in place.tells_the_loss]
     return {Channel(kind, i, seat, other) for kind, other in to}
@@ -329,7 +329,7 @@ def sent_by(place: Place, M: int) -> set[Channel]:
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.integers(1, 3), st.booleans(), st.data())
 def test_receivers_expect_exactly_what_senders_send(
-    replication: list[int], N: int, clipping: bool, data: Any
+    replication: list[int], N: int, norm: bool, data: Any
 ) -> None:
     K = len(replication)
     pairs = data.draw(st.sets(st.tuples(st.integers(0, K - 1), st.integers(0, K - 1)), max_size=4))
@@ -344,7 +344,7 @@ def test_receivers_expect_exactly_what_senders_send(
     )
     placement = Placement.of(plan, ranks)
     places = {
-        (seat, i): Place(placement, seat, i, tuple(sorted(shared.get(stage, ()))), clipping)
+        (seat, i): Place(placement, seat, i, tuple(sorted(shared.get(stage, ()))), norm)
         for seat, (stage, _, _) in enumerate(placement.seats)
         for i in range(N)
     }

@@ -64,7 +64,8 @@ class Case:
     layers: makes the layers, float64, with the same weights at every call; named as in ``nn.Sequential(*layers)``.
     bounds: for a number of stages, the first layer of each stage, then the number of layers; else they are cut evenly.
     optimizer, lr_scheduler: called once a stage, on its parameters and on its optimizer.
-    clip_grad_norm: limit of the norm of a batch's gradient over all stages, tied parameters counted once.
+    clip_grad_norm: limit of the norm of a batch's gradient over all stages, tied parameters counted once; a batch for
+        which that is not a finite number has no gradient, and nobody has seen it.
     loss_fn: a mean; ``shares`` tells how much each micro-batch's mean counts in the batch's.
     micro_batches: M, at most one a sample.
     """
@@ -450,6 +451,9 @@ class Model:
             norm = torch.cat([g.flatten() for g in counted]).norm()
             factor = min(1.0, limit / (float(norm) + 1e-6))
             own = {name: None if g is None else factor * g for name, g in own.items()}
+            if not norm.isfinite():
+                self.stages[k].update(dict.fromkeys(own), {})
+                return
         self.stages[k].update(own, flight.seen[k])
 
     def _gradient(self, flight: Flight, k: int) -> dict[str, torch.Tensor | None]:

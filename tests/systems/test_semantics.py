@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ MODELS = {"tied": language_model, "normed": normed_model}
 def case_of(model: nn.Sequential, options: dict[str, Any], K: int, M: int) -> emulation.Case:
     return emulation.Case(
         layers=lambda: list(copy.deepcopy(model)),
-        loss_fn=nn.CrossEntropyLoss(),
+        loss_fn=options.get("loss_fn", nn.CrossEntropyLoss()),
         optimizer=OPTIMIZERS[options.get("optimizer", "momentum")],
         bounds={K: BOUNDS[K]},
         lr_scheduler=decaying if options.get("decay") else None,
@@ -80,10 +81,11 @@ def trained(
     with Pipeline(
         model,
         plan,
-        loss_fn=nn.CrossEntropyLoss(),
+        loss_fn=options.get("loss_fn", nn.CrossEntropyLoss()),
         optimizer=OPTIMIZERS[options.get("optimizer", "momentum")],
         lr_scheduler=decaying if options.get("decay") else None,
         clip_grad_norm=options.get("clip"),
+        skip_nonfinite=options.get("skip_nonfinite", False),
     ) as pipeline:
         losses, begin = [], 0
         for end in [*(j + 1 for j in drains), len(batches)]:
@@ -251,13 +253,18 @@ def test_elastic_pipelines_keep_to_their_rule(K: int, kind: str, options: dict[s
 
 
 def plan_of(system: str, K: int, **options: Any) -> Plan:
-    partition = BOUNDS[K][1:-1] if system != "data-parallel" else None
+    partition = None if "stages" in SYSTEMS[system] else BOUNDS[K][1:-1]
     return Plan.for_system(system, stages=K, partition=partition, **options)
 
 
-def emulated(system: str, model: nn.Sequential, batches: Sequence[Any], K: int, plan: Plan) -> Any:
+CLIPPED = {"clip": 0.05, "optimizer": "adamw"}
+
+
+def emulated(
+    system: str, model: nn.Sequential, batches: Sequence[Any], K: int, plan: Plan, options: dict[str, Any]
+) -> Any:
     """Losses and final state, as the system is defined."""
-    case = case_of(model, {"clip": 0.05, "optimizer": "adamw"}, K, plan.micro_batches)
+    case = case_of(model, options, K, plan.micro_batches)
     if system in ("avgpipe", "ea-pipe"):
         found = emulation.elastic(
             case, batches, plan.pipelines, rule=plan.rule, staleness=int(plan.staleness)
@@ -270,18 +277,43 @@ def emulated(system: str, model: nn.Sequential, batches: Sequence[Any], K: int, 
 
 OF_THE_CALLER = {"avgpipe": {"pipelines": 2, "micro_batches": 4}, "gpipe": {"micro_batches": 4}}
 OF_THE_CALLER["dapple"] = OF_THE_CALLER["gpipe"]
+EXACT = [name for name in SYSTEMS if name != "data-parallel-asp"]  # whose updates land when they arrive
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", EXACT)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("K", [2, 3, 4])
 def test_every_system_is_what_it_is_defined_to_be(K: int, kind: str, system: str) -> None:
     """With clipping, AdamW, a tied embedding or batch norms, for more than 3 K batches."""
     model, plan = MODELS[kind](), plan_of(system, K, **OF_THE_CALLER.get(system, {}))
     batches = batches_of(kind, 3 * K * plan.pipelines + 2, samples=12, last=5)
-    expected_losses, expected = emulated(system, model, batches, K, plan)
-    losses, state = trained(model, plan, batches, {"clip": 0.05, "optimizer": "adamw"})
+    expected_losses, expected = emulated(system, model, batches, K, plan, CLIPPED)
+    losses, state = trained(model, plan, batches, CLIPPED)
     assert unequal(losses, expected_losses) < 1e-10
+    assert_same_state(state, expected)
+
+
+def overflowing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A mean that is infinite where the first sample is of class 0."""
+    return nn.functional.cross_entropy(output, target) * (torch.inf if target[0] == 0 else 1.0)
+
+
+@pytest.mark.parametrize("system", EXACT)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("K", [2, 3])
+def test_every_system_leaves_out_what_is_not_finite(K: int, kind: str, system: str) -> None:
+    options = {**CLIPPED, "loss_fn": overflowing, "skip_nonfinite": True}
+    model, plan = MODELS[kind](), plan_of(system, K, **OF_THE_CALLER.get(system, {}))
+    batches = batches_of(kind, 6 * K * plan.pipelines, samples=12)
+    for j, (_, target) in enumerate(batches):
+        target[target == 0] = 1
+        target[0] = 0 if j % 4 == 2 else 1
+    expected_losses, expected = emulated(system, model, batches, K, plan, options)
+    losses, state = trained(model, plan, batches, options)
+    finite = [j for j in range(len(batches)) if j % 4 != 2]
+    assert unequal([losses[j] for j in finite], [expected_losses[j] for j in finite]) < 1e-10
+    assert all(math.isfinite(loss) == (j in finite) for j, loss in enumerate(losses))
+    assert all(bool(value.isfinite().all()) for value in state.values())
     assert_same_state(state, expected)
 
 
@@ -305,14 +337,37 @@ def late_on_ranks(K: int) -> bool:
 
     Lane.advance = late(Lane.advance)  # type: ignore[method-assign]
     Mailbox.deliver = late(Mailbox.deliver)  # type: ignore[method-assign]
-    for system in SYSTEMS:
+    for system in EXACT:
         model, plan = language_model(), plan_of(system, K, **OF_THE_CALLER.get(system, {}))
         batches = batches_of("tied", 3 * K * plan.pipelines + 2, samples=12, last=5)
-        expected_losses, expected = emulated(system, model, batches, K, plan)
-        losses, state = trained(model, plan, batches, {"clip": 0.05, "optimizer": "adamw"})
+        expected_losses, expected = emulated(system, model, batches, K, plan, CLIPPED)
+        losses, state = trained(model, plan, batches, CLIPPED)
         assert unequal(losses, expected_losses) < 1e-10, system
         assert_same_state(state, expected)
     return True
+
+
+def apart() -> bool:
+    """Asynchronous data parallelism without a pull: each replica trains for itself, and the reference is their mean."""
+    model, batches = language_model(), batches_of("tied", 8)
+    plan = plan_of("data-parallel-asp", 2, alpha=0.0)
+    with Pipeline(model, plan, loss_fn=nn.CrossEntropyLoss(), optimizer=OPTIMIZERS["adamw"]) as pipeline:
+        losses = [result.loss for result in pipeline.train(batches)]
+        reference = pipeline.state_dict()
+        replicas = [pipeline.state_dict(weights=i) for i in range(2)]
+    for i, replica in enumerate(replicas):
+        case = case_of(model, {"optimizer": "adamw"}, 2, 1)
+        alone = emulation.one_device(case, batches[i::2], 2)
+        assert unequal(losses[i::2], alone.losses) < 1e-10
+        assert_same_state(replica, alone.state)
+    for name, value in reference.items():
+        assert torch.allclose(value, (replicas[0][name] + replicas[1][name]) / 2, rtol=0, atol=1e-10)
+    return True
+
+
+def test_asynchronous_data_parallelism_adds_up_what_each_has_learnt() -> None:
+    assert apart()
+    assert run(2, apart) == [True] * 2
 
 
 @pytest.mark.parametrize("K", [2, 4])

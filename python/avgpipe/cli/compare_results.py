@@ -34,6 +34,7 @@ def comparison(question: Question, ended: Sequence[Ended]) -> Comparison:
         workers=question.stages,
         outcomes=tuple(_outcome(question, run, summaries.get(run.system)) for run in ended),
         metric_name=known.get("metric_name", "metric"),
+        lower_is_better=known.get("lower_is_better", True),
         trivial=known.get("trivial_metric"),
         target=question.asked.get("target"),
         memory_limit_bytes=question.memory_limit_bytes,
@@ -44,7 +45,8 @@ def _outcome(question: Question, run: Ended, summary: dict[str, Any] | None) -> 
     if summary is None:
         return Outcome(run.system, run.status, None, run.reason)
     plan = Plan.load(question.out / run.system / "plan.json")
-    figures, limit = Figures.of(summary, plan.replication), question.memory_limit_bytes
+    replicas = plan.pipelines if plan.spread else max(plan.replication or [1])
+    figures, limit = Figures.of(summary, replicas), question.memory_limit_bytes
     if limit is not None and figures.peak_memory_bytes > limit:
         return Outcome(run.system, DOES_NOT_FIT, figures, f"needs {spell_size(figures.peak_memory_bytes)}")
     return Outcome(run.system, OK, figures)

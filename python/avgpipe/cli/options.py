@@ -111,6 +111,14 @@ Replication = Annotated[
         rich_help_panel=_PLAN,
     ),
 ]
+Spread = Annotated[
+    bool,
+    typer.Option(
+        "--spread",
+        help="Give each pipeline workers of its own, which tell one another their updates over the network.",
+        rich_help_panel=_PLAN,
+    ),
+]
 Weights = Annotated[
     str | None,
     typer.Option(

@@ -219,7 +219,7 @@ def _plan(
     if "pipelines" not in row:
         chosen.setdefault("pipelines", DEFAULT_PIPELINES)
     if "micro_batches" not in row:
-        wanted = min(DEFAULT_MICRO_BATCHES, batch_size)
+        wanted = 1 if "stages" in row else min(DEFAULT_MICRO_BATCHES, batch_size)  # they serve to fill stages
         replication = chosen.get(
             "replication", systems.row(system, stages).get("replication") if row else None
         )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
-
-LOWER_IS_BETTER = frozenset(
-    {"perplexity"}
-)  # of the metrics that runs are judged by; shares and BLEU should be high
 
 # What became of a system. Only OK ones are ranked.
 OK, DOES_NOT_FIT, REFUSED, OUT_OF_MEMORY = "ok", "does not fit", "refused", "out of memory"
@@ -17,7 +13,8 @@ KILLED, FAILED, INTERRUPTED, NOT_RUN = "killed", "failed", "interrupted", "not r
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run came to. replicas: of the most replicated stage. epochs: may end in a part of one. train_s: seconds
+    """What a run came to. replicas: that share a stage's micro-batches, at most, or pipelines with
+    workers of their own. epochs: may end in a part of one. train_s: seconds
     of training. peak_memory_bytes: of the worker that had most. busy_fraction: mean of the workers, 0..1. metric,
     best_metric: of the last validation and of the best one; None where it was not finite.
     """
@@ -40,13 +37,13 @@ class Figures:
     best_metric: float | None
 
     @classmethod
-    def of(cls, summary: Mapping[str, Any], replication: Sequence[int] | None = None) -> Figures:
-        """From the content of a run's summary.json, and its plan's replication. KeyError names what is missing."""
+    def of(cls, summary: Mapping[str, Any], replicas: int = 1) -> Figures:
+        """From the content of a run's summary.json. KeyError names what is missing."""
         same = ("stages", "pipelines", "micro_batches", "schedule", "batch_size", "seed", "epochs", "batches")
         busy = summary["worker_busy_fraction"]
         return cls(
             **{name: summary[name] for name in (*same, "samples", "seconds_to_target", "metric")},
-            replicas=max(replication or [1]),
+            replicas=replicas,
             train_s=summary["train_seconds"],
             peak_memory_bytes=max(summary["peak_memory_bytes"]),
             busy_fraction=sum(busy) / len(busy),
@@ -107,13 +104,10 @@ class Comparison:
     workers: int
     outcomes: tuple[Outcome, ...]
     metric_name: str = "metric"
+    lower_is_better: bool = True
     trivial: float | None = None
     target: float | None = None
     memory_limit_bytes: int | None = None
-
-    @property
-    def lower_is_better(self) -> bool:
-        return self.metric_name in LOWER_IS_BETTER
 
     def better(self, metric: float, other: float) -> bool:
         return metric < other if self.lower_is_better else metric > other

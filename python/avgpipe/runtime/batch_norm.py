@@ -80,6 +80,10 @@ class BatchStatistics:
         for (layer, _), parts in self._batches.pop(batch, {}).items():
             layer.move(*whole_batch([moments for _, moments in sorted(parts.items())]))
 
+    def drop(self, batch: int) -> None:
+        """A batch is done and shall not count."""
+        self._batches.pop(batch, None)
+
 
 class DeferredBatchNorm(_BatchNorm):
     """A BatchNorm of a stage. In training, ``running_mean``, ``running_var`` and ``num_batches_tracked`` stay as they

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 
 class Position(NamedTuple):
@@ -70,6 +71,13 @@ class Carry(nn.Module):
         """No forward of ``batch`` will run again."""
         for place in [place for place in self._read if place[0] == batch]:
             del self._read[place]
+
+    def drop_nonfinite(self) -> None:
+        """What was carried from a batch that shall not count; where it has infinities or NaN, begin anew."""
+        for m, value in list(self.values.items()):
+            tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+            if not all(bool(x.isfinite().all()) for x in tensors):
+                del self.values[m]
 
     def reset(self) -> None:
         self.values.clear()

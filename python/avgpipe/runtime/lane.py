@@ -50,6 +50,12 @@ class TrainingOptions:
     autocast: torch.dtype | None
     recompute: str
     cuda_graphs: bool = False
+    skip_nonfinite: bool = False
+
+    @property
+    def needs_norm(self) -> bool:
+        """Of the gradients of all stages."""
+        return self.clip_grad_norm is not None or self.skip_nonfinite
 
 
 class Walk:
@@ -107,7 +113,8 @@ class Lane:
         self._first, self._last = place.first, place.last
         self._arrivals, self._departures = place.skips
         self._sum = StageSum(replica, place, summing, self._send, mailbox.take)
-        self._update = Update(replica, place, shared, options.clip_grad_norm, self._send, mailbox.take)
+        how = options.clip_grad_norm, options.skip_nonfinite
+        self._update = Update(replica, place, shared, *how, self._send, mailbox.take)
         self._hand: dict[int, Progress] = {}  # by batch, oldest first
         self._computing = Walk(self)
         self._updates_late = order.updates_late
@@ -152,6 +159,11 @@ class Lane:
             self.stream.end()
         assert now.loss is not None
         return now.loss
+
+    @property
+    def skipped(self) -> int:
+        """Updates that ``skip_nonfinite`` has left out."""
+        return self._update.skipped
 
     def resume(self, batches: int) -> None:
         """The weights were replaced; no batch is in hand, and ``batches`` have begun in all."""

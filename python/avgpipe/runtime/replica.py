@@ -106,17 +106,24 @@ class Replica:
         """What the last step has told the reference; None if it was not the last of a period."""
         return self.elastic.update if self.elastic is not None else None
 
-    def step(self, batch: int, needed_from: int) -> None:
+    def step(self, batch: int, needed_from: int, skips: bool = False) -> None:
         """One optimizer step, with its averaging, on the gradients there are; drops them. BatchNorms count the batch.
 
-        ``needed_from``: the lowest version of the weights that other batches need. With staleness 0 the last pipeline
+        ``needed_from``: the lowest version of the weights that other batches need. ``skips``: the batch shall leave no
+        trace: a step without gradients, which counts as one, and no statistics. With staleness 0 the last pipeline
         of a round does the work of all, in one pass over memory where that is possible; until then the replica is not
         ``settled``.
         """
         arena = self._arena
-        self.stage.statistics.commit(batch)
+        if skips:
+            arena.drop_grads()
+            self.stage.statistics.drop(batch)
+        else:
+            self.stage.statistics.commit(batch)
         for carry in self.stage.carries():
             carry.forget(batch)
+            if skips:
+                carry.drop_nonfinite()
         if self.elastic is not None:
             self.elastic.step_in_round(arena.drop_grads)
         elif self.optimizer is not None:

@@ -34,15 +34,15 @@ class Step(NamedTuple):
 class Place:
     """Where a lane sits, and who its messages come from.
 
-    shared: the other stages that hold parameters of this one. clipping: whether gradients are clipped by the norm of
-    all stages. skips: what comes and goes past other stages.
+    shared: the other stages that hold parameters of this one. norm: whether the norm of all stages' gradients
+    is asked for. skips: what comes and goes past other stages.
     """
 
     placement: Placement
     seat: int
     pipeline: int
     shared: tuple[int, ...]
-    clipping: bool
+    norm: bool
     skips: Skips = NO_SKIPS
 
     @cached_property
@@ -116,7 +116,7 @@ class Place:
         return (
             ("AG" if self.peers else "")
             + ("TS" if self.shared else "")
-            + ("N" if self.clipping else "")
+            + ("N" if self.norm else "")
             + "U"
             + ("L" if self.learns_the_loss else "")
         )
@@ -149,7 +149,7 @@ class Place:
             return "T", [placement.informant(self.seat, other) for other in self.shared]
         if kind == "N" and not self.last:
             return "N", [placement.informant(self.seat, stage + 1)]
-        if kind == "U" and self.clipping and not self.first:
+        if kind == "U" and self.norm and not self.first:
             return "C", [placement.informant(self.seat, stage - 1)]
         if kind == "L":
             return "L", [self._knows_the_loss]

@@ -4,8 +4,8 @@ A   tell the other replicas of the stage this one's part of gradients, loss and 
 G   add up theirs, in the order of replicas
 T   send the gradients of parameters that other stages hold too
 S   receive theirs and add up, in stage order, so all holders step alike
-N   add this stage's squared gradient norm to that of the stages behind it (only when clipping)
-U   scale the gradients by the norm of all stages, step the optimizer, average
+N   add this stage's squared gradient norm to that of the stages behind it (only when somebody asks for it)
+U   scale the gradients by the norm of all stages, or drop them, step the optimizer, average
 L   learn the batch's loss, where it did not come with a gradient
 """
 
@@ -27,7 +27,8 @@ Take = Callable[[Key], Any]
 
 class Update:
     """``shared``: for every other stage, which of this stage's parameters it holds too (indices into the arena, in an
-    order that both agree on).
+    order that both agree on). ``clip_grad_norm``: the largest norm of all gradients together, or None.
+    ``skip_nonfinite``: whether gradients with infinities or NaN, on whichever stage, are dropped.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class Update:
         place: Place,
         shared: Mapping[int, list[int]],
         clip_grad_norm: float | None,
+        skip_nonfinite: bool,
         send: Send,
         take: Take,
     ) -> None:
         self._replica, self._place, self._shared = replica, place, shared
-        self._limit, self._send, self._take = clip_grad_norm, send, take
+        self._limit, self._skips, self._send, self._take = clip_grad_norm, skip_nonfinite, send, take
+        self.skipped = 0  # updates
         # Parameters whose gradient norm another, earlier stage counts.
         self._foreign = {p for other, mine in shared.items() if other < place.stage for p in mine}
 
@@ -78,23 +81,27 @@ class Update:
         if not self._place.last:
             total = total + self._take(step.needs[0])
         if self._place.first:
-            assert self._limit is not None
-            now.scale = (self._limit / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ of torch
+            now.norm = total.sqrt()
         else:
             for seat in self._place.placement.informed(self._place.seat, self._place.stage - 1):
                 self._send("N", seat, step, total)
 
     def update(self, now: Progress, step: Step, needed_from: int) -> None:
         """``needed_from``: the lowest version of the weights that other batches need."""
-        if self._limit is not None:
+        skips = False
+        if self._place.norm:
             if not self._place.first:
-                now.scale = self._take(step.needs[0])
-            assert now.scale is not None
+                now.norm = self._take(step.needs[0])
+            assert now.norm is not None
             if not self._place.last:
                 for seat in self._place.placement.informed(self._place.seat, self._place.stage + 1):
-                    self._send("C", seat, step, now.scale)
-            self._replica.scale_grads(now.scale)
-        self._replica.step(now.work.batch, needed_from)
+                    self._send("C", seat, step, now.norm)
+            skips = self._skips and not bool(now.norm.isfinite())
+            if self._limit is not None and not skips:
+                factor = (self._limit / (now.norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ of torch
+                self._replica.scale_grads(factor)
+        self.skipped += skips
+        self._replica.step(now.work.batch, needed_from, skips)
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

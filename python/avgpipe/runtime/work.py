@@ -63,7 +63,7 @@ class Progress:
     grads: list[torch.Tensor | None] = field(
         default_factory=list
     )  # of parameters, while they wait for the update
-    scale: torch.Tensor | None = None  # of the gradients, to clip them
+    norm: torch.Tensor | None = None  # of the gradients of all stages; float64, where somebody asks for it
     updated: bool = False
 
     def sum_losses(self) -> None:

@@ -89,8 +89,8 @@ class Worker:
     def _place(self, seat: int, pipeline: int) -> Place:
         stage = self.placement.seats[seat].stage
         shared, skips = self.model.shared(stage), self.model.skips[stage]
-        clipping = self._options.clip_grad_norm is not None
-        return Place(self.placement, seat, pipeline, tuple(sorted(shared)), clipping, skips)
+        norm = self._options.needs_norm
+        return Place(self.placement, seat, pipeline, tuple(sorted(shared)), norm, skips)
 
     def _channels_into(self, rank: int) -> list[Channel]:
         placement = self.placement
