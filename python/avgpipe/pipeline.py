@@ -23,10 +23,10 @@ from avgpipe.errors import PipelineError, nearest
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
 from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain, split
+from avgpipe.runtime.compute import TrainingOptions, scalar_loss
 from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.flow import BatchResult, Flow
 from avgpipe.runtime.inference import Inference
-from avgpipe.runtime.lane import TrainingOptions, scalar_loss
 from avgpipe.runtime.links.choose import NAMES as LINKS
 from avgpipe.runtime.links.choose import ON_CUDA as CUDA_LINKS
 from avgpipe.runtime.loader import Prefetch
@@ -158,7 +158,7 @@ class Pipeline:
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
         self._choose_at = _MEASURED_BATCHES * plan.pipelines if plan.advance == "auto" else None
         for lane in self._worker.lanes.values():
-            lane.measures = plan.advance == "auto"
+            lane.compute.measures = plan.advance == "auto"
         self._loader = Prefetch(self._worker.copy_ahead)
         self._flow = Flow(self._worker, plan, self._loader, loss_fn, loss_weight, self._running)
         self._failed: BaseException | None = None

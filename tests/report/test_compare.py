@@ -72,7 +72,9 @@ def test_the_target_has_columns_only_if_there_is_one():
 def test_whether_the_trivial_answer_is_beaten():
     assert compared(a=at(1, best_metric=100.0), trivial=101.0).beaten_trivial
     assert not compared(a=at(1, best_metric=100.0), b=at(1, best_metric=None), trivial=99.0).beaten_trivial
-    assert not compared(a=at(1, best_metric=50.0), trivial=60.0, metric_name="accuracy", lower_is_better=False).beaten_trivial
+    assert not compared(
+        a=at(1, best_metric=50.0), trivial=60.0, metric_name="accuracy", lower_is_better=False
+    ).beaten_trivial
     assert compared(a=PLAIN).beaten_trivial
 
 

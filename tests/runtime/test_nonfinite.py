@@ -142,9 +142,7 @@ def test_carried_values_begin_anew(name: str) -> None:
     data = batches(12)
     data[3][0][:] = torch.nan
     plan = Plan(**{"stages": 2, "micro_batches": 2, **PLANS[name]})
-    with Pipeline(
-        layers, plan, loss_fn=nn.MSELoss(), optimizer=momentum, skip_nonfinite=True
-    ) as p:
+    with Pipeline(layers, plan, loss_fn=nn.MSELoss(), optimizer=momentum, skip_nonfinite=True) as p:
         finite = [bool(torch.tensor(r.loss).isfinite()) for r in p.train(data)]
         assert finite[:3] == [True] * 3
         assert finite[-4:] == [True] * 4

@@ -76,7 +76,7 @@ def _row(worker: Worker, k: int) -> list[float]:
     reference = worker.references[k]
     shared = sum(t.nbytes for t in reference.parameters) if reference is not None else 0
     kept = replica.bytes + shared / len({i for _, i in worker.replicas})
-    held = max(lane.held_bytes for (stage, _), lane in worker.lanes.items() if stage == k)
+    held = max(lane.compute.held_bytes for (stage, _), lane in worker.lanes.items() if stage == k)
     return [k, *seconds, held, kept, _latency(worker, k - 1, "F"), _latency(worker, k + 1, "B")]
 
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from avgpipe.averaging import Reference
 from avgpipe.plan import Plan
+from avgpipe.runtime.compute import TrainingOptions
 from avgpipe.runtime.exchange import Exchange
 from avgpipe.runtime.group_sum import GroupSum
-from avgpipe.runtime.lane import Lane, TrainingOptions
+from avgpipe.runtime.lane import Lane
 from avgpipe.runtime.links.channel import Channel
 from avgpipe.runtime.links.choose import Links
 from avgpipe.runtime.message import Key
