@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import math
 import sys
 import weakref
@@ -39,6 +40,7 @@ from avgpipe.runtime.worker import Worker
 from avgpipe.runtime.world import World
 from avgpipe.simulation import AdvanceChoice, choose_advance
 
+_log = logging.getLogger("avgpipe")
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
 _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count
 _WIRE_DTYPES = (None, torch.bfloat16, torch.float16)
@@ -147,6 +149,7 @@ class Pipeline:
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
         self.world.require_same("initial value of shared parameters", json.dumps(self._model.shared_values()))
+        self._advise(clip_grad_norm is not None or skip_nonfinite)
         options = TrainingOptions(
             loss_fn, clip_grad_norm, autocast, plan.recompute, cuda_graphs, skip_nonfinite
         )
@@ -209,6 +212,21 @@ class Pipeline:
     def drain(self) -> None:
         """Finish the batches that are under way."""
         self._flow.drain()
+
+    def _advise(self, needs_norm: bool) -> None:
+        shares = any(self._model.shared(k) for k in range(self.plan.stages))
+        if (
+            self.plan.weights == "stash"
+            and self.plan.stages > 1
+            and (needs_norm or shares)
+            and not self.world.rank
+        ):
+            why = "the norm of all gradients" if needs_norm else "parameters that stages share"
+            _log.warning(
+                "weights='stash' with %s: a stage's next forward waits for the first stage's backward; "
+                "weights='vertical-sync' does not wait",
+                why,
+            )
 
     def _choose_advance(self) -> None:
         """Once, after the first batches, where the plan says "auto": every rank measures, and all choose alike."""

@@ -127,3 +127,14 @@ def test_a_timeline_has_a_row_for_each_worker(options: dict[str, Any], labels: t
     assert timeline.stages == plan.workers
     forwards = {(e.stage, e.detail) for e in timeline.events if e.kind == "F"}
     assert len(forwards) == max(plan.stages, plan.workers)
+
+
+@pytest.mark.parametrize(
+    ("weights", "clip", "said"), [("stash", 0.5, 1), ("stash", None, 0), ("vertical-sync", 0.5, 0)]
+)
+def test_who_waits_needlessly_is_told(weights: str, clip: float | None, said: int, caplog: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = Plan(stages=2, schedule="pipedream", weights=weights)
+    with Pipeline(model, plan, loss_fn=nn.MSELoss(), optimizer=momentum, clip_grad_norm=clip):
+        pass
+    assert len([r for r in caplog.records if "vertical-sync" in r.getMessage()]) == said
