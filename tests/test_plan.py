@@ -21,7 +21,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
 def test_every_system_has_a_plan(system: str) -> None:
     plan = Plan.for_system(system, stages=3)
     assert plan.system == system
-    assert plan.build_schedule().stages == 3
+    assert plan.workers == 3
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,54 @@ def test_every_system_has_a_plan(system: str) -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Plan(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"schedule": "pipedream", "weights": "flush"}, "does not flush: give weights one of 'stash'"),
+        ({"schedule": "1f1b", "weights": "stash"}, "which flushes: give weights 'flush'"),
+        ({"schedule": "pipedream", "weights": "stush"}, "did you mean 'stash'"),
+        ({"schedule": "pipedream", "pipelines": 2}, "for one pipeline, not 2"),
+        ({"schedule": "pipedream-2bw", "stages": 3, "micro_batches": 2}, "2 are fewer than 3"),
+        ({"stages": 2, "replication": [2]}, "must be a list of 2 numbers"),
+        ({"stages": 2, "replication": [2, 0]}, "must be a list of 2 numbers"),
+        ({"stages": 2, "replication": [3, 1], "micro_batches": 2}, "use at least 3 micro-batches"),
+        ({"stages": 2, "replication": [2, 1], "micro_batches": 2, "advance": "auto"}, "without replicas"),
+        (
+            {"stages": 2, "replication": [2, 1], "micro_batches": 3, "schedule": "pipedream"},
+            "use a multiple of 2",
+        ),
+        (
+            {"stages": 2, "replication": [2, 1], "micro_batches": 2, "schedule": "zero-bubble-h1"},
+            "is for stages without replicas",
+        ),
+        ({"stages": 3, "schedule": "zero-bubble-v"}, "give a multiple of 2"),
+        ({"stages": 4, "stages_per_worker": 2}, "takes none"),
+    ],
+    ids=str,
+)
+def test_plans_that_do_not_fit_together_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Plan(**options)
+
+
+def test_a_plan_tells_how_many_workers_it_takes() -> None:
+    assert Plan(stages=3).workers == 3
+    assert Plan(stages=6, schedule="interleaved-1f1b", stages_per_worker=3).workers == 2
+    assert Plan(stages=6, schedule="zero-bubble-v").workers == 3
+    assert Plan(stages=2, replication=[2, 1], micro_batches=2).workers == 3
+
+
+def test_systems_fill_in_what_depends_on_the_workers() -> None:
+    parallel = Plan.for_system("data-parallel", stages=3)
+    assert (parallel.stages, parallel.replication, parallel.micro_batches) == (1, [3], 3)
+    assert Plan.for_system("data-parallel", stages=1, replication=[2]).replication == [2]
+    assert Plan.for_system("ea-pipe", stages=3).pipelines == 3
+    assert Plan.for_system("pipedream", stages=3).micro_batches == 1
+    assert Plan.for_system("pipedream", stages=2, replication=[3, 2]).micro_batches == 6
+    assert Plan.for_system("pipedream-2bw", stages=3).micro_batches == 3
+    assert Plan.for_system("pipedream-2bw", stages=3, micro_batches=5).weights == "double-buffer"
 
 
 def test_a_system_keeps_what_defines_it() -> None:

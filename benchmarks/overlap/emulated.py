@@ -39,7 +39,9 @@ def main() -> None:
     parser.add_argument(
         "--cases", type=lambda text: text.split(","), default=list(CASES), help="some of them"
     )
-    parser.add_argument("--rows", type=lambda text: tuple(text.split(",")), default=(), help="default: all")
+    parser.add_argument(
+        "--rows", type=lambda text: tuple(text.split(",")), default=(), help="default: those of the command"
+    )
     parser.add_argument("--plot", help="file of the picture")
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import math
 import sys
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -24,36 +23,27 @@ from avgpipe.checkpoint import load_checkpoint, save_checkpoint
 from avgpipe.errors import PipelineError, nearest
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
-from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain, sample_count, sizes_of, split
+from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain, split
+from avgpipe.runtime.compute import TrainingOptions, scalar_loss
 from avgpipe.runtime.export import gather_state
+from avgpipe.runtime.flow import BatchResult, Flow
 from avgpipe.runtime.inference import Inference
-from avgpipe.runtime.lane import TrainingOptions, Work, scalar_loss
 from avgpipe.runtime.links.choose import NAMES as LINKS
 from avgpipe.runtime.links.choose import ON_CUDA as CUDA_LINKS
 from avgpipe.runtime.loader import Prefetch
 from avgpipe.runtime.measure import gather_timeline, measured_costs
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.outputs import Evaluation, Prediction
+from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
-from avgpipe.runtime.rng import CallerGenerators
-from avgpipe.runtime.streams import Handed
 from avgpipe.runtime.worker import Worker
 from avgpipe.runtime.world import World
 from avgpipe.simulation import AdvanceChoice, choose_advance
 
+_log = logging.getLogger("avgpipe")
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
 _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count
 _WIRE_DTYPES = (None, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    """What a batch came to; alike on every rank. ``loss`` is that of the whole batch before its update."""
-
-    loss: float
-    batch: int  # counted over the life of the pipeline
-    pipeline: int
-    samples: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ class Pipeline:
     """``plan.pipelines`` replicas of ``model``, each cut into ``plan.stages`` stages, trained together.
 
     Every rank builds the same model and Pipeline. With a default process group, or torchrun's environment, there
-    must be one rank per stage; alone, the process runs all stages. ``model`` is copied, not changed:
+    must be one rank per worker of the plan; alone, the process runs all stages. ``model`` is copied, not changed:
     ``state_dict`` returns what was learnt.
 
     model: ``nn.Sequential``, a list of modules, BERT, GPT-2 or Llama of transformers (see
@@ -83,6 +73,8 @@ class Pipeline:
     timeout_s: no wait for another worker lasts longer.
     lr_scheduler(optimizer): stepped after every batch of a pipeline.
     clip_grad_norm: limit of the gradient's norm over all stages.
+    skip_nonfinite: a batch whose gradients have infinities or NaN, on whichever stage, changes neither weights nor
+        statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for the device.
     autocast: dtype for ``torch.autocast``.
     link: how tensors travel between workers: "auto" (shared memory between processes of one host, their device's memory
         where they share a CUDA device, NCCL where each has one, torch.distributed between hosts), "shm", "gloo",
@@ -111,6 +103,7 @@ class Pipeline:
         timeout_s: float = 300,
         lr_scheduler: SchedulerFn | None = None,
         clip_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
         autocast: torch.dtype | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         link: str = "auto",
@@ -147,34 +140,30 @@ class Pipeline:
             loss_fn.to(self._device)
         self.world = World(timeout_s)
         self.world.require_same("plan", plan.to_json())
-        if self.world.size not in (1, plan.stages):
-            raise ValueError(
-                f"the plan has {plan.stages} stages and there are {self.world.size} ranks: start one rank per stage, "
-                "or a single process for all"
-            )
+        placement = Placement.of(plan, self.world.size)
+        self.world.holds = placement.describe
         self.world.require_same(
-            "link, wire_dtype or clip_grad_norm",
-            f"link={link!r}, wire_dtype={wire_dtype}, clip_grad_norm={clip_grad_norm}",
+            "link, wire_dtype, clip_grad_norm or skip_nonfinite",
+            f"link={link!r}, wire_dtype={wire_dtype}, clip_grad_norm={clip_grad_norm}, {skip_nonfinite=}",
         )
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
         self.world.require_same("initial value of shared parameters", json.dumps(self._model.shared_values()))
-        options = TrainingOptions(loss_fn, clip_grad_norm, autocast, plan.recompute, plan.stages, cuda_graphs)
-        self._worker = Worker(
-            *(self._model, plan, self.world, self._device, seed, options, optimizer, lr_scheduler),
-            *(link, wire_dtype),
+        self._advise(clip_grad_norm is not None or skip_nonfinite)
+        options = TrainingOptions(
+            loss_fn, clip_grad_norm, autocast, plan.recompute, cuda_graphs, skip_nonfinite
         )
-        self._schedule = lru_cache(maxsize=None)(plan.build_schedule)
+        self._worker = Worker(
+            *(self._model, plan, placement, self.world, self._device, seed, options),
+            *(optimizer, lr_scheduler, link, wire_dtype),
+        )
         self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
         self._choose_at = _MEASURED_BATCHES * plan.pipelines if plan.advance == "auto" else None
         for lane in self._worker.lanes.values():
-            lane.measures = plan.advance == "auto"
+            lane.compute.measures = plan.advance == "auto"
         self._loader = Prefetch(self._worker.copy_ahead)
-        self._next_batch = 0
-        self._begun = 0  # batches begun by this object
-        self._in_hand: deque[tuple[int, int, float]] = deque()  # (batch, samples, weight), oldest first
-        self._results: deque[BatchResult] = deque()
+        self._flow = Flow(self._worker, plan, self._loader, loss_fn, loss_weight, self._running)
         self._failed: BaseException | None = None
         self._closed = False
         atexit.register(_close, weakref.ref(self))
@@ -187,52 +176,61 @@ class Pipeline:
         Pipelines stream: when the result of batch j is yielded, the next N - 1 batches are under way. Whatever is
         called then (``evaluate``, ``save``) finishes them first.
         """
+        flow = self._flow
         self.drain()
-        self._results.clear()  # of batches that an abandoned loop left under way
+        flow.results.clear()  # of batches that an abandoned loop left under way
         self._loader.open(loader)
         while True:
             self._choose_advance()
-            while len(self._in_hand) < self.plan.pipelines and not self._results:
-                start = time.perf_counter()
-                batch = self._loader.next()
-                if batch is None:
-                    break
-                self._worker.scheduler.note_host("loader", self._next_batch, start, time.perf_counter())
-                self._begin(*batch)
-            if not self._results:
-                if not self._in_hand:
+            while flow.takes_more() and not flow.results and flow.fetch():
+                pass
+            if not flow.results:
+                if not flow.in_hand:
                     return
-                self._finish_oldest(prefetch=True)
-            yield self._results.popleft()
+                flow.finish_oldest(prefetch=True)
+            yield flow.results.popleft()
 
     def step(self, inputs: Any, targets: Any) -> float:
         """Train every pipeline on its share of the samples and wait; the mean loss over all of them."""
+        flow, n = self._flow, self.plan.pipelines
         self.drain()
-        self._results.clear()
+        flow.results.clear()
         self._choose_advance()
         inputs, targets = plain(inputs), plain(targets)
-        n = self.plan.pipelines
         if batch_size(inputs) < n * self.plan.micro_batches:
             raise ValueError(
                 f"{batch_size(inputs)} samples do not fill {n} pipelines of {self.plan.micro_batches} "
                 "micro-batches each"
             )
         for x, y in zip(split(inputs, n), split(targets, n)):
-            self._begin(x, y, self._worker.copy_ahead(x, y))
-        weights = [w for _, _, w in self._in_hand]
+            flow.begin(x, y, self._worker.copy_ahead(x, y))
+        weights = [hand.weight for hand in flow.in_hand]
         self.drain()
-        losses = [self._results.popleft().loss for _ in range(n)]
+        losses = [flow.results.popleft().loss for _ in range(n)]
         return sum(loss * w for loss, w in zip(losses, weights)) / sum(weights)
 
     def drain(self) -> None:
         """Finish the batches that are under way."""
-        while self._in_hand:
-            self._finish_oldest()
-        self._worker.scheduler.pause()
+        self._flow.drain()
+
+    def _advise(self, needs_norm: bool) -> None:
+        shares = any(self._model.shared(k) for k in range(self.plan.stages))
+        if (
+            self.plan.weights == "stash"
+            and self.plan.stages > 1
+            and (needs_norm or shares)
+            and not self.world.rank
+        ):
+            why = "the norm of all gradients" if needs_norm else "parameters that stages share"
+            _log.warning(
+                "weights='stash' with %s: a stage's next forward waits for the first stage's backward; "
+                "weights='vertical-sync' does not wait",
+                why,
+            )
 
     def _choose_advance(self) -> None:
         """Once, after the first batches, where the plan says "auto": every rank measures, and all choose alike."""
-        if self._choose_at is None or self._begun < self._choose_at:
+        if self._choose_at is None or self._flow.begun < self._choose_at:
             return
         self._choose_at = None
         self.drain()
@@ -245,63 +243,9 @@ class Pipeline:
             memory_limit_bytes=self._memory_limit_bytes,
         )
         self.advance = chosen
-        self._schedule = lru_cache(maxsize=None)(replace(plan, advance=chosen.advance).build_schedule)
+        self._worker.columns = lru_cache(maxsize=None)(replace(plan, advance=chosen.advance).columns)
         if self.world.rank == 0:
             print(f"avgpipe: {chosen}", file=sys.stderr)
-
-    def _begin(self, inputs: Any, targets: Any, copied: Handed | None) -> None:
-        batch, pipeline = self._next_batch, self._next_batch % self.plan.pipelines
-        samples = sample_count(inputs, targets)
-        parts = self.plan.micro_batches
-        if samples < parts and batch == 0:
-            raise ValueError(
-                f"a batch of {samples} samples cannot make {parts} micro-batches: use a larger batch "
-                "or fewer micro_batches"
-            )
-        parts = min(parts, samples)  # a short last batch makes fewer
-        answers = split(targets, parts)
-        sizes = sizes_of(samples, parts)
-        weights = loss_weights(self._loss_fn, answers, sizes, self._loss_weight)
-        if copied is not None:
-            inputs, targets = copied.value
-            answers = split(targets, parts)
-        work = Work(batch, self._schedule(parts), split(inputs, parts), answers, weights, copied)
-        if isinstance(self._loss_fn, nn.Module):
-            self._loss_fn.train()
-        with self._running():
-            for k in self._worker.stages:
-                self._worker.lanes[k, pipeline].start(work)
-        self._next_batch += 1
-        self._begun += 1
-        self._in_hand.append((batch, samples, weights.total))
-
-    def _finish_oldest(self, prefetch: bool = False) -> None:
-        batch, samples, _ = self._in_hand[0]
-        pipeline = batch % self.plan.pipelines
-        lanes = [self._worker.lanes[k, pipeline] for k in self._worker.stages]
-        scheduler = self._worker.scheduler
-        with self._running(), CallerGenerators(self._device) as generators:
-
-            def fetch() -> bool:
-                start = time.perf_counter()
-                fetched = self._loader.fetch(generators.given_back)
-                scheduler.note_host("loader", self._next_batch - 1, start, time.perf_counter())
-                return fetched
-
-            scheduler.run_until(
-                lambda: all(lane.step is None for lane in lanes), fetch if prefetch else lambda: False
-            )
-            if self._worker.streams is not None:
-                # All is only issued. Issue what the other batches can do, and see to the next one, before the host
-                # waits for the device to tell this one's loss.
-                scheduler.run_until(scheduler.stalled)
-            if prefetch:
-                fetch()  # before the caller goes on, had there been time or not: see Prefetch
-            losses = [lane.finish() for lane in lanes]
-        self._in_hand.popleft()
-        loss = losses[0]
-        assert loss is not None
-        self._results.append(BatchResult(float(loss), batch, pipeline, samples))
 
     # ---- using the model -----------------------------------------------------------------------------------------
 
@@ -329,7 +273,7 @@ class Pipeline:
         batches = map(pair, _not_empty(loader))
         if isinstance(self._loss_fn, nn.Module):
             self._loss_fn.eval()
-        passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, which)
+        passes = Inference(self._worker, self.plan.micro_batches, which)
         with self._running():
             parts = list(passes.run(batches, lambda: Evaluation(loss, weight, metric_fn)))
         names = parts[0][1]
@@ -346,7 +290,7 @@ class Pipeline:
         """The model's output for a batch of any size, in evaluation mode, on every rank."""
         self.drain()
         which = self._which(weights)
-        passes = Inference(self._worker, self.plan.stages, self.plan.micro_batches, which)
+        passes = Inference(self._worker, self.plan.micro_batches, which)
         with self._running():
             (output,) = passes.run([(plain(inputs), None)], Prediction)
         return output
@@ -362,29 +306,36 @@ class Pipeline:
         """Write a checkpoint that loads under any plan. The folder appears, or replaces the one there, all at once."""
         self.drain()
         with self._running():
-            save_checkpoint(Path(directory), self._model, self._worker, self.plan, self._next_batch)
+            save_checkpoint(Path(directory), self._model, self._worker, self.plan, self._flow.next_batch)
 
     def load(self, directory: str | Path) -> None:
         """Go on from a checkpoint: bit for bit under the same plan, else from its weights and optimizer states."""
         self.drain()
         with self._running():
-            self._next_batch = load_checkpoint(Path(directory), self._model, self._worker, self.plan)
+            self._flow.next_batch = load_checkpoint(Path(directory), self._model, self._worker, self.plan)
+            for lane in self._worker.lanes.values():
+                lane.resume(self._flow.next_batch)
 
     @property
     def batches(self) -> int:
         """Batches begun so far, over all pipelines; the next one goes to pipeline ``batches % N``."""
-        return self._next_batch
+        return self._flow.next_batch
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of this rank: one per pipeline and stage that has trainable parameters."""
         return [r.optimizer for r in self._worker.replicas.values() if r.optimizer is not None]
 
+    @property
+    def skipped_updates(self) -> int:
+        """How many ``skip_nonfinite`` has left out, of the pipelines that this rank has a part in."""
+        return sum({i: lane.skipped for (_, i), lane in self._worker.lanes.items()}.values())
+
     def timeline(self) -> Timeline:
         """When what ran in the last steps, on all ranks; times in seconds from the first of them."""
         self.drain()
         with self._running():
-            return gather_timeline(self._worker, self.plan.stages)
+            return gather_timeline(self._worker)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 

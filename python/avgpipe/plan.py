@@ -8,13 +8,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from avgpipe import systems
 from avgpipe.errors import nearest
 from avgpipe.files import write_atomically
-from avgpipe.schedule import Schedule, build_schedule
+from avgpipe.schedule import Action, Schedule, build_schedule
+from avgpipe.schedule.replicated import replicated_columns, replicated_warm_ups
 from avgpipe.systems import SYSTEMS
 
 RULES = ("avgpipe", "easgd")
 RECOMPUTE = ("never", "except-last", "always")
+WEIGHTS = ("flush", "stash", "vertical-sync", "double-buffer")
+_PUBLISHED_WEIGHTS = {"pipedream": "stash", "pipedream-2bw": "double-buffer"}  # by schedule; others flush
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,14 @@ class Plan:
     advance "auto" lets a Pipeline measure and choose. partition: None (balanced by an estimate of the compute), the
     first layer of stages 1..K-1 as indices, or as module names for a traced model. alpha, rule, staleness, period: see
     ``Reference``.
+    weights: which version of the weights a batch runs on; None: what the schedule was published with. "flush": the
+    newest, for schedules that flush. For those that do not: "stash" (PipeDream), forward and backward on the version
+    that was the newest on the stage at the first forward; "vertical-sync", on the one that was the newest on the first
+    stage; "double-buffer" (2BW), on the newest but one.
+    replication: how many workers each stage has, R_k; micro-batch m goes to number m % R_k of stage k, and gradients
+    are summed over them. None: one each.
+    spread: whether each pipeline has workers of its own, which average over the network, instead of sharing all.
+    stages_per_worker: of the schedule "interleaved-1f1b", see ``build_schedule``.
     recompute: which micro-batches store only their stage's input and run the forward again before the backward:
     "never", "always", or "except-last" (all but the last micro-batch, as its backward comes soonest).
     """
@@ -41,6 +53,10 @@ class Plan:
     staleness: int | str = 1
     period: int = 1
     recompute: str = "never"
+    weights: str | None = None
+    replication: list[int] | None = None
+    stages_per_worker: int | None = None
+    spread: bool = False
 
     def __post_init__(self) -> None:
         for name in ("stages", "pipelines", "micro_batches", "period"):
@@ -53,7 +69,16 @@ class Plan:
         if self.staleness not in (0, 1, "asynchronous") or isinstance(self.staleness, bool):
             raise ValueError(f"staleness must be 0, 1 or 'asynchronous', not {self.staleness!r}")
         self._check_partition()
-        self.build_schedule()
+        schedule = self.build_schedule()
+        if self.weights is None:
+            object.__setattr__(self, "weights", _PUBLISHED_WEIGHTS.get(schedule.name, "flush"))
+        self._check_weights(schedule)
+        if self.replication is not None:
+            self._check_replication(schedule)
+        if not isinstance(self.spread, bool):
+            raise ValueError(f"spread must be True or False, not {self.spread!r}")
+        if self.spread and self.advance == "auto":
+            raise ValueError("spread=True cannot have advance 'auto': give numbers")
 
     def _check_partition(self) -> None:
         if self.partition is None:
@@ -72,18 +97,92 @@ class Plan:
         elif not all(isinstance(p, str) for p in self.partition):
             raise TypeError(f"partition must hold layer indices or module names, not {self.partition}")
 
+    def _check_weights(self, schedule: Schedule) -> None:
+        _one_of("weights", self.weights, WEIGHTS)
+        if schedule.flush != (self.weights == "flush"):
+            fitting = "'flush'" if schedule.flush else f"one of {', '.join(map(repr, WEIGHTS[1:]))}"
+            raise ValueError(
+                f"weights {self.weights!r} with schedule {self.schedule!r}, which "
+                f"{'flushes' if schedule.flush else 'does not flush'}: give weights {fitting}"
+            )
+        if self.weights != "flush" and self.pipelines > 1:
+            raise ValueError(
+                f"weights {self.weights!r} is for one pipeline, not {self.pipelines}: several pipelines already have "
+                "several batches under way, use a schedule that flushes"
+            )
+        if self.weights == "double-buffer" and self.micro_batches < self.stages:
+            raise ValueError(
+                f"weights 'double-buffer' needs at least as many micro-batches as stages: {self.micro_batches} are "
+                f"fewer than {self.stages}, and two versions would not be enough"
+            )
+
+    def _check_replication(self, schedule: Schedule) -> None:
+        replication = self.replication
+        if (
+            not isinstance(replication, list)
+            or len(replication) != self.stages
+            or not all(type(r) is int and r >= 1 for r in replication)
+        ):
+            raise ValueError(
+                f"replication {replication!r} must be a list of {self.stages} numbers of at least 1, one for each stage"
+            )
+        if max(replication) > self.micro_batches:
+            raise ValueError(
+                f"replication {replication} with micro_batches {self.micro_batches}: some replicas would have nothing "
+                f"to do, use at least {max(replication)} micro-batches"
+            )
+        if self.weights == "vertical-sync" or self.advance == "auto":
+            what = "weights 'vertical-sync'" if self.weights == "vertical-sync" else "advance 'auto'"
+            raise ValueError(f"{what} is for stages without replicas: leave out replication {replication}")
+        uneven = [r for r in replication if self.micro_batches % r]
+        if uneven and not schedule.flush:
+            raise ValueError(
+                f"micro_batches {self.micro_batches} with replication {replication}: without a flush all replicas need "
+                f"as many, use a multiple of {uneven[0]}"
+            )
+        self.columns(self.micro_batches)
+
+    @property
+    def workers(self) -> int:
+        """How many processes it takes."""
+        one = sum(self.replication) if self.replication is not None else self.build_schedule().workers
+        return one * self.pipelines if self.spread else one
+
+    def columns(self, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+        """What each stage, or each replica of each stage in turn, does for a batch of so many micro-batches."""
+        if self.replication is None:
+            return self.build_schedule(micro_batches).columns
+        warm_ups = replicated_warm_ups(self.schedule, self.replication, micro_batches, self.advance)
+        return replicated_columns(warm_ups, self.replication, micro_batches)
+
     def build_schedule(self, micro_batches: int | None = None) -> Schedule:
         """The schedule of one batch, for ``micro_batches`` if a batch has fewer samples than the plan's."""
-        return build_schedule(self.schedule, self.stages, micro_batches or self.micro_batches, self.advance)
+        return build_schedule(
+            self.schedule,
+            self.stages,
+            micro_batches or self.micro_batches,
+            self.advance,
+            self.stages_per_worker,
+        )
 
     @classmethod
     def for_system(cls, system: str, **options: Any) -> Plan:
-        """The plan of a published system: its row of ``avgpipe.systems``, completed by ``options``."""
-        row = SYSTEMS[_one_of("system", system, tuple(SYSTEMS))]
+        """The plan of a published system: its row of ``avgpipe.systems``, completed by ``options``.
+
+        ``stages``: of systems that have no stages, such as data parallelism, the workers.
+        """
+        _one_of("system", system, tuple(SYSTEMS))
+        row = systems.row(system, options.get("stages", 1))
         for name in ("pipelines", "micro_batches"):
             if name in row and options.get(name, row[name]) != row[name]:
                 raise ValueError(f"system {system!r} has {name} = {row[name]}, not {options[name]}")
-        return cls(**{**row, "system": system, **options})
+        chosen = {**row, "system": system, **options}
+        if "stages" in row:
+            chosen["stages"] = row["stages"]
+        if "micro_batches" not in chosen:
+            replication = chosen.get("replication")
+            chosen["micro_batches"] = systems.micro_batches(system, chosen.get("stages", 1), replication)
+        return cls(**chosen)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import lcm
 from typing import Any
 
-# An option that is not named here is the caller's choice. ``micro_batches`` or ``pipelines`` in a row are fixed
-# by the system.
+WORKERS = "workers"  # in a row: as many as there are workers, where each has one stage
+
+# An option that is not named here is the caller's choice. ``stages``, ``micro_batches`` or ``pipelines`` in a row are
+# fixed by the system.
 SYSTEMS: dict[str, dict[str, Any]] = {
     "avgpipe": {"schedule": "advance-forward", "rule": "avgpipe", "staleness": 1},
     "gpipe": {"schedule": "all-forward-all-backward", "pipelines": 1},
     "dapple": {"schedule": "1f1b", "pipelines": 1},
+    "pipedream": {"schedule": "pipedream", "weights": "stash", "pipelines": 1},
+    "pipedream-2bw": {"schedule": "pipedream-2bw", "weights": "double-buffer", "pipelines": 1},
+    # The elastic moving average of a replica for each batch in flight.
+    "ea-pipe": {
+        "schedule": "1f1b",
+        "rule": "easgd",
+        "staleness": 1,
+        "pipelines": WORKERS,
+        "micro_batches": 1,
+    },
+    "data-parallel": {"schedule": "1f1b", "pipelines": 1, "stages": 1, "replication": [WORKERS]},
+    # Each worker goes on with its own batch, and tells the others what it has learnt when it has.
+    "data-parallel-asp": {
+        "schedule": "1f1b",
+        "rule": "avgpipe",
+        "staleness": "asynchronous",
+        "pipelines": WORKERS,
+        "stages": 1,
+        "spread": True,
+    },
     "model-parallel": {"schedule": "all-forward-all-backward", "pipelines": 1, "micro_batches": 1},
 }
+
+
+def row(system: str, workers: int) -> dict[str, Any]:
+    """A system's options on so many workers of one stage each."""
+    found = {name: workers if value == WORKERS else value for name, value in SYSTEMS[system].items()}
+    if found.get("replication") == [WORKERS]:
+        found["replication"] = [workers]
+    return found
+
+
+def micro_batches(system: str, stages: int, replication: Sequence[int] | None, wanted: int = 1) -> int:
+    """The least number that a system can have, at least ``wanted``; as many for every replica of each stage."""
+    if system == "pipedream":  # a batch is what is in flight
+        wanted = 1
+    if system == "pipedream-2bw":
+        wanted = max(wanted, stages)
+    step = lcm(*(replication or [1]))
+    return -(-wanted // step) * step

@@ -24,6 +24,9 @@ SHAPES = [
     Plan(stages=3, pipelines=2, micro_batches=3, staleness=0),
     Plan(stages=2, pipelines=3, micro_batches=2, staleness=1, period=2),
     Plan(stages=2, pipelines=2, micro_batches=2, rule="easgd"),
+    Plan.for_system("ea-pipe", stages=3),
+    Plan(stages=3, schedule="pipedream-2bw", micro_batches=3),
+    Plan(stages=1, schedule="pipedream-2bw", micro_batches=2),
 ]
 
 
@@ -65,7 +68,9 @@ def resume(plan: Plan, folder: str, cut: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "plan", SHAPES, ids=lambda p: f"K{p.stages}N{p.pipelines}s{p.staleness}{p.rule}{p.period}"
+    "plan",
+    SHAPES,
+    ids=lambda p: f"K{p.stages}N{p.pipelines}s{p.staleness}{p.rule}{p.period}{p.system}{p.weights}",
 )
 @pytest.mark.parametrize("cut", [4, 7])
 def test_resume_is_bitwise_in_the_same_layout(plan: Plan, cut: int, tmp_path: Path) -> None:

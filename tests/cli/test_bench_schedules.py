@@ -72,7 +72,7 @@ def test_a_schedule_that_torch_refuses_is_left_out_with_its_reason():
         (("--stages", "0"), "--stages 0"),
         (("--activation", "big"), "--activation big"),
         (("--rate", "fast"), "--rate fast"),
-        (("--rows", "all"), "--rows all"),
+        (("--rows", "none"), "--rows none"),
         (("--plot", "a.mp3"), "--plot a.mp3"),
         (("--rate", "1Gbit", "--link", "shm"), "--link shm with --rate"),
     ],

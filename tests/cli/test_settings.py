@@ -97,7 +97,7 @@ def test_the_launcher_decides_the_stages(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert plan_of()["stages"] == 3
-    with pytest.raises(ValueError, match="3 workers were started for 2 stages"):
+    with pytest.raises(ValueError, match="3 workers were started for a plan of 2"):
         plan_of(stages=2)
 
 

@@ -70,6 +70,27 @@ def test_a_person_reads_a_table():
     assert result.stdout.count(" % ") >= 6
 
 
+def test_a_worker_may_have_several_stages():
+    found = answer("--schedule", "interleaved-1f1b", "--stages-per-worker", "3", "--activation-mib", "1")
+    assert found["workers"] == 2
+    assert found["makespan_s"] == pytest.approx(
+        12 * 3 * 0.030 + 0.030
+    )  # one bubble of 2 workers, 3 times shorter
+    assert len(found["worker_busy_fraction"]) == len(found["peak_memory_bytes"]) == 2
+    assert len(found["peak_in_flight"]) == 6
+    assert answer("--schedule", "1f1b")["workers"] == 6
+    table = invoke("simulate", *LINE, "--schedule", "zero-bubble-v").stdout
+    assert "worker" in table
+    assert [line.split()[0] for line in table.splitlines()[-4:] if line.strip()] == ["0", "1", "2"]
+
+
+def test_without_a_flush_batches_overlap():
+    options = ("--schedule", "pipedream-2bw", "--batches", "3")
+    assert answer(*options)["makespan_s"] == pytest.approx((3 * 12 + 5) * 0.030)
+    assert answer(*options)["steady_batch_s"] == pytest.approx(12 * 0.030)
+    assert answer(*options)["peak_in_flight"] == [6, 5, 4, 3, 2, 1]
+
+
 @pytest.mark.parametrize("name", ["a.png", "a.svg"])
 def test_a_picture_is_drawn(tmp_path, name):
     result = invoke("simulate", *LINE, *TRANSFERS, "--pipelines", "2", "--plot", str(tmp_path / name))
@@ -94,6 +115,11 @@ def test_a_picture_is_drawn(tmp_path, name):
         (("--advance", "most"), "--advance 'most'"),
         (("--advance", "0,9"), "2 entries for 6 stages"),
         (("--advance", "auto", "--schedule", "1f1b"), "advance='auto'"),
+        (("--stages-per-worker", "2"), "stages_per_worker=2: advance-forward takes none"),
+        (
+            ("--stages-per-worker", "4", "--schedule", "interleaved-1f1b"),
+            "stages=6: interleaved-1f1b has 4 stages",
+        ),
         (("--plot", "a.mp3"), "--plot a.mp3"),
         (("--plot", "nowhere/a.png"), "nowhere"),
     ],

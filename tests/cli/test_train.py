@@ -13,8 +13,23 @@ from tests.cli.command import Run, avgpipe, invoke, rows, strict
 
 KEYS = [
     *("workload", "system", "stages", "pipelines", "micro_batches", "batch_size", "schedule", "advance"),
-    *("epochs", "batches", "samples", "train_seconds", "samples_per_second", "metric_name", "metric"),
-    *("target", "seconds_to_target", "worker_busy_fraction", "bubble_fraction", "peak_memory_bytes"),
+    *(
+        "epochs",
+        "batches",
+        "samples",
+        "train_seconds",
+        "samples_per_second",
+        "metric_name",
+        "lower_is_better",
+    ),
+    *(
+        "metric",
+        "target",
+        "seconds_to_target",
+        "worker_busy_fraction",
+        "bubble_fraction",
+        "peak_memory_bytes",
+    ),
     *("parameters", "seed", "versions", "preset", "title", "best_metric", "trivial_metric"),
 ]
 

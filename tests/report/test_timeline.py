@@ -123,3 +123,18 @@ def test_printed_form_is_a_short_table():
         "    1   25.0 %     0.010     0.020    10.000         -       1.5",
     ]
     assert str(Timeline(1, ())).splitlines()[-1].split() == ["0", "0.0", "%", "0.000", "0.000", "-", "-", "-"]
+
+
+def test_rows_may_be_labelled(tmp_path):
+    event = Event(1, 0, 0, 0, "F", 0.0, 1.0, "stage 3")
+    timeline = Timeline(2, (event,), labels=("worker 0", "worker 1"))
+    timeline.to_chrome_trace(tmp_path / "t.json")
+    again = Timeline.from_chrome_trace(tmp_path / "t.json")
+    assert again == timeline
+    assert again.window(0, 0).labels == timeline.labels
+    assert again.label(1) == "worker 1"
+    assert Timeline(2, ()).label(1) == "stage 1"
+    figure = timeline.plot()
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["worker 0", "worker 1"]
+    with pytest.raises(ValueError, match="give one per stage, 2"):
+        Timeline(2, (), labels=("one",))

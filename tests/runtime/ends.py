@@ -22,7 +22,7 @@ from avgpipe.runtime.message import Key
 
 LINKS = ["shm", "gloo"]
 CPU = torch.device("cpu")
-CHANNELS = [Channel("F", 0, 0, 1), Channel("E", 0, 0, 1)]  # from stage 0 to stage 1
+CHANNELS = [Channel("F", 0, 0, 1), Channel("E", 0, 0, 1)]  # from seat 0 to seat 1
 BACK = [Channel("B", 0, 1, 0)]
 
 
@@ -46,7 +46,7 @@ class Ends:
         return key
 
     def receive(self, key: Key, timeout_s: float = 20) -> Any:
-        box = self.mailboxes[key.stage]
+        box = self.mailboxes[key.seat]
         assert box.wait_until(lambda: key in box, timeout_s), f"{key} did not arrive"
         return box.take(key)
 
@@ -68,7 +68,7 @@ def ends(kind: str, wire_dtype: torch.dtype | None = None) -> Iterator[Ends]:
 
 
 def shared_ends(wire_dtype: torch.dtype | None) -> Ends:
-    into = [BACK, CHANNELS]  # by stage
+    into = [BACK, CHANNELS]  # by seat
     inboxes = [Inbox.create(into[k]) for k in range(2)]
     opened = [Inbox.open(inboxes[k].offer(), into[k]) for k in range(2)]
     boxes = [Mailbox(inbox.bell) for inbox in inboxes]

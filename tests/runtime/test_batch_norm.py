@@ -208,7 +208,7 @@ def test_one_value_per_channel_is_refused_as_ever() -> None:
 def moved(stage: Stage, parts: list[torch.Tensor]) -> nn.BatchNorm2d:
     for m, x in enumerate(parts):
         stage(x, Position(0, 0, m))
-    stage.statistics.commit()
+    stage.statistics.commit(0)
     (norm,) = stage.layers
     return norm
 
@@ -231,7 +231,7 @@ def test_autocast_keeps_statistics_in_32_bits() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = plain(x)
         assert torch.equal(stage(x, Position(0, 0, 0)), expected)
-    stage.statistics.commit()
+    stage.statistics.commit(0)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(stage.layers.state_dict()["0." + name], value, rtol=1e-6, atol=1e-7)
 
@@ -349,9 +349,8 @@ def test_a_graph_s_statistics_are_read_from_its_memory(monkeypatch: pytest.Monke
         layers(*samples)
         output = layers(*samples)
         (norm,) = layers.stage.layers
-        memory = [moments.values for parts in norm.statistics._seen.values() for moments in parts.values()][
-            -1
-        ]
+        (seen,) = norm.statistics._batches.values()
+        memory = [moments.values for parts in seen.values() for moments in parts.values()][-1]
 
         def replay(x: torch.Tensor) -> Any:
             plain = nn.BatchNorm2d(4, momentum=1.0)
@@ -371,7 +370,7 @@ def test_a_graph_s_statistics_are_read_from_its_memory(monkeypatch: pytest.Monke
             slow.call = 0
             torch.testing.assert_close(graphs(x, Position(0, batch, m)), slow(x))
         assert int(stage.layers[0].num_batches_tracked) == batch
-        replica.step()
+        replica.step(batch, 0)
         slow.end_of_batch()
     for name, value in slow.named_buffers():
         torch.testing.assert_close(stage.layers[0].state_dict()[name], value)

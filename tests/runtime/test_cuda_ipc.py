@@ -76,7 +76,7 @@ class DeviceEnds(Ends):
             return super().send(value, kind)
 
     def receive(self, key, timeout_s=20):
-        with self.fake.stream(self.lanes[key.stage]):
+        with self.fake.stream(self.lanes[key.seat]):
             return super().receive(key, timeout_s)
 
 

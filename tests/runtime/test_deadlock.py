@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -12,12 +13,21 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.lane import Lane
+from avgpipe.runtime.lane import Walk
 from avgpipe.runtime.links import choose
 from avgpipe.runtime.links.local import LocalLink
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.scheduler import Scheduler
+from tests.runtime.cases import (
+    assert_same_state,
+    language_model,
+    momentum,
+    token_batches,
+    train_on_one_device,
+    unequal,
+)
+from tests.systems import emulation
 
 SCHEDULES = ["all-forward-all-backward", "1f1b", "advance-forward"]
 LOSS = nn.MSELoss()
@@ -47,16 +57,16 @@ class Shuffled(LocalLink):
             self._real.bell.ring()  # look here again
 
 
-def any_lane(scheduler: Scheduler) -> Lane | None:
+def any_walk(scheduler: Scheduler) -> Walk | None:
     """As if every lane's device were slower or faster than the others', differently at every step."""
-    ready = [lane for lane in scheduler._lanes if lane.ready()]
+    ready = [walk for walk in scheduler._walks if walk.ready()]
     return Shuffled.dice.choice(ready) if ready else None
 
 
 @pytest.fixture
 def shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "LocalLink", Shuffled)
-    monkeypatch.setattr(Scheduler, "_most_urgent", any_lane)
+    monkeypatch.setattr(Scheduler, "_most_urgent", any_walk)
 
 
 @cache
@@ -124,8 +134,6 @@ def test_long_runs_of_odd_shapes(seed: int, shuffled: None) -> None:
 
 
 def test_clipping_and_tied_parameters_in_any_order(shuffled: None) -> None:
-    from tests.runtime.cases import language_model, momentum, token_batches, train_on_one_device, unequal
-
     model, data = language_model(), token_batches(5, 9, last=5)
     whole, _ = train_on_one_device(model, data, nn.CrossEntropyLoss(), momentum, 0.05)
     for seed in range(12):
@@ -135,3 +143,69 @@ def test_clipping_and_tied_parameters_in_any_order(shuffled: None) -> None:
             model, plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum, timeout_s=20, clip_grad_norm=0.05
         ) as p:
             assert unequal([r.loss for r in p.train(data)], whole) < 1e-10
+
+
+OVERLAPPING = [
+    {"schedule": "pipedream", "micro_batches": 1},
+    {"schedule": "pipedream", "micro_batches": 2},
+    {"schedule": "pipedream", "micro_batches": 1, "weights": "vertical-sync"},
+    {"schedule": "pipedream-2bw", "micro_batches": 4},
+]
+FLUSHING: list[dict[str, Any]] = [
+    {"stages": 4, "schedule": "interleaved-1f1b", "micro_batches": 3},
+    {"stages": 4, "schedule": "zero-bubble-h1", "micro_batches": 5},
+    {"stages": 4, "schedule": "zero-bubble-v", "micro_batches": 5},
+    {"stages": 3, "replication": [2, 1, 3], "micro_batches": 5},
+    {"stages": 2, "replication": [1, 3], "micro_batches": 4, "schedule": "1f1b"},
+]
+
+
+@pytest.mark.parametrize("options", OVERLAPPING, ids=str)
+def test_overlapping_batches_in_any_order(options: dict[str, Any], shuffled: None) -> None:
+    """With clipping and a tied embedding, whose updates wait for other stages."""
+    model, data = language_model(), token_batches(11, 9, last=5)
+    for K in (2, 3, 4):
+        bounds = {2: [0, 4, 7], 3: [0, 2, 5, 7], 4: [0, 1, 3, 5, 7]}[K]
+        case = emulation.Case(
+            layers=lambda: list(copy.deepcopy(model)),
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=momentum,
+            bounds={K: bounds},
+            clip_grad_norm=0.05,
+            micro_batches=options["micro_batches"],
+        )
+        if options["schedule"] == "pipedream":
+            sync = options.get("weights") == "vertical-sync"
+            whole = emulation.pipedream(case, data, K, vertical_sync=sync)
+        else:
+            whole = emulation.two_buffered(case, data, K)
+        for seed in range(4):
+            Shuffled.dice.seed(seed)
+            with Pipeline(
+                model,
+                Plan(stages=K, partition=bounds[1:-1], **options),
+                loss_fn=nn.CrossEntropyLoss(),
+                optimizer=momentum,
+                timeout_s=20,
+                clip_grad_norm=0.05,
+            ) as p:
+                assert unequal([r.loss for r in p.train(data)], whole.losses) < 1e-10
+                assert_same_state(p.state_dict(), whole.state)
+
+
+@pytest.mark.parametrize("options", FLUSHING, ids=str)
+def test_other_flushing_schedules_and_replicas_in_any_order(options: dict[str, Any], shuffled: None) -> None:
+    model, data = language_model(), token_batches(5, 9, last=5)
+    whole, state = train_on_one_device(model, data, nn.CrossEntropyLoss(), momentum, 0.05)
+    for seed in range(4):
+        Shuffled.dice.seed(seed)
+        with Pipeline(
+            model,
+            Plan(**options),
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=momentum,
+            timeout_s=20,
+            clip_grad_norm=0.05,
+        ) as p:
+            assert unequal([r.loss for r in p.train(data)], whole) < 1e-10
+            assert_same_state(p.state_dict(), state)

@@ -116,9 +116,9 @@ def delayed(K: int) -> list[Any]:
     dice = random.Random(os.urandom(8))
     advance = Lane.advance
 
-    def late(lane: Lane) -> None:
+    def late(lane: Lane, step: Any) -> None:
         time.sleep(dice.choice([0, 0, 0, 0.002, 0.005]))
-        advance(lane)
+        advance(lane, step)
 
     Lane.advance = late
     try:

@@ -78,7 +78,7 @@ def train(batches, graphs, monkeypatch):
         options = lane.TrainingOptions
 
         def with_graphs(*arguments):
-            return options(*arguments[:5], cuda_graphs=True)
+            return options(*arguments[:4], cuda_graphs=True)
 
         monkeypatch.setattr("avgpipe.pipeline.TrainingOptions", with_graphs)
     plan = Plan(stages=3, pipelines=2, micro_batches=3)
@@ -106,7 +106,7 @@ def test_capturing_leaves_buffers_and_gradients_as_they_were(captures):
     output = graphs(x, Position(0, 0, 0))
     torch.testing.assert_close(output, expected)
     assert int(stage.layers[1].num_batches_tracked) == 0
-    stage.statistics.commit()
+    stage.statistics.commit(0)
     assert int(stage.layers[1].num_batches_tracked) == 1
     assert all(p.grad is None for p in stage.parameters())
 

@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,13 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from avgpipe import Plan
 from avgpipe.errors import PeerLost
-from avgpipe.runtime.links.channel import KINDS, Channel, channels_into
+from avgpipe.runtime.links.channel import KINDS, Channel
 from avgpipe.runtime.links.choose import Links
 from avgpipe.runtime.links.group import Buffers, GroupLink, Sizes, _tag, lend
 from avgpipe.runtime.links.local import LocalLink
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import NAMES, Key
+from avgpipe.runtime.placement import Placement
+from avgpipe.runtime.steps import Place, channels_into
 from tests.runtime.ends import CPU, LINKS, Ends, ends, eventually, groups
 
 
@@ -279,7 +283,7 @@ def test_tags_tell_all_channels_apart() -> None:
         for more in (0, 1)
         if stages == 4
     ]
-    assert len(set(found)) == len(found) == 7 * 3 * 16 * 2
+    assert len(set(found)) == len(found) == len(KINDS) * 3 * 16 * 2
     assert max(found) < 2**31 - 1
 
 
@@ -304,42 +308,66 @@ def test_a_local_link_hands_over_without_a_copy() -> None:
 # ---- which channels there are ------------------------------------------------------------------------------------
 
 
-def sent_by(stage: int, K: int, N: int, shared: dict[int, set[int]], clipping: bool) -> set[Channel]:
-    """What a lane and an evaluation on ``stage`` send, from their steps."""
-    found = set()
-    for i in range(N):
-        if stage < K - 1:
-            found.add(Channel("F", i, stage, stage + 1))
-            if clipping:
-                found.add(Channel("C", i, stage, stage + 1))
-        if stage > 0:
-            found.add(Channel("B", i, stage, stage - 1))
-            if clipping:
-                found.add(Channel("N", i, stage, stage - 1))
-        found |= {Channel("T", i, stage, other) for other in shared.get(stage, ())}
-    if stage < K - 1:
-        found.add(Channel("E", 0, stage, stage + 1))
-    else:
-        found |= {Channel("R", 0, stage, other) for other in range(K - 1)}
-    return found
+def sent_by(place: Place, M: int) -> set[Channel]:
+    """What a lane sends for batches of up to M micro-batches, from its steps."""
+    placement, seat, stage, i = place.placement, place.seat, place.stage, place.pipeline
+    last = placement.stages - 1
+    to: list[tuple[str, int]] = []
+    for m in range(M):
+        if placement.at(stage, m) == seat:
+            to += [("F", placement.at(stage + 1, m))] if stage < last else []
+            to += [("B", placement.at(stage - 1, m))] if stage > 0 else []
+    to += [("A", peer) for peer in place.peers]
+    to += [("T", other) for k in place.shared for other in placement.informed(seat, k)]
+    if place.norm and stage < last:
+        to += [("C", other) for other in placement.informed(seat, stage + 1)]
+    if place.norm and stage > 0:
+        to += [("N", other) for other in placement.informed(seat, stage - 1)]
+    to += [("L", other) for other in place.tells_the_loss]
+    return {Channel(kind, i, seat, other) for kind, other in to}
 
 
-@given(st.integers(1, 6), st.integers(1, 4), st.booleans(), st.data())
-def test_receivers_expect_exactly_what_senders_send(K: int, N: int, clipping: bool, data: Any) -> None:
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.integers(1, 3), st.booleans(), st.data())
+def test_receivers_expect_exactly_what_senders_send(
+    replication: list[int], N: int, norm: bool, data: Any
+) -> None:
+    K = len(replication)
     pairs = data.draw(st.sets(st.tuples(st.integers(0, K - 1), st.integers(0, K - 1)), max_size=4))
     shared: dict[int, set[int]] = {}
     for a, b in pairs:
         if a != b:
             shared.setdefault(a, set()).add(b)
             shared.setdefault(b, set()).add(a)
-    into = [c for k in range(K) for c in channels_into(k, K, N, shared.get(k, ()), clipping)]
-    assert len(set(into)) == len(into)
-    assert set(into) == set().union(*(sent_by(k, K, N, shared, clipping) for k in range(K)))
-    for k in range(K):
-        mine = channels_into(k, K, N, shared.get(k, ()), clipping)
-        assert all(c.stage == k for c in mine)
-        assert mine == channels_into(k, K, N, sorted(shared.get(k, ()), reverse=True), clipping)
-    assert set(NAMES) == set(KINDS)
+    ranks = sum(replication)
+    plan = Plan(
+        stages=K, schedule="all-forward-all-backward", micro_batches=6, pipelines=N, replication=replication
+    )
+    placement = Placement.of(plan, ranks)
+    places = {
+        (seat, i): Place(placement, seat, i, tuple(sorted(shared.get(stage, ()))), norm)
+        for seat, (stage, _, _) in enumerate(placement.seats)
+        for i in range(N)
+    }
+    into = [channels_into(r, placement, [places[r, i] for i in range(N)]) for r in range(ranks)]
+    found = [channel for channels in into for channel in channels]
+    assert len(set(found)) == len(found)
+    speakers = [placement.seats_of(k)[0] for k in range(K)]
+    expected = set().union(*(sent_by(place, 6) for place in places.values()))
+    expected |= {Channel("E", 0, a, b) for a, b in pairwise(speakers)}
+    expected |= {Channel("R", 0, speakers[-1], r) for r in range(ranks) if r != speakers[-1]}
+    assert set(found) == expected
+    assert all(channel.seat == r for r, channels in enumerate(into) for channel in channels)
+    assert set(NAMES) == {*KINDS, "Z"}  # the sums of a torch.distributed group come through no link
+
+
+def test_workers_with_several_seats_exchange_nothing_with_themselves() -> None:
+    placement = Placement.of(Plan(stages=4, schedule="interleaved-1f1b", micro_batches=2), 2)
+    assert placement.workers == ((0, 2), (1, 3))
+    into = channels_into(0, placement, [Place(placement, seat, 0, (), False) for seat in (0, 2)])
+    assert set(into) == {
+        *(Channel("B", 0, 1, 0), Channel("F", 0, 1, 2), Channel("B", 0, 3, 2)),
+        *(Channel("E", 0, 1, 2), Channel("R", 0, 3, 0)),
+    }
 
 
 def test_closing_waits_until_the_peer_has_taken_what_was_sent_last() -> None:
@@ -397,7 +425,7 @@ def test_what_was_sent_last_arrives_although_the_sender_leaves() -> None:
     for n, key in enumerate(keys):
         to_2.send(key, torch.full((5000,), float(n)))
     links = Links.__new__(Links)
-    links.by_stage = {0: to_0, 2: to_2}
+    links._by_rank = {0: to_0, 2: to_2}
     leaving = threading.Thread(target=links.close, args=(30,))
     leaving.start()
     leaving.join(1.0)  # it waits now, or has broken what it should have waited for

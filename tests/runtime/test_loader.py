@@ -146,12 +146,12 @@ def idle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     run_until = Scheduler.run_until
     asked: list[bool] = []
 
-    def always(self: Scheduler, done: Any, work: Any = lambda: False) -> None:
+    def always(self: Scheduler, done: Any, work: Any = lambda: False, told: Any = ()) -> None:
         asked.append(work())
-        run_until(self, done, work)
+        run_until(self, done, work, told)
 
-    def never(self: Scheduler, done: Any, work: Any = lambda: False) -> None:
-        run_until(self, done)
+    def never(self: Scheduler, done: Any, work: Any = lambda: False, told: Any = ()) -> None:
+        run_until(self, done, told=told)
 
     monkeypatch.setattr(Scheduler, "run_until", always if request.param == "idle" else never)
     return str(request.param)

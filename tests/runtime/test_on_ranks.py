@@ -137,14 +137,17 @@ def delayed(K: int, link: str) -> Any:
     SharedLink._collect = late(SharedLink._collect)  # type: ignore[method-assign]
     Mailbox.deliver = late(Mailbox.deliver)  # type: ignore[method-assign]
     found = []
-    for M, N, schedule, staleness in [
-        (1, 3, "advance-forward", 1),
-        (2, 1, "1f1b", 1),
-        (5, 2, "all-forward-all-backward", 0),
-        (4, 2, "advance-forward", 0),
-        (9, 4, "advance-forward", 1),
+    for plan in [
+        Plan(stages=K, pipelines=3, micro_batches=1),
+        Plan(stages=K, micro_batches=2, schedule="1f1b"),
+        Plan(stages=K, pipelines=2, micro_batches=5, schedule="all-forward-all-backward", staleness=0),
+        Plan(stages=K, pipelines=2, micro_batches=4, staleness=0),
+        Plan(stages=K, pipelines=4, micro_batches=9),
+        Plan.for_system("pipedream", stages=K),
+        Plan(stages=K, micro_batches=2, schedule="pipedream", weights="vertical-sync"),
+        Plan.for_system("pipedream-2bw", stages=K, micro_batches=5),
+        Plan.for_system("ea-pipe", stages=K),
     ]:
-        plan = Plan(stages=K, pipelines=N, micro_batches=M, schedule=schedule, staleness=staleness)
         with Pipeline(
             language_model(),
             plan,
@@ -154,7 +157,8 @@ def delayed(K: int, link: str) -> Any:
             timeout_s=30,
             clip_grad_norm=0.5,
         ) as p:
-            found.append([r.loss for r in p.train(token_batches(2 * N + 1, 9))])
+            batches = token_batches(2 * plan.pipelines + K + 1, 9)
+            found.append([r.loss for r in p.train(batches)])
     return found
 
 

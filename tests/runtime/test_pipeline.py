@@ -280,7 +280,7 @@ def disagree(K: int) -> str:
         model[0].weight.add_(dist.get_rank())
     with pytest.raises(ValueError, match="initial value of shared parameters differs between ranks"):
         Pipeline(model, Plan(stages=K), loss_fn=LOSS, optimizer=momentum)
-    with pytest.raises(ValueError, match="3 stages and there are 2 ranks"):
+    with pytest.raises(ValueError, match="for 3 workers and there are 2 ranks"):
         Pipeline(language_model(), Plan(stages=3), loss_fn=LOSS, optimizer=momentum)
     return str(caught.value)
 

@@ -47,7 +47,7 @@ class Account:
 
     def __init__(self, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[tuple[str, int, int, tuple[str, int], Any]] = []
-        forward, step, backward = Stage.forward, Replica.step, lane._STEPS["B"]
+        forward, step, backward = Stage.forward, Replica.step, lane.Lane._backward
 
         def note(what: str, stage: int, pipeline: int) -> None:
             stream = fake.current_stream()
@@ -68,7 +68,7 @@ class Account:
 
         monkeypatch.setattr(Stage, "forward", noted_forward)
         monkeypatch.setattr(Replica, "step", noted_step)
-        monkeypatch.setitem(lane._STEPS, "B", noted_backward)
+        monkeypatch.setattr(lane.Lane, "_backward", noted_backward)
 
     def of(self, what: str, stage: int, pipeline: int | None = None):
         return [

@@ -38,7 +38,7 @@ class FakeWorld:
     def reported(self) -> str | None:
         return self.failure
 
-    def lost(self, peer: int, stage: int, doing: str) -> PeerLost:
+    def lost(self, peer: int, doing: str) -> PeerLost:
         return PeerLost(f"rank {peer} died")
 
 

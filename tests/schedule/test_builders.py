@@ -50,9 +50,21 @@ def test_all_forward_all_backward_on_2_stages_with_3_micro_batches():
     assert tokens(build_schedule("all-forward-all-backward", 2, 3)) == ["F0 F1 F2 B0 B1 B2 U"] * 2
 
 
-@pytest.mark.parametrize("name", schedule_names())
+PLAIN = ["all-forward-all-backward", "1f1b", "advance-forward", "pipedream", "pipedream-2bw"]
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_one_stage_and_one_micro_batch(name):
     assert tokens(build_schedule(name, 1, 1)) == ["F0 B0 U"]
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_a_batch_without_a_flush_has_the_columns_of_1f1b(name):
+    schedule = build_schedule(name, 3, 4)
+    assert schedule.name == name
+    assert not schedule.flush
+    assert schedule.columns == build_schedule("1f1b", 3, 4).columns
+    assert schedule != build_schedule("1f1b", 3, 4)
 
 
 def test_fewer_micro_batches_than_stages_end_the_warm_up_early():
@@ -88,7 +100,16 @@ def test_warm_ups_follow_the_formula():
 
 
 def test_aliases_build_the_canonical_schedule():
-    assert {"all-forward-all-backward", "1f1b", "advance-forward"} <= set(schedule_names())
+    assert schedule_names() == [
+        "all-forward-all-backward",
+        "1f1b",
+        "advance-forward",
+        "pipedream",
+        "pipedream-2bw",
+        "interleaved-1f1b",
+        "zero-bubble-h1",
+        "zero-bubble-v",
+    ]
     assert build_schedule("gpipe", 2, 3).name == "all-forward-all-backward"
     assert build_schedule("dapple", 2, 3).name == "1f1b"
     assert build_schedule("dapple", 2, 3) == build_schedule("1f1b", 2, 3)
@@ -126,9 +147,20 @@ def test_the_ends_of_advance_are_1f1b_and_all_forward_all_backward(stages, micro
     assert most == build_schedule("gpipe", stages, micro_batches)
 
 
+@given(**counts)
+def test_without_a_flush_the_next_batches_fill_what_one_leaves_free(stages, micro_batches):
+    schedule = build_schedule("pipedream-2bw", stages, micro_batches)
+    assert schedule.peak_in_flight == [stages - k for k in range(stages)]
+
+
 @given(**counts, name=st.sampled_from(schedule_names()))
 def test_every_schedule_can_be_run(stages, micro_batches, name):
-    build_schedule(name, stages, micro_batches).validate()
+    stages *= 2 if name in ("interleaved-1f1b", "zero-bubble-v") else 1
+    schedule = build_schedule(name, stages, micro_batches)
+    schedule.validate()
+    assert schedule.stages == stages
+    assert schedule.micro_batches == micro_batches
+    assert schedule.name == name
 
 
 advances = st.integers(1, 6).flatmap(
@@ -226,7 +258,7 @@ def batch_time(schedule, forward, backward, transfer):
 
 
 def test_advance_forward_hides_transfers_that_stall_1f1b():
-    times = {name: batch_time(build_schedule(name, 2, 8), 1, 1, 1) for name in schedule_names()}
+    times = {name: batch_time(build_schedule(name, 2, 8), 1, 1, 1) for name in PLAIN}
     assert times["advance-forward"] == times["all-forward-all-backward"] < times["1f1b"]
     assert [
         build_schedule(name, 2, 8).peak_in_flight[0] for name in ("1f1b", "advance-forward", "gpipe")
@@ -251,9 +283,51 @@ def test_an_advance_that_is_no_count_is_refused_with_what_to_pass(advance):
         build_schedule("advance-forward", 2, 4, advance=advance)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "dapple", "gpipe"])
+@pytest.mark.parametrize(
+    "name", ["1f1b", "dapple", "gpipe", "pipedream", "interleaved-1f1b", "zero-bubble-h1"]
+)
 def test_an_advance_is_refused_by_schedules_that_take_none(name):
     with pytest.raises(ValueError, match=r"advance=0: .* takes none"):
         build_schedule(name, 2, 4, advance=0)
     with pytest.raises(ValueError, match=r"advance='auto': .* takes none"):
         build_schedule(name, 2, 4, advance="auto")
+
+
+@pytest.mark.parametrize("value", [0, 1, -2, True, 2.0, "2"])
+def test_stages_per_worker_is_a_count_of_several(value):
+    with pytest.raises(
+        ValueError, match=f"stages_per_worker={value!r}: must be an int of at least 2; '1f1b' has 1"
+    ):
+        build_schedule("interleaved-1f1b", 4, 4, stages_per_worker=value)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero-bubble-v"])
+def test_stages_per_worker_are_refused_by_schedules_that_take_none(name):
+    with pytest.raises(
+        ValueError, match=r"stages_per_worker=2: .* takes none, leave it out or choose 'interleaved-1f1b"
+    ):
+        build_schedule(name, 4, 4, stages_per_worker=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "per_worker", "message"),
+    [
+        (
+            "interleaved-1f1b",
+            5,
+            None,
+            "stages=5: .* 2 stages on each worker, give a multiple of 2, 4 for example",
+        ),
+        (
+            "interleaved-1f1b",
+            4,
+            3,
+            "stages=4: .* 3 stages on each worker, give a multiple of 3, 3 for example",
+        ),
+        ("interleaved-1f1b", 1, None, "stages=1: .* give a multiple of 2, 2 for example"),
+        ("zero-bubble-v", 3, None, "stages=3: .* 2 stages on each worker"),
+    ],
+)
+def test_stages_must_divide_over_the_workers(name, stages, per_worker, message):
+    with pytest.raises(ValueError, match=message):
+        build_schedule(name, stages, 4, stages_per_worker=per_worker)

@@ -119,9 +119,9 @@ def test_columns_of_the_grid_are_aligned_beyond_ten():
     assert {(start - lines[0].index("|")) % 4 for start in starts} == {2}
 
 
-@given(name=st.sampled_from(schedule_names()), stages=st.integers(1, 6), micro_batches=st.integers(1, 9))
+@given(name=st.sampled_from(schedule_names()), stages=st.integers(1, 4), micro_batches=st.integers(1, 9))
 def test_csv_round_trip(name, stages, micro_batches):
-    built = build_schedule(name, stages, micro_batches)
+    built = build_schedule(name, 2 * stages, micro_batches)
     again = Schedule.from_csv(built.to_csv(), name)
     assert again == built
     assert again.name == name

@@ -7,18 +7,26 @@ from hypothesis import strategies as st
 from avgpipe.schedule import Action, Schedule, build_schedule
 from avgpipe.simulation import Costs
 from avgpipe.simulation.engine import compile_schedule, run
-from tests.simulation.reference import MS, check_outcome, longest_paths, millisecond_costs, schedules
+from tests.simulation.reference import (
+    MS,
+    check_outcome,
+    folded_schedules,
+    longest_paths,
+    millisecond_costs,
+    schedules,
+    streaming_schedules,
+)
 
 
 def outcome_of(schedule, costs, pipelines, batches):
-    program = compile_schedule(schedule.columns, costs.of_stages(schedule.stages))
+    program = compile_schedule(schedule, costs.of_stages(schedule.stages))
     return run(program, pipelines, batches)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.integers(1, 3))
 def test_one_pipeline_takes_the_longest_paths(data, batches):
-    schedule = data.draw(schedules())
+    schedule = data.draw(schedules() | streaming_schedules())
     costs, ms = data.draw(millisecond_costs(schedule.stages))
     expected = longest_paths(schedule, ms, batches)
     outcome = outcome_of(schedule, costs, 1, batches)
@@ -32,7 +40,7 @@ def test_one_pipeline_takes_the_longest_paths(data, batches):
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(1, 7))
 def test_every_rule_holds_for_several_pipelines(data, pipelines, batches):
-    schedule = data.draw(schedules())
+    schedule = data.draw(schedules() | streaming_schedules() | folded_schedules())
     costs, ms = data.draw(millisecond_costs(schedule.stages))
     outcome = outcome_of(schedule, costs, pipelines, batches)
     check_outcome(schedule, ms, outcome, pipelines, batches)
@@ -41,7 +49,7 @@ def test_every_rule_holds_for_several_pipelines(data, pipelines, batches):
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(1, 5))
 def test_in_flight_are_the_forwards_begun_whose_backward_has_not_ended(data, pipelines, batches):
-    schedule = data.draw(schedules())
+    schedule = data.draw(schedules() | streaming_schedules() | folded_schedules())
     _, ms = data.draw(millisecond_costs(schedule.stages))
     # No action in no time: at an instant, nothing both begins and ends.
     costs = Costs([(f + 1) / 1000 for f in ms["F"]], [(b + 2) / 1000 for b in ms["B"]], 0.003)
@@ -104,6 +112,79 @@ def test_a_split_backward_sends_its_gradient_before_the_weights_part():
     outcome = outcome_of(schedule, Costs(0.001, 0.010, 0.002, input_backward_s=0.004), 1, 1)
     starts = [[r.start // MS for r in outcome.actions if r.stage == k] for k in range(2)]
     assert starts == [[0, 10, 14, 20], [3, 4, 8, 14]]
+
+
+def folded(order, *columns, micro_batches=1):
+    parsed = tuple(tuple(map(Action.parse, c.split())) for c in columns)
+    return Schedule("folded", micro_batches, parsed, order=order)
+
+
+def spell(schedule, outcome, worker):
+    """What a worker did: 2F3/1 is F3 of stage 2 of batch 1."""
+    return [
+        f"{r.stage}{schedule.columns[r.stage][r.position]}/{r.batch}"
+        for r in outcome.actions
+        if schedule.worker_of(r.stage) == worker
+    ]
+
+
+def test_between_stages_of_one_worker_nothing_travels():
+    schedule = folded(((0, 3, 3, 0, 0, 3), (1, 2, 2, 1, 1, 2)), *["F0 B0 U"] * 4)
+    outcome = outcome_of(schedule, Costs(0.001, 0.002, 0.010), 1, 1)
+    starts = {(r.stage, r.position): r.start // MS for r in outcome.actions}
+    assert [starts[k, 0] for k in range(4)] == [0, 11, 12, 23]
+    assert [starts[k, 1] for k in range(4)] == [50, 38, 36, 24]
+
+
+def test_a_worker_with_one_pipeline_takes_what_comes_first_in_the_order():
+    column = "F0 F1 B0 B1 U"
+    for order in ((0, 1, 0, 1, 1, 0, 1, 0, 1, 0), (0, 0, 1, 1, 1, 1, 0, 0, 0, 1)):
+        schedule = folded((order,), column, column, micro_batches=2)
+        done = spell(schedule, outcome_of(schedule, Costs(0.001, 0.002), 1, 2), 0)
+        rows = [schedule.rows().token(cell) for cell in schedule.rows().cells[0]]
+        assert done == [f"{token}/{j}" for j in range(2) for token in rows]
+
+
+def test_a_stage_runs_ahead_of_another_of_its_worker_that_waits():
+    """The order names 2F0 first, which comes late: 0F1 need not wait for it."""
+    column = "F0 F1 B0 B1 U"
+    schedule = folded(
+        ((0, 2, 0, 2, 2, 2, 0, 0, 0, 2), (1, 1, 1, 1, 1)), column, column, column, micro_batches=2
+    )
+    done = spell(schedule, outcome_of(schedule, Costs(0.001, 0.001, 0.005), 1, 1), 0)
+    assert done == ["0F0/0", "0F1/0", "2F0/0", "2F1/0", "2B0/0", "2B1/0", "2U/0", "0B0/0", "0B1/0", "0U/0"]
+
+
+def test_with_several_pipelines_backwards_come_before_the_order():
+    column = "F0 F1 B0 B1 U"
+    schedule = folded(((0, 1, 0, 1, 0, 1, 1, 0, 1, 0),), column, column, micro_batches=2)
+    done = spell(schedule, outcome_of(schedule, Costs(0.001, 0.002), 2, 2), 0)
+    assert done[:6] == ["0F0/0", "1F0/0", "0F1/0", "1F1/0", "1B0/0", "0B0/0"]
+
+
+def test_with_several_pipelines_a_backward_comes_before_the_forward_of_an_older_batch():
+    """When B0/0 ends, at 23, F2/0 could run, and B0/1 has come at 17."""
+    schedule = build_schedule("1f1b", 2, 3)
+    done = spell(schedule, outcome_of(schedule, Costs(0.001, [0.010, 0.001], 0.005), 2, 2), 0)
+    assert done[:7] == ["0F0/0", "0F1/0", "0F0/1", "0F1/1", "0B0/0", "0B0/1", "0F2/0"]
+
+
+def test_without_a_flush_a_batch_begins_while_the_one_before_is_under_way():
+    schedule = build_schedule("pipedream", 2, 1)
+    outcome = outcome_of(schedule, Costs(0.001, 0.002), 1, 3)
+    starts = {
+        k: [
+            f"{schedule.columns[k][r.position]}/{r.batch}@{r.start // MS}"
+            for r in outcome.actions
+            if r.stage == k
+        ]
+        for k in range(2)
+    }
+    assert starts == {
+        0: ["F0/0@0", "F0/1@1", "B0/0@4", "U/0@6", "F0/2@6", "B0/1@7", "U/1@9", "B0/2@10", "U/2@12"],
+        1: ["F0/0@1", "B0/0@2", "U/0@4", "F0/1@4", "B0/1@5", "U/1@7", "F0/2@7", "B0/2@8", "U/2@10"],
+    }
+    assert outcome.peak_in_flight == [2, 1]
 
 
 def test_times_that_are_equal_on_paper_are_equal():

@@ -41,6 +41,35 @@ def test_it_is_the_growth_of_a_long_run(pipelines):
     assert steady_batch_s(schedule, costs, pipelines=pipelines) == pytest.approx(growth)
 
 
+@pytest.mark.parametrize(("stages", "micro_batches"), [(4, 1), (4, 3), (3, 8), (6, 2)])
+def test_without_a_flush_devices_are_always_busy(stages, micro_batches):
+    schedule = build_schedule("pipedream-2bw", stages, micro_batches)
+    assert steady_batch_s(schedule, Costs(1, 2)) == pytest.approx(3 * micro_batches)
+    assert steady_batch_s(build_schedule("1f1b", stages, micro_batches), Costs(1, 2)) == pytest.approx(
+        3 * (micro_batches + stages - 1)
+    )
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_without_a_flush_it_is_the_growth_of_a_long_run(pipelines, micro_batches):
+    schedule = build_schedule("pipedream", 4, micro_batches)
+    costs = Costs([0.1, 0.2, 0.15, 0.05], 0.3, 0.05, update_s=0.02)
+    long, longer = (
+        simulate(schedule, costs, pipelines=pipelines, batches=count * pipelines) for count in (30, 60)
+    )
+    growth = (longer.makespan_s - long.makespan_s) / (30 * pipelines)
+    assert steady_batch_s(schedule, costs, pipelines=pipelines) == pytest.approx(growth, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "zero-bubble-h1", "zero-bubble-v"])
+def test_what_flushes_takes_what_a_batch_takes_alone(name):
+    """If no worker begins the next batch before the last has ended this one: here the first one does both last."""
+    schedule, costs = build_schedule(name, 4, 4), Costs([0.1, 0.2, 0.15, 0.1], 0.3, 0.05)
+    long, longer = (simulate(schedule, costs, batches=count) for count in (20, 40))
+    assert steady_batch_s(schedule, costs) == pytest.approx((longer.makespan_s - long.makespan_s) / 20)
+
+
 def test_updates_count():
     costs = Costs(1, 2, update_s=0.5)
     assert steady_batch_s(build_schedule("1f1b", 1, 4), costs, pipelines=2) == pytest.approx(12.5)
@@ -49,6 +78,8 @@ def test_updates_count():
 def test_too_few_batches_are_refused():
     with pytest.raises(ValueError, match="batches=5: 2 pipelines show their steady state in at least 6"):
         steady_batch_s(build_schedule("1f1b", 2, 2), LINE, pipelines=2, batches=5)
+    with pytest.raises(ValueError, match="batches=10: 1 pipelines show their steady state in at least 11"):
+        steady_batch_s(build_schedule("pipedream", 4, 1), LINE, batches=10)
     with pytest.raises(ValueError, match="batches=0: must be an int of at least 1"):
         steady_batch_s(build_schedule("1f1b", 2, 2), LINE, batches=0)
     with pytest.raises(ValueError, match="pipelines=0: must be"):

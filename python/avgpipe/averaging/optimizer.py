@@ -104,6 +104,15 @@ class ElasticAveraging(torch.optim.Optimizer):
         return self.inner.defaults
 
     @property
+    def update(self) -> list[torch.Tensor] | None:
+        """What this replica has told the reference with its last step, one flat tensor per buffer of the reference's;
+        None if that step was not the last of a period. It stays until the next one that is.
+        """
+        if self._position or not self._local_steps:
+            return None
+        return self.reference.rounds.updates[self.replica].flats
+
+    @property
     def ready(self) -> bool:
         """step() may run now. With a group always: the step waits instead."""
         return self.reference.rounds.ready(self.replica, self._finishes)

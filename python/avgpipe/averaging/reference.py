@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,8 @@ class Reference:
     period: local steps tau in a round.
     outer: a function from parameters to an optimizer that steps z, with -(1/N) sum_i d_i (easgd: -sum_i e_i)
         as its gradient (Douillard et al. 2023); ``reference.outer`` is what it returned.
+    elsewhere: replicas of other processes that tell their updates in a way of the caller's: ``rounds.accept`` takes
+        one in, when ``rounds.ready`` says that it may come.
     group: process group of the replicas: replica = rank in the group, N = its size. z is its first rank's.
         With staleness 1 the all-reduce runs during the next round's local steps. Time limits are the group's.
 
@@ -64,6 +66,7 @@ class Reference:
         period: int = 1,
         outer: Outer | None = None,
         group: dist.ProcessGroup | None = None,
+        elsewhere: Collection[int] = (),
     ) -> None:
         given = _tensors("parameters", parameters)
         self.elasticity = Elasticity.checked(replicas, alpha, rule, staleness, period)
@@ -78,7 +81,7 @@ class Reference:
             zs = dict(zip(self.averaged, self._centre.tensors))
             self.parameters = [zs[i] if i in zs else p.detach().clone() for i, p in enumerate(given)]
             self.rounds = (
-                Rounds(layout, self._centre, self.elasticity)
+                Rounds(layout, self._centre, self.elasticity, elsewhere)
                 if group is None or replicas == 1
                 else GroupRounds(layout, self._centre, self.elasticity, group)
             )

@@ -16,7 +16,7 @@ With staleness 0 in one process a replica may arrive with its step still to be d
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 import torch
@@ -37,10 +37,13 @@ Waiting: TypeAlias = tuple[FusedForce, Callable[[], None]]
 
 
 class Rounds:
-    """The rounds of replicas that live in this process."""
+    """The rounds of replicas that live in this process, but for those ``elsewhere``, whose updates are told."""
 
-    def __init__(self, layout: Layout, centre: Centre, elasticity: Elasticity) -> None:
+    def __init__(
+        self, layout: Layout, centre: Centre, elasticity: Elasticity, elsewhere: Collection[int] = ()
+    ) -> None:
         self.layout, self.centre, self.elasticity = layout, centre, elasticity
+        self.elsewhere = frozenset(elsewhere)
         self.replicas: dict[int, Replica] = {}
         self.updates: dict[int, Buffers] = {}
         self.arrived: set[int] = set()
@@ -95,7 +98,7 @@ class Rounds:
                 f"{self.round} is complete: it still needs a step of replica {missing} "
                 f"(step all {n} replicas in turn; opt.ready tells who may step)"
             )
-        strangers = [m for m in range(n) if m not in self.replicas]
+        strangers = [m for m in range(n) if m not in self.replicas and m not in self.elsewhere]
         if finishes and strangers and self.elasticity.pulls_at_the_end and len(self.arrived) == n - 1:
             raise RuntimeError(
                 f"round {self.round} ends with a pull of all {n} replicas, but replica "
@@ -115,7 +118,15 @@ class Rounds:
     @property
     def joins(self) -> bool:
         """A round may be one pass over memory, once all replicas' gradients are there."""
-        return self.elasticity.pulls_at_the_end and self.elasticity.period == 1 and self.centre.outer is None
+        e = self.elasticity
+        return e.pulls_at_the_end and e.period == 1 and self.centre.outer is None and not self.elsewhere
+
+    def accept(self, i: int, update: Sequence[torch.Tensor]) -> None:
+        """Replica i, which is elsewhere, has arrived with this update, one flat tensor per buffer of the layout."""
+        with self._lock, torch.no_grad():
+            for mine, told in zip(self.update_of(i).flats, update, strict=True):
+                mine.copy_(told)
+            self._gather(i)
 
     def arrive_later(self, i: int, force: FusedForce, done: Callable[[], None]) -> None:
         """Replica i arrives, and ``force`` is done with those of the others, or by :meth:`complete` before.
@@ -164,8 +175,8 @@ class Rounds:
             self.centre.absorb(self.updates[n] for n in range(e.replicas))
             self.arrived.clear()
             if e.pulls_at_the_end:
-                for n in range(e.replicas):
-                    self.replicas[n].pull(self.centre.z)
+                for _, replica in sorted(self.replicas.items()):
+                    replica.pull(self.centre.z)
 
     def _do_whole_round(self) -> bool:
         """All steps, the move of z and all pulls in one pass; False, with nothing done, if that cannot be."""

@@ -24,7 +24,7 @@ from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.worker import Worker
 from avgpipe.weights import Layout
 
-_SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha")
+_SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha", "weights", "replication", "spread")
 
 
 def load_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -> int:
@@ -33,20 +33,32 @@ def load_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -
     manifest.check_model(model.signature(), directory)
     same = manifest.bounds == model.bounds and all(manifest.plan.get(n) == getattr(plan, n) for n in _SAME)
     if same:
-        contents = {k: _read(manifest, directory, k, lazily=False) for k in worker.stages}
-        for k in worker.stages:
-            _restore_exactly(contents[k], model, worker, k)
+        contents = {seat: _read_whole(manifest, directory, worker, seat) for seat in worker.seats}
+        for seat in worker.seats:
+            _restore_exactly(contents[seat], model, worker, seat)
     else:
-        saved = _Saved([_read(manifest, directory, k, lazily=True) for k in range(len(manifest.files))])
-        for k in worker.stages:
-            _restore_by_name(saved, model, worker, k)
+        saved = _Saved([_read(manifest, directory, n, lazily=True) for n in range(len(manifest.files))])
+        for seat in worker.seats:
+            _restore_by_name(saved, model, worker, seat)
     worker.world.barrier()
     return manifest.batches
 
 
-def _read(manifest: Manifest, directory: Path, stage: int, *, lazily: bool) -> dict[str, Any]:
-    """Content of a saved stage. ``lazily``: its tensors are views of the file, read when they are copied."""
-    path = manifest.check_file(directory, stage, content=True)
+def _read_whole(manifest: Manifest, directory: Path, worker: Worker, seat: int) -> dict[str, Any]:
+    """All that a seat needs: its own file's, and the first replica's if it is another one."""
+    stage, _, group = worker.placement.seats[seat]
+    first = worker.placement.seats_of(stage, group)[0]
+    content = _read(manifest, directory, first, lazily=False)
+    if seat != first:
+        own = _read(manifest, directory, seat, lazily=False)
+        for i, replica in content["replicas"].items():
+            replica.update(own["replicas"][i])
+    return content
+
+
+def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> dict[str, Any]:
+    """Content of a saved seat. ``lazily``: its tensors are views of the file, read when they are copied."""
+    path = manifest.check_file(directory, number, content=True)
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:
@@ -58,14 +70,16 @@ def _read(manifest: Manifest, directory: Path, stage: int, *, lazily: bool) -> d
 
 
 @torch.no_grad()
-def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, k: int) -> None:
-    reference = worker.references[k]
+def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, seat: int) -> None:
+    k, reference = worker.placement.seats[seat].stage, worker.references[seat]
     if reference is not None:
-        _put_in_place(content, worker.replicas[k, 0].arena.layout)
+        pipeline = worker.placement.pipelines_of(seat)[0]
+        _put_in_place(content, worker.replicas[seat, pipeline].arena.layout)
         reference.load_state_dict(content["reference"]["state"])
-    for i, saved in enumerate(content["replicas"]):
-        replica = worker.replicas[k, i]
+    for i, saved in content["replicas"].items():
+        replica = worker.replicas[seat, i]
         _copy_weights(replica, model.trainable_names(k), saved["weights"])
+        _restore_versions(replica, model.trainable_names(k), saved["older"])
         _copy_rest(replica, model, k, saved["rest"])
         if replica.optimizer is not None:
             replica.optimizer.load_state_dict(saved["optimizer"]["state"])
@@ -76,7 +90,7 @@ def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, k: i
 
 def _put_in_place(content: dict[str, Any], layout: Layout) -> None:
     """Bring the saved flat buffers into ``layout``: the saving run's model may have had other strides."""
-    saved = Layout(content["replicas"][0]["weights"].values())
+    saved = Layout(next(iter(content["replicas"].values()))["weights"].values())
 
     def moved(flats: list[torch.Tensor]) -> list[torch.Tensor]:
         buffers = layout.zeros()
@@ -87,31 +101,42 @@ def _put_in_place(content: dict[str, Any], layout: Layout) -> None:
     state = content["reference"]["state"]
     state["parameters"] = moved(state["parameters"])
     state["pending"] = {i: moved(update) for i, update in state["pending"].items()}
-    for replica in content["replicas"]:
+    for replica in content["replicas"].values():
         elastic = replica["optimizer"]["state"]["elastic"]
         if elastic["start"] is not None:
             elastic["start"] = moved(elastic["start"])
 
 
 class _Saved:
-    """The files of all saved stages, merged by name."""
+    """The files of all saved seats, merged by name."""
 
     def __init__(self, contents: list[dict[str, Any]]) -> None:
-        self.contents = contents
-        self.pipelines = len(contents[0]["replicas"])
+        self._all = contents
+        self.contents = [content for content in contents if "reference" in content]  # of each stage
+        self.pipelines = 1 + max(i for content in contents for i in content["replicas"])
 
     def reference(self) -> dict[str, torch.Tensor]:
         merged: dict[str, torch.Tensor] = {}
         for content in self.contents:
-            source = content["reference"] or content["replicas"][0]
+            source = (
+                content["reference"] or content["replicas"][0]
+            )  # without a reference there is one pipeline
             merged.update(source["weights"])
         return merged
 
     def replica(self, i: int, what: str) -> dict[str, Any]:
-        """``weights``, ``rest`` or ``carry`` of a pipeline over all stages."""
+        """``weights`` or ``rest`` of a pipeline over all stages."""
         merged: dict[str, Any] = {}
         for content in self.contents:
-            merged.update(content["replicas"][i][what])
+            merged.update(content["replicas"].get(i, {}).get(what, {}))
+        return merged
+
+    def carry(self, i: int) -> dict[str, dict[int, Any]]:
+        """What a pipeline carries, by place and micro-batch."""
+        merged: dict[str, dict[int, Any]] = {}
+        for content in self._all:
+            for place, values in content["replicas"].get(i, {}).get("carry", {}).items():
+                merged.setdefault(place, {}).update(values)
         return merged
 
     def optimizer(self, i: int) -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
@@ -120,8 +145,8 @@ class _Saved:
         groups: list[dict[str, Any]] = []
         lr_scheduler = None
         for content in self.contents:
-            replica = content["replicas"][i]
-            if replica["optimizer"] is None:
+            replica = content["replicas"].get(i)
+            if replica is None or replica["optimizer"] is None:
                 continue
             state, names = replica["optimizer"]["state"], replica["optimizer"]["names"]
             states.update({names[n]: value for n, value in state["state"].items()})
@@ -131,22 +156,25 @@ class _Saved:
 
 
 @torch.no_grad()
-def _restore_by_name(saved: _Saved, model: Model, worker: Worker, k: int) -> None:
+def _restore_by_name(saved: _Saved, model: Model, worker: Worker, seat: int) -> None:
+    k = worker.placement.seats[seat].stage
     names = model.trainable_names(k)
-    reference, weights = worker.references[k], saved.reference()
-    pipelines = [i for stage, i in worker.replicas if stage == k]
+    reference, weights = worker.references[seat], saved.reference()
+    pipelines = worker.placement.pipelines_of(seat)
+    of_all = worker.placement.pipelines
     if reference is not None:
-        views = worker.replicas[k, 0].arena.layout.tensors(reference.parameters)
+        views = worker.replicas[seat, pipelines[0]].arena.layout.tensors(reference.parameters)
         for name, view in zip(names, views):
             view.copy_(weights[name])
     for i in pipelines:
-        replica, source = worker.replicas[k, i], i % saved.pipelines
-        own = saved.replica(source, "weights") if len(pipelines) == saved.pipelines > 1 else weights
+        replica, source = worker.replicas[seat, i], i % saved.pipelines
+        own = saved.replica(source, "weights") if of_all == saved.pipelines > 1 else weights
         _copy_weights(replica, names, own)
+        _restore_versions(replica, names, {})
         _copy_rest(replica, model, k, saved.replica(source, "rest"))
         _restore_optimizer(replica, names, *saved.optimizer(source))
-        if len(pipelines) == saved.pipelines:
-            _restore_carries(replica, saved.replica(source, "carry"))
+        if of_all == saved.pipelines:
+            _restore_carries(replica, saved.carry(source))
 
 
 def _restore_optimizer(
@@ -176,6 +204,17 @@ def _copy_weights(replica: Replica, names: list[str], values: dict[str, torch.Te
         view.copy_(values[name])
 
 
+def _restore_versions(replica: Replica, names: list[str], older: dict[int, dict[str, torch.Tensor]]) -> None:
+    if replica.versions is None:
+        return
+    layout = replica.arena.layout
+    buffers = {behind: layout.zeros() for behind in older}
+    for behind, values in older.items():
+        for name, view in zip(names, buffers[behind].tensors()):
+            view.copy_(values[name])
+    replica.versions.restore({behind: buffer.flats for behind, buffer in buffers.items()})
+
+
 def _copy_rest(replica: Replica, model: Model, k: int, values: dict[str, torch.Tensor]) -> None:
     """Frozen parameters and buffers."""
     state = replica.stage.layers.state_dict(keep_vars=True)
@@ -188,6 +227,6 @@ def _restore_carries(replica: Replica, values: dict[str, Any]) -> None:
     device = replica.stage.device
     for place, carry in carries(replica).items():
         carry.values = {
-            m: (-1, None, torch.utils._pytree.tree_map(lambda t: t.to(device).clone(), value))
+            m: torch.utils._pytree.tree_map(lambda t: t.to(device).clone(), value)
             for m, value in values.get(place, {}).items()
         }

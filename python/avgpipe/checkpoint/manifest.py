@@ -23,7 +23,7 @@ _CHUNK = 1 << 20
 @dataclass(frozen=True)
 class Manifest:
     """batches: begun so far. bounds: see ``Model``. signature: shape and dtype by tensor name. files: one per
-    stage, with size in bytes and CRC-32.
+    replica of each stage, with size in bytes and CRC-32.
     """
 
     plan: dict[str, Any]
@@ -66,9 +66,9 @@ class Manifest:
                     f"{_spell(ours)} here; build the model that was saved, or choose another checkpoint"
                 )
 
-    def check_file(self, directory: Path, stage: int, *, content: bool) -> Path:
-        """The file of a saved stage, refused if it is missing, short, or (``content``) altered."""
-        name, size, crc = self.files[stage]
+    def check_file(self, directory: Path, number: int, *, content: bool) -> Path:
+        """One of the files, refused if it is missing, short, or (``content``) altered."""
+        name, size, crc = self.files[number]
         path = directory / name
         if not path.is_file():
             raise CheckpointError(
@@ -90,8 +90,8 @@ def verify_checkpoint(directory: str | Path, signature: Mapping[str, list[Any]] 
     manifest = Manifest.read(directory)
     if signature is not None:
         manifest.check_model(signature, directory)
-    for stage in range(len(manifest.files)):
-        manifest.check_file(directory, stage, content=True)
+    for number in range(len(manifest.files)):
+        manifest.check_file(directory, number, content=True)
     return manifest
 
 

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank writes the file of its stage, then the first rank the manifest."""
+"""Writing a checkpoint: every rank writes the files of its seats, then the first rank the manifest."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from avgpipe.averaging import Reference
 from avgpipe.checkpoint.manifest import Manifest, crc_of
 from avgpipe.plan import Plan
 from avgpipe.runtime.context import Carry
-from avgpipe.runtime.export import stage_state
+from avgpipe.runtime.export import seat_state
 from avgpipe.runtime.model import Model
+from avgpipe.runtime.placement import Seat
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.worker import Worker
+from avgpipe.weights import Layout
 
 
 def save_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan, batches: int) -> None:
@@ -26,20 +28,21 @@ def save_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan, b
     # all ranks name their files alike, and never as the files of the checkpoint that is there now
     token = int(world.broadcast(torch.tensor(secrets.randbits(48)), 0))
     rows = []
-    for k in worker.stages:
-        path = directory / _file_name(k, token)
-        _write(path, _stage_content(model, worker, k))
-        rows.append([k, path.stat().st_size, crc_of(path)])
+    seats = worker.placement.seats
+    for seat in worker.seats:
+        path = directory / _file_name(seats[seat], token)
+        _write(path, _seat_content(model, worker, seat))
+        rows.append([seat, path.stat().st_size, crc_of(path)])
     table = world.gather_rows(torch.tensor(rows, dtype=torch.float64)).tolist()
     if world.rank == 0:
-        files = [(_file_name(int(k), token), int(size), int(crc)) for k, size, crc in sorted(table)]
+        files = [(_file_name(seats[int(s)], token), int(size), int(crc)) for s, size, crc in sorted(table)]
         Manifest(asdict(plan), batches, model.bounds, model.signature(), files).write(directory)
         _remove_others(directory, {name for name, _, _ in files})
     world.barrier()  # nobody goes on, or ends, before the checkpoint is there
 
 
-def _file_name(stage: int, token: int) -> str:
-    return f"stage-{stage}-{token:012x}.pt"
+def _file_name(seat: Seat, token: int) -> str:
+    return f"stage-{seat.stage}-{seat.replica}-{seat.group}-{token:012x}.pt"
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -51,39 +54,56 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _remove_others(directory: Path, keep: set[str]) -> None:
     """Delete the files of earlier checkpoints, and of any that was cut off before its manifest."""
-    for path in directory.glob("stage-*-????????????.pt"):
+    for path in directory.glob("stage-*-????????????.pt"):  # whatever the placement was
         if path.name not in keep:
             path.unlink(missing_ok=True)
 
 
-def _stage_content(model: Model, worker: Worker, k: int) -> dict[str, Any]:
-    """Plain containers and tensors only, so that it loads with ``weights_only=True``. Names are first names."""
-    reference = worker.references[k]
-    replicas = [r for (stage, _), r in sorted(worker.replicas.items()) if stage == k]
+def _seat_content(model: Model, worker: Worker, seat: int) -> dict[str, Any]:
+    """Plain containers and tensors only, so that it loads with ``weights_only=True``. Names are first names.
+
+    The workers of a replicated stage hold the same, but for what they carry from batch to batch: the first one's file
+    has all, the others' that alone.
+    """
+    k, number, _ = worker.placement.seats[seat]
+    replicas = {i: worker.replicas[seat, i] for i in worker.placement.pipelines_of(seat)}
+    if number > 0:
+        return {"replicas": {i: {"carry": _carried(r)} for i, r in replicas.items()}}
+    layout = next(iter(replicas.values())).arena.layout
+    reference = worker.references[seat]
     return {
-        "reference": None if reference is None else _reference_content(model, reference, replicas[0], k),
-        "replicas": [_replica_content(model, worker, r, k) for r in replicas],
+        "reference": None if reference is None else _reference_content(model, reference, layout, k),
+        "replicas": {i: _replica_content(model, worker, seat, r) for i, r in replicas.items()},
     }
 
 
-def _reference_content(model: Model, reference: Reference, replica: Replica, k: int) -> dict[str, Any]:
-    views = replica.arena.layout.tensors(reference.parameters)
+def _carried(replica: Replica) -> dict[str, dict[int, Any]]:
+    return {place: dict(carry.values) for place, carry in carries(replica).items()}
+
+
+def _reference_content(model: Model, reference: Reference, layout: Layout, k: int) -> dict[str, Any]:
+    views = layout.tensors(reference.parameters)
     return {"weights": dict(zip(model.trainable_names(k), views)), "state": reference.state_dict()}
 
 
-def _replica_content(model: Model, worker: Worker, replica: Replica, k: int) -> dict[str, Any]:
+def _replica_content(model: Model, worker: Worker, seat: int, replica: Replica) -> dict[str, Any]:
+    k = worker.placement.seats[seat].stage
     names = model.trainable_names(k)
-    rest = stage_state(model, worker, k, replica.pipeline)
+    rest = seat_state(worker, seat, replica.pipeline)
     content: dict[str, Any] = {
         "weights": dict(zip(names, replica.arena.layout.tensors(replica.arena.weights))),
         "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},
-        "carry": {
-            place: {m: value for m, (_, _, value) in carry.values.items()}
-            for place, carry in carries(replica).items()
-        },
+        "carry": _carried(replica),
+        "older": {},  # versions that the next batches run on, by how many updates they lie behind
         "optimizer": None,
         "lr_scheduler": None,
     }
+    if replica.versions is not None:
+        layout = replica.arena.layout
+        content["older"] = {
+            behind: dict(zip(names, layout.tensors(flats)))
+            for behind, flats in replica.versions.older().items()
+        }
     if replica.optimizer is not None:
         content["optimizer"] = {
             "state": replica.optimizer.state_dict(),

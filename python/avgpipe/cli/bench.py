@@ -11,6 +11,8 @@ import typer
 
 from avgpipe.bench.kernels.settings import DTYPES, QUESTIONS, KernelSettings, parse_elements, parse_names
 from avgpipe.bench.schedules.settings import (
+    ALL,
+    DEFAULT,
     LINKS,
     ROWS,
     ScheduleSettings,
@@ -130,7 +132,10 @@ def schedules(
     batches: Annotated[int, typer.Option(metavar="J", help="Of a row in a round, at least.")] = 6,
     rounds: Annotated[int, typer.Option(metavar="R", help="Samples of each row, taken in turn.")] = 3,
     rows: Annotated[
-        str | None, typer.Option(metavar="NAMES", help=f"Some of {','.join(ROWS)}. Default: all.")
+        str | None,
+        typer.Option(
+            metavar="NAMES", help=f"{ALL}, or some of {','.join(ROWS)}. Default: {','.join(DEFAULT)}."
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="S", help="Of every wait for another worker.")] = 60,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a picture.")] = None,
@@ -139,7 +144,8 @@ def schedules(
     """Time schedules on an emulated cluster beside torch's own and the bounds: seconds per batch.
 
     Each worker is a process whose stages take their time without computing; runtime, tensors and links are real.
-    With --rate each has a network namespace of its own on a line of that rate.
+    With --rate each has a network namespace of its own on a line of that rate. Beside each of our rows stands what the
+    simulation says. --rows all also takes every system of ours.
     """
     from avgpipe.cli import bench_processes
 

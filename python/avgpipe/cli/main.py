@@ -8,6 +8,7 @@ import typer
 
 from avgpipe import __version__
 from avgpipe.cli.bench import bench
+from avgpipe.cli.compare import compare
 from avgpipe.cli.doctor import doctor
 from avgpipe.cli.run import run
 from avgpipe.cli.simulate import simulate
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(compare)
 app.command()(simulate)
 app.command()(doctor)
 app.add_typer(bench, name="bench")

@@ -14,7 +14,7 @@ from avgpipe.cli.settings import (
     LINKS,
     WIRE_DTYPES,
 )
-from avgpipe.plan import RECOMPUTE, RULES
+from avgpipe.plan import RECOMPUTE, RULES, WEIGHTS
 from avgpipe.schedule import schedule_names
 from avgpipe.systems import SYSTEMS
 from avgpipe.workloads import LR_SCALINGS, workload_names
@@ -96,6 +96,34 @@ Schedule = Annotated[
     typer.Option(
         metavar="NAME",
         help=f"{', '.join(schedule_names())}. Default: the system's.",
+        rich_help_panel=_PLAN,
+    ),
+]
+StagesPerWorker = Annotated[
+    int | None,
+    typer.Option(metavar="V", help="Of the schedule interleaved-1f1b. Default: 2.", rich_help_panel=_PLAN),
+]
+Replication = Annotated[
+    str | None,
+    typer.Option(
+        metavar="R,R,...",
+        help="Workers of each stage, which share its micro-batches, as in 2,1,1. Default: one each.",
+        rich_help_panel=_PLAN,
+    ),
+]
+Spread = Annotated[
+    bool,
+    typer.Option(
+        "--spread",
+        help="Give each pipeline workers of its own, which tell one another their updates over the network.",
+        rich_help_panel=_PLAN,
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(WEIGHTS),
+        help="Which version of the weights a batch runs on. Default: what the schedule was published with.",
         rich_help_panel=_PLAN,
     ),
 ]

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from avgpipe import systems
 from avgpipe.errors import nearest
 from avgpipe.plan import Plan
 from avgpipe.systems import SYSTEMS
@@ -58,8 +59,8 @@ class TrainSettings:
     loader_workers: int = 0
 
     @property
-    def stages(self) -> int:
-        return int(self.plan["stages"])
+    def workers(self) -> int:
+        return Plan(**self.plan).workers
 
     @property
     def last_checkpoint(self) -> Path:
@@ -144,6 +145,18 @@ def parse_advance(text: str | None) -> int | list[int] | str | None:
     return numbers if "," in text else numbers[0]
 
 
+def parse_replication(text: str | None) -> list[int] | None:
+    """ "2,1,1": of each stage."""
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--replication {text!r}: give a whole number for each stage, separated by commas"
+        ) from None
+
+
 def parse_staleness(text: str | None) -> int | str | None:
     return int(text) if text is not None and text.isdigit() else text
 
@@ -202,17 +215,18 @@ def _plan(
     chosen = {**base, **explicit}
     system = chosen.pop("system", "avgpipe")
     row = SYSTEMS.get(system, {})
-    defaults = {
-        "stages": ranks if ranks is not None and ranks > 1 else DEFAULT_STAGES,
-        "pipelines": DEFAULT_PIPELINES,
-        "micro_batches": min(DEFAULT_MICRO_BATCHES, batch_size),
-    }
-    for name, value in defaults.items():
-        if name not in row:
-            chosen.setdefault(name, value)
+    stages = chosen.setdefault("stages", ranks if ranks is not None and ranks > 1 else DEFAULT_STAGES)
+    if "pipelines" not in row:
+        chosen.setdefault("pipelines", DEFAULT_PIPELINES)
+    if "micro_batches" not in row:
+        wanted = 1 if "stages" in row else min(DEFAULT_MICRO_BATCHES, batch_size)  # they serve to fill stages
+        replication = chosen.get(
+            "replication", systems.row(system, stages).get("replication") if row else None
+        )
+        chosen.setdefault("micro_batches", systems.micro_batches(system, stages, replication, wanted))
     plan = Plan.for_system(system, **chosen)
-    if ranks is not None and ranks not in (1, plan.stages):
-        raise ValueError(f"{ranks} workers were started for {plan.stages} stages: start one for each stage")
+    if ranks is not None and ranks not in (1, plan.workers):
+        raise ValueError(f"{ranks} workers were started for a plan of {plan.workers}: start one for each")
     return plan
 
 
@@ -224,9 +238,12 @@ def _drop_what_depends(base: dict[str, Any], explicit: dict[str, Any]) -> None:
 
     stages, schedule, system = (overridden(n) for n in ("stages", "schedule", "system"))
     if system:
-        for name in ("schedule", *SYSTEMS.get(explicit["system"], {})):
+        for name in ("schedule", "weights", "replication", *SYSTEMS.get(explicit["system"], {})):
             base.pop(name, None)
     if stages:
         base.pop("partition", None)
+        base.pop("replication", None)
+    if schedule:
+        base.pop("weights", None)
     if system or schedule or (stages and isinstance(base.get("advance"), list)):
         base.pop("advance", None)

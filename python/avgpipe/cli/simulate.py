@@ -23,7 +23,9 @@ _EACH = "One number, or one per stage as in 10,12,9."
 
 
 def simulate(
-    stages: Annotated[int, typer.Option(metavar="K", help="Devices in a row.")],
+    stages: Annotated[
+        int, typer.Option(metavar="K", help="Parts of the model, most schedules with a device for each.")
+    ],
     micro_batches: Annotated[int, typer.Option(metavar="M", help="Of a batch.")],
     forward_ms: Annotated[str, typer.Option(metavar="T[,T...]", help=f"Of a micro-batch. {_EACH}")],
     backward_ms: Annotated[str, typer.Option(metavar="T[,T...]", help=f"Of a micro-batch. {_EACH}")],
@@ -50,6 +52,9 @@ def simulate(
             "within 1 % of the best time. Default: stages that follow.",
         ),
     ] = None,
+    stages_per_worker: Annotated[
+        int | None, typer.Option(metavar="V", help="Stages on each device, for interleaved-1f1b. Default: 2.")
+    ] = None,
     pipelines: Annotated[int, typer.Option(metavar="N", help="Pipelines on the same devices.")] = 1,
     batches: Annotated[
         int | None, typer.Option(metavar="J", help="Of all pipelines together. Default: one of each.")
@@ -59,8 +64,8 @@ def simulate(
 ) -> None:
     """Say when a schedule would finish, how long a batch takes in steady state, and what memory it needs.
 
-    A device runs one action at a time, backwards first, then the oldest batch; transfers occupy links, one tensor at a
-    time in each direction.
+    A device runs one action at a time, with several pipelines backwards first, then the oldest batch; transfers occupy
+    links, one tensor at a time in each direction.
     """
     with reporting(json_output):
         with arguments():
@@ -74,7 +79,9 @@ def simulate(
             )
             if plot is not None:
                 _check_picture(plot)
-            asked = _Question(stages, micro_batches, costs, schedule, advance, pipelines, batches)
+            asked = _Question(
+                stages, micro_batches, costs, schedule, advance, stages_per_worker, pipelines, batches
+            )
             answer = _answer(asked)
         with running():
             if plot is not None:
@@ -92,6 +99,7 @@ class _Question:
     costs: Costs
     schedule: str
     advance: str | None
+    stages_per_worker: int | None
     pipelines: int
     batches: int | None
 
@@ -108,7 +116,9 @@ class _Answer:
 def _answer(asked: _Question) -> _Answer:
     """Everything simulated. ValueError for what cannot be."""
     advance = "auto" if asked.advance == "auto" else parse_advance(asked.advance)
-    schedule = build_schedule(asked.schedule, asked.stages, asked.micro_batches, advance)
+    schedule = build_schedule(
+        asked.schedule, asked.stages, asked.micro_batches, advance, asked.stages_per_worker
+    )
     choice = None
     if asked.advance == "auto":
         choice = choose_advance(asked.stages, asked.micro_batches, asked.costs, pipelines=asked.pipelines)
@@ -148,6 +158,7 @@ def _to_json(asked: _Question, answer: _Answer) -> dict[str, Any]:
     return {
         "schedule": answer.schedule.name,
         "stages": asked.stages,
+        "workers": answer.schedule.workers,
         "micro_batches": asked.micro_batches,
         "pipelines": asked.pipelines,
         "batches": len({event.batch for event in timeline.events}),
@@ -184,7 +195,8 @@ def _show(asked: _Question, answer: _Answer) -> None:
     screen.print(f", bubbles {100 * timeline.bubble_fraction:.1f} %")
     screen.print(f"steady state: {1000 * answer.steady_batch_s:.1f} ms per batch")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("stage", "busy", "busy ms", "in flight per pipeline", "peak MiB"):
+    device = "stage" if answer.schedule.order is None else "worker"
+    for heading in (device, "busy", "busy ms", "in flight per pipeline", "peak MiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     memory = timeline.peak_memory_bytes
     for k, (share, busy_s) in enumerate(zip(timeline.worker_busy_fraction, timeline.busy_s)):
@@ -192,7 +204,7 @@ def _show(asked: _Question, answer: _Answer) -> None:
             str(k),
             f"{100 * share:.1f} %",
             f"{1000 * busy_s:.1f}",
-            str(answer.schedule.peak_in_flight[k]),
+            str(answer.schedule.worker_peak_in_flight[k]),
             "-" if memory is None else f"{memory[k] / _MIB:.1f}",
         )
     screen.print(table)

@@ -53,6 +53,7 @@ def summarise(
         "train_seconds": tally.seconds,
         "samples_per_second": tally.samples / tally.seconds if tally.seconds > 0 else None,
         "metric_name": workload.metric_name,
+        "lower_is_better": workload.lower_is_better,
         "metric": tally.metric,
         "target": settings.target,
         "seconds_to_target": tally.seconds_to_target,

@@ -18,9 +18,12 @@ from avgpipe.cli.settings import (
     TrainSettings,
     joined_ranks,
     parse_advance,
+    parse_replication,
     parse_staleness,
     resolve,
 )
+from avgpipe.plan import Plan
+from avgpipe.runtime.placement import Placement
 
 
 def train(
@@ -36,6 +39,10 @@ def train(
     pipelines: options.Pipelines = None,
     micro_batches: options.MicroBatches = None,
     schedule: options.Schedule = None,
+    stages_per_worker: options.StagesPerWorker = None,
+    replication: options.Replication = None,
+    spread: options.Spread = False,
+    weights: options.Weights = None,
     advance: options.Advance = None,
     rule: options.Rule = None,
     staleness: options.Staleness = None,
@@ -57,7 +64,7 @@ def train(
     timeout: options.Timeout = None,
     json_output: options.Json = False,
 ) -> None:
-    """Train WORKLOAD: start a worker per stage on this machine, or join the workers that torchrun started.
+    """Train WORKLOAD: start the plan's workers on this machine, or join those that torchrun started.
 
     Writes plan.json, metrics.jsonl, timeline.json, timeline.png, checkpoints/ and summary.json to the run's folder.
     """
@@ -75,6 +82,9 @@ def train(
         "pipelines": pipelines,
         "micro_batches": micro_batches,
         "schedule": schedule,
+        "stages_per_worker": stages_per_worker,
+        "weights": weights,
+        "spread": spread or None,
         "rule": rule,
         "alpha": alpha,
         "period": period,
@@ -93,12 +103,13 @@ def train(
     with reporting(json_output):
         with arguments(), ending_on_signals(_say_interrupted_early):
             asked |= {"advance": parse_advance(advance), "staleness": parse_staleness(staleness)}
+            asked["replication"] = parse_replication(replication)
             settings = resolve(workload, asked, plan)
             if _is_first():  # the others would find what the first one has begun to write
                 from avgpipe.cli.checks import check_run
 
                 check_run(settings)
-        if joined_ranks() is None and settings.stages > 1:
+        if joined_ranks() is None and settings.workers > 1:
             _train_on_workers(settings)
         else:
             _train_here(settings)
@@ -121,7 +132,7 @@ def resume_hint(settings: TrainSettings) -> str:
 def _train_on_workers(settings: TrainSettings) -> None:
     command = [sys.executable, "-m", "avgpipe.cli.worker", str(os.getpid()), settings.to_json()]
     try:
-        ended = launch(settings.stages, command)
+        ended = launch(settings.workers, command)
     except Interrupted as interrupted:
         raise CommandFailed(
             f"interrupted by {interrupted}: all workers are ended; {resume_hint(settings)}",
@@ -130,9 +141,11 @@ def _train_on_workers(settings: TrainSettings) -> None:
     if ended.first is None:
         return
     rank = ended.first
+    plan = Plan(**settings.plan)
+    name = f"rank {rank} ({Placement.of(plan, plan.workers).describe(rank)})"
     if ended.exit_codes[rank] == WRONG_ARGUMENTS:  # found by a worker before it wrote anything; it said what
-        raise CommandFailed(f"rank {rank} (stage {rank}) refused to begin, see above", WRONG_ARGUMENTS)
-    raise CommandFailed(f"rank {rank} (stage {rank}) {ended.reason()}; {resume_hint(settings)}", FAILED)
+        raise CommandFailed(f"{name} refused to begin, see above", WRONG_ARGUMENTS)
+    raise CommandFailed(f"{name} {ended.reason()}; {resume_hint(settings)}", FAILED)
 
 
 def _train_here(settings: TrainSettings) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from avgpipe.report.breakdown import Segment, by_stage, segments
@@ -38,7 +39,7 @@ def messages_of(timeline: Timeline) -> Messages:
     return {
         (*event[:4], "F" if event.kind == "F" else "B"): event
         for event in timeline.events
-        if event.kind in ("F", "B", "I")
+        if event.kind in ("F", "B", "I") and not event.detail
     }
 
 
@@ -115,7 +116,7 @@ def with_waits(timeline: Timeline) -> Timeline:
     waits = []
     for row in by_stage(timeline):
         waits += _gaps([event for event in row if event.kind in COMPUTE_KINDS], begin_s)
-    return Timeline(timeline.stages, (*timeline.events, *waits), timeline.peak_memory_bytes)
+    return replace(timeline, events=(*timeline.events, *waits))
 
 
 def _gaps(work: Sequence[Event], reached_s: float) -> list[Event]:

@@ -8,7 +8,7 @@ change did away with its cause and nothing else took its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -231,7 +231,7 @@ def _recorded_by_all(timeline: Timeline) -> Timeline:
         starts[event.stage] = min(event.start_s, starts.get(event.stage, event.start_s))
     begin = max(starts.values(), default=0.0)
     kept = tuple(e._replace(start_s=max(begin, e.start_s)) for e in timeline.events if e.end_s > begin)
-    return Timeline(timeline.stages, kept) if kept else timeline
+    return replace(timeline, events=kept) if kept else timeline
 
 
 def _table(rows: Sequence[StageTime], makespan_s: float) -> list[str]:

@@ -8,6 +8,7 @@ import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,7 +96,7 @@ def _last(timeline: Timeline, batches: int) -> _View:
     start = min(event.start_s for event in [e for e in ours if e.kind in COMPUTE_KINDS] or ours)
     end = max(event.end_s for event in timeline.events)
     seen = tuple(e._replace(start_s=max(e.start_s, start)) for e in timeline.events if e.end_s > start)
-    return _View(Timeline(timeline.stages, seen), len(chosen), start, max(end, start + 1e-9))
+    return _View(replace(timeline, events=seen), len(chosen), start, max(end, start + 1e-9))
 
 
 def _hue(pipeline: int) -> tuple[str, str]:
@@ -242,7 +243,7 @@ def _dress(axes: Axes, view: _View, left: float, right: float) -> None:
     stages = view.timeline.stages
     axes.set_xlim(left, right)
     axes.set_ylim(stages - 0.45, -0.5)
-    axes.set_yticks(range(stages), [f"stage {k}" for k in range(stages)], color=_INK)
+    axes.set_yticks(range(stages), [view.timeline.label(k) for k in range(stages)], color=_INK)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#ececec", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ class Event(NamedTuple):
     ``kind`` is an action's (F, B, I, W, U), "average" (elastic averaging), "recv" (nothing could run until a
     message came; its place is that of the action that the message let run), "send" (handing tensors to a link),
     "host" (other work of the host) or any other word; ``micro_batch`` is None where there is none, as for U.
-    ``detail`` says of "recv" what was awaited ("F": an activation, "B": a gradient, or any other word) and of
-    "host" what ran ("loader", "caller" or any other word).
+    ``detail`` says of "recv" what was awaited ("F": an activation, "B": a gradient, or any other word), of
+    "host" what ran ("loader", "caller" or any other word), and of an action, where workers have several stages and
+    ``stage`` is the worker, which stage's it is ("stage 2"); who computes what for whom is then not looked up.
     """
 
     stage: int
@@ -43,13 +44,15 @@ class Event(NamedTuple):
 class Timeline:
     """The events of a run on ``stages`` stages, in any order.
 
-    ``peak_memory_bytes`` has an entry per stage, or is None where memory was not watched. Raises ValueError
-    for events of stages that do not exist or that end before they start.
+    ``peak_memory_bytes`` has an entry per stage, or is None where memory was not watched. ``labels`` name the rows
+    where they are not one stage each: workers with several stages, or replicas. Raises ValueError for events of stages
+    that do not exist or that end before they start.
     """
 
     stages: int
     events: tuple[Event, ...]
     peak_memory_bytes: list[int] | None = None
+    labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.stages) is not int or self.stages < 1:
@@ -64,6 +67,9 @@ class Timeline:
                 raise ValueError(
                     f"events[{index}]={event!r}: must end at a finite time, not before it starts"
                 )
+        object.__setattr__(self, "labels", tuple(self.labels))
+        if self.labels and len(self.labels) != self.stages:
+            raise ValueError(f"labels={self.labels!r}: give one per stage, {self.stages}")
         if self.peak_memory_bytes is not None:
             object.__setattr__(self, "peak_memory_bytes", list(self.peak_memory_bytes))
             if len(self.peak_memory_bytes) != self.stages:
@@ -101,7 +107,10 @@ class Timeline:
     def window(self, first_batch: int, last_batch: int) -> Timeline:
         """The events of batches ``first_batch`` to ``last_batch``, both included, their times unchanged."""
         inside = tuple(event for event in self.events if first_batch <= event.batch <= last_batch)
-        return Timeline(self.stages, inside, self.peak_memory_bytes)
+        return replace(self, events=inside)
+
+    def label(self, stage: int) -> str:
+        return self.labels[stage] if self.labels else f"stage {stage}"
 
     def breakdown(self) -> list[StageTime]:
         """Per stage, the seconds spent computing, sending, waiting, on the host, and otherwise: the makespan.

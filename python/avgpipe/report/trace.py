@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from avgpipe.files import write_atomically
-from avgpipe.report.timeline import Event, Timeline
+from avgpipe.report.timeline import COMPUTE_KINDS, Event, Timeline
 
 
 class _Thread(NamedTuple):
@@ -33,11 +33,13 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Write the trace; an existing file is replaced whole."""
     pipelines = 1 + max((event.pipeline for event in timeline.events), default=0)
     threads = _threads(timeline, pipelines)
-    rows = [row for k in range(timeline.stages) for row in _process(k)]
+    rows = [row for k in range(timeline.stages) for row in _process(k, timeline.label(k))]
     rows += [row for thread in sorted(set(threads)) for row in _thread(thread, pipelines)]
     rows += [_slice(event, _tid(thread, pipelines)) for event, thread in zip(timeline.events, threads)]
     rows += _arrows(timeline.events, [_tid(thread, pipelines) for thread in threads])
-    about = {"stages": timeline.stages, "peak_memory_bytes": timeline.peak_memory_bytes}
+    about: dict[str, Any] = {"stages": timeline.stages, "peak_memory_bytes": timeline.peak_memory_bytes}
+    if timeline.labels:
+        about["labels"] = list(timeline.labels)
     body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     write_atomically(
         path, f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{body}\n]}}\n'
@@ -84,9 +86,9 @@ def _pid(stage: int) -> int:
     return 1 + stage  # Perfetto takes process 0 for the idle one of Linux, and advises against it
 
 
-def _process(stage: int) -> Iterator[dict[str, Any]]:
+def _process(stage: int, label: str) -> Iterator[dict[str, Any]]:
     for name, args in (
-        ("process_name", {"name": f"stage {stage}"}),
+        ("process_name", {"name": label}),
         ("process_sort_index", {"sort_index": stage}),
     ):
         yield {"ph": "M", "name": name, "pid": _pid(stage), "args": args}
@@ -111,7 +113,9 @@ def _slice(event: Event, tid: int) -> dict[str, Any]:
     number = "" if event.micro_batch is None else event.micro_batch
     return {
         "ph": "X",
-        "name": f"{event.kind} {event.detail}{number}" if event.detail else str(event),
+        "name": str(event)
+        if event.kind in COMPUTE_KINDS or not event.detail
+        else f"{event.kind} {event.detail}{number}",
         "cat": event.kind,
         "pid": _pid(event.stage),
         "tid": tid,
@@ -125,7 +129,7 @@ def _arrows(events: Sequence[Event], tids: Iterable[int]) -> Iterator[dict[str, 
     steps = {
         (*event[:4], "F" if event.kind == "F" else "B"): (event, tid)
         for event, tid in zip(events, tids)
-        if event.kind in ("F", "B", "I") and _ns(event.start_s) < _ns(event.end_s)
+        if event.kind in ("F", "B", "I") and not event.detail and _ns(event.start_s) < _ns(event.end_s)
     }
     for number, ((stage, pipeline, batch, m, kind), (event, tid)) in enumerate(steps.items()):
         name, step = ("activation", 1) if kind == "F" else ("gradient", -1)
@@ -170,7 +174,10 @@ def _timeline(trace: Any) -> Timeline:
         for index, row in enumerate(rows)
         if not isinstance(row, dict) or row.get("ph") == "X"
     ]
-    return Timeline(about["stages"], tuple(events), memory)
+    labels = about.get("labels", [])
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        raise ValueError(f"otherData.labels must be a list of texts, found {labels!r:.80}")
+    return Timeline(about["stages"], tuple(events), memory, tuple(labels))
 
 
 def _event(index: int, row: Any) -> Event:

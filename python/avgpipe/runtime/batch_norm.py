@@ -7,16 +7,16 @@ a forward runs.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from avgpipe.runtime.context import position
+from avgpipe.runtime.context import Position, position
 
 
 class Moments(NamedTuple):
@@ -26,12 +26,16 @@ class Moments(NamedTuple):
     values: torch.Tensor
 
 
+_Seen: TypeAlias = "dict[tuple[DeferredBatchNorm, int], dict[int, Moments]]"
+
+
 class BatchStatistics:
-    """What the layers of a stage have seen of the batch in hand, by call within a forward and by micro-batch."""
+    """What the layers of a stage have seen of the batches in hand, by call within a forward and by micro-batch."""
 
     def __init__(self) -> None:
+        self.layers: list[DeferredBatchNorm] = []
         self._calls: Counter[DeferredBatchNorm] = Counter()  # in the forward that is running
-        self._seen: dict[tuple[DeferredBatchNorm, int], dict[int, Moments]] = {}
+        self._batches: defaultdict[int, _Seen] = defaultdict(dict)
 
     def begin_forward(self) -> None:
         self._calls.clear()
@@ -39,27 +43,46 @@ class BatchStatistics:
     @property
     def in_a_batch(self) -> bool:
         """Whether a forward has run whose batch is not committed."""
-        return bool(self._seen)
+        return bool(self._batches)
 
     def note(self, layer: DeferredBatchNorm, moments: Moments) -> None:
         """Of the micro-batch in hand. A forward that runs again, as in recomputation, says again what it said."""
         call = self._calls[layer]
         self._calls[layer] += 1
-        self._seen.setdefault((layer, call), {})[position().micro_batch] = moments
+        self._batches[position().batch].setdefault((layer, call), {})[position().micro_batch] = moments
 
-    def of(self, micro_batch: int) -> list[tuple[DeferredBatchNorm, int, Moments]]:
+    def of(self, place: Position) -> list[tuple[DeferredBatchNorm, int, Moments]]:
         """What was noted of a micro-batch, for :meth:`put`."""
-        return [(*place, parts[micro_batch]) for place, parts in self._seen.items() if micro_batch in parts]
+        seen, m = self._batches.get(place.batch, {}), place.micro_batch
+        return [(*call, parts[m]) for call, parts in seen.items() if m in parts]
 
-    def put(self, micro_batch: int, noted: list[tuple[DeferredBatchNorm, int, Moments]]) -> None:
+    def put(self, place: Position, noted: list[tuple[DeferredBatchNorm, int, Moments]]) -> None:
         for layer, call, moments in noted:
-            self._seen.setdefault((layer, call), {})[micro_batch] = moments
+            self._batches[place.batch].setdefault((layer, call), {})[place.micro_batch] = moments
 
-    def commit(self) -> None:
-        """The batch is done: move the running statistics, once for each call of a layer as one device does."""
-        seen, self._seen = self._seen, {}
-        for (layer, _), parts in seen.items():
+    def noted(self, batch: int) -> list[list[Any]]:
+        """What was noted of a batch, for another process: layer's number, call, micro-batch, size and values."""
+        seen = self._batches.get(batch, {})
+        return [
+            [layer.number, call, m, moments.size, moments.values]
+            for (layer, call), parts in seen.items()
+            for m, moments in parts.items()
+        ]
+
+    def add(self, batch: int, noted: list[list[Any]]) -> None:
+        """What another replica noted of its micro-batches of a batch."""
+        for number, call, m, size, values in noted:
+            parts = self._batches[batch].setdefault((self.layers[number], call), {})
+            parts[m] = Moments(size, values)
+
+    def commit(self, batch: int) -> None:
+        """A batch is done: move the running statistics, once for each call of a layer as one device does."""
+        for (layer, _), parts in self._batches.pop(batch, {}).items():
             layer.move(*whole_batch([moments for _, moments in sorted(parts.items())]))
+
+    def drop(self, batch: int) -> None:
+        """A batch is done and shall not count."""
+        self._batches.pop(batch, None)
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -68,6 +91,7 @@ class DeferredBatchNorm(_BatchNorm):
     """
 
     statistics: BatchStatistics
+    number: int  # among the layers of ``statistics``
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self.training and self.track_running_stats) or self.running_mean is None:
@@ -135,6 +159,8 @@ def defer_batch_norms(layers: nn.Module) -> BatchStatistics:
             # The object stays: its tensors, flags and hooks, and every place that holds it.
             module.__class__ = deferred
             module.__dict__["statistics"] = statistics
+            module.__dict__["number"] = len(statistics.layers)
+            statistics.layers.append(cast(DeferredBatchNorm, module))
     return statistics
 
 

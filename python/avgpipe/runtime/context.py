@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 
 class Position(NamedTuple):
@@ -48,19 +49,40 @@ class Carry(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # micro-batch -> (batch that last wrote, value it read, value it wrote)
-        self.values: dict[int, tuple[int, Any, Any]] = {}
+        self.values: dict[int, Any] = {}  # by micro-batch, what the newest batch wrote
+        self._newest: dict[int, int] = {}  # by micro-batch, that batch
+        # By batch and micro-batch, what was there before: a forward may run again when later batches have written.
+        self._read: dict[tuple[int, int], Any] = {}
 
     def get(self) -> Any:
-        batch, read, written = self.values.get(_here.micro_batch, (-1, None, None))
-        again = batch == _here.batch and batch != -1
-        return read if again else written
+        newest = self.values.get(_here.micro_batch)
+        return self._read.get((_here.batch, _here.micro_batch), newest)
 
     def set(self, value: Any) -> None:
-        self.values[_here.micro_batch] = (_here.batch, self.get(), value)
+        _, batch, m = _here
+        if (batch, m) in self._read:
+            if self._newest[m] != batch:
+                return  # this forward has run before, and others since
+        elif batch != -1 and torch.is_grad_enabled():
+            self._read[batch, m] = self.values.get(m)
+        self.values[m], self._newest[m] = value, batch
+
+    def forget(self, batch: int) -> None:
+        """No forward of ``batch`` will run again."""
+        for place in [place for place in self._read if place[0] == batch]:
+            del self._read[place]
+
+    def drop_nonfinite(self) -> None:
+        """What was carried from a batch that shall not count; where it has infinities or NaN, begin anew."""
+        for m, value in list(self.values.items()):
+            tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+            if not all(bool(x.isfinite().all()) for x in tensors):
+                del self.values[m]
 
     def reset(self) -> None:
         self.values.clear()
+        self._newest.clear()
+        self._read.clear()
 
     def forward(self, *_: torch.Tensor) -> None:
         raise TypeError("a Carry is not called; use get() and set()")

@@ -12,31 +12,42 @@ from avgpipe.weights import Layout
 def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, torch.Tensor]:
     """Copies under the unsplit model's names, in its order, on every rank. Buffers of the reference are averages."""
     found: dict[str, torch.Tensor] = {}
+    placement = worker.placement
+    pipelines = range(placement.pipelines) if which == "reference" else [int(which)]
     for k, entries in enumerate(model.entries):
-        own = stage_state(model, worker, k, which) if k in worker.stages else None
+        seat = placement.seats_of(k, pipelines[0])[0]
         layout = Layout(model.trainable(k), worker.device)
-        flats = layout.zeros().flats if own is None else worker.weights(k, which)
-        views = layout.tensors([worker.world.broadcast(flat, k) for flat in flats])
+        flats = worker.weights(seat, which) if seat in worker.seats else layout.zeros().flats
+        source = placement.rank_of(seat)
+        views = layout.tensors([worker.world.broadcast(flat, source) for flat in flats])
+        states = [_told_state(worker, k, i) for i in pipelines]
         for entry in entries:
             if entry.arena is not None:
                 tensor = views[entry.arena].detach().clone()
-            elif own is not None:
-                tensor = worker.world.broadcast(own[entry.local], k)
             else:
-                empty = torch.empty(entry.shape, dtype=entry.dtype, device=worker.device)
-                tensor = worker.world.broadcast(empty, k)
+                tensor = average([state[entry.local] for state in states])
             found.update(dict.fromkeys(entry.names, tensor))
     # what no stage holds is never used by the forward, and so unchanged
     return {name: found[name] if name in found else t.detach().clone() for name, t in model.tensors.items()}
 
 
-def stage_state(model: Model, worker: Worker, k: int, which: str | int) -> dict[str, torch.Tensor]:
-    """Copies of frozen parameters and buffers of an owned stage, by their names in it."""
-    pipelines = [i for stage, i in worker.replicas if stage == k] if which == "reference" else [int(which)]
-    states = [worker.replicas[k, i].stage.layers.state_dict() for i in pipelines]
-    return {
-        e.local: average([state[e.local] for state in states]) for e in model.entries[k] if e.arena is None
-    }
+def _told_state(worker: Worker, k: int, pipeline: int) -> dict[str, torch.Tensor]:
+    """:func:`seat_state` of a stage of a pipeline, on every rank."""
+    seat = worker.placement.seats_of(k, pipeline)[0]
+    if seat in worker.seats:
+        own = seat_state(worker, seat, pipeline)
+    else:
+        rest = [e for e in worker.model.entries[k] if e.arena is None]
+        own = {e.local: torch.empty(e.shape, dtype=e.dtype, device=worker.device) for e in rest}
+    source = worker.placement.rank_of(seat)
+    return {name: worker.world.broadcast(tensor, source) for name, tensor in own.items()}
+
+
+def seat_state(worker: Worker, seat: int, pipeline: int) -> dict[str, torch.Tensor]:
+    """Copies of frozen parameters and buffers of an owned seat's stage, by their names in it."""
+    state = worker.replicas[seat, pipeline].stage.layers.state_dict()
+    entries = worker.model.entries[worker.placement.seats[seat].stage]
+    return {e.local: state[e.local].detach().clone() for e in entries if e.arena is None}
 
 
 def average(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -49,12 +60,20 @@ def average(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def average_buffers(worker: Worker, k: int) -> dict[str, torch.Tensor]:
-    """Floating-point buffers of the reference of an owned stage, as in :func:`stage_state`, if they are averages."""
-    replicas = [replica.buffers() for (stage, _), replica in worker.replicas.items() if stage == k]
-    if len(replicas) == 1:
+    """Floating-point buffers of the reference of a stage, by their names in it, if they are averages.
+
+    Empty where the stage is not. Every rank asks: pipelines with seats of their own must tell each other.
+    """
+    placement = worker.placement
+    if placement.pipelines == 1:
         return {}
-    return {
-        name: average([buffers[name] for buffers in replicas])
-        for name, buffer in replicas[0].items()
-        if buffer.is_floating_point()
-    }
+    if placement.is_spread:
+        told = [_told_state(worker, k, i) for i in range(placement.pipelines)]
+    seat = placement.seats_of(k)[0]
+    if seat not in worker.seats:
+        return {}
+    own = worker.replicas[seat, 0].buffers()
+    if not placement.is_spread:
+        told = [worker.replicas[seat, i].buffers() for i in range(placement.pipelines)]
+    floating = [name for name, buffer in own.items() if buffer.is_floating_point()]
+    return {name: average([buffers[name] for buffers in told]) for name in floating}

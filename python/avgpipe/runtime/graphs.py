@@ -46,7 +46,7 @@ class StageGraphs:
                 )
                 self._warned = True
             return self._stage(value, place)
-        return captured(tensors)
+        return captured(tensors, place)
 
 
 def check_capturable(stage: Stage) -> None:
@@ -119,14 +119,14 @@ class _Captured:
         self, stage: Stage, value: Any, tensors: list[torch.Tensor], signature: Any, place: Position
     ) -> None:
         self.signature = signature
-        self._statistics, self._micro_batch = stage.statistics, place.micro_batch
+        self._statistics = stage.statistics
         before = set_position(place)
         try:
             self._prepare(stage, value, tensors)
         finally:
             set_position(before)
         # The last pass was the captured one: whenever the graph is launched, it writes these tensors again.
-        self._noted = stage.statistics.of(place.micro_batch)
+        self._noted = stage.statistics.of(place)
 
     def _prepare(self, stage: Stage, value: Any, tensors: list[torch.Tensor]) -> None:
         self._layers = _Layers(stage, value)
@@ -156,8 +156,8 @@ class _Captured:
             capture: Any = torch.cuda.make_graphed_callables  # its types know only one of its two forms
             return capture(self._layers, tuple(samples), allow_unused_input=True)
 
-    def __call__(self, tensors: list[torch.Tensor]) -> Any:
-        self._statistics.put(self._micro_batch, self._noted)
+    def __call__(self, tensors: list[torch.Tensor], place: Position) -> Any:
+        self._statistics.put(place, self._noted)
         return self._layers.result(self._graphed(*(_own_gradient(t) for t in tensors)))
 
 

@@ -32,17 +32,23 @@ class BellLike(Protocol):
 class Mailbox:
     """``bell``: the one that this worker's peers ring; by default one of this process. ``neighbours``: workers
     that compute on this host at the same time, this one included; spinning is for when there is a processor for
-    each.
+    each. ``rank_of``: of a seat, the rank that holds it.
     """
 
-    def __init__(self, bell: BellLike | None = None, neighbours: int = 1) -> None:
+    def __init__(
+        self,
+        bell: BellLike | None = None,
+        neighbours: int = 1,
+        rank_of: Callable[[int], int] = lambda seat: seat,
+    ) -> None:
+        self._rank_of = rank_of
         self.messages: dict[Key, Any] = {}
         self.sources: list[Callable[[], None]] = []
         self.bell: BellLike = bell or (ring.Bell.local() if ring.supported() else ThreadBell())
         self._spin_s = _SPIN_S if neighbours <= _processors() else 0.0
         self._seen = -1
         self._failure: BaseException | None = None
-        self._lost: dict[int, BaseException] = {}  # stages from which nothing more comes
+        self._lost: dict[int, BaseException] = {}  # ranks from which nothing more comes
 
     def put(self, key: Key, value: Any) -> None:
         """Deliver from the scheduler's own thread."""
@@ -56,7 +62,7 @@ class Mailbox:
     def fail(self, failure: BaseException, source: int | None = None) -> None:
         """Make every later wait for what has not arrived raise ``failure`` (the first one stays).
 
-        With ``source``, only waits for messages of that stage: its worker may have left because it was done.
+        With ``source``, only waits for messages of that rank: it may have left because it was done.
         """
         if source is not None:
             self._lost.setdefault(source, failure)
@@ -84,8 +90,8 @@ class Mailbox:
             raise self._failure
         if self._lost:
             for key in awaited():
-                if key.source in self._lost:
-                    raise self._lost[key.source]
+                if (rank := self._rank_of(key.source)) in self._lost:
+                    raise self._lost[rank]
 
     def wait_until(
         self,

@@ -10,16 +10,17 @@ import torch
 
 from avgpipe.report.timeline import Event, Timeline
 from avgpipe.runtime.links.group import GroupLink
+from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.worker import Worker
 from avgpipe.simulation import Costs
 
 _KINDS = ("F", "B", "I", "W", "U", "average", "send", "host", "recv")
-_DETAILS = ("", "F", "B", "T", "N", "C", "average", "caller", "loader")
+_DETAILS = ("", "F", "B", "T", "N", "C", "average", "caller", "loader", "A", "Z", "L")
 
 _COLUMNS = 8  # of a row: stage, seconds of F, B and U, bytes held and kept, seconds for F from before and B from after
 
 
-def gather_timeline(worker: Worker, stages: int) -> Timeline:
+def gather_timeline(worker: Worker) -> Timeline:
     """The last events of all ranks, in seconds from the first of them; every rank calls this."""
     rows = [
         [
@@ -30,19 +31,37 @@ def gather_timeline(worker: Worker, stages: int) -> Timeline:
     ]
     table = worker.world.gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 8))
     begin = float(table[:, 5].min()) if len(table) else 0.0
+    placement = worker.placement
     events = [
         Event(
-            *(int(k), int(i), int(j), int(m) if m >= 0 else None, _KINDS[int(kind)]),
-            *(start - begin, end - begin, _DETAILS[int(detail)]),
+            *(placement.worker_of(int(seat)), int(i), int(j), int(m) if m >= 0 else None, _KINDS[int(kind)]),
+            *(start - begin, end - begin, _detail(placement, int(seat), int(kind), int(detail))),
         )
-        for k, i, j, m, kind, start, end, detail in table.tolist()
+        for seat, i, j, m, kind, start, end, detail in table.tolist()
     ]
-    return Timeline(stages, tuple(sorted(events, key=lambda e: e.start_s)))
+    workers = range(len(placement.workers))
+    labels = () if _is_plain(placement) else tuple(map(placement.label, workers))
+    return Timeline(len(workers), tuple(sorted(events, key=lambda e: e.start_s)), labels=labels)
+
+
+def _is_plain(placement: Placement) -> bool:
+    """Whether worker k is stage k."""
+    return len(placement.seats) == placement.stages == len(placement.workers)
+
+
+def _detail(placement: Placement, seat: int, kind: int, detail: int) -> str:
+    """Where a worker is not a stage, an action says which it is of."""
+    if not _is_plain(placement) and _KINDS[kind] in "FBIWU":
+        return placement.name(seat)
+    return _DETAILS[detail]
 
 
 def measured_costs(worker: Worker, stages: int) -> Costs:
-    """Median times of the actions so far, and the memory of a micro-batch, of every stage; every rank calls this."""
-    own = torch.tensor([_row(worker, k) for k in worker.stages], dtype=torch.float64)
+    """Median times of the actions so far, and the memory of a micro-batch, of every stage; every rank calls this.
+
+    For stages without replicas, so that a seat is a stage.
+    """
+    own = torch.tensor([_row(worker, k) for k in worker.seats], dtype=torch.float64)
     table = worker.world.gather_rows(own)
     rows = {int(row[0]): row for row in table.tolist()}
     # The ends' clocks differ by what forwards gain and gradients lose: the mean of both is the time of either.
@@ -57,7 +76,7 @@ def _row(worker: Worker, k: int) -> list[float]:
     reference = worker.references[k]
     shared = sum(t.nbytes for t in reference.parameters) if reference is not None else 0
     kept = replica.bytes + shared / len({i for _, i in worker.replicas})
-    held = max(lane.held_bytes for (stage, _), lane in worker.lanes.items() if stage == k)
+    held = max(lane.compute.held_bytes for (stage, _), lane in worker.lanes.items() if stage == k)
     return [k, *seconds, held, kept, _latency(worker, k - 1, "F"), _latency(worker, k + 1, "B")]
 
 

@@ -15,8 +15,8 @@ class Key(NamedTuple):
 
     kind: str  # a letter of NAMES
     pipeline: int
-    source: int  # stage
-    stage: int  # destination
+    source: int  # seat
+    seat: int  # destination
     batch: int
     micro_batch: int
 
@@ -28,11 +28,17 @@ class Key(NamedTuple):
 NAMES = {
     "F": "the activation",
     "B": "the gradient",
+    "X": "the skipped activation",
+    "Y": "the skipped activation's gradient",
     "T": "the tied gradients",
     "N": "the gradient norm",
-    "C": "the clipping factor",
+    "C": "the norm of all gradients",
     "E": "the activation (of an evaluation)",
     "R": "the result (of an evaluation)",
+    "A": "what another replica found",
+    "Z": "the sum of the gradients",
+    "L": "the loss",
+    "V": "the update",
 }
 
 
@@ -100,6 +106,11 @@ def assemble(header: Header, tensors: list[torch.Tensor]) -> Any:
         for x in header.leaves
     ]
     return pytree.tree_unflatten(leaves, header.structure)
+
+
+def wanting_gradients(value: Any) -> list[torch.Tensor]:
+    """The tensors whose gradients go back to where ``value`` came from."""
+    return [t for t in tensors_of(value) if t.requires_grad]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

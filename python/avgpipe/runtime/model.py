@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from avgpipe.runtime.split import layers_of, named_tensors, stage_bounds
+from avgpipe.runtime.skips import NO_SKIPS, Skips, skips
+from avgpipe.runtime.split import Segment, layers_of, named_tensors, stage_bounds
 
 
 class Entry(NamedTuple):
@@ -53,6 +54,13 @@ class Model:
     @property
     def stages(self) -> int:
         return len(self.bounds) - 1
+
+    @cached_property
+    def skips(self) -> list[Skips]:
+        """Of every stage, the values that go past the stages beside it."""
+        pieces = [layer.values for layer in self.layers if isinstance(layer, Segment)]
+        traced = len(pieces) == len(self.layers)
+        return skips(pieces, self.bounds) if traced else [NO_SKIPS] * self.stages
 
     def stage_layers(self, k: int) -> list[nn.Module]:
         return self.layers[self.bounds[k] : self.bounds[k + 1]]

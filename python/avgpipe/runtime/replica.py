@@ -11,14 +11,17 @@ from torch import nn
 
 from avgpipe.averaging import ElasticAveraging, Reference
 from avgpipe.runtime.stage import Stage
-from avgpipe.weights import Arena
+from avgpipe.weights import Arena, Versions
+from avgpipe.weights.hidden import refuse_hidden_weights
 
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 
 class Replica:
-    """``reference`` is None when there is one pipeline: the replica is then itself what is evaluated and saved."""
+    """``reference`` is None when there is one pipeline: the replica is then itself what is evaluated and saved.
+    ``versioned``: whether batches run on older weights than the newest.
+    """
 
     def __init__(
         self,
@@ -28,13 +31,17 @@ class Replica:
         lr_scheduler: SchedulerFn | None,
         reference: Reference | None,
         arena: Arena,
+        versioned: bool = False,
     ) -> None:
         self.stage, self.pipeline, self._arena = stage, pipeline, arena
+        self.versions = Versions(arena) if versioned and arena.parameters else None
         self.optimizer: torch.optim.Optimizer | None = None
         self.elastic: ElasticAveraging | None = None
         self.lr_scheduler = None
         if arena.parameters:
             self.optimizer = optimizer(arena.parameters)
+            if self.versions is not None:
+                refuse_hidden_weights(self.optimizer, arena)
             if reference is not None:
                 self.elastic = ElasticAveraging(self.optimizer, reference, pipeline, parameters=arena.weights)
                 self.optimizer = self.elastic
@@ -53,7 +60,8 @@ class Replica:
         """Of weights, as many of gradients, and optimizer state."""
         state = self.optimizer.state.values() if self.optimizer is not None else ()
         tensors = [t for of in state for t in of.values() if isinstance(t, torch.Tensor)]
-        return sum(t.nbytes for t in (*self._arena.weights, *self._arena.weights, *tensors))
+        older = self.versions.bytes if self.versions is not None else 0
+        return older + sum(t.nbytes for t in (*self._arena.weights, *self._arena.weights, *tensors))
 
     @property
     def ready(self) -> bool:
@@ -65,22 +73,62 @@ class Replica:
         """Whether the weights are final for the next batch: no pull of an unfinished round is due."""
         return self.elastic is None or self.elastic.settled
 
+    def has_made(self, version: int) -> bool:
+        """Whether the weights have seen as many updates, as far as versions are counted."""
+        return self.versions is None or version <= self.versions.newest
+
+    def take_grads(self) -> list[torch.Tensor | None]:
+        """The parameters' gradients, which then have none."""
+        grads = [p.grad for p in self._arena.parameters]
+        self._arena.drop_grads()
+        return grads
+
+    def put_grads(self, grads: list[torch.Tensor | None]) -> None:
+        for p, grad in zip(self._arena.parameters, grads):
+            p.grad = grad
+
     def scale_grads(self, factor: torch.Tensor) -> None:
         for grad in self.arena.grads:
             grad.mul_(factor.to(grad.device, grad.dtype))
 
-    def step(self) -> None:
+    @property
+    def updates(self) -> int:
+        """How many the weights have seen, as far as versions are counted."""
+        return self.versions.newest if self.versions is not None else 0
+
+    def show(self, version: int) -> None:
+        """Have the layers compute with this version of the weights, where there are several."""
+        if self.versions is not None:
+            self.versions.show(version)
+
+    @property
+    def update(self) -> list[torch.Tensor] | None:
+        """What the last step has told the reference; None if it was not the last of a period."""
+        return self.elastic.update if self.elastic is not None else None
+
+    def step(self, batch: int, needed_from: int, skips: bool = False) -> None:
         """One optimizer step, with its averaging, on the gradients there are; drops them. BatchNorms count the batch.
 
-        With staleness 0 the last pipeline of a round does the work of all, in one pass over memory where that is
-        possible; until then the replica is not ``settled``.
+        ``needed_from``: the lowest version of the weights that other batches need. ``skips``: the batch shall leave no
+        trace: a step without gradients, which counts as one, and no statistics. With staleness 0 the last pipeline
+        of a round does the work of all, in one pass over memory where that is possible; until then the replica is not
+        ``settled``.
         """
         arena = self._arena
-        self.stage.statistics.commit()
+        if skips:
+            arena.drop_grads()
+            self.stage.statistics.drop(batch)
+        else:
+            self.stage.statistics.commit(batch)
+        for carry in self.stage.carries():
+            carry.forget(batch)
+            if skips:
+                carry.drop_nonfinite()
         if self.elastic is not None:
             self.elastic.step_in_round(arena.drop_grads)
         elif self.optimizer is not None:
-            self.optimizer.step()
+            with self.versions.updating(needed_from) if self.versions is not None else nullcontext():
+                self.optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         if self.elastic is None:

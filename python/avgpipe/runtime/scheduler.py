@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.report.timeline import Event
-from avgpipe.runtime.lane import Lane
+from avgpipe.runtime.lane import Lane, Walk
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
+from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.streams import DeviceClock, Row
 from avgpipe.runtime.watchdog import since
 from avgpipe.runtime.world import World
 
 _KEPT_EVENTS = 20_000
-_SHOWN = {"F": "F", "B": "B", "U": "U", "T": "send", "S": "host", "N": "host"}  # a lane's steps in a Timeline
+# A lane's steps in a Timeline.
+_SHOWN = {kind: kind for kind in "FBIWU"} | dict.fromkeys("TA", "send") | dict.fromkeys("SNGL", "host")
 _SEEN = 4  # ranks that an error says more of
 _SHORTEST_HOST_S = 20e-6  # less between two steps is the scheduler itself
 
@@ -31,43 +33,51 @@ class Scheduler:
         lanes: Sequence[Lane],
         mailbox: Mailbox,
         world: World,
+        placement: Placement,
         device_clock: DeviceClock | None = None,
     ) -> None:
         self._lanes, self._mailbox, self._world, self._device_clock = lanes, mailbox, world, device_clock
+        self._placement = placement
+        self._walks = [walk for lane in lanes for walk in lane.walks]
         self._clock_offset = time.time() - time.perf_counter()  # ranks share the wall clock, not the counter
         self._left_at: float | None = None  # when run_until last returned to its caller
         self._doing: tuple[str, float] = ("nothing yet", time.monotonic())
-        self._lane: Lane | None = None  # the one whose step runs now
+        self._walk: Walk | None = None  # the one whose step runs now
         # As Event, but on the clock of time.perf_counter, and made by the ten thousand.
         self._events: deque[Row] = deque(maxlen=_KEPT_EVENTS)
 
-    def run_until(self, done: Callable[[], bool], idle: Callable[[], bool] = lambda: False) -> None:
+    def run_until(
+        self,
+        done: Callable[[], bool],
+        idle: Callable[[], bool] = lambda: False,
+        told: Sequence[Key] = (),
+    ) -> None:
         """Run steps until ``done()``. When nothing can run, ``idle()`` may do a piece of other work, and says if
-        it did.
+        it did. ``told``: messages that may end the run, beside those that steps wait for.
         """
         mailbox, clock, note = self._mailbox, time.perf_counter, self._events.append
         self._note_caller()
         while not done():
             mailbox.collect()
-            lane = self._most_urgent()
-            if lane is None:
+            walk = self._most_urgent()
+            if walk is None:
                 if not idle():
-                    self._wait()
+                    self._wait(told)
                 continue
-            step = lane.step
+            lane, step = walk.lane, walk.step
             assert step is not None
-            self._lane = lane
+            self._walk = walk
             start = clock()
-            lane.advance()
+            walk.advance()
             if lane.stream is not None:  # only issued: the device's clock tells when it ran
                 continue
             end = clock()
             computed = end if lane.sent_at is None else lane.sent_at
             kind, m, batch = _SHOWN[step.kind], step.micro_batch, step.batch
-            note((lane.stage, lane.pipeline, batch, m, kind, start, computed, ""))
+            note((lane.place.seat, lane.pipeline, batch, m, kind, start, computed, ""))
             if computed < end:
-                note((lane.stage, lane.pipeline, batch, m, "send", computed, end, ""))
-        self._lane = None
+                note((lane.place.seat, lane.pipeline, batch, m, "send", computed, end, ""))
+        self._walk = None
         self._rest("the caller's code")
         self._left_at = clock()
 
@@ -79,7 +89,7 @@ class Scheduler:
         """Time of other work in this thread, for a batch, on the clock of time.perf_counter."""
         lane = self._lanes[0]
         if end - start >= _SHORTEST_HOST_S:
-            self._events.append((lane.stage, lane.pipeline, batch, -1, "host", start, end, what))
+            self._events.append((lane.place.seat, lane.pipeline, batch, -1, "host", start, end, what))
 
     def pause(self) -> None:
         """What happens until the next run is not part of training."""
@@ -103,36 +113,39 @@ class Scheduler:
         rows = self._device_clock.rows() if self._device_clock is not None else []
         return [(k, i, j, m, _SHOWN[kind], *times) for k, i, j, m, kind, *times in rows]  # type: ignore[misc]
 
-    def _most_urgent(self) -> Lane | None:
-        best: Lane | None = None
+    def _most_urgent(self) -> Walk | None:
+        best: Walk | None = None
         least = (True, 0, 0)
-        for lane in self._lanes:
-            if lane.ready():
-                urgency = lane.step.urgency  # type: ignore[union-attr]  # a ready lane has a step
+        for walk in self._walks:
+            if walk.ready():
+                urgency = walk.step.urgency  # type: ignore[union-attr]  # who is ready has a step
                 if best is None or urgency < least:
-                    best, least = lane, urgency
+                    best, least = walk, urgency
         return best
 
     # ---- waiting -------------------------------------------------------------------------------------------------
 
-    def _wait(self) -> None:
-        """Wait until a lane can go on."""
-        waiting = [lane for lane in self._lanes if lane.step is not None]
-        oldest = min(waiting, key=lambda lane: lane.batch or 0, default=None)
-        assert oldest is not None, "the scheduler was asked to wait while no lane has work"
+    def _wait(self, told: Sequence[Key]) -> None:
+        """Wait until a lane can go on, or all of ``told`` are there."""
+        waiting = [walk for walk in self._walks if walk.step is not None]
+        oldest = min(waiting, key=lambda walk: walk.lane.batch or 0, default=None)
+        assert oldest or told, "the scheduler was asked to wait while no lane has work"
         start = time.perf_counter()
         self.wait_for(
-            oldest.missing(),
-            lambda: any(lane.ready() for lane in waiting),
-            lambda: [key for lane in waiting for key in lane.missing()],
+            told if oldest is None else oldest.missing(),
+            lambda: (
+                any(walk.ready() for walk in waiting) or bool(told and all(k in self._mailbox for k in told))
+            ),
+            lambda: [*(key for walk in waiting for key in walk.missing()), *told],
         )
-        lane = self._most_urgent()
-        assert lane is not None
-        step = lane.step
+        walk = self._most_urgent()
+        if walk is None:
+            return
+        lane, step = walk.lane, walk.step
         assert step is not None
         self._events.append(
             (
-                *(lane.stage, lane.pipeline, step.batch, step.micro_batch),
+                *(lane.place.seat, lane.pipeline, step.batch, step.micro_batch),
                 *("recv", start, time.perf_counter(), step.needs[0].kind if step.needs else "average"),
             )
         )
@@ -151,8 +164,8 @@ class Scheduler:
             awaited = lambda: [k for k in keys if k not in self._mailbox]  # noqa: E731
         if arrived is None:
             arrived = lambda: not awaited()  # noqa: E731
-        self._lane = None
-        self._rest(f"waiting for {_awaited(keys)}")
+        self._walk = None
+        self._rest(f"waiting for {self._awaited(keys)}")
         try:
             if self._mailbox.wait_until(arrived, self._world.timeout_s, awaited):
                 return
@@ -170,10 +183,10 @@ class Scheduler:
         return loss
 
     def _describe(self, keys: Sequence[Key]) -> str:
-        head = f"rank {self._world.rank} waited {self._world.timeout_s:g} s for {_awaited(keys)}"
+        head = f"rank {self._world.rank} waited {self._world.timeout_s:g} s for {self._awaited(keys)}"
         if not keys:
             return head
-        rank = keys[0].source if self._world.size > 1 else self._world.rank
+        rank = self._placement.rank_of(keys[0].source)
         seen = [self._world.told(rank)]
         # That rank may wait too, for another one: where the chain ends, something else is done, or hangs.
         others = [r for r in range(self._world.size) if r not in (rank, self._world.rank)]
@@ -185,15 +198,15 @@ class Scheduler:
 
     def doing(self) -> str:
         """What this worker is at, for the other ranks; asked from another thread."""
-        lane = self._lane
-        step = lane.step if lane is not None else None
-        if lane is None or step is None:
+        walk = self._walk
+        step = walk.step if walk is not None else None
+        if walk is None or step is None:
             return since(*self._doing)
-        return f"{step}, pipeline {lane.pipeline}, stage {lane.stage}"
+        lane = walk.lane
+        return f"{step}, pipeline {lane.pipeline}, {self._placement.name(lane.place.seat)}"
 
-
-def _awaited(keys: Sequence[Key]) -> str:
-    if not keys:
-        return "the other pipelines of this worker to finish their round of averaging"
-    key = keys[0]
-    return f"{key} from stage {key.source} (pipeline {key.pipeline}, stage {key.stage})"
+    def _awaited(self, keys: Sequence[Key]) -> str:
+        if not keys:
+            return "the other pipelines of this worker to finish their round of averaging"
+        key, name = keys[0], self._placement.name
+        return f"{key} from {name(key.source)} (pipeline {key.pipeline}, {name(key.seat)})"

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from avgpipe.partition import balance
+from avgpipe.runtime.skips import Values
 
 
 def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -92,12 +93,13 @@ class Segment(nn.Module):
     """A piece of a traced graph. Takes and returns the values that it or later pieces need, as a tuple.
 
     The first takes the model's input (a tuple spreads over positional arguments, a dict over keywords); the last
-    returns the model's output. ``calls`` is the name of the module that begins the piece.
+    returns the model's output. A value that the piece only passes on may be anything. ``calls`` is the name of the
+    module that begins the piece.
     """
 
-    def __init__(self, graph: fx.GraphModule, calls: str, is_first: bool) -> None:
+    def __init__(self, graph: fx.GraphModule, calls: str, values: Values, is_first: bool) -> None:
         super().__init__()
-        self.graph, self.calls, self._is_first = graph, calls, is_first
+        self.graph, self.calls, self.values, self._is_first = graph, calls, values, is_first
 
     def forward(self, value: Any) -> Any:
         if self._is_first and isinstance(value, dict):
@@ -126,19 +128,29 @@ def _traced(model: nn.Module) -> list[Segment]:
 
 def _segment(traced: fx.GraphModule, pieces: list[list[fx.Node]], s: int, result: fx.Node) -> Segment:
     graph = fx.Graph()
+    is_last = s == len(pieces) - 1
     taken = [] if s == 0 else _crossing(pieces, s, result)
+    given = [] if is_last else _crossing(pieces, s + 1, result)
     copies = {node: graph.placeholder(node.name) for node in taken}
     for node in _fetched_here(pieces, s, result):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     for node in pieces[s]:
         if node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    if s == len(pieces) - 1:
+    if is_last:
         graph.output(fx.map_arg(result.args[0], copies.__getitem__))
     else:
-        graph.output(tuple(copies[node] for node in _crossing(pieces, s + 1, result)))
+        graph.output(tuple(copies[node] for node in given))
     called = next((str(n.target) for n in pieces[s] if n.op == "call_module"), "")
-    return Segment(fx.GraphModule(traced, graph), called, s == 0)
+    here = _users_in(pieces, s, result)
+    used = frozenset(n.name for n in taken if here.intersection(n.users))
+    values = Values(tuple(n.name for n in taken), tuple(n.name for n in given), used)
+    return Segment(fx.GraphModule(traced, graph), called, values, s == 0)
+
+
+def _users_in(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> set[fx.Node]:
+    """Nodes of piece ``s``, and the output if it is the last."""
+    return set(pieces[s]) | ({result} if s == len(pieces) - 1 else set())
 
 
 def _users(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> set[fx.Node]:
@@ -156,7 +168,7 @@ def _crossing(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> list[fx.N
 
 def _fetched_here(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> list[fx.Node]:
     """Parameters and buffers of the model that piece ``s`` uses itself."""
-    users = set(pieces[s]) | ({result} if s == len(pieces) - 1 else set())
+    users = _users_in(pieces, s, result)
     return [n for piece in pieces for n in piece if n.op == "get_attr" and users.intersection(n.users)]
 
 

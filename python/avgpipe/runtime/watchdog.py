@@ -63,7 +63,7 @@ class Watchdog:
 
     def _lost(self, rank: int) -> None:
         """Only who still waits for something from that rank hears of it."""
-        self._mailbox.fail(self._world.lost(rank, rank, "watching its process"), rank)
+        self._mailbox.fail(self._world.lost(rank, "watching its process"), rank)
 
     def close(self) -> None:
         os.write(self._wake_write, b"x")

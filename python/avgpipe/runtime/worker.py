@@ -1,26 +1,35 @@
-"""A process's part of a pipeline: the stages it owns, a lane for each of their replicas, and the links to the
-others.
-"""
+"""A process's part of a pipeline: its seats, a lane for each pipeline on each of them, and the links to the others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from avgpipe.averaging import Reference
 from avgpipe.plan import Plan
-from avgpipe.runtime.lane import Lane, TrainingOptions
-from avgpipe.runtime.links.channel import Channel, channels_into
+from avgpipe.runtime.compute import TrainingOptions
+from avgpipe.runtime.exchange import Exchange
+from avgpipe.runtime.group_sum import GroupSum
+from avgpipe.runtime.lane import Lane
+from avgpipe.runtime.links.channel import Channel
 from avgpipe.runtime.links.choose import Links
+from avgpipe.runtime.message import Key
 from avgpipe.runtime.model import Model
+from avgpipe.runtime.order import OneByOne, Order, Overlapping, ranks_of
+from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.replica import OptimizerFn, Replica, SchedulerFn
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.stage import Stage
+from avgpipe.runtime.steps import Place, channels_into
 from avgpipe.runtime.streams import Handed, LaneStream, streams_of
 from avgpipe.runtime.watchdog import Watchdog
 from avgpipe.runtime.world import World
+from avgpipe.schedule.replicated import warm_up
 from avgpipe.weights import Arena
 
 
@@ -29,6 +38,7 @@ class Worker:
         self,
         model: Model,
         plan: Plan,
+        placement: Placement,
         world: World,
         device: torch.device,
         seed: int,
@@ -38,85 +48,166 @@ class Worker:
         link: str,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self.world, self.device = world, device
-        self.stages = list(range(plan.stages)) if world.size == 1 else [world.rank]
-        self._last = plan.stages - 1
-        clipping = options.clip_grad_norm is not None
-
-        def into(k: int) -> list[Channel]:
-            return channels_into(k, plan.stages, plan.pipelines, model.shared(k), clipping)
-
-        self._links = Links(world, self.stages, plan.stages, into, device, link, wire_dtype)
-        self.links, self.mailbox = self._links.by_stage, self._links.mailbox
-        self.replicas: dict[tuple[int, int], Replica] = {}  # by (stage, pipeline)
-        self.references: dict[int, Reference | None] = {}
-        self.lanes: dict[tuple[int, int], Lane] = {}
+        self.world, self.device, self.placement = world, device, placement
+        self.seats = placement.held_by(world.rank)
+        self.model, self._plan, self._options, self._seed = model, plan, options, seed
+        self._make_optimizer, self._make_lr_scheduler = optimizer, lr_scheduler
+        self._links = Links(world, placement, self._channels_into, device, link, wire_dtype)
+        self.links, self.mailbox = self._links.by_seat, self._links.mailbox
+        self.replicas: dict[tuple[int, int], Replica] = {}  # by (seat, pipeline)
+        self.references: dict[int, Reference | None] = {}  # by seat
+        self.lanes: dict[tuple[int, int], Lane] = {}  # by (seat, pipeline)
+        self._sums: list[GroupSum] = []
         self.streams = streams_of(device)
-        for k in self.stages:
-            self._build_stage(model, plan, k, seed, optimizer, lr_scheduler)
-            for i in range(plan.pipelines):
-                self.lanes[k, i] = Lane(
-                    *(self.replicas[k, i], options, self.mailbox, self.links, model.shared(k)),
-                    self._stream(k),
+        self.columns = lru_cache(maxsize=None)(plan.columns)
+        groups = self._replica_groups()
+        for seat in self.seats:
+            self._build_seat(seat)
+            shared = model.shared(placement.seats[seat].stage)
+            for i in placement.pipelines_of(seat):
+                place = self._place(seat, i)
+                self.lanes[seat, i] = Lane(
+                    *(self.replicas[seat, i], place, options, self._order(place)),
+                    *(self.mailbox, self.links, shared),
+                    *(self._summing(place, groups), self._exchange(place)),
+                    self._stream(seat),
                 )
         clock = self.streams.clock if self.streams is not None else None
-        self.scheduler = Scheduler(list(self.lanes.values()), self.mailbox, world, clock)
+        self.scheduler = Scheduler(list(self.lanes.values()), self.mailbox, world, placement, clock)
         self._watchdog = (
             Watchdog(world, self.mailbox, self.scheduler.doing, self._links.processes)
             if world.size > 1
             else None
         )
 
-    def _stream(self, k: int) -> LaneStream | None:
+    # ---- who is here ---------------------------------------------------------------------------------------------
+
+    def holds(self, stage: int) -> bool:
+        return any(self.placement.seats[seat].stage == stage for seat in self.seats)
+
+    # ---- what is built -------------------------------------------------------------------------------------------
+
+    def _place(self, seat: int, pipeline: int) -> Place:
+        stage = self.placement.seats[seat].stage
+        shared, skips = self.model.shared(stage), self.model.skips[stage]
+        norm = self._options.needs_norm
+        return Place(self.placement, seat, pipeline, tuple(sorted(shared)), norm, skips)
+
+    def _channels_into(self, rank: int) -> list[Channel]:
+        placement = self.placement
+        places = [self._place(s, i) for s in placement.held_by(rank) for i in placement.pipelines_of(s)]
+        return channels_into(rank, placement, places)
+
+    def _order(self, place: Place) -> Order:
+        plan = self._plan
+        if plan.weights == "flush":
+            ordered = len(self.placement.workers) < len(self.placement.seats)
+            ranks = lru_cache(maxsize=None)(lambda m: ranks_of(plan.build_schedule(m))) if ordered else None
+            column = place.seat - self.placement.speakers(place.pipeline)[0]  # among its pipeline's seats
+            return OneByOne(column, lambda m: self.columns(m), ranks)
+        assert plan.weights is not None
+        replication = plan.replication or [1] * plan.stages
+        stage, replica, _ = self.placement.seats[place.seat]
+        warm_ups = warm_up(replication, stage), warm_up(replication, 0)
+        return Overlapping(plan.weights, *warm_ups, replica, replication[stage])
+
+    def _replica_groups(self) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """By stage and pipeline, the group of the ranks that hold replicas of it; every rank makes all of them."""
+        placement = self.placement
+        return {
+            (stage, i): self._group(placement.seats_of(stage, i))
+            for stage in range(placement.stages)
+            if placement.ranks > 1 and len(placement.seats_of(stage)) > 1
+            for i in range(placement.pipelines)
+        }
+
+    def _group(self, seats: Sequence[int]) -> dist.ProcessGroup:
+        limit = timedelta(seconds=self.world.timeout_s + 30)  # our own waits end first and say more
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        ranks = [self.placement.rank_of(seat) for seat in seats]
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend=backend)
+        return group
+
+    def _summing(self, place: Place, groups: dict[tuple[int, int], dist.ProcessGroup]) -> GroupSum | None:
+        group = groups.get((place.stage, place.pipeline))
+        if group is None:
+            return None
+        parameters = self.replicas[place.seat, place.pipeline].arena.parameters
+        key = Key("Z", place.pipeline, place.seat, place.seat, -1, -1)
+        self._sums.append(GroupSum(parameters, group, self.mailbox, key))
+        return self._sums[-1]
+
+    def _exchange(self, place: Place) -> Exchange | None:
+        reference = self.references[place.seat]
+        if reference is None or not place.others:
+            return None
+        return Exchange(reference, self.mailbox, place.seat, place.others)
+
+    def _stream(self, seat: int) -> LaneStream | None:
         if self.streams is None:
             return None
-        reference = self.references[k]
-        return self.streams.lane(k, reference is not None and reference.elasticity.pulls_at_the_end)
+        reference = self.references[seat]
+        return self.streams.lane(seat, reference is not None and reference.elasticity.pulls_at_the_end)
 
     def copy_ahead(self, inputs: Any, targets: Any) -> Handed | None:
         """Begin to copy what this worker's stages need of a batch to their device; None on the CPU."""
         if self.streams is None:
             return None
-        first, last = self.stages[0] == 0, self.stages[-1] == self._last
+        first, last = self.holds(0), self.holds(self.placement.stages - 1)
         return self.streams.copies.start((inputs if first else None, targets if last else None))
 
-    def _build_stage(
-        self,
-        model: Model,
-        plan: Plan,
-        k: int,
-        seed: int,
-        optimizer: OptimizerFn,
-        lr_scheduler: SchedulerFn | None,
-    ) -> None:
-        stages = [
-            Stage(model.stage_layers(k), model.bounds[k], k, seed, self.device) for _ in range(plan.pipelines)
-        ]
+    def _build_seat(self, seat: int) -> None:
+        k, r, _ = self.placement.seats[seat]
+        pipelines = self.placement.pipelines_of(seat)
+        layers, first = self.model.stage_layers(k), self.model.bounds[k]
+        stages = [Stage(layers, first, k, self._seed, self.device) for _ in pipelines]
         arenas = [Arena(p for p in stage.parameters() if p.requires_grad) for stage in stages]
-        # A lone pipeline has nobody to agree with.
-        self.references[k] = (
-            Reference(
-                arenas[0].weights,
-                plan.pipelines,
-                alpha=plan.alpha,
-                rule=plan.rule,
-                staleness=plan.staleness,
-                period=plan.period,
+        same = self.references.get(self.placement.seats_of(k)[r])  # of spread pipelines that are all here
+        self.references[seat] = same or self._reference(arenas[0], pipelines)
+        for i, stage, arena in zip(pipelines, stages, arenas):
+            self.replicas[seat, i] = Replica(
+                *(stage, i, self._make_optimizer, self._make_lr_scheduler, self.references[seat], arena),
+                versioned=self._plan.weights != "flush",
             )
-            if plan.pipelines > 1 and arenas[0].parameters
-            else None
-        )
-        for i, (stage, arena) in enumerate(zip(stages, arenas)):
-            self.replicas[k, i] = Replica(stage, i, optimizer, lr_scheduler, self.references[k], arena)
 
-    def weights(self, stage: int, which: str | int) -> Sequence[torch.Tensor]:
-        """Flat weights of a stage: the reference's, or a pipeline's."""
-        reference = self.references[stage]
+    def _reference(self, arena: Arena, here: Sequence[int]) -> Reference | None:
+        """``here``: pipelines of the seat."""
+        plan = self._plan
+        if plan.pipelines == 1 or not arena.parameters:
+            return None  # a lone pipeline has nobody to agree with
+        return Reference(
+            arena.weights,
+            plan.pipelines,
+            alpha=plan.alpha,
+            rule=plan.rule,
+            staleness=plan.staleness,
+            period=plan.period,
+            elsewhere=() if self.placement.ranks == 1 else set(range(plan.pipelines)) - set(here),
+        )
+
+    def weights(self, seat: int, which: str | int) -> Sequence[torch.Tensor]:
+        """Flat weights of a seat: the reference's, or a pipeline's."""
+        reference = self.references[seat]
         if which == "reference" and reference is not None:
             return reference.parameters
-        return self.replicas[stage, 0 if which == "reference" else int(which)].arena.weights
+        pipeline = self.placement.pipelines_of(seat)[0] if which == "reference" else int(which)
+        return self.replicas[seat, pipeline].arena.weights
+
+    def settle(self, batches: int) -> None:
+        """Wait until this process has what all of the first ``batches`` have told the references."""
+        exchanges = [lane.exchange for lane in self.lanes.values() if lane.exchange is not None]
+
+        def missing() -> list[Key]:
+            for exchange in exchanges:
+                exchange.collect()
+            return [key for exchange in exchanges for key in exchange.missing(batches)]
+
+        if exchanges and (keys := missing()):
+            self.scheduler.wait_for(keys, lambda: not missing(), missing)
 
     def close(self, patience_s: float) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
         self._links.close(patience_s)
+        for summing in self._sums:
+            summing.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,9 @@ class World:
         self.timeout_s = timeout_s
         self.rank, self.size = 0, 1
         self.group: dist.ProcessGroup | None = None
+        self.holds: Callable[[int], str] = lambda rank: (
+            "its stage is not known yet"
+        )  # what a rank does, in words
         self._store: Any = None
         if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group("gloo" if not torch.cuda.is_available() else None)
@@ -84,13 +88,16 @@ class World:
             return f"rank {rank} cannot be asked: the store is gone"
         return f"rank {rank} has not said what it does"
 
-    def lost(self, peer: int, stage: int, doing: str) -> PeerLost:
+    def name(self, rank: int) -> str:
+        return f"rank {rank} ({self.holds(rank)})"
+
+    def lost(self, peer: int, doing: str) -> PeerLost:
         """The error for a broken connection to ``peer``, which names the rank that failed first."""
         first = self.reported()
         if first is not None and not first.startswith(f"rank {self.rank}:"):
             return PeerLost(f"rank {self.rank} stops because of {first}")
         return PeerLost(
-            f"rank {peer} (stage {stage}) died or closed its connection; seen by rank {self.rank} when {doing}"
+            f"{self.name(peer)} died or closed its connection; seen by rank {self.rank} when {doing}"
         )
 
     # ---- collectives on CPU memory -------------------------------------------------------------------------------
@@ -170,7 +177,7 @@ class World:
             return PeerLost(f"rank 0, which held the store, died; seen by rank {self.rank}: {reason}")
         if not missing:
             return PipelineError(f"rank {self.rank}: a collective failed: {reason}")
-        names = ", ".join(f"rank {r} (stage {r})" for r in sorted(missing))
+        names = ", ".join(map(self.name, sorted(missing)))
         return PeerLost(f"{names} died or closed its connection; seen by rank {self.rank}: {reason}")
 
 

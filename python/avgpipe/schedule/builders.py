@@ -1,15 +1,27 @@
-"""Builds the published schedules from each stage's number of forwards before its first backward."""
+"""Builds the published schedules by name; those of one stage per worker that need no module of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from avgpipe.errors import nearest
-from avgpipe.schedule.action import Action
+from avgpipe.schedule.interleaved import interleaved_1f1b
 from avgpipe.schedule.schedule import Schedule
+from avgpipe.schedule.stream import one_batch
+from avgpipe.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
 
-_NAMES = ("all-forward-all-backward", "1f1b", "advance-forward")
+_NAMES = (
+    "all-forward-all-backward",
+    "1f1b",
+    "advance-forward",
+    "pipedream",
+    "pipedream-2bw",
+    "interleaved-1f1b",
+    "zero-bubble-h1",
+    "zero-bubble-v",
+)
 _ALIASES = {"gpipe": "all-forward-all-backward", "dapple": "1f1b"}
+_NO_FLUSH = ("pipedream", "pipedream-2bw")
 
 
 def schedule_names() -> list[str]:
@@ -18,7 +30,11 @@ def schedule_names() -> list[str]:
 
 
 def build_schedule(
-    name: str, stages: int, micro_batches: int, advance: int | Sequence[int] | str | None = None
+    name: str,
+    stages: int,
+    micro_batches: int,
+    advance: int | Sequence[int] | str | None = None,
+    stages_per_worker: int | None = None,
 ) -> Schedule:
     """The schedule of one batch of ``micro_batches`` on ``stages`` stages.
 
@@ -29,27 +45,46 @@ def build_schedule(
       stage or a list with one int per stage; None means K-1-k on stage k, which makes 7, 5, 3, 1 forwards on
       4 stages. "auto" is for :func:`avgpipe.simulation.choose_advance` to replace by what measurements say; here,
       without any, it means the same as None.
+    - "pipedream" (Narayanan et al. 2019) and "pipedream-2bw" (Narayanan et al. 2021): 1f1b that goes on over batches
+      without a flush. They differ in their weight versions, which are no part of a schedule.
+    - "interleaved-1f1b" (Narayanan et al. 2021, Megatron-LM): ``stages_per_worker`` stages on each worker, None: 2.
+    - "zero-bubble-h1" (Qi et al. 2024): as 1f1b, with backwards split and their weights part put off.
+    - "zero-bubble-v" (Qi et al., NeurIPS 2024): the same with 2 stages on each worker, which turn back in a V.
 
-    Raises ValueError for an unknown name, counts that are not ints of at least 1, an advance that the
-    schedule does not take, and an advance that would deadlock, where a stage wants to start more forwards
-    than the one before sends.
+    Raises ValueError for an unknown name, counts that are not ints of at least 1, an advance or stages_per_worker that
+    the schedule does not take, stages that do not divide over the workers, and an advance that would deadlock, where
+    a stage wants to start more forwards than the one before sends.
     """
-    canonical = _ALIASES.get(name, name)
-    if canonical not in _NAMES:
-        raise ValueError(f"unknown schedule {name!r}: {nearest(str(name), [*_NAMES, *_ALIASES])}")
+    canonical = canonical_name(name)
     _check_count("stages", stages)
     _check_count("micro_batches", micro_batches)
-    if advance is not None and canonical != "advance-forward":
-        raise ValueError(
-            f"advance={advance!r}: {canonical} takes none, leave it out or choose 'advance-forward'"
-        )
+    _check_taken("advance", advance, canonical, "advance-forward")
+    _check_taken("stages_per_worker", stages_per_worker, canonical, "interleaved-1f1b")
+    if canonical == "zero-bubble-h1":
+        return zero_bubble_h1(canonical, stages, micro_batches)
+    if canonical == "zero-bubble-v":
+        _check_multiple(canonical, stages, 2)
+        return zero_bubble_v(canonical, stages, micro_batches)
+    if canonical == "interleaved-1f1b":
+        per_worker = 2 if stages_per_worker is None else _per_worker(stages_per_worker)
+        _check_multiple(canonical, stages, per_worker)
+        return interleaved_1f1b(canonical, stages, micro_batches, per_worker)
     if canonical == "all-forward-all-backward":
         forwards = [micro_batches] * stages
     else:
-        ahead = _advance_per_stage(advance, stages) if canonical == "advance-forward" else [0] * stages
+        ahead = advance_per_stage(advance, stages) if canonical == "advance-forward" else [0] * stages
         forwards = warm_ups(stages, micro_batches, ahead)
         _check_reachable(forwards, ahead)
-    return Schedule(canonical, micro_batches, tuple(_column(w, micro_batches) for w in forwards))
+    columns = tuple(one_batch(w, micro_batches) for w in forwards)
+    return Schedule(canonical, micro_batches, columns, flush=canonical not in _NO_FLUSH)
+
+
+def canonical_name(name: str) -> str:
+    """Without aliases; ValueError for an unknown name."""
+    canonical = _ALIASES.get(name, name)
+    if canonical not in _NAMES:
+        raise ValueError(f"unknown schedule {name!r}: {nearest(str(name), [*_NAMES, *_ALIASES])}")
+    return canonical
 
 
 def warm_ups(stages: int, micro_batches: int, advance: Sequence[int]) -> list[int]:
@@ -57,22 +92,34 @@ def warm_ups(stages: int, micro_batches: int, advance: Sequence[int]) -> list[in
     return [min(micro_batches, stages - k + a) for k, a in enumerate(advance)]
 
 
-def _column(warm_up: int, micro_batches: int) -> tuple[Action, ...]:
-    """Warm-up forwards; one backward, one forward, in turn; the remaining backwards; the update."""
-    actions = [Action("F", m) for m in range(warm_up)]
-    for m in range(micro_batches):
-        actions.append(Action("B", m))
-        if warm_up + m < micro_batches:
-            actions.append(Action("F", warm_up + m))
-    return (*actions, Action("U"))
-
-
 def _check_count(what: str, value: int) -> None:
     if type(value) is not int or value < 1:
         raise ValueError(f"{what}={value!r}: must be an int of at least 1")
 
 
-def _advance_per_stage(advance: int | Sequence[int] | str | None, stages: int) -> list[int]:
+def _check_taken(what: str, value: object, name: str, taker: str) -> None:
+    if value is not None and name != taker:
+        raise ValueError(f"{what}={value!r}: {name} takes none, leave it out or choose {taker!r}")
+
+
+def _per_worker(value: int) -> int:
+    if type(value) is not int or value < 2:
+        raise ValueError(
+            f"stages_per_worker={value!r}: must be an int of at least 2; '1f1b' has 1 stage per worker"
+        )
+    return value
+
+
+def _check_multiple(name: str, stages: int, per_worker: int) -> None:
+    if stages % per_worker:
+        raise ValueError(
+            f"stages={stages}: {name} has {per_worker} stages on each worker, give a multiple of {per_worker}, "
+            f"{max(1, stages // per_worker) * per_worker} for example"
+        )
+
+
+def advance_per_stage(advance: int | Sequence[int] | str | None, stages: int) -> list[int]:
+    """The a_k that ``advance`` of :func:`build_schedule` means."""
     wanted = (
         "pass None (K-1-k on stage k), 'auto' (the same until there are measurements), an int of at least 0 for all "
         "stages, or a list of one per stage"

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from avgpipe.schedule.action import Action
-
-Columns = Sequence[Sequence[Action]]
+from avgpipe.schedule.order import Rows
 
 
 class DryRun(NamedTuple):
-    """The slots in which actions start, per stage; a stage that got stuck has fewer slots than actions."""
+    """The slots in which actions start, per row; a row that got stuck has fewer slots than cells."""
 
     slots: list[list[int]]
 
-    def stuck(self, columns: Columns) -> list[int]:
-        """The stages that did not reach the end of their column."""
-        return [k for k, column in enumerate(columns) if len(self.slots[k]) < len(column)]
+    def stuck(self, rows: Rows) -> list[int]:
+        """The rows that did not reach their end."""
+        return [r for r, cells in enumerate(rows.cells) if len(self.slots[r]) < len(cells)]
 
 
 def input_of(action: Action, stage: int, stages: int) -> tuple[int, str] | None:
@@ -32,27 +30,25 @@ def input_of(action: Action, stage: int, stages: int) -> tuple[int, str] | None:
     return None
 
 
-def dry_run(columns: Columns) -> DryRun:
-    """Run each column in order, each action in the first slot that has its input, until all end or wait."""
-    stages = len(columns)
-    slots: list[list[int]] = [[] for _ in columns]
+def dry_run(rows: Rows) -> DryRun:
+    """Run each row in order, each action in the first slot that has its input, until all end or wait."""
+    slots: list[list[int]] = [[] for _ in rows.cells]
     ends: dict[tuple[int, str, int | None], int] = {}  # (stage, F or B, micro-batch) -> first slot after it
 
-    def advance(k: int) -> bool:
-        """Start what stage k can start now; False if that is nothing."""
-        before = len(slots[k])
-        while len(slots[k]) < len(columns[k]):
-            action = columns[k][len(slots[k])]
-            source = input_of(action, k, stages)
+    def advance(r: int) -> bool:
+        """Start what row r can start now; False if that is nothing."""
+        before = len(slots[r])
+        for k, action in rows.cells[r][before:]:
+            source = input_of(action, k, rows.stages)
             ready = 0 if source is None else ends.get((*source, action.micro_batch))
             if ready is None:
                 break
-            slot = max(ready, slots[k][-1] + 1 if slots[k] else 0)
-            slots[k].append(slot)
+            slot = max(ready, slots[r][-1] + 1 if slots[r] else 0)
+            slots[r].append(slot)
             ends[k, "B" if action.kind == "I" else action.kind, action.micro_batch] = slot + 1
-        return len(slots[k]) > before
+        return len(slots[r]) > before
 
     moved = True
     while moved:
-        moved = sum([advance(k) for k in range(stages)]) > 0
+        moved = sum([advance(r) for r in range(len(slots))]) > 0
     return DryRun(slots)

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from avgpipe.schedule.action import Action
-from avgpipe.schedule.dry_run import Columns, dry_run
+from avgpipe.schedule.dry_run import dry_run
+from avgpipe.schedule.order import Rows
 from avgpipe.schedule.validation import Fault
 
 
-def draw_grid(columns: Columns, fault: Fault | None) -> list[str]:
-    """One line per stage with a cell per time slot of the dry run, aligned; the faulty cell in [brackets]."""
-    rows = [_row(column, slots) for column, slots in zip(columns, dry_run(columns).slots)]
+def draw_grid(rows: Rows, fault: Fault | None) -> list[str]:
+    """One line per row with a cell per time slot of the dry run, aligned; the faulty cell in [brackets]."""
+    lines = [
+        _line([rows.token(cell) for cell in cells], slots)
+        for cells, slots in zip(rows.cells, dry_run(rows).slots)
+    ]
     if fault is not None:
-        _mark(rows[fault.stage], fault, len(columns[fault.stage]))
-    width = max(len(cell) for row in rows for cell in row) if any(rows) else 1
-    label = len(str(len(columns) - 1))
+        _mark(lines[fault.row], fault, len(rows.cells[fault.row]))
+    width = max(len(cell) for line in lines for cell in line) if any(lines) else 1
+    names = [rows.name(r) for r in range(len(lines))]
+    label = len(names[-1])
     return [
-        f"stage {k:>{label}} | {' '.join(f'{cell:<{width}}' for cell in row)}".rstrip()
-        for k, row in enumerate(rows)
+        f"{_padded(name, label)} | {' '.join(f'{cell:<{width}}' for cell in line)}".rstrip()
+        for name, line in zip(names, lines)
     ]
 
 
-def _row(column: Sequence[Action], slots: list[int]) -> list[str]:
-    row: list[str] = []
-    for position, action in enumerate(column):
-        if position < len(slots):  # the dry run got there: leave the slots blank in which the stage waited
-            row += ["."] * (slots[position] - len(row))
-        row.append(str(action))
-    return row
+def _padded(name: str, width: int) -> str:
+    """ "stage 3" with its number flush right."""
+    word, number = name.split(" ")
+    return f"{word} {number:>{width - len(word) - 1}}"
 
 
-def _mark(row: list[str], fault: Fault, length: int) -> None:
+def _line(tokens: list[str], slots: list[int]) -> list[str]:
+    line: list[str] = []
+    for position, token in enumerate(tokens):
+        if position < len(slots):  # the dry run got there: leave the slots blank in which the worker waited
+            line += ["."] * (slots[position] - len(line))
+        line.append(token)
+    return line
+
+
+def _mark(line: list[str], fault: Fault, length: int) -> None:
     if fault.position == length:
-        row.append(f"[{fault.action}?]")
+        line.append(f"[{fault.token}?]")
         return
-    cells = [index for index, cell in enumerate(row) if cell != "."]
-    row[cells[fault.position]] = f"[{row[cells[fault.position]]}]"
+    cells = [index for index, cell in enumerate(line) if cell != "."]
+    line[cells[fault.position]] = f"[{line[cells[fault.position]]}]"

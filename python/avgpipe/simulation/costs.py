@@ -17,9 +17,10 @@ class Costs:
 
     - forward_s, backward_s: seconds that F and B occupy the stage's device.
     - transfer_s: seconds that one tensor, activation or gradient, is on the link between stages k and k+1; one
-      number for all boundaries or K-1 of them.
+      number for all boundaries or K-1 of them. Between two stages of one worker it takes no time, whatever is said.
     - activation_bytes: what a micro-batch holds from the start of its forward to the end of its backward.
-    - weight_bytes: what one pipeline holds all the time (weights, gradients, optimizer state).
+    - weight_bytes: what one pipeline holds all the time (weights, in as many versions as it needs, gradients,
+      optimizer state).
       Both None: memory is not asked for, and the Timeline has none. One None: it counts as 0.
     - link_serial: True: a link carries one tensor at a time per direction, in order of completion; False: no
       contention.
@@ -99,14 +100,14 @@ class StageCosts(NamedTuple):
         }
         return of_kind[kind][stage]
 
-    def memory_bytes(self, in_flight: Sequence[int], pipelines: int) -> list[int] | None:
-        """Per stage, the bytes of the weights of all pipelines and of ``in_flight`` micro-batches."""
-        if self.activation_bytes is None or self.weight_bytes is None:
+    def memory_bytes(
+        self, held_bytes: Sequence[float], placement: Sequence[Sequence[int]], pipelines: int
+    ) -> list[int] | None:
+        """Per worker, the bytes of all pipelines' weights of its stages and of the micro-batches in flight."""
+        if self.weight_bytes is None:
             return None
-        return [
-            math.ceil(count * activation + pipelines * weight)
-            for count, activation, weight in zip(in_flight, self.activation_bytes, self.weight_bytes)
-        ]
+        weights = [sum(self.weight_bytes[k] for k in stages) for stages in placement]
+        return [math.ceil(held + pipelines * weight) for held, weight in zip(held_bytes, weights)]
 
 
 def _checked(name: str, value: Any) -> float | tuple[float, ...]:

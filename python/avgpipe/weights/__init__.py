@@ -2,5 +2,6 @@
 
 from avgpipe.weights.arena import Arena
 from avgpipe.weights.layout import Buffers, Layout
+from avgpipe.weights.versions import Versions
 
-__all__ = ["Arena", "Buffers", "Layout"]
+__all__ = ["Arena", "Buffers", "Layout", "Versions"]

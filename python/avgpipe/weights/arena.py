@@ -35,12 +35,16 @@ class Arena:
         for p in self.parameters:
             p.grad = None
 
+    def point_at(self, buffers: Sequence[torch.Tensor]) -> None:
+        """The parameters become those of ``buffers``, laid out as ``weights`` are; no bytes are moved."""
+        for p, view in zip(self.parameters, self.layout.tensors(buffers)):
+            p.data = view
+
     @contextmanager
     def reading(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """The parameters are those of ``buffers`` inside the block; no bytes are moved."""
         own = [p.data for p in self.parameters]
-        for p, view in zip(self.parameters, self.layout.tensors(buffers)):
-            p.data = view
+        self.point_at(buffers)
         try:
             yield
         finally:

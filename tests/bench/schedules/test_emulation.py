@@ -4,8 +4,10 @@ import time
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from avgpipe.bench.schedules.emulation import WEIGHTS, EmulatedStage, MeanLoss, Occupied
+from avgpipe.runtime.split_backward import input_backward
 
 
 def double_stage():
@@ -15,12 +17,10 @@ def double_stage():
     return stage
 
 
-def test_the_weights_are_added_to_the_first_values():
+def test_the_mean_of_the_weights_is_added_to_every_value():
     stage = double_stage()
-    x = torch.ones(2, 20, dtype=torch.float64)
-    expected = x.clone()
-    expected[0, :WEIGHTS] += stage.weight.detach()
-    torch.testing.assert_close(stage(x), expected, rtol=0, atol=0)
+    x = torch.randn(2, 20, dtype=torch.float64)
+    torch.testing.assert_close(stage(x), x + 7.5, rtol=0, atol=0)
 
 
 def test_gradients_are_those_of_finite_differences():
@@ -85,6 +85,37 @@ def test_the_halves_can_run_apart(monkeypatch):
     torch.testing.assert_close(grads[0], torch.ones(1, 16))
     stage_backward_weight(stage.parameters(), groups)
     assert asked == [0.25, 0.25, 0.25]
+    torch.testing.assert_close(stage.weight.grad, torch.ones(16))
+
+
+def split(stage, x, loss=None):
+    """I of our runtime; its W."""
+    output = stage(x) if loss is None else loss(stage(x), None)
+    edges = [get_gradient_edge(output)]
+    return input_backward(edges, [torch.ones_like(output)], [x] if x.requires_grad else [])
+
+
+@pytest.mark.parametrize("loss", [None, MeanLoss()])
+def test_our_runtime_runs_the_half_of_the_weights_later(monkeypatch, loss):
+    asked = spans(monkeypatch)
+    stage, x = EmulatedStage(0.25, 0.5), torch.ones(1, 16, requires_grad=True)
+    weights_part = split(stage, x, loss)
+    share = 1.0 if loss is None else 1 / 16
+    torch.testing.assert_close(x.grad, torch.full((1, 16), share))
+    assert asked == [0.25, 0.25]
+    assert stage.weight.grad is None
+    weights_part.run()
+    assert asked == [0.25, 0.25, 0.25]
+    torch.testing.assert_close(stage.weight.grad, torch.full((16,), share))
+
+
+def test_our_runtime_runs_all_of_the_first_stage_later(monkeypatch):
+    asked = spans(monkeypatch)
+    stage = EmulatedStage(0.25, 0.5)
+    weights_part = split(stage, torch.ones(1, 16))
+    assert asked == [0.25]
+    weights_part.run()
+    assert asked == [0.25, 0.5]
     torch.testing.assert_close(stage.weight.grad, torch.ones(16))
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from avgpipe.bench.schedules.settings import (
+    DEFAULT,
     ROWS,
     ScheduleSettings,
     parse_bytes,
@@ -84,3 +85,22 @@ def test_the_command_measures_the_same_again():
 def test_settings_go_through_json():
     settings = ScheduleSettings(pipelines=(1, 4), only=("1f1b",), rate_bits_per_s=1e9)
     assert ScheduleSettings.from_json(settings.to_json()) == settings
+
+
+def test_rows_are_some_by_default_or_all_or_those_asked_for_in_the_order_of_the_table():
+    assert ScheduleSettings().rows == DEFAULT
+    assert set(DEFAULT) < set(ROWS)
+    assert ScheduleSettings(only=("all",)).rows == ROWS
+    assert ScheduleSettings(only=("torch-1f1b", "pipedream")).rows == ("pipedream", "torch-1f1b")
+    assert ScheduleSettings(only=("all",)).command()[-2:] == ["--rows", "all"]
+
+
+def test_a_tensor_takes_time_on_a_line_only():
+    assert ScheduleSettings().transfer_s == 0
+    assert ScheduleSettings(rate_bits_per_s=1e9).transfer_s == pytest.approx(8.388608e-3)
+
+
+def test_the_budget_is_far_above_what_one_micro_batch_after_another_takes():
+    settings = ScheduleSettings(stages=20, micro_batches=100, only=("model-parallel",))
+    batches = (settings.rounds + 1) * (settings.batches + 1)
+    assert settings.budget_s > 3 * batches * 100 * 20 * 0.03

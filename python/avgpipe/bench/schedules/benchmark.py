@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -14,12 +14,16 @@ import torch.distributed as dist
 from avgpipe.bench.schedules.cluster import ending_by_signal, progress, run_workers
 from avgpipe.bench.schedules.emulation import EmulatedStage, MeanLoss, precise_sleeps
 from avgpipe.bench.schedules.namespaces import check_namespaces, network
+from avgpipe.bench.schedules.our_plans import our_cases, stage_costs
 from avgpipe.bench.schedules.result import ScheduleResult, summarise
 from avgpipe.bench.schedules.rows import Row, Task, Unavailable, measure_rows
-from avgpipe.bench.schedules.settings import CHUNKS, ScheduleSettings
+from avgpipe.bench.schedules.settings import CHUNKS, TORCH, ScheduleSettings
+from avgpipe.errors import PipelineError
 
 _PROBE_BYTES = 16 * 2**20
 _PROBES = 4
+_WORKER = f"{__name__}:worker"
+_MOST_FAILURES = 5  # rows, after which something else must be wrong
 
 
 def check(settings: ScheduleSettings) -> None:
@@ -29,23 +33,50 @@ def check(settings: ScheduleSettings) -> None:
 
 
 def run(settings: ScheduleSettings, say: Callable[[str], None] = lambda line: None) -> ScheduleResult:
-    """Start the workers and measure. PipelineError when a worker fails or namespaces cannot be made."""
+    """Start the workers and measure. A row at which they fail is left out, and the others begin anew without it.
+
+    PipelineError when workers fail elsewhere or at too many rows, or namespaces cannot be made.
+    """
     rate = settings.rate_bits_per_s
     hosts = nullcontext() if rate is None else network(settings.stages, rate)
+    failed: list[Unavailable] = []
     with ending_by_signal(), hosts as net:
-        found = run_workers(
-            f"{__name__}:worker",
-            settings.stages,
-            {"settings": settings.to_json()},
-            timeout_s=settings.budget_s,
-            network=net,
-            say=say,
-        )
-    return summarise(settings, found)
+        while True:
+            at = _Place(say)
+            try:
+                found = run_workers(
+                    _WORKER,
+                    settings.stages,
+                    {"settings": settings.to_json(), "without": [row.name for row in failed]},
+                    timeout_s=settings.budget_s,
+                    network=net,
+                    say=at,
+                )
+                break
+            except PipelineError as error:
+                if at.row is None or len(failed) == _MOST_FAILURES:
+                    raise
+                failed.append(Unavailable(at.row, str(error)))
+                say(f"{at.row} failed, the others begin anew: {error}")
+    if failed and not found[0]["rows"]:
+        raise PipelineError(f"no row is left; {failed[-1].name}: {failed[-1].reason}")
+    return summarise(settings, found, failed)
 
 
-def worker(settings: dict[str, Any]) -> dict[str, Any]:
-    """A rank: builds all rows, measures the line and then the rows."""
+class _Place:
+    """Listens to what rank 0 says it is at. row: the row, None between them."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.row: str | None = None
+
+    def __call__(self, line: str) -> None:
+        self.row = line.partition(": ")[2] or None
+        self._say(line)
+
+
+def worker(settings: dict[str, Any], without: Sequence[str] = ()) -> dict[str, Any]:
+    """A rank: measures the line, builds all rows but those named, and measures them."""
     chosen = ScheduleSettings.from_json(settings)
     torch.set_num_threads(1)
     precise_sleeps()
@@ -53,9 +84,10 @@ def worker(settings: dict[str, Any]) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=chosen.timeout_s))
     progress("measuring the line")
     line = _bytes_per_s() if chosen.stages > 1 else None
-    built = _rows(chosen)
+    built = _rows(chosen, without)
     rows = [row for row in built if not isinstance(row, Unavailable)]
     measured = measure_rows(rows, chosen.rounds, chosen.batches, progress)
+    progress("ending")
     for row in rows:
         row.close()
     return {
@@ -84,41 +116,48 @@ def _bytes_per_s() -> float | None:
     return best
 
 
-def _rows(settings: ScheduleSettings) -> list[Row | Unavailable]:
+def _rows(settings: ScheduleSettings, without: Sequence[str]) -> list[Row | Unavailable]:
     """In the order of the table."""
-    from avgpipe.bench.schedules.our_rows import OurRow, our_plan
+    from avgpipe.bench.schedules.our_rows import our_row
     from avgpipe.bench.schedules.torch_rows import torch_row
 
-    task = _task(settings)
-    k, m = settings.stages, settings.micro_batches
-    whole, parts = _stages(settings, 1), _stages(settings, CHUNKS)
+    task, m = _task(settings), settings.micro_batches
     rows: list[Row | Unavailable] = []
-
-    def ours(name: str, schedule: str, pipelines: int = 1) -> None:
-        plan = our_plan(k, m, schedule, pipelines)
-        link, limit = settings.effective_link, settings.timeout_s
-        rows.append(OurRow(name, task, whole, plan, link=link, timeout_s=limit))
-
-    for schedule in ("1f1b", "all-forward-all-backward"):
-        if settings.asks(schedule):
-            ours(f"avgpipe {schedule}", schedule)
-    if settings.asks("advance-forward"):
-        for pipelines in settings.pipelines:
-            ours(f"avgpipe advance-forward, N = {pipelines}", "advance-forward", pipelines)
-    plain = [name for name in ("1f1b", "gpipe") if settings.asks(f"torch-{name}")]
-    rows += [torch_row(f"torch {name}", task, whole, name, m) for name in plain]
-    for schedule in ("interleaved-1f1b", "zero-bubble"):
-        # Two chunks a rank have half the bubble and twice the transfers: each is better somewhere.
-        for chunks, modules in ((1, whole), (CHUNKS, parts)):
-            if settings.asks(f"torch-{schedule}"):
-                name = f"torch {schedule}, {chunks} a rank"
-                rows.append(torch_row(name, task, modules, schedule, m))
+    for case in our_cases(settings):
+        if isinstance(case, Unavailable):
+            rows.append(case)
+        elif case.name not in without:
+            _begin(case.name)
+            rows.append(our_row(case, task, settings))
+    for name, schedule, chunks in _torch_rows(settings):
+        if name not in without:
+            _begin(name)
+            rows.append(torch_row(name, task, _stages(settings, chunks), schedule, m))
     return rows
 
 
+def _begin(name: str) -> None:
+    dist.barrier()  # so that whoever fails from here on fails at this row
+    progress(f"building: {name}")
+
+
+def _torch_rows(settings: ScheduleSettings) -> Iterator[tuple[str, str, int]]:
+    """Name of the row, of the schedule, and chunks a rank."""
+    for row in settings.rows:
+        schedule = row.removeprefix("torch-")
+        if row == "torch-advance-forward":
+            yield "torch advance-forward (ours)", schedule, 1
+        elif row in ("torch-interleaved-1f1b", "torch-zero-bubble"):
+            # Two chunks a rank have half the bubble and twice the transfers: each is better somewhere.
+            for chunks in (1, CHUNKS):
+                yield f"torch {schedule}, {chunks} a rank", schedule, chunks
+        elif row in TORCH:
+            yield f"torch {schedule}", schedule, 1
+
+
 def _stages(settings: ScheduleSettings, chunks: int) -> list[EmulatedStage]:
-    costs = (settings.forward_s / chunks, settings.backward_s / chunks)
-    return [EmulatedStage(*costs) for _ in range(settings.stages * chunks)]
+    stages = settings.stages * chunks
+    return [EmulatedStage(*stage_costs(settings, stages)) for _ in range(stages)]
 
 
 def _task(settings: ScheduleSettings) -> Task:

@@ -140,6 +140,8 @@ def _watch(
         time.sleep(_POLL_S)
     failed = [rank for rank, process in enumerate(processes) if process.poll()]
     if failed:
+        if (line := _read(folder / "progress")) not in ("", said):
+            say(line)  # where it failed
         # One that only missed its peer is not the one to blame.
         blamed = min(failed, key=lambda rank: processes[rank].returncode == PEER_LOST)
         raise PipelineError(_failure(processes, blamed, folder))

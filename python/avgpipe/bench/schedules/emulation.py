@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-WEIGHTS = 16  # parameters of an emulated stage; they are added to the first values of its activation
+WEIGHTS = 16  # parameters of an emulated stage; their mean is added to every value of its activation
 _PR_SET_TIMERSLACK = 29
 _device = threading.Lock()  # a device does one thing at a time, whichever thread asks
 
@@ -44,8 +44,9 @@ def precise_sleeps() -> None:
 class EmulatedStage(nn.Module):
     """(samples, values) -> the same shape, in `forward_s`; backward in `backward_s`, half of it for each gradient.
 
-    A schedule that splits the backward can run the halves apart: they are different nodes of the graph. The first
-    stage, whose input needs no gradient, spends all of it on its weights.
+    A schedule that splits the backward can run the halves apart: they are different nodes of the graph, which meet in
+    an addition, whose own gradients are free. The first stage, whose input needs no gradient, spends all of it on its
+    weights.
     """
 
     def __init__(self, forward_s: float, backward_s: float) -> None:
@@ -56,8 +57,9 @@ class EmulatedStage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with Occupied(self.forward_s):
             half = self.backward_s / 2
-            weight = _apply(_GradientTakes, self.weight, half if x.requires_grad else self.backward_s)
-            return _apply(_Add, _apply(_GradientTakes, x, half), weight)
+            offset = _apply(_WeightsTake, self.weight, x.shape, half if x.requires_grad else self.backward_s)
+            # Torch's own addition, no Function: whoever splits a graph can run that one for one of its gradients alone.
+            return _apply(_GradientTakes, x, half) + offset
 
 
 class MeanLoss(nn.Module):
@@ -81,18 +83,18 @@ class _GradientTakes(torch.autograd.Function):
             return grad.clone(memory_format=torch.contiguous_format), None
 
 
-class _Add(torch.autograd.Function):
-    """A copy of the activation with the weights added to its first values: one pass, and almost none backward."""
+class _WeightsTake(torch.autograd.Function):
+    """The mean of the weights, spread out without writing it, whose gradient occupies the device."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = x.clone()
-        y[0, :WEIGHTS] += weight
-        return y
+    def forward(ctx: Any, weight: torch.Tensor, shape: torch.Size, seconds: float) -> torch.Tensor:
+        ctx.count, ctx.seconds = weight.numel(), seconds
+        return weight.mean().expand(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, grad[0, :WEIGHTS].clone()  # a copy: a view would keep the whole gradient alive
+        with Occupied(ctx.seconds):
+            return (grad.sum() / ctx.count).repeat(ctx.count), None, None
 
 
 class _Mean(torch.autograd.Function):

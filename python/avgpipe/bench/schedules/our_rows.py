@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import chain, islice, repeat
 from typing import Any
 
 from torch import nn
 
-from avgpipe.bench.schedules.rows import Task
+from avgpipe.bench.schedules.emulation import EmulatedStage
+from avgpipe.bench.schedules.our_plans import OurCase, stage_costs
+from avgpipe.bench.schedules.rows import Task, Unavailable
+from avgpipe.bench.schedules.settings import ScheduleSettings
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 
 
 class OurRow:
-    """`plan.pipelines` pipelines, streaming; `modules`: one for each stage."""
+    """`plan.pipelines` pipelines, streaming; `modules`: one for each stage. The task's batch is cut into `per_batch` of
+    the plan's, which are one batch of the row.
+    """
 
     def __init__(
         self,
@@ -23,12 +29,14 @@ class OurRow:
         modules: Sequence[nn.Module],
         plan: Plan,
         *,
+        per_batch: int = 1,
         link: str = "auto",
         timeout_s: float = 60,
         **options: Any,
     ) -> None:
-        self.name, self.pipelines = name, plan.pipelines
-        self._task = task
+        self.name, self.pipelines = name, OurCase(name, plan, per_batch).pipelines
+        inputs, targets = (x.chunk(per_batch) for x in (task.inputs, task.targets))
+        self._batches = list(zip(inputs, targets))
         if link != "auto":
             options["link"] = link
         self.pipeline = Pipeline(
@@ -41,8 +49,11 @@ class OurRow:
         )
 
     def losses(self, batches: int) -> Iterator[float | None]:
-        for result in self.pipeline.train(repeat((self._task.inputs, self._task.targets), batches)):
-            yield result.loss
+        loader = chain.from_iterable(repeat(self._batches, batches))
+        losses = (result.loss for result in self.pipeline.train(loader))
+        for first in losses:
+            others = list(islice(losses, len(self._batches) - 1))
+            yield (first + sum(others)) / len(self._batches)
 
     def close(self) -> None:
         self.pipeline.close()
@@ -61,3 +72,35 @@ def our_plan(
         staleness=1,
         **options,
     )
+
+
+class PassingRow:
+    """An `OurRow` that is there only while it trains: one that waits still watches over its ranks, and many of them
+    take a noticeable part of the processor from the row whose turn it is.
+    """
+
+    def __init__(self, make: Callable[[], OurRow]) -> None:
+        """ValueError from `make` for what cannot be."""
+        self._make = make
+        with closing(make()) as row:
+            self.name, self.pipelines = row.name, row.pipelines
+
+    def losses(self, batches: int) -> Iterator[float | None]:
+        with closing(self._make()) as row:
+            for _ in row.losses(row.pipelines):
+                pass  # finds its buffers, and the speed of its connections
+            yield from row.losses(batches)
+
+    def close(self) -> None:
+        pass
+
+
+def our_row(case: OurCase, task: Task, settings: ScheduleSettings) -> PassingRow | Unavailable:
+    """The row on emulated stages, or why it cannot be."""
+    plan, link, limit = case.plan, settings.effective_link, settings.timeout_s
+    modules = [EmulatedStage(*stage_costs(settings, plan.stages)) for _ in range(plan.stages)]
+    options: dict[str, Any] = {"per_batch": case.per_batch, "link": link, "timeout_s": limit}
+    try:
+        return PassingRow(lambda: OurRow(case.name, task, modules, plan, **options))
+    except ValueError as error:
+        return Unavailable(case.name, " ".join(str(error).split()))

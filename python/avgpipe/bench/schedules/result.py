@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from avgpipe.bench.schedules.bounds import Bound, bounds
+from avgpipe.bench.schedules.our_plans import OurCase, our_cases, simulated_s
 from avgpipe.bench.schedules.rows import Unavailable
 from avgpipe.bench.schedules.settings import ScheduleSettings
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A row: seconds per batch, one sample a round."""
+    """A row: seconds per batch, one sample a round. simulated_s: what the simulation says; of our rows."""
 
     name: str
     median_s: float
     quartile1_s: float
     quartile3_s: float
     samples_s: tuple[float, ...]
+    simulated_s: float | None = None
 
     @property
     def is_ours(self) -> bool:
         return self.name.startswith("avgpipe ")
 
+    @property
+    def is_drop_in(self) -> bool:
+        """Ours on torch's runtime."""
+        return self.name.endswith("(ours)")
+
+    @property
+    def over_simulated(self) -> float | None:
+        """Measured over simulated seconds."""
+        return self.median_s / self.simulated_s if self.simulated_s else None
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "over_simulated": self.over_simulated}
 
     @staticmethod
     def from_json(found: dict[str, Any]) -> Timed:
-        return Timed(**{**found, "samples_s": tuple(found["samples_s"])})
+        known = {field.name: found[field.name] for field in fields(Timed) if field.name in found}
+        return Timed(**{**known, "samples_s": tuple(found["samples_s"])})
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,7 @@ class ScheduleResult:
 
     @property
     def limit_s(self) -> float:
-        """The bound that holds for every row: no bubble, and the line at its rate."""
+        """The bound of every row that sends its activations: no bubble, and the line at its rate."""
         return max(b.seconds for b in self.bounds if b.name.startswith("no bubble") or "line rate" in b.name)
 
     def to_json(self) -> dict[str, Any]:
@@ -71,21 +84,25 @@ class ScheduleResult:
         )
 
 
-def timed_rows(measured: Sequence[dict[str, Any]]) -> list[Timed]:
-    """Of what `measure_rows` returned on rank 0, where batches end last."""
+def timed_rows(measured: Sequence[dict[str, Any]], simulated_s: Mapping[str, float]) -> list[Timed]:
+    """Of what `measure_rows` returned on rank 0, where batches end last. simulated_s: by the names of rows."""
     made = []
     for row in measured:
         samples = row["seconds"]
         quartile1, _, quartile3 = (
             statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
         )
-        made.append(Timed(row["name"], statistics.median(samples), quartile1, quartile3, tuple(samples)))
+        name, median = row["name"], statistics.median(samples)
+        made.append(Timed(name, median, quartile1, quartile3, tuple(samples), simulated_s.get(name)))
     return made
 
 
-def summarise(settings: ScheduleSettings, ranks: Sequence[dict[str, Any]]) -> ScheduleResult:
+def summarise(
+    settings: ScheduleSettings, ranks: Sequence[dict[str, Any]], failed: Sequence[Unavailable] = ()
+) -> ScheduleResult:
     rate = settings.rate_bits_per_s
     line = ranks[0]["line_bytes_per_s"]
+    cases = [case for case in our_cases(settings) if isinstance(case, OurCase)]
     return ScheduleResult(
         settings,
         line,
@@ -100,6 +117,6 @@ def summarise(settings: ScheduleSettings, ranks: Sequence[dict[str, Any]]) -> Sc
                 line,
             )
         ),
-        tuple(timed_rows(ranks[0]["rows"])),
-        tuple(Unavailable(**row) for row in ranks[0]["unavailable"]),
+        tuple(timed_rows(ranks[0]["rows"], {case.name: simulated_s(case, settings) for case in cases})),
+        (*(Unavailable(**row) for row in ranks[0]["unavailable"]), *failed),
     )

@@ -26,7 +26,9 @@ class Task:
 
 
 class Row(Protocol):
-    """A way of training, alike on every rank. pipelines: batches that are under way at once."""
+    """A way of training, alike on every rank. pipelines: batches that are under way at once, or more, so that a round
+    of all that work beside each other is whole.
+    """
 
     name: str
     pipelines: int
@@ -77,8 +79,8 @@ def measure_rows(
     seconds: list[list[float]] = [[] for _ in rows]
     for number in range(rounds + 1):
         for row, samples in zip(rows, seconds):
+            dist.barrier()  # so that whoever fails from here on fails at this row
             say(f"round {number} of {rounds}: {row.name}")
-            dist.barrier()
             taken = seconds_per_batch(row, batches if number else row.pipelines)
             if number:
                 samples.append(taken)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import ceil
 from typing import Any
 
 from avgpipe.bench import units
 
-OURS = ("1f1b", "all-forward-all-backward", "advance-forward")
-TORCH = ("torch-1f1b", "torch-gpipe", "torch-interleaved-1f1b", "torch-zero-bubble")
-ROWS = (*OURS, *TORCH)
+SCHEDULES = (
+    "1f1b",
+    "all-forward-all-backward",
+    "advance-forward",
+    "interleaved-1f1b",
+    "zero-bubble-h1",
+    "zero-bubble-v",
+)
+SYSTEMS = ("pipedream", "pipedream-2bw", "ea-pipe", "data-parallel", "model-parallel")
+TORCH = ("torch-1f1b", "torch-gpipe", "torch-advance-forward", "torch-interleaved-1f1b", "torch-zero-bubble")
+ROWS = (*SCHEDULES, *SYSTEMS, *TORCH)
+ALL = "all"  # in place of the names of rows
+# The schedules for which both sides have a row; each system more takes its time.
+DEFAULT = (*SCHEDULES[:3], *(name for name in TORCH if name != "torch-advance-forward"))
 LINKS = ("auto", "shm", "gloo")
 CHUNKS = 2  # of a rank in the interleaved schedules
 MIN_ACTIVATION_BYTES = 64
@@ -20,7 +32,8 @@ _BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
 class ScheduleSettings:
     """forward_s, backward_s: of a micro-batch on a stage. activation_bytes: of a micro-batch, float32.
     rate_bits_per_s: of each worker's line in each direction; None: the machine's own loopback. pipelines: of the
-    row advance-forward, each number a row. batches: of a row in a round, at least. only: rows, all when empty.
+    row advance-forward, each number a row. batches: of a row in a round, at least. only: rows; ("all",) is every one,
+    () those of DEFAULT.
 
     ValueError for values that are out of range.
     """
@@ -62,8 +75,8 @@ class ScheduleSettings:
         if not self.timeout_s > 0:
             raise ValueError(f"--timeout {self.timeout_s:g}: must be positive")
         for name in self.only:
-            if name not in ROWS:
-                raise ValueError(f"--rows {name}: no such row, use some of {','.join(ROWS)}")
+            if name not in (*ROWS, ALL):
+                raise ValueError(f"--rows {name}: no such row, use some of {','.join(ROWS)}, or {ALL}")
 
     @property
     def effective_link(self) -> str:
@@ -76,15 +89,23 @@ class ScheduleSettings:
         from avgpipe.bench.schedules.bounds import flush_s, link_s
 
         batch_s = flush_s(self.stages, self.micro_batches, self.forward_s, self.backward_s)
-        if self.rate_bits_per_s is not None:
-            batch_s += 2 * link_s(
-                self.stages, self.micro_batches, 8 * self.activation_bytes / self.rate_bits_per_s
-            )
-        rows = len(self.only or ROWS) + len(self.pipelines)
+        batch_s += 2 * link_s(self.stages, self.micro_batches, self.transfer_s)
+        rows = len(self.rows) + len(self.pipelines) + 2  # some names are two rows
+        if "model-parallel" in self.rows:  # one micro-batch after another
+            one_s = flush_s(self.stages, 1, self.forward_s, self.backward_s, self.transfer_s)
+            rows += ceil(self.micro_batches * one_s / max(batch_s, 1e-9))
         return 120 + self.timeout_s + 6 * rows * (self.rounds + 1) * (self.batches + 5) * (batch_s + 0.02)
 
-    def asks(self, name: str) -> bool:
-        return not self.only or name in self.only
+    @property
+    def transfer_s(self) -> float:
+        """Of an activation, or its gradient, on a line."""
+        return 0.0 if self.rate_bits_per_s is None else 8 * self.activation_bytes / self.rate_bits_per_s
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Names of what is measured, in the order of the table."""
+        chosen = ROWS if ALL in self.only else self.only or DEFAULT
+        return tuple(name for name in ROWS if name in chosen)
 
     def command(self) -> list[str]:
         """The words that measure this again, with every default spelled out."""

@@ -9,26 +9,34 @@ from rich.text import Text
 
 from avgpipe.bench.schedules.result import ScheduleResult
 
+_DATA_PARALLEL = "avgpipe data-parallel"
+_SINGLE = ("pipedream", "ea-pipe", "model-parallel")  # batches of one micro-batch
+
 
 def table(result: ScheduleResult) -> Group:
     """Bounds, then rows.
 
-    "of limit": the limit over the row's time. "ours is": how many times faster our best row is.
+    "over it": measured over simulated time. "of limit": the limit over the row's time. "ours is": how many times faster
+    our best pipeline is.
     """
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     made.add_column("", no_wrap=True)
-    for heading in ("ms/batch", "quartiles", "of limit", "ours is"):
+    for heading in ("ms/batch", "quartiles", "simulated", "over it", "of limit", "ours is"):
         made.add_column(heading, justify="right", no_wrap=True)
     limit = result.limit_s
     for bound in result.bounds:
-        made.add_row(bound.name, f"{bound.seconds * 1e3:.1f}", "", "", "", style="dim")
-    best = min((row.median_s for row in result.rows if row.is_ours), default=None)
+        made.add_row(bound.name, f"{bound.seconds * 1e3:.1f}", *[""] * 5, style="dim")
+    ours = [row.median_s for row in result.rows if row.is_ours and row.name != _DATA_PARALLEL]
+    best = min(ours, default=None)
     for row in result.rows:
         faster = "" if best is None or row.is_ours else f"{row.median_s / best:.2f}x"
+        simulated, over = row.simulated_s, row.over_simulated
         made.add_row(
             row.name,
             f"{row.median_s * 1e3:.1f}",
             f"{row.quartile1_s * 1e3:.1f}-{row.quartile3_s * 1e3:.1f}",
+            "" if simulated is None else f"{simulated * 1e3:.1f}",
+            "" if over is None else f"{over:.3f}",
             f"{limit / row.median_s:.3f}",
             faster,
             style="bold" if row.is_ours else "",
@@ -54,4 +62,25 @@ def notes(result: ScheduleResult) -> list[str]:
     ]
     if result.line_bytes_per_s is not None:
         lines.append(f"A plain 16 MiB send of gloo: {result.line_bytes_per_s * 8 / 1e9:.3f} Gbit/s.")
-    return lines + [f"left out: {row.name}: {row.reason}" for row in result.unavailable]
+    return [
+        *lines,
+        *_notes_on_rows(result),
+        *(f"left out: {row.name}: {row.reason}" for row in result.unavailable),
+    ]
+
+
+def _notes_on_rows(result: ScheduleResult) -> list[str]:
+    names = [row.name for row in result.rows]
+    lines = []
+    if any(row.simulated_s is not None for row in result.rows):
+        lines.append(
+            "Simulated: each two stages have a line of their own in each direction; updates and the host take nothing."
+        )
+    if single := [name for name in _SINGLE if f"avgpipe {name}" in names]:
+        lines.append(f"{', '.join(single)}: a batch is one micro-batch; M of them are a row's batch here.")
+    if _DATA_PARALLEL in names:
+        lines.append(
+            "data-parallel: a worker runs M/K micro-batches through all stages; no activation is sent, and gradients "
+            "are too small here for their sum to count."
+        )
+    return lines

@@ -18,7 +18,7 @@ INTERLEAVED = {
     "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
     "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
-NAMES = (*SINGLE, *INTERLEAVED)
+DROP_IN = "advance-forward"  # ours on torch's runtime
 
 
 class TorchRow:
@@ -41,7 +41,11 @@ class TorchRow:
         ]
         self._first, self._last = rank == 0, rank == ranks - 1
         self._schedule: Any
-        if schedule in SINGLE:
+        if schedule == DROP_IN:
+            from avgpipe.interop.torch_pipelining import ScheduleAdvanceForward
+
+            self._schedule = ScheduleAdvanceForward(stages[0], micro_batches, loss_fn=task.loss_fn)
+        elif schedule in SINGLE:
             self._schedule = SINGLE[schedule](stages[0], micro_batches, loss_fn=task.loss_fn)
         else:
             # The class's annotations name a private base class of the stages.
@@ -68,8 +72,10 @@ class TorchRow:
 def torch_row(
     name: str, task: Task, modules: Sequence[nn.Module], schedule: str, micro_batches: int
 ) -> TorchRow | Unavailable:
-    """The row, or why torch refuses it: some schedules need M to be a multiple of something, or at least K."""
+    """The row, or why torch refuses it: some schedules need M to be a multiple of something, or at least K; ours needs
+    a torch that it knows.
+    """
     try:
         return TorchRow(name, task, modules, schedule, micro_batches)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         return Unavailable(name, " ".join(str(error).split()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from avgpipe.runtime.links.local import LocalLink
 from avgpipe.runtime.links.nccl import Edge, NcclLink, edge_groups
 from avgpipe.runtime.links.shared import Inbox, SharedLink
 from avgpipe.runtime.mailbox import Mailbox
+from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.world import World
 from avgpipe_ext import ring
 
@@ -33,57 +34,57 @@ _log = logging.getLogger("avgpipe")
 
 
 class Links:
-    """The links of a worker, by the stage at their other end, and the mailbox that they fill.
+    """The links of a worker, by the seat at their other end, and the mailbox that they fill.
 
-    stages: those of this worker. into(k): the channels that end at stage k. kind: one of ``NAMES``.
-    processes: ids of the peers on this host, by rank.
+    into(rank): the channels that end at a rank, from others. kind: one of ``NAMES``. processes: ids of the peers on
+    this host, by rank.
     """
 
     def __init__(
         self,
         world: World,
-        stages: Sequence[int],
-        count: int,
+        placement: Placement,
         into: Callable[[int], list[Channel]],
         device: torch.device,
         kind: str,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self._world, self._into, self._device, self._wire_dtype = world, into, device, wire_dtype
+        self._world, self._placement, self._into = world, placement, into
+        self._device, self._wire_dtype = device, wire_dtype
         self._slots: DeviceSlots | None = None
         self._on_device: set[int] = set()  # ranks that share this one's device
         self._edges: dict[Edge, dist.ProcessGroup] = {}
         inbox, outboxes = self._try_shared(kind) if world.size > 1 else (None, {})
         self.processes: dict[int, int] = {rank: pid for rank, (pid, _) in outboxes.items()}
-        self.mailbox = Mailbox(inbox.bell if inbox is not None and outboxes else None, len(outboxes) + 1)
-        self.by_stage: dict[int, Link] = {}
-        local = LocalLink(self.mailbox, device)
-        for k in range(count):
-            if k in stages:
-                self.by_stage[k] = local
+        bell = inbox.bell if inbox is not None and outboxes else None
+        self.mailbox = Mailbox(bell, len(outboxes) + 1, placement.rank_of)
+        self._by_rank: dict[int, Link] = {}
+        for rank in range(world.size):
+            if rank == world.rank:
+                self._by_rank[rank] = LocalLink(self.mailbox, device)
             elif self._edges:
-                self.by_stage[k] = NcclLink(
-                    partial(self._host_link, k, count, inbox, outboxes.get(k), torch.device("cpu"), None),
-                    *(self._edges, k, device, self.mailbox, wire_dtype),
+                self._by_rank[rank] = NcclLink(
+                    partial(self._host_link, rank, inbox, outboxes.get(rank), torch.device("cpu"), None),
+                    *(self._edges, rank, device, self.mailbox, wire_dtype),
                 )
             else:
-                self.by_stage[k] = self._host_link(
-                    *(k, count, inbox, outboxes.get(k), device, wire_dtype, self.mailbox)
+                self._by_rank[rank] = self._host_link(
+                    *(rank, inbox, outboxes.get(rank), device, wire_dtype, self.mailbox)
                 )
-        for k in (stages[0] - 1, stages[-1] + 1):
-            if k in self.by_stage:
-                _log.info("stage %d to stage %d: %s", stages[0], k, self.by_stage[k].name)
+        seats = range(len(placement.seats))
+        self.by_seat = {seat: self._by_rank[placement.rank_of(seat)] for seat in seats}
+        for rank in sorted({placement.rank_of(c.source) for c in into(world.rank) if c.kind in "FB"}):
+            _log.info("%s to %s: %s", *map(world.name, (world.rank, rank)), self._by_rank[rank].name)
 
     def _from(self, peer: int) -> list[Channel]:
-        return [channel for channel in self._into(self._world.rank) if channel.source == peer]
+        return [c for c in self._into(self._world.rank) if self._placement.rank_of(c.source) == peer]
 
     def _to(self, peer: int) -> list[Channel]:
-        return [channel for channel in self._into(peer) if channel.source == self._world.rank]
+        return [c for c in self._into(peer) if self._placement.rank_of(c.source) == self._world.rank]
 
     def _host_link(
         self,
-        k: int,
-        count: int,
+        peer: int,
         inbox: Inbox | None,
         outbox: tuple[int, Inbox] | None,
         device: torch.device,
@@ -92,17 +93,18 @@ class Links:
     ) -> Link:
         """Through the memory of the host, or of the device that both share."""
         if inbox is not None and outbox is not None:
-            ends = inbox, self._from(k), *outbox, device, mailbox, wire_dtype
-            if k in self._on_device and self._slots is not None:
+            ends = inbox, self._from(peer), *outbox, device, mailbox, wire_dtype
+            if peer in self._on_device and self._slots is not None:
                 return CudaIpcLink(*ends, self._slots)
             return SharedLink(*ends)
 
         def lost(doing: str) -> PeerLost:
-            return self._world.lost(k, k, doing)
+            return self._world.lost(peer, doing)
 
         assert self._world.group is not None
-        channels = self._from(k), self._to(k)
-        return GroupLink(self._world.group, k, count, *channels, device, mailbox, lost, wire_dtype)
+        channels = self._from(peer), self._to(peer)
+        seats = len(self._placement.seats)
+        return GroupLink(self._world.group, peer, seats, *channels, device, mailbox, lost, wire_dtype)
 
     def _try_shared(self, kind: str) -> tuple[Inbox | None, dict[int, tuple[int, Inbox]]]:
         """This worker's inbox and those of the peers with which shared memory works, with their process ids."""
@@ -169,7 +171,10 @@ class Links:
                 f"{len(set(devices))} between them; use 'auto'"
             )
         if kind == "nccl" or (kind == "auto" and apart and dist.is_nccl_available()):
-            edges = sorted({(c.source, c.stage) for k in range(len(offers)) for c in self._into(k)})
+            rank_of = self._placement.rank_of
+            edges = sorted(
+                {(rank_of(c.source), rank_of(c.seat)) for k in range(len(offers)) for c in self._into(k)}
+            )
             self._edges = edge_groups(edges, self._device, self._world.timeout_s)
             return
         self._try_devices(kind, offers, opened)
@@ -195,7 +200,7 @@ class Links:
         self._on_device = {r for r in self._on_device if str(world.rank) not in verdicts[r]}
 
     def close(self, patience_s: float) -> None:
-        links = {id(link): link for link in self.by_stage.values()}.values()
+        links = self._by_rank.values()
         for link in links:
             if isinstance(link, GroupLink):
                 link.leave()  # to all, before waiting for any

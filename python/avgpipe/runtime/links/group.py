@@ -78,7 +78,7 @@ class GroupLink:
         self,
         group: dist.ProcessGroup,
         rank: int,
-        stages: int,
+        seats: int,
         incoming: Sequence[Channel],
         outgoing: Sequence[Channel],
         device: torch.device,
@@ -87,7 +87,7 @@ class GroupLink:
         wire_dtype: torch.dtype | None,
     ) -> None:
         self.name = f"torch.distributed ({group.name()})"
-        self.group, self.rank, self.stages, self.device = group, rank, stages, device
+        self.group, self.rank, self.seats, self.device = group, rank, seats, device
         self._mailbox, self._lost, self._wire_dtype = mailbox, lost, wire_dtype
         self.closing = self._left = False
         # The shortest time that a message of a kind took, on the two ends' clocks.
@@ -98,7 +98,7 @@ class GroupLink:
 
     def send(self, key: Key, value: Any) -> None:
         outgoing = self._outgoing[key[:4]]  # type: ignore[index]  # a Channel is such a tuple
-        self._sender.put(key.batch if key.kind in "FB" else -1, outgoing, *outgoing.packed(key, value))
+        self._sender.put(key.batch if key.kind in "FBXY" else -1, outgoing, *outgoing.packed(key, value))
 
     def heard(self, key: Key, value: Any, took_s: float) -> None:
         known = self.latency_s.get(key.kind)
@@ -143,7 +143,7 @@ class _Outgoing:
     """The sending end of a channel."""
 
     def __init__(self, link: GroupLink, channel: Channel, wire_dtype: torch.dtype | None) -> None:
-        self._link, self._tag = link, _tag(channel, link.stages)
+        self._link, self._tag = link, _tag(channel, link.seats)
         self._encoder = Encoder(narrowed(channel, wire_dtype))
         self._sizes = Sizes()
         self.buffers = Buffers()
@@ -214,12 +214,12 @@ class _Receiver:
     """The thread of one incoming channel. It keeps receives posted until the link closes or breaks."""
 
     def __init__(self, link: GroupLink, channel: Channel, wire_dtype: torch.dtype | None) -> None:
-        self._link, self._channel, self._tag = link, channel, _tag(channel, link.stages)
+        self._link, self._channel, self._tag = link, channel, _tag(channel, link.seats)
         self._decoder = Decoder(narrowed(channel, wire_dtype), link.device)
         self._sizes = Sizes()
         self._buffers = Buffers()
         self._posted: deque[tuple[torch.Tensor, Any]] = deque()
-        name = f"avgpipe-receive-{channel.kind}{channel.pipeline}-{channel.source}-{channel.stage}"
+        name = f"avgpipe-receive-{channel.kind}{channel.pipeline}-{channel.source}-{channel.seat}"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
@@ -302,7 +302,7 @@ def lend(buffer: torch.Tensor, pool: Buffers) -> _Lease:
     return lease
 
 
-def _tag(channel: Channel, stages: int) -> int:
+def _tag(channel: Channel, seats: int) -> int:
     """Distinguishes the channels between two ranks; the next number is of what does not fit."""
-    place = (channel.pipeline * stages + channel.source) * stages + channel.stage
+    place = (channel.pipeline * seats + channel.source) * seats + channel.seat
     return 2 * (place * len(KINDS) + KINDS.index(channel.kind))

@@ -202,7 +202,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def narrowed(channel: Channel, wire_dtype: torch.dtype | None) -> torch.dtype | None:
     """The dtype in which a channel's tensors travel: only activations and gradients of training may lose bits."""
-    return wire_dtype if channel.kind in "FB" else None
+    return wire_dtype if channel.kind in "FBXY" else None
 
 
 def view(address: int, size: int) -> ctypes.Array[ctypes.c_ubyte]:

@@ -1,0 +1,120 @@
+"""Question: does each system run as fast as simulated on an emulated cluster, and which is the quickest?
+
+    python benchmarks/systems/emulated.py            (as root: it makes network namespaces)
+
+Six workers, M = 12, t_f = 10 ms, t_b = 20 ms, activations of 1 MiB: through shared memory of one host, and over lines
+of 1 Gbit/s. Every row that there is, ours beside their simulated times; every panel is one run of
+``avgpipe bench schedules --rows all``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from avgpipe.bench.schedules.result import ScheduleResult
+
+RESULTS = Path(__file__).parents[1] / "results"
+WITHIN = 0.10  # of the simulated time
+CASES: dict[str, dict[str, Any]] = {"loopback": {"link": "shm"}, "1Gbit": {"rate_bits_per_s": 1e9}}
+
+
+def main() -> None:
+    from rich.console import Console
+
+    from avgpipe.bench.machine import cpu_model
+    from avgpipe.bench.schedules import benchmark
+    from avgpipe.bench.schedules.picture import plot_schedules
+    from avgpipe.bench.schedules.settings import ALL, ScheduleSettings
+    from avgpipe.bench.schedules.table import table
+    from avgpipe.errors import PipelineError
+
+    arguments = _arguments()
+    base = ScheduleSettings(rounds=arguments.rounds, batches=arguments.batches, only=arguments.rows or (ALL,))
+    cases = [replace(base, **CASES[name]) for name in arguments.cases]
+    for settings in cases:
+        benchmark.check(settings)
+    screen = Console(highlight=False, width=110)
+    results, failures = [], []
+    for name, settings in zip(arguments.cases, cases):
+        try:
+            results.append(benchmark.run(settings, lambda line: print(line, file=sys.stderr)))
+        except PipelineError as error:
+            failures.append(f"{name}: {error}")
+            print(failures[-1], file=sys.stderr)
+            continue
+        screen.print(table(results[-1]))
+        screen.print("\n".join(answer(results[-1])))
+        # After every case: what has been measured is kept, whatever happens to the others.
+        _write_record(results, arguments.out)
+        if arguments.plot:
+            plot_schedules(results, f"emulated cluster, {cpu_model()}", arguments.plot)
+    sys.exit(1 if failures else 0)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=4, help="of a row in a round, at least")
+    parser.add_argument("--cases", type=_names, default=tuple(CASES), help=f"some of {','.join(CASES)}")
+    parser.add_argument("--rows", type=_names, default=(), help="default: all")
+    parser.add_argument("--plot", help="file of the picture")
+    parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.cases if name not in CASES]
+    if unknown:
+        parser.error(f"--cases {','.join(unknown)}: use some of {','.join(CASES)}")
+    return arguments
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def answer(result: ScheduleResult) -> list[str]:
+    """Both questions, in a line each."""
+    ours = [row for row in result.rows if row.over_simulated is not None]
+    off = [row for row in ours if not 1 - WITHIN <= row.over_simulated <= 1 + WITHIN]
+    named = ", ".join(f"{row.name} {row.over_simulated:.3f}" for row in off) or "none"
+    ranking = sorted(result.rows, key=lambda row: row.median_s)
+    quickest = ", ".join(f"{row.name} {row.median_s * 1e3:.0f} ms" for row in ranking[:3])
+    return [
+        f"within {WITHIN:.0%} of simulated: {len(ours) - len(off)} of {len(ours)}; not: {named}",
+        f"quickest: {quickest}",
+    ]
+
+
+def _write_record(results: Sequence[ScheduleResult], out: str | None) -> None:
+    """A dated JSON file in benchmarks/results, or `out`, with versions, machine and command."""
+    from avgpipe.bench.machine import machine, versions
+
+    date = time.strftime("%Y-%m-%d")
+    record = {
+        "question": "systems on an emulated cluster, measured and simulated",
+        "date": date,
+        "command": shlex.join(["python", "benchmarks/systems/emulated.py", *sys.argv[1:]]),
+        "machine": machine(1, "cpu"),
+        "versions": versions(),
+        "cases": [
+            {"command": shlex.join(result.settings.command()), "answer": answer(result), **result.to_json()}
+            for result in results
+        ],
+    }
+    path = Path(out) if out else RESULTS / f"systems-emulated-{date}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written to {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

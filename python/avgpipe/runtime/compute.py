@@ -1,0 +1,183 @@
+"""The forwards and backwards of micro-batches on one stage: what they take, keep and send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from avgpipe.errors import StageError
+from avgpipe.runtime.backward import run_backward
+from avgpipe.runtime.batch import LossFn, to_device
+from avgpipe.runtime.context import Position
+from avgpipe.runtime.graphs import StageGraphs
+from avgpipe.runtime.memory import SavedBytes
+from avgpipe.runtime.message import Key, tensors_of, wanting_gradients
+from avgpipe.runtime.replica import Replica
+from avgpipe.runtime.skips import join, part
+from avgpipe.runtime.split_backward import input_backward
+from avgpipe.runtime.steps import Place, Step
+from avgpipe.runtime.work import Progress, Saved
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What all lanes share."""
+
+    loss_fn: LossFn
+    clip_grad_norm: float | None
+    autocast: torch.dtype | None
+    recompute: str
+    cuda_graphs: bool = False
+    skip_nonfinite: bool = False
+
+    @property
+    def needs_norm(self) -> bool:
+        """Of the gradients of all stages."""
+        return self.clip_grad_norm is not None or self.skip_nonfinite
+
+
+class Compute:
+    """``send``: a kind, seat, step and value. ``take``: a message. ``last_backward``: called before the last one of a
+    batch.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        place: Place,
+        options: TrainingOptions,
+        send: Callable[[str, int, Step, Any], None],
+        take: Callable[[Key], Any],
+        last_backward: Callable[[], None],
+    ) -> None:
+        self._replica, self._place, self._options = replica, place, options
+        self._send, self._take, self._last_backward = send, take, last_backward
+        self._device = replica.stage.device
+        self._layers = StageGraphs(replica.stage) if options.cuda_graphs else replica.stage.forward
+        self._arrivals, self._departures = place.skips
+        self.measures = False  # whether the next forward counts what is held for its backward
+        self.held_bytes = 0  # what one micro-batch holds, as counted
+
+    def forward(self, now: Progress, step: Step) -> None:
+        m = step.micro_batch
+        value = (
+            to_device(now.work.inputs[m], self._device) if self._place.first else self._take(step.needs[0])
+        )
+        inputs, arrived = wanting_gradients(value), []
+        if self._arrivals:
+            parts = self._taken_past(step)
+            value = join(value, self._arrivals, parts)
+            arrived = [wanting_gradients(values) for values in parts]
+            del parts
+        run = self._measured_run if self.measures else self._run
+        autocast = self._options.autocast
+        if autocast is None:
+            output = run(now, m, value)
+        else:
+            with torch.autocast(self._device.type, dtype=autocast):
+                output = run(now, m, value)
+        del value  # the message's memory is free again once nothing needs it
+        if self._place.last:
+            edges = _edges(output)
+            now.saved[m] = Saved(inputs, edges, [self._seed(now, m, output)] if edges else [], arrived)
+        elif not self._departures:
+            now.saved[m] = Saved(inputs, _edges(output), None, arrived)
+            self._send("F", self._place.at(self._place.stage + 1, m), step, output)
+        else:
+            output, parts = part(output, self._departures)
+            now.saved[m] = Saved(inputs, _edges(output), None, arrived, _edges(parts))
+            self._send("F", self._place.at(self._place.stage + 1, m), step, output)
+            for route, values in zip(self._departures, parts):
+                self._send("X", self._place.at(route.stage, m), step, values)
+
+    def _taken_past(self, step: Step) -> list[Any]:
+        """The messages that came past other stages, which a step names behind its neighbour's."""
+        return [self._take(key) for key in step.needs[1:]]
+
+    def _run(self, now: Progress, m: int, value: Any) -> Any:
+        place = Position(self._replica.pipeline, now.work.batch, m)
+        run = self._replica.stage.recomputed if self._recomputes(now, m) else self._layers
+        output = run(value, place)
+        return self._loss(now, m, output) if self._place.last else output
+
+    def _measured_run(self, now: Progress, m: int, value: Any) -> Any:
+        """As _run, counting what the micro-batch holds until its backward."""
+        self.measures = False
+        saved = SavedBytes(w.untyped_storage().data_ptr() for w in self._replica.arena.weights)
+        with saved.counting():
+            output = self._run(now, m, value)
+            for tensor in () if self._place.first else tensors_of(value):
+                saved.count(tensor)  # held in any case: its gradient is wanted
+        self.held_bytes = saved.bytes
+        return output
+
+    def _recomputes(self, now: Progress, m: int) -> bool:
+        how = self._options.recompute
+        return how == "always" or (how == "except-last" and m < now.work.micro_batches - 1)
+
+    def _loss(self, now: Progress, m: int, output: Any) -> torch.Tensor | None:
+        """This micro-batch's loss; None when nothing in it counts."""
+        factor = now.work.weights.factors[m]
+        if factor == 0.0:  # a mean over nothing is 0/0, and so would its gradient be
+            return None
+        loss = scalar_loss(self._options.loss_fn, output, to_device(now.work.targets[m], self._device))
+        now.losses.append((loss.detach(), factor))
+        return loss
+
+    def _seed(self, now: Progress, m: int, loss: torch.Tensor) -> torch.Tensor:
+        """The gradient of the batch's loss by a micro-batch's."""
+        return torch.full((), now.work.weights.factors[m], dtype=loss.dtype, device=loss.device)
+
+    def backward(self, now: Progress, step: Step) -> None:
+        m = step.micro_batch
+        saved = now.saved.pop(m)
+        roots, grads = saved.outputs, saved.grads
+        if grads is None:
+            # Gradients of the outputs that wanted one, and after the last backward the loss.
+            received = self._take(step.needs[0])
+            if len(received) > len(saved.outputs):
+                now.loss = received.pop()
+            if self._departures:
+                roots = [*roots, *saved.departed]
+                received = [*received, *chain.from_iterable(self._taken_past(step))]
+            pairs = [(edge, g) for edge, g in zip(roots, received) if g is not None]
+            roots, grads = [p[0] for p in pairs], [p[1] for p in pairs]
+            del received, pairs
+        now.backwards_left -= 1
+        if now.backwards_left == 0:
+            self._last_backward()
+        if step.kind == "I":
+            now.deferred[m] = input_backward(roots, grads, saved.all_inputs)
+        elif roots:
+            run_backward(roots, grads)
+        if now.backwards_left == 0 and self._place.last:
+            now.sum_losses()
+        if not self._place.first:
+            message = [x.grad for x in saved.inputs]
+            if now.backwards_left == 0 and not self._place.placement.is_replicated:
+                # the batch's loss rides on its last gradient, so that every stage learns it without a message more
+                message.append(now.loss)
+            self._send("B", self._place.at(self._place.stage - 1, m), step, message)
+        for route, tensors in zip(self._arrivals, saved.arrived):
+            self._send("Y", self._place.at(route.stage, m), step, [x.grad for x in tensors])
+
+
+def _edges(value: Any) -> list[GradientEdge]:
+    """Where the gradients of a value's tensors go in."""
+    return [get_gradient_edge(t) for t in wanting_gradients(value)]
+
+
+def scalar_loss(loss_fn: LossFn, output: Any, target: Any) -> torch.Tensor:
+    """The loss of a micro-batch, refused unless it is a scalar tensor."""
+    loss = loss_fn(output, target)
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise StageError(
+            f"loss_fn returned {got}; it must return a scalar tensor, the mean or sum over the samples"
+        )
+    return loss

@@ -1,0 +1,119 @@
+"""Gradients added up over the ranks of a torch.distributed group, while the backward that makes them still runs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from avgpipe.errors import PeerLost
+from avgpipe.runtime.mailbox import Mailbox
+from avgpipe.runtime.message import Key
+from avgpipe.runtime.world import transport_reason
+
+_PATIENCE_S = 5.0  # for the thread to end
+_BUCKET_BYTES = 8 * 2**20  # large enough for the network, small enough to begin early
+
+
+class GroupSum:
+    """``parameters``: alike on all ranks of ``group``, which is for this alone. ``key``: of the message that the sums
+    of a batch are there, without the batch.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, mailbox: Mailbox, key: Key
+    ) -> None:
+        self._parameters, self._group, self._mailbox, self._key = parameters, group, mailbox, key
+        self._buckets = _buckets(parameters)
+        self._bucket_of = {n: b for b, bucket in enumerate(self._buckets) for n in bucket.members}
+        self._armed = False
+        self._waiting: list[set[int]] = []  # of each bucket, whose gradients the backward has not made yet
+        self._works: list[Any] = []  # of the buckets that are on their way, which is in their order
+        self._batches: queue.SimpleQueue[tuple[int, list[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, name="avgpipe-sum", daemon=True)
+        self._thread.start()
+        for n, p in enumerate(parameters):
+            hook = partial(self._made, n)
+            p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
+
+    def arm(self) -> None:
+        """The backward that comes is the last one before :meth:`complete`: what it makes is final."""
+        self._waiting = [set(bucket.members) for bucket in self._buckets]
+        self._armed = True
+
+    def _made(self, n: int, _: torch.Tensor) -> None:
+        if not self._armed:
+            return
+        self._waiting[self._bucket_of[n]].discard(n)
+        # In the same order everywhere, or ranks would add up different buckets.
+        while len(self._works) < len(self._buckets) and not self._waiting[len(self._works)]:
+            self._start(self._buckets[len(self._works)])
+
+    def complete(self, batch: int) -> None:
+        """Add up what is left; a message tells when all is there."""
+        self._armed = False
+        for bucket in self._buckets[len(self._works) :]:
+            self._start(bucket)
+        works, self._works = self._works, []
+        self._batches.put((batch, works))
+
+    def _start(self, bucket: _Bucket) -> None:
+        for n, view in bucket.members.items():
+            grad = self._parameters[n].grad
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad)
+        self._works.append(dist.all_reduce(bucket.flat, group=self._group, async_op=True))
+
+    def total(self, n: int) -> torch.Tensor:
+        """The sum of the gradients of parameter n; overwritten by the next batch's."""
+        total: torch.Tensor = self._buckets[self._bucket_of[n]].members[n]
+        return total
+
+    def _wait(self) -> None:
+        while (item := self._batches.get()) is not None:
+            batch, works = item
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                reason = transport_reason(error)
+                self._mailbox.fail(PeerLost(f"the sum of gradients of batch {batch} failed: {reason}"))
+                return
+            self._mailbox.deliver(self._key._replace(batch=batch), None)
+
+    def close(self) -> None:
+        self._batches.put(None)
+        self._thread.join(_PATIENCE_S)
+
+
+class _Bucket:
+    """Places for the gradients of some parameters, by their numbers, in one flat tensor."""
+
+    def __init__(self, numbers: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
+        sizes = [parameters[n].numel() for n in numbers]
+        like = parameters[numbers[0]]
+        self.flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
+        parts = torch.split(self.flat, sizes)
+        self.members = {n: part.view(parameters[n].shape) for n, part in zip(numbers, parts)}
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
+    """From the last parameter to the first, in which order a backward makes their gradients, more or less."""
+    groups: list[list[int]] = []
+    size = _BUCKET_BYTES
+    for n in reversed(range(len(parameters))):
+        p = parameters[n]
+        if size >= _BUCKET_BYTES or p.dtype != parameters[groups[-1][0]].dtype:
+            groups.append([])
+            size = 0
+        groups[-1].append(n)
+        size += p.numel() * p.element_size()
+    return [_Bucket(numbers, parameters) for numbers in groups]

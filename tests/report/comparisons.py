@@ -1,0 +1,44 @@
+"""Hand-made comparisons."""
+
+from dataclasses import replace
+
+from avgpipe.report.compare import OK, Comparison, Figures, Outcome
+
+PLAIN = Figures(
+    stages=2,
+    pipelines=1,
+    micro_batches=4,
+    replicas=1,
+    schedule="1f1b",
+    batch_size=16,
+    seed=0,
+    epochs=2.0,
+    batches=50,
+    samples=800,
+    train_s=80.0,
+    seconds_to_target=None,
+    peak_memory_bytes=400 * 2**20,
+    busy_fraction=0.5,
+    metric=120.0,
+    best_metric=110.0,
+)
+
+
+def at(samples_per_s, **changes):
+    """The same work at another speed."""
+    return replace(PLAIN, train_s=PLAIN.samples / samples_per_s, **changes)
+
+
+def reaching(seconds, **changes):
+    return replace(PLAIN, seconds_to_target=seconds, train_s=seconds, **changes)
+
+
+REPLICAS = {"stages": 1, "replicas": 2}
+
+
+def compared(*outcomes, **systems):
+    """Of ``outcomes``, then of ``systems`` by name, "_" for "-"."""
+    names = ("target", "trivial", "metric_name", "lower_is_better", "memory_limit_bytes")
+    options = {"metric_name": "perplexity", **{n: systems.pop(n) for n in names if n in systems}}
+    more = (Outcome(name.replace("_", "-"), OK, figures) for name, figures in systems.items())
+    return Comparison("awd-lstm tiny", 2, (*outcomes, *more), **options)

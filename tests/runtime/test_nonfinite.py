@@ -1,0 +1,149 @@
+"""Batches whose gradients are not finite, in every mode: with skip_nonfinite they leave no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from avgpipe import Pipeline, Plan
+from avgpipe.runtime.context import Carry
+from tests.runtime.cases import adamw, assert_same_state, momentum, train_on_one_device
+from tests.runtime.workers import run
+
+PLANS: dict[str, dict[str, Any]] = {
+    "gpipe": {"schedule": "all-forward-all-backward"},
+    "1f1b, recomputing": {"schedule": "1f1b", "recompute": "always"},
+    "zero-bubble-h1": {"schedule": "zero-bubble-h1"},
+    "stash": {"schedule": "pipedream", "micro_batches": 1},
+    "vertical-sync": {"schedule": "pipedream", "micro_batches": 1, "weights": "vertical-sync"},
+    "double-buffer": {"schedule": "pipedream-2bw"},
+    "replicas": {"schedule": "1f1b", "replication": [2, 1]},
+    "two pipelines": {"schedule": "advance-forward", "pipelines": 2},
+    "two pipelines, staleness 0": {"schedule": "1f1b", "pipelines": 2, "staleness": 0},
+    "spread": {"schedule": "1f1b", "pipelines": 2, "spread": True},
+}
+
+
+class Overflow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.bad = bool((x.abs() > 1e3).any())
+        return x.clamp(-1e3, 1e3)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * torch.inf if ctx.bad else grad
+
+
+class Overflows(nn.Module):
+    """Large inputs make the gradients of what comes before overflow; all else stays finite."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Overflow.apply(x)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = [nn.Linear(6, 8), Overflows(), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def batches(count: int, bad: tuple[int, ...] = ()) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for j in range(count):
+        x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+        y = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+        found.append((1e6 * x if j in bad else x, y))
+    return found
+
+
+def train(plan: dict[str, Any], data: list[Any], **options: Any) -> tuple[dict[str, torch.Tensor], int]:
+    chosen = Plan(**{"stages": 2, "micro_batches": 2, **plan})
+    with Pipeline(
+        model(),
+        chosen,
+        **{"loss_fn": nn.MSELoss(), "optimizer": momentum, "skip_nonfinite": True, **options},
+    ) as p:
+        losses = [r.loss for r in p.train(data)]
+        assert len(losses) == len(data)
+        return p.state_dict(), p.skipped_updates
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("name", PLANS)
+def test_batches_that_overflow_on_one_stage_leave_no_trace_on_any(name: str, clip: float | None) -> None:
+    state, skipped = train(PLANS[name], batches(6, bad=tuple(range(6))), clip_grad_norm=clip)
+    assert skipped == 6
+    assert_same_state(state, model().state_dict(), bound=0.0)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_training_goes_on_after_one(name: str) -> None:
+    state, skipped = train(PLANS[name], batches(9, bad=(4,)), optimizer=adamw)
+    assert skipped == 1
+    assert all(bool(value.isfinite().all()) for value in state.values())
+    moved = (state["0.weight"] - model().state_dict()["0.weight"]).abs()
+    assert moved.max() > 0.01
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adamw])
+def test_the_others_train_as_if_it_had_not_been_there(optimizer: Any) -> None:
+    data = batches(6, bad=(2, 3))
+    state, skipped = train({"micro_batches": 1}, data, optimizer=optimizer, clip_grad_norm=0.3)
+    rest = [batch for j, batch in enumerate(data) if j not in (2, 3)]
+    _, expected = train_on_one_device(model(), rest, nn.MSELoss(), optimizer, clip=0.3)
+    assert skipped == 2
+    assert_same_state(state, expected)
+
+
+def test_it_is_for_those_who_ask() -> None:
+    state, skipped = train({}, batches(3, bad=(1,)), skip_nonfinite=False)
+    assert skipped == 0
+    assert not bool(state["0.weight"].isfinite().all())
+
+
+def _on_a_rank(plan: dict[str, Any], bad: tuple[int, ...]) -> None:
+    state, skipped = train(plan, batches(6, bad=bad))
+    own = len(bad) // 2 if plan.get("spread") else len(bad)  # of spread pipelines a rank has one
+    assert skipped == own
+    if len(bad) == 6:
+        assert_same_state(state, model().state_dict(), bound=0.0)
+    assert all(bool(value.isfinite().all()) for value in state.values())
+
+
+@pytest.mark.parametrize("bad", [(0, 1, 2, 3, 4, 5), (2, 3)], ids=str)
+@pytest.mark.parametrize("name", ["gpipe", "stash", "double-buffer", "replicas", "two pipelines", "spread"])
+def test_all_ranks_leave_out_the_same(name: str, bad: tuple[int, ...]) -> None:
+    plan = PLANS[name]
+    world = Plan(**{"stages": 2, "micro_batches": 2, **plan}).workers
+    run(world, _on_a_rank, plan=plan, bad=bad)
+
+
+class Remembers(nn.Module):
+    """Adds what it carries, the mean of its last inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.carry = Carry()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.carry.get()
+        self.carry.set(x.detach().mean(0))
+        return x if before is None else x + before
+
+
+@pytest.mark.parametrize("name", ["gpipe", "stash", "double-buffer"])
+def test_carried_values_begin_anew(name: str) -> None:
+    layers = [nn.Linear(6, 3).double(), Remembers()]
+    data = batches(12)
+    data[3][0][:] = torch.nan
+    plan = Plan(**{"stages": 2, "micro_batches": 2, **PLANS[name]})
+    with Pipeline(layers, plan, loss_fn=nn.MSELoss(), optimizer=momentum, skip_nonfinite=True) as p:
+        finite = [bool(torch.tensor(r.loss).isfinite()) for r in p.train(data)]
+        assert finite[:3] == [True] * 3
+        assert finite[-4:] == [True] * 4
+        assert p.skipped_updates == finite.count(False) < 6

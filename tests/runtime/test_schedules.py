@@ -1,0 +1,140 @@
+"""Several stages per worker, split backwards and replicated stages train exactly as one device does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from avgpipe import Pipeline, Plan
+from tests.runtime.cases import (
+    adamw,
+    assert_same_state,
+    language_model,
+    momentum,
+    token_batches,
+    train_on_one_device,
+    unequal,
+)
+from tests.runtime.ends import LINKS
+from tests.runtime.test_equality import train_pipeline
+from tests.runtime.workers import run
+
+LOSS = nn.CrossEntropyLoss()
+SPLIT = [
+    {"schedule": "interleaved-1f1b", "stages": 4},
+    {"schedule": "interleaved-1f1b", "stages": 6, "stages_per_worker": 3},
+    {"schedule": "interleaved-1f1b", "stages": 2},
+    {"schedule": "zero-bubble-h1", "stages": 1},
+    {"schedule": "zero-bubble-h1", "stages": 3},
+    {"schedule": "zero-bubble-v", "stages": 2},
+    {"schedule": "zero-bubble-v", "stages": 6},
+]
+REPLICATED = [
+    {"stages": 1, "replication": [2]},
+    {"stages": 1, "replication": [3], "schedule": "all-forward-all-backward"},
+    {"stages": 2, "replication": [2, 1], "schedule": "1f1b"},
+    {"stages": 2, "replication": [1, 3]},
+    {"stages": 3, "replication": [2, 1, 2], "schedule": "all-forward-all-backward"},
+    {"stages": 3, "replication": [3, 1, 2]},
+]
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"clip": 0.05, "adamw": True},
+    {"frozen": True, "reduction": "sum"},
+    {"last": 5},
+    {"last": 1, "reduction": "sum"},
+    {"ignore": 3},
+    {"recompute": "always"},
+]
+
+
+def compare(options: dict[str, Any], M: int, variant: dict[str, Any], **others: Any) -> Any:
+    model = language_model(frozen=variant.get("frozen", False))
+    batches = token_batches(4, 9, variant.get("last"))
+    loss_fn = nn.CrossEntropyLoss(
+        reduction=variant.get("reduction", "mean"), ignore_index=variant.get("ignore", -100)
+    )
+    optimizer, clip = (adamw if variant.get("adamw") else momentum), variant.get("clip")
+    plan = Plan(micro_batches=M, recompute=variant.get("recompute", "never"), **options)
+    losses, state = train_pipeline(model, plan, batches, loss_fn, optimizer, clip_grad_norm=clip, **others)
+    expected_losses, expected = train_on_one_device(model, batches, loss_fn, optimizer, clip)
+    assert unequal(losses, expected_losses) < 1e-10
+    assert_same_state(state, expected)
+    return losses, state
+
+
+@pytest.mark.parametrize("options", [*SPLIT, *REPLICATED], ids=str)
+@pytest.mark.parametrize("M", [3, 4, 7])
+def test_equals_one_device(options: dict[str, Any], M: int) -> None:
+    for variant in VARIANTS:
+        compare(options, M, variant)
+
+
+def on_ranks(options: dict[str, Any]) -> bool:
+    for M, variant in [(3, VARIANTS[0]), (4, VARIANTS[1]), (4, VARIANTS[3]), (5, VARIANTS[4])]:
+        (losses, state), *others = (compare(options, M, variant, link=link) for link in LINKS)
+        for other_losses, other_state in others:
+            assert other_losses == losses
+            assert all(torch.equal(state[name], other_state[name]) for name in state)
+    return True
+
+
+@pytest.mark.parametrize(
+    "options", [SPLIT[0], SPLIT[4], SPLIT[6], REPLICATED[0], REPLICATED[2], REPLICATED[5]], ids=str
+)
+def test_equals_one_device_on_ranks(options: dict[str, Any]) -> None:
+    workers = Plan(micro_batches=3, **options).workers
+    assert run(workers, on_ranks, options=options, timeout_s=110) == [True] * workers
+
+
+def elastic(options: dict[str, Any], M: int, N: int) -> Any:
+    plan = Plan(micro_batches=M, pipelines=N, **options)
+    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, clip_grad_norm=0.5) as p:
+        return [r.loss for r in p.train(token_batches(7, 9))], p.state_dict()
+
+
+@pytest.mark.parametrize("options", [SPLIT[0], SPLIT[4], SPLIT[6], REPLICATED[2], REPLICATED[5]], ids=str)
+def test_several_pipelines_do_what_they_do_on_one_stage(options: dict[str, Any]) -> None:
+    losses, state = elastic(options, 3, 2)
+    expected_losses, expected = elastic({"stages": 1}, 1, 2)
+    assert unequal(losses, expected_losses) < 1e-10
+    assert_same_state(state, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        ({"stages": 4, "schedule": "interleaved-1f1b"}, ("worker 0", "worker 1")),
+        ({"stages": 2, "replication": [2, 1]}, ("stage 0, replica 0", "stage 0, replica 1", "stage 1")),
+        (
+            {"stages": 1, "pipelines": 2, "spread": True},
+            ("pipeline 0, stage 0", "pipeline 1, stage 0"),
+        ),
+        ({"stages": 2}, ()),
+    ],
+    ids=str,
+)
+def test_a_timeline_has_a_row_for_each_worker(options: dict[str, Any], labels: tuple[str, ...]) -> None:
+    plan = Plan(micro_batches=2, **options)
+    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw) as p:
+        list(p.train(token_batches(2, 4)))
+        timeline = p.timeline()
+        timeline.explain()
+    assert timeline.labels == labels
+    assert timeline.stages == plan.workers
+    forwards = {(e.stage, e.detail) for e in timeline.events if e.kind == "F"}
+    assert len(forwards) == max(plan.stages, plan.workers)
+
+
+@pytest.mark.parametrize(
+    ("weights", "clip", "said"), [("stash", 0.5, 1), ("stash", None, 0), ("vertical-sync", 0.5, 0)]
+)
+def test_who_waits_needlessly_is_told(weights: str, clip: float | None, said: int, caplog: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = Plan(stages=2, schedule="pipedream", weights=weights)
+    with Pipeline(model, plan, loss_fn=nn.MSELoss(), optimizer=momentum, clip_grad_norm=clip):
+        pass
+    assert len([r for r in caplog.records if "vertical-sync" in r.getMessage()]) == said
