@@ -83,3 +83,32 @@ def test_a_part_of_the_backward_is_not_above_the_whole():
 def test_link_serial_is_a_yes_or_no():
     with pytest.raises(TypeError, match="link_serial=1: must be True or False"):
         Costs(1, 1, link_serial=1)
+
+
+def test_shared_links_are_pairs_of_neighbours():
+    shared = Costs(1, 1, shared_links=[[(0, 1), (2, 1)], [(1, 2)]])
+    assert shared.of_stages(3).channels == [0, 1, 2, 0]
+    assert shared.shared_links == (((0, 1), (2, 1)), ((1, 2),))
+    with pytest.raises(ValueError, match=r"shared_links has \(2, 1\) for 2 stages, 0..1"):
+        shared.of_stages(2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "message"),
+    [
+        (3, TypeError, r"shared_links=3: give lists of \(from, to\)"),
+        ([(0, 1)], TypeError, "shared_links="),
+        ([[(0, 2)]], ValueError, r"shared_links has \(0, 2\): give lists"),
+        ([[(-1, 0)]], ValueError, r"shared_links has \(-1, 0\)"),
+        ([[(0, 1.0)]], ValueError, r"shared_links has \(0, 1.0\)"),
+        ([[(0, 1)], [(1, 0), (0, 1)]], ValueError, r"shared_links has \(0, 1\) twice"),
+    ],
+)
+def test_other_links_are_refused(groups, error, message):
+    with pytest.raises(error, match=message):
+        Costs(1, 1, shared_links=groups)
+
+
+def test_links_without_contention_share_nothing():
+    with pytest.raises(ValueError, match="shared_links with link_serial=False"):
+        Costs(1, 1, link_serial=False, shared_links=[[(0, 1)]])

@@ -106,6 +106,46 @@ def test_directions_of_a_boundary_do_not_share_a_link():
     ]
 
 
+def starts_ms(schedule, costs, stage, kind):
+    """Of the stage's actions of a kind, in one batch."""
+    ran = outcome_of(schedule, costs, 1, 1).actions
+    return [
+        r.start // MS for r in ran if r.stage == stage and schedule.columns[stage][r.position].kind == kind
+    ]
+
+
+def test_directions_that_share_a_link_wait_for_each_other():
+    """F1 is under way from 11 to 21, B0 of stage 1 ends at 13."""
+    schedule = build_schedule("1f1b", 2, 2)
+    costs = Costs(0.001, 0.001, 0.010, shared_links=[[(0, 1), (1, 0)]])
+    assert starts_ms(schedule, costs, 0, "B") == [31, 41]
+
+
+def test_boundaries_that_share_a_link_wait_for_each_other():
+    """F1 of stage 0 leaves at 11; F0 of stage 1, which ends at 12, comes after it."""
+    schedule = build_schedule("gpipe", 3, 2)
+    alone, shared = (
+        starts_ms(schedule, Costs(0.001, 0.001, 0.010, shared_links=groups), 2, "F")
+        for groups in ((), [[(0, 1), (1, 2)]])
+    )
+    assert alone == [22, 32]
+    assert shared == [31, 41]
+
+
+def test_what_does_not_travel_waits_for_no_shared_link():
+    """Both stages 1 and 2 are worker 1's: F0 goes on at once while F1 of stage 0 is on its way."""
+    column = "F0 F1 B0 B1 U"
+    order = ((0,) * 5, (1, 2, 1, 2, 2, 1, 2, 1, 2, 1))
+    schedule = folded(order, column, column, column, micro_batches=2)
+    costs = Costs(0.001, 0.001, 0.010, shared_links=[[(0, 1), (1, 2)]])
+    assert starts_ms(schedule, costs, 2, "F") == [12, 22]
+
+
+def test_a_latency_delays_and_occupies_nothing():
+    schedule, costs = build_schedule("gpipe", 2, 3), Costs(0.001, 0.001, 0.002, latency_s=0.010)
+    assert starts_ms(schedule, costs, 1, "F") == [13, 15, 17]
+
+
 def test_a_split_backward_sends_its_gradient_before_the_weights_part():
     columns = ("F0 I0 W0 U", "F0 I0 W0 U")
     schedule = Schedule("h", 1, tuple(tuple(map(Action.parse, c.split())) for c in columns))

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
 
+Link = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -27,9 +29,13 @@ class Costs:
     - update_s: seconds that the update U occupies the device.
     - input_backward_s: of ``backward_s``, the part of I where a schedule splits the backward; W takes the rest.
       None: half.
+    - latency_s: per boundary, from leaving the link to being there. It occupies nothing: the next tensor follows.
+    - shared_links: groups of links, each a pair of neighbouring stages (from, to), that together carry one tensor at a
+      time, in order of completion (at the same instant the lower stage's first): ``[[(0, 1), (2, 3)]]`` where two
+      boundaries leave a machine by one network card. Needs ``link_serial``.
 
-    Raises TypeError for what is no number, ValueError for negative or infinite ones, for empty sequences and for an
-    input_backward_s above backward_s.
+    Raises TypeError for what is no number, ValueError for negative or infinite ones, for empty sequences, for an
+    input_backward_s above backward_s and for links that are not there.
     """
 
     forward_s: float | Sequence[float]
@@ -40,15 +46,18 @@ class Costs:
     link_serial: bool = True
     update_s: float | Sequence[float] = field(default=0.0, kw_only=True)
     input_backward_s: float | Sequence[float] | None = field(default=None, kw_only=True)
+    latency_s: float | Sequence[float] = field(default=0.0, kw_only=True)
+    shared_links: Sequence[Sequence[Link]] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "transfer_s", "update_s"):
+        for name in ("forward_s", "backward_s", "transfer_s", "update_s", "latency_s"):
             object.__setattr__(self, name, _checked(name, getattr(self, name)))
         for name in ("activation_bytes", "weight_bytes", "input_backward_s"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _checked(name, getattr(self, name)))
         if not isinstance(self.link_serial, bool):
             raise TypeError(f"link_serial={self.link_serial!r}: must be True or False")
+        object.__setattr__(self, "shared_links", _checked_groups(self.shared_links, self.link_serial))
 
     def of_stages(self, stages: int) -> StageCosts:
         """The same with one number per stage and per boundary; ValueError for sequences of another length."""
@@ -73,11 +82,28 @@ class Costs:
             _spread("activation_bytes", self.activation_bytes or 0.0, stages) if asked else None,
             _spread("weight_bytes", self.weight_bytes or 0.0, stages) if asked else None,
             self.link_serial,
+            _spread("latency_s", self.latency_s, stages - 1, "boundaries"),
+            self._channels(stages),
         )
+
+    def _channels(self, stages: int) -> list[int]:
+        """What each link is part of: the group that shares it, or a channel of its own."""
+        channels = list(range(2 * (stages - 1)))
+        for group in self.shared_links:
+            numbers = []
+            for source, to in group:
+                if max(source, to) >= stages:
+                    raise ValueError(f"shared_links has {(source, to)} for {stages} stages, 0..{stages - 1}")
+                numbers.append(2 * source if source < to else 2 * to + 1)
+            for number in numbers:
+                channels[number] = numbers[0]
+        return channels
 
 
 class StageCosts(NamedTuple):
-    """:class:`Costs` with one number per stage, ``transfer_s`` with one per boundary."""
+    """:class:`Costs` with one number per stage, ``transfer_s`` and ``latency_s`` with one per boundary. ``channels``:
+    per link, 2k from stage k to k+1 and 2k+1 back; links of one channel share it.
+    """
 
     forward_s: list[float]
     backward_s: list[float]
@@ -87,6 +113,8 @@ class StageCosts(NamedTuple):
     activation_bytes: list[float] | None
     weight_bytes: list[float] | None
     link_serial: bool
+    latency_s: list[float]
+    channels: list[int]
 
     def seconds(self, kind: str, stage: int) -> float:
         """How long an action of this kind occupies the stage's device."""
@@ -116,9 +144,28 @@ def _checked(name: str, value: Any) -> float | tuple[float, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name}={value!r}: must be a number, or a list of one number per stage")
     numbers = tuple(_number(f"{name}[{k}]", entry) for k, entry in enumerate(value))
-    if not numbers and name != "transfer_s":  # one stage has no boundary
+    if not numbers and name not in ("transfer_s", "latency_s"):  # one stage has no boundary
         raise ValueError(f"{name} is empty: give a number, or a list of one number per stage")
     return numbers
+
+
+def _checked_groups(groups: Any, link_serial: bool) -> tuple[tuple[Link, ...], ...]:
+    wanted = "give lists of (from, to), neighbouring stages, as [[(0, 1), (2, 3)]]"
+    try:
+        found = tuple(tuple((source, to) for source, to in group) for group in groups)
+    except (TypeError, ValueError):
+        raise TypeError(f"shared_links={groups!r}: {wanted}") from None
+    seen: set[Link] = set()
+    for group in found:
+        for link in group:
+            if not all(type(k) is int and k >= 0 for k in link) or abs(link[0] - link[1]) != 1:
+                raise ValueError(f"shared_links has {link!r}: {wanted}")
+            if link in seen:
+                raise ValueError(f"shared_links has {link!r} twice: a link is in one group, once")
+            seen.add(link)
+    if seen and not link_serial:
+        raise ValueError("shared_links with link_serial=False: links without contention share nothing")
+    return found
 
 
 def _number(name: str, value: Any) -> float:

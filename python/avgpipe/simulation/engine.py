@@ -34,12 +34,16 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A schedule with its costs: per stage the steps of a batch; per link the ticks of a tensor."""
+    """A schedule with its costs: per stage the steps of a batch; per link the ticks of a tensor, how many more until it
+    is there, and the channel that it shares with others.
+    """
 
     schedule: Schedule
     steps: list[list[Step]]
     held_bytes: list[float]  # per stage, by a micro-batch in flight
     link_ticks: list[int]
+    latency_ticks: list[int]
+    channels: list[int | None]  # None: nothing travels
     link_serial: bool
 
 
@@ -90,9 +94,16 @@ def compile_schedule(schedule: Schedule, costs: StageCosts) -> Program:
     ]
     worker = [schedule.worker_of(k) for k in range(stages)]
     # Between two stages of one worker nothing travels.
-    travels = [worker[k] != worker[k + 1] for k in range(stages - 1)]
-    link_ticks = [_ticks(s) if away else 0 for s, away in zip(costs.transfer_s, travels) for _ in range(2)]
-    return Program(schedule, steps, costs.activation_bytes or [0.0] * stages, link_ticks, costs.link_serial)
+    travels = [worker[link // 2] != worker[link // 2 + 1] for link in range(2 * (stages - 1))]
+    return Program(
+        schedule,
+        steps,
+        costs.activation_bytes or [0.0] * stages,
+        [_ticks(costs.transfer_s[link // 2]) if away else 0 for link, away in enumerate(travels)],
+        [_ticks(costs.latency_s[link // 2]) if away else 0 for link, away in enumerate(travels)],
+        [channel if away else None for channel, away in zip(costs.channels, travels)],
+        costs.link_serial,
+    )
 
 
 def _targets(columns: Columns) -> dict[tuple[int, int], tuple[int, int]]:
@@ -168,7 +179,7 @@ class _Engine:
         ]
         self._running: list[tuple[int, int] | None] = [None] * schedule.workers  # stage and pipeline
         self._held = [0] * stages
-        self._link_free = [0] * len(program.link_ticks)
+        self._channel_free = [0] * len(program.channels)
         self._heap: list[
             tuple[int, int, int, int]
         ] = []  # time, stage, and pipeline, cell of an arrival or -1
@@ -237,14 +248,17 @@ class _Engine:
         self._running[self._worker[k]] = None
         self._held[k] += min(step.holds, 0)
         if step.target is not None:
-            start = max(now, self._link_free[step.link]) if self._program.link_serial else now
+            channel, start = self._program.channels[step.link], now
+            if channel is not None and self._program.link_serial:
+                start = max(now, self._channel_free[channel])
             end = start + self._program.link_ticks[step.link]
-            self._link_free[step.link] = end
+            if channel is not None:
+                self._channel_free[channel] = end
             batch = own * self._pipelines + i
             self._outcome.transfers.append(Sent(step.link, i, batch, position, start, end))
             neighbour, at = step.target
             cell = own * len(self._program.steps[neighbour]) + at
-            heapq.heappush(self._heap, (end, neighbour, i, cell))
+            heapq.heappush(self._heap, (end + self._program.latency_ticks[step.link], neighbour, i, cell))
 
 
 def _line(schedule: Schedule, k: int, rounds: int) -> Sequence[int]:

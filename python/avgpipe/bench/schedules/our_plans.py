@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from avgpipe.bench.schedules.rows import Unavailable
 from avgpipe.bench.schedules.settings import CHUNKS, SYSTEMS, ScheduleSettings
 from avgpipe.plan import Plan
+from avgpipe.schedule.schedule import Schedule
 from avgpipe.simulation import Costs, steady_batch_s
 
 _SEVERAL_STAGES = ("interleaved-1f1b", "zero-bubble-v")  # CHUNKS of them on each worker
@@ -78,15 +79,33 @@ def stage_costs(settings: ScheduleSettings, stages: int) -> tuple[float, float]:
     return settings.forward_s * share, settings.backward_s * share
 
 
-def simulated_s(case: OurCase, settings: ScheduleSettings) -> float:
-    """Seconds per batch in the steady state. Between two stages there is a line in each direction, which no other two
-    share; updates and the host take nothing; of replicas, each runs its share of the micro-batches, and the sum of
-    gradients is not part of it.
+def simulated_s(case: OurCase, settings: ScheduleSettings, line_bytes_per_s: float | None = None) -> float:
+    """Seconds per batch in the steady state. A limited line carries all that its worker sends, one tensor after
+    another, at the rate measured, by default at the limit; without a limit transfers take nothing. Updates and the host
+    take nothing; of replicas, each runs its share of the micro-batches, and the sum of gradients is not part of it.
     """
     plan = case.plan
     forward_s, backward_s = stage_costs(settings, plan.stages)
-    # The first stage spends its backward on the weights alone.
-    of_inputs = [0.0, *[backward_s / 2] * (plan.stages - 1)]
-    costs = Costs(forward_s, backward_s, settings.transfer_s, input_backward_s=of_inputs)
     schedule = plan.build_schedule(-(-plan.micro_batches // max(plan.replication or [1])))
+    limited = settings.rate_bits_per_s is not None
+    transfer_s = settings.transfer_s
+    if limited and line_bytes_per_s is not None:
+        transfer_s = settings.activation_bytes / line_bytes_per_s
+    costs = Costs(
+        forward_s,
+        backward_s,
+        transfer_s,
+        # The first stage spends its backward on the weights alone.
+        input_backward_s=[0.0, *[backward_s / 2] * (plan.stages - 1)],
+        shared_links=_lines(schedule) if limited else (),
+    )
     return case.per_batch * steady_batch_s(schedule, costs, pipelines=plan.pipelines)
+
+
+def _lines(schedule: Schedule) -> list[list[tuple[int, int]]]:
+    """Per worker, all links by which its stages send."""
+    last = schedule.stages - 1
+    return [
+        [(k, to) for k in stages for to in (k - 1, k + 1) if 0 <= to <= last and to not in stages]
+        for stages in schedule.placement
+    ]

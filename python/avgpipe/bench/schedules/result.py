@@ -117,6 +117,6 @@ def summarise(
                 line,
             )
         ),
-        tuple(timed_rows(ranks[0]["rows"], {case.name: simulated_s(case, settings) for case in cases})),
+        tuple(timed_rows(ranks[0]["rows"], {c.name: simulated_s(c, settings, line) for c in cases})),
         (*(Unavailable(**row) for row in ranks[0]["unavailable"]), *failed),
     )

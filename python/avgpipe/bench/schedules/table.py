@@ -73,9 +73,12 @@ def _notes_on_rows(result: ScheduleResult) -> list[str]:
     names = [row.name for row in result.rows]
     lines = []
     if any(row.simulated_s is not None for row in result.rows):
-        lines.append(
-            "Simulated: each two stages have a line of their own in each direction; updates and the host take nothing."
+        sent = (
+            "all that a worker sends shares its line"
+            if result.settings.rate_bits_per_s
+            else "nothing travels"
         )
+        lines.append(f"Simulated: {sent}; updates and the host take nothing.")
     if single := [name for name in _SINGLE if f"avgpipe {name}" in names]:
         lines.append(f"{', '.join(single)}: a batch is one micro-batch; M of them are a row's batch here.")
     if _DATA_PARALLEL in names:
