@@ -96,6 +96,17 @@ def test_all_that_a_worker_sends_shares_its_line():
     assert simulated_s(case, unlimited, line_bytes_per_s=2e7) == pytest.approx(0.3)
 
 
+def test_actions_may_take_what_was_measured():
+    settings = ScheduleSettings(stages=2, micro_batches=4, only=("1f1b", "zero-bubble-h1"))
+    found = by_name(settings)
+    whole = {"F": [0.011, 0.011], "B": [0.021, 0.021], "U": [0.001, 0.001]}
+    assert simulated_s(found["1f1b"], settings, actions=whole) == pytest.approx(5 * 0.032 + 0.001)
+    parts = {"F": [0.011, 0.011], "I": [0.0, 0.011], "W": [0.021, 0.010], "U": [0.001, 0.001]}
+    assert simulated_s(found["zero-bubble-h1"], settings, actions=parts) == pytest.approx(
+        4 * 0.032 + 0.012 + 0.001
+    )
+
+
 def test_workers_that_divide_the_micro_batches_unevenly_wait_for_the_busiest():
     settings = ScheduleSettings(stages=4, micro_batches=6, only=("data-parallel",))
     assert simulated_s(by_name(settings)["data-parallel"], settings) == pytest.approx(2 * 4 * 0.03)
