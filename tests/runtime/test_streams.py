@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime import lane, streams, worker
+from avgpipe.runtime import streams, worker
+from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.links.local import LocalLink
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.stage import Stage
@@ -47,7 +48,7 @@ class Account:
 
     def __init__(self, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[tuple[str, int, int, tuple[str, int], Any]] = []
-        forward, step, backward = Stage.forward, Replica.step, lane.Lane._backward
+        forward, step, backward = Stage.forward, Replica.step, Compute.backward
 
         def note(what: str, stage: int, pipeline: int) -> None:
             stream = fake.current_stream()
@@ -61,14 +62,15 @@ class Account:
             note("U", replica.stage.index, replica.pipeline)
             return step(replica, *arguments)
 
-        def noted_backward(lane_, now, step_):
-            note("begin of B", lane_.stage, lane_.pipeline)
-            backward(lane_, now, step_)
-            note("B", lane_.stage, lane_.pipeline)
+        def noted_backward(compute, now, step_):
+            place = compute._place
+            note("begin of B", place.stage, place.pipeline)
+            backward(compute, now, step_)
+            note("B", place.stage, place.pipeline)
 
         monkeypatch.setattr(Stage, "forward", noted_forward)
         monkeypatch.setattr(Replica, "step", noted_step)
-        monkeypatch.setattr(lane.Lane, "_backward", noted_backward)
+        monkeypatch.setattr(Compute, "backward", noted_backward)
 
     def of(self, what: str, stage: int, pipeline: int | None = None):
         return [
