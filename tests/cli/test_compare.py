@@ -24,6 +24,7 @@ SUMMARY = {
     "seconds_to_target": None, "worker_busy_fraction": [0.4, 0.6],
     "peak_memory_bytes": [200 * MIB, 400 * MIB], "seed": 0, "preset": "tiny", "title": "a text", "best_metric": 110.0,
     "trivial_metric": 900.0,
+    "warnings": [],
 }  # fmt: skip
 
 
@@ -122,9 +123,11 @@ def test_systems_are_names_or_all():
 
 
 def test_each_system_runs_in_turn_and_the_folder_has_table_json_and_pictures(capsys, tmp_path):
-    runner = Faked(summaries={"dapple": {"train_seconds": 1.0}})
+    runner = Faked(summaries={"dapple": {"train_seconds": 1.0, "warnings": ["it waits"]}})
     asked = question(tmp_path / "out", "gpipe", "dapple", "data-parallel", target=115.0)
     found, err = compared(capsys, asked, runner)
+    assert [row["warnings"] for row in found["systems"]] == [[], ["it waits"], []]
+    assert "dapple: it waits." in found["notes"]
     assert [job.system for job in runner.jobs] == ["gpipe", "dapple", "data-parallel"]
     assert found == strict((tmp_path / "out" / "compare.json").read_text())
     assert [row["status"] for row in found["systems"]] == ["ok"] * 3
@@ -198,7 +201,7 @@ def test_no_system_at_all_is_a_failure_with_its_reasons(capsys, tmp_path):
     found, err = compared(
         capsys, question(tmp_path, "gpipe"), Faked({"gpipe": (1, "avgpipe: error: no luck\n")}), code=1
     )
-    assert found["systems"] == [{"system": "gpipe", "status": "failed", "reason": "no luck"}]
+    assert found["systems"] == [{"system": "gpipe", "status": "failed", "reason": "no luck", "warnings": []}]
     assert err.endswith(f"avgpipe: error: no system trained to its end: see the logs in {tmp_path}\n")
     assert not (tmp_path / "curves.png").exists()
 

@@ -30,7 +30,7 @@ KEYS = [
         "bubble_fraction",
         "peak_memory_bytes",
     ),
-    *("parameters", "seed", "versions", "preset", "title", "best_metric", "trivial_metric"),
+    *("parameters", "seed", "versions", "preset", "title", "best_metric", "trivial_metric", "warnings"),
 ]
 
 

@@ -80,7 +80,7 @@ def test_whether_the_trivial_answer_is_beaten():
 
 def test_json_has_a_row_for_every_system():
     found = compared(Outcome("broken", FAILED, None, "no"), a=PLAIN).to_json()
-    assert found[0] == {"system": "broken", "status": "failed", "reason": "no"}
+    assert found[0] == {"system": "broken", "status": "failed", "reason": "no", "warnings": []}
     assert found[1]["epoch_seconds"] == 40.0
     assert found[1]["train_seconds"] == 80.0
     assert json.loads(json.dumps(found)) == found

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from avgpipe.report.compare import DOES_NOT_FIT, OUT_OF_MEMORY, Outcome
+from avgpipe.report.compare import DOES_NOT_FIT, OK, OUT_OF_MEMORY, Outcome
 from avgpipe.report.compare_text import cells, headings, markdown, notes, table
 from tests.report.comparisons import PLAIN, REPLICAS, at, compared, reaching
 
@@ -50,6 +50,11 @@ def test_what_gave_no_figures_says_so_in_its_row():
     assert found["pipedream"][:4] == ["pipedream", "-", "out of memory", "-"]
     assert found["ea-pipe"][:3] == ["ea-pipe", "2/2/1", "does not fit: needs 3.12 GiB"]
     assert found["ea-pipe"][4] == "99.0"
+
+
+def test_what_a_run_warned_of_is_told():
+    warned = Outcome("pipedream", OK, PLAIN, warnings=("a stage waits",))
+    assert "pipedream: a stage waits." in notes(compared(warned, gpipe=PLAIN))
 
 
 def test_only_the_best_are_marked():

@@ -47,9 +47,11 @@ def _outcome(question: Question, run: Ended, summary: dict[str, Any] | None) -> 
     plan = Plan.load(question.out / run.system / "plan.json")
     replicas = plan.pipelines if plan.spread else max(plan.replication or [1])
     figures, limit = Figures.of(summary, replicas), question.memory_limit_bytes
+    warnings = tuple(summary["warnings"])
     if limit is not None and figures.peak_memory_bytes > limit:
-        return Outcome(run.system, DOES_NOT_FIT, figures, f"needs {spell_size(figures.peak_memory_bytes)}")
-    return Outcome(run.system, OK, figures)
+        needs = f"needs {spell_size(figures.peak_memory_bytes)}"
+        return Outcome(run.system, DOES_NOT_FIT, figures, needs, warnings)
+    return Outcome(run.system, OK, figures, warnings=warnings)
 
 
 def write_results(question: Question, found: Comparison, interrupted: bool) -> str:

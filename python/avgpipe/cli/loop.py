@@ -67,7 +67,8 @@ class TrainingRun:
         if self.workload.trivial is not None:
             answer, score = self.workload.trivial
             self.progress.note(f"to beat: {answer}, {self.workload.metric_name} {score:.2f}")
-        for note in (*links_line(self._world.gather_texts(log.links)), *log.warnings):
+        self._warnings = log.warnings
+        for note in (*links_line(self._world.gather_texts(log.links)), *self._warnings):
             self.progress.note(note)
         self._saved_at = time.monotonic()
         self._stretches: list[tuple[int, int]] = []  # batches, first and last, without a pause between them
@@ -292,6 +293,7 @@ class TrainingRun:
                 parameters,
                 peaks,
                 longest,
+                self._warnings,
             ),
         )
         if timeline.events:

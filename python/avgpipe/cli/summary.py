@@ -30,11 +30,12 @@ def summarise(
     parameters: int,
     peak_memory: Sequence[int],
     timeline: Timeline,
+    warnings: Sequence[str],
 ) -> str:
     """The content of ``summary.json``.
 
     ``epochs`` may end in a part of one. Times are of training, without validations and checkpoints. Busy and bubble
-    fractions are of ``timeline``, a stretch without pauses.
+    fractions are of ``timeline``, a stretch without pauses. ``warnings``: of the runtime.
     """
     import torch
 
@@ -67,6 +68,7 @@ def summarise(
         "title": workload.title,
         "best_metric": tally.best,
         "trivial_metric": workload.trivial[1] if workload.trivial else None,
+        "warnings": list(warnings),
     }
     return strict_json(values, indent=2) + "\n"
 

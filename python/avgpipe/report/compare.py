@@ -73,13 +73,14 @@ class Figures:
 @dataclass(frozen=True)
 class Outcome:
     """What became of a system; ``reason`` says it in a few words unless ``status`` is OK, and figures are there for OK
-    and DOES_NOT_FIT.
+    and DOES_NOT_FIT. ``warnings``: of its run.
     """
 
     system: str
     status: str
     figures: Figures | None = None
     reason: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 class Column(NamedTuple):
@@ -157,6 +158,7 @@ class Comparison:
                 "system": o.system,
                 "status": o.status,
                 "reason": o.reason,
+                "warnings": list(o.warnings),
                 **(o.figures.to_json() if o.figures else {}),
             }
             for o in self.outcomes
