@@ -13,8 +13,12 @@ OPTIONS = {
         *("--data", "--preset", "--batch-size", "--seed", "--system", "--stages", "--pipelines"),
         *("--micro-batches", "--schedule", "--advance", "--rule", "--staleness", "--alpha", "--period"),
         *("--recompute", "--plan", "--epochs", "--max-batches", "--target", "--device", "--out", "--resume"),
-        *("--link", "--wire-dtype"),
+        *("--link", "--wire-dtype", "--weights", "--replication", "--stages-per-worker", "--spread"),
         *("--checkpoint-minutes", "--timeout", "--json", "awd-lstm", "model-parallel"),
+    ],
+    "compare": [
+        *("--systems", "--stages", "--pipelines", "--micro-batches", "--memory-limit", "--target", "--out"),
+        *("--data", "--preset", "--epochs", "--max-batches", "--json"),
     ],
     "simulate": [
         *("--schedule", "--stages", "--micro-batches", "--forward-ms", "--backward-ms", "--transfer-ms"),
