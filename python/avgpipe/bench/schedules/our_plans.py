@@ -111,11 +111,11 @@ def _as_set(settings: ScheduleSettings, stages: int) -> Costs:
 
 
 def _as_measured(actions: Mapping[str, Sequence[float]], stages: int) -> Costs:
-    none = [0.0] * stages
-    parts = actions.get("I", none), actions.get("W", none)
-    backward_s = actions.get("B") or [i + w for i, w in zip(*parts)]
-    inputs = actions.get("I") if "B" not in actions else None
-    return Costs(actions["F"], backward_s, update_s=actions.get("U", none), input_backward_s=inputs)
+    update_s = actions.get("U", [0.0] * stages)
+    if "B" in actions:
+        return Costs(actions["F"], actions["B"], update_s=update_s)
+    backward_s = [i + w for i, w in zip(actions["I"], actions["W"])]
+    return Costs(actions["F"], backward_s, update_s=update_s, input_backward_s=actions["I"])
 
 
 def _lines(schedule: Schedule) -> list[list[tuple[int, int]]]:
