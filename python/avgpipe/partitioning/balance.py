@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+
+from avgpipe.errors import nearest
+from avgpipe.partitioning.chain import Chain
+from avgpipe.partitioning.cuts import least_dearest
+from avgpipe.partitioning.memory import stage_bytes
+from avgpipe.partitioning.options import micro_batch_size_of
+from avgpipe.partitioning.result import Partition
+from avgpipe.profiling.profile import Profile
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
@@ -37,3 +45,42 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
         end = cut[end]
         first.insert(0, end)
     return first
+
+
+def balanced(
+    profile: Profile,
+    stages: int | None = None,
+    *,
+    by: str = "time",
+    micro_batch_size: float | None = None,
+) -> Partition:
+    """Method "balance" of :func:`avgpipe.partition`: torchgpipe's balance by time or by size, over the profile.
+
+    by: "time": forward and backward of a micro-batch; "bytes": weights, gradients, optimizer state and what one
+    micro-batch holds. Transfers and the place of a stage in the pipeline do not count.
+    """
+    if by not in ("time", "bytes"):
+        raise ValueError(f"by={by!r}: {nearest(str(by), ['time', 'bytes'])}")
+    chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size))
+    count = 4 if stages is None else stages
+
+    def seconds(k: int, first: int, last: int) -> float:
+        return chain.compute_s(first, last)
+
+    def size(k: int, first: int, last: int) -> float:
+        return stage_bytes(chain, first, last, in_flight=1)
+
+    value, boundaries = least_dearest(chain.layers, count, seconds if by == "time" else size)
+    bounds = list(pairwise([0, *boundaries, chain.layers]))
+    return Partition(
+        method="balance",
+        layers=chain.layers,
+        boundaries=boundaries,
+        replication=[1] * count,
+        stage_s=[chain.compute_s(*block) for block in bounds],
+        objective="time of the slowest stage" if by == "time" else "bytes of the largest stage",
+        value=value,
+        micro_batch_size=chain.micro_batch_size,
+        workers=count,
+        memory_bytes=[size(0, *block) for block in bounds] if by == "bytes" else [],
+    )
