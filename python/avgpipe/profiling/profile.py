@@ -18,8 +18,11 @@ from avgpipe.errors import nearest
 from avgpipe.files import write_atomically
 
 _FORMAT = 1
-_BY_SIZE = ("forward_s", "backward_s", "input_backward_s", "held_bytes", "output_bytes")
-_PER_LAYER = ("parameter_bytes", "optimizer_bytes", "update_s", "elastic_s")
+_BY_SIZE = ("forward_s", "backward_s", "input_backward_s", "held_bytes", "output_bytes", "handed_bytes")
+_PER_LAYER = (
+    *("parameter_bytes", "optimizer_bytes", "update_s", "elastic_s"),
+    *("frozen_bytes", "accumulate_s"),
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,12 @@ class LayerProfile:
     forward_s, backward_s: on the device; the last layer's with the loss. input_backward_s: of ``backward_s``, the part
     that makes the gradient of the layer's input. held_bytes: what is kept from the forward to the backward, without
     weights and without what the layer before counts as its output. output_bytes: what the next layer gets.
-    parameter_bytes, optimizer_bytes: weights, and the optimizer's state beside them. update_s, elastic_s: the
-    optimizer's step, and what elastic averaging adds to it.
+    handed_bytes: of held_bytes, the output that only later layers keep, so that a stage that ends here does not; ()
+    where it is not known.
+    parameter_bytes, optimizer_bytes: trained weights, and the optimizer's state beside them. update_s, elastic_s: the
+    optimizer's step, and what elastic averaging adds to it. frozen_bytes: weights that are not trained, and buffers.
+    accumulate_s: of ``backward_s``, what adding to the weights' gradients takes, which the first micro-batch of a
+    batch does without, as there are none yet.
     """
 
     name: str
@@ -43,6 +50,9 @@ class LayerProfile:
     optimizer_bytes: float = 0.0
     update_s: float = 0.0
     elastic_s: float = 0.0
+    frozen_bytes: float = 0.0
+    accumulate_s: float = 0.0
+    handed_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,7 @@ class LayerCosts(NamedTuple):
     input_backward_s: float
     held_bytes: float
     output_bytes: float
+    handed_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,8 @@ class Profile:
 
     def _check_layer(self, where: str, layer: LayerProfile) -> None:
         for name in _BY_SIZE:
-            self._check_row(f"{where}: {name}", getattr(layer, name))
+            if name != "handed_bytes" or layer.handed_bytes:
+                self._check_row(f"{where}: {name}", getattr(layer, name))
         for name in _PER_LAYER:
             _check_number(f"{where}: {name}", getattr(layer, name))
         for part, whole in zip(layer.input_backward_s, layer.backward_s):
@@ -273,6 +285,8 @@ def _check_number(where: str, value: Any) -> float:
 
 
 def _line(row: Sequence[float], low: int, share: float) -> float:
+    if not row:
+        return 0.0
     if len(row) == 1:
         return float(row[0] * share)
     return max(0.0, row[low] + share * (row[low + 1] - row[low]))
