@@ -39,10 +39,12 @@ class Chain:
         self._backward_s = _sums(layer.backward_s for layer in costs)
         self._input_backward_s = _sums(layer.input_backward_s for layer in costs)
         self._held_bytes = _sums(layer.held_bytes for layer in costs)
+        self._handed_bytes = [layer.handed_bytes for layer in costs]
         self._update_s = _sums(layer.update_s for layer in layers)
         self._elastic_s = _sums(layer.elastic_s for layer in layers)
         self._parameter_bytes = _sums(layer.parameter_bytes for layer in layers)
         self._optimizer_bytes = _sums(layer.optimizer_bytes for layer in layers)
+        self._frozen_bytes = _sums(layer.frozen_bytes for layer in layers)
         self._shared = [_shared(profile, tie.layers, tie.parameter_bytes) for tie in profile.ties]
 
     def forward_s(self, first: int, last: int) -> float:
@@ -67,7 +69,7 @@ class Chain:
         return step_s + (self._elastic_s[last] - self._elastic_s[first] if elastic else 0.0)
 
     def parameter_bytes(self, first: int, last: int) -> float:
-        """Weights; what several of the layers share counts once."""
+        """Trained weights; what several of the layers share counts once."""
         total = self._parameter_bytes[last] - self._parameter_bytes[first]
         return total - sum(_repeats(s, first, last) * s.parameter_bytes for s in self._shared)
 
@@ -75,13 +77,20 @@ class Chain:
         total = self._optimizer_bytes[last] - self._optimizer_bytes[first]
         return total - sum(_repeats(s, first, last) * s.optimizer_bytes for s in self._shared)
 
+    def frozen_bytes(self, first: int, last: int) -> float:
+        """Weights that are not trained, and buffers."""
+        return self._frozen_bytes[last] - self._frozen_bytes[first]
+
     def input_bytes(self, first: int) -> float:
         """What a stage that begins with layer ``first`` gets from the one before; 0 for the first stage."""
         return self.boundary_bytes[first - 1] if first else 0.0
 
     def held_bytes(self, first: int, last: int) -> float:
-        """What a micro-batch in flight holds: the values saved by the layers, and the stage's input."""
-        return self._held_bytes[last] - self._held_bytes[first] + self.input_bytes(first)
+        """What a micro-batch in flight holds: the values that the layers keep, and the stage's input."""
+        kept = self._held_bytes[last] - self._held_bytes[first] + self.input_bytes(first)
+        if last < self.layers:
+            kept -= self._handed_bytes[last - 1]  # the next stage's input, not kept here
+        return max(0.0, kept)
 
     def incoming_s(self, first: int) -> float:
         """The transfer of a micro-batch's activation to a stage that begins with layer ``first``."""

@@ -116,6 +116,23 @@ def _first_block(
     return best, end
 
 
+def smallest(low: int, high: int, enough: Callable[[int], bool]) -> int | None:
+    """The smallest number from ``low`` to ``high`` that is enough, if all above one that is enough are, too."""
+    if low > high:
+        return None
+    if enough(low):
+        return low
+    if not enough(high):
+        return None
+    while low + 1 < high:  # low is not enough, high is
+        middle = (low + high) // 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
 Plan = TypeVar("Plan")
 
 

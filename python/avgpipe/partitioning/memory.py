@@ -10,8 +10,8 @@ def stage_bytes(
     first: int,
     last: int,
     *,
-    in_flight: float,
-    versions: float = 1,
+    in_flight: int,
+    versions: int = 1,
     copies: int = 1,
     extra_copies: int = 0,
     recompute: bool = False,
@@ -20,10 +20,10 @@ def stage_bytes(
 
     in_flight: micro-batches between their forward and backward, of all copies. versions: of the weights, the newest
     included. copies: of the model, each with its weights, gradients and optimizer state. extra_copies: of the
-    weights alone. recompute: micro-batches in flight hold their inputs, and one at a time all the rest.
+    trained weights alone. recompute: micro-batches in flight hold their inputs, and one at a time all the rest.
     """
     weights = chain.parameter_bytes(first, last)
-    state = weights * (versions + 1) + chain.optimizer_bytes(first, last)
+    state = weights * (versions + 1) + chain.optimizer_bytes(first, last) + chain.frozen_bytes(first, last)
     held = chain.held_bytes(first, last)
     kept = in_flight * held
     if recompute:

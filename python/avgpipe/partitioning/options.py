@@ -19,3 +19,8 @@ def transfer_notes(bytes_per_s: float) -> tuple[str, ...]:
     if bytes_per_s < float("inf"):
         return ()
     return ("transfers count as free: the profile has no link, give link= or levels=",)
+
+
+def check_count(name: str, value: int) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r}: must be an int of at least 1")

@@ -12,7 +12,16 @@ import math
 from collections.abc import Sequence
 
 from avgpipe.partitioning.chain import Chain
-from avgpipe.partitioning.cuts import EXACT, NOT_THIS, TOO_LONG, Block, check_stages, fewest, tightest
+from avgpipe.partitioning.cuts import (
+    EXACT,
+    NOT_THIS,
+    TOO_LONG,
+    Block,
+    check_stages,
+    fewest,
+    smallest,
+    tightest,
+)
 from avgpipe.partitioning.memory import check_limit, does_not_fit
 from avgpipe.partitioning.network import Levels, check_enough, network, pipedream_sync_s
 from avgpipe.partitioning.options import micro_batch_size_of, transfer_notes
@@ -123,21 +132,14 @@ class _Search:
     def _fewest_from(self, first: int, last: int, behind: int, low: int, bound_s: float) -> int:
         """The fewest units, at least ``low``, that are enough."""
         most = self._level.units - behind
-        if low > most:
-            return NOT_THIS
-        if self._fits(first, last, low, behind, bound_s):
-            return low
-        # From two on, more units take less; between one and two the synchronisation begins.
-        low = max(low + 1, 2)
-        if low > most or not self._fits(first, last, most, behind, bound_s):
-            return NOT_THIS
-        while low < most:
-            middle = (low + most) // 2
-            if self._fits(first, last, middle, behind, bound_s):
-                most = middle
-            else:
-                low = middle + 1
-        return low
+
+        def enough(units: int) -> bool:
+            return self._fits(first, last, units, behind, bound_s)
+
+        # One unit has nothing to synchronise; from two on, more take less.
+        if low == 1 and enough(1):
+            return 1
+        return smallest(max(low, 2), most, enough) or NOT_THIS
 
     def _fits(self, first: int, last: int, units: int, behind: int, bound_s: float) -> bool:
         seconds = self._stage_s(first, last, units, behind)
