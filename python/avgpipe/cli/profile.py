@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from avgpipe.workloads import Workload
+    from avgpipe.workloads.workload import Workload
 
 _FILE_COLUMNS = 110  # of a table that is no terminal's
 _DEVICES = ("cpu", "cuda")
@@ -132,7 +132,7 @@ def _checked_device(device: str) -> str:
     from avgpipe.cli.checks import check_device
 
     if device not in _DEVICES:
-        raise ValueError(f"--device {device}: {nearest(device, _DEVICES)}")
+        raise ValueError(f"--device {device}: use {' or '.join(_DEVICES)}")
     check_device(device)
     return device
 

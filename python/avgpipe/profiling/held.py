@@ -68,23 +68,23 @@ def measure_sizes(sweep: Sweep, example: Example, skips: Sequence[Skips]) -> Siz
                 value = sweep.call(n, value, example)
             keepers.returned(value)
             alive.append(value)
-            _measure_output(sizes, stage.layers, n, value, skips[n])
+            if n < layers - 1:  # the model's own output goes nowhere
+                _measure_output(sizes, stage.layers, n, value, skips)
     del alive
     return sizes
 
 
-def _measure_output(sizes: Sizes, layers: Any, n: int, output: Any, ways: Skips) -> None:
-    """The model's own output goes nowhere."""
-    if n == len(layers) - 1:
-        return
+def _measure_output(sizes: Sizes, layers: Any, n: int, output: Any, skips: Sequence[Skips]) -> None:
     layer, following = layers[n], layers[n + 1]
     if not (isinstance(layer, Segment) and isinstance(following, Segment)):
         sizes.output[n] = _bytes(output)
         return
+    takes = following.values.takes
+    elsewhere = {takes[place] for route in skips[n + 1].arrivals for place in route.places}
     for name, value in zip(layer.values.gives, output):
-        if name in following.values.uses:
+        if name in following.values.uses and name not in elsewhere:
             sizes.output[n] += _bytes(value)
-    for route in ways.departures:
+    for route in skips[n].departures:
         sizes.skips[n, route.stage] = sum(_bytes(output[place]) for place in route.places)
 
 
