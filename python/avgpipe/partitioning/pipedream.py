@@ -197,4 +197,5 @@ def _least_limit(chain: Chain, nets: Levels, stages: int | None) -> float:
             return None
         return limit if len(nets) > 1 else max(_sizes(chain, search.pieces(plan[1]))), plan[1]
 
-    return tightest(within, 0.0, (enough, []), 1e-2 if len(nets) > 1 else EXACT)[0]
+    start: tuple[float, list[Block]] = (enough, [])
+    return tightest(within, 0.0, start, 1e-2 if len(nets) > 1 else EXACT)[0]

@@ -58,7 +58,7 @@ class Partition:
 
     def __str__(self) -> str:
         """What was predicted, then a line for each stage."""
-        used = sum(self.replication)
+        used = min(sum(self.replication), self.workers)  # a worker may have several stages
         spare = "" if used == self.workers else f" of {self.workers}"
         many = "s" if self.stages > 1 else ""
         lines = [

@@ -124,7 +124,8 @@ class Group:
         share = self._inner_behind(own, rest, behind)
         if share not in self._inner_tables:
             self._inner_tables[share] = self._inner.table(share)
-        return np.maximum(self._inner_tables[share], self._sync_s(own)) / own
+        found: NDArray[Any] = np.maximum(self._inner_tables[share], self._sync_s(own)) / own
+        return found
 
     def _inner_behind(self, own: int, rest: int, behind: float) -> float:
         return self._inner.rounded((behind + rest * self._inner.workers) / own)
