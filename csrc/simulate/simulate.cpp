@@ -1,6 +1,7 @@
 #include "simulate/simulate.h"
 
 #include <new>
+#include <stdexcept>
 
 #include "simulate/events.h"
 #include "simulate/fixed_order.h"
@@ -25,6 +26,8 @@ Status simulate(const Question& q, Answer& answer) {
     try {
         return q.warm_ups != nullptr ? run<WarmUpWalk>(q, answer) : run<ColumnWalk>(q, answer);
     } catch (const std::bad_alloc&) {
+        return Status::kNoMemory;
+    } catch (const std::length_error&) {  // more than any memory
         return Status::kNoMemory;
     }
 }

@@ -170,11 +170,17 @@ class Schedule:
         columns must be those of 1F1B; and a dry run, in which F m waits for F m of the stage before and B m (or
         I m) for that of the stage after, must reach the end of every worker's row.
         """
-        if self._warm_ups is not None and all(a >= b for a, b in pairwise(self._warm_ups)):
-            return  # complete and in order by the way it is made; each stage is sent what its warm-up needs
+        if self._warm_ups is not None and self._warm_ups_run(self._warm_ups):
+            return
         fault = self._fault(self.rows())
         if fault is not None:
             raise ScheduleError(f"schedule {self.name!r}: {fault}")
+
+    def _warm_ups_run(self, warm_ups: tuple[int, ...]) -> bool:
+        """Columns made of warm-ups are complete and in order; each stage must be sent what its own warm-up needs."""
+        if not self.flush:
+            return all(w == min(self.micro_batches, self.stages - k) for k, w in enumerate(warm_ups))
+        return all(before >= after for before, after in pairwise(warm_ups))
 
     def _fault(self, rows: Rows) -> Fault | None:
         return find_fault(rows, self.micro_batches, self.flush)
