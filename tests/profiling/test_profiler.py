@@ -55,6 +55,27 @@ def test_bytes_of_a_list_are_those_counted_by_hand():
     assert (found.action_s, found.process_bytes, found.link) == (1e-5, 3e8, LINK)
 
 
+def test_working_bytes_are_what_is_there_only_for_a_moment():
+    found = measured(dense(), torch.zeros(5, 8), loss_fn=lambda output, target: output.sum())
+    first, relu, last = (layer.working_bytes for layer in found.layers)
+    # backward of ReLU: the gradients of its output and of its input
+    assert relu == each(64 + 64)
+    # of the first layer: that of its output, beside new gradients of its weights, which are added to the old ones
+    assert first == tuple(64 * b + 576 for b in SIZES)
+    # of the last: the input's of 64 bytes and the weights' 272; the output's is one number in all, expanded
+    assert all(64 * b + 272 <= size <= 64 * b + 272 + 16 * b + 64 for size, b in zip(last, SIZES))
+
+
+def test_a_forward_may_need_more_than_it_leaves():
+    class Wide(nn.Module):
+        def forward(self, x):
+            return torch.cat([x] * 100, 1).detach().sum() * 0 + x
+
+    found = measured([nn.Linear(8, 8), Wide(), nn.Linear(8, 1)], torch.zeros(5, 8))
+    # 100 copies of the input, gone before its output of 32 bytes is there
+    assert all(3168 * b <= size <= 3168 * b + 64 for size, b in zip(found.layers[1].working_bytes, SIZES))
+
+
 def test_an_output_that_only_the_next_layer_keeps_is_handed_on():
     found = measured(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.zeros(5, 8))
     assert found.layers[0].held_bytes == each(32 + 64)

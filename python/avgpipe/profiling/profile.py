@@ -18,7 +18,8 @@ from avgpipe.errors import nearest
 from avgpipe.files import write_atomically
 
 _FORMAT = 1
-_BY_SIZE = ("forward_s", "backward_s", "input_backward_s", "held_bytes", "output_bytes", "handed_bytes")
+_MAY_BE_UNKNOWN = ("handed_bytes", "working_bytes")
+_BY_SIZE = ("forward_s", "backward_s", "input_backward_s", "held_bytes", "output_bytes", *_MAY_BE_UNKNOWN)
 _PER_LAYER = (
     *("parameter_bytes", "optimizer_bytes", "update_s", "elastic_s"),
     *("frozen_bytes", "accumulate_s"),
@@ -32,8 +33,9 @@ class LayerProfile:
     forward_s, backward_s: on the device; the last layer's with the loss. input_backward_s: of ``backward_s``, the part
     that makes the gradient of the layer's input. held_bytes: what is kept from the forward to the backward, without
     weights and without what the layer before counts as its output. output_bytes: what the next layer gets.
-    handed_bytes: of held_bytes, the output that only later layers keep, so that a stage that ends here does not; ()
-    where it is not known.
+    handed_bytes: of held_bytes, the output that only later layers keep, so that a stage that ends here does not.
+    working_bytes: what a forward or a backward of the layer needs at most for a moment, beyond what is there before
+    and after; only one layer of a worker does at a time. Both are () where they are not known.
     parameter_bytes, optimizer_bytes: trained weights, and the optimizer's state beside them. update_s, elastic_s: the
     optimizer's step, and what elastic averaging adds to it. frozen_bytes: weights that are not trained, and buffers.
     accumulate_s: of ``backward_s``, what adding to the weights' gradients takes, which the first micro-batch of a
@@ -53,6 +55,7 @@ class LayerProfile:
     frozen_bytes: float = 0.0
     accumulate_s: float = 0.0
     handed_bytes: tuple[float, ...] = ()
+    working_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class LayerCosts(NamedTuple):
     held_bytes: float
     output_bytes: float
     handed_bytes: float = 0.0
+    working_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ class Profile:
 
     def _check_layer(self, where: str, layer: LayerProfile) -> None:
         for name in _BY_SIZE:
-            if name != "handed_bytes" or layer.handed_bytes:
+            if name not in _MAY_BE_UNKNOWN or getattr(layer, name):
                 self._check_row(f"{where}: {name}", getattr(layer, name))
         for name in _PER_LAYER:
             _check_number(f"{where}: {name}", getattr(layer, name))

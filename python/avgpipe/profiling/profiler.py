@@ -20,6 +20,7 @@ from avgpipe.profiling.profile import LayerProfile, LinkProfile, Profile, Skip, 
 from avgpipe.profiling.sweep import Sweep
 from avgpipe.profiling.updates import UpdateCosts, Updates
 from avgpipe.profiling.workers import measure_workers
+from avgpipe.profiling.working import measure_working
 from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import OptimizerFn
@@ -132,6 +133,7 @@ class _Measured:
         self._loss_fn, self._autocast = loss_fn, autocast
         self._samples = [[_Samples() for _ in asked] for _ in layers]
         self._sizes: list[Sizes] = []
+        self._working: list[list[int]] = []
         self._updates: list[UpdateCosts] = []
         self.gains: list[float] = []
 
@@ -148,6 +150,9 @@ class _Measured:
             sweep.whole(example)
             sweep.split(example)
         self._sizes = [measure_sizes(sweep, example, skips) for example in self._asked]
+        self._working = [
+            measure_working(sweep, example, sizes.output) for example, sizes in zip(self._asked, self._sizes)
+        ]
         repeat(lambda number: self._round(sweep, number), _SWEEPS_SHARE * budget_s)
         if self._device.type == "cuda":
             share_s = _LANES_SHARE * budget_s / len(self._asked)
@@ -184,6 +189,7 @@ class _Measured:
             held_bytes=tuple(sizes.held[n] for sizes in self._sizes),
             output_bytes=tuple(sizes.output[n] for sizes in self._sizes),
             handed_bytes=tuple(sizes.handed[n] for sizes in self._sizes),
+            working_bytes=tuple(working[n] for working in self._working),
             parameter_bytes=sum(p.nbytes for p in layer.parameters() if p.requires_grad),
             frozen_bytes=sum(t.nbytes for t in _frozen(layer)),
             optimizer_bytes=update.optimizer_bytes,

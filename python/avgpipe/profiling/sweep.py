@@ -40,11 +40,15 @@ class Times(NamedTuple):
     rest_s: list[float]
 
 
-class _Done(NamedTuple):
+class Done(NamedTuple):
     """A layer's forward: inputs and outputs whose gradients are wanted."""
 
     inputs: list[torch.Tensor]
     edges: list[GradientEdge]
+
+
+Mark = Callable[[], Any]
+Backward = Callable[[list[Done], Mark, list[tuple[Any, Any]]], None]
 
 
 class Sweep:
@@ -66,16 +70,22 @@ class Sweep:
 
     def whole(self, example: Example) -> Times:
         """Forwards and whole backwards."""
-        return self._run(example, self._whole_backward)
+        return self._times(self.marked(example, self._clock.mark))
 
     def split(self, example: Example) -> Times:
         """Forwards and backwards in two parts, of which ``backward_s`` has the first."""
-        return self._run(example, self._split_backward)
+        return self._times(self.marked(example, self._clock.mark, self._split_backward))
 
-    def _run(self, example: Example, backward: Callable[[list[_Done], list[Any]], None]) -> Times:
-        marks: list[Any] = []  # forwards, backwards from the last, and the weights' parts of these
+    def marked(self, example: Example, mark: Mark, backward: Backward | None = None) -> list[tuple[Any, Any]]:
+        """What ``mark`` gave before and after each layer's forward, then each backward from the last, and last the
+        second parts of these if there are two.
+        """
+        marks: list[tuple[Any, Any]] = []
         with InBatch(self.stage, next(self._batches), example):
-            backward(self._forward(example, marks), marks)
+            (backward or self._whole_backward)(self._forward(example, mark, marks), mark, marks)
+        return marks
+
+    def _times(self, marks: list[tuple[Any, Any]]) -> Times:
         self._clock.settle()
         seconds = [self._clock.seconds(*ends) for ends in marks]
         layers = len(self.stage.layers)
@@ -83,12 +93,12 @@ class Sweep:
         rests = [max(0.0, s - self._entry_s) for s in seconds[2 * layers :]]
         return Times(seconds[:layers], firsts[::-1], rests[::-1])
 
-    def _forward(self, example: Example, marks: list[Any]) -> list[_Done]:
+    def _forward(self, example: Example, mark: Mark, marks: list[tuple[Any, Any]]) -> list[Done]:
         done = []
         value = example.inputs
         for n in range(len(self.stage.layers)):
             value, inputs = self._input(n, value)
-            begin = self._clock.mark()
+            begin = mark()
             try:
                 output = self.call(n, value, example)
             except StageError as error:
@@ -96,12 +106,12 @@ class Sweep:
                     raise
                 self._overwriting.add(n)
                 value, inputs = self._input(n, value)
-                begin = self._clock.mark()
+                begin = mark()
                 output = self.call(n, value, example)
             edges = [get_gradient_edge(t) for t in wanting_gradients(output)]
-            marks.append((begin, self._clock.mark()))
+            marks.append((begin, mark()))
             self._check(n, inputs, output, edges)
-            done.append(_Done(inputs, edges))
+            done.append(Done(inputs, edges))
             value = output
         return done
 
@@ -159,29 +169,29 @@ class Sweep:
 
     # ---- backwards -----------------------------------------------------------------------------------------------
 
-    def _whole_backward(self, done: list[_Done], marks: list[Any]) -> None:
+    def _whole_backward(self, done: list[Done], mark: Mark, marks: list[tuple[Any, Any]]) -> None:
         received: list[Any] = self._seed()
         while done:
             layer = done.pop()
             roots, grads = _arrived(layer, received)
-            begin = self._clock.mark()
+            begin = mark()
             if roots:
                 run_backward(roots, grads)
-            marks.append((begin, self._clock.mark()))
+            marks.append((begin, mark()))
             received = _gradients(layer)
 
-    def _split_backward(self, done: list[_Done], marks: list[Any]) -> None:
+    def _split_backward(self, done: list[Done], mark: Mark, marks: list[tuple[Any, Any]]) -> None:
         received: list[Any] = self._seed()
         rests = []
         while done:
             layer = done.pop()
             roots, grads = _arrived(layer, received)
-            begin = self._clock.mark()
+            begin = mark()
             deferred = input_backward(roots, grads, layer.inputs)
-            end = self._clock.mark()
+            end = mark()
             deferred.run()
             marks.append((begin, end))
-            rests.append((end, self._clock.mark()))
+            rests.append((end, mark()))
             received = _gradients(layer)
         marks += rests
 
@@ -222,12 +232,12 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _arrived(layer: _Done, received: list[Any]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+def _arrived(layer: Done, received: list[Any]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
     pairs = [(edge, g) for edge, g in zip(layer.edges, received) if g is not None]
     return [p[0] for p in pairs], [p[1] for p in pairs]
 
 
-def _gradients(layer: _Done) -> list[torch.Tensor | None]:
+def _gradients(layer: Done) -> list[torch.Tensor | None]:
     return [x.grad for x in layer.inputs]
 
 
