@@ -45,12 +45,12 @@ def dapple(
     """
     check_count("micro_batches", micro_batches)
     check_limit(memory_limit_bytes)
+    if stages is not None:
+        check_stages(len(profile.layers), stages)
     nets = network(profile, stages, workers, levels, link)
     machines = Machines.of(nets)
     total = machines.machines * machines.devices
     chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size))
-    if stages is not None:
-        check_stages(chain.layers, stages)
     check_enough(stages, total)
     model = Model(chain, machines, micro_batches, memory_limit_bytes)
     (latency_s, _), seats, exact = find(model, stages)

@@ -16,7 +16,7 @@ from avgpipe.partitioning.placement import POLICIES, Free, left, placements
 
 MOST_PLANS = 20_000
 _BEAM, _CUTS, _FRUITLESS = 4, 40, 3
-_IMPROVED, _STEPS = 2, 300_000  # starts of local search; stages of plans that each may look at
+_IMPROVED, _STEPS = 4, 150_000  # starts of local search; stages of plans that each may look at
 
 Seats = tuple[Seat, ...]
 Value = tuple[float, float]
@@ -30,7 +30,7 @@ def find(model: Model, stages: int | None) -> tuple[Value, Seats, bool]:
     if model.limit is not None:
         starts.append(_steady(model, stages, model.limit))
     starts = sorted((seats for seats in starts if seats), key=model.order)
-    return (*min(_improved(model, seats) for seats in starts[:_IMPROVED]), False)
+    return (*min(_improved(model, stages, seats) for seats in starts[:_IMPROVED]), False)
 
 
 def _steady(model: Model, stages: int | None, limit: float) -> Seats:
@@ -162,12 +162,17 @@ def _counts(model: Model, first: int, cut: int, free: int, later: int) -> list[i
     return sorted(count for count in near if 1 <= count <= most)
 
 
-def _improved(model: Model, seats: Seats) -> tuple[Value, Seats]:
+def _improved(model: Model, stages: int | None, seats: Seats) -> tuple[Value, Seats]:
     """Goes from a plan to the best of its neighbours until none is better."""
     value = model.order(seats)
     looked = 0
     while looked < _STEPS:
-        nearby = [(model.order(near), near) for near in _near(model, seats)]
+        close = [
+            *_near(model, seats),
+            *([] if stages else _merged(seats)),
+            *([] if stages else _parted(seats)),
+        ]
+        nearby = [(model.order(near), near) for near in close]
         looked += len(seats) * len(nearby)
         better = min(nearby, default=(value, seats))
         if better[0] >= value:
@@ -219,3 +224,25 @@ def _handed_over(seats: Seats) -> Iterator[Seats]:
 def _with(seat: Seat, place: int, more: int) -> Seat:
     taken = tuple(n + more if m == place else n for m, n in enumerate(seat.taken))
     return Seat(seat.first, seat.last, taken)
+
+
+def _merged(seats: Seats) -> Iterator[Seats]:
+    """Two neighbours as one stage."""
+    for k, (a, b) in enumerate(pairwise(seats)):
+        taken = tuple(x + y for x, y in zip(a.taken, b.taken))
+        yield (*seats[:k], Seat(a.first, b.last, taken), *seats[k + 2 :])
+
+
+def _parted(seats: Seats) -> Iterator[Seats]:
+    """A stage as two, one of which has one machine's devices or half of each machine's."""
+    for k, seat in enumerate(seats):
+        one = max(range(len(seat.taken)), key=seat.taken.__getitem__)
+        alone = tuple(n if m == one else 0 for m, n in enumerate(seat.taken))
+        some = {alone, tuple(n // 2 for n in seat.taken), tuple(int(m == one) for m in range(len(alone)))}
+        for taken in some:
+            rest = left(seat.taken, taken)
+            for cut in {seat.first + 1, (seat.first + seat.last) // 2, seat.last - 1}:
+                if seat.first < cut < seat.last and any(taken) and any(rest):
+                    for x, y in ((taken, rest), (rest, taken)):
+                        parts = (Seat(seat.first, cut, x), Seat(cut, seat.last, y))
+                        yield (*seats[:k], *parts, *seats[k + 1 :])

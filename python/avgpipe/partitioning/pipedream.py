@@ -50,15 +50,15 @@ def pipedream(
     the weights and what is kept for its backward. In flight on each of m workers with n behind are 1 + ceil(n / m);
     inside units, n / m is rounded up to a power of 2.
     """
+    if stages is not None:
+        check_stages(len(profile.layers), stages)
     nets = network(profile, stages, workers, levels, link)
     total = math.prod(level.units for level in nets)
     chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size), nets[-1].link)
-    if stages is not None:
-        check_stages(chain.layers, stages)
-        if len(nets) > 1:
-            raise ValueError(
-                f"stages={stages} with {len(nets)} levels: they follow from the levels, leave stages out"
-            )
+    if stages is not None and len(nets) > 1:
+        raise ValueError(
+            f"stages={stages} with {len(nets)} levels: they follow from the levels, leave stages out"
+        )
     check_enough(stages, total)
     check_limit(memory_limit_bytes)
     search = _Search(chain, nets, memory_limit_bytes, stages)

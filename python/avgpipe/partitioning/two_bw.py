@@ -50,10 +50,10 @@ def two_bw(
     micro-batches in flight on stage k all that is kept, or with recomputation the inputs, and the rest once. The
     published 2 |W| / d leaves gradients and optimizer state out, which would not fit.
     """
-    nets = network(profile, stages, workers, None, link)
-    total = nets[0].units
     if stages is not None:
         check_stages(len(profile.layers), stages)
+    nets = network(profile, stages, workers, None, link)
+    total = nets[0].units
     check_enough(stages, total)
     check_limit(memory_limit_bytes)
     if recompute not in (None, True, False):
