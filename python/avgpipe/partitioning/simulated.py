@@ -154,11 +154,25 @@ class _Search:
             )
 
     def _lean(self) -> Cut:
-        """The cut that needs least memory: exactly with a stage on each worker, else of those tried."""
-        _, cut = least_dearest(self._chain.layers, self._stages, self.stage_bytes)
+        """The cut that needs least memory; of many where workers have several stages, the best of those tried."""
+        _, by_stage = least_dearest(self._chain.layers, self._stages, self.stage_bytes)
         if all(len(stages) == 1 for stages in self._placement):
-            return tuple(cut)
-        return self._descend(tuple(cut), self._worker_bytes)
+            return tuple(by_stage)
+        if self._few:
+            return min(self._every(), key=self._worker_bytes)
+        _, by_time = least_dearest(self._chain.layers, self._stages, self._compute_s)
+        starts = (tuple(by_stage), tuple(by_time))
+        return min((self._descend(cut, self._worker_bytes) for cut in starts), key=self._worker_bytes)
+
+    @property
+    def _few(self) -> bool:
+        return math.comb(self._chain.layers - 1, self._stages - 1) <= MOST_CUTS
+
+    def _every(self) -> Iterator[Cut]:
+        return combinations(range(1, self._chain.layers), self._stages - 1)
+
+    def _compute_s(self, k: int, first: int, last: int) -> float:
+        return self._chain.compute_s(first, last)
 
     def busiest_s(self, cut: Cut) -> float:
         """No batch takes less: what the busiest worker has to do for it."""
@@ -176,7 +190,7 @@ class _Search:
 
     def best(self) -> tuple[Cut, float, bool]:
         """The cut, its seconds per batch, and whether no other can be better."""
-        exact = math.comb(self._chain.layers - 1, self._stages - 1) <= MOST_CUTS and self._try_all()
+        exact = self._few and self._try_all()
         if not exact:
             for start in self._starts():
                 if len(self._known) < self._budget or not self._known:
@@ -186,9 +200,8 @@ class _Search:
 
     def _try_all(self) -> bool:
         """Simulate what may be best; False if the budget was not enough for all of it."""
-        every = combinations(range(1, self._chain.layers), self._stages - 1)
         best_s = math.inf
-        for least_s, cut in sorted((self.busiest_s(cut), cut) for cut in every if self._fits(cut)):
+        for least_s, cut in sorted((self.busiest_s(cut), cut) for cut in self._every() if self._fits(cut)):
             if least_s > best_s * _NEGLIGIBLE:
                 break
             if len(self._known) >= self._budget:
