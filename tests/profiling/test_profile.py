@@ -21,6 +21,7 @@ PROFILE = Profile(
     second_lane=(1.5, 1.25),
     action_s=1e-5,
     process_bytes=1000,
+    step_s=1e-4,
     link=LinkProfile(1e-3, 1e6),
 )
 
@@ -74,6 +75,7 @@ def test_a_message_takes_latency_and_bytes():
         ({"held_bytes": (1, float("nan"))}, "held_bytes must be a finite number"),
         ({"input_backward_s": (3.5, 1.0)}, "input_backward_s 3.5 is above backward_s 3"),
         ({"handed_bytes": (1.0,)}, "handed_bytes has 1 entries"),
+        ({"working_bytes": (1.0, -1.0)}, "working_bytes must be"),
         ({"parameter_bytes": -1}, "parameter_bytes"),
         ({"accumulate_s": float("inf")}, "accumulate_s"),
     ],
@@ -102,6 +104,7 @@ def test_what_is_no_number_is_a_type_error():
         ({"ties": (Tie((1,), 1),)}, r"tie \[1\]"),
         ({"second_lane": (1.0,)}, "second_lane has 1"),
         ({"action_s": -1.0}, "action_s"),
+        ({"step_s": -1.0}, "step_s"),
         ({"link": LinkProfile(1.0, 0.0)}, "bytes_per_s must be above 0"),
     ],
 )

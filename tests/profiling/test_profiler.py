@@ -1,6 +1,7 @@
 """What is measured: bytes as counted by hand, times in order, and a model that stays as it was."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -90,6 +91,7 @@ def test_times_are_there_and_the_parts_of_a_backward_are_within_it():
         for part, whole in zip(layer.input_backward_s, layer.backward_s):
             assert 0 <= part <= whole
     assert found.layers[0].accumulate_s > 0
+    assert found.step_s > 0
     assert found.layers[1].update_s == found.layers[1].elastic_s == found.layers[1].accumulate_s == 0
 
 
@@ -101,6 +103,18 @@ def test_a_layer_with_more_work_takes_longer():
     assert large.backward_s[1] > 3 * small.backward_s[1]
     assert large.forward_s[1] > 2 * large.forward_s[0]
     assert large.update_s > 3 * small.update_s
+
+
+def test_a_norm_that_is_clipped_counts_with_the_step():
+    model = [nn.Linear(1024, 1024)]
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    costs = {
+        limit: measured(
+            model, torch.randn(1, 1024), micro_batch_sizes=(1,), optimizer=sgd, clip_grad_norm=limit
+        ).layers[0]
+        for limit in (None, 1.0)
+    }
+    assert costs[1.0].update_s > 1.2 * costs[None].update_s > 0
 
 
 class Branching(nn.Module):
@@ -234,6 +248,7 @@ def test_a_loss_that_is_no_scalar_is_refused():
         ({"micro_batch_sizes": ()}, "micro_batch_sizes"),
         ({"micro_batch_sizes": (0,)}, "micro_batch_sizes"),
         ({"budget_s": 0}, "budget_s must be above 0"),
+        ({"clip_grad_norm": 0}, "clip_grad_norm must be above 0"),
         ({"threads": 0}, "threads must be above 0"),
         ({"device": "meta"}, "device 'meta'"),
         ({"target": torch.zeros(3, 4)}, "2 samples and the targets 3"),

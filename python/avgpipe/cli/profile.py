@@ -183,6 +183,7 @@ def _measure(asked: _Asked, built: Workload) -> Profile:
         device=asked.device,
         micro_batch_sizes=asked.sizes,
         link=asked.link,
+        clip_grad_norm=built.clip_grad_norm,
         autocast=_dtype(asked.autocast, asked.device, built),
         threads=int(asked.threads),
         budget_s=asked.budget_s,

@@ -107,7 +107,8 @@ class Profile:
 
     model, device: in words. micro_batch_sizes: samples, rising, as measured. layers: in order, at least one.
     second_lane: for each size, how much more two pipelines that share the device do than one, 1 (nothing) to 2.
-    action_s: what the runtime adds to each forward and backward. process_bytes: of a worker before it has a model.
+    action_s: what the runtime adds to each forward and backward. step_s: of a stage's update, what does not depend on
+    its layers and is in none of them. process_bytes: of a worker before it has a model.
     link: between two workers, if it is known.
 
     ValueError or TypeError names the layer and the number that cannot be.
@@ -122,6 +123,7 @@ class Profile:
     second_lane: tuple[float, ...] = ()
     action_s: float = 0.0
     process_bytes: float = 0.0
+    step_s: float = 0.0
     link: LinkProfile | None = None
 
     def __post_init__(self) -> None:
@@ -140,7 +142,7 @@ class Profile:
             _check_number(f"tie {list(tie.layers)}: parameter_bytes", tie.parameter_bytes)
         if self.second_lane:
             self._check_row("second_lane", self.second_lane)
-        for name in ("action_s", "process_bytes"):
+        for name in ("action_s", "process_bytes", "step_s"):
             _check_number(name, getattr(self, name))
         if self.link is not None:
             _check_number("link: latency_s", self.link.latency_s)

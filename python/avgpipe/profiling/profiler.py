@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,7 @@ def profile(
     micro_batch_sizes: Sequence[int] = (1, 2, 4, 8),
     optimizer: OptimizerFn | None = None,
     link: LinkProfile | None = None,
+    clip_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
     threads: int = 1,
     budget_s: float = 30.0,
@@ -60,6 +62,7 @@ def profile(
     micro_batch_sizes: samples.
     optimizer(params): None: no optimizer's time and state.
     link: between two workers; None: that of two processes of this host, on CUDA none.
+    clip_grad_norm: of the ``Pipeline``; what finding and applying the norm takes is counted with the optimizer's steps.
     autocast: dtype for ``torch.autocast``, as of the ``Pipeline``.
     threads: of torch on the CPU; workers have the one that OMP_NUM_THREADS gives them unless told otherwise.
     budget_s: about how many seconds measuring may take, beside the processes; more where three sweeps take longer.
@@ -73,14 +76,16 @@ def profile(
     """
     where = _checked_device(device)
     sizes = _checked_sizes(micro_batch_sizes)
-    for what, value in (("threads", threads), ("budget_s", budget_s)):
+    limits = (("clip_grad_norm", clip_grad_norm),) if clip_grad_norm is not None else ()
+    for what, value in (("threads", threads), ("budget_s", budget_s), *limits):
         if not value > 0:
             raise ValueError(f"{what} must be above 0, got {value}")
     layers = layers_of(model)
     asked = examples(example_inputs, target, sizes, where)
     with CallerGenerators(where), undisturbed(threads):
-        measured = _Measured(layers, asked, copy.deepcopy(loss_fn), optimizer, where, autocast)
-        measured.run(model, budget_s)
+        measured = _Measured(layers, asked, copy.deepcopy(loss_fn), where, autocast)
+        measured.sweep(Model.split(model, len(layers), None).skips, budget_s)
+        measured.update(Updates(optimizer, where, clip_grad_norm), budget_s)
     on_host = where.type == "cpu"
     workers = measure_workers(layers, threads, with_link=on_host and link is None)
     return Profile(
@@ -92,6 +97,7 @@ def profile(
         ties=_ties(layers),
         second_lane=tuple(measured.gains) or (1.0,) * len(sizes),
         action_s=workers.action_s,
+        step_s=measured.step_s,
         process_bytes=workers.process_bytes if on_host else 0.0,
         link=link or workers.link,
     )
@@ -121,13 +127,12 @@ class _Measured:
         layers: Sequence[nn.Module],
         asked: Sequence[Example],
         loss_fn: LossFn | None,
-        optimizer: OptimizerFn | None,
         device: torch.device,
         autocast: torch.dtype | None,
     ) -> None:
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(device)
-        self._layers, self._asked, self._optimizer = layers, asked, optimizer
+        self._layers, self._asked = layers, asked
         self.names = layer_names(layers)
         self._device = device
         self._loss_fn, self._autocast = loss_fn, autocast
@@ -136,15 +141,11 @@ class _Measured:
         self._working: list[list[int]] = []
         self._updates: list[UpdateCosts] = []
         self.gains: list[float] = []
+        self.step_s = 0.0
 
-    def run(self, model: nn.Module | Sequence[nn.Module], budget_s: float) -> None:
-        self._sweep(Model.split(model, len(self._layers), None).skips, budget_s)
-        updates = Updates(self._optimizer, self._device)
-        share_s = _UPDATES_SHARE * budget_s / len(self._layers)
-        self._updates = [updates.measure(layer, share_s) for layer in self._layers]
-
-    def _sweep(self, skips: Sequence[Skips], budget_s: float) -> None:
+    def sweep(self, skips: Sequence[Skips], budget_s: float) -> None:
         """With a copy of the whole model, or two, which is gone afterwards."""
+        begin = time.perf_counter()
         sweep = self._new_sweep()
         for example in self._asked:  # the first of a kind is slow; it makes the gradients to which others add
             sweep.whole(example)
@@ -153,11 +154,18 @@ class _Measured:
         self._working = [
             measure_working(sweep, example, sizes.output) for example, sizes in zip(self._asked, self._sizes)
         ]
-        repeat(lambda number: self._round(sweep, number), _SWEEPS_SHARE * budget_s)
+        left_s = _SWEEPS_SHARE * budget_s - (time.perf_counter() - begin)
+        repeat(lambda number: self._round(sweep, number), left_s)
         if self._device.type == "cuda":
             share_s = _LANES_SHARE * budget_s / len(self._asked)
             pair = [sweep, self._new_sweep()]
             self.gains = [lane_gain(pair, example, share_s) for example in self._asked]
+
+    def update(self, updates: Updates, budget_s: float) -> None:
+        """Steps, with copies of one layer at a time."""
+        self.step_s = updates.step_s
+        share_s = _UPDATES_SHARE * budget_s / len(self._layers)
+        self._updates = [updates.measure(layer, share_s) for layer in self._layers]
 
     def _new_sweep(self) -> Sweep:
         stage = _stage(self._layers, self._device)

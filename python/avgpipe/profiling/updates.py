@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -32,15 +33,24 @@ class UpdateCosts:
 class Updates:
     """Measures layers one after another, so that weights, gradients and state of only one are there at a time.
 
-    ``optimizer`` None: no steps, only the sums of gradients.
+    ``optimizer`` None: no steps, only the sums of gradients. ``clip_grad_norm``: None, or the limit of a norm that is
+    found and applied before each step.
     """
 
-    def __init__(self, optimizer: OptimizerFn | None, device: torch.device) -> None:
+    def __init__(
+        self, optimizer: OptimizerFn | None, device: torch.device, clip_grad_norm: float | None
+    ) -> None:
         self._optimizer, self._device, self._clock = optimizer, device, Clock(device)
+        self._limit = clip_grad_norm
         self._scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8, device=device)
         # A stage makes one step for all its layers: what every step takes must not count for each of them.
         tiny = nn.Linear(1, 1, bias=False) if optimizer is not None else nn.Identity()
         self._any = self._measured(tiny, 0.2)
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes however few its weights."""
+        return self._any.update_s
 
     def measure(self, layer: nn.Module, budget_s: float) -> UpdateCosts:
         found, floor = self._measured(layer, budget_s), self._any
@@ -83,8 +93,17 @@ class Updates:
             for replica in replicas:
                 replica.put_grads(list(grads))
 
-        steps = [lambda replica=replica: replica.step(0, 0) for replica in replicas]
-        return self._timed(steps, prepare, budget_s)
+        def step(replica: Replica) -> None:
+            if self._limit is not None:
+                self._clip(replica, self._limit)
+            replica.step(0, 0)
+
+        return self._timed([partial(step, replica) for replica in replicas], prepare, budget_s)
+
+    def _clip(self, replica: Replica, limit: float) -> None:
+        """As a stage does whose gradients are all there are."""
+        norms = torch.stack([n.double() for n in torch._foreach_norm(replica.arena.grads)])
+        replica.scale_grads((limit / (norms.square().sum().sqrt() + 1e-6)).clamp(max=1.0))
 
     def _timed(
         self, acts: Sequence[Callable[[], object]], prepare: Callable[[], None], budget_s: float
