@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from avgpipe.partitioning import partition
 from avgpipe.profiling.profile import LinkProfile, Profile
+from benchmarks.partitioning.vgg16 import vgg16
 from tests.partitioning import chains
-from tests.partitioning.vgg import vgg16
 
 Stage = tuple[int, int, int]  # first layer, the one after the last, workers
 
@@ -150,6 +150,13 @@ def test_on_two_levels_the_plan_keeps_the_limit_and_an_infeasible_limit_says_wha
 
 
 # ---- what was published ----------------------------------------------------------------------------------------------
+
+
+def test_the_profile_of_vgg16_is_the_published_network() -> None:
+    p = vgg16()
+    assert sum(row.parameter_bytes for row in p.layers) == 4 * 138_357_544
+    forward_s = sum(row.forward_s[0] for row in p.layers)
+    assert forward_s * 15.7e12 * 0.7 / 64 == pytest.approx(2 * 15.47e9, rel=1e-3)
 
 
 def test_vgg16_on_sixteen_workers_replicates_the_convolutions_and_leaves_the_dense_layers_to_one() -> None:
