@@ -29,6 +29,12 @@ def test_every_method_refuses_more_stages_than_layers(method: str) -> None:
         partition(CHAIN, 7, method=method)
 
 
+@pytest.mark.parametrize("method", partition_methods())
+def test_every_method_knows_a_number_of_stages_by_itself(method: str) -> None:
+    assert 1 <= partition(CHAIN, method=method).stages <= 4
+    assert partition(chains.profile(chains.layer()), method=method).stages == 1
+
+
 def test_an_unknown_method_names_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"unknown method 'pipedraem': did you mean 'pipedream'\?"):
         partition(CHAIN, method="pipedraem")

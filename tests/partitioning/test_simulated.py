@@ -8,21 +8,28 @@ from hypothesis import strategies as st
 
 from avgpipe.partitioning import partition
 from avgpipe.partitioning.chain import Chain
-from avgpipe.partitioning.simulated import stage_costs, weight_versions
-from avgpipe.profiling.profile import LinkProfile, Profile
+from avgpipe.partitioning.stage_costs import RECOMPUTE, stage_costs, weight_versions
+from avgpipe.profiling.profile import LayerProfile, LinkProfile, Profile
 from avgpipe.schedule import build_schedule
 from avgpipe.simulation import Costs, steady_batch_s
 from tests.partitioning import chains
 
 
-def costs(p: Profile, blocks: list[tuple[int, int]], pipelines: int) -> Costs:
+def costs(
+    p: Profile, blocks: list[tuple[int, int]], pipelines: int, many: int = 1, again: str = "never"
+) -> Costs:
+    repeated = {"never": [0] * many, "always": [1] * many, "except-last": [1] * (many - 1) + [0]}[again]
+
     def total(name: str, first: int, last: int) -> float:
         return sum(getattr(row, name)[0] for row in p.layers[first:last])
 
     return Costs(
         forward_s=[total("forward_s", *b) for b in blocks],
-        backward_s=[total("backward_s", *b) for b in blocks],
-        transfer_s=[p.link.seconds(chains.crossing(p, a)) for a, _ in blocks[1:]],
+        backward_s=[
+            [total("backward_s", *b) + more * total("forward_s", *b) for more in repeated] for b in blocks
+        ],
+        transfer_s=[chains.crossing(p, a) / p.link.bytes_per_s for a, _ in blocks[1:]],
+        latency_s=p.link.latency_s,
         update_s=[
             sum(row.update_s + (row.elastic_s if pipelines > 1 else 0) for row in p.layers[a:b])
             for a, b in blocks
@@ -44,9 +51,16 @@ SCHEDULES = st.sampled_from(["advance-forward", "1f1b", "gpipe", "pipedream", "p
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10**9), st.integers(1, 4), st.integers(1, 4), st.integers(1, 2), SCHEDULES)
+@given(
+    st.integers(0, 10**9),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    SCHEDULES,
+    st.sampled_from(RECOMPUTE),
+)
 def test_no_cut_takes_less_simulated_time(
-    seed: int, stages: int, micro_batches: int, pipelines: int, schedule: str
+    seed: int, stages: int, micro_batches: int, pipelines: int, schedule: str, recompute: str
 ) -> None:
     p = chains.random_profile(seed)
     stages = min(stages, len(p.layers))
@@ -57,10 +71,11 @@ def test_no_cut_takes_less_simulated_time(
         micro_batches=micro_batches,
         pipelines=pipelines,
         schedule=schedule,
+        recompute=recompute,
     )
     built = build_schedule(schedule, stages, micro_batches)
     best = min(
-        steady_batch_s(built, costs(p, blocks, pipelines), pipelines=pipelines)
+        steady_batch_s(built, costs(p, blocks, pipelines, micro_batches, recompute), pipelines=pipelines)
         for blocks in chains.cuts(len(p.layers), stages)
     )
     assert found.notes == ()
@@ -89,7 +104,7 @@ def test_none_that_fits_into_memory_does(seed: int, stages: int, pipelines: int,
             partition(p, stages, method="simulated", **options)
         return
     found = partition(p, stages, method="simulated", **options)
-    best = min(steady_batch_s(built, costs(p, b, pipelines), pipelines=pipelines) for b in fitting)
+    best = min(steady_batch_s(built, costs(p, b, pipelines, 4), pipelines=pipelines) for b in fitting)
     assert found.value == pytest.approx(best, rel=1e-9, abs=1e-10)
     assert max(found.memory_bytes) <= limit * (1 + 1e-9)
 
@@ -137,20 +152,25 @@ def test_versions_of_the_weights() -> None:
 
 
 def test_costs_of_stages_have_averaging_with_several_pipelines_alone() -> None:
-    p = chains.random_profile(5)
-    chain = Chain(p, 1, p.link)
-    last = len(p.layers)
-    assert stage_costs(chain, [0, 1, last]) == costs_like(p, last, 1)
-    assert stage_costs(chain, [0, 1, last], 2) == costs_like(p, last, 2)
+    p = chains.profile(chains.layer(update_s=1.0), LayerProfile(*_row(), update_s=2.0, elastic_s=3.0))
+    chain = Chain(p, 1)
+    assert stage_costs(chain, [0, 1, 2], 4).update_s == (1.0, 2.0)
+    assert stage_costs(chain, [0, 1, 2], 4, 2).update_s == (1.0, 5.0)
 
 
-def costs_like(p: Profile, last: int, pipelines: int) -> object:
-    class Close:
-        def __eq__(self, other: object) -> bool:
-            wanted = costs(p, [(0, 1), (1, last)], pipelines)
-            return all(
-                getattr(other, name) == pytest.approx(getattr(wanted, name))
-                for name in ("forward_s", "backward_s", "transfer_s", "update_s")
-            )
+def _row() -> tuple[object, ...]:
+    return "layer", (1.0,), (2.0,), (1.0,), (0.0,), (0.0,), 0.0
 
-    return Close()
+
+def test_recomputation_costs_time_and_saves_memory() -> None:
+    p = chains.profile(*[chains.layer(held=10.0, output=1.0) for _ in range(4)])
+    found = {
+        again: partition(p, 4, method="simulated", micro_batches=4, recompute=again) for again in RECOMPUTE
+    }
+    assert found["never"].value < found["except-last"].value < found["always"].value
+    flight = build_schedule("advance-forward", 4, 4).peak_in_flight
+    assert found["never"].memory_bytes == [flight[0] * 10.0, *(f * 11.0 for f in flight[1:])]
+    assert found["always"].memory_bytes == [10.0, *(f * 1.0 + 11.0 for f in flight[1:])]
+    assert found["except-last"].memory_bytes[1] == flight[1] * 1.0 + 22.0
+    with pytest.raises(ValueError, match=r"recompute='allways': did you mean 'always'\?"):
+        partition(p, 4, method="simulated", recompute="allways")

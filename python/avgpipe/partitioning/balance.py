@@ -62,7 +62,7 @@ def balanced(
     if by not in ("time", "bytes"):
         raise ValueError(f"by={by!r}: {nearest(str(by), ['time', 'bytes'])}")
     chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size))
-    count = 4 if stages is None else stages
+    count = min(4, len(profile.layers)) if stages is None else stages
 
     def seconds(k: int, first: int, last: int) -> float:
         return chain.compute_s(first, last)

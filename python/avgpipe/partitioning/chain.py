@@ -31,7 +31,7 @@ class Chain:
     def __init__(self, profile: Profile, micro_batch_size: float, link: LinkProfile | None = None) -> None:
         layers = profile.layers
         costs = profile.at(micro_batch_size)
-        self.profile, self.micro_batch_size = profile, micro_batch_size
+        self.profile, self.micro_batch_size, self.link = profile, micro_batch_size, link
         self.layers = len(layers)
         self.boundary_bytes = profile.boundary_bytes(micro_batch_size)
         self.transfer_s = [link.seconds(size) if link else 0.0 for size in self.boundary_bytes]

@@ -15,19 +15,21 @@ def stage_bytes(
     copies: int = 1,
     extra_copies: int = 0,
     recompute: bool = False,
+    whole: int = 1,
 ) -> float:
     """Bytes of a worker with layers ``first`` to ``last`` - 1.
 
     in_flight: micro-batches between their forward and backward, of all copies. versions: of the weights, the newest
     included. copies: of the model, each with its weights, gradients and optimizer state. extra_copies: of the
-    trained weights alone. recompute: micro-batches in flight hold their inputs, and one at a time all the rest.
+    trained weights alone. recompute: micro-batches in flight hold their inputs, and ``whole`` of them at a time all
+    the rest.
     """
     weights = chain.parameter_bytes(first, last)
     state = weights * (versions + 1) + chain.optimizer_bytes(first, last) + chain.frozen_bytes(first, last)
     held = chain.held_bytes(first, last)
     kept = in_flight * held
     if recompute:
-        kept = in_flight * chain.input_bytes(first) + held
+        kept = in_flight * chain.input_bytes(first) + min(whole, in_flight) * held
     return chain.profile.process_bytes + copies * state + extra_copies * weights + kept
 
 

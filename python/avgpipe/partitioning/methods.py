@@ -29,21 +29,21 @@ def partition(
 ) -> Partition:
     """Cut the layers of ``profile`` into stages.
 
-    stages: K; None: 4, or what the method finds best where it chooses (see below). Every method takes
-    ``micro_batch_size`` (samples; None: the largest that was measured). The others' options:
+    stages: K; None: what the method finds best, or up to 4 for the last two. All but "2bw", which chooses it, take
+    ``micro_batch_size`` (samples; None: the largest that was measured). Their other options:
 
-    - "pipedream" (Narayanan et al. 2019, section 3.1): the least time of the slowest stage, link or synchronisation.
-      Chooses the stages and their replicas for ``workers`` (None: as many as stages, one each if both are given
-      alike). ``levels``: (units, bytes_per_s) of each level of the network, lowest first, in place of ``workers`` and
-      ``link``. ``memory_limit_bytes``: of a worker.
-    - "dapple" (Fan et al. 2021, section 4): the least time of one synchronous batch of ``micro_batches``. Chooses as
-      pipedream does, over the machines of at most two ``levels``; ``link``, ``memory_limit_bytes``.
+    - "pipedream" (Narayanan et al. 2019, section 3.1): the least time of the slowest stage, link or synchronisation,
+      with up to ``workers`` (None: as many as stages, or 4), of which a stage may have several. ``levels``: (units,
+      bytes_per_s) of each level of the network, lowest first, in place of ``workers`` and ``link``.
+      ``memory_limit_bytes``: of a worker.
+    - "dapple" (Fan et al. 2021, section 4): the least time of one synchronous batch of ``micro_batches``. Workers as
+      for pipedream; ``levels``, at most two, are the devices of a machine and the machines.
     - "2bw" (Narayanan et al. 2021, section 4): most samples per second over width, depth, micro-batch size and
       recomputation, for ``workers`` and batches of ``batch_size`` samples. ``micro_batch_sizes`` to try; ``link``,
       ``memory_limit_bytes``, ``recompute``.
     - "balance": the dearest stage is cheapest. ``by``: "time" or "bytes".
     - "simulated": the least simulated time per batch of the schedule that will run: ``micro_batches``, ``pipelines``,
-      ``schedule``, ``advance``, ``link``, ``memory_limit_bytes``.
+      ``schedule``, ``advance``, ``stages_per_worker``, ``recompute``, ``link``, ``memory_limit_bytes``.
 
     ``link``: a ``LinkProfile``; None: the profile's, and if it has none transfers count as free, which a note says.
 

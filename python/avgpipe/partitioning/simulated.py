@@ -6,16 +6,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
 
+from avgpipe.errors import nearest
 from avgpipe.partitioning.chain import Chain
 from avgpipe.partitioning.cuts import check_stages, least_dearest
 from avgpipe.partitioning.memory import check_limit, does_not_fit, stage_bytes
 from avgpipe.partitioning.network import network
 from avgpipe.partitioning.options import check_count, micro_batch_size_of, transfer_notes
 from avgpipe.partitioning.result import Partition
+from avgpipe.partitioning.stage_costs import RECOMPUTE, recomputed, stage_costs, weight_versions
 from avgpipe.profiling.profile import LinkProfile, Profile
 from avgpipe.schedule.builders import build_schedule
 from avgpipe.schedule.schedule import Schedule
-from avgpipe.simulation import Costs, steady_batch_s
+from avgpipe.simulation import steady_batch_s
 
 MOST_CUTS = 5_000  # that are all looked at
 _MOST_ACTIONS, _LEAST_SIMULATED = 10_000_000, 6
@@ -34,6 +36,7 @@ def simulated(
     schedule: str = "advance-forward",
     advance: int | Sequence[int] | str | None = None,
     stages_per_worker: int | None = None,
+    recompute: str = "never",
     link: LinkProfile | None = None,
     micro_batch_size: float | None = None,
     memory_limit_bytes: float | None = None,
@@ -41,7 +44,8 @@ def simulated(
     """Method "simulated" of :func:`avgpipe.partition`.
 
     micro_batches: of a batch. pipelines: that share the workers. schedule, advance, stages_per_worker: as
-    ``build_schedule`` takes them. The time is ``steady_batch_s`` of the stages' costs (:func:`stage_costs`).
+    ``build_schedule`` takes them. recompute: as in ``Plan``. The time is ``steady_batch_s`` of the stages' costs
+    (:func:`avgpipe.partitioning.stage_costs.stage_costs`).
 
     Cuts are simulated in the order of their busiest worker, below which no batch takes less time, until that is above
     the best found: with up to 5,000 cuts the optimum, if the simulations it takes are not too long altogether. Else
@@ -52,14 +56,16 @@ def simulated(
     as many versions as the schedule needs, with several pipelines the reference and an update buffer of each, and the
     micro-batches in flight on all pipelines at once.
     """
-    count = 4 if stages is None else stages
+    count = min(4, len(profile.layers)) if stages is None else stages
     check_count("pipelines", pipelines)
     check_limit(memory_limit_bytes)
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute={recompute!r}: {nearest(str(recompute), RECOMPUTE)}")
     check_stages(len(profile.layers), count)
     order = build_schedule(schedule, count, micro_batches, advance, stages_per_worker)
     net = network(profile, count, order.workers, None, link)[0]
     chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size), net.link)
-    search = _Search(chain, order, pipelines, memory_limit_bytes)
+    search = _Search(chain, order, pipelines, recompute, memory_limit_bytes)
     search.check_fits()
     cut, batch_s, exact = search.best()
     notes = transfer_notes(net.bytes_per_s)
@@ -71,9 +77,10 @@ def simulated(
         layers=chain.layers,
         boundaries=list(cut),
         replication=[1] * count,
-        stage_s=[chain.compute_s(*block) for block in pairwise(bounds)],
+        stage_s=[search.compute_s(*block) for block in pairwise(bounds)],
         objective=f"one batch of {micro_batches} micro-batches, {order.name}"
-        + (f", {pipelines} pipelines" if pipelines > 1 else ""),
+        + (f", {pipelines} pipelines" if pipelines > 1 else "")
+        + (f", recomputing {recompute}" if recompute != "never" else ""),
         value=batch_s,
         micro_batch_size=chain.micro_batch_size,
         workers=order.workers,
@@ -82,35 +89,13 @@ def simulated(
     )
 
 
-def stage_costs(chain: Chain, bounds: Sequence[int], pipelines: int = 1) -> Costs:
-    """What a simulation takes, of the stages between ``bounds`` (first layer of each, then the number of layers).
-
-    With several pipelines an update includes the averaging. Memory is not in it.
-    """
-    blocks = list(pairwise(bounds))
-    return Costs(
-        forward_s=[chain.forward_s(*block) for block in blocks],
-        backward_s=[chain.backward_s(*block) for block in blocks],
-        transfer_s=[chain.outgoing_s(last) for _, last in blocks[:-1]],
-        update_s=[chain.update_s(*block, elastic=pipelines > 1) for block in blocks],
-        input_backward_s=[chain.input_backward_s(*block) for block in blocks],
-    )
-
-
-def weight_versions(schedule: Schedule) -> list[int]:
-    """Per stage, how many versions of the weights are kept, the newest included."""
-    stages = schedule.stages
-    if schedule.flush:
-        return [1] * stages
-    if schedule.name == "pipedream-2bw":
-        return [2] * stages
-    # One for each batch that has micro-batches in flight.
-    return [1 + math.ceil((stages - 1 - k) / schedule.micro_batches) for k in range(stages)]
-
-
 class _Search:
-    def __init__(self, chain: Chain, schedule: Schedule, pipelines: int, limit: float | None) -> None:
+    def __init__(
+        self, chain: Chain, schedule: Schedule, pipelines: int, recompute: str, limit: float | None
+    ) -> None:
         self._chain, self._schedule, self._pipelines, self._limit = chain, schedule, pipelines, limit
+        self._recompute = recompute
+        self._share = sum(recomputed(schedule.micro_batches, recompute)) / schedule.micro_batches
         self._stages = schedule.stages
         self._in_flight = schedule.peak_in_flight
         self._versions = weight_versions(schedule)
@@ -129,6 +114,9 @@ class _Search:
             versions=self._versions[k],
             copies=self._pipelines,
             extra_copies=1 + self._pipelines if self._pipelines > 1 else 0,
+            recompute=self._recompute != "never",
+            # A device recomputes one at a time; the last of each pipeline's batch may be there as well.
+            whole=1 + (self._pipelines if self._recompute == "except-last" else 0),
         )
 
     def _worker_bytes(self, cut: Cut) -> float:
@@ -160,7 +148,7 @@ class _Search:
             return tuple(by_stage)
         if self._few:
             return min(self._every(), key=self._worker_bytes)
-        _, by_time = least_dearest(self._chain.layers, self._stages, self._compute_s)
+        _, by_time = least_dearest(self._chain.layers, self._stages, self._of_stage_s)
         starts = (tuple(by_stage), tuple(by_time))
         return min((self._descend(cut, self._worker_bytes) for cut in starts), key=self._worker_bytes)
 
@@ -171,20 +159,26 @@ class _Search:
     def _every(self) -> Iterator[Cut]:
         return combinations(range(1, self._chain.layers), self._stages - 1)
 
-    def _compute_s(self, k: int, first: int, last: int) -> float:
-        return self._chain.compute_s(first, last)
+    def compute_s(self, first: int, last: int) -> float:
+        """Of a micro-batch, on average over those of a batch."""
+        return self._chain.compute_s(first, last) + self._share * self._chain.forward_s(first, last)
+
+    def _of_stage_s(self, k: int, first: int, last: int) -> float:
+        return self.compute_s(first, last)
 
     def busiest_s(self, cut: Cut) -> float:
         """No batch takes less: what the busiest worker has to do for it."""
         chain, many = self._chain, self._schedule.micro_batches
         bounds = [0, *cut, chain.layers]
         elastic = self._pipelines > 1
-        work = [many * chain.compute_s(*b) + chain.update_s(*b, elastic) for b in pairwise(bounds)]
+        work = [many * self.compute_s(*b) + chain.update_s(*b, elastic) for b in pairwise(bounds)]
         return max(sum(work[k] for k in stages) for stages in self._placement)
 
     def _seconds(self, cut: Cut) -> float:
         if cut not in self._known:
-            costs = stage_costs(self._chain, [0, *cut, self._chain.layers], self._pipelines)
+            bounds = [0, *cut, self._chain.layers]
+            many = self._schedule.micro_batches
+            costs = stage_costs(self._chain, bounds, many, self._pipelines, self._recompute)
             self._known[cut] = steady_batch_s(self._schedule, costs, pipelines=self._pipelines)
         return self._known[cut]
 
@@ -214,11 +208,11 @@ class _Search:
         chain = self._chain
 
         def compute(k: int, first: int, last: int) -> float:
-            return self._allowed(chain.compute_s(first, last), k, first, last)
+            return self._allowed(self.compute_s(first, last), k, first, last)
 
         def with_transfers(k: int, first: int, last: int) -> float:
             moved_s = 2 * (chain.incoming_s(first) + chain.outgoing_s(last))
-            return self._allowed(chain.compute_s(first, last) + moved_s, k, first, last)
+            return self._allowed(self.compute_s(first, last) + moved_s, k, first, last)
 
         found = [
             tuple(least_dearest(chain.layers, self._stages, cost)[1]) for cost in (compute, with_transfers)
