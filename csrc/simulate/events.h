@@ -29,21 +29,19 @@ class Events {
 
     Status run() {
         for (int64_t w = 0; w < q_.workers; ++w) start(w, 0);
-        std::vector<int64_t> touched;
         while (next_.time() != kNever) {
             const Ticks now = next_.time();
             if (now > kLongest) return Status::kTooLong;
-            touched.clear();
-            while (next_.time() == now) {
-                const int64_t w = next_.worker();
-                next_.set(w, kNever);
-                is_touched_[static_cast<size_t>(w)] = true;
-                touched.push_back(w);
-                Device& device = devices_[static_cast<size_t>(w)];
-                tally_.busy(w, device.advance(now));
+            touched_.clear();
+            next_.collect(now, touched_);
+            for (const int64_t w : touched_) is_touched_[static_cast<size_t>(w)] = true;
+            const size_t count = touched_.size();  // more may be touched by what arrives at once
+            for (size_t at = 0; at < count; ++at) {
+                Device& device = devices_[static_cast<size_t>(touched_[at])];
+                tally_.busy(touched_[at], device.advance(now));
                 device.finish([&](int64_t lane) { finish(lane, now); });
             }
-            for (const int64_t w : touched) start(w, now);
+            for (const int64_t w : touched_) start(w, now);
         }
         return left_ == 0 ? Status::kDone : Status::kStuck;
     }
@@ -52,12 +50,12 @@ class Events {
     // A stage of a pipeline: it runs one step after another.
     struct Lane {
         Walk walk;
-        int64_t stage, worker, pipeline;
+        int32_t stage, worker, pipeline;
+        bool is_running = false;
         Step step = {};        // the next or running one
         Ticks ready = kNever;  // when all that the step needs is there
         uint64_t urgency = 0;  // the least goes first
         Ticks started = 0;
-        bool is_running = false;
     };
 
     // Those of a worker follow one another, by stage and then by pipeline.
@@ -73,7 +71,8 @@ class Events {
             first_of_stage_[static_cast<size_t>(k)] = static_cast<int64_t>(lanes_.size());
             for (int64_t i = 0; i < q_.pipelines; ++i) {
                 const int64_t own = (q_.batches - i + q_.pipelines - 1) / q_.pipelines;
-                lanes_.push_back({Walk(q_, k, own), k, q_.worker[k], i});
+                lanes_.push_back(
+                    {Walk(q_, k, own), static_cast<int32_t>(k), q_.worker[k], static_cast<int32_t>(i)});
                 inboxes_.add(Walk::window(q_, k));
             }
             first_of_worker_[static_cast<size_t>(q_.worker[k]) + 1] = static_cast<int64_t>(lanes_.size());
@@ -169,7 +168,11 @@ class Events {
         }
         other.ready = there;
         const auto w = static_cast<size_t>(other.worker);
-        if (!is_touched_[w] && devices_[w].has_room() && there < next_.of(other.worker)) {
+        if (is_touched_[w] || !devices_[w].has_room()) return;
+        if (there <= now) {
+            is_touched_[w] = true;
+            touched_.push_back(other.worker);
+        } else if (there < next_.of(other.worker)) {
             next_.set(other.worker, there);
         }
     }
@@ -180,7 +183,8 @@ class Events {
     Tally tally_;
     NextEvent next_;
     std::vector<Device> devices_;
-    std::vector<char> is_touched_;  // devices that will choose at this instant anyhow
+    std::vector<int64_t> touched_;  // devices that will choose at this instant
+    std::vector<char> is_touched_;
     std::vector<Lane> lanes_;
     std::vector<int64_t> first_of_stage_, first_of_worker_;
     Inboxes inboxes_;

@@ -21,9 +21,19 @@ class NextEvent {
         for (uint64_t node = leaves_ - 1; node > 0; --node) winner_[node] = winner_[2 * node];
     }
 
-    int64_t worker() const { return winner_[1]; }
     Ticks time() const { return times_[static_cast<size_t>(winner_[1])]; }
     Ticks of(int64_t worker) const { return times_[static_cast<size_t>(worker)]; }
+
+    // Adds all workers with this time, the least, in ascending order.
+    void collect(Ticks time, std::vector<int64_t>& workers, uint64_t node = 1) const {
+        if (times_[static_cast<size_t>(winner_[node])] != time) return;
+        if (node >= leaves_) {
+            workers.push_back(winner_[node]);
+        } else {
+            collect(time, workers, 2 * node);
+            collect(time, workers, 2 * node + 1);
+        }
+    }
 
     void set(int64_t worker, Ticks time) {
         Ticks& known = times_[static_cast<size_t>(worker)];

@@ -11,7 +11,7 @@ constexpr Ticks kNever = INT64_MAX;
 constexpr Ticks kLongest =
     Ticks{1} << 62;  // a run that lasts longer is refused; any single time is below 1/16 of it
 
-enum Kind : int64_t { kForward, kBackward, kInputs, kWeights, kUpdate, kKinds };
+enum Kind : int32_t { kForward, kBackward, kInputs, kWeights, kUpdate, kKinds };
 
 // Link 2k is that from stage k to k+1, link 2k+1 the one back; both are of boundary k.
 struct Question {

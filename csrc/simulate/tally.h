@@ -28,10 +28,8 @@ class Tally {
         const int64_t held = ++held_[static_cast<size_t>(stage)];
         int64_t& peak = answer_.peak_in_flight[stage];
         peak = std::max(peak, held);
-        double bytes = 0;
-        for (const int64_t k : on_worker_[static_cast<size_t>(q_.worker[stage])]) {
-            bytes += static_cast<double>(held_[static_cast<size_t>(k)]) * q_.held_bytes[k];
-        }
+        double bytes = static_cast<double>(held) * q_.held_bytes[stage];
+        if (q_.workers < q_.stages) bytes = held_on(q_.worker[stage]);
         double& most = answer_.peak_held_bytes[q_.worker[stage]];
         most = std::max(most, bytes);
     }
@@ -56,6 +54,14 @@ class Tally {
     }
 
   private:
+    double held_on(int64_t worker) const {
+        double bytes = 0;
+        for (const int64_t k : on_worker_[static_cast<size_t>(worker)]) {
+            bytes += static_cast<double>(held_[static_cast<size_t>(k)]) * q_.held_bytes[k];
+        }
+        return bytes;
+    }
+
     const Question& q_;
     Answer& answer_;
     std::vector<int64_t> held_;

@@ -7,12 +7,13 @@
 
 namespace avgpipe::simulate {
 
+// Small, as everything that a run keeps per stage and pipeline: the processor's caches hold more of it.
 struct Step {
-    int64_t kind;
-    int64_t micro_batch;
-    int64_t own;     // number of the batch among those of the pipeline
+    int32_t kind;
+    int32_t micro_batch;
+    int32_t own;     // number of the batch among those of the pipeline
+    int32_t rank;    // in the row of the worker
     int64_t number;  // of the micro-batch, all batches counted through
-    int64_t rank;    // in the row of the worker
 
     // How many micro-batches in flight an action adds when it starts, and takes away when it ends.
     int64_t adds() const { return kind == kForward; }
@@ -24,9 +25,10 @@ struct Step {
 
 // Counts through micro-batches: which one of which batch.
 struct Counter {
-    int64_t micro_batch = 0, own = 0, number = 0;
+    int32_t micro_batch = 0, own = 0;
+    int64_t number = 0;
 
-    void advance(int64_t micro_batches) {
+    void advance(int32_t micro_batches) {
         ++number;
         if (++micro_batch == micro_batches) micro_batch = 0, ++own;
     }
@@ -37,9 +39,9 @@ struct Counter {
 class WarmUpWalk {
   public:
     WarmUpWalk(const Question& q, int64_t stage, int64_t batches)
-        : micro_batches_(q.micro_batches),
+        : micro_batches_(static_cast<int32_t>(q.micro_batches)),
+          batches_(static_cast<int32_t>(batches)),
           warm_up_(q.warm_ups[stage]),
-          batches_(batches),
           limit_(q.flush != 0 ? q.micro_batches : q.micro_batches * batches),
           flush_(q.flush != 0) {}
 
@@ -56,7 +58,7 @@ class WarmUpWalk {
         if (backward_.own > updates_) return {kUpdate, 0, updates_, 0, 0};
         const bool is_forward = forward_.number < limit_ && forward_.number < backward_.number + warm_up_;
         const Counter& at = is_forward ? forward_ : backward_;
-        return {is_forward ? kForward : kBackward, at.micro_batch, at.own, at.number, 0};
+        return {is_forward ? kForward : kBackward, at.micro_batch, at.own, 0, at.number};
     }
 
     void advance(const Step& step) {
@@ -71,10 +73,11 @@ class WarmUpWalk {
     }
 
   private:
-    int64_t micro_batches_, warm_up_, batches_;
+    int32_t micro_batches_, batches_;
+    int64_t warm_up_;
     int64_t limit_;  // of forwards that may begin
+    int32_t updates_ = 0;
     bool flush_;
-    int64_t updates_ = 0;
     Counter forward_, backward_;
 };
 
@@ -85,9 +88,9 @@ class ColumnWalk {
         : kinds_(q.kinds + q.column_begin[stage]),
           micro_batch_(q.micro_batch + q.column_begin[stage]),
           ranks_(q.ranks == nullptr ? nullptr : q.ranks + q.column_begin[stage]),
-          length_(q.column_begin[stage + 1] - q.column_begin[stage]),
-          micro_batches_(q.micro_batches),
-          batches_(batches) {}
+          length_(static_cast<int32_t>(q.column_begin[stage + 1] - q.column_begin[stage])),
+          micro_batches_(static_cast<int32_t>(q.micro_batches)),
+          batches_(static_cast<int32_t>(batches)) {}
 
     // A stage that sends is at most at the next batch: its own backwards need all those of the one that
     // receives.
@@ -96,9 +99,9 @@ class ColumnWalk {
     bool done() const { return own_ == batches_ || length_ == 0; }
 
     Step peek() const {
-        const int64_t m = micro_batch_[position_];
-        return {kinds_[position_], m, own_, own_ * micro_batches_ + m,
-                ranks_ == nullptr ? 0 : ranks_[position_]};
+        const int32_t m = micro_batch_[position_];
+        const int32_t rank = ranks_ == nullptr ? 0 : ranks_[position_];
+        return {kinds_[position_], m, own_, rank, static_cast<int64_t>(own_) * micro_batches_ + m};
     }
 
     void advance(const Step&) {
@@ -109,8 +112,8 @@ class ColumnWalk {
     const int8_t* kinds_;
     const int32_t* micro_batch_;
     const int32_t* ranks_;
-    int64_t length_, micro_batches_, batches_;
-    int64_t position_ = 0, own_ = 0;
+    int32_t length_, micro_batches_, batches_;
+    int32_t position_ = 0, own_ = 0;
 };
 
 }  // namespace avgpipe::simulate
