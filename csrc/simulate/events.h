@@ -47,8 +47,8 @@ class Events {
     }
 
   private:
-    // A stage of a pipeline: it runs one step after another.
-    struct Lane {
+    // A stage of a pipeline: it runs one step after another. In whole lines of the cache.
+    struct alignas(64) Lane {
         Walk walk;
         int32_t stage, worker, pipeline;
         bool is_running = false;
