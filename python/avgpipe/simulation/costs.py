@@ -131,11 +131,10 @@ class Costs:
             return [-1] * (2 * (stages - 1))
         channels = list(range(2 * (stages - 1)))
         for group in self.shared_links:
-            links = [_number_of(link) for link in group]
-            for link, number_ in zip(group, links):
-                if number_ >= len(channels):
+            for link in group:
+                if _number_of(link) >= len(channels):
                     raise ValueError(f"shared_links has {link!r} for {stages} stages, 0..{stages - 1}")
-                channels[number_] = links[0]
+                channels[_number_of(link)] = _number_of(group[0])
         return channels
 
 
@@ -205,6 +204,7 @@ def _spell(cost: Each) -> str:
 
 
 def _number_of(link: Link) -> int:
+    """As the engine counts links."""
     source, to = link
     return 2 * source if to > source else 2 * to + 1
 

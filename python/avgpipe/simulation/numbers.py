@@ -10,6 +10,8 @@ from typing import Any
 Each = float | tuple[float, ...]
 """A cost of a stage or boundary: of all micro-batches, or one of each."""
 
+_OF_BOUNDARIES = ("transfer_s", "gradient_transfer_s", "latency_s")  # one number less than there are stages
+
 
 def checked(name: str, value: Any) -> float | tuple[float, ...]:
     """A number of at least 0, or a tuple of them; TypeError and ValueError for anything else."""
@@ -43,12 +45,9 @@ def _entries(name: str, value: Any) -> Iterable[Any]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name}={value!r}: must be a number, or a list of one number per stage")
     entries = list(value)
-    if not entries and name not in OF_BOUNDARIES:  # one stage has none
+    if not entries and name not in _OF_BOUNDARIES:  # one stage has none
         raise ValueError(f"{name} is empty: give a number, or a list of one number per stage")
     return entries
-
-
-OF_BOUNDARIES = ("transfer_s", "gradient_transfer_s", "latency_s")
 
 
 def number(name: str, value: Any) -> float:
@@ -86,7 +85,7 @@ def spread_each(
 
 def _of_length(name: str, value: Sequence[Any], count: int) -> Sequence[Any]:
     if len(value) != count:
-        places = "boundaries" if name in OF_BOUNDARIES else "stages"
+        places = "boundaries" if name in _OF_BOUNDARIES else "stages"
         raise ValueError(
             f"{name} has {len(value)} entries for {count} {places}: give {count}, or one number for all"
         )
