@@ -124,6 +124,10 @@ def smallest(low: int, high: int, enough: Callable[[int], bool]) -> int | None:
         return low
     if not enough(high):
         return None
+    step = 1
+    while low + step < high and not enough(low + step):  # callers begin near the answer
+        low, step = low + step, 2 * step
+    high = min(high, low + step)
     while low + 1 < high:  # low is not enough, high is
         middle = (low + high) // 2
         if enough(middle):

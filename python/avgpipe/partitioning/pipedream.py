@@ -26,7 +26,7 @@ from avgpipe.partitioning.memory import check_limit, does_not_fit
 from avgpipe.partitioning.network import Levels, check_enough, network, pipedream_sync_s
 from avgpipe.partitioning.options import micro_batch_size_of, transfer_notes
 from avgpipe.partitioning.result import Partition
-from avgpipe.partitioning.units import Group, Piece, Unit, Worker, replicated, worker_bytes
+from avgpipe.partitioning.units import Group, Piece, Unit, Worker, replicated, whole, worker_bytes
 from avgpipe.profiling.profile import LinkProfile, Profile
 
 
@@ -89,6 +89,8 @@ class _Search:
 
     def __init__(self, chain: Chain, nets: Levels, limit: float | None, stages: int | None) -> None:
         self._chain, self._level, self._limit, self._stages = chain, nets[-1], limit, stages
+        self._most_behind: dict[tuple[int, int], float] = {}
+        self._sizes: dict[tuple[int, int], float] = {}
         unit: Unit = Worker(chain, limit)
         for level in nets[:-1]:
             unit = Group(chain, unit, level, limit)
@@ -127,7 +129,13 @@ class _Search:
         """The same with so many units behind them, which only memory minds."""
         if alone in (NOT_THIS, TOO_LONG) or self._limit is None:
             return alone
-        return self._fewest_from(first, last, behind, alone, bound_s)
+        if (first, last) not in self._most_behind:
+            self._most_behind[first, last] = self._unit.most_behind(first, last)
+        most = self._most_behind[first, last]
+        if most <= 0 < behind:
+            return NOT_THIS
+        low = max(alone, whole(behind / most)) if behind else alone
+        return self._fewest_from(first, last, behind, low, bound_s)
 
     def _fewest_from(self, first: int, last: int, behind: int, low: int, bound_s: float) -> int:
         """The fewest units, at least ``low``, that are enough."""
@@ -139,7 +147,21 @@ class _Search:
         # One unit has nothing to synchronise; from two on, more take less.
         if low == 1 and enough(1):
             return 1
-        return smallest(max(low, 2), most, enough) or NOT_THIS
+        return smallest(max(low, self._synchronised(first, last, bound_s)), most, enough) or NOT_THIS
+
+    def _synchronised(self, first: int, last: int, bound_s: float) -> int:
+        """Fewer units, but one alone, take too long to synchronise: solves 4 (m - 1) |w| / (m^2 B) = bound."""
+        size = self._size(first, last)
+        share = bound_s * self._level.bytes_per_s / size if size else 1.0
+        if share >= 1:
+            return 2
+        root = (2 + 2 * math.sqrt(1 - share)) / share if share > 0 else math.inf
+        return max(2, math.floor(min(root, self._level.units + 1) - 1e-6))
+
+    def _size(self, first: int, last: int) -> float:
+        if (first, last) not in self._sizes:
+            self._sizes[first, last] = self._chain.parameter_bytes(first, last)
+        return self._sizes[first, last]
 
     def _fits(self, first: int, last: int, units: int, behind: int, bound_s: float) -> bool:
         seconds = self._stage_s(first, last, units, behind)
@@ -148,8 +170,10 @@ class _Search:
     def _stage_s(self, first: int, last: int, units: int, behind: int) -> float:
         """T(i, j, m)."""
         unit_s = self._unit.seconds(first, last, self._behind(units, behind))
-        size = self._chain.parameter_bytes(first, last)
-        return max(unit_s, pipedream_sync_s(size, units, self._level.bytes_per_s)) / units
+        if units == 1:
+            return unit_s
+        sync_s = pipedream_sync_s(self._size(first, last), units, self._level.bytes_per_s)
+        return max(unit_s, sync_s) / units
 
     def _behind(self, units: int, behind: int) -> float:
         return self._unit.rounded(behind * self._unit.workers / units)

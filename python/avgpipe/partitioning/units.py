@@ -7,7 +7,9 @@ al. 2019, section 3.1).
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from avgpipe.partitioning.chain import Chain
@@ -44,6 +46,9 @@ class Unit(Protocol):
     def rounded(self, behind: float) -> float:
         """The value, not below, at which the unit is looked at."""
 
+    def most_behind(self, first: int, last: int) -> float:
+        """More than this need not be tried; math.inf where that is not known."""
+
 
 class Worker:
     """The lowest unit: one device."""
@@ -52,11 +57,26 @@ class Worker:
 
     def __init__(self, chain: Chain, limit: float | None) -> None:
         self._chain, self._limit = chain, limit
+        self._known: dict[tuple[int, int], tuple[float, float, float]] = {}
+        self._tables: list[NDArray[Any]] | None = None
 
     def seconds(self, first: int, last: int, behind: float) -> float:
-        if self._limit is not None and worker_bytes(self._chain, first, last, behind) > self._limit:
+        compute_s, alone, more = self._of(first, last)
+        if self._limit is not None and alone + whole(behind) * more > self._limit:
             return math.inf
-        return self._chain.compute_s(first, last)
+        return compute_s
+
+    def _of(self, first: int, last: int) -> tuple[float, float, float]:
+        """Seconds; bytes with one micro-batch in flight; bytes of each more."""
+        known = self._known.get((first, last))
+        if known is None:
+            alone = worker_bytes(self._chain, first, last, 0)
+            more = worker_bytes(self._chain, first, last, 1) - alone
+            known = self._known[first, last] = self._chain.compute_s(first, last), alone, more
+        return known
+
+    def _part(self, n: int, first: int, last: int) -> float:
+        return self._of(first, last)[n]
 
     def pieces(self, first: int, last: int, behind: float) -> list[Piece]:
         return [Piece(first, last, 1, self._chain.compute_s(first, last))]
@@ -64,15 +84,26 @@ class Worker:
     def table(self, behind: float) -> NDArray[Any]:
         import numpy as np
 
-        layers = self._chain.layers
-        found = np.full((layers + 1, layers + 1), np.inf)
-        for i in range(layers):
-            for j in range(i + 1, layers + 1):
-                found[i, j] = self.seconds(i, j, behind)
-        return found
+        if self._tables is None:
+            layers = self._chain.layers
+            self._tables = [
+                table_of(layers, functools.partial(self._part, n), outside)
+                for n, outside in enumerate((math.inf, math.inf, 0.0))
+            ]
+        compute_s, alone, more = self._tables
+        if self._limit is None:
+            return compute_s
+        return np.where(alone + behind * more <= self._limit, compute_s, np.inf)
 
     def rounded(self, behind: float) -> float:
-        return 0.0 if self._limit is None else behind
+        return 0.0 if self._limit is None else float(whole(behind))
+
+    def most_behind(self, first: int, last: int) -> float:
+        """The most ``behind`` with which these layers fit, if they do at all; possibly one more, by rounding."""
+        if self._limit is None:
+            return math.inf
+        _, alone, more = self._of(first, last)
+        return math.floor((self._limit - alone) / more + 1e-6) if more else math.inf
 
 
 class Group:
@@ -84,6 +115,7 @@ class Group:
         self._tables: dict[float, list[NDArray[Any]]] = {}
         self._best: dict[float, NDArray[Any]] = {}
         self._inner_tables: dict[float, NDArray[Any]] = {}
+        self._sizes: NDArray[Any] | None = None
 
     def seconds(self, first: int, last: int, behind: float) -> float:
         return float(self.table(behind)[first, last])
@@ -93,6 +125,9 @@ class Group:
         if self._limit is None or behind == 0:
             return 0.0
         return float(2.0 ** math.ceil(math.log2(behind)))
+
+    def most_behind(self, first: int, last: int) -> float:
+        return math.inf
 
     def table(self, behind: float) -> NDArray[Any]:
         if behind not in self._best:
@@ -131,16 +166,9 @@ class Group:
         return self._inner.rounded((behind + rest * self._inner.workers) / own)
 
     def _sync_s(self, own: int) -> NDArray[Any]:
-        import numpy as np
-
-        layers = self._chain.layers
-        found = np.zeros((layers + 1, layers + 1))
-        if own > 1:
-            for i in range(layers):
-                for j in range(i + 1, layers + 1):
-                    size = self._chain.parameter_bytes(i, j)
-                    found[i, j] = pipedream_sync_s(size, own, self._level.bytes_per_s)
-        return found
+        if self._sizes is None:
+            self._sizes = table_of(self._chain.layers, self._chain.parameter_bytes, 0.0)
+        return self._sizes * pipedream_sync_s(1.0, own, self._level.bytes_per_s)
 
     def _cut_s(self, place: int) -> float:
         return 2 * self._level.link.seconds(self._chain.boundary_bytes[place - 1])
@@ -186,8 +214,23 @@ def replicated(chain: Chain, piece: Piece, units: int, level: Level) -> Piece:
     return Piece(piece.first, piece.last, piece.workers * units, max(piece.seconds, sync_s) / units)
 
 
+def table_of(layers: int, cost: Callable[[int, int], float], outside: float) -> NDArray[Any]:
+    """By first layer and the one after the last; ``outside`` where there is no layer between."""
+    import numpy as np
+
+    found = np.full((layers + 1, layers + 1), outside)
+    for i in range(layers):
+        for j in range(i + 1, layers + 1):
+            found[i, j] = cost(i, j)
+    return found
+
+
+def whole(behind: float) -> int:
+    """Rounded up; a quotient may be a rounding error above the whole number that it is."""
+    return math.ceil(behind - 1e-9)
+
+
 def worker_bytes(chain: Chain, first: int, last: int, behind: float) -> float:
     """PipeDream's memory: for each micro-batch in flight a version of the weights beside what it holds."""
-    # A share like 2/3 x 3 may end a rounding error above a whole number.
-    in_flight = 1 + math.ceil(behind - 1e-9)
+    in_flight = 1 + whole(behind)
     return stage_bytes(chain, first, last, in_flight=in_flight, versions=in_flight)
