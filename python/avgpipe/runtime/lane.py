@@ -222,6 +222,7 @@ class Lane:
         elif kind == "U":
             others = [p.version for p in self._hand.values() if not p.updated and p is not now]
             self._update.update(now, step, min([*others, self._order.version()]))
+            self.sent_at = None  # the norm is told on before the step, which is no sending
             now.updated = True
             for _, seat in self.place.others if self.exchange is not None else ():
                 self._send("V", seat, step, self.replica.update)
