@@ -114,3 +114,18 @@ def test_damaged_plan_files_are_refused(text: str, match: str, tmp_path: Path) -
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ValueError, match=match):
         Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("system", "options", "message"),
+    [
+        ("pipedream-2bw", {"stages": "2"}, "stages must be a whole number of at least 1, not '2'"),
+        ("data-parallel", {"stages": -1}, "stages must be a whole number of at least 1, not -1"),
+        ("dapple", {"stages": 2, "replication": [0, 1]}, r"replication \[0, 1\] must be a list of 2"),
+        ("dapple", {"stages": 2, "replication": [1.5, 1]}, "replication .* must be a list of 2"),
+        ("dapple", {"stages": 2, "replication": 3}, "replication 3 must be a list of 2"),
+    ],
+)
+def test_wrong_options_of_a_system_are_refused(system, options, message):
+    with pytest.raises(ValueError, match=message):
+        Plan.for_system(system, **options)

@@ -15,7 +15,7 @@ from avgpipe.bench.schedules.rows import Task, optimizer_of, stepped
 class AloneRow:
     """All of it in the process of rank 0, accumulating over `parts`; the other ranks only wait."""
 
-    pipelines = 1
+    pipelines, actions = 1, None
 
     def __init__(self, name: str, task: Task, layers: Sequence[nn.Module], parts: int) -> None:
         self.name, self._task, self._parts = name, task, parts
@@ -42,7 +42,7 @@ class AloneRow:
 class DataParallelRow:
     """DistributedDataParallel: each rank has its share of the samples, in `parts`, synchronised after the last one."""
 
-    pipelines = 1
+    pipelines, actions = 1, None
 
     def __init__(self, name: str, task: Task, layers: Sequence[nn.Module], parts: int) -> None:
         self.name, self._task, self._parts = name, task, parts

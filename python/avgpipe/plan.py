@@ -60,9 +60,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("stages", "pipelines", "micro_batches", "period"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+            _check_count(name, getattr(self, name))
         _one_of("system", self.system, tuple(SYSTEMS))
         _one_of("rule", self.rule, RULES)
         _one_of("recompute", self.recompute, RECOMPUTE)
@@ -117,15 +115,7 @@ class Plan:
             )
 
     def _check_replication(self, schedule: Schedule) -> None:
-        replication = self.replication
-        if (
-            not isinstance(replication, list)
-            or len(replication) != self.stages
-            or not all(type(r) is int and r >= 1 for r in replication)
-        ):
-            raise ValueError(
-                f"replication {replication!r} must be a list of {self.stages} numbers of at least 1, one for each stage"
-            )
+        replication = _checked_replication(self.replication, self.stages)
         if max(replication) > self.micro_batches:
             raise ValueError(
                 f"replication {replication} with micro_batches {self.micro_batches}: some replicas would have nothing "
@@ -172,6 +162,7 @@ class Plan:
         ``stages``: of systems that have no stages, such as data parallelism, the workers.
         """
         _one_of("system", system, tuple(SYSTEMS))
+        _check_count("stages", options.get("stages", 1))
         row = systems.row(system, options.get("stages", 1))
         for name in ("pipelines", "micro_batches"):
             if name in row and options.get(name, row[name]) != row[name]:
@@ -180,8 +171,10 @@ class Plan:
         if "stages" in row:
             chosen["stages"] = row["stages"]
         if "micro_batches" not in chosen:
-            replication = chosen.get("replication")
-            chosen["micro_batches"] = systems.micro_batches(system, chosen.get("stages", 1), replication)
+            stages, replication = chosen.get("stages", 1), chosen.get("replication")
+            if replication is not None:
+                _checked_replication(replication, stages)
+            chosen["micro_batches"] = systems.micro_batches(system, stages, replication)
         return cls(**chosen)
 
     def to_json(self) -> str:
@@ -215,3 +208,20 @@ def _one_of(what: str, value: Any, valid: tuple[str, ...]) -> str:
     if value not in valid:
         raise ValueError(f"unknown {what} {value!r}: {nearest(str(value), valid)}")
     return str(value)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def _checked_replication(replication: Any, stages: int) -> list[int]:
+    if (
+        not isinstance(replication, list)
+        or len(replication) != stages
+        or not all(type(r) is int and r >= 1 for r in replication)
+    ):
+        raise ValueError(
+            f"replication {replication!r} must be a list of {stages} numbers of at least 1, one for each stage"
+        )
+    return replication

@@ -73,6 +73,7 @@ def question(out, *systems, stages=2, limit=None, **asked):
 
 def compared(capsys, asked, runner, code=0):
     """The object on standard output, and standard error."""
+    asked.out.mkdir(exist_ok=True)
     if code:
         with pytest.raises(typer.Exit) as exit_:
             answer(asked, True, runner)
@@ -356,6 +357,7 @@ def test_a_folder_with_content_is_left_alone(tmp_path):
     said = refused("--systems", "gpipe", "--out", str(tmp_path))
     assert f"--out {tmp_path} is not empty (mine.txt): name a new folder" in said
     assert "is a file" in refused("--systems", "gpipe", "--out", str(tmp_path / "mine.txt"))
+    refused("--systems", "gpipe", "--out", "/proc/compare")  # where nobody may make a folder
     assert os.listdir(tmp_path) == ["mine.txt"]
 
 

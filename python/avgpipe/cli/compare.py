@@ -138,6 +138,7 @@ def compare(
                 None if memory_limit is None else _limit(memory_limit),
             )
             check(question)
+            question.out.mkdir(parents=True, exist_ok=True)
         with running():
             answer(question, json_output)
 
@@ -194,10 +195,9 @@ def check(question: Question) -> None:
 
 
 def answer(question: Question, json_output: bool, runner: Runner = run_in_process) -> None:
-    """Run all, write the folder and print. Exits with 1 if no system trained to its end, as usual after a signal."""
+    """Run all, fill the folder and print. Exits with 1 if no system trained to its end, as usual after a signal."""
     from avgpipe.cli.compare_results import comparison, write_results
 
-    question.out.mkdir(parents=True, exist_ok=True)
     with Signals() as signals:
         ended = run_all(question, runner, signals)
         found = comparison(question, ended)

@@ -16,7 +16,7 @@ from torch import nn
 
 from avgpipe.cli.checks import prepare
 from avgpipe.cli.folder import RunFolder, Tally, note_validation, reaches, tally
-from avgpipe.cli.links import LinkNotes, links_line
+from avgpipe.cli.log import LogNotes, links_line
 from avgpipe.cli.pace import Pace
 from avgpipe.cli.progress import Progress, Silent
 from avgpipe.cli.settings import TrainSettings
@@ -37,7 +37,7 @@ class TrainingRun:
     def __init__(self, settings: TrainSettings) -> None:
         self.settings = settings
         self.workload, self.plan = prepare(settings)
-        with LinkNotes() as links:
+        with LogNotes() as log:
             self.pipeline = Pipeline(
                 self.workload.layers,
                 self.plan,
@@ -67,7 +67,7 @@ class TrainingRun:
         if self.workload.trivial is not None:
             answer, score = self.workload.trivial
             self.progress.note(f"to beat: {answer}, {self.workload.metric_name} {score:.2f}")
-        for note in links_line(self._world.gather_texts(links.text)):
+        for note in (*links_line(self._world.gather_texts(log.links)), *log.warnings):
             self.progress.note(note)
         self._saved_at = time.monotonic()
         self._stretches: list[tuple[int, int]] = []  # batches, first and last, without a pause between them

@@ -80,6 +80,33 @@ def test_a_line_counts_where_tensors_travel():
     assert simulated_s(found["data-parallel"], settings) == pytest.approx(0.36)
 
 
+def test_all_that_a_worker_sends_shares_its_line():
+    settings = ScheduleSettings(
+        stages=3,
+        micro_batches=8,
+        only=("all-forward-all-backward",),
+        rate_bits_per_s=8e7,
+        activation_bytes=10**6,
+    )
+    case = by_name(settings)["all-forward-all-backward"]
+    # The worker in the middle sends 8 activations and 8 gradients, of 0.1 s each.
+    assert 1.6 < simulated_s(case, settings) < 2.2
+    assert simulated_s(case, settings, line_bytes_per_s=2e7) < 1.2
+    unlimited = ScheduleSettings(stages=3, micro_batches=8, only=("all-forward-all-backward",))
+    assert simulated_s(case, unlimited, line_bytes_per_s=2e7) == pytest.approx(0.3)
+
+
+def test_actions_may_take_what_was_measured():
+    settings = ScheduleSettings(stages=2, micro_batches=4, only=("1f1b", "zero-bubble-h1"))
+    found = by_name(settings)
+    whole = {"F": [0.011, 0.011], "B": [0.021, 0.021], "U": [0.001, 0.001]}
+    assert simulated_s(found["1f1b"], settings, actions=whole) == pytest.approx(5 * 0.032 + 0.001)
+    parts = {"F": [0.011, 0.011], "I": [0.0, 0.011], "W": [0.021, 0.010], "U": [0.001, 0.001]}
+    assert simulated_s(found["zero-bubble-h1"], settings, actions=parts) == pytest.approx(
+        4 * 0.032 + 0.012 + 0.001
+    )
+
+
 def test_workers_that_divide_the_micro_batches_unevenly_wait_for_the_busiest():
     settings = ScheduleSettings(stages=4, micro_batches=6, only=("data-parallel",))
     assert simulated_s(by_name(settings)["data-parallel"], settings) == pytest.approx(2 * 4 * 0.03)

@@ -12,6 +12,7 @@ class Ticking:
     name = "ticking"
 
     def __init__(self, monkeypatch, pipelines, ends, losses=None):
+        self.actions = None
         self.pipelines, self._ends, self._losses = pipelines, ends, losses or [1.0] * len(ends)
         self.trained = 0
         self.now = 0.0

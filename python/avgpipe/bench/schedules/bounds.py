@@ -47,9 +47,7 @@ def bounds(
     if rate_bytes_per_s is not None:
         transfer_s = activation_bytes / rate_bytes_per_s
         made += [
-            Bound(
-                "flush and transfers: + 2 (K-1) size/rate", flush_s(stages, micro_batches, *costs, transfer_s)
-            ),
+            Bound("flush and transfers: + 2 (K-1) t", flush_s(stages, micro_batches, *costs, transfer_s)),
             Bound("link time at line rate", link_s(stages, micro_batches, transfer_s)),
         ]
     if measured_bytes_per_s is not None:

@@ -16,10 +16,17 @@ from torch import nn
 WEIGHTS = 16  # parameters of an emulated stage; their mean is added to every value of its activation
 _PR_SET_TIMERSLACK = 29
 _device = threading.Lock()  # a device does one thing at a time, whichever thread asks
+_MOST_LATE_S = 1e-3  # later ones were kept from the processor, which says nothing of the next
 
 
 class Occupied:
-    """The device is occupied inside, for `seconds` in all; what is done there takes part of them."""
+    """The device is occupied inside, for `seconds` in all; what is done there takes part of them.
+
+    A sleep ends some 0.1 ms late, which no device would: it is asked to end as much earlier as others were late before,
+    and what is then left is waited for.
+    """
+
+    _late_s = 0.0  # of sleeps in this process, a running mean; changed with the device occupied
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -29,9 +36,13 @@ class Occupied:
         self._end = time.perf_counter() + self._seconds
 
     def __exit__(self, *_: object) -> None:
-        left = self._end - time.perf_counter()
-        if left > 0:
+        wake = self._end - Occupied._late_s
+        if (left := wake - time.perf_counter()) > 0:
             time.sleep(left)
+            late = min(time.perf_counter() - wake, _MOST_LATE_S)
+            Occupied._late_s += (late - Occupied._late_s) / 16
+        while time.perf_counter() < self._end:
+            pass
         _device.release()
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from avgpipe.bench.schedules.rows import Unavailable
 from avgpipe.bench.schedules.settings import CHUNKS, SYSTEMS, ScheduleSettings
 from avgpipe.plan import Plan
+from avgpipe.schedule.schedule import Schedule
 from avgpipe.simulation import Costs, steady_batch_s
 
 _SEVERAL_STAGES = ("interleaved-1f1b", "zero-bubble-v")  # CHUNKS of them on each worker
@@ -78,15 +79,49 @@ def stage_costs(settings: ScheduleSettings, stages: int) -> tuple[float, float]:
     return settings.forward_s * share, settings.backward_s * share
 
 
-def simulated_s(case: OurCase, settings: ScheduleSettings) -> float:
-    """Seconds per batch in the steady state. Between two stages there is a line in each direction, which no other two
-    share; updates and the host take nothing; of replicas, each runs its share of the micro-batches, and the sum of
-    gradients is not part of it.
+def simulated_s(
+    case: OurCase,
+    settings: ScheduleSettings,
+    line_bytes_per_s: float | None = None,
+    actions: Mapping[str, Sequence[float]] | None = None,
+) -> float:
+    """Seconds per batch in the steady state. A limited line carries all that its worker sends, one tensor after
+    another, at the rate measured, by default at the limit; without a limit transfers take nothing. Actions take what
+    was measured, by default what was set, where updates and the host take nothing. Of replicas, each runs its share of
+    the micro-batches, and the sum of gradients is not part of it.
     """
     plan = case.plan
-    forward_s, backward_s = stage_costs(settings, plan.stages)
-    # The first stage spends its backward on the weights alone.
-    of_inputs = [0.0, *[backward_s / 2] * (plan.stages - 1)]
-    costs = Costs(forward_s, backward_s, settings.transfer_s, input_backward_s=of_inputs)
     schedule = plan.build_schedule(-(-plan.micro_batches // max(plan.replication or [1])))
+    limited = settings.rate_bits_per_s is not None
+    transfer_s = settings.transfer_s
+    if limited and line_bytes_per_s is not None:
+        transfer_s = settings.activation_bytes / line_bytes_per_s
+    costs = replace(
+        _as_set(settings, plan.stages) if actions is None else _as_measured(actions, plan.stages),
+        transfer_s=transfer_s,
+        shared_links=_lines(schedule) if limited else (),
+    )
     return case.per_batch * steady_batch_s(schedule, costs, pipelines=plan.pipelines)
+
+
+def _as_set(settings: ScheduleSettings, stages: int) -> Costs:
+    forward_s, backward_s = stage_costs(settings, stages)
+    # The first stage spends its backward on the weights alone.
+    return Costs(forward_s, backward_s, input_backward_s=[0.0, *[backward_s / 2] * (stages - 1)])
+
+
+def _as_measured(actions: Mapping[str, Sequence[float]], stages: int) -> Costs:
+    none = [0.0] * stages
+    parts = actions.get("I", none), actions.get("W", none)
+    backward_s = actions.get("B") or [i + w for i, w in zip(*parts)]
+    inputs = actions.get("I") if "B" not in actions else None
+    return Costs(actions["F"], backward_s, update_s=actions.get("U", none), input_backward_s=inputs)
+
+
+def _lines(schedule: Schedule) -> list[list[tuple[int, int]]]:
+    """Per worker, all links by which its stages send."""
+    last = schedule.stages - 1
+    return [
+        [(k, to) for k in stages for to in (k - 1, k + 1) if 0 <= to <= last and to not in stages]
+        for stages in schedule.placement
+    ]

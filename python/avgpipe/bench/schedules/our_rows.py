@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from avgpipe.bench.schedules.action_costs import action_costs
 from avgpipe.bench.schedules.emulation import EmulatedStage
 from avgpipe.bench.schedules.our_plans import OurCase, stage_costs
 from avgpipe.bench.schedules.rows import Task, Unavailable
@@ -35,6 +36,7 @@ class OurRow:
         **options: Any,
     ) -> None:
         self.name, self.pipelines = name, OurCase(name, plan, per_batch).pipelines
+        self.actions: dict[str, list[float]] | None = None
         inputs, targets = (x.chunk(per_batch) for x in (task.inputs, task.targets))
         self._batches = list(zip(inputs, targets))
         if link != "auto":
@@ -54,6 +56,8 @@ class OurRow:
         for first in losses:
             others = list(islice(losses, len(self._batches) - 1))
             yield (first + sum(others)) / len(self._batches)
+        plan = self.pipeline.plan
+        self.actions = action_costs(self.pipeline.timeline(), plan.stages, first_batch=plan.pipelines)
 
     def close(self) -> None:
         self.pipeline.close()
@@ -84,12 +88,14 @@ class PassingRow:
         self._make = make
         with closing(make()) as row:
             self.name, self.pipelines = row.name, row.pipelines
+        self.actions: dict[str, list[float]] | None = None
 
     def losses(self, batches: int) -> Iterator[float | None]:
         with closing(self._make()) as row:
             for _ in row.losses(row.pipelines):
                 pass  # finds its buffers, and the speed of its connections
             yield from row.losses(batches)
+            self.actions = row.actions
 
     def close(self) -> None:
         pass

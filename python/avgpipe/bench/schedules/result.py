@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from avgpipe.bench.schedules.bounds import Bound, bounds
 from avgpipe.bench.schedules.our_plans import OurCase, our_cases, simulated_s
 from avgpipe.bench.schedules.rows import Unavailable
 from avgpipe.bench.schedules.settings import ScheduleSettings
 
+Simulate: TypeAlias = Callable[[str, Mapping[str, Sequence[float]] | None], float | None]
+
 
 @dataclass(frozen=True)
 class Timed:
-    """A row: seconds per batch, one sample a round. simulated_s: what the simulation says; of our rows."""
+    """A row: seconds per batch, one sample a round. Of our rows, what the simulation says: simulated_s, with the times
+    that were set; simulated_as_measured_s, with the mean times that actions took, host included.
+    """
 
     name: str
     median_s: float
@@ -23,6 +27,7 @@ class Timed:
     quartile3_s: float
     samples_s: tuple[float, ...]
     simulated_s: float | None = None
+    simulated_as_measured_s: float | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -38,8 +43,16 @@ class Timed:
         """Measured over simulated seconds."""
         return self.median_s / self.simulated_s if self.simulated_s else None
 
+    @property
+    def over_simulated_as_measured(self) -> float | None:
+        return self.median_s / self.simulated_as_measured_s if self.simulated_as_measured_s else None
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "over_simulated": self.over_simulated}
+        return {
+            **asdict(self),
+            "over_simulated": self.over_simulated,
+            "over_simulated_as_measured": self.over_simulated_as_measured,
+        }
 
     @staticmethod
     def from_json(found: dict[str, Any]) -> Timed:
@@ -84,16 +97,19 @@ class ScheduleResult:
         )
 
 
-def timed_rows(measured: Sequence[dict[str, Any]], simulated_s: Mapping[str, float]) -> list[Timed]:
-    """Of what `measure_rows` returned on rank 0, where batches end last. simulated_s: by the names of rows."""
+def timed_rows(measured: Sequence[dict[str, Any]], simulate: Simulate) -> list[Timed]:
+    """Of what `measure_rows` returned on rank 0, where batches end last. simulate: of a row's name and actions."""
     made = []
     for row in measured:
         samples = row["seconds"]
         quartile1, _, quartile3 = (
             statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
         )
-        name, median = row["name"], statistics.median(samples)
-        made.append(Timed(name, median, quartile1, quartile3, tuple(samples), simulated_s.get(name)))
+        name, median, actions = row["name"], statistics.median(samples), row.get("actions")
+        as_measured = None if actions is None else simulate(name, actions)
+        made.append(
+            Timed(name, median, quartile1, quartile3, tuple(samples), simulate(name, None), as_measured)
+        )
     return made
 
 
@@ -102,7 +118,11 @@ def summarise(
 ) -> ScheduleResult:
     rate = settings.rate_bits_per_s
     line = ranks[0]["line_bytes_per_s"]
-    cases = [case for case in our_cases(settings) if isinstance(case, OurCase)]
+    cases = {case.name: case for case in our_cases(settings) if isinstance(case, OurCase)}
+
+    def simulate(name: str, actions: Mapping[str, Sequence[float]] | None) -> float | None:
+        return simulated_s(cases[name], settings, line, actions) if name in cases else None
+
     return ScheduleResult(
         settings,
         line,
@@ -117,6 +137,6 @@ def summarise(
                 line,
             )
         ),
-        tuple(timed_rows(ranks[0]["rows"], {case.name: simulated_s(case, settings) for case in cases})),
+        tuple(timed_rows(ranks[0]["rows"], simulate)),
         (*(Unavailable(**row) for row in ranks[0]["unavailable"]), *failed),
     )

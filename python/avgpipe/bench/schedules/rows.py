@@ -27,11 +27,15 @@ class Task:
 
 class Row(Protocol):
     """A way of training, alike on every rank. pipelines: batches that are under way at once, or more, so that a round
-    of all that work beside each other is whole.
+    of all that work beside each other is whole. actions: of the last `losses`, the mean seconds of a stage's actions by
+    kind, if the row knows them.
     """
 
     name: str
     pipelines: int
+
+    @property
+    def actions(self) -> dict[str, list[float]] | None: ...
 
     def losses(self, batches: int) -> Iterator[float | None]:
         """Train on the task's batch so many times; yields when a batch is done. None: another rank knows the loss."""
@@ -66,10 +70,11 @@ def seconds_per_batch(row: Row, batches: int) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank: seconds per batch, a sample a round."""
+    """Of one rank: seconds per batch, a sample a round. actions: the last round's, as of `Row`."""
 
     name: str
     seconds: list[float]
+    actions: dict[str, list[float]] | None = None
 
 
 def measure_rows(
@@ -85,7 +90,7 @@ def measure_rows(
             if number:
                 samples.append(taken)
     dist.barrier()  # nobody closes a row while another rank is still at its last batch
-    return [Measured(row.name, samples) for row, samples in zip(rows, seconds)]
+    return [Measured(row.name, samples, row.actions) for row, samples in zip(rows, seconds)]
 
 
 def stepped(optimizer: torch.optim.Optimizer | None) -> None:

@@ -26,7 +26,7 @@ class TorchRow:
     r, r + K, ...
     """
 
-    pipelines = 1
+    pipelines, actions = 1, None
 
     def __init__(
         self, name: str, task: Task, modules: Sequence[nn.Module], schedule: str, micro_batches: int

@@ -30,6 +30,8 @@ from avgpipe_ext import ring
 
 NAMES = ("auto", "shm", "gloo", "cuda-ipc", "nccl")
 ON_CUDA = ("cuda-ipc", "nccl")
+LINK_MESSAGE = "%s to %s: %s"  # logged for each link: what is at its ends, and its name
+
 _log = logging.getLogger("avgpipe")
 
 
@@ -74,7 +76,7 @@ class Links:
         seats = range(len(placement.seats))
         self.by_seat = {seat: self._by_rank[placement.rank_of(seat)] for seat in seats}
         for rank in sorted({placement.rank_of(c.source) for c in into(world.rank) if c.kind in "FB"}):
-            _log.info("%s to %s: %s", *map(world.name, (world.rank, rank)), self._by_rank[rank].name)
+            _log.info(LINK_MESSAGE, *map(world.holds, (world.rank, rank)), self._by_rank[rank].name)
 
     def _from(self, peer: int) -> list[Channel]:
         return [c for c in self._into(self._world.rank) if self._placement.rank_of(c.source) == peer]

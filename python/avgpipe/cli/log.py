@@ -1,4 +1,4 @@
-"""By which link each stage reaches the next one, as the runtime's log says, in one line of the command's."""
+"""What the runtime logs that a command repeats: its warnings, and by which links workers reach each other."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ import logging
 from collections.abc import Sequence
 from types import TracebackType
 
+from avgpipe.runtime.links.choose import LINK_MESSAGE
+
 _LOG = "avgpipe"
-_MESSAGE = "stage %d to stage %d: %s"  # of `avgpipe.runtime.links.choose`
 
 
-class LinkNotes(logging.Handler):
-    """Inside, notes what this rank's links are. ``text``: JSON, a list of (stage, next stage, link)."""
+class LogNotes(logging.Handler):
+    """Inside, notes warnings and what this rank's links are. ``links``: JSON, a list of (what is here, what is there,
+    link).
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self._found: list[tuple[int, int, str]] = []
+        self.warnings: list[str] = []
+        self._found: list[tuple[str, ...]] = []
         self._level_before = logging.NOTSET
 
     @property
-    def text(self) -> str:
+    def links(self) -> str:
         return json.dumps(self._found)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.msg == _MESSAGE and isinstance(record.args, tuple):
-            stage, other, link = record.args
-            if isinstance(stage, int) and other == stage + 1:
-                self._found.append((stage, other, str(link)))
+        if record.msg == LINK_MESSAGE and isinstance(record.args, tuple):
+            self._found.append(tuple(map(str, record.args)))
+        elif record.levelno >= logging.WARNING:
+            self.warnings.append(record.getMessage())
 
-    def __enter__(self) -> LinkNotes:
+    def __enter__(self) -> LogNotes:
         log = logging.getLogger(_LOG)
         self._level_before = log.level
         if not log.isEnabledFor(logging.INFO):
@@ -47,12 +51,14 @@ class LinkNotes(logging.Handler):
 
 def links_line(texts: Sequence[str]) -> list[str]:
     """One line from the notes of all ranks; none where a single process has all stages."""
-    found = [(stage, other, link) for text in texts for stage, other, link in json.loads(text)]
     by_link: dict[str, list[str]] = {}
-    for stage, other, link in found:
-        by_link.setdefault(link, []).append(f"stage {stage} to stage {other}")
+    seen: set[frozenset[str]] = set()
+    for here, there, link in (entry for text in texts for entry in json.loads(text)):
+        if {here, there} not in seen:  # both ends say so
+            seen.add(frozenset((here, there)))
+            by_link.setdefault(link, []).append(f"{here} to {there}")
     if not by_link:
         return []
-    if len(by_link) == 1 and len(found) > 1:
-        return [f"links: all {len(found) + 1} stages by {next(iter(by_link))}"]
+    if len(by_link) == 1 and len(seen) > 1:
+        return [f"links: all {len(seen)} by {next(iter(by_link))}"]
     return ["links: " + "; ".join(f"{', '.join(pairs)} by {link}" for link, pairs in by_link.items())]
