@@ -1,4 +1,4 @@
-"""Builds the native library with CMake (see CMakeLists.txt) and packages it beside the Python code."""
+"""Builds the native libraries with CMake (see CMakeLists.txt) and packages them beside the Python code."""
 
 from __future__ import annotations
 
@@ -48,8 +48,12 @@ def tool(name: str) -> str:
     return path
 
 
+def target_of(ext: Extension) -> str:
+    return ext.name.removeprefix("avgpipe_ext.lib")
+
+
 class CMakeBuild(build_ext):
-    """Builds one library that serves every Python: no ABI tag in its name."""
+    """Builds libraries that serve every Python: no ABI tag in their names. libX.so is what the target X makes."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return f"{fullname.replace('.', '/')}.so"
@@ -66,7 +70,7 @@ class CMakeBuild(build_ext):
             f"-DAVGPIPE_LIBRARY_DIR={build / 'lib'}",
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
         ]
-        for command in (configure, [tool("cmake"), "--build", str(build), "--target", "avgpipe"]):
+        for command in (configure, [tool("cmake"), "--build", str(build), "--target", target_of(ext)]):
             if subprocess.run(command, cwd=ROOT).returncode:
                 sys.exit("avgpipe: the native build failed, see the messages above")
         target = Path(self.get_ext_fullpath(ext.name))
@@ -81,7 +85,7 @@ class CMakeBuild(build_ext):
 
 
 class AnyPythonWheel(bdist_wheel):
-    """Tags the wheel py3-none-<platform>: the library includes no Python header."""
+    """Tags the wheel py3-none-<platform>: the libraries include no Python header."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
@@ -93,6 +97,6 @@ setup(
     packages=[*find_packages("python"), "avgpipe_ext"],
     package_dir={"": "python", "avgpipe_ext": "avgpipe_ext"},
     package_data={"avgpipe": ["py.typed"], "avgpipe_ext": ["py.typed"]},
-    ext_modules=[Extension("avgpipe_ext.libavgpipe", sources=[])],
+    ext_modules=[Extension(f"avgpipe_ext.lib{name}", sources=[]) for name in ("avgpipe", "simulate")],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
 )

@@ -1,6 +1,6 @@
 """avgpipe: pipeline-parallel training with elastic averaging.
 
-Names are loaded on first use, so that the pure-data rooms (schedule, partition, simulation) work without torch.
+Names are loaded on first use, so that the pure-data rooms (schedule, partitioning, simulation) work without torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ _HOME = {
     "schedule_names": "schedule",
     "Costs": "simulation",
     "simulate": "simulation",
+    "predict": "simulation",
+    "Profile": "profiling",
+    "profile": "profiling.profiler",
+    "Partition": "partitioning",
+    "partition": "partitioning",
     "Timeline": "report.timeline",
     "Plan": "plan",
     "Pipeline": "pipeline",

@@ -1,4 +1,5 @@
 import dataclasses
+import pickle
 
 import pytest
 from hypothesis import given
@@ -6,6 +7,7 @@ from hypothesis import strategies as st
 
 from avgpipe.errors import ScheduleError
 from avgpipe.schedule import Action, Schedule, build_schedule, schedule_names
+from avgpipe.schedule.stream import one_batch
 
 
 def schedule(*rows, micro_batches=2):
@@ -194,3 +196,33 @@ def test_a_schedule_of_something_else_is_refused():
         Schedule("none", 1, ())
     with pytest.raises(TypeError, match=r"columns\[0\]\[1\]='B0': must be an Action"):
         Schedule("text", 1, ((Action("F", 0), "B0"),))
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_warm_ups_make_the_columns_when_they_are_asked_for(flush):
+    schedule = Schedule.from_warm_ups("lazy", 4, [9, 2, 1], flush)
+    assert (schedule.stages, schedule.workers, schedule.warm_ups) == (3, 3, (4, 2, 1))
+    assert schedule.peak_in_flight == ([4, 2, 1] if flush else [3, 2, 1])
+    schedule_of_columns = Schedule("columns", 4, tuple(one_batch(w, 4) for w in (4, 2, 1)), flush)
+    assert "columns" not in vars(schedule)
+    assert schedule == schedule_of_columns
+    assert hash(schedule) == hash(schedule_of_columns)
+    assert schedule.columns is schedule.columns
+    assert schedule_of_columns.warm_ups is None
+
+
+def test_a_schedule_of_warm_ups_is_checked_without_its_columns():
+    schedule = Schedule.from_warm_ups("lazy", 10**6, [3, 2, 1])
+    schedule.validate()
+    assert "columns" not in vars(schedule)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        Schedule.from_warm_ups("stuck", 4, [1, 2]).validate()
+    with pytest.raises(ScheduleError, match="without a flush"):
+        Schedule.from_warm_ups("no stream", 4, [3, 1], flush=False).validate()
+
+
+def test_a_schedule_of_warm_ups_is_copied_without_its_columns():
+    schedule = pickle.loads(pickle.dumps(Schedule.from_warm_ups("lazy", 10**6, [2, 1])))
+    assert schedule.warm_ups == (2, 1)
+    assert "columns" not in vars(schedule)
+    assert not hasattr(schedule, "column")

@@ -1,110 +1,211 @@
-"""Slow, other ways to the same times. All in whole milliseconds, so that sums are exact."""
+"""A slow simulator, written from the rules alone: at each instant it looks at everything again.
+
+Times are whole ticks (picoseconds). A problem is a `Problem`: plain numbers, from which `Costs` are made too.
+"""
 
 from collections import Counter
-from itertools import pairwise
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from hypothesis import strategies as st
-
-from avgpipe.schedule import Action, Schedule, build_schedule
+from avgpipe.schedule import Action
 from avgpipe.simulation import Costs
 
-MS = 10**9  # ticks of the engine
+MS = 10**9  # ticks
+ALONE = 2**20  # the speed of an action that has its device for itself
 
 
-@st.composite
-def schedules(draw, most_stages=4, most_micro_batches=5):
-    """Advance forward with any advance that can be run; sometimes with backwards split and W late."""
-    stages = draw(st.integers(1, most_stages))
-    micro_batches = draw(st.integers(1, most_micro_batches))
-    rises = draw(st.lists(st.integers(-1, 2), min_size=stages, max_size=stages))
-    advance = [0] * stages
-    for k in reversed(range(stages)):
-        after = advance[k + 1] if k + 1 < stages else 0
-        advance[k] = max(0, after + rises[k])
-    schedule = build_schedule("advance-forward", stages, micro_batches, advance)
-    if not draw(st.booleans()):
-        return schedule
-    return Schedule(
-        "split", micro_batches, tuple(_split(column, draw(st.integers(0, 2))) for column in schedule.columns)
-    )
+@dataclass
+class Problem:
+    """ms: of F, I, W per stage and micro-batch; of U and the all-reduce per stage; of the links' "there" and "back"
+    per boundary and micro-batch; of latency per boundary. ``groups``: of shared links.
+    """
 
+    ms: dict
+    serial: bool = True
+    groups: tuple = ()
+    gain: tuple = (1.0,)
+    jitter: float = 0.0
+    stragglers: tuple | None = None
+    seed: int = 0
+    held: list = field(default_factory=list)
 
-def _split(column, delay):
-    """I for B; each W follows when ``delay`` more I have run."""
-    actions, waiting = [], []
-    for action in column:
-        if action.kind == "B":
-            actions.append(Action("I", action.micro_batch))
-            waiting.append(action.micro_batch)
-            if len(waiting) > delay:
-                actions.append(Action("W", waiting.pop(0)))
+    def costs(self):
+        ms = {name: _seconds(rows) for name, rows in self.ms.items()}
+        backward = [[i + w for i, w in zip(*rows)] for rows in zip(self.ms["I"], self.ms["W"])]
+        return Costs(
+            ms["F"],
+            _seconds(backward),
+            ms["there"],
+            self.held,
+            link_serial=self.serial,
+            update_s=ms["U"],
+            input_backward_s=ms["I"],
+            gradient_transfer_s=ms["back"],
+            latency_s=ms["latency"],
+            shared_links=self.groups,
+            allreduce_s=ms["sum"],
+            concurrency_gain=self.gain,
+            jitter=self.jitter,
+            stragglers=self.stragglers,
+            seed=self.seed,
+        )
+
+    def action_ticks(self, k, batch, action):
+        m = action.micro_batch or 0
+        if action.kind == "U":
+            ms = self.ms["U"][k]
+        elif action.kind == "B":
+            ms = self.ms["I"][k][m] + self.ms["W"][k][m]
         else:
-            actions += [Action("W", m) for m in waiting] if action.kind == "U" else []
-            actions.append(action)
-    return tuple(actions)
+            ms = self.ms[action.kind][k][m]
+        return self._shaken(ms * MS, 8 * k + "FBIWU".index(action.kind), batch, m)
+
+    def transfer_ticks(self, boundary, way, batch, m):
+        what = 8 * boundary + 5 + ("there", "back").index(way)
+        return self._shaken(self.ms[way][boundary][m] * MS, what, batch, m)
+
+    def _shaken(self, ticks, what, batch, m):
+        bits = _mix(_mix(_mix(_mix(self.seed) ^ what) ^ batch) ^ m)
+        total = sum(bits >> shift & 0xFFFF for shift in (0, 16, 32, 48)) - 131070
+        ticks += ticks * total * round(self.jitter / 37837.2 * 2**48) >> 48
+        if self.stragglers is not None and _mix(bits) >> 32 < round(self.stragglers[0] * 2**32):
+            ticks = ticks * round(self.stragglers[1] * 2**16) >> 16
+        return ticks
 
 
-@st.composite
-def folded_schedules(draw):
-    """Any of the above with its stages on any workers, in any order that can be run: in which all could take turns."""
-    plain = draw(schedules())
-    workers = draw(st.integers(1, plain.stages))
-    places = draw(st.permutations([k % workers for k in range(plain.stages)]))
-    order = [[] for _ in range(workers)]
-    done = [0] * plain.stages
-    while any(count < len(column) for count, column in zip(done, plain.columns)):
-        able = [
-            k for k, column in enumerate(plain.columns) if done[k] < len(column) and _able(plain, done, k)
-        ]
-        k = draw(st.sampled_from(able))
-        order[places[k]].append(k)
-        done[k] += 1
-    return Schedule("folded", plain.micro_batches, plain.columns, order=tuple(map(tuple, order)))
+def _seconds(rows):
+    return [[entry / 1000 for entry in row] if isinstance(row, list) else row / 1000 for row in rows]
 
 
-def _able(schedule, done, k):
-    action = schedule.columns[k][done[k]]
-    source = source_of(k, action, schedule.stages)
-    if source is None:
+def _mix(x):
+    """SplitMix64."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+class Ran(NamedTuple):
+    stage: int
+    batch: int
+    action: Action
+    start: int
+    end: int
+
+
+@dataclass
+class Running:
+    worker: int
+    stage: int
+    pipeline: int
+    batch: int
+    action: Action
+    start: int
+    work: int  # that is left, in ticks / 2^20
+
+
+class Reference:
+    """``ran``: every action. ``in_flight``: per stage the most held at once; ``held_bytes``: per worker."""
+
+    def __init__(self, schedule, problem, pipelines, batches):
+        self.schedule, self.problem, self.pipelines = schedule, problem, pipelines
+        self.stages = schedule.stages
+        self.todo = {
+            (k, i): [
+                (own * pipelines + i, action)
+                for own, action in row_of(schedule, k, len(range(i, batches, pipelines)))
+            ]
+            for k in range(self.stages)
+            for i in range(pipelines)
+        }
+        self.arrived = {}  # (stage, batch, F or B, micro-batch): when
+        self.summed = {}  # (stage, batch): when the gradients of its replicas are added up
+        self.channel_free = Counter()
+        self.running, self.ran = [], []
+        self.held = [0] * self.stages
+        self.in_flight = [0] * self.stages
+        self.held_bytes = [0] * schedule.workers
+        self._run()
+
+    def _run(self):
+        now = 0
+        while True:
+            for running in sorted(self.running, key=lambda r: (r.worker, r.stage, r.pipeline)):
+                if running.work <= 0:
+                    self._end(running, now)
+            for w in range(self.schedule.workers):
+                while self._start_one(w, now):
+                    pass
+            times = [now + -(-r.work // self._rate(r.worker)) for r in self.running]
+            times += [t for t in (*self.arrived.values(), *self.summed.values()) if t > now]
+            if not times:
+                assert not any(self.todo.values()), "everything runs"
+                return
+            for r in self.running:
+                r.work -= self._rate(r.worker) * (min(times) - now)
+            now = min(times)
+
+    def _rate(self, w):
+        count = sum(r.worker == w for r in self.running)
+        return round(self.problem.gain[count - 1] / count * ALONE)
+
+    def _start_one(self, w, now):
+        if sum(r.worker == w for r in self.running) == len(self.problem.gain):
+            return False
+        ready = []
+        for (k, i), row in self.todo.items():
+            active = any((r.stage, r.pipeline) == (k, i) for r in self.running)
+            if row and worker_of(self.schedule, k) == w and not active and self._is_ready(k, *row[0], now):
+                batch, action = row[0]
+                later = self.pipelines > 1 and action.kind == "F"
+                ready.append((later, batch, place(self.schedule, k, action), k, i, action))
+        if not ready:
+            return False
+        _, batch, _, k, i, action = min(ready, key=lambda urgency: urgency[:3])
+        del self.todo[k, i][0]
+        work = ALONE * self.problem.action_ticks(k, batch, action)
+        self.running.append(Running(w, k, i, batch, action, now, work))
+        if action.kind == "F":
+            self._hold(k, w)
         return True
-    before = schedule.columns[source[0]][: done[source[0]]]
-    return any(other.kind in source[1] and other.micro_batch == action.micro_batch for other in before)
 
+    def _is_ready(self, k, batch, action, now):
+        if action.kind == "U":
+            return self.summed[k, batch] <= now
+        source = source_of(k, action, self.stages)
+        kind = "B" if action.kind == "I" else action.kind
+        return source is None or self.arrived.get((k, batch, kind, action.micro_batch), now + 1) <= now
 
-@st.composite
-def streaming_schedules(draw):
-    return build_schedule("pipedream-2bw", draw(st.integers(1, 4)), draw(st.integers(1, 5)))
+    def _hold(self, k, w):
+        self.held[k] += 1
+        self.in_flight[k] = max(self.in_flight[k], self.held[k])
+        on_worker = [j for j in range(self.stages) if worker_of(self.schedule, j) == w]
+        held_bytes = sum(self.held[j] * self.problem.held[j] for j in on_worker)
+        self.held_bytes[w] = max(self.held_bytes[w], held_bytes)
 
+    def _end(self, r, now):
+        self.running.remove(r)
+        self.ran.append(Ran(r.stage, r.batch, r.action, r.start, now))
+        if r.action.kind in "BW":
+            self.held[r.stage] -= 1
+        row = self.todo[r.stage, r.pipeline]
+        if row and row[0][1].kind == "U":
+            self.summed[r.stage, r.batch] = now + self.problem.ms["sum"][r.stage] * MS
+        if r.action.kind == "F" and r.stage + 1 < self.stages:
+            self._send(r, r.stage + 1, now)
+        elif r.action.kind in "BI" and r.stage > 0:
+            self._send(r, r.stage - 1, now)
 
-@st.composite
-def millisecond_costs(draw, stages):
-    """The costs, and the same as a dict of lists of whole milliseconds."""
-
-    def each(least, most, count=stages):
-        return draw(st.lists(st.integers(least, most), min_size=count, max_size=count))
-
-    ms = {
-        "F": each(0, 5),
-        "I": each(0, 4),
-        "W": each(0, 4),
-        "U": each(0, 3),
-        "transfer": each(0, 6, stages - 1),
-        "serial": draw(st.booleans()),
-    }
-    ms["B"] = [i + w for i, w in zip(ms["I"], ms["W"])]
-
-    def seconds(kind):
-        return [value / 1000 for value in ms[kind]]
-
-    costs = Costs(
-        seconds("F"),
-        seconds("B"),
-        seconds("transfer"),
-        link_serial=ms["serial"],
-        update_s=seconds("U"),
-        input_backward_s=seconds("I"),
-    )
-    return costs, ms
+    def _send(self, r, to, now):
+        boundary, m = min(r.stage, to), r.action.micro_batch
+        there = now
+        if worker_of(self.schedule, r.stage) != worker_of(self.schedule, to):
+            ticks = self.problem.transfer_ticks(boundary, "there" if to > r.stage else "back", r.batch, m)
+            channel = next((g for g in self.problem.groups if (r.stage, to) in g), (r.stage, to))
+            begin = max(now, self.channel_free[channel]) if self.problem.serial else now
+            self.channel_free[channel] = begin + ticks
+            there = begin + ticks + self.problem.ms["latency"][boundary] * MS
+        self.arrived[to, r.batch, "F" if r.action.kind == "F" else "B", m] = there
 
 
 def source_of(k, action, stages):
@@ -138,122 +239,7 @@ def worker_of(schedule, k):
     return k if schedule.order is None else next(w for w, row in enumerate(schedule.order) if k in row)
 
 
-def travel_ms(schedule, ms, boundary):
-    """Between stages of one worker nothing travels."""
-    away = worker_of(schedule, boundary) != worker_of(schedule, boundary + 1)
-    return ms["transfer"][boundary] if away else 0
-
-
-def longest_paths(schedule, ms, batches):
-    """{(stage, batch, action): (start, end)} of one pipeline: times are raised until all that they must follow they do.
-
-    What must be followed: the action before on the device, and the tensor's arrival, which follows the sender's end
-    and, on a serial link, the arrival of the tensor before.
-    """
-    rows = [row_of(schedule, k, batches) for k in range(schedule.stages)]
-    stages = schedule.stages
-    start = {(k, *cell): 0 for k, row in enumerate(rows) for cell in row}
-    arrival = {}
-
-    def end(k, j, action):
-        return start[k, j, action] + ms[action.kind][k]
-
-    moved = True
-    while moved:
-        moved = False
-        for k, row in enumerate(rows):
-            for kinds, boundary in (("F", k), ("BI", k - 1)):
-                before = 0
-                for j, action in row:
-                    if action.kind in kinds and 0 <= boundary < stages - 1:
-                        begin = max(end(k, j, action), before if ms["serial"] else 0)
-                        arrival[k, j, action] = before = begin + ms["transfer"][boundary]
-        for k, row in enumerate(rows):
-            free = 0
-            for j, action in row:
-                earliest = max(free, _arrived(arrival, k, j, action, stages))
-                if earliest > start[k, j, action]:
-                    start[k, j, action], moved = earliest, True
-                free = end(k, j, action)
-    return {cell: (start[cell], end(*cell)) for cell in start}
-
-
-def _arrived(arrival, k, j, action, stages):
-    source = source_of(k, action, stages)
-    if source is None:
-        return 0
-    for kind in source[1]:
-        cell = (source[0], j, Action(kind, action.micro_batch))
-        if cell in arrival:
-            return arrival[cell]
-    return 0
-
-
-def check_outcome(schedule, ms, outcome, pipelines, batches):
-    """Every rule of the simulation, looked up in what it did; times in ticks."""
-    columns = schedule.columns
-    ran = {(r.stage, r.batch, columns[r.stage][r.position]): r for r in outcome.actions}
-    assert len(ran) == len(outcome.actions) == batches * sum(map(len, columns)), "everything runs, once"
-    sent = {(s.link, s.batch, s.position): s for s in outcome.transfers}
-    assert len(sent) == len(outcome.transfers)
-    ready = dict.fromkeys(ran, 0)
-    for cell, before in _before(schedule, pipelines, batches):
-        ready[cell] = max(ready[cell], ran[before].end)
-    for cell in ran:
-        ready[cell] = max(ready[cell], _arrival(cell, schedule, ran, sent))
-    for cell, r in ran.items():
-        assert r.pipeline == r.batch % pipelines
-        assert r.end - r.start == ms[cell[2].kind][r.stage] * MS
-        assert r.start >= ready[cell], "inputs and the action before in its pipeline are awaited"
-    _check_devices(schedule, pipelines, ran, ready)
-    _check_links(schedule, ms, ran, sent)
-
-
-def _before(schedule, pipelines, batches):
-    """Each action, and the one before it of its pipeline and stage, as (stage, batch, action)."""
-    for k in range(schedule.stages):
-        for i in range(pipelines):
-            row = row_of(schedule, k, len(range(i, batches, pipelines)))
-            cells = [(k, own * pipelines + i, action) for own, action in row]
-            for before, cell in pairwise(cells):
-                yield cell, before
-
-
-def _arrival(cell, schedule, ran, sent):
-    k, j, action = cell
-    source = source_of(k, action, schedule.stages)
-    if source is None:
-        return 0
-    neighbour, kinds = source
-    sender = next(r for kind in kinds if (r := ran.get((neighbour, j, Action(kind, action.micro_batch)))))
-    link = 2 * neighbour if neighbour < k else 2 * k + 1
-    return sent[link, j, sender.position].end
-
-
-def _check_devices(schedule, pipelines, ran, ready):
-    urgency = {cell: _urgency(schedule, pipelines, cell) for cell in ran}
-    for w in range(schedule.stages):
-        on_worker = [(r.start, r.end, cell) for cell, r in ran.items() if worker_of(schedule, cell[0]) == w]
-        row = sorted(on_worker, key=lambda entry: entry[:2])
-        for one, two in pairwise(row):
-            assert one[1] <= two[0], "one action at a time"
-        for start, _, cell in row:
-            at = ready[cell]
-            others = [o for o in row if o[1] > at and o[0] < start and o[2] != cell]
-            busy = sum(min(end, start) - max(begin, at) for begin, end, _ in others)
-            assert busy == start - at, "no device is idle while an action is ready"
-            for begin, _, other in others:
-                if begin > at:  # chosen although the cell was there
-                    assert urgency[other] < urgency[cell]
-
-
-def _urgency(schedule, pipelines, cell):
-    """Backwards and updates, the oldest batch, the order; the first only decides between pipelines."""
-    k, j, action = cell
-    return pipelines > 1 and action.kind == "F", j, _place(schedule, k, action)
-
-
-def _place(schedule, k, action):
+def place(schedule, k, action):
     """Of the action in its worker's row: where the order names the stage for the right time."""
     at = schedule.columns[k].index(action)
     if schedule.order is None:
@@ -264,22 +250,3 @@ def _place(schedule, k, action):
             return place
         seen[stage] += 1
     raise AssertionError("the order lacks an action")
-
-
-def _check_links(schedule, ms, ran, sent):
-    columns = schedule.columns
-    for link in {s.link for s in sent.values()}:
-        sender = link // 2 if link % 2 == 0 else link // 2 + 1
-        row = [s for s in sent.values() if s.link == link]
-        made = {s: ran[sender, s.batch, columns[sender][s.position]].end for s in row}
-        for s in row:
-            assert columns[sender][s.position].kind in ("F" if link % 2 == 0 else "BI")
-            assert s.end - s.start == travel_ms(schedule, ms, link // 2) * MS
-            assert s.start == made[s] or (ms["serial"] and s.start > made[s])
-        if not ms["serial"]:
-            continue
-        row.sort(key=lambda s: (s.start, s.end))
-        free = 0
-        for s in row:
-            assert s.start == max(made[s], free), "the link sends as soon as it can, in order of completion"
-            free = s.end

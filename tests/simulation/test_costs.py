@@ -85,12 +85,43 @@ def test_link_serial_is_a_yes_or_no():
         Costs(1, 1, link_serial=1)
 
 
-def test_shared_links_are_pairs_of_neighbours():
+def test_an_entry_may_have_a_number_per_micro_batch():
+    costs = Costs([[1, 2], 3], [4, np.array([5, 6])], [[7, 8]], input_backward_s=[1, (2, 3)])
+    assert costs.forward_s == ((1, 2), 3)
+    each = costs.of_stages(2, 2)
+    assert each.forward_s == [(1, 2), 3]
+    assert each.seconds("W", 0) == 3
+    assert each.seconds("W", 1) == (3, 3)
+    assert each.transfer_s == each.gradient_transfer_s == [(7, 8)]
+    assert Costs(1, [[2, 4]]).of_stages(1, 2).input_backward_s == [(1, 2)]
+    assert hash(costs) == hash(Costs(((1, 2), 3), (4, (5, 6)), ((7, 8),), input_backward_s=(1, (2, 3))))
+
+
+def test_as_many_numbers_as_micro_batches_are_wanted():
+    with pytest.raises(
+        ValueError, match=r"forward_s\[1\] has 2 entries for 3 micro-batches: give one for each"
+    ):
+        Costs([1, [2, 3]], 1).of_stages(2, 3)
+    with pytest.raises(
+        ValueError, match=r"backward_s\[0\] has 1 entries for an unknown number of micro-batches"
+    ):
+        Costs(1, [[2]]).of_stages(1)
+    with pytest.raises(
+        ValueError, match=r"forward_s\[0\] is empty: give a number, or a list of one number per"
+    ):
+        Costs([[]], 1)
+    with pytest.raises(ValueError, match=r"forward_s\[0\]\[1\]=-1: must be a finite number of at least 0"):
+        Costs([[1, -1]], 1)
+    with pytest.raises(ValueError, match=r"input_backward_s=\[1, 3\] on stage 0 is above backward_s=2"):
+        Costs(1, 2, input_backward_s=[[1, 3]]).of_stages(1, 2)
+
+
+def test_links_have_a_channel_each_unless_they_share_one():
+    assert Costs(1, 1).of_stages(3).channels == [0, 1, 2, 3]
+    assert Costs(1, 1, link_serial=False).of_stages(3).channels == [-1] * 4
     shared = Costs(1, 1, shared_links=[[(0, 1), (2, 1)], [(1, 2)]])
     assert shared.of_stages(3).channels == [0, 1, 2, 0]
     assert shared.shared_links == (((0, 1), (2, 1)), ((1, 2),))
-    with pytest.raises(ValueError, match=r"shared_links has \(2, 1\) for 2 stages, 0..1"):
-        shared.of_stages(2)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +132,10 @@ def test_shared_links_are_pairs_of_neighbours():
         ([[(0, 2)]], ValueError, r"shared_links has \(0, 2\): give lists"),
         ([[(-1, 0)]], ValueError, r"shared_links has \(-1, 0\)"),
         ([[(0, 1.0)]], ValueError, r"shared_links has \(0, 1.0\)"),
-        ([[(0, 1)], [(1, 0), (0, 1)]], ValueError, r"shared_links has \(0, 1\) twice"),
+        ([[(0, 1)], [(0, 1)]], ValueError, r"\(0, 1\) twice: a link is in one group, once"),
     ],
 )
-def test_other_links_are_refused(groups, error, message):
+def test_groups_of_links_are_checked(groups, error, message):
     with pytest.raises(error, match=message):
         Costs(1, 1, shared_links=groups)
 
@@ -112,3 +143,36 @@ def test_other_links_are_refused(groups, error, message):
 def test_links_without_contention_share_nothing():
     with pytest.raises(ValueError, match="shared_links with link_serial=False"):
         Costs(1, 1, link_serial=False, shared_links=[[(0, 1)]])
+
+
+@pytest.mark.parametrize(
+    ("gain", "error", "message"),
+    [
+        ((), ValueError, "must begin with 1"),
+        ((2.0,), ValueError, "must begin with 1"),
+        ((1, 2.5), ValueError, r"concurrency_gain\[1\]=2.5: 2 actions reach between 0.001 and 2 times"),
+        ((1, 0), ValueError, r"concurrency_gain\[1\]=0: 2 actions"),
+        (1.5, TypeError, "concurrency_gain=1.5: give a list of numbers"),
+        ("11", TypeError, "concurrency_gain='11': give a list"),
+    ],
+)
+def test_gains_are_checked(gain, error, message):
+    with pytest.raises(error, match=message):
+        Costs(1, 1, concurrency_gain=gain)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"jitter": 0.3}, ValueError, "jitter=0.3: must be at most 0.25, use stragglers"),
+        ({"jitter": "0.1"}, TypeError, "jitter='0.1': must be a number"),
+        ({"stragglers": 0.1}, TypeError, r"stragglers=0.1: give \(probability, factor\), or None"),
+        ({"stragglers": (1.5, 2)}, ValueError, r"stragglers\[0\]=1.5: a probability is at most 1"),
+        ({"stragglers": (0.5, 0.5)}, ValueError, r"stragglers\[1\]=0.5: must be between 1 and 1000"),
+        ({"seed": -1}, ValueError, "seed=-1: must be an int from 0 to"),
+        ({"seed": 1.0}, ValueError, "seed=1.0: must be an int"),
+    ],
+)
+def test_draws_are_checked(options, error, message):
+    with pytest.raises(error, match=message):
+        Costs(1, 1, **options)

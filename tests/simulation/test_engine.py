@@ -2,71 +2,71 @@ import time
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from avgpipe.schedule import Action, Schedule, build_schedule
 from avgpipe.simulation import Costs
-from avgpipe.simulation.engine import compile_schedule, run
-from tests.simulation.reference import (
-    MS,
-    check_outcome,
-    folded_schedules,
-    longest_paths,
-    millisecond_costs,
-    schedules,
-    streaming_schedules,
-)
+from avgpipe.simulation.engine import run
+from avgpipe.simulation.program import compile_schedule
+from tests.simulation.outcomes import actions_of, outcome_of
+from tests.simulation.problems import cases
+from tests.simulation.reference import MS, Reference, worker_of
 
 
-def outcome_of(schedule, costs, pipelines, batches):
-    program = compile_schedule(schedule, costs.of_stages(schedule.stages))
-    return run(program, pipelines, batches)
+def busy_ticks(schedule, actions):
+    """Per worker, the length of the union of its actions."""
+    busy = [0] * schedule.workers
+    reached = [0] * schedule.workers
+    for ran in sorted(actions, key=lambda ran: ran.start):
+        w = worker_of(schedule, ran.stage)
+        busy[w] += max(0, ran.end - max(ran.start, reached[w]))
+        reached[w] = max(reached[w], ran.end)
+    return busy
+
+
+@settings(max_examples=2500, deadline=None)
+@given(cases())
+def test_every_tick_is_that_of_the_reference(case):
+    schedule, problem, pipelines, batches = case
+    expected = Reference(schedule, problem, pipelines, batches)
+    program = compile_schedule(schedule, problem.costs())
+    outcome = run(program, pipelines, batches, events=True)
+    assert sorted(actions_of(outcome), key=repr) == sorted(expected.ran, key=repr)
+    assert outcome.peak_in_flight.tolist() == expected.in_flight
+    assert outcome.peak_held_bytes.tolist() == expected.held_bytes
+    assert outcome.busy.tolist() == busy_ticks(schedule, expected.ran)
+    assert outcome.batch_end.tolist() == [
+        max(ran.end for ran in expected.ran if ran.batch == j) for j in range(batches)
+    ]
+    assert outcome.makespan == max(outcome.batch_end)
+    assert outcome.actions == len(expected.ran)
+    without = run(program, pipelines, batches)
+    assert without.records is None
+    for name in ("makespan", "actions"):
+        assert getattr(without, name) == getattr(outcome, name)
+    for name in ("busy", "batch_end", "peak_in_flight", "peak_held_bytes"):
+        assert getattr(without, name).tolist() == getattr(outcome, name).tolist()
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), st.integers(1, 3))
-def test_one_pipeline_takes_the_longest_paths(data, batches):
-    schedule = data.draw(schedules() | streaming_schedules())
-    costs, ms = data.draw(millisecond_costs(schedule.stages))
-    expected = longest_paths(schedule, ms, batches)
-    outcome = outcome_of(schedule, costs, 1, batches)
-    found = {
-        (r.stage, r.batch, schedule.columns[r.stage][r.position]): (r.start / MS, r.end / MS)
-        for r in outcome.actions
-    }
-    assert found == expected
+@given(cases())
+def test_columns_run_as_the_warm_ups_that_they_come_from(case):
+    schedule, problem, pipelines, batches = case
+    columns = Schedule("columns", schedule.micro_batches, schedule.columns, schedule.flush, schedule.order)
+    one, two = (outcome_of(s, problem.costs(), pipelines, batches) for s in (schedule, columns))
+    assert one.records.tolist() == two.records.tolist()
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), st.integers(1, 3), st.integers(1, 7))
-def test_every_rule_holds_for_several_pipelines(data, pipelines, batches):
-    schedule = data.draw(schedules() | streaming_schedules() | folded_schedules())
-    costs, ms = data.draw(millisecond_costs(schedule.stages))
-    outcome = outcome_of(schedule, costs, pipelines, batches)
-    check_outcome(schedule, ms, outcome, pipelines, batches)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data(), st.integers(1, 3), st.integers(1, 5))
-def test_in_flight_are_the_forwards_begun_whose_backward_has_not_ended(data, pipelines, batches):
-    schedule = data.draw(schedules() | streaming_schedules() | folded_schedules())
-    _, ms = data.draw(millisecond_costs(schedule.stages))
-    # No action in no time: at an instant, nothing both begins and ends.
-    costs = Costs([(f + 1) / 1000 for f in ms["F"]], [(b + 2) / 1000 for b in ms["B"]], 0.003)
-    outcome = outcome_of(schedule, costs, pipelines, batches)
-    for k, column in enumerate(schedule.columns):
-        row = [(r, column[r.position].kind) for r in outcome.actions if r.stage == k]
-        begun = [r.start for r, kind in row if kind == "F"]
-        over = [r.end for r, kind in row if kind in "BW"]
-        held = [sum(b <= t for b in begun) - sum(o <= t for o in over) for t in begun]
-        assert outcome.peak_in_flight[k] == max(held)
-        assert outcome.peak_in_flight[k] <= pipelines * schedule.peak_in_flight[k]
+@given(cases())
+def test_records_are_in_the_order_of_their_starts(case):
+    schedule, problem, pipelines, batches = case
+    starts = outcome_of(schedule, problem.costs(), pipelines, batches).records["start"].tolist()
+    assert starts == sorted(starts)
 
 
 def test_a_device_with_several_pipelines_takes_backwards_first_then_the_oldest_batch():
     outcome = outcome_of(build_schedule("gpipe", 1, 2), Costs(0.001, 0.002), 2, 4)
-    column = build_schedule("gpipe", 1, 2).columns[0]
-    order = [f"{column[r.position]}/{r.batch}" for r in outcome.actions]
+    order = [f"{r.action}/{r.batch}" for r in actions_of(outcome)]
     assert order == [
         f"{action}/{j}" for j in range(4) for action in ("F0", "F1", "B0", "B1", "U")
     ]  # a backward is ready as soon as the forwards are done, so no other batch comes between
@@ -76,81 +76,19 @@ def test_a_pipeline_goes_on_where_its_own_update_is_done_though_other_stages_hav
     schedule = build_schedule("1f1b", 2, 1)
     costs = Costs(0.001, 0.001, 0.0, update_s=[0.0, 0.010])
     starts = {
-        (r.stage, r.batch, str(schedule.columns[r.stage][r.position])): r.start // MS
-        for r in outcome_of(schedule, costs, 1, 2).actions
+        (r.stage, r.batch, str(r.action)): r.start // MS
+        for r in actions_of(outcome_of(schedule, costs, 1, 2))
     }
     assert starts[1, 0, "U"] == 3
     assert starts[0, 1, "F0"] == 4
     assert starts[1, 1, "F0"] == 13  # its input came at 5 and waited for the update
 
 
-def test_a_serial_link_delays_what_a_free_one_does_not():
-    schedule = build_schedule("gpipe", 2, 3)
-
-    def arrivals(serial):
-        costs = Costs(0.001, 0.001, 0.005, link_serial=serial)
-        return [s.end // MS for s in outcome_of(schedule, costs, 1, 1).transfers if s.link == 0]
-
-    assert arrivals(True) == [6, 11, 16]
-    assert arrivals(False) == [6, 7, 8]
-
-
-def test_directions_of_a_boundary_do_not_share_a_link():
-    schedule = build_schedule("1f1b", 2, 2)
-    transfers = outcome_of(schedule, Costs(0.001, 0.001, 0.010), 1, 1).transfers
-    assert [(s.link, s.start // MS, s.end // MS) for s in transfers] == [
-        (0, 1, 11),
-        (0, 11, 21),
-        (1, 13, 23),
-        (1, 23, 33),
-    ]
-
-
-def starts_ms(schedule, costs, stage, kind):
-    """Of the stage's actions of a kind, in one batch."""
-    ran = outcome_of(schedule, costs, 1, 1).actions
-    return [
-        r.start // MS for r in ran if r.stage == stage and schedule.columns[stage][r.position].kind == kind
-    ]
-
-
-def test_directions_that_share_a_link_wait_for_each_other():
-    """F1 is under way from 11 to 21, B0 of stage 1 ends at 13."""
-    schedule = build_schedule("1f1b", 2, 2)
-    costs = Costs(0.001, 0.001, 0.010, shared_links=[[(0, 1), (1, 0)]])
-    assert starts_ms(schedule, costs, 0, "B") == [31, 41]
-
-
-def test_boundaries_that_share_a_link_wait_for_each_other():
-    """F1 of stage 0 leaves at 11; F0 of stage 1, which ends at 12, comes after it."""
-    schedule = build_schedule("gpipe", 3, 2)
-    alone, shared = (
-        starts_ms(schedule, Costs(0.001, 0.001, 0.010, shared_links=groups), 2, "F")
-        for groups in ((), [[(0, 1), (1, 2)]])
-    )
-    assert alone == [22, 32]
-    assert shared == [31, 41]
-
-
-def test_what_does_not_travel_waits_for_no_shared_link():
-    """Both stages 1 and 2 are worker 1's: F0 goes on at once while F1 of stage 0 is on its way."""
-    column = "F0 F1 B0 B1 U"
-    order = ((0,) * 5, (1, 2, 1, 2, 2, 1, 2, 1, 2, 1))
-    schedule = folded(order, column, column, column, micro_batches=2)
-    costs = Costs(0.001, 0.001, 0.010, shared_links=[[(0, 1), (1, 2)]])
-    assert starts_ms(schedule, costs, 2, "F") == [12, 22]
-
-
-def test_a_latency_delays_and_occupies_nothing():
-    schedule, costs = build_schedule("gpipe", 2, 3), Costs(0.001, 0.001, 0.002, latency_s=0.010)
-    assert starts_ms(schedule, costs, 1, "F") == [13, 15, 17]
-
-
 def test_a_split_backward_sends_its_gradient_before_the_weights_part():
     columns = ("F0 I0 W0 U", "F0 I0 W0 U")
     schedule = Schedule("h", 1, tuple(tuple(map(Action.parse, c.split())) for c in columns))
     outcome = outcome_of(schedule, Costs(0.001, 0.010, 0.002, input_backward_s=0.004), 1, 1)
-    starts = [[r.start // MS for r in outcome.actions if r.stage == k] for k in range(2)]
+    starts = [[r.start // MS for r in actions_of(outcome) if r.stage == k] for k in range(2)]
     assert starts == [[0, 10, 14, 20], [3, 4, 8, 14]]
 
 
@@ -162,18 +100,16 @@ def folded(order, *columns, micro_batches=1):
 def spell(schedule, outcome, worker):
     """What a worker did: 2F3/1 is F3 of stage 2 of batch 1."""
     return [
-        f"{r.stage}{schedule.columns[r.stage][r.position]}/{r.batch}"
-        for r in outcome.actions
-        if schedule.worker_of(r.stage) == worker
+        f"{r.stage}{r.action}/{r.batch}" for r in actions_of(outcome) if schedule.worker_of(r.stage) == worker
     ]
 
 
 def test_between_stages_of_one_worker_nothing_travels():
     schedule = folded(((0, 3, 3, 0, 0, 3), (1, 2, 2, 1, 1, 2)), *["F0 B0 U"] * 4)
     outcome = outcome_of(schedule, Costs(0.001, 0.002, 0.010), 1, 1)
-    starts = {(r.stage, r.position): r.start // MS for r in outcome.actions}
-    assert [starts[k, 0] for k in range(4)] == [0, 11, 12, 23]
-    assert [starts[k, 1] for k in range(4)] == [50, 38, 36, 24]
+    starts = {(r.stage, r.action.kind): r.start // MS for r in actions_of(outcome)}
+    assert [starts[k, "F"] for k in range(4)] == [0, 11, 12, 23]
+    assert [starts[k, "B"] for k in range(4)] == [50, 38, 36, 24]
 
 
 def test_a_worker_with_one_pipeline_takes_what_comes_first_in_the_order():
@@ -213,25 +149,21 @@ def test_without_a_flush_a_batch_begins_while_the_one_before_is_under_way():
     schedule = build_schedule("pipedream", 2, 1)
     outcome = outcome_of(schedule, Costs(0.001, 0.002), 1, 3)
     starts = {
-        k: [
-            f"{schedule.columns[k][r.position]}/{r.batch}@{r.start // MS}"
-            for r in outcome.actions
-            if r.stage == k
-        ]
+        k: [f"{r.action}/{r.batch}@{r.start // MS}" for r in actions_of(outcome) if r.stage == k]
         for k in range(2)
     }
     assert starts == {
         0: ["F0/0@0", "F0/1@1", "B0/0@4", "U/0@6", "F0/2@6", "B0/1@7", "U/1@9", "B0/2@10", "U/2@12"],
         1: ["F0/0@1", "B0/0@2", "U/0@4", "F0/1@4", "B0/1@5", "U/1@7", "F0/2@7", "B0/2@8", "U/2@10"],
     }
-    assert outcome.peak_in_flight == [2, 1]
+    assert outcome.peak_in_flight.tolist() == [2, 1]
 
 
 def test_times_that_are_equal_on_paper_are_equal():
     """0.1 + 0.2 is not 0.3 for floats; a device must not choose before an input that arrives at that time."""
     schedule = build_schedule("1f1b", 3, 4)
     outcome = outcome_of(schedule, Costs([0.1, 0.2, 0.3], [0.3, 0.2, 0.1], 0.1), 2, 4)
-    assert all(r.start % (100 * MS) == 0 for r in outcome.actions)
+    assert all(r.start % (100 * MS) == 0 for r in actions_of(outcome))
 
 
 @pytest.mark.parametrize("pipelines", [1, 3])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from avgpipe.checkpoint.manifest import Manifest, verify_checkpoint
 from avgpipe.cli.settings import RUN_FILE, TrainSettings
 from avgpipe.errors import CheckpointError
-from avgpipe.partition import balance
+from avgpipe.partitioning import balance
 from avgpipe.plan import Plan
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from avgpipe import __version__
 from avgpipe.cli.bench import bench
 from avgpipe.cli.compare import compare
 from avgpipe.cli.doctor import doctor
+from avgpipe.cli.profile import profile
 from avgpipe.cli.run import run
 from avgpipe.cli.simulate import simulate
 from avgpipe.cli.train import train
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(compare)
+app.command()(profile)
 app.command()(simulate)
 app.command()(doctor)
 app.add_typer(bench, name="bench")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from avgpipe.partition import balance
+from avgpipe.partitioning import balance
 from avgpipe.runtime.skips import Values
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from avgpipe.errors import nearest
 from avgpipe.schedule.interleaved import interleaved_1f1b
 from avgpipe.schedule.schedule import Schedule
-from avgpipe.schedule.stream import one_batch
 from avgpipe.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
 
 _NAMES = (
@@ -75,8 +74,7 @@ def build_schedule(
         ahead = advance_per_stage(advance, stages) if canonical == "advance-forward" else [0] * stages
         forwards = warm_ups(stages, micro_batches, ahead)
         _check_reachable(forwards, ahead)
-    columns = tuple(one_batch(w, micro_batches) for w in forwards)
-    return Schedule(canonical, micro_batches, columns, flush=canonical not in _NO_FLUSH)
+    return Schedule.from_warm_ups(canonical, micro_batches, forwards, flush=canonical not in _NO_FLUSH)
 
 
 def canonical_name(name: str) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from avgpipe.errors import ScheduleError
 from avgpipe.schedule.action import Action
 from avgpipe.schedule.csv_text import read_csv, write_csv
 from avgpipe.schedule.grid import draw_grid
 from avgpipe.schedule.order import Order, Rows, merge, split
-from avgpipe.schedule.stream import Stream
+from avgpipe.schedule.stream import Stream, one_batch
 from avgpipe.schedule.validation import Fault, find_fault, find_order_fault
 
 _HOLDS = {"F": 1, "B": -1, "W": -1}
@@ -35,6 +37,8 @@ class Schedule:
     columns: tuple[tuple[Action, ...], ...]
     flush: bool = True
     order: Order | None = None
+
+    _warm_ups: ClassVar[tuple[int, ...] | None] = None  # an instance's own hides this one
 
     def __post_init__(self) -> None:
         if type(self.micro_batches) is not int or self.micro_batches < 1:
@@ -68,9 +72,39 @@ class Schedule:
             raise ValueError("order is empty: give a row per worker, or None for stage k alone on worker k")
         return rows
 
+    @classmethod
+    def from_warm_ups(
+        cls, name: str, micro_batches: int, warm_ups: Sequence[int], flush: bool = True
+    ) -> Schedule:
+        """Stage k runs ``warm_ups[k]`` forwards, then one backward, one forward in turn; on worker k, alone.
+
+        ``columns`` are made when they are first asked for: there may be millions of actions. The counts must be ints of
+        at least 1.
+        """
+        schedule = object.__new__(cls)
+        known = {"name": name, "micro_batches": micro_batches, "flush": flush, "order": None}
+        vars(schedule).update(known, _warm_ups=tuple(min(w, micro_batches) for w in warm_ups))
+        return schedule
+
+    if not TYPE_CHECKING:  # else any name would pass for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """The columns of :meth:`from_warm_ups`, once: afterwards they are an attribute."""
+            warm_ups = self._warm_ups
+            if name != "columns" or warm_ups is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            columns = tuple(one_batch(w, self.micro_batches) for w in warm_ups)
+            object.__setattr__(self, "columns", columns)
+            return columns
+
+    @property
+    def warm_ups(self) -> tuple[int, ...] | None:
+        """Per stage the forwards before the first backward, if the schedule was made of them; else None."""
+        return self._warm_ups
+
     @property
     def stages(self) -> int:
-        return len(self.columns)
+        return len(self.columns if self._warm_ups is None else self._warm_ups)
 
     @property
     def workers(self) -> int:
@@ -99,6 +133,8 @@ class Schedule:
         """
         if not self.flush:
             return [self.stages - k for k in range(self.stages)]
+        if self._warm_ups is not None:
+            return list(self._warm_ups)
         return [_peak(action.kind for action in column) for column in self.columns]
 
     @property
@@ -134,9 +170,17 @@ class Schedule:
         columns must be those of 1F1B; and a dry run, in which F m waits for F m of the stage before and B m (or
         I m) for that of the stage after, must reach the end of every worker's row.
         """
+        if self._warm_ups is not None and self._warm_ups_run(self._warm_ups):
+            return
         fault = self._fault(self.rows())
         if fault is not None:
             raise ScheduleError(f"schedule {self.name!r}: {fault}")
+
+    def _warm_ups_run(self, warm_ups: tuple[int, ...]) -> bool:
+        """Columns made of warm-ups are complete and in order; each stage must be sent what its own warm-up needs."""
+        if not self.flush:
+            return all(w == min(self.micro_batches, self.stages - k) for k, w in enumerate(warm_ups))
+        return all(before >= after for before, after in pairwise(warm_ups))
 
     def _fault(self, rows: Rows) -> Fault | None:
         return find_fault(rows, self.micro_batches, self.flush)

@@ -6,14 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from avgpipe.schedule.builders import build_schedule, warm_ups
+from avgpipe.simulation.arguments import check_costs, check_count
 from avgpipe.simulation.costs import Costs, StageCosts
+from avgpipe.simulation.numbers import total
+from avgpipe.simulation.randomness import least_factor
 from avgpipe.simulation.steady import measure, measured_batches
-from avgpipe.simulation.timeline import check_count
 
 TOLERANCE = 0.01
 EXHAUSTIVE_UP_TO = 250  # vectors
 MOST_EVALUATED = 200
-_MOST_ACTIONS, _LEAST_EVALUATED = 800_000, 50  # a couple of seconds, and what a sensible answer takes
+_MOST_ACTIONS, _LEAST_EVALUATED = 40_000_000, 50  # a couple of seconds, and what a sensible answer takes
 
 _SLOPES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of the advance, per stage that lies behind
 _LEVELS = (1, 2, 3, 4, 6, 8, 12)  # of an advance that is the same on all stages
@@ -81,11 +83,10 @@ def choose_advance(
     """
     check_count("stages", stages)
     check_count("micro_batches", micro_batches)
-    if not isinstance(costs, Costs):
-        raise TypeError(f"costs={costs!r}: must be avgpipe.Costs")
+    check_costs(costs)
     count = measured_batches(pipelines, batches)
     least = tuple(warm_ups(stages, micro_batches, [0] * stages))
-    most = _most(least, micro_batches, costs.of_stages(stages), pipelines, memory_limit_bytes)
+    most = _most(least, micro_batches, costs.of_stages(stages, micro_batches), pipelines, memory_limit_bytes)
     search = _Search(micro_batches, costs, pipelines, count, least, most)
     default = tuple(warm_ups(stages, micro_batches, [stages - 1 - k for k in range(stages)]))
     default_s, one_f_one_b_s = search.seconds(default), search.seconds(least)
@@ -139,7 +140,8 @@ class _Search:
         self._micro_batches, self._costs, self._pipelines = micro_batches, costs, pipelines
         self._batches, self._least, self._most = batches, least, most
         self._stages = len(least)
-        held = costs.of_stages(self._stages).activation_bytes
+        self._stage_costs = costs.of_stages(self._stages, micro_batches)
+        held = self._stage_costs.activation_bytes
         self._held = held if held is not None and any(held) else [1.0] * self._stages
         self._known: dict[WarmUps, float] = {}
         affordable = _MOST_ACTIONS // (batches * self._stages * (2 * micro_batches + 1))
@@ -235,9 +237,12 @@ class _Search:
 
     def _bound_s(self) -> float:
         """No batch takes less: the busiest device."""
-        costs = self._costs.of_stages(self._stages)
+        costs, count = self._stage_costs, self._micro_batches
         work = zip(costs.forward_s, costs.backward_s, costs.update_s)
-        return max(self._micro_batches * (forward + backward) + update for forward, backward, update in work)
+        busiest = max(
+            total(forward, count) + total(backward, count) + update for forward, backward, update in work
+        )
+        return busiest * least_factor(self._costs.jitter) / max(self._costs.concurrency_gain)
 
     def _raised(self, warm: WarmUps, k: int) -> WarmUps | None:
         """One more on stage k, and on those before that would fall behind; None if it does not fit."""

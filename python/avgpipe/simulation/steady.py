@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from avgpipe.schedule.schedule import Schedule
+from avgpipe.simulation.arguments import check_arguments, check_count, check_schedule
 from avgpipe.simulation.costs import Costs
-from avgpipe.simulation.engine import TICKS_PER_S, compile_schedule, run
-from avgpipe.simulation.timeline import check_arguments, check_count, check_schedule
+from avgpipe.simulation.engine import run
+from avgpipe.simulation.library import TICKS_PER_S
+from avgpipe.simulation.program import compile_schedule
 
 # Alone, a pipeline that flushes begins each batch when the one before has left, so that they hardly differ.
 _ALONE, _OF_EACH = 8, 12
@@ -51,12 +53,9 @@ def measured_batches(pipelines: int, batches: int | None, emptying: int = 1) -> 
 
 def measure(schedule: Schedule, costs: Costs, pipelines: int, batches: int) -> float:
     """``steady_batch_s`` of arguments that are right."""
-    program = compile_schedule(schedule, costs.of_stages(schedule.stages))
-    ends = [0] * batches
-    for ran in run(program, pipelines, batches).actions:
-        ends[ran.batch] = max(ends[ran.batch], ran.end)
+    ends = run(compile_schedule(schedule, costs), pipelines, batches).batch_end.tolist()
     out = pipelines * _emptying(schedule)
     last = batches - 1 - out
     # Whole rounds, so that a batch is compared with another one of its pipeline.
     between = max(1, (batches // 2 - out) // pipelines) * pipelines
-    return (ends[last] - ends[last - between]) / between / TICKS_PER_S
+    return float((ends[last] - ends[last - between]) / between / TICKS_PER_S)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 from avgpipe.report.timeline import Event, Timeline
 from avgpipe.schedule.schedule import Schedule
+from avgpipe.simulation.arguments import check_arguments
 from avgpipe.simulation.costs import Costs
-from avgpipe.simulation.engine import TICKS_PER_S, Ran, compile_schedule, run
+from avgpipe.simulation.engine import Outcome, run
+from avgpipe.simulation.library import KINDS, TICKS_PER_S
+from avgpipe.simulation.program import Program, compile_schedule
 
 
 def simulate(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: int = 1) -> Timeline:
@@ -16,45 +21,41 @@ def simulate(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: i
     those whose inputs are there, backwards and updates before forwards, then the oldest batch, then the first in the
     schedule's order. With a single pipeline the oldest batch and the order alone decide; a stage may so run ahead of
     another one of its worker that waits. A tensor travels on the link of its boundary and direction
-    (``Costs.transfer_s``, ``Costs.link_serial``) while devices go on. Times are rounded to picoseconds.
+    (``Costs.transfer_s``, ``Costs.link_serial``) while devices go on. Times are rounded to picoseconds. What else
+    there may be (latency, shared links, all-reduce, several actions at once, jitter) is told by :class:`Costs`.
 
     The Timeline has a row per worker: where a worker has several stages, an event's ``stage`` is the worker and its
     ``detail`` names the stage. ``peak_memory_bytes``: per worker, the weights of all pipelines and the activations in
-    flight at once. Raises ScheduleError for a schedule that cannot be run, TypeError and ValueError for wrong counts
-    and costs.
+    flight at once. For millions of actions :func:`predict` gives the same figures without events. Raises ScheduleError
+    for a schedule that cannot be run, TypeError and ValueError for wrong counts and costs, ImportError where the engine
+    is not built.
     """
     check_arguments(schedule, costs, pipelines, batches)
-    stage_costs = costs.of_stages(schedule.stages)
-    outcome = run(compile_schedule(schedule, stage_costs), pipelines, batches)
-    workers = [schedule.worker_of(k) for k in range(schedule.stages)]
-    events = tuple(_event(schedule, workers[ran.stage], ran) for ran in outcome.actions)
-    memory = stage_costs.memory_bytes(outcome.peak_held_bytes, schedule.placement, pipelines)
+    program = compile_schedule(schedule, costs)
+    outcome = run(program, pipelines, batches, events=True)
+    memory = program.stage_costs.memory_bytes(outcome.peak_held_bytes.tolist(), schedule.placement, pipelines)
     labels = () if schedule.order is None else tuple(f"worker {w}" for w in range(schedule.workers))
-    return Timeline(schedule.workers, events, memory, labels)
+    return Timeline(schedule.workers, _events(program, outcome, pipelines), memory, labels)
 
 
-def _event(schedule: Schedule, worker: int, ran: Ran) -> Event:
-    action = schedule.columns[ran.stage][ran.position]
-    start_s, end_s = ran.start / TICKS_PER_S, ran.end / TICKS_PER_S
-    detail = "" if schedule.order is None else f"stage {ran.stage}"
-    return Event(worker, ran.pipeline, ran.batch, action.micro_batch, action.kind, start_s, end_s, detail)
-
-
-def check_arguments(schedule: Schedule, costs: Costs, pipelines: int, batches: int) -> None:
-    """Raise what :func:`simulate` raises."""
-    check_schedule(schedule)
-    if not isinstance(costs, Costs):
-        raise TypeError(f"costs={costs!r}: must be avgpipe.Costs")
-    check_count("pipelines", pipelines)
-    check_count("batches", batches)
-    schedule.validate()
-
-
-def check_schedule(schedule: Schedule) -> None:
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule={schedule!r}: must be a Schedule, make one with avgpipe.build_schedule")
-
-
-def check_count(name: str, value: int) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r}: must be an int of at least 1")
+def _events(program: Program, outcome: Outcome, pipelines: int) -> tuple[Event, ...]:
+    rows = outcome.records
+    assert rows is not None
+    stages = rows["stage"].tolist()
+    kinds = [KINDS[number] for number in rows["kind"].tolist()]
+    batches = rows["batch"]
+    micro_batches = [None if kind == "U" else m for kind, m in zip(kinds, rows["micro_batch"].tolist())]
+    ordered = program.schedule.order is not None
+    return tuple(
+        map(
+            Event,
+            [program.workers[k] for k in stages],
+            (batches % pipelines).tolist(),
+            batches.tolist(),
+            micro_batches,
+            kinds,
+            (rows["start"] / TICKS_PER_S).tolist(),
+            (rows["end"] / TICKS_PER_S).tolist(),
+            [f"stage {k}" for k in stages] if ordered else repeat(""),
+        )
+    )

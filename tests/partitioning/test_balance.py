@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from avgpipe.partition import balance
+from avgpipe.partitioning import balance
 
 
 def dearest(costs: list[float], first: list[int]) -> float:

@@ -1,0 +1,97 @@
+// What runs on a device now.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "simulate/question.h"
+
+namespace avgpipe::simulate {
+
+// One action at a time. An action is known by the number of its lane.
+class OneSlot {
+  public:
+    explicit OneSlot(const Question&) {}
+
+    bool has_room() const { return end_ == kNever; }
+    Ticks next_end() const { return end_; }
+
+    // From now on the time is `now`. Gives the ticks for which the device has been busy since the last time.
+    Ticks advance(Ticks now) {
+        const Ticks busy = has_room() ? 0 : now - since_;
+        since_ = now;
+        return busy;
+    }
+
+    void begin(int64_t lane, Ticks ticks) {
+        lane_ = lane;
+        end_ = since_ + ticks;
+    }
+
+    // Calls `ended` with the lane of each action that is over.
+    template <class Ended>
+    void finish(Ended&& ended) {
+        if (end_ != since_) return;
+        end_ = kNever;
+        ended(lane_);
+    }
+
+  private:
+    int64_t lane_ = -1;
+    Ticks since_ = 0, end_ = kNever;
+};
+
+// Several at a time, all at the speed that their number gives. Work is counted in ticks / 2^20, so that
+// nothing is rounded but the moment at which an action ends, upwards to a whole tick.
+class Slots {
+  public:
+    explicit Slots(const Question& q) : q_(q) {}
+
+    bool has_room() const { return static_cast<int64_t>(running_.size()) < q_.slots; }
+
+    Ticks next_end() const {
+        if (running_.empty()) return kNever;
+        const auto least = std::min_element(running_.begin(), running_.end(),
+                                            [](const auto& a, const auto& b) { return a.work < b.work; });
+        const __int128 work = least->work + rate() - 1;
+        // Work that fits 64 bits, as nearly all does, is divided many times as fast.
+        const __int128 left = work <= INT64_MAX ? static_cast<int64_t>(work) / rate() : work / rate();
+        return since_ + static_cast<Ticks>(std::min<__int128>(left, kLongest + 1));
+    }
+
+    Ticks advance(Ticks now) {
+        const Ticks passed = now - since_;
+        since_ = now;
+        if (running_.empty()) return 0;
+        for (auto& action : running_) action.work -= static_cast<__int128>(rate()) * passed;
+        return passed;
+    }
+
+    void begin(int64_t lane, Ticks ticks) { running_.push_back({lane, static_cast<__int128>(ticks) << 20}); }
+
+    // In the order of the lanes.
+    template <class Ended>
+    void finish(Ended&& ended) {
+        std::sort(running_.begin(), running_.end(),
+                  [](const auto& a, const auto& b) { return a.lane < b.lane; });
+        const auto over = [](const auto& action) { return action.work <= 0; };
+        for (const auto& action : running_) {
+            if (over(action)) ended(action.lane);
+        }
+        std::erase_if(running_, over);
+    }
+
+  private:
+    struct Action {
+        int64_t lane;
+        __int128 work;
+    };
+
+    int64_t rate() const { return q_.rates[running_.size() - 1]; }
+
+    const Question& q_;
+    std::vector<Action> running_;
+    Ticks since_ = 0;
+};
+
+}  // namespace avgpipe::simulate

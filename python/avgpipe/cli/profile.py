@@ -1,0 +1,263 @@
+"""``avgpipe profile``: what the layers of a workload cost, as a table and a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from avgpipe.bench.units import number_with_unit
+from avgpipe.cli import options
+from avgpipe.cli.errors import arguments, reporting, running
+from avgpipe.cli.settings import AUTOCAST
+from avgpipe.errors import nearest
+from avgpipe.profiling.profile import LinkProfile, Profile
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+    from avgpipe.workloads.workload import Workload
+
+_FILE_COLUMNS = 110  # of a table that is no terminal's
+_DEVICES = ("cpu", "cuda")
+_BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_MIB = 2**20
+
+
+def profile(
+    workload: options.Workload,
+    data: options.Data = None,
+    preset: options.Preset = None,
+    batch_size: options.BatchSize = None,
+    micro_batch_sizes: Annotated[
+        str, typer.Option(metavar="B[,B...]", help="Samples of the micro-batches that are timed.")
+    ] = "1,2,4,8",
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Of the link between two workers, as 10Gbit; with --latency. Default: measured between two processes.",
+        ),
+    ] = None,
+    latency: Annotated[
+        str | None, typer.Option(metavar="T", help="Of a message on that link, as 50us.")
+    ] = None,
+    device: options.Device = None,
+    autocast: options.Autocast = None,
+    threads: Annotated[int, typer.Option(metavar="T", help="Of torch, on the CPU.")] = 1,
+    budget: Annotated[float, typer.Option(metavar="S", help="About how many seconds to measure.")] = 30,
+    out: Annotated[str, typer.Option(metavar="FILE", help="Where the profile goes.")] = "profile.json",
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a picture.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the profile and nothing else.")] = False,
+) -> None:
+    """Time every layer of WORKLOAD, forward, backward and update, and count its bytes: what plans are made from.
+
+    Writes the profile as JSON.
+    """
+    with reporting(json_output):
+        with arguments():
+            asked = _Asked(
+                parse_sizes(micro_batch_sizes),
+                parse_link(bandwidth, latency),
+                _checked_device(device or "cpu"),
+                _checked_autocast(autocast or "auto"),
+                _positive("--threads", threads),
+                _positive("--budget", budget),
+            )
+            _check_out(out)
+            if plot is not None:
+                _check_picture(plot)
+            built = _build(workload, preset or "tiny", data, batch_size)
+        with running():
+            found = _measure(asked, built)
+            found.save(out)
+            if plot is not None:
+                from avgpipe.report.layers import plot_layers
+
+                plot_layers(found, plot)
+            if json_output:
+                print(json.dumps(json.loads(found.to_json())))
+            else:
+                _show(found, out)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    sizes: tuple[int, ...]
+    link: LinkProfile | None
+    device: str
+    autocast: str
+    threads: float
+    budget_s: float
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Sizes as in "1,2,4,8"; ValueError for anything else."""
+    try:
+        sizes = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise ValueError(
+            f"--micro-batch-sizes {text!r}: write whole numbers of at least 1 with commas between, as 1,2,4,8"
+        )
+    return tuple(sorted(set(sizes)))
+
+
+def parse_link(bandwidth: str | None, latency: str | None) -> LinkProfile | None:
+    """From "10Gbit" and "50us"; None for two Nones. ValueError, which names the option, for anything else."""
+    if bandwidth is None and latency is None:
+        return None
+    if bandwidth is None or latency is None:
+        given = f"--latency {latency}" if bandwidth is None else f"--bandwidth {bandwidth}"
+        missing = "--bandwidth" if bandwidth is None else "--latency"
+        raise ValueError(f"{given} without {missing}: a link has both, or leave both out to have it measured")
+    bits = number_with_unit(bandwidth, _BITS, "")
+    if bits is None or not bits > 0:
+        raise ValueError(f"--bandwidth {bandwidth}: write a rate as 10Gbit, 250Mbit or 1e9bit")
+    seconds = number_with_unit(latency, _SECONDS, "")
+    if seconds is None:
+        raise ValueError(f"--latency {latency}: write a time as 50us, 0.2ms or 0s")
+    return LinkProfile(seconds, bits / 8)
+
+
+def _checked_device(device: str) -> str:
+    from avgpipe.cli.checks import check_device
+
+    if device not in _DEVICES:
+        raise ValueError(f"--device {device}: use {' or '.join(_DEVICES)}")
+    check_device(device)
+    return device
+
+
+def _checked_autocast(name: str) -> str:
+    if name not in AUTOCAST:
+        raise ValueError(f"--autocast {name}: {nearest(name, AUTOCAST)}")
+    return name
+
+
+def _positive(option: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{option} {value:g}: must be above 0")
+    return value
+
+
+def _check_out(out: str) -> None:
+    """Before anything is measured."""
+    folder = Path(out).absolute().parent
+    if Path(out).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"--out {out}: cannot be written, name a file in a folder that you may write to")
+
+
+def _check_picture(plot: str) -> None:
+    from avgpipe.bench.picture import check_picture
+
+    check_picture(plot)
+
+
+def _build(name: str, preset: str, data: str | None, batch_size: int | None) -> Workload:
+    from avgpipe.workloads import build_workload
+
+    return build_workload(name, preset=preset, data=data, batch_size=batch_size)
+
+
+def _measure(asked: _Asked, built: Workload) -> Profile:
+    from avgpipe.profiling.profiler import profile as measure
+
+    inputs, target = next(iter(built.train_batches(0)))
+    if sys.stderr.isatty():
+        print(f"measuring for about {asked.budget_s:g} s ...", file=sys.stderr, flush=True)
+    return measure(
+        built.layers,
+        inputs,
+        target=target,
+        loss_fn=built.loss_fn,
+        optimizer=built.optimizer,
+        device=asked.device,
+        micro_batch_sizes=asked.sizes,
+        link=asked.link,
+        clip_grad_norm=built.clip_grad_norm,
+        autocast=_dtype(asked.autocast, asked.device, built),
+        threads=int(asked.threads),
+        budget_s=asked.budget_s,
+        name=f"{built.name} {built.preset}",
+    )
+
+
+def _dtype(name: str, device: str, built: Workload) -> torch.dtype | None:
+    import torch
+
+    if name == "auto":
+        return built.autocast.get(device)
+    dtypes: dict[str, torch.dtype | None] = {
+        "none": None,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    return dtypes[name]
+
+
+# ---- for a reader --------------------------------------------------------------------------------------------------
+
+
+def _show(found: Profile, out: str) -> None:
+    from rich.console import Console
+
+    screen = Console(highlight=False, markup=False)
+    if not screen.is_terminal:
+        screen.width = _FILE_COLUMNS
+    size = found.micro_batch_sizes[-1]
+    screen.print(f"{found.model}: a micro-batch of {size} on {found.device}", style="bold")
+    screen.print(_table(found, size))
+    for samples in found.micro_batch_sizes:
+        costs = found.at(samples)
+        whole_s = sum(c.forward_s + c.backward_s for c in costs)
+        screen.print(
+            f"micro-batch of {samples}: {1e3 * whole_s:.2f} ms, {1e3 * whole_s / samples:.2f} ms per sample, "
+            f"gain of a second lane {found.lane_gain(samples):.2f}"
+        )
+    screen.print(_around(found))
+    screen.print(f"profile: {out}")
+
+
+def _table(found: Profile, size: int) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
+    layers, costs = found.layers, found.at(size)
+    held, output = [c.held_bytes for c in costs], found.boundary_bytes(size)
+    columns = [
+        ("forward ms", [1e3 * c.forward_s for c in costs], 3),
+        ("backward ms", [1e3 * c.backward_s for c in costs], 3),
+        ("of it inputs", [1e3 * c.input_backward_s for c in costs], 3),
+        ("held MiB", [size / _MIB for size in held], 2),
+        ("sent MiB", [size / _MIB for size in [*output, 0.0]], 2),
+        ("weights MiB", [layer.parameter_bytes / _MIB for layer in layers], 2),
+        ("update ms", [1e3 * layer.update_s for layer in layers], 3),
+    ]
+    table.add_column("layer", footer="total", no_wrap=True)
+    for heading, values, digits in columns:
+        total = found.parameter_bytes(0, len(layers)) / _MIB if heading == "weights MiB" else sum(values)
+        footer = "" if heading == "sent MiB" else f"{total:.{digits}f}"
+        table.add_column(heading, footer=footer, justify="right", no_wrap=True)
+    for n, layer in enumerate(layers):
+        table.add_row(layer.name, *(f"{values[n]:.{digits}f}" for _, values, digits in columns))
+    return table
+
+
+def _around(found: Profile) -> str:
+    words = [f"the runtime adds {1e6 * found.action_s:.0f} µs to an action"]
+    if found.process_bytes:
+        words.append(f"a worker without a model has {found.process_bytes / _MIB:.0f} MiB")
+    if found.link is not None:
+        rate = found.link.bytes_per_s / 1e9
+        words.append(f"link: {1e6 * found.link.latency_s:.0f} µs and {rate:.3g} GB/s")
+    return "; ".join(words)

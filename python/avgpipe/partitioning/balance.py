@@ -1,0 +1,86 @@
+"""Contiguous blocks that minimise the dearest block (torchgpipe's balancing, solved exactly)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from avgpipe.errors import nearest
+from avgpipe.partitioning.chain import Chain
+from avgpipe.partitioning.cuts import least_dearest
+from avgpipe.partitioning.memory import stage_bytes
+from avgpipe.partitioning.options import micro_batch_size_of
+from avgpipe.partitioning.result import Partition
+from avgpipe.profiling.profile import Profile
+
+
+def balance(costs: Sequence[float], stages: int) -> list[int]:
+    """First layers of stages 1..stages-1, such that the largest sum of ``costs`` over a stage is least.
+
+    Among equally good cuts the one that ends early stages latest is taken. Needs 1 <= stages <= len(costs) and
+    costs >= 0.
+    """
+    if not 1 <= stages <= len(costs):
+        raise ValueError(f"cannot cut {len(costs)} layers into {stages} stages: every stage needs a layer")
+    if any(not c >= 0 for c in costs):
+        raise ValueError(f"layer costs must be numbers of at least 0, not {list(costs)}")
+    total = [0.0, *accumulate(costs)]
+    # best[n]: least dearest block over the first n layers, with as many stages as rounds so far; cut[k][n]: its
+    # last cut
+    best = list(total)
+    cuts: list[list[int]] = []
+    for k in range(1, stages):
+        row = [float("inf")] * len(total)
+        cut = [0] * len(total)
+        for n in range(k + 1, len(total)):
+            for c in range(k, n):
+                worst = max(best[c], total[n] - total[c])
+                if worst <= row[n]:
+                    row[n], cut[n] = worst, c
+        best = row
+        cuts.append(cut)
+    first: list[int] = []
+    end = len(costs)
+    for cut in reversed(cuts):
+        end = cut[end]
+        first.insert(0, end)
+    return first
+
+
+def balanced(
+    profile: Profile,
+    stages: int | None = None,
+    *,
+    by: str = "time",
+    micro_batch_size: float | None = None,
+) -> Partition:
+    """Method "balance" of :func:`avgpipe.partition`: torchgpipe's balance by time or by size, over the profile.
+
+    by: "time": forward and backward of a micro-batch; "bytes": weights, gradients, optimizer state and what one
+    micro-batch holds. Transfers and the place of a stage in the pipeline do not count.
+    """
+    if by not in ("time", "bytes"):
+        raise ValueError(f"by={by!r}: {nearest(str(by), ['time', 'bytes'])}")
+    chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size))
+    count = min(4, len(profile.layers)) if stages is None else stages
+
+    def seconds(k: int, first: int, last: int) -> float:
+        return chain.compute_s(first, last)
+
+    def size(k: int, first: int, last: int) -> float:
+        return stage_bytes(chain, first, last, in_flight=1)
+
+    value, boundaries = least_dearest(chain.layers, count, seconds if by == "time" else size)
+    bounds = list(pairwise([0, *boundaries, chain.layers]))
+    return Partition(
+        method="balance",
+        layers=chain.layers,
+        boundaries=boundaries,
+        replication=[1] * count,
+        stage_s=[chain.compute_s(*block) for block in bounds],
+        objective="time of the slowest stage" if by == "time" else "bytes of the largest stage",
+        value=value,
+        micro_batch_size=chain.micro_batch_size,
+        workers=count,
+        memory_bytes=[size(0, *block) for block in bounds] if by == "bytes" else [],
+    )

@@ -1,0 +1,298 @@
+"""What the layers of a model cost, as a value: measured once, then read by partitioners, simulations and the tuner.
+
+Pure data, without torch, so that plans can be made where the model is not. A file is JSON with a row per layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from numbers import Real
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from avgpipe.errors import nearest
+from avgpipe.files import write_atomically
+
+_FORMAT = 1
+_MAY_BE_UNKNOWN = ("handed_bytes", "working_bytes")
+_BY_SIZE = ("forward_s", "backward_s", "input_backward_s", "held_bytes", "output_bytes", *_MAY_BE_UNKNOWN)
+_PER_LAYER = (
+    *("parameter_bytes", "optimizer_bytes", "update_s", "elastic_s"),
+    *("frozen_bytes", "accumulate_s"),
+)
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer. Tuples have an entry for each of ``Profile.micro_batch_sizes``; seconds and bytes of one micro-batch.
+
+    forward_s, backward_s: on the device; the last layer's with the loss. input_backward_s: of ``backward_s``, the part
+    that makes the gradient of the layer's input. held_bytes: what is kept from the forward to the backward, without
+    weights and without what the layer before counts as its output. output_bytes: what the next layer gets.
+    handed_bytes: of held_bytes, the output that only later layers keep, so that a stage that ends here does not.
+    working_bytes: what a forward or a backward of the layer needs at most for a moment, beyond what is there before
+    and after; only one layer of a worker does at a time. Both are () where they are not known.
+    parameter_bytes, optimizer_bytes: trained weights, and the optimizer's state beside them. update_s, elastic_s: the
+    optimizer's step, and what elastic averaging adds to it. frozen_bytes: weights that are not trained, and buffers.
+    accumulate_s: of ``backward_s``, what adding to the weights' gradients takes, which the first micro-batch of a
+    batch does without, as there are none yet.
+    """
+
+    name: str
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    input_backward_s: tuple[float, ...]
+    held_bytes: tuple[float, ...]
+    output_bytes: tuple[float, ...]
+    parameter_bytes: float
+    optimizer_bytes: float = 0.0
+    update_s: float = 0.0
+    elastic_s: float = 0.0
+    frozen_bytes: float = 0.0
+    accumulate_s: float = 0.0
+    handed_bytes: tuple[float, ...] = ()
+    working_bytes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A value that layer ``target`` gets from layer ``source``, past those between.
+
+    ``size_bytes``: for each of ``Profile.micro_batch_sizes``.
+    """
+
+    source: int
+    target: int
+    size_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters that several layers share; ``parameter_bytes`` are in each layer's, but a stage has them once."""
+
+    layers: tuple[int, ...]
+    parameter_bytes: float
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """Between two workers, in one direction: a message of B bytes takes latency_s + B / bytes_per_s."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, size_bytes: float) -> float:
+        return self.latency_s + size_bytes / self.bytes_per_s
+
+
+class LayerCosts(NamedTuple):
+    """A layer at one micro-batch size; see :class:`LayerProfile`."""
+
+    forward_s: float
+    backward_s: float
+    input_backward_s: float
+    held_bytes: float
+    output_bytes: float
+    handed_bytes: float = 0.0
+    working_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model on a device.
+
+    model, device: in words. micro_batch_sizes: samples, rising, as measured. layers: in order, at least one.
+    second_lane: for each size, how much more two pipelines that share the device do than one, 1 (nothing) to 2.
+    action_s: what the runtime adds to each forward and backward. step_s: of a stage's update, what does not depend on
+    its layers and is in none of them. process_bytes: of a worker before it has a model.
+    link: between two workers, if it is known.
+
+    ValueError or TypeError names the layer and the number that cannot be.
+    """
+
+    model: str
+    device: str
+    micro_batch_sizes: tuple[int, ...]
+    layers: tuple[LayerProfile, ...]
+    skips: tuple[Skip, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    second_lane: tuple[float, ...] = ()
+    action_s: float = 0.0
+    process_bytes: float = 0.0
+    step_s: float = 0.0
+    link: LinkProfile | None = None
+
+    def __post_init__(self) -> None:
+        sizes = self.micro_batch_sizes
+        if not sizes or any(type(b) is not int or b < 1 for b in sizes) or list(sizes) != sorted(set(sizes)):
+            raise ValueError(f"micro_batch_sizes must rise from at least 1, got {list(sizes)}")
+        if not self.layers:
+            raise ValueError("a profile needs at least one layer")
+        for n, layer in enumerate(self.layers):
+            self._check_layer(f"layer {n} ({layer.name})", layer)
+        for skip in self.skips:
+            self._check_ends("skip", (skip.source, skip.target))
+            self._check_row(f"skip {skip.source} to {skip.target}: size_bytes", skip.size_bytes)
+        for tie in self.ties:
+            self._check_ends("tie", tie.layers)
+            _check_number(f"tie {list(tie.layers)}: parameter_bytes", tie.parameter_bytes)
+        if self.second_lane:
+            self._check_row("second_lane", self.second_lane)
+        for name in ("action_s", "process_bytes", "step_s"):
+            _check_number(name, getattr(self, name))
+        if self.link is not None:
+            _check_number("link: latency_s", self.link.latency_s)
+            if not _check_number("link: bytes_per_s", self.link.bytes_per_s) > 0:
+                raise ValueError("link: bytes_per_s must be above 0, got 0")
+
+    def _check_layer(self, where: str, layer: LayerProfile) -> None:
+        for name in _BY_SIZE:
+            if name not in _MAY_BE_UNKNOWN or getattr(layer, name):
+                self._check_row(f"{where}: {name}", getattr(layer, name))
+        for name in _PER_LAYER:
+            _check_number(f"{where}: {name}", getattr(layer, name))
+        for part, whole in zip(layer.input_backward_s, layer.backward_s):
+            if part > whole:
+                raise ValueError(
+                    f"{where}: input_backward_s {part:g} is above backward_s {whole:g}, which includes it"
+                )
+
+    def _check_row(self, where: str, row: Sequence[float]) -> None:
+        if len(row) != len(self.micro_batch_sizes):
+            raise ValueError(
+                f"{where} has {len(row)} entries for {len(self.micro_batch_sizes)} micro_batch_sizes"
+            )
+        for value in row:
+            _check_number(where, value)
+
+    def _check_ends(self, what: str, layers: Sequence[int]) -> None:
+        if (
+            len(layers) < 2
+            or list(layers) != sorted(set(layers))
+            or not 0 <= layers[0] <= layers[-1] < len(self.layers)
+        ):
+            raise ValueError(
+                f"{what} {list(layers)}: must name rising layers from 0 to {len(self.layers) - 1}"
+            )
+
+    # ---- at any micro-batch size ---------------------------------------------------------------------------------
+
+    def at(self, samples: float) -> list[LayerCosts]:
+        """Each layer's costs of a micro-batch of so many samples: on straight lines between the sizes measured.
+
+        Below the smallest size and above the largest the nearest two go on; nothing is below 0.
+        """
+        low, share = self._between(samples)
+        return [
+            LayerCosts(*(_line(getattr(layer, name), low, share) for name in _BY_SIZE))
+            for layer in self.layers
+        ]
+
+    def skip_bytes(self, samples: float) -> list[float]:
+        """Of each of ``skips``."""
+        low, share = self._between(samples)
+        return [_line(skip.size_bytes, low, share) for skip in self.skips]
+
+    def boundary_bytes(self, samples: float) -> list[float]:
+        """For each place between two layers, what has to come across: the output of the one before, and skips."""
+        found = [layer.output_bytes for layer in self.at(samples)[:-1]]
+        for skip, size in zip(self.skips, self.skip_bytes(samples)):
+            for n in range(skip.source, skip.target):
+                found[n] += size
+        return found
+
+    def lane_gain(self, samples: float) -> float:
+        """How much more two pipelines on a device do than one; 1 where it was not measured."""
+        if not self.second_lane:
+            return 1.0
+        low, share = self._between(samples)
+        return min(2.0, max(1.0, _line(self.second_lane, low, share)))
+
+    def parameter_bytes(self, first: int, last: int) -> float:
+        """Of layers ``first`` to ``last`` - 1 together on one stage: what they share counts once."""
+        total = sum(layer.parameter_bytes for layer in self.layers[first:last])
+        for tie in self.ties:
+            here = sum(first <= n < last for n in tie.layers)
+            total -= max(0, here - 1) * tie.parameter_bytes
+        return total
+
+    def _between(self, samples: float) -> tuple[int, float]:
+        """The measured size to begin from, and which share of the way to the next one."""
+        if not samples > 0:
+            raise ValueError(f"a micro-batch has more than 0 samples, got {samples}")
+        sizes = self.micro_batch_sizes
+        if len(sizes) == 1:
+            return 0, samples / sizes[0]
+        low = min(max(bisect_right(sizes, samples) - 1, 0), len(sizes) - 2)
+        return low, (samples - sizes[low]) / (sizes[low + 1] - sizes[low])
+
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        values = {"format": _FORMAT, **asdict(self)}
+        layers = values.pop("layers")
+        head = json.dumps(values)[:-1]
+        rows = ",\n    ".join(json.dumps(layer) for layer in layers)
+        return f'{head},\n  "layers": [\n    {rows}\n  ]}}\n'
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a profile must be JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"a profile must be a JSON object, not {type(values).__name__}")
+        if values.pop("format", None) != _FORMAT:
+            raise ValueError(f"no profile of format {_FORMAT}: make a new one with avgpipe profile")
+        for name, kind in (("layers", LayerProfile), ("skips", Skip), ("ties", Tie)):
+            if name in values:
+                values[name] = tuple(_made(f"{name}[{n}]", kind, row) for n, row in enumerate(values[name]))
+        if values.get("link") is not None:
+            values["link"] = _made("link", LinkProfile, values["link"])
+        made: Profile = _made("profile", cls, values)
+        return made
+
+    def save(self, path: str | Path) -> None:
+        write_atomically(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        try:
+            return cls.from_json(Path(path).read_text())
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _made(where: str, kind: Any, values: Any) -> Any:
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} must be a JSON object, not {type(values).__name__}")
+    known = [f.name for f in fields(kind)]
+    for name in values:
+        if name not in known:
+            raise ValueError(f"{where}: unknown entry {name!r}: {nearest(name, known)}")
+    try:
+        return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    except TypeError as error:
+        raise ValueError(f"{where}: {str(error).split('() ')[-1]}") from error
+
+
+def _check_number(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{where} must be a number, got {value!r}")
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{where} must be a finite number of at least 0, got {value!r}")
+    return number
+
+
+def _line(row: Sequence[float], low: int, share: float) -> float:
+    if not row:
+        return 0.0
+    if len(row) == 1:
+        return float(row[0] * share)
+    return max(0.0, row[low] + share * (row[low + 1] - row[low]))

@@ -1,0 +1,159 @@
+"""What workers cost by themselves, measured in processes of their own: the runtime's actions, memory, and the link."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from avgpipe.bench.schedules.cluster import run_workers
+from avgpipe.bench.transfers import ways
+from avgpipe.pipeline import Pipeline
+from avgpipe.plan import Plan
+from avgpipe.profiling.clock import repeat
+from avgpipe.profiling.examples import Example
+from avgpipe.profiling.profile import LinkProfile
+from avgpipe.profiling.sweep import Sweep
+from avgpipe.runtime.stage import Stage
+from avgpipe_ext import ring
+
+_TIMEOUT_S = 120.0
+_SMALL, _LARGE = 2**10, 2**22  # bytes of the messages
+_SMALL_TRIPS, _LARGE_TRIPS = 200, 8  # of a sample
+_SAMPLES = 5
+_STAGES, _FEW, _MANY = 2, 4, 36  # micro-batches of the two batches whose difference is measured
+_ACTIONS_S = 1.0  # to spend on it
+_LIBRARIES = ("avgpipe", "transformers")  # whose modules a worker loads for a model
+
+
+@dataclass(frozen=True)
+class WorkerCosts:
+    """action_s, process_bytes, link: as in ``Profile``."""
+
+    action_s: float
+    process_bytes: float
+    link: LinkProfile | None
+
+
+def measure_workers(model: Sequence[nn.Module], threads: int, with_link: bool) -> WorkerCosts:
+    """Start one process, or two that are linked as workers of one host are. PipelineError when one fails.
+
+    model: of which the processes load the code, which takes memory.
+    """
+    modules = sorted(
+        {
+            name
+            for layer in model
+            for m in layer.modules()
+            if (name := type(m).__module__).partition(".")[0] in _LIBRARIES
+        }
+    )
+    arguments = {"modules": modules, "with_link": with_link, "threads": threads}
+    processes = 2 if with_link else 1
+    found = run_workers(f"{__name__}:worker", processes, arguments, timeout_s=_TIMEOUT_S, threads=threads)[0]
+    link = LinkProfile(*found["link"]) if with_link else None
+    return WorkerCosts(found["action_s"], found["process_bytes"], link)
+
+
+def worker(modules: Sequence[str], with_link: bool, threads: int) -> dict[str, Any]:
+    """A process of :func:`measure_workers`. What rank 0 measured counts."""
+    torch.set_num_threads(threads)
+    for name in modules:
+        importlib.import_module(name)
+    rank = int(os.environ["RANK"])
+    link = _link() if with_link else None
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name)  # the rest of this is no run of several workers
+    action_s = action_seconds() if rank == 0 else 0.0
+    os.environ["RANK"] = str(rank)
+    return {"link": link, "action_s": action_s, "process_bytes": _resident_bytes()}
+
+
+# ---- between two workers -------------------------------------------------------------------------------------------
+
+
+def _link() -> tuple[float, float]:
+    """Seconds of a small message, and bytes a second of a large one beyond that."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
+    peers = ways.Peers(_TIMEOUT_S)
+    spins = (os.cpu_count() or 1) > 1
+    make = ways.through_shared_memory if ring.supported() else ways.through_group
+    through = make(peers, spins)
+    small_s = _message_s(through.sending(_SMALL), _SMALL_TRIPS)
+    large_s = _message_s(through.sending(_LARGE), _LARGE_TRIPS)
+    dist.barrier()
+    through.link.close(10)
+    dist.destroy_process_group()
+    return small_s, (_LARGE - _SMALL) / max(large_s - small_s, 1e-9)
+
+
+def _message_s(sending: ways.Sending, trips: int) -> float:
+    sending.exchange(trips)  # makes slots, learns sizes
+    samples = []
+    for _ in range(_SAMPLES):
+        dist.barrier()
+        sending.exchange(1)
+        samples.append(sending.exchange(trips))
+    return statistics.median(samples)
+
+
+# ---- the runtime ---------------------------------------------------------------------------------------------------
+
+
+def action_seconds() -> float:
+    """What a forward or backward of a stage takes beyond its layers: a pipeline's time without the layers' own.
+
+    By the difference of two batches, so that what a batch takes once does not count. Both stages are in this process.
+    """
+    model = [nn.Linear(4, 4) for _ in range(_STAGES)]
+    inputs = torch.zeros(_MANY, 4)
+    plans = [Plan(stages=_STAGES, micro_batches=m, schedule="1f1b") for m in (_FEW, _MANY)]
+    sgd = lambda params: torch.optim.SGD(params, lr=0.0)  # noqa: E731
+    pipelines = [Pipeline(model, plan, loss_fn=_loss, optimizer=sgd, device="cpu") for plan in plans]
+    sweep = Sweep(Stage(model, 0, 0, 0, torch.device("cpu")), ["", ""], _loss, None)
+    example = Example(0, 1, inputs[:1], inputs[:1])
+    samples: list[list[float]] = [[], [], []]
+
+    def once(number: int) -> None:
+        for pipeline, plan, seconds in zip(pipelines, plans, samples):
+            batch = inputs[: plan.micro_batches]
+            begin = time.perf_counter()
+            pipeline.step(batch, batch)
+            seconds.append(time.perf_counter() - begin)
+        times = sweep.whole(example)
+        samples[2].append(sum(times.forward_s) + sum(times.backward_s))
+
+    try:
+        once(0)
+        for seconds in samples:
+            seconds.clear()
+        repeat(once, _ACTIONS_S)
+    finally:
+        for pipeline in pipelines:
+            pipeline.close()
+    few_s, many_s, layers_s = map(statistics.median, samples)
+    per_micro_batch_s = (many_s - few_s) / (_MANY - _FEW)
+    return max(0.0, (per_micro_batch_s - layers_s) / (2 * _STAGES))
+
+
+def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.sum()
+
+
+def _resident_bytes() -> int:
+    """Of this process now; 0 where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
