@@ -116,7 +116,7 @@ def test_local_search_comes_close_to_the_best_of_all_cuts(monkeypatch: pytest.Mo
         stages = min(4, len(p.layers))
         best = partition(p, stages, method="simulated")
         with monkeypatch.context() as patched:
-            patched.setattr("avgpipe.partitioning.simulated.MOST_CUTS", 0)
+            patched.setattr("avgpipe.partitioning.search.MOST_CUTS", 0)
             found = partition(p, stages, method="simulated")
         assert "local search" in found.notes[-1]
         ratios.append(found.value / best.value if best.value else 1.0)

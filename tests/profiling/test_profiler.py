@@ -13,7 +13,7 @@ from avgpipe.profiling.profiler import profile
 from avgpipe.profiling.workers import WorkerCosts
 from tests.runtime.cases import adamw, language_model, momentum
 
-LINK = LinkProfile(1e-4, 1e9)
+LINK, SUM = LinkProfile(1e-4, 1e9), LinkProfile(2e-4, 5e8)
 SIZES = (1, 3, 8)
 
 
@@ -21,7 +21,7 @@ SIZES = (1, 3, 8)
 def measures_workers(monkeypatch):
     """What processes of their own would measure is known; the function that starts them."""
     function = profiler.measure_workers
-    known = WorkerCosts(1e-5, 3e8, LINK)
+    known = WorkerCosts(1e-5, 3e8, LINK, SUM)
     monkeypatch.setattr(profiler, "measure_workers", lambda *_, **__: known)
     return function
 
@@ -53,7 +53,7 @@ def test_bytes_of_a_list_are_those_counted_by_hand():
     # two moments and a counter for each tensor
     assert [layer.optimizer_bytes for layer in found.layers] == [2 * 576 + 8, 0, 2 * 272 + 8]
     assert (found.skips, found.ties, found.second_lane) == ((), (), (1.0, 1.0, 1.0))
-    assert (found.action_s, found.process_bytes, found.link) == (1e-5, 3e8, LINK)
+    assert (found.action_s, found.process_bytes, found.link, found.reduction) == (1e-5, 3e8, LINK, SUM)
 
 
 def test_working_bytes_are_what_is_there_only_for_a_moment():
@@ -195,6 +195,8 @@ def test_processes_tell_of_the_runtime_and_the_link(measures_workers, monkeypatc
     assert found.process_bytes > 50e6
     assert 0 < found.link.latency_s < 0.1
     assert found.link.bytes_per_s > 1e6
+    assert 0 < found.reduction.latency_s < 0.1
+    assert found.reduction.bytes_per_s > 1e6
     assert Profile.from_json(found.to_json()) == found
 
 

@@ -20,9 +20,10 @@ from avgpipe.cli.log import LogNotes, links_line
 from avgpipe.cli.pace import Pace
 from avgpipe.cli.progress import Progress, Silent
 from avgpipe.cli.settings import TrainSettings
-from avgpipe.cli.summary import peak_memory_bytes, summarise, unbroken
+from avgpipe.cli.summary import summarise, unbroken
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
+from avgpipe.runtime.memory import peak_memory_bytes
 from avgpipe.workloads.workload import Workload
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import resource
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,21 +81,6 @@ def unbroken(timeline: Timeline, stretches: Sequence[tuple[int, int]]) -> Timeli
     if not kept:
         return timeline
     return timeline.window(*max(kept, key=lambda s: s[1] - s[0]))
-
-
-def peak_memory_bytes(device: str) -> int:
-    """The most memory this process has used: on the device where that is CUDA, else resident in main memory."""
-    if device == "cuda":
-        import torch
-
-        return int(torch.cuda.max_memory_allocated())
-    try:
-        # Of this program alone; getrusage counts what the process was before it became this program, too.
-        status = Path("/proc/self/status").read_text()
-        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def load_summary(out: str | Path) -> dict[str, Any]:

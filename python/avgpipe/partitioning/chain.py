@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -40,8 +41,10 @@ class Chain:
         self._input_backward_s = _sums(layer.input_backward_s for layer in costs)
         self._held_bytes = _sums(layer.held_bytes for layer in costs)
         self._handed_bytes = [layer.handed_bytes for layer in costs]
+        self._working_bytes = [layer.working_bytes for layer in costs]
         self._update_s = _sums(layer.update_s for layer in layers)
         self._elastic_s = _sums(layer.elastic_s for layer in layers)
+        self._accumulate_s = _sums(layer.accumulate_s for layer in layers)
         self._parameter_bytes = _sums(layer.parameter_bytes for layer in layers)
         self._optimizer_bytes = _sums(layer.optimizer_bytes for layer in layers)
         self._frozen_bytes = _sums(layer.frozen_bytes for layer in layers)
@@ -63,10 +66,21 @@ class Chain:
         """Forward and backward."""
         return self.forward_s(first, last) + self.backward_s(first, last)
 
+    @cached_property
+    def largest_s(self) -> float:
+        """``compute_s`` of the dearest layer."""
+        return max(self.compute_s(n, n + 1) for n in range(self.layers))
+
     def update_s(self, first: int, last: int, elastic: bool = False) -> float:
         """The optimizer's step; ``elastic``: and the averaging."""
-        step_s = self._update_s[last] - self._update_s[first]
+        step_s = self._update_s[last] - self._update_s[first] + self.profile.step_s
         return step_s + (self._elastic_s[last] - self._elastic_s[first] if elastic else 0.0)
+
+    def accumulate_s(self, first: int, last: int) -> float:
+        """Of ``backward_s``, what a batch's first micro-batch does without."""
+        added_s = self._accumulate_s[last] - self._accumulate_s[first]
+        # Measured apart, it may come out as more than the backward itself.
+        return min(added_s, self.backward_s(first, last) - self.input_backward_s(first, last))
 
     def parameter_bytes(self, first: int, last: int) -> float:
         """Trained weights; what several of the layers share counts once."""
@@ -91,6 +105,10 @@ class Chain:
         if last < self.layers:
             kept -= self._handed_bytes[last - 1]  # the next stage's input, not kept here
         return max(0.0, kept)
+
+    def working_bytes(self, first: int, last: int) -> float:
+        """What the stage needs for a moment, whichever of its layers is at work."""
+        return max(self._working_bytes[first:last])
 
     def incoming_s(self, first: int) -> float:
         """The transfer of a micro-batch's activation to a stage that begins with layer ``first``."""

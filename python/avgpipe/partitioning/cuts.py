@@ -10,6 +10,7 @@ TOO_LONG = -1  # a block that cannot be, nor any longer one
 NOT_THIS = 0  # a block that cannot be
 
 EXACT = 1e-12  # relative; beyond the rounding of sums of seconds
+_NEARLY = 1e-6
 
 
 class Block(NamedTuple):
@@ -54,6 +55,34 @@ def least_dearest(
         end = cut[end]
         first.insert(0, end)
     return best[layers], first
+
+
+def nearly_least_dearest(
+    layers: int, stages: int, cost: Callable[[int, int, int], float]
+) -> tuple[float, list[int]]:
+    """As :func:`least_dearest`, for costs that rise with the layers, by some 30 (layers + stages) of them.
+
+    Stages are filled in turn up to a bound, which is halved in; it is the least where a stage costs the same whichever
+    its number.
+    """
+    check_stages(layers, stages)
+
+    def within(bound: float) -> tuple[float, list[int]] | None:
+        first, worst, begin = list[int](), 0.0, 0
+        for k in range(stages):
+            last = begin + 1 if k < stages - 1 else layers
+            dearest = cost(k, begin, last)
+            while last < layers - (stages - 1 - k) and (more := cost(k, begin, last + 1)) <= bound:
+                last, dearest = last + 1, more
+            if dearest > bound:
+                return None
+            worst, begin = max(worst, dearest), last
+            first.append(begin)
+        return worst, first[:-1]
+
+    start = within(math.inf)
+    assert start is not None
+    return tightest(within, 0.0, start, _NEARLY)
 
 
 Need = Callable[[int, int, int], int]

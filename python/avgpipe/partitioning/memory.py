@@ -30,7 +30,8 @@ def stage_bytes(
     kept = in_flight * held
     if recompute:
         kept = in_flight * chain.input_bytes(first) + min(whole, in_flight) * held
-    return chain.profile.process_bytes + copies * state + extra_copies * weights + kept
+    needed = copies * state + extra_copies * weights + kept + chain.working_bytes(first, last)
+    return chain.profile.process_bytes + needed
 
 
 def check_limit(limit: float | None) -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from avgpipe.partitioning.chain import Chain
 from avgpipe.schedule.schedule import Schedule
 from avgpipe.simulation import Costs
+from avgpipe.simulation.numbers import Each
 
 RECOMPUTE = ("never", "except-last", "always")
 
@@ -18,13 +19,13 @@ def stage_costs(
 ) -> Costs:
     """What a simulation takes, of the stages between ``bounds`` (first layer of each, then the number of layers).
 
-    With several pipelines an update includes the averaging; recomputation puts the forward before the backward. The
-    link's latency occupies nobody. Memory is not in it.
+    With several pipelines an update includes the averaging; recomputation puts the forward before the backward; the
+    first backward of a batch finds no gradients to add to. The link's latency occupies nobody. Memory is not in it.
     """
     blocks = list(pairwise(bounds))
     again = recomputed(micro_batches, recompute)
     forward_s = [chain.forward_s(*block) for block in blocks]
-    backward_s = [chain.backward_s(*block) for block in blocks]
+    backward_s = [_backwards(chain, *block, micro_batches) for block in blocks]
     input_s = [chain.input_backward_s(*block) for block in blocks]
     latency_s = chain.link.latency_s if chain.link else 0.0
     return Costs(
@@ -37,20 +38,27 @@ def stage_costs(
     )
 
 
+def _backwards(chain: Chain, first: int, last: int, micro_batches: int) -> Each:
+    """Per micro-batch where the first of a batch is quicker."""
+    backward_s, added_s = chain.backward_s(first, last), chain.accumulate_s(first, last)
+    return (backward_s - added_s, *[backward_s] * (micro_batches - 1)) if added_s else backward_s
+
+
 def recomputed(micro_batches: int, recompute: str) -> list[bool]:
     """For each micro-batch, whether its backward begins with its forward."""
     return [recompute != "never"] * (micro_batches - 1) + [recompute == "always"]
 
 
-def _with_forward(
-    seconds: list[float], forward_s: list[float], again: list[bool]
-) -> list[float] | list[list[float]]:
-    """Per stage; per micro-batch too where they differ."""
-    if not any(again):
-        return seconds
-    if all(again):
-        return [s + f for s, f in zip(seconds, forward_s)]
-    return [[s + f if more else s for more in again] for s, f in zip(seconds, forward_s)]
+def _with_forward(seconds: Sequence[Each], forward_s: Sequence[float], again: Sequence[bool]) -> list[Each]:
+    """Where a micro-batch is computed again, its backward begins with its forward."""
+    return [_added(cost, more_s, again) for cost, more_s in zip(seconds, forward_s)]
+
+
+def _added(cost: Each, more_s: float, again: Sequence[bool]) -> Each:
+    """Per micro-batch where they differ."""
+    each = cost if isinstance(cost, tuple) else (cost,) * len(again)
+    found = tuple(seconds + more_s if more else seconds for seconds, more in zip(each, again))
+    return found[0] if len(set(found)) == 1 else found
 
 
 def weight_versions(schedule: Schedule) -> list[int]:

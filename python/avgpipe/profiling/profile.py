@@ -109,7 +109,8 @@ class Profile:
     second_lane: for each size, how much more two pipelines that share the device do than one, 1 (nothing) to 2.
     action_s: what the runtime adds to each forward and backward. step_s: of a stage's update, what does not depend on
     its layers and is in none of them. process_bytes: of a worker before it has a model.
-    link: between two workers, if it is known.
+    link: between two workers, if it is known. reduction: the same of a sum over workers: what each sends of it at a
+    time takes latency_s, and its bytes bytes_per_s.
 
     ValueError or TypeError names the layer and the number that cannot be.
     """
@@ -125,6 +126,7 @@ class Profile:
     process_bytes: float = 0.0
     step_s: float = 0.0
     link: LinkProfile | None = None
+    reduction: LinkProfile | None = None
 
     def __post_init__(self) -> None:
         sizes = self.micro_batch_sizes
@@ -144,10 +146,11 @@ class Profile:
             self._check_row("second_lane", self.second_lane)
         for name in ("action_s", "process_bytes", "step_s"):
             _check_number(name, getattr(self, name))
-        if self.link is not None:
-            _check_number("link: latency_s", self.link.latency_s)
-            if not _check_number("link: bytes_per_s", self.link.bytes_per_s) > 0:
-                raise ValueError("link: bytes_per_s must be above 0, got 0")
+        for name in ("link", "reduction"):
+            if (link := getattr(self, name)) is not None:
+                _check_number(f"{name}: latency_s", link.latency_s)
+                if not _check_number(f"{name}: bytes_per_s", link.bytes_per_s) > 0:
+                    raise ValueError(f"{name}: bytes_per_s must be above 0, got 0")
 
     def _check_layer(self, where: str, layer: LayerProfile) -> None:
         for name in _BY_SIZE:
@@ -252,8 +255,9 @@ class Profile:
         for name, kind in (("layers", LayerProfile), ("skips", Skip), ("ties", Tie)):
             if name in values:
                 values[name] = tuple(_made(f"{name}[{n}]", kind, row) for n, row in enumerate(values[name]))
-        if values.get("link") is not None:
-            values["link"] = _made("link", LinkProfile, values["link"])
+        for name in ("link", "reduction"):
+            if values.get(name) is not None:
+                values[name] = _made(name, LinkProfile, values[name])
         made: Profile = _made("profile", cls, values)
         return made
 

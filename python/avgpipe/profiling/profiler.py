@@ -100,6 +100,7 @@ def profile(
         step_s=measured.step_s,
         process_bytes=workers.process_bytes if on_host else 0.0,
         link=link or workers.link,
+        reduction=workers.reduction,
     )
 
 

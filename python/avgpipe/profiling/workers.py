@@ -38,11 +38,12 @@ _LIBRARIES = ("avgpipe", "transformers")  # whose modules a worker loads for a m
 
 @dataclass(frozen=True)
 class WorkerCosts:
-    """action_s, process_bytes, link: as in ``Profile``."""
+    """As in ``Profile``."""
 
     action_s: float
     process_bytes: float
     link: LinkProfile | None
+    reduction: LinkProfile | None
 
 
 def measure_workers(model: Sequence[nn.Module], threads: int, with_link: bool) -> WorkerCosts:
@@ -61,8 +62,8 @@ def measure_workers(model: Sequence[nn.Module], threads: int, with_link: bool) -
     arguments = {"modules": modules, "with_link": with_link, "threads": threads}
     processes = 2 if with_link else 1
     found = run_workers(f"{__name__}:worker", processes, arguments, timeout_s=_TIMEOUT_S, threads=threads)[0]
-    link = LinkProfile(*found["link"]) if with_link else None
-    return WorkerCosts(found["action_s"], found["process_bytes"], link)
+    link, reduction = (LinkProfile(*found[name]) if with_link else None for name in ("link", "reduction"))
+    return WorkerCosts(found["action_s"], found["process_bytes"], link, reduction)
 
 
 def worker(modules: Sequence[str], with_link: bool, threads: int) -> dict[str, Any]:
@@ -71,19 +72,24 @@ def worker(modules: Sequence[str], with_link: bool, threads: int) -> dict[str, A
     for name in modules:
         importlib.import_module(name)
     rank = int(os.environ["RANK"])
-    link = _link() if with_link else None
+    link, reduction = _between() if with_link else (None, None)
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name)  # the rest of this is no run of several workers
     action_s = action_seconds() if rank == 0 else 0.0
     os.environ["RANK"] = str(rank)
-    return {"link": link, "action_s": action_s, "process_bytes": _resident_bytes()}
+    return {
+        "link": link,
+        "reduction": reduction,
+        "action_s": action_s,
+        "process_bytes": _resident_bytes(),
+    }
 
 
 # ---- between two workers -------------------------------------------------------------------------------------------
 
 
-def _link() -> tuple[float, float]:
-    """Seconds of a small message, and bytes a second of a large one beyond that."""
+def _between() -> tuple[tuple[float, float], tuple[float, float]]:
+    """Of messages and of sums: seconds of a small one, and bytes a second of a large one beyond that."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
     peers = ways.Peers(_TIMEOUT_S)
     spins = (os.cpu_count() or 1) > 1
@@ -91,10 +97,30 @@ def _link() -> tuple[float, float]:
     through = make(peers, spins)
     small_s = _message_s(through.sending(_SMALL), _SMALL_TRIPS)
     large_s = _message_s(through.sending(_LARGE), _LARGE_TRIPS)
+    sums_s = [_sum_s(size, trips) for size, trips in ((_SMALL, _SMALL_TRIPS), (_LARGE, _LARGE_TRIPS))]
     dist.barrier()
     through.link.close(10)
     dist.destroy_process_group()
-    return small_s, (_LARGE - _SMALL) / max(large_s - small_s, 1e-9)
+    # Each of two sends as many bytes as there are, one half in each of two steps.
+    return _line(small_s, large_s), _line(sums_s[0] / 2, sums_s[1] / 2, share=0.5)
+
+
+def _line(small_s: float, large_s: float, share: float = 1.0) -> tuple[float, float]:
+    """Latency and bytes a second, of ``share`` of the bytes."""
+    return small_s, share * (_LARGE - _SMALL) / max(large_s - small_s, 1e-9)
+
+
+def _sum_s(size: int, times: int) -> float:
+    """Seconds of a sum over both."""
+    values = torch.zeros(size // 4)
+    samples = []
+    for _ in range(_SAMPLES + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(times):
+            dist.all_reduce(values)
+        samples.append((time.perf_counter() - begin) / times)
+    return statistics.median(samples[1:])
 
 
 def _message_s(sending: ways.Sending, trips: int) -> float:

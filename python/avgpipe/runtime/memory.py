@@ -1,9 +1,12 @@
-"""What a micro-batch holds between its forward and its backward."""
+"""Memory: what a micro-batch holds between its forward and its backward, and what a process has used."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -32,3 +35,16 @@ class SavedBytes:
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self.count(tensor)
         return tensor.detach()  # the tensor itself may own the graph that would own it then
+
+
+def peak_memory_bytes(device: str) -> int:
+    """The most memory this process has used: on the device where that is CUDA, else resident in main memory."""
+    if device == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        # Of this program alone; getrusage counts what the process was before it became this program, too.
+        status = Path("/proc/self/status").read_text()
+        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

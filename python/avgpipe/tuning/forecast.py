@@ -1,0 +1,168 @@
+"""What a plan would take on a cluster, from a profile: seconds per batch by simulation, and bytes of each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+from avgpipe.partitioning.chain import Chain
+from avgpipe.partitioning.network import ring_s
+from avgpipe.partitioning.search import Cut
+from avgpipe.partitioning.simulated import Training
+from avgpipe.plan import Plan
+from avgpipe.profiling.profile import LinkProfile, Profile
+from avgpipe.simulation import Costs
+from avgpipe.tuning.cluster import Cluster
+
+_BUCKET_BYTES = 8 * 2**20  # of the runtime's sum of gradients over replicas: the last one begins after the backward
+_AT_ONCE = LinkProfile(0.0, inf)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """batch_size: samples of one pipeline's batch. batch_s: from one batch's end to the next one's, of whichever
+    pipeline, in the steady state. memory_bytes: of each worker, those of a stage one after the other.
+    """
+
+    plan: Plan
+    batch_size: int
+    batch_s: float
+    memory_bytes: tuple[float, ...]
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.batch_size / self.batch_s
+
+
+def forecast(profile: Profile, plan: Plan, batch_size: int, cluster: Cluster) -> Forecast:
+    """Of a plan that all workers share, with as many replicas of each stage, and stages cut by numbers of layers.
+
+    ValueError for another plan, and for a cluster that is too small.
+    """
+    partition = plan.partition or []
+    if len(partition) != plan.stages - 1 or any(not isinstance(first, int) for first in partition):
+        raise ValueError(f"partition {plan.partition}: a forecast needs the first layers of stages 1 and up, as numbers")
+    return OnCluster(profile, plan, batch_size, cluster).forecast(tuple(map(int, partition)))
+
+
+class OnCluster(Training):
+    """A plan, but for its partition, on the first workers of a cluster: an objective of the search over cuts.
+
+    Replicas of a stage are neighbours, as the runtime numbers them, and each runs its share of the micro-batches.
+    """
+
+    def __init__(self, profile: Profile, plan: Plan, batch_size: int, cluster: Cluster) -> None:
+        if plan.workers > cluster.workers:
+            raise ValueError(f"the plan needs {plan.workers} workers, the cluster has {cluster.workers}")
+        if plan.spread or len(set(plan.replication or [1])) > 1:
+            raise ValueError(
+                "a forecast is of pipelines that share all workers, with as many replicas of each stage; this plan has "
+                f"replication {plan.replication}, spread {plan.spread}"
+            )
+        self.plan, self.batch_size, self._cluster = plan, batch_size, cluster
+        self._width = (plan.replication or [1])[0]
+        schedule = plan.build_schedule(-(-plan.micro_batches // self._width))
+        chain = Chain(profile, batch_size / plan.micro_batches)
+        super().__init__(chain, schedule, plan.pipelines, plan.recompute)
+        worker_of = {k: n for n, stages in enumerate(schedule.placement) for k in stages}
+        self._workers = [
+            range(self._width * worker_of[k], self._width * (worker_of[k] + 1)) for k in range(plan.stages)
+        ]
+        self._speeds = [min(cluster.devices[n].speed for n in workers) for workers in self._workers]
+        self._links = [self._link(*pair) for pair in pairwise(self._workers)]
+
+    @property
+    def limits(self) -> list[float] | None:
+        """Bytes of each worker of a replica of the model, the least of all replicas; None: nothing is limited."""
+        devices = self._cluster.devices
+        memory = [
+            min(devices[n].memory_bytes or inf for n in self._workers[stages[0]]) for stages in self.placement
+        ]
+        return memory if min(memory) < inf else None
+
+    def forecast(self, cut: Cut) -> Forecast:
+        plan = replace(self.plan, partition=list(cut) if cut else None)
+        sizes = tuple(size for size in self.worker_bytes(cut) for _ in range(self._width))
+        return Forecast(plan, self.batch_size, self.seconds(cut), sizes)
+
+    def worker_bytes(self, cut: Cut) -> list[float]:
+        sizes = [self.stage_bytes(k, *block) for k, block in enumerate(pairwise([0, *cut, self.layers]))]
+        process = self.process_bytes
+        return [sum(sizes[k] - process for k in stages) + process for stages in self.placement]
+
+    def costs(self, cut: Cut) -> Costs:
+        found = super().costs(cut)
+        sent = [self._chain.boundary_bytes[first - 1] for first in cut]
+        gain = self._chain.profile.lane_gain(self._chain.micro_batch_size)
+        shared = gain > 1 and self.plan.pipelines > 1
+        return replace(
+            found,
+            forward_s=_on(self._speeds, found.forward_s),
+            backward_s=_on(self._speeds, found.backward_s),
+            input_backward_s=_on(self._speeds, found.input_backward_s),
+            update_s=_on(self._speeds, found.update_s),
+            transfer_s=[size / link.bytes_per_s for size, link in zip(sent, self._links)],
+            latency_s=[link.latency_s for link in self._links],
+            allreduce_s=[self._sum_s(k, *block) for k, block in enumerate(pairwise([0, *cut, self.layers]))],
+            concurrency_gain=(1.0, gain) if shared else (1.0,),
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a batch, those of one replica of each stage."""
+        return self._schedule.micro_batches
+
+    def costs_with_memory(self, cut: Cut) -> Costs:
+        """With what a micro-batch in flight holds, and what a pipeline does without any."""
+        count, held, kept = self.plan.pipelines, [], []
+        for k, block in enumerate(pairwise([0, *cut, self.layers])):
+            none, one = (self.bytes_with(k, *block, n * self._most_whole) for n in (1, 2))
+            held.append((one - none) / self._most_whole)
+            kept.append(max(0.0, none - self._most_whole * held[-1]) / count)
+        return replace(self.costs(cut), activation_bytes=held, weight_bytes=kept)
+
+    @property
+    def _most_whole(self) -> int:
+        """Micro-batches from which on each more needs as much, with recomputation too."""
+        return 1 + self.plan.pipelines
+
+    def work_s(self, k: int, first: int, last: int) -> float:
+        return super().work_s(k, first, last) / self._speeds[k]
+
+    def moved_s(self, k: int, first: int, last: int) -> float:
+        sizes = self._chain.boundary_bytes
+        into = self._links[k - 1].seconds(sizes[first - 1]) if k else 0.0
+        out = self._links[k].seconds(sizes[last - 1]) if k < len(self._links) else 0.0
+        return 2 * self.micro_batches * (into + out)
+
+    def _link(self, here: range, there: range) -> LinkProfile:
+        """From a stage to the next, all replicas at once; nothing between two stages of one worker."""
+        return _AT_ONCE if here == there else self._cluster.link(here, there)
+
+    def _sum_s(self, k: int, first: int, last: int) -> float:
+        """What the sum of gradients over replicas takes beyond the backward beside which it runs."""
+        if self._width == 1:
+            return 0.0
+        link = self._ring(self._workers[k])
+        size = self._chain.parameter_bytes(first, last)
+        whole_s = ring_s(size, self._width, link.bytes_per_s) + 2 * (self._width - 1) * link.latency_s
+        at_end = min(1.0, _BUCKET_BYTES / max(size, 1.0))
+        return max(whole_s - self._chain.backward_s(first, last) / self._speeds[k], at_end * whole_s)
+
+    def _ring(self, workers: range) -> LinkProfile:
+        """Of a sum: as it was measured between the workers at hand, else by their links."""
+        measured = self._chain.profile.reduction
+        if measured is not None and self._cluster.is_here:
+            return measured
+        return self._cluster.link(workers, [*workers[1:], workers[0]])
+
+
+def _on(speeds: Sequence[float], seconds: Any) -> list[float | list[float]]:
+    """Costs of each stage, or of each of its micro-batches, on devices of these speeds."""
+    return [
+        [s / speed for s in cost] if isinstance(cost, tuple) else cost / speed
+        for cost, speed in zip(seconds, speeds)
+    ]
