@@ -41,8 +41,8 @@ def simulated(
     ``build_schedule`` takes them. recompute: as in ``Plan``. The time is ``steady_batch_s`` of the stages' costs
     (:func:`avgpipe.partitioning.stage_costs.stage_costs`).
 
-    Searched as :class:`avgpipe.partitioning.search.CutSearch` does: the optimum where cuts are few, else by local search;
-    a note says so.
+    Searched as :class:`avgpipe.partitioning.search.CutSearch` does: the optimum where cuts are few, else by local
+    search; a note says so.
 
     memory_limit_bytes: of a worker. Counted are weights, gradients and optimizer state of each pipeline, the weights in
     as many versions as the schedule needs, with several pipelines the reference and an update buffer of each, and the

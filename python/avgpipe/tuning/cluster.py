@@ -18,7 +18,7 @@ from avgpipe.profiling.profile import LinkProfile, Profile
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # the same, for Python 3.10
 
 BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9, "Tbit": 1e12}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -36,10 +36,10 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Worker n has ``devices[n]``. levels: as of the partitioners, lowest first: so many units (of devices, on the lowest
-    level), each with a link of ``bytes_per_s`` in each direction to the others of its level. Their units, multiplied,
-    are the devices. is_here: whether these are the workers that were profiled, so that what was measured between them
-    counts.
+    """Worker n has ``devices[n]``. levels: as of the partitioners, lowest first: so many units (of devices, on the
+    lowest level), each with a link of ``bytes_per_s`` in each direction to the others of its level. Their units,
+    multiplied, are the devices. is_here: whether these are the workers that were profiled, so that what was measured
+    between them counts.
     """
 
     devices: tuple[Device, ...]
@@ -83,7 +83,7 @@ class Cluster:
         return worker
 
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> LinkProfile:
-        """Of the slowest pair where each of ``senders`` sends to its receiver at once: those in one unit share its link."""
+        """Of the slowest pair where each of ``senders`` sends to its receiver at once: a unit's share its link."""
         sending: dict[tuple[int, int], int] = {}
         for a, b in zip(senders, receivers):
             height = self.height(a, b)

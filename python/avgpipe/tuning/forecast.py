@@ -17,7 +17,9 @@ from avgpipe.profiling.profile import LinkProfile, Profile
 from avgpipe.simulation import Costs
 from avgpipe.tuning.cluster import Cluster
 
-_BUCKET_BYTES = 8 * 2**20  # of the runtime's sum of gradients over replicas: the last one begins after the backward
+_BUCKET_BYTES = (
+    8 * 2**20
+)  # of the runtime's sum of gradients over replicas: the last one begins after the backward
 _AT_ONCE = LinkProfile(0.0, inf)
 
 
@@ -44,7 +46,9 @@ def forecast(profile: Profile, plan: Plan, batch_size: int, cluster: Cluster) ->
     """
     partition = plan.partition or []
     if len(partition) != plan.stages - 1 or any(not isinstance(first, int) for first in partition):
-        raise ValueError(f"partition {plan.partition}: a forecast needs the first layers of stages 1 and up, as numbers")
+        raise ValueError(
+            f"partition {plan.partition}: a forecast needs the first layers of the stages after the first, as numbers"
+        )
     return OnCluster(profile, plan, batch_size, cluster).forecast(tuple(map(int, partition)))
 
 
@@ -103,7 +107,7 @@ class OnCluster(Training):
             forward_s=_on(self._speeds, found.forward_s),
             backward_s=_on(self._speeds, found.backward_s),
             input_backward_s=_on(self._speeds, found.input_backward_s),
-            update_s=_on(self._speeds, found.update_s),
+            update_s=[update_s / speed for update_s, speed in zip(_each(found.update_s), self._speeds)],
             transfer_s=[size / link.bytes_per_s for size, link in zip(sent, self._links)],
             latency_s=[link.latency_s for link in self._links],
             allreduce_s=[self._sum_s(k, *block) for k, block in enumerate(pairwise([0, *cut, self.layers]))],
@@ -158,6 +162,11 @@ class OnCluster(Training):
         if measured is not None and self._cluster.is_here:
             return measured
         return self._cluster.link(workers, [*workers[1:], workers[0]])
+
+
+def _each(seconds: Any) -> tuple[float, ...]:
+    assert isinstance(seconds, tuple)
+    return seconds
 
 
 def _on(speeds: Sequence[float], seconds: Any) -> list[float | list[float]]:

@@ -39,9 +39,7 @@ class Found:
 
     def first(self, stages: int, workers: int) -> Forecast | None:
         """The best with so many stages and workers."""
-        return next(
-            (f for f in self.ranked if (f.plan.stages, f.plan.workers) == (stages, workers)), None
-        )
+        return next((f for f in self.ranked if (f.plan.stages, f.plan.workers) == (stages, workers)), None)
 
 
 def search(profile: Profile, cluster: Cluster, space: Space) -> Found:

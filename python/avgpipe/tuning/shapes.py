@@ -64,7 +64,9 @@ class Space:
                 raise ValueError(f"{name}={values!r}: must be whole numbers of at least 1")
         over = [m for m in self.micro_batches or () if m > self.batch_size]
         if over:
-            raise ValueError(f"micro_batches={over}: a batch of {self.batch_size} samples has not so many parts")
+            raise ValueError(
+                f"micro_batches={over}: a batch of {self.batch_size} samples has not so many parts"
+            )
 
     def shapes(self) -> Iterator[Shape]:
         yield from self._of(1, 1, self.pipelines if self.lanes else (1,))

@@ -32,8 +32,8 @@ class Subject:
 
 @dataclass(frozen=True)
 class Trial:
-    """batch_s: from one batch's end to the next one's, the median of rounds. memory_bytes: the most that each worker has
-    used; of the whole process on the CPU, of the device on CUDA.
+    """batch_s: from one batch's end to the next one's, the median of rounds. memory_bytes: the most that each worker
+    has used; of the whole process on the CPU, of the device on CUDA.
     """
 
     batch_s: float
