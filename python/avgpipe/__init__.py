@@ -22,6 +22,7 @@ _HOME = {
     "profile": "profiling.profiler",
     "Partition": "partitioning",
     "partition": "partitioning",
+    "tune": "tuning.tune",
     "Timeline": "report.timeline",
     "Plan": "plan",
     "Pipeline": "pipeline",

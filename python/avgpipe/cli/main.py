@@ -14,6 +14,7 @@ from avgpipe.cli.profile import profile
 from avgpipe.cli.run import run
 from avgpipe.cli.simulate import simulate
 from avgpipe.cli.train import train
+from avgpipe.cli.tune import tune
 
 app = typer.Typer(
     name="avgpipe",
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(compare)
 app.command()(profile)
+app.command()(tune)
 app.command()(simulate)
 app.command()(doctor)
 app.add_typer(bench, name="bench")

@@ -11,23 +11,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from avgpipe.bench.units import number_with_unit
 from avgpipe.cli import options
 from avgpipe.cli.errors import arguments, reporting, running
 from avgpipe.cli.settings import AUTOCAST
 from avgpipe.errors import nearest
 from avgpipe.profiling.profile import LinkProfile, Profile
+from avgpipe.tuning.cluster import parse_rate, parse_time
+from avgpipe.tuning.trial import Subject
 
 if TYPE_CHECKING:
-    import torch
     from rich.table import Table
 
     from avgpipe.workloads.workload import Workload
 
 _FILE_COLUMNS = 110  # of a table that is no terminal's
 _DEVICES = ("cpu", "cuda")
-_BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _MIB = 2**20
 
 
@@ -66,15 +64,18 @@ def profile(
             asked = _Asked(
                 parse_sizes(micro_batch_sizes),
                 parse_link(bandwidth, latency),
-                _checked_device(device or "cpu"),
-                _checked_autocast(autocast or "auto"),
-                _positive("--threads", threads),
-                _positive("--budget", budget),
+                Subject(
+                    *(workload, preset or "tiny", data, batch_size),
+                    device=checked_device(device or "cpu"),
+                    autocast=checked_autocast(autocast or "auto"),
+                    threads=count("--threads", threads, 1),
+                ),
+                positive("--budget", budget),
             )
-            _check_out(out)
+            check_file("--out", out)
             if plot is not None:
                 _check_picture(plot)
-            built = _build(workload, preset or "tiny", data, batch_size)
+            built = build(asked.subject)
         with running():
             found = _measure(asked, built)
             found.save(out)
@@ -92,9 +93,7 @@ def profile(
 class _Asked:
     sizes: tuple[int, ...]
     link: LinkProfile | None
-    device: str
-    autocast: str
-    threads: float
+    subject: Subject
     budget_s: float
 
 
@@ -119,16 +118,10 @@ def parse_link(bandwidth: str | None, latency: str | None) -> LinkProfile | None
         given = f"--latency {latency}" if bandwidth is None else f"--bandwidth {bandwidth}"
         missing = "--bandwidth" if bandwidth is None else "--latency"
         raise ValueError(f"{given} without {missing}: a link has both, or leave both out to have it measured")
-    bits = number_with_unit(bandwidth, _BITS, "")
-    if bits is None or not bits > 0:
-        raise ValueError(f"--bandwidth {bandwidth}: write a rate as 10Gbit, 250Mbit or 1e9bit")
-    seconds = number_with_unit(latency, _SECONDS, "")
-    if seconds is None:
-        raise ValueError(f"--latency {latency}: write a time as 50us, 0.2ms or 0s")
-    return LinkProfile(seconds, bits / 8)
+    return LinkProfile(parse_time("--latency", latency), parse_rate("--bandwidth", bandwidth))
 
 
-def _checked_device(device: str) -> str:
+def checked_device(device: str) -> str:
     from avgpipe.cli.checks import check_device
 
     if device not in _DEVICES:
@@ -137,23 +130,35 @@ def _checked_device(device: str) -> str:
     return device
 
 
-def _checked_autocast(name: str) -> str:
+def checked_autocast(name: str) -> str:
     if name not in AUTOCAST:
         raise ValueError(f"--autocast {name}: {nearest(name, AUTOCAST)}")
     return name
 
 
-def _positive(option: str, value: float) -> float:
+def positive(option: str, value: float) -> float:
     if not 0 < value < float("inf"):
         raise ValueError(f"{option} {value:g}: must be above 0")
     return value
 
 
-def _check_out(out: str) -> None:
-    """Before anything is measured."""
+def count(option: str, value: int, least: int) -> int:
+    if value < least:
+        raise ValueError(f"{option} {value}: must be at least {least}")
+    return value
+
+
+def build(subject: Subject) -> Workload:
+    from avgpipe.tuning.subject import workload_of
+
+    return workload_of(subject)
+
+
+def check_file(option: str, out: str) -> None:
+    """That a file can be written, before anything is measured."""
     folder = Path(out).absolute().parent
     if Path(out).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"--out {out}: cannot be written, name a file in a folder that you may write to")
+        raise ValueError(f"{option} {out}: cannot be written, name a file in a folder that you may write to")
 
 
 def _check_picture(plot: str) -> None:
@@ -162,46 +167,14 @@ def _check_picture(plot: str) -> None:
     check_picture(plot)
 
 
-def _build(name: str, preset: str, data: str | None, batch_size: int | None) -> Workload:
-    from avgpipe.workloads import build_workload
-
-    return build_workload(name, preset=preset, data=data, batch_size=batch_size)
-
-
 def _measure(asked: _Asked, built: Workload) -> Profile:
-    from avgpipe.profiling.profiler import profile as measure
+    from avgpipe.tuning.subject import profile_of
 
-    inputs, target = next(iter(built.train_batches(0)))
     if sys.stderr.isatty():
         print(f"measuring for about {asked.budget_s:g} s ...", file=sys.stderr, flush=True)
-    return measure(
-        built.layers,
-        inputs,
-        target=target,
-        loss_fn=built.loss_fn,
-        optimizer=built.optimizer,
-        device=asked.device,
-        micro_batch_sizes=asked.sizes,
-        link=asked.link,
-        clip_grad_norm=built.clip_grad_norm,
-        autocast=_dtype(asked.autocast, asked.device, built),
-        threads=int(asked.threads),
-        budget_s=asked.budget_s,
-        name=f"{built.name} {built.preset}",
+    return profile_of(
+        asked.subject, built, micro_batch_sizes=asked.sizes, link=asked.link, budget_s=asked.budget_s
     )
-
-
-def _dtype(name: str, device: str, built: Workload) -> torch.dtype | None:
-    import torch
-
-    if name == "auto":
-        return built.autocast.get(device)
-    dtypes: dict[str, torch.dtype | None] = {
-        "none": None,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }
-    return dtypes[name]
 
 
 # ---- for a reader --------------------------------------------------------------------------------------------------

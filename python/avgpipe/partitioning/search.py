@@ -136,7 +136,7 @@ class CutSearch:
     def _every(self) -> Iterator[Cut]:
         return combinations(range(1, self._layers), self._stages - 1)
 
-    def _busiest_s(self, cut: Cut) -> float:
+    def busiest_s(self, cut: Cut) -> float:
         """No batch takes less: what the busiest worker has to do for it."""
         blocks = list(pairwise([0, *cut, self._layers]))
         work = [self._objective.work_s(k, *block) for k, block in enumerate(blocks)]
@@ -150,7 +150,7 @@ class CutSearch:
     def _try_all(self) -> bool:
         """Simulate what may be best; False if the budget was not enough for all of it."""
         best_s = math.inf
-        for least_s, cut in sorted((self._busiest_s(cut), cut) for cut in self._every() if self._fits(cut)):
+        for least_s, cut in sorted((self.busiest_s(cut), cut) for cut in self._every() if self._fits(cut)):
             if least_s > best_s * (1 + _NEGLIGIBLE):
                 break
             if len(self._known) >= self._budget:
@@ -207,7 +207,7 @@ class CutSearch:
     def _worth(self, cut: Cut, best_s: float) -> bool:
         """Whether to simulate it."""
         known = cut in self._known or len(self._known) < self._budget
-        return known and self._fits(cut) and self._busiest_s(cut) < best_s
+        return known and self._fits(cut) and self.busiest_s(cut) < best_s
 
     def _near(self, cut: Cut) -> Iterator[Cut]:
         for step in _STEPS:

@@ -48,6 +48,7 @@ def profile(
     threads: int = 1,
     budget_s: float = 30.0,
     name: str | None = None,
+    worker_loads: tuple[str, dict[str, Any]] | None = None,
 ) -> Profile:
     """Measure a model that a ``Pipeline`` takes, layer by layer; it stays as it is, and so do random generators.
 
@@ -67,6 +68,8 @@ def profile(
     threads: of torch on the CPU; workers have the one that OMP_NUM_THREADS gives them unless told otherwise.
     budget_s: about how many seconds measuring may take, beside the processes; more where three sweeps take longer.
     name: the model's, in the profile; None: its class.
+    worker_loads: a function, as "module:name", and its arguments: called in the process whose memory is taken for that
+    of a worker without its share of the model, and what it returns is kept, such as the data and the whole model.
 
     On the CPU a worker runs one action at a time, so ``second_lane`` is 1 by construction; on CUDA it is measured with
     two streams, and ``process_bytes`` is 0, as torch counts a device's memory.
@@ -87,7 +90,7 @@ def profile(
         measured.sweep(Model.split(model, len(layers), None).skips, budget_s)
         measured.update(Updates(optimizer, where, clip_grad_norm), budget_s)
     on_host = where.type == "cpu"
-    workers = measure_workers(layers, threads, with_link=on_host and link is None)
+    workers = measure_workers(layers, threads, on_host and link is None, worker_loads)
     return Profile(
         model=name or _model_name(model, len(layers)),
         device=f"cpu: {cpu_model()}, threads: {threads}" if on_host else torch.cuda.get_device_name(where),

@@ -46,10 +46,15 @@ class WorkerCosts:
     reduction: LinkProfile | None
 
 
-def measure_workers(model: Sequence[nn.Module], threads: int, with_link: bool) -> WorkerCosts:
+def measure_workers(
+    model: Sequence[nn.Module],
+    threads: int,
+    with_link: bool,
+    loads: tuple[str, dict[str, Any]] | None = None,
+) -> WorkerCosts:
     """Start one process, or two that are linked as workers of one host are. PipelineError when one fails.
 
-    model: of which the processes load the code, which takes memory.
+    model: of which the processes load the code, which takes memory. loads: see ``profile``.
     """
     modules = sorted(
         {
@@ -59,30 +64,41 @@ def measure_workers(model: Sequence[nn.Module], threads: int, with_link: bool) -
             if (name := type(m).__module__).partition(".")[0] in _LIBRARIES
         }
     )
-    arguments = {"modules": modules, "with_link": with_link, "threads": threads}
+    arguments = {"modules": modules, "with_link": with_link, "threads": threads, "loads": loads}
     processes = 2 if with_link else 1
     found = run_workers(f"{__name__}:worker", processes, arguments, timeout_s=_TIMEOUT_S, threads=threads)[0]
     link, reduction = (LinkProfile(*found[name]) if with_link else None for name in ("link", "reduction"))
     return WorkerCosts(found["action_s"], found["process_bytes"], link, reduction)
 
 
-def worker(modules: Sequence[str], with_link: bool, threads: int) -> dict[str, Any]:
+def worker(
+    modules: Sequence[str], with_link: bool, threads: int, loads: tuple[str, dict[str, Any]] | None
+) -> dict[str, Any]:
     """A process of :func:`measure_workers`. What rank 0 measured counts."""
     torch.set_num_threads(threads)
     for name in modules:
         importlib.import_module(name)
+    loaded = _called(*loads) if loads is not None else None
     rank = int(os.environ["RANK"])
     link, reduction = _between() if with_link else (None, None)
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name)  # the rest of this is no run of several workers
     action_s = action_seconds() if rank == 0 else 0.0
     os.environ["RANK"] = str(rank)
+    resident = _resident_bytes()
+    del loaded
     return {
         "link": link,
         "reduction": reduction,
         "action_s": action_s,
-        "process_bytes": _resident_bytes(),
+        "process_bytes": resident,
     }
+
+
+def _called(target: str, arguments: dict[str, Any]) -> Any:
+    """What the function named "module:name" returns."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)(**arguments)
 
 
 # ---- between two workers -------------------------------------------------------------------------------------------

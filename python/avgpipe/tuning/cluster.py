@@ -56,13 +56,19 @@ class Cluster:
             )
 
     @classmethod
-    def like(cls, profile: Profile, workers: int, memory_limit_bytes: float | None = None) -> Cluster:
-        """Workers as profiled, all joined by the profile's link; where it has none, transfers are free."""
+    def like(
+        cls,
+        profile: Profile,
+        workers: int,
+        memory_limit_bytes: float | None = None,
+        link: LinkProfile | None = None,
+    ) -> Cluster:
+        """Workers as profiled, all joined by ``link``, None: the profile's; without one transfers are free."""
         check_workers(workers)
         check_limit(memory_limit_bytes)
-        link = profile.link or _FREE
-        level = Level(workers, link.bytes_per_s, link.latency_s)
-        return cls((Device(memory_limit_bytes),) * workers, (level,), is_here=True)
+        found = link or profile.link or _FREE
+        level = Level(workers, found.bytes_per_s, found.latency_s)
+        return cls((Device(memory_limit_bytes),) * workers, (level,), is_here=link is None)
 
     @property
     def workers(self) -> int:
@@ -124,7 +130,7 @@ def parse_rate(where: str, text: Any) -> float:
     """Bytes a second of "10Gbit"; ValueError, which begins with ``where``, for anything else."""
     bits = number_with_unit(text, BITS, "") if isinstance(text, str) else None
     if bits is None or not bits > 0:
-        raise ValueError(f"{where} {text!r}: write a rate as 10Gbit, 250Mbit or 1e9bit")
+        raise ValueError(f"{where} {text}: write a rate as 10Gbit, 250Mbit or 1e9bit")
     return bits / 8
 
 
@@ -132,7 +138,7 @@ def parse_time(where: str, text: Any) -> float:
     """Seconds of "50us"."""
     seconds = number_with_unit(text, SECONDS, "") if isinstance(text, str) else None
     if seconds is None:
-        raise ValueError(f"{where} {text!r}: write a time as 50us, 0.2ms or 0s")
+        raise ValueError(f"{where} {text}: write a time as 50us, 0.2ms or 0s")
     return seconds
 
 
@@ -173,7 +179,7 @@ def _level(where: str, row: dict[str, Any]) -> Level:
 def _size(where: str, text: Any) -> float:
     size = number_with_unit(text, BYTES, "") if isinstance(text, str) else None
     if size is None or not size > 0:
-        raise ValueError(f"{where} {text!r}: write a size as 80GiB, 512MiB or 24GB")
+        raise ValueError(f"{where} {text}: write a size as 80GiB, 512MiB or 24GB")
     return size
 
 

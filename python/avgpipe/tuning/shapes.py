@@ -87,3 +87,11 @@ class Space:
         if self.micro_batches is not None:
             return [m for m in self.micro_batches if m % width == 0]
         return [width * m for m in _OF_A_REPLICA if width * m <= self.batch_size]
+
+
+def profiled_sizes(samples: int) -> tuple[int, ...]:
+    """Micro-batches that tell of all up to a whole batch: a few powers of two below, and the batch."""
+    sizes = [samples]
+    while len(sizes) < 5 and sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    return tuple(sorted(set(sizes)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -10,6 +12,8 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
+from avgpipe.profiling.profile import LinkProfile, Profile
+from avgpipe.profiling.profiler import profile
 from avgpipe.runtime.batch import plain
 from avgpipe.tuning.trial import Subject
 from avgpipe.workloads import build_workload
@@ -38,6 +42,39 @@ def autocast_of(subject: Subject, workload: Workload) -> torch.dtype | None:
     if subject.autocast == "auto":
         return workload.autocast.get(subject.device)
     return None if subject.autocast == "none" else getattr(torch, subject.autocast)
+
+
+def loaded(subject: dict[str, Any]) -> Any:
+    """What a worker has in memory besides its share of the model: the whole model, and the data."""
+    workload = workload_of(Subject(**subject))
+    return workload, typical_batch(workload)
+
+
+def profile_of(
+    subject: Subject,
+    workload: Workload,
+    *,
+    micro_batch_sizes: Sequence[int],
+    link: LinkProfile | None,
+    budget_s: float,
+) -> Profile:
+    inputs, target = typical_batch(workload)
+    return profile(
+        workload.layers,
+        inputs,
+        target=target,
+        loss_fn=workload.loss_fn,
+        optimizer=workload.optimizer,
+        device=subject.device,
+        micro_batch_sizes=micro_batch_sizes,
+        link=link,
+        clip_grad_norm=workload.clip_grad_norm,
+        autocast=autocast_of(subject, workload),
+        threads=subject.threads,
+        budget_s=budget_s,
+        name=f"{workload.name} {workload.preset}",
+        worker_loads=(f"{__name__}:loaded", {"subject": asdict(subject)}),
+    )
 
 
 def pipeline_of(subject: Subject, plan: Plan) -> tuple[Pipeline, tuple[Any, Any]]:

@@ -6,11 +6,15 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice, repeat
-from typing import Any
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
 
 from avgpipe.bench.schedules.cluster import run_workers
 from avgpipe.plan import Plan
+from avgpipe.tuning.forecast import Forecast
+
+if TYPE_CHECKING:
+    from avgpipe.pipeline import Pipeline
 
 _ROUNDS, _ROUND_S = 3, 1.0
 _LEAST, _MOST = 2, 60  # batches of each pipeline in a round
@@ -33,7 +37,7 @@ class Subject:
 @dataclass(frozen=True)
 class Trial:
     """batch_s: from one batch's end to the next one's, the median of rounds. memory_bytes: the most that each worker
-    has used; of the whole process on the CPU, of the device on CUDA.
+    has used, of the whole process on the CPU, of the device on CUDA; () where that is not known.
     """
 
     batch_s: float
@@ -41,12 +45,18 @@ class Trial:
     rounds_s: tuple[float, ...] = ()
 
 
-def measure(subject: Subject, plan: Plan, expected_s: float) -> Trial:
-    """Train for about three seconds, if a batch takes ``expected_s``. PipelineError when a worker fails."""
-    each = min(_MOST, max(_LEAST, math.ceil(_ROUND_S / max(expected_s, 1e-9) / plan.pipelines)))
-    batches = each * plan.pipelines
+def batches_of_round(forecast: Forecast) -> int:
+    """For about a second, at least two of each pipeline."""
+    pipelines = forecast.plan.pipelines
+    each = math.ceil(_ROUND_S / max(forecast.batch_s, 1e-9) / pipelines)
+    return pipelines * min(_MOST, max(_LEAST, each))
+
+
+def measure(subject: Subject, forecast: Forecast) -> Trial:
+    """Train for some seconds, if the forecast is right. PipelineError when a worker fails."""
+    plan, batches = forecast.plan, batches_of_round(forecast)
     arguments = {"subject": asdict(subject), "plan": plan.to_json(), "batches": batches}
-    limit_s = _STARTING_S + 20 * (_ROUNDS + 1) * (batches + 2 * plan.pipelines) * expected_s
+    limit_s = _STARTING_S + 20 * (_ROUNDS + 1) * (batches + 2 * plan.pipelines) * forecast.batch_s
     found = run_workers(
         f"{__name__}:worker", plan.workers, arguments, timeout_s=limit_s, threads=subject.threads
     )
@@ -66,23 +76,23 @@ def worker(subject: dict[str, Any], plan: str, batches: int) -> dict[str, Any]:
     torch.set_num_threads(asked.threads)
     pipeline, batch = pipeline_of(asked, Plan.from_json(plan))
     with pipeline:
-        row = _Row(pipeline, batch)
+        row = Batches(pipeline, batch)
         rounds = [seconds_per_batch(row, batches) for _ in range(_ROUNDS)]
         return {"rounds_s": rounds, "memory_bytes": peak_memory_bytes(asked.device)}
 
 
-class _Row:
-    """A pipeline that trains on one batch over and over."""
+class Batches:
+    """A row, as of the benchmarks of schedules: a pipeline that trains on one batch over and over."""
 
     actions = None
 
-    def __init__(self, pipeline: Any, batch: Any) -> None:
+    def __init__(self, pipeline: Pipeline, batch: Any) -> None:
         self.name, self.pipelines = "trial", pipeline.plan.pipelines
         self._pipeline, self._batch = pipeline, batch
 
     def losses(self, batches: int) -> Iterator[float | None]:
-        for result in islice(self._pipeline.train(repeat(self._batch, batches)), batches):
+        for result in self._pipeline.train(repeat(self._batch, batches)):
             yield result.loss
 
     def close(self) -> None:
-        pass
+        self._pipeline.close()
