@@ -1,0 +1,400 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from avgpipe.partitioning.network import Level
+from avgpipe.plan import Plan
+from avgpipe.profiling.profile import LayerProfile, LinkProfile, Profile, Tie
+from avgpipe.schedule import build_schedule
+from avgpipe.simulation import Costs, steady_batch_s
+from avgpipe.tuning.cluster import Cluster, Device
+from avgpipe.tuning.forecast import OnCluster, forecast
+from tests.partitioning import chains
+
+MIB = 2**20
+PICOSECONDS = 1e-9  # simulations count whole ones, of which a batch has many actions
+
+
+def layer(**more: float) -> LayerProfile:
+    """A forward of 1 s and a backward of 2 s for each sample; ``more``: of what has no size of micro-batch."""
+    return replace(chains.layer(), **more)  # type: ignore[arg-type]
+
+
+def uniform(count: int, **more: object) -> Profile:
+    return chains.profile(*[layer() for _ in range(count)], **more)  # type: ignore[arg-type]
+
+
+def flat(workers: int, bytes_per_s: float = math.inf, latency_s: float = 0.0) -> Cluster:
+    return Cluster((Device(),) * workers, (Level(workers, bytes_per_s, latency_s),))
+
+
+def even(stages: int, layers: int, **options: object) -> Plan:
+    cut = [layers // stages * k for k in range(1, stages)]
+    return Plan(stages=stages, partition=cut or None, **options)  # type: ignore[arg-type]
+
+
+# ---- time, in closed form --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "advance-forward"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 1), (2, 4), (3, 2), (4, 8)])
+def test_uniform_stages(schedule: str, stages: int, micro_batches: int) -> None:
+    """(M + K - 1) (t_f + t_b), and an update."""
+    p = chains.profile(*[layer(update_s=0.25) for _ in range(12)])
+    plan = even(stages, 12, micro_batches=micro_batches, schedule=schedule)
+    found = forecast(p, plan, 16, flat(stages))
+    micro_batch_s = 16 / micro_batches * 12 / stages * (1.0 + 2.0)
+    assert found.batch_s == pytest.approx((micro_batches + stages - 1) * micro_batch_s + 12 / stages * 0.25)
+    assert found.samples_per_s == pytest.approx(16 / found.batch_s)
+    assert (found.plan, found.batch_size) == (plan, 16)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_one_device(micro_batches: int) -> None:
+    """M (f + b) + update, where the first backward adds to no gradients and each update has a fixed part."""
+    rows = [layer(update_s=0.5, accumulate_s=0.25), layer(update_s=1.0, elastic_s=9.0, accumulate_s=0.125)]
+    p = chains.profile(*rows, action_s=0.01, step_s=0.1)
+    found = forecast(p, Plan(micro_batches=micro_batches), 8, flat(1))
+    assert found.batch_s == pytest.approx(8 * 6 + micro_batches * 2 * 0.01 - 0.375 + 1.5 + 0.1)
+
+
+def test_first_backward_is_no_quicker_than_the_gradient_of_its_input() -> None:
+    p = chains.profile(layer(accumulate_s=7.0))  # of a backward of 2 s, half of it for the input
+    assert forecast(p, Plan(micro_batches=2), 2, flat(1)).batch_s == pytest.approx(2 * 3.0 - 1.0)
+
+
+def test_first_backward_of_each_batch_on_a_pipeline() -> None:
+    """It is the last stage's first one that the first stage waits for."""
+    p = chains.profile(layer(accumulate_s=0.25), layer(accumulate_s=0.5))
+    assert forecast(p, even(2, 2, micro_batches=1), 1, flat(2)).batch_s == pytest.approx(6.0 - 0.75)
+    costs = OnCluster(p, Plan(stages=2, micro_batches=3), 3, flat(2)).costs((1,))
+    assert costs.backward_s == ((1.75, 2.0, 2.0), (1.5, 2.0, 2.0))
+    assert costs.forward_s == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "backward_s"),
+    [
+        ("never", (1.75, 2.0, 2.0)),
+        ("except-last", (2.75, 3.0, 2.0)),
+        ("always", (2.75, 3.0, 3.0)),
+    ],
+)
+def test_recomputation_is_of_each_micro_batch(recompute: str, backward_s: tuple[float, ...]) -> None:
+    p = chains.profile(layer(accumulate_s=0.25))
+    plan = Plan(micro_batches=3, recompute=recompute)
+    assert OnCluster(p, plan, 3, flat(1)).costs(()).backward_s == (backward_s,)
+    assert forecast(p, plan, 3, flat(1)).batch_s == pytest.approx(3 * 1.0 + sum(backward_s))
+
+
+def test_averaging_belongs_to_updates_of_several_pipelines() -> None:
+    p = chains.profile(layer(update_s=1.0, elastic_s=0.5), step_s=0.25)
+    one, two = (forecast(p, Plan(pipelines=n), 1, flat(1)).batch_s for n in (1, 2))
+    assert [one, two] == pytest.approx([3.0 + 1.25, 3.0 + 1.75])
+
+
+def test_transfers_of_one_micro_batch() -> None:
+    """There and back, over each boundary, nothing else goes on."""
+    outputs = (10.0, 40.0, 20.0, 80.0)
+    p = chains.profile(*[chains.layer(output=size) for size in outputs])
+    plan = Plan(stages=3, micro_batches=1, partition=[1, 3])
+    found = forecast(p, plan, 2, flat(3, 5.0, 0.5))
+    assert found.batch_s == pytest.approx(2 * 4 * 3.0 + 2 * (2 * 10 / 5 + 0.5) + 2 * (2 * 20 / 5 + 0.5))
+
+
+def test_two_pipelines_fill_each_others_bubbles() -> None:
+    found = forecast(uniform(2), even(2, 2, micro_batches=4, pipelines=2), 4, flat(2))
+    assert found.batch_s == pytest.approx(4 * 3.0)
+
+
+def test_two_pipelines_on_a_device_that_one_leaves_idle() -> None:
+    p = uniform(2, second_lane=(1.5,))
+    plan = Plan(micro_batches=4, pipelines=2)
+    assert forecast(p, plan, 4, flat(1)).batch_s == pytest.approx(4 * 6 / 1.5)
+    assert forecast(p, replace(plan, pipelines=1), 4, flat(1)).batch_s == pytest.approx(4 * 6)
+
+
+# ---- speeds, hierarchy, replicas -------------------------------------------------------------------------------------
+
+
+def test_speeds_of_stages() -> None:
+    p = chains.profile(*[layer(update_s=0.5) for _ in range(2)])
+    cluster = Cluster((Device(speed=4.0), Device(speed=0.5)), (Level(2, math.inf),))
+    found = forecast(p, even(2, 2, micro_batches=1), 1, cluster)
+    # Stage 1 computes in 6 s and updates in 1 s; the rest of the way, 7/8 s on stage 0, is beside that update.
+    assert found.batch_s == pytest.approx(7.0)
+
+
+def test_replicas_are_as_quick_as_the_slowest() -> None:
+    speeds = (1.0, 0.5, 2.0, 1.0)
+    cluster = Cluster(tuple(Device(speed=s) for s in speeds), (Level(4, math.inf),))
+    plan = even(2, 2, micro_batches=2, replication=[2, 2])
+    assert OnCluster(uniform(2), plan, 2, cluster).costs((1,)).forward_s == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("size", [1.0 * MIB, 8.0 * MIB, 80.0 * MIB])
+def test_data_parallelism(width: int, size: float) -> None:
+    """Each replica has M / R micro-batches; of the sum of gradients the last 8 MiB come after the backward."""
+    bytes_per_s, latency_s = 16.0 * MIB, 0.01
+    p = chains.profile(layer(parameter_bytes=size, update_s=0.5))
+    plan = Plan(micro_batches=8, schedule="1f1b", system="data-parallel", replication=[width])
+    found = forecast(p, plan, 8, flat(width, bytes_per_s, latency_s))
+    steps = 2 * (width - 1)
+    ring_s = steps * (size / width / bytes_per_s + latency_s)
+    beyond_s = max(ring_s - 2.0, min(1.0, 8 * MIB / size) * ring_s)
+    assert found.batch_s == pytest.approx(8 / width * 3.0 + beyond_s + 0.5)
+    assert len(found.memory_bytes) == width
+
+
+def test_a_sum_takes_what_was_measured_between_the_workers_at_hand() -> None:
+    p = chains.profile(layer(parameter_bytes=100.0), reduction=LinkProfile(0.5, 10.0))
+    plan = Plan(micro_batches=2, replication=[2])
+    here = Cluster.like(p, 2)
+    assert forecast(p, plan, 2, here).batch_s == pytest.approx(3.0 + 2 * (50.0 / 10.0 + 0.5))
+    assert forecast(p, plan, 2, replace(here, is_here=False)).batch_s == pytest.approx(3.0)
+
+
+def machines() -> Cluster:
+    """Two of two devices."""
+    return Cluster((Device(),) * 4, (Level(2, 100.0, 1.0), Level(2, 10.0, 5.0)))
+
+
+def test_transfers_over_levels() -> None:
+    p = chains.profile(*[chains.layer(output=20.0) for _ in range(4)])
+    costs = OnCluster(p, even(4, 4, micro_batches=1), 1, machines()).costs((1, 2, 3))
+    assert costs.transfer_s == (0.2, 2.0, 0.2)
+    assert costs.latency_s == (1.0, 5.0, 1.0)
+
+
+def test_replicas_that_send_at_once_share_their_link() -> None:
+    p = chains.profile(*[chains.layer(output=20.0, parameters=30.0) for _ in range(2)])
+    costs = OnCluster(p, even(2, 2, micro_batches=2, replication=[2, 2]), 2, machines()).costs((1,))
+    assert costs.transfer_s == (20.0 / 5.0,)  # both of machine 0 send to machine 1
+    assert costs.latency_s == (5.0,)
+    sum_s = 2 * (30.0 / 2 / 100.0 + 1.0)  # of two in one machine
+    assert costs.allreduce_s == pytest.approx((sum_s, sum_s))
+
+
+def test_a_ring_over_machines_is_as_quick_as_the_links_between_them() -> None:
+    p = chains.profile(layer(parameter_bytes=40.0))
+    plan = Plan(micro_batches=4, replication=[4])
+    found = OnCluster(p, plan, 4, machines()).costs(())
+    assert found.allreduce_s == pytest.approx((6 * (40.0 / 4 / 10.0 + 5.0),))
+
+
+RECOMPUTE = st.sampled_from(["never", "except-last", "always"])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 10**9),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    RECOMPUTE,
+    st.data(),
+)
+def test_any_forecast_is_the_simulation_of_its_stages(
+    seed: int, stages: int, width: int, each: int, pipelines: int, recompute: str, data: st.DataObject
+) -> None:
+    """Replicas next to each other, on one level: all speeds and links are plain."""
+    p = replace(chains.random_profile(seed, 6), action_s=0.25, step_s=0.5)
+    count = len(p.layers)
+    stages = min(stages, count)
+    first = data.draw(st.permutations(range(1, count))) if count > 1 else []
+    cut = sorted(first[: stages - 1])
+    speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=6, max_size=6))
+    cluster = Cluster(tuple(Device(speed=s) for s in speeds), (Level(6, 4.0, 0.25),))
+    plan = Plan(
+        stages=stages,
+        micro_batches=each * width,
+        pipelines=pipelines,
+        recompute=recompute,
+        partition=cut or None,
+        replication=[width] * stages if width > 1 else None,
+    )
+    samples = 3  # of a micro-batch
+    blocks = list(pairwise([0, *cut, count]))
+    slowest = [min(speeds[width * k : width * (k + 1)]) for k in range(stages)]
+    again = {"never": [0] * each, "always": [1] * each, "except-last": [1] * (each - 1) + [0]}[recompute]
+    forward = [samples * sum(row.forward_s[0] for row in p.layers[a:b]) + 0.25 for a, b in blocks]
+    backward = [samples * sum(row.backward_s[0] for row in p.layers[a:b]) + 0.25 for a, b in blocks]
+    ring_s = [
+        2 * (width - 1) * (chains.weights(p, a, b) / width / 4.0 + 0.25) if width > 1 else 0
+        for a, b in blocks
+    ]
+    costs = Costs(
+        forward_s=[f / s for f, s in zip(forward, slowest)],
+        backward_s=[[(b + n * f) / s for n in again] for f, b, s in zip(forward, backward, slowest)],
+        update_s=[
+            (0.5 + sum(row.update_s + (pipelines > 1) * row.elastic_s for row in p.layers[a:b])) / s
+            for (a, b), s in zip(blocks, slowest)
+        ],
+        transfer_s=[samples * chains.crossing(p, a) / 4.0 for a, _ in blocks[1:]],
+        latency_s=0.25,
+        allreduce_s=ring_s,  # all weights are in the last 8 MiB
+    )
+    built = build_schedule("advance-forward", stages, each)
+    found = forecast(p, plan, samples * each * width, cluster)
+    assert found.batch_s == pytest.approx(
+        steady_batch_s(built, costs, pipelines=pipelines), rel=PICOSECONDS, abs=PICOSECONDS
+    )
+
+
+# ---- memory, by hand -------------------------------------------------------------------------------------------------
+
+
+def heavy(count: int, **more: object) -> Profile:
+    """Of each layer: 100 bytes of weights, 200 of optimizer, 7 frozen; of each sample 10 held, 4 of them sent on."""
+    row = replace(
+        chains.layer(parameters=100.0, held=10.0, output=4.0, optimizer=200.0),
+        frozen_bytes=7.0,
+        handed_bytes=(3.0,),
+        working_bytes=(30.0,),
+    )
+    return chains.profile(*[row] * count, **more)  # type: ignore[arg-type]
+
+
+def memory(p: Profile, plan: Plan, batch_size: int) -> tuple[float, ...]:
+    return forecast(p, plan, batch_size, flat(plan.workers)).memory_bytes
+
+
+def test_memory_of_one_device() -> None:
+    # Weights, gradients, optimizer, frozen; one micro-batch of 4 samples; the working bytes of one layer; the process.
+    p = heavy(3, process_bytes=1000.0)
+    state = 3 * (100 + 100 + 200 + 7)
+    assert memory(p, Plan(micro_batches=2), 8) == (state + 4 * 30 + 4 * 30 + 1000,)
+
+
+def test_memory_of_several_pipelines() -> None:
+    # Each has weights, gradients, optimizer, an update buffer and a micro-batch; all have one reference.
+    state = 3 * (100 + 100 + 200 + 7)
+    assert memory(heavy(3), Plan(micro_batches=2, pipelines=2), 8) == (
+        2 * state + (1 + 2) * 300 + 2 * 4 * 30 + 4 * 30,
+    )
+
+
+def test_memory_of_stages() -> None:
+    # In flight 3 and 1 micro-batches of 2 samples. Stage 0 hands 3 of 20 bytes a sample on; stage 1 holds its input.
+    plan = even(2, 4, micro_batches=4)
+    state = 2 * (100 + 100 + 200 + 7)
+    assert memory(heavy(4), plan, 8) == (state + 3 * 2 * 17 + 60, state + 1 * 2 * 24 + 60)
+    assert memory(heavy(4), replace(plan, schedule="1f1b"), 8) == (
+        state + 2 * 2 * 17 + 60,
+        state + 2 * 24 + 60,
+    )
+    assert memory(heavy(4), replace(plan, schedule="gpipe"), 8) == (
+        state + 4 * 2 * 17 + 60,
+        state + 4 * 2 * 24 + 60,
+    )
+
+
+def test_memory_of_uneven_stages_has_the_dearest_layers_working_bytes() -> None:
+    rows = [replace(chains.layer(), working_bytes=(size,)) for size in (5.0, 1.0, 9.0, 2.0)]
+    plan = Plan(stages=2, micro_batches=1, partition=[2])
+    assert memory(chains.profile(*rows), plan, 3) == (15.0, 27.0)
+    assert memory(chains.profile(*rows), replace(plan, partition=[3]), 3) == (27.0, 6.0)
+
+
+def test_memory_with_recomputation() -> None:
+    # Of all micro-batches in flight the input (of stage 1: 4 bytes a sample), of some at a time the rest.
+    plan = even(2, 4, micro_batches=4, schedule="gpipe", recompute="always")
+    state = 2 * (100 + 100 + 200 + 7)
+    assert memory(heavy(4), plan, 8) == (state + 2 * 17 + 60, state + 4 * 2 * 4 + 2 * 24 + 60)
+    # The last one, which keeps all, may be there while another is computed again.
+    kept = replace(plan, recompute="except-last")
+    assert memory(heavy(4), kept, 8) == (state + 2 * 2 * 17 + 60, state + 4 * 2 * 4 + 2 * 2 * 24 + 60)
+    single = replace(kept, micro_batches=1)  # nothing is computed again
+    assert memory(heavy(4), single, 8)[0] == state + 8 * 17 + 240
+
+
+def test_memory_of_replicas() -> None:
+    # Each replica of a stage has 2 of the 4 micro-batches.
+    plan = even(2, 4, micro_batches=4, replication=[2, 2])
+    first, second = memory(heavy(4), even(2, 4, micro_batches=2), 4)
+    assert memory(heavy(4), plan, 8) == (first, first, second, second)
+
+
+def test_memory_of_shared_weights_counts_once_on_a_stage() -> None:
+    p = heavy(4, ties=(Tie((0, 3), 100.0),))
+    apart, together = memory(p, even(2, 4), 1), memory(p, Plan(), 1)
+    assert (
+        sum(apart) - memory(heavy(4), Plan(), 1)[0] == 30 + 1
+    )  # working bytes, and an input less what is handed on
+    assert memory(heavy(4), Plan(), 1)[0] - together[0] == 100 + 100 + 200
+
+
+def test_stages_of_one_worker_have_one_process() -> None:
+    p = heavy(4, process_bytes=1000.0)
+    plan = Plan(stages=4, micro_batches=2, schedule="interleaved-1f1b", partition=[1, 2, 3])
+    found = forecast(p, plan, 2, flat(2, 8.0, 0.5))
+    alone = OnCluster(p, plan, 2, flat(2))
+    stage = [alone.stage_bytes(k, k, k + 1) for k in range(4)]
+    assert found.memory_bytes == (stage[0] + stage[2] - 1000, stage[1] + stage[3] - 1000)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**9), st.integers(1, 3), st.integers(1, 2), RECOMPUTE, st.integers(0, 5))
+def test_memory_as_a_simulation_counts_it(
+    seed: int, stages: int, pipelines: int, recompute: str, more: int
+) -> None:
+    """From so many micro-batches in flight on that all that are computed again may be there."""
+    p = replace(chains.random_profile(seed, 6), process_bytes=50.0)
+    stages = min(stages, len(p.layers))
+    plan = Plan(stages=stages, pipelines=pipelines, micro_batches=8, recompute=recompute)
+    problem = OnCluster(p, plan, 8, flat(stages))
+    cut = tuple(range(1, stages))
+    costs = problem.costs_with_memory(cut)
+    assert replace(costs, activation_bytes=None, weight_bytes=None) == problem.costs(cut)
+    assert isinstance(costs.activation_bytes, tuple)
+    assert isinstance(costs.weight_bytes, tuple)
+    in_flight = 1 + pipelines + more
+    for k, block in enumerate(pairwise([0, *cut, len(p.layers)])):
+        counted = pipelines * costs.weight_bytes[k] + in_flight * costs.activation_bytes[k]
+        assert counted == pytest.approx(problem.bytes_with(k, *block, in_flight))
+
+
+def test_limits_are_of_the_least_replica() -> None:
+    devices = tuple(Device(size) for size in (None, 50.0, 70.0, 60.0))
+    cluster = Cluster(devices, (Level(4, 1.0),))
+    plan = even(2, 2, micro_batches=2, replication=[2, 2])
+    assert OnCluster(uniform(2), plan, 2, cluster).limits == [50.0, 60.0]
+    assert OnCluster(uniform(2), even(2, 2), 2, cluster).limits == [math.inf, 50.0]
+    assert OnCluster(uniform(2), Plan(), 2, cluster).limits is None
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_partition_is_of_numbers() -> None:
+    with pytest.raises(
+        ValueError, match=r"^partition \['head'\]: a forecast needs the first layers .*numbers$"
+    ):
+        forecast(uniform(2), Plan(stages=2, partition=["head"]), 2, flat(2))
+    with pytest.raises(ValueError, match=r"^partition None: a forecast needs the first layers .*numbers$"):
+        forecast(uniform(2), Plan(stages=2), 2, flat(2))
+
+
+def test_a_cluster_is_large_enough() -> None:
+    with pytest.raises(ValueError, match=r"^the plan needs 4 workers, the cluster has 3$"):
+        forecast(uniform(2), even(2, 2, micro_batches=2, replication=[2, 2]), 2, flat(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"replication": [2, 1]}, r"replication \[2, 1\], spread False"),
+        ({"pipelines": 2, "spread": True}, "replication None, spread True"),
+    ],
+)
+def test_plans_that_are_not_forecast(options: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=f"with as many replicas of each stage; this plan has {named}$"):
+        forecast(uniform(2), even(2, 2, micro_batches=2, **options), 2, flat(4))
