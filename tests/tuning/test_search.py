@@ -23,7 +23,7 @@ from tests.partitioning import chains
 BATCH = 4
 EXACT = 1 + 1e-9
 # Of two plans whose times differ by less than a hundredth the search takes the one that needs less memory; and it
-# leaves out what cannot be quicker in the long run, from which a simulation's last batches may differ by some per mille.
+# leaves out what cannot be quicker in the long run, from which the batches simulated may differ by some per mille.
 CLOSE = 1.02
 RECOMPUTE = ("never", "except-last", "always")
 
