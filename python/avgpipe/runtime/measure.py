@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
+from avgpipe.report.actions import occupations
 from avgpipe.report.timeline import Event, Timeline
 from avgpipe.runtime.links.group import GroupLink
 from avgpipe.runtime.placement import Placement
@@ -84,15 +85,9 @@ def _action_seconds(events: Iterable[Event]) -> list[float]:
     """Medians for F, B and U, with the sends that follow, which occupy the worker too; without the first batches."""
     samples: dict[str, list[float]] = defaultdict(list)
     first: dict[int, int] = {}
-    last = ""
-    for event in events:
-        if event.batch == first.setdefault(event.pipeline, event.batch):
-            continue
-        if event.kind in "FBU":
-            last = event.kind
-            samples[last].append(event.end_s - event.start_s)
-        elif event.kind == "send" and last:
-            samples[last][-1] += event.end_s - event.start_s
+    for action in occupations(events, ("send",)):
+        if action.batch != first.setdefault(action.pipeline, action.batch):
+            samples[action.kind].append(action.seconds)
     return [statistics.median(samples[kind]) if samples[kind] else 0.0 for kind in "FBU"]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
+import statistics
 from collections import defaultdict
 
-from avgpipe.report.timeline import Event, Timeline
+from avgpipe.report.actions import ACTIONS, occupations
+from avgpipe.report.timeline import Timeline
 
-_ACTIONS = ("F", "B", "I", "W", "U")
-_STAGE = re.compile(r"stage (\d+)")
+_HOST = ("send", "host", "average")
 
 
 def action_costs(timeline: Timeline, stages: int, first_batch: int = 0) -> dict[str, list[float]]:
@@ -17,25 +17,11 @@ def action_costs(timeline: Timeline, stages: int, first_batch: int = 0) -> dict[
     A worker is occupied until it has sent what an action made and has done what its host had to do, so that belongs to
     the action before. Of replicas it is the mean.
     """
-    total: dict[tuple[str, int], float] = defaultdict(float)
-    count: dict[tuple[str, int], int] = defaultdict(int)
-    at: dict[int, tuple[str, int]] = {}  # by worker, the action that it ran last
-    for event in sorted(timeline.events, key=lambda e: e.start_s):
-        if event.batch < first_batch:
-            continue
-        if event.kind in _ACTIONS:
-            at[event.stage] = event.kind, _stage_of(event)
-            count[at[event.stage]] += 1
-        if event.kind != "recv" and event.stage in at:
-            total[at[event.stage]] += event.end_s - event.start_s
+    samples: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for action in occupations((e for e in timeline.events if e.batch >= first_batch), _HOST):
+        samples[action.kind, action.stage].append(action.seconds)
     return {
-        kind: [total[kind, k] / count[kind, k] if count[kind, k] else 0.0 for k in range(stages)]
-        for kind in _ACTIONS
-        if any(count[kind, k] for k in range(stages))
+        kind: [statistics.fmean(samples[kind, k]) if (kind, k) in samples else 0.0 for k in range(stages)]
+        for kind in ACTIONS
+        if any((kind, k) in samples for k in range(stages))
     }
-
-
-def _stage_of(event: Event) -> int:
-    """Where a worker is not a stage, the detail names it."""
-    named = _STAGE.search(event.detail)
-    return int(named[1]) if named else event.stage
