@@ -23,6 +23,7 @@ from avgpipe.checkpoint import load_checkpoint, save_checkpoint
 from avgpipe.errors import PipelineError, nearest
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
+from avgpipe.runtime.allocator import keep_freed_memory
 from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain, split
 from avgpipe.runtime.compute import TrainingOptions, scalar_loss
 from avgpipe.runtime.export import gather_state
@@ -127,6 +128,8 @@ class Pipeline:
         self.plan = plan
         self._model = Model.split(model, plan.stages, plan.partition)
         self._device = _device(device, self._model.layers)
+        if self._device.type == "cpu":
+            keep_freed_memory()
         if link in CUDA_LINKS and self._device.type != "cuda":
             raise ValueError(
                 f"link {link!r} needs CUDA, not device {str(self._device)!r}: use 'auto', 'shm' or 'gloo'"

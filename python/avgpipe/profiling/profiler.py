@@ -22,6 +22,7 @@ from avgpipe.profiling.sweep import Sweep
 from avgpipe.profiling.updates import UpdateCosts, Updates
 from avgpipe.profiling.workers import measure_workers
 from avgpipe.profiling.working import measure_working
+from avgpipe.runtime.allocator import keep_freed_memory
 from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import OptimizerFn
@@ -78,6 +79,8 @@ def profile(
     timed, and PipelineError when a process fails.
     """
     where = _checked_device(device)
+    if where.type == "cpu":
+        keep_freed_memory()  # as the pipelines do
     sizes = _checked_sizes(micro_batch_sizes)
     limits = (("clip_grad_norm", clip_grad_norm),) if clip_grad_norm is not None else ()
     for what, value in (("threads", threads), ("budget_s", budget_s), *limits):
