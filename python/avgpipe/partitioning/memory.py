@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from avgpipe.partitioning.chain import Chain
 
 
@@ -29,7 +31,9 @@ def stage_bytes(
     held = chain.held_bytes(first, last)
     kept = in_flight * held
     if recompute:
-        kept = in_flight * chain.input_bytes(first) + min(whole, in_flight) * held
+        kept = in_flight * chain.input_bytes(first) + min(whole, in_flight) * (
+            held - chain.input_bytes(first)
+        )
     needed = copies * state + extra_copies * weights + kept + chain.working_bytes(first, last)
     return chain.profile.process_bytes + needed
 
@@ -45,6 +49,7 @@ def check_limit(limit: float | None) -> None:
 
 def does_not_fit(limit: float, least: float, advice: str) -> ValueError:
     """``least``: the smallest limit with which a plan can be made."""
+    least, limit = math.ceil(least), math.floor(limit)  # what is allowed then is enough
     return ValueError(
         f"memory_limit_bytes={limit:.0f}: nothing fits; the plan that needs least needs {least:.0f} on one worker, "
         f"{least - limit:.0f} more ({spell(least)} instead of {spell(limit)}): allow that, or {advice}"

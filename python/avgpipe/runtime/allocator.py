@@ -1,7 +1,7 @@
 """Main memory that training frees and takes again, batch after batch, stays with the process.
 
-glibc gives large blocks back to the system when they are freed and gets them anew, page by page: on small CPUs a quarter
-of a batch's time. Torch has a cache of its own on CUDA, but none on the CPU.
+glibc gives large blocks back to the system when they are freed and gets them anew, page by page, which was measured as
+up to a quarter of a batch's time. Torch has a cache of its own on CUDA, but none on the CPU.
 """
 
 from __future__ import annotations

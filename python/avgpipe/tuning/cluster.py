@@ -76,11 +76,12 @@ class Cluster:
 
     def height(self, a: int, b: int) -> int:
         """The lowest level, as an index, that joins workers a and b, which are two."""
-        for height, level in enumerate(self.levels):
-            a, b = a // level.units, b // level.units
-            if a == b:
-                return height
-        raise ValueError(f"workers {a} and {b}: there are {self.workers}")
+        if not (0 <= a < self.workers and 0 <= b < self.workers):
+            raise ValueError(f"workers {a} and {b}: there are {self.workers}")
+        height = 0
+        while self.unit(a, height + 1) != self.unit(b, height + 1):
+            height += 1
+        return height
 
     def unit(self, worker: int, height: int) -> int:
         """Which unit of a level a worker is in, counted over the whole cluster."""

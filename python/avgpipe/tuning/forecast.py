@@ -49,6 +49,8 @@ def forecast(profile: Profile, plan: Plan, batch_size: int, cluster: Cluster) ->
         raise ValueError(
             f"partition {plan.partition}: a forecast needs the first layers of the stages after the first, as numbers"
         )
+    if partition and int(partition[-1]) >= len(profile.layers):
+        raise ValueError(f"partition {partition}: the profile has {len(profile.layers)} layers")
     return OnCluster(profile, plan, batch_size, cluster).forecast(tuple(map(int, partition)))
 
 
@@ -79,6 +81,11 @@ class OnCluster(Training):
         self._links = [self._link(*pair) for pair in pairwise(self._workers)]
 
     @property
+    def _gain(self) -> float:
+        """Of two pipelines on a device, over one."""
+        return self._chain.profile.lane_gain(self._chain.micro_batch_size) if self.plan.pipelines > 1 else 1.0
+
+    @property
     def limits(self) -> list[float] | None:
         """Bytes of each worker of a replica of the model, the least of all replicas; None: nothing is limited."""
         devices = self._cluster.devices
@@ -100,8 +107,6 @@ class OnCluster(Training):
     def costs(self, cut: Cut) -> Costs:
         found = super().costs(cut)
         sent = [self._chain.boundary_bytes[first - 1] for first in cut]
-        gain = self._chain.profile.lane_gain(self._chain.micro_batch_size)
-        shared = gain > 1 and self.plan.pipelines > 1
         return replace(
             found,
             forward_s=_on(self._speeds, found.forward_s),
@@ -111,7 +116,7 @@ class OnCluster(Training):
             transfer_s=[size / link.bytes_per_s for size, link in zip(sent, self._links)],
             latency_s=[link.latency_s for link in self._links],
             allreduce_s=[self._sum_s(k, *block) for k, block in enumerate(pairwise([0, *cut, self.layers]))],
-            concurrency_gain=(1.0, gain) if shared else (1.0,),
+            concurrency_gain=(1.0, self._gain) if self._gain > 1 else (1.0,),
         )
 
     @property
@@ -119,22 +124,27 @@ class OnCluster(Training):
         """Of a batch, those of one replica of each stage."""
         return self._schedule.micro_batches
 
-    def costs_with_memory(self, cut: Cut) -> Costs:
-        """With what a micro-batch in flight holds, and what a pipeline does without any."""
-        count, held, kept = self.plan.pipelines, [], []
+    def costs_in_memory(self, cut: Cut) -> tuple[Costs | None, float | None]:
+        """With what a micro-batch in flight holds and a pipeline without any, as shares of the worker's memory, and the
+        limit for them, 1; None for the costs where that is not sure to be enough for 1F1B. Without limits, in bytes.
+        """
+        limits, count = self.limits, self.plan.pipelines
+        least = [min(self.micro_batches, self.plan.stages - k) for k in range(self.plan.stages)]
+        held, kept = [], []
         for k, block in enumerate(pairwise([0, *cut, self.layers])):
-            none, one = (self.bytes_with(k, *block, n * self._most_whole) for n in (1, 2))
-            held.append((one - none) / self._most_whole)
-            kept.append(max(0.0, none - self._most_whole * held[-1]) / count)
-        return replace(self.costs(cut), activation_bytes=held, weight_bytes=kept)
-
-    @property
-    def _most_whole(self) -> int:
-        """Micro-batches from which on each more needs as much, with recomputation too."""
-        return 1 + self.plan.pipelines
+            scale = 1.0 if limits is None else limits[k]
+            # From so many on each more holds as much, with recomputation too.
+            few = 1 + count
+            size, more = (self.bytes_with(k, *block, n * few) for n in (1, 2))
+            held.append((more - size) / few / scale)
+            kept.append(max(0.0, size / scale - few * held[-1]) / count)
+        if limits is not None and any(count * (n * h + w) > 1 for n, h, w in zip(least, held, kept)):
+            return None, None
+        costs = replace(self.costs(cut), activation_bytes=held, weight_bytes=kept)
+        return costs, None if limits is None else 1.0
 
     def work_s(self, k: int, first: int, last: int) -> float:
-        return super().work_s(k, first, last) / self._speeds[k]
+        return super().work_s(k, first, last) / (self._speeds[k] * self._gain)
 
     def moved_s(self, k: int, first: int, last: int) -> float:
         sizes = self._chain.boundary_bytes

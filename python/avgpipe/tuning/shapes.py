@@ -69,13 +69,25 @@ class Space:
             )
 
     def shapes(self) -> Iterator[Shape]:
-        yield from self._of(1, 1, self.pipelines if self.lanes else (1,))
-        if self.workers > 1:
-            yield from self._of(1, self.workers, self.pipelines if self.lanes else (1,))
-        for stages in range(2, min(self.workers, self.layers) + 1):
-            width = self.workers // stages
-            if self.workers <= _FEW_WORKERS or stages * width >= (1 - _IDLE) * self.workers:
+        alone = self.pipelines if self.lanes else (1,)
+        yield from self._of(1, 1, alone)
+        if self.replicas > 1:
+            yield from self._of(1, self.replicas, alone)
+        widths = {k: self._width(k) for k in range(2, min(self.workers, self.layers) + 1)}
+        most = max((k * width for k, width in widths.items()), default=0)
+        for stages, width in widths.items():
+            if self.workers <= _FEW_WORKERS or stages * width >= (1 - _IDLE) * most:
                 yield from self._of(stages, width, self.pipelines)
+
+    @property
+    def replicas(self) -> int:
+        """Of the whole model, for data parallelism."""
+        return self._width(1)
+
+    def _width(self, stages: int) -> int:
+        """As many replicas as there are workers for, but none without a sample."""
+        most = max(self.micro_batches) if self.micro_batches is not None else self.batch_size
+        return max(1, min(self.workers // stages, most))
 
     def _of(self, stages: int, width: int, pipelines: Sequence[int]) -> Iterator[Shape]:
         for m in self.parts(width):
