@@ -48,9 +48,10 @@ class Question:
         # What does not depend on the profile is refused before it is made.
         Space(1, 1, batch_size, self.pipelines, self.micro_batches)
         made = Prepared(self, profile, cluster, workload, batch_size)
-        if made.why_not_timed and (self.baselines or self.traversal):
+        why_not = made.why_not_timed or ("--trials is 0" if self.trials == 0 else "")
+        if why_not and (self.baselines or self.traversal):
             option = "--traversal" if self.traversal else "--baselines"
-            raise ValueError(f"{option} times plans, but {made.why_not_timed}: leave it out")
+            raise ValueError(f"{option} times plans, but {why_not}: leave it out")
         return made
 
     def _check(self) -> None:

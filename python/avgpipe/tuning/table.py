@@ -108,4 +108,4 @@ def _memory(row: Row) -> str:
 
 
 def _sizes(sizes: tuple[float, ...]) -> str:
-    return _some([f"{size / _MIB:.0f}" for size in sizes])
+    return _some([f" {size / _MIB:.0f}" for size in sizes]).strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,6 +89,11 @@ def tune(
             threads=torch.get_num_threads(),
             budget_s=budget_s,
         )
+        if torch.device(device).type == "cpu":  # where every rank has the whole model, too
+            whole = sum(
+                t.nbytes for layer in layers_of(model) for t in (*layer.parameters(), *layer.buffers())
+            )
+            known = replace(known, process_bytes=known.process_bytes + whole)
     known = Profile.from_json(world.gather_texts("" if known is None else known.to_json())[0])
     count = world.size if workers is None else workers
     where = cluster or Cluster.like(known, count, memory_limit_bytes, link)

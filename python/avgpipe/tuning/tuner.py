@@ -22,7 +22,6 @@ from avgpipe.tuning.trial import Trial
 Measure = Callable[[Forecast], Trial | None]
 Say = Callable[[str], None]
 
-_NEAR = (
     1.25  # one device or data parallelism within this of the best are timed, too: the advice depends on it
 )
 
@@ -72,13 +71,8 @@ def study(
 
 
 def _worth_timing(rows: Sequence[Row], trials: int) -> list[Row]:
-    """The best few, and the best of each simpler kind that is not far behind."""
-    chosen = list(rows[:trials])
-    for row in rows[trials:]:
-        simple = row.plan.stages == 1 and not any(row.what == known.what for known in chosen)
-        if simple and row.batch_s <= _NEAR * rows[0].batch_s:
-            chosen.append(row)
-    return chosen
+    """The best few, and the best of each simpler kind: the advice compares what was measured."""
+    return [*rows[:trials], *(row for row in rows[trials:] if row.plan.stages == 1)] if trials else []
 
 
 def _timed(rows: Iterable[Row], measure: Measure, say: Say) -> list[Row]:
