@@ -22,9 +22,6 @@ from avgpipe.tuning.trial import Trial
 Measure = Callable[[Forecast], Trial | None]
 Say = Callable[[str], None]
 
-    1.25  # one device or data parallelism within this of the best are timed, too: the advice depends on it
-)
-
 
 def study(
     profile: Profile,
