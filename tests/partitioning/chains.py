@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import re
 from collections.abc import Iterator
 
 from avgpipe.profiling.profile import LayerProfile, LinkProfile, Profile, Skip, Tie
@@ -117,3 +119,21 @@ def held(p: Profile, first: int, last: int) -> float:
 
 def behind(replicas: tuple[int, ...], k: int) -> int:
     return sum(replicas[k + 1 :])
+
+
+# ---- what is said where nothing fits ------------------------------------------------------------------------------
+
+
+def least_said(message: str, limit: float, least: float) -> float:
+    """What the message says would do: ``least`` rounded up to whole bytes, where the limit is rounded down."""
+    said = re.search(
+        r"^memory_limit_bytes=(\d+): nothing fits; the plan that needs least needs (\d+) on one worker, (\d+) more ",
+        message,
+    )
+    assert said is not None, message
+    asked, needed, more = map(int, said.groups())
+    assert asked == math.floor(limit)
+    assert more == needed - asked
+    slack = 1e-6 * least  # to which it is found; more than the rounding of sums
+    assert math.ceil(least - slack) <= needed <= math.ceil(least + slack)
+    return float(needed)

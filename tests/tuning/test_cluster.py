@@ -197,8 +197,9 @@ def test_heights_and_units(units: list[int]) -> None:
 
 
 def test_a_worker_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="there are 8"):
-        made([4, 2]).height(0, 8)
+    for a, b in ((0, 8), (8, 0), (-1, 3), (3, -1)):
+        with pytest.raises(ValueError, match=rf"^workers {a} and {b}: there are 8$"):
+            made([4, 2]).height(a, b)
 
 
 @given(UNITS, st.data())

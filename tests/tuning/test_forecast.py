@@ -12,7 +12,7 @@ from avgpipe.partitioning.network import Level
 from avgpipe.plan import Plan
 from avgpipe.profiling.profile import LayerProfile, LinkProfile, Profile, Tie
 from avgpipe.schedule import build_schedule
-from avgpipe.simulation import Costs, steady_batch_s
+from avgpipe.simulation import Costs, choose_advance, steady_batch_s
 from avgpipe.tuning.cluster import Cluster, Device
 from avgpipe.tuning.forecast import OnCluster, forecast
 from tests.partitioning import chains
@@ -305,15 +305,19 @@ def test_memory_of_uneven_stages_has_the_dearest_layers_working_bytes() -> None:
 
 
 def test_memory_with_recomputation() -> None:
-    # Of all micro-batches in flight the input (of stage 1: 4 bytes a sample), of some at a time the rest.
+    # Of all micro-batches in flight the input (of stage 1: 4 bytes a sample), of some at a time the rest (20 of 24).
     plan = even(2, 4, micro_batches=4, schedule="gpipe", recompute="always")
     state = 2 * (100 + 100 + 200 + 7)
-    assert memory(heavy(4), plan, 8) == (state + 2 * 17 + 60, state + 4 * 2 * 4 + 2 * 24 + 60)
+    assert memory(heavy(4), plan, 8) == (state + 2 * 17 + 60, state + 4 * 2 * 4 + 2 * 20 + 60)
     # The last one, which keeps all, may be there while another is computed again.
     kept = replace(plan, recompute="except-last")
-    assert memory(heavy(4), kept, 8) == (state + 2 * 2 * 17 + 60, state + 4 * 2 * 4 + 2 * 2 * 24 + 60)
+    assert memory(heavy(4), kept, 8) == (state + 2 * 2 * 17 + 60, state + 4 * 2 * 4 + 2 * 2 * 20 + 60)
     single = replace(kept, micro_batches=1)  # nothing is computed again
-    assert memory(heavy(4), single, 8)[0] == state + 8 * 17 + 240
+    assert memory(heavy(4), single, 8) == (state + 8 * 17 + 240, state + 8 * 24 + 240)
+    assert memory(heavy(4), single, 8) == memory(heavy(4), replace(single, recompute="never"), 8)
+    # With one in flight nothing is saved.
+    flush = replace(plan, schedule="1f1b")
+    assert memory(heavy(4), flush, 8)[1] == memory(heavy(4), replace(flush, recompute="never"), 8)[1]
 
 
 def test_memory_of_replicas() -> None:
@@ -352,7 +356,9 @@ def test_memory_as_a_simulation_counts_it(
     plan = Plan(stages=stages, pipelines=pipelines, micro_batches=8, recompute=recompute)
     problem = OnCluster(p, plan, 8, flat(stages))
     cut = tuple(range(1, stages))
-    costs = problem.costs_with_memory(cut)
+    costs, limit = problem.costs_in_memory(cut)
+    assert limit is None
+    assert costs is not None
     assert replace(costs, activation_bytes=None, weight_bytes=None) == problem.costs(cut)
     assert isinstance(costs.activation_bytes, tuple)
     assert isinstance(costs.weight_bytes, tuple)
@@ -360,6 +366,54 @@ def test_memory_as_a_simulation_counts_it(
     for k, block in enumerate(pairwise([0, *cut, len(p.layers)])):
         counted = pipelines * costs.weight_bytes[k] + in_flight * costs.activation_bytes[k]
         assert counted == pytest.approx(problem.bytes_with(k, *block, in_flight))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**9), st.integers(1, 3), st.integers(1, 2), RECOMPUTE, st.data())
+def test_memory_as_a_share_of_each_workers(
+    seed: int, stages: int, pipelines: int, recompute: str, data: st.DataObject
+) -> None:
+    """None for the costs only where 1F1B does not fit; with recomputation also where few in flight need less than is
+    counted for them.
+    """
+    p = replace(chains.random_profile(seed, 6), process_bytes=50.0)
+    stages = min(stages, len(p.layers))
+    plan = Plan(stages=stages, pipelines=pipelines, micro_batches=8, recompute=recompute)
+    cut = tuple(range(1, stages))
+    blocks = list(pairwise([0, *cut, len(p.layers)]))
+    in_bytes, _ = OnCluster(p, plan, 8, flat(stages)).costs_in_memory(cut)
+    assert in_bytes is not None
+    shares = st.sampled_from([0.9, 0.999, 1.001, 1.2, 3.0])
+    least = [pipelines * min(8, stages - k) for k in range(stages)]
+    counted = [
+        pipelines * in_bytes.weight_bytes[k] + least[k] * in_bytes.activation_bytes[k] for k in range(stages)
+    ]
+    limits = [data.draw(shares) * size for size in counted]
+    cluster = Cluster(tuple(map(Device, limits)), (Level(stages, 8.0, 0.5),))
+    problem = OnCluster(p, plan, 8, cluster)
+    costs, limit = problem.costs_in_memory(cut)
+    needed = [problem.bytes_with(k, *block, n) for k, (block, n) in enumerate(zip(blocks, least))]
+    if any(size > most for size, most in zip(counted, limits)):
+        assert (costs, limit) == (None, None)
+        assert recompute != "never" or any(size > most for size, most in zip(needed, limits))
+        return
+    assert limit == 1.0
+    assert costs is not None
+    assert all(size <= most * (1 + 1e-9) for size, most in zip(needed, limits))
+    assert costs.activation_bytes == pytest.approx([h / b for h, b in zip(in_bytes.activation_bytes, limits)])
+    assert costs.weight_bytes == pytest.approx([w / b for w, b in zip(in_bytes.weight_bytes, limits)])
+    chosen = choose_advance(stages, 8, costs, pipelines=pipelines, memory_limit_bytes=limit)
+    for k, block in enumerate(blocks):
+        assert problem.bytes_with(k, *block, pipelines * chosen.peak_in_flight[k]) <= limits[k] * (1 + 1e-9)
+
+
+def test_a_worker_without_a_limit_has_room_for_all() -> None:
+    cluster = Cluster((Device(None), Device(1e6)), (Level(2, 1.0),))
+    costs, limit = OnCluster(heavy(4), even(2, 4, micro_batches=2), 2, cluster).costs_in_memory((2,))
+    assert limit == 1.0
+    assert costs is not None
+    assert (costs.activation_bytes[0], costs.weight_bytes[0]) == (0.0, 0.0)
+    assert costs.activation_bytes[1] == pytest.approx(24 / 1e6)
 
 
 def test_limits_are_of_the_least_replica() -> None:
@@ -381,6 +435,12 @@ def test_a_partition_is_of_numbers() -> None:
         forecast(uniform(2), Plan(stages=2, partition=["head"]), 2, flat(2))
     with pytest.raises(ValueError, match=r"^partition None: a forecast needs the first layers .*numbers$"):
         forecast(uniform(2), Plan(stages=2), 2, flat(2))
+
+
+@pytest.mark.parametrize("first", [2, 3])
+def test_a_partition_is_of_layers_that_there_are(first: int) -> None:
+    with pytest.raises(ValueError, match=rf"^partition \[{first}\]: the profile has 2 layers$"):
+        forecast(uniform(2), Plan(stages=2, partition=[first]), 2, flat(2))
 
 
 def test_a_cluster_is_large_enough() -> None:

@@ -40,6 +40,24 @@ def test_many_workers_leave_few_idle() -> None:
     assert (180, 5) not in found  # 100 idle
 
 
+def test_no_replica_is_without_a_sample() -> None:
+    assert Space(8, layers=5, batch_size=3).replicas == 3
+    assert sizes(Space(8, layers=5, batch_size=3)) == [(1, 1), (1, 3), (2, 3), (3, 2), (4, 2), (5, 1)]
+    assert sizes(Space(8, layers=5, batch_size=1)) == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1)]
+    # As many parts as are asked for are as many as can have one.
+    asked = Space(8, layers=2, batch_size=12, micro_batches=(2, 4))
+    assert sizes(asked) == [(1, 1), (1, 4), (2, 4)]
+
+
+def test_many_workers_with_a_small_batch() -> None:
+    """The replicas that have no sample do not count as idle: the most that any number of stages keeps busy does."""
+    found = sizes(Space(1000, layers=10, batch_size=64))
+    assert found == [(1, 1), (1, 64), (10, 64)]
+    found = sizes(Space(1000, layers=200, batch_size=64))
+    assert all(width == min(1000 // stages, 64) for stages, width in found[1:])
+    assert found[2:] == [(k, min(1000 // k, 64)) for k in range(2, 201) if k * min(1000 // k, 64) >= 980]
+
+
 def test_a_batch_is_parted_alike_among_replicas() -> None:
     parts = {width: Space(8, 8, batch_size=12).parts(width) for width in (1, 2, 3, 8, 13)}
     assert parts == {1: [1, 2, 3, 4, 6, 8, 12], 2: [2, 4, 6, 8, 12], 3: [3, 6, 9, 12], 8: [8], 13: []}
