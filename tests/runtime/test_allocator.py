@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from avgpipe.runtime.allocator import keep_freed_memory
+
+NAMES = ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"]
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
+
+# What a batch does: large tensors are made, filled and freed, 160 MiB in all, which are 40960 pages of 4 KiB or 80 of
+# 2 MiB. In the first few the heap grows in any case.
+BATCHES = """
+import resource, sys
+import torch
+from avgpipe.runtime.allocator import keep_freed_memory
+
+def batch():
+    tensors = [torch.empty(size * 2**20, dtype=torch.uint8).fill_(1) for size in (40, 72, 48)]
+
+kept = keep_freed_memory() if sys.argv[1] == "keep" else None
+for _ in range(4):
+    batch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    batch()
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(keep: bool, **environment: str) -> tuple[str, int]:
+    """What ``keep_freed_memory`` returned, and the page faults of five batches, in a process of its own."""
+    others = {name: value for name, value in os.environ.items() if name not in NAMES}
+    done = subprocess.run(
+        [sys.executable, "-c", BATCHES, "keep" if keep else "plain"],
+        env={**others, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    kept, count = done.stdout.split()
+    return kept, int(count)
+
+
+@needs_glibc
+def test_large_tensors_freed_and_taken_again_hardly_fault() -> None:
+    _, without = faults(False)
+    kept, found = faults(True)
+    assert kept == "True"
+    assert without >= 5 * 80
+    assert found <= without / 20
+
+
+@needs_glibc
+def test_what_the_environment_chooses_stays() -> None:
+    kept, found = faults(True, MALLOC_MMAP_THRESHOLD_="1048576")
+    assert kept == "False"
+    assert found >= 5 * 80
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_of_the_variables_is_a_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("settings were changed"))
+    monkeypatch.setenv(name, "131072")
+    assert keep_freed_memory.__wrapped__() is False
+
+
+def without_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_platforms_are_left_alone(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_choice(monkeypatch)
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("settings were changed"))
+    assert keep_freed_memory.__wrapped__() is False
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its confstr does not know the name, and its mallopt, where it has one, may mean something else."""
+
+    def unknown(name: str) -> str:
+        raise ValueError(f"unrecognized configuration name {name}")
+
+    without_choice(monkeypatch)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "confstr", unknown)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("settings were changed"))
+    assert keep_freed_memory.__wrapped__() is False
+
+
+@pytest.mark.parametrize(("taken", "kept"), [((1, 1), True), ((0, 1), False), ((1, 0), False)])
+def test_what_is_refused_is_said(taken: tuple[int, int], kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(taken)
+
+    without_choice(monkeypatch)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.36")
+    monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(mallopt=lambda *_: next(answers)))
+    assert keep_freed_memory.__wrapped__() is kept
