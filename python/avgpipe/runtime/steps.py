@@ -113,10 +113,12 @@ class Place:
 
     @cached_property
     def _update(self) -> str:
+        # An earlier stage counts the norm of what both hold: where that is so of all that is shared, this stage's part
+        # need not wait for the sums, and the first stage, whose backward ends last, need not wait for anybody.
+        early = self.norm and bool(self.shared) and max(self.shared) < self.stage
         return (
             ("AG" if self.peers else "")
-            + ("TS" if self.shared else "")
-            + ("N" if self.norm else "")
+            + ("TNS" if early else ("TS" if self.shared else "") + ("N" if self.norm else ""))
             + "U"
             + ("L" if self.learns_the_loss else "")
         )

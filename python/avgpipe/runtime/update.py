@@ -4,7 +4,8 @@ A   tell the other replicas of the stage this one's part of gradients, loss and 
 G   add up theirs, in the order of replicas
 T   send the gradients of parameters that other stages hold too
 S   receive theirs and add up, in stage order, so all holders step alike
-N   add this stage's squared gradient norm to that of the stages behind it (only when somebody asks for it)
+N   add this stage's squared gradient norm to that of the stages behind it (only when somebody asks for it); before S
+    where earlier stages count all that is shared
 U   scale the gradients by the norm of all stages, or drop them, step the optimizer, average
 L   learn the batch's loss, where it did not come with a gradient
 """
