@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/tuning/predictions.py
 
 Two cores, so plans of up to two workers, and of three where no more than two can be busy at once. In every round each
-model is profiled and then each of its plans trained, in processes of their own, for some seconds; predictions and
-measurements are medians over the rounds. The cuts are those of the first round's search.
+model is profiled, by one process and by two at once, and then each of its plans trained, in processes of their own, for
+some seconds; predictions and measurements are medians over the rounds. The cuts are those of the first round's search.
 """
 
 from __future__ import annotations
@@ -125,10 +125,20 @@ def of_model(model: str, preset: str, rounds: int) -> list[Setting]:
     found: list[Setting] = []
     for number in range(rounds):
         sizes = profiled_sizes(size)
-        profile = profile_of(subject, workload, micro_batch_sizes=sizes, link=None, budget_s=_BUDGET_S)
+        profiles = [
+            profile_of(
+                *(subject, workload),
+                micro_batch_sizes=sizes,
+                link=None,
+                budget_s=_BUDGET_S,
+                at_once=workers,
+            )
+            for workers in (1, 2)
+        ]
         if not found:
-            found = [Setting(model, plan) for plan in plans(profile, size)]
+            found = [Setting(model, plan) for plan in plans(profiles[1], size)]
         for setting in found:
+            profile = profiles[setting.plan.workers > 1]
             cluster = Cluster.like(profile, setting.plan.workers)
             setting.forecasts.append(forecast(profile, setting.plan, size, cluster))
             setting.trials.append(measure(subject, setting.forecasts[-1]))

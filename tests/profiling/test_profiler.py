@@ -21,7 +21,7 @@ SIZES = (1, 3, 8)
 def measures_workers(monkeypatch):
     """What processes of their own would measure is known; the function that starts them."""
     function = profiler.measure_workers
-    known = WorkerCosts(1e-5, 3e8, LINK, SUM)
+    known = WorkerCosts(1e-5, 2e-5, 3e8, LINK, SUM)
     monkeypatch.setattr(profiler, "measure_workers", lambda *_, **__: known)
     return function
 

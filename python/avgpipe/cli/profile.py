@@ -47,6 +47,13 @@ def profile(
     latency: Annotated[
         str | None, typer.Option(metavar="T", help="Of a message on that link, as 50us.")
     ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            metavar="K",
+            help="Profile in so many processes at once, as workers of this machine would compute.",
+        ),
+    ] = 1,
     device: options.Device = None,
     autocast: options.Autocast = None,
     threads: Annotated[int, typer.Option(metavar="T", help="Of torch, on the CPU.")] = 1,
@@ -71,6 +78,7 @@ def profile(
                     threads=count("--threads", threads, 1),
                 ),
                 positive("--budget", budget),
+                count("--workers", workers, 1),
             )
             check_file("--out", out)
             if plot is not None:
@@ -95,6 +103,7 @@ class _Asked:
     link: LinkProfile | None
     subject: Subject
     budget_s: float
+    workers: int
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -173,7 +182,11 @@ def _measure(asked: _Asked, built: Workload) -> Profile:
     if sys.stderr.isatty():
         print(f"measuring for about {asked.budget_s:g} s ...", file=sys.stderr, flush=True)
     return profile_of(
-        asked.subject, built, micro_batch_sizes=asked.sizes, link=asked.link, budget_s=asked.budget_s
+        *(asked.subject, built),
+        micro_batch_sizes=asked.sizes,
+        link=asked.link,
+        budget_s=asked.budget_s,
+        at_once=asked.workers,
     )
 
 

@@ -105,12 +105,13 @@ class Prepared:
         assert question.subject is not None
         assert self.workload is not None
         _say(f"profiling for about {question.budget_s:g} s")
-        sizes = profiled_sizes(self.batch_size)
+        here = self.cluster is None and question.subject.device == "cpu"
         return profile_of(
             *(question.subject, self.workload),
-            micro_batch_sizes=sizes,
+            micro_batch_sizes=profiled_sizes(self.batch_size),
             link=question.link,
             budget_s=question.budget_s,
+            at_once=min(question.workers or 1, cores()) if here else 1,
         )
 
     def answer(self, profile: Profile) -> Tuning:

@@ -18,6 +18,7 @@ from avgpipe.errors import nearest
 from avgpipe.files import write_atomically
 
 _FORMAT = 1
+MOST_JITTER = 0.25  # that a simulation takes
 _MAY_BE_UNKNOWN = ("handed_bytes", "working_bytes")
 _BY_SIZE = ("forward_s", "backward_s", "input_backward_s", "held_bytes", "output_bytes", *_MAY_BE_UNKNOWN)
 _PER_LAYER = (
@@ -108,7 +109,8 @@ class Profile:
     model, device: in words. micro_batch_sizes: samples, rising, as measured. layers: in order, at least one.
     second_lane: for each size, how much more two pipelines that share the device do than one, 1 (nothing) to 2.
     action_s: what the runtime adds to each forward and backward. step_s: of a stage's update, what does not depend on
-    its layers and is in none of them. process_bytes: of a worker before it has a model.
+    its layers and is in none of them, and what else a batch takes. jitter: of an action's time, standard deviation over
+    mean, 0 to 0.25. process_bytes: of a worker before it has a model.
     link: between two workers, if it is known. reduction: the same of a sum over workers: what each sends of it at a
     time takes latency_s, and its bytes bytes_per_s.
 
@@ -127,6 +129,7 @@ class Profile:
     step_s: float = 0.0
     link: LinkProfile | None = None
     reduction: LinkProfile | None = None
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = self.micro_batch_sizes
@@ -146,6 +149,8 @@ class Profile:
             self._check_row("second_lane", self.second_lane)
         for name in ("action_s", "process_bytes", "step_s"):
             _check_number(name, getattr(self, name))
+        if not 0 <= _check_number("jitter", self.jitter) <= MOST_JITTER:
+            raise ValueError(f"jitter must be from 0 to {MOST_JITTER}, got {self.jitter!r}")
         for name in ("link", "reduction"):
             if (link := getattr(self, name)) is not None:
                 _check_number(f"{name}: latency_s", link.latency_s)

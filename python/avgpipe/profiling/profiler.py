@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,10 +19,10 @@ from avgpipe.profiling.clock import repeat, undisturbed
 from avgpipe.profiling.examples import Example, examples
 from avgpipe.profiling.held import Sizes, measure_sizes
 from avgpipe.profiling.lanes import lane_gain
-from avgpipe.profiling.profile import LayerProfile, LinkProfile, Profile, Skip, Tie
+from avgpipe.profiling.profile import MOST_JITTER, LayerProfile, LinkProfile, Profile, Skip, Tie
 from avgpipe.profiling.sweep import Sweep
 from avgpipe.profiling.updates import UpdateCosts, Updates
-from avgpipe.profiling.workers import measure_workers
+from avgpipe.profiling.workers import WorkerCosts, measure_workers
 from avgpipe.profiling.working import measure_working
 from avgpipe.runtime.allocator import keep_freed_memory
 from avgpipe.runtime.batch import LossFn
@@ -78,6 +80,56 @@ def profile(
     Raises ValueError and TypeError for wrong arguments, StageError, which names the layer, for one that cannot be
     timed, and PipelineError when a process fails.
     """
+    layers = layers_of(model)
+    on_host = _checked_device(device).type == "cpu"
+    found = layer_profile(
+        *(model, example_inputs),
+        loss_fn=loss_fn,
+        target=target,
+        device=device,
+        micro_batch_sizes=micro_batch_sizes,
+        optimizer=optimizer,
+        clip_grad_norm=clip_grad_norm,
+        autocast=autocast,
+        threads=threads,
+        budget_s=budget_s,
+        name=name,
+    )
+    return with_workers(found, measure_workers(layers, threads, on_host and link is None, worker_loads), link)
+
+
+def with_workers(found: Profile, workers: WorkerCosts, link: LinkProfile | None) -> Profile:
+    """A profile of layers with what is around them; ``link``: in place of the one that was measured."""
+    return replace(
+        found,
+        action_s=workers.action_s,
+        step_s=found.step_s + workers.batch_s,
+        # Of a device torch counts what tensors take, on a host it is the process.
+        process_bytes=workers.process_bytes if found.device.startswith("cpu") else 0.0,
+        link=link or workers.link,
+        reduction=workers.reduction,
+    )
+
+
+def layer_profile(
+    model: nn.Module | Sequence[nn.Module],
+    example_inputs: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+    device: torch.device | str = "cpu",
+    micro_batch_sizes: Sequence[int] = (1, 2, 4, 8),
+    optimizer: OptimizerFn | None = None,
+    clip_grad_norm: float | None = None,
+    autocast: torch.dtype | None = None,
+    threads: int = 1,
+    budget_s: float = 30.0,
+    name: str | None = None,
+) -> Profile:
+    """What this process alone can measure, without what the runtime adds, a worker's memory and links.
+
+    For workers that compute at the same time: what they find then includes that they slow each other down.
+    """
     where = _checked_device(device)
     if where.type == "cpu":
         keep_freed_memory()  # as the pipelines do
@@ -93,7 +145,6 @@ def profile(
         measured.sweep(Model.split(model, len(layers), None).skips, budget_s)
         measured.update(Updates(optimizer, where, clip_grad_norm), budget_s)
     on_host = where.type == "cpu"
-    workers = measure_workers(layers, threads, on_host and link is None, worker_loads)
     return Profile(
         model=name or _model_name(model, len(layers)),
         device=f"cpu: {cpu_model()}, threads: {threads}" if on_host else torch.cuda.get_device_name(where),
@@ -102,11 +153,8 @@ def profile(
         skips=measured.skips(),
         ties=_ties(layers),
         second_lane=tuple(measured.gains) or (1.0,) * len(sizes),
-        action_s=workers.action_s,
         step_s=measured.step_s,
-        process_bytes=workers.process_bytes if on_host else 0.0,
-        link=link or workers.link,
-        reduction=workers.reduction,
+        jitter=measured.jitter(),
     )
 
 
@@ -189,6 +237,18 @@ class _Measured:
             for s, _, input_s, rest_s in _rows_of(sweep.split(example), samples):
                 s.input_s.append(input_s)
                 s.rest_s.append(rest_s)
+
+    def jitter(self) -> float:
+        """Of forwards and backwards of all layers, from one sweep to the next, so that a slow drift does not count."""
+        steps: list[float] = []
+        for number in range(len(self._asked)):
+            samples = [of_layer[number] for of_layer in self._samples]
+            for kind in ("forward_s", "backward_s"):
+                sums = [math.fsum(times) for times in zip(*(getattr(s, kind) for s in samples))]
+                mean_s = statistics.fmean(sums)
+                steps += [abs(b - a) / mean_s for a, b in pairwise(sums)]
+        # Some are outliers. Of normal samples the median is 0.6745 times the square root of 2 standard deviations.
+        return min(MOST_JITTER, statistics.median(steps) / (0.6745 * math.sqrt(2)))
 
     def rows(self) -> tuple[LayerProfile, ...]:
         return tuple(self._row(n) for n in range(len(self._layers)))

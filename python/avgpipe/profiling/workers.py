@@ -20,27 +20,26 @@ from avgpipe.bench.schedules.cluster import run_workers
 from avgpipe.bench.transfers import ways
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
-from avgpipe.profiling.clock import repeat
-from avgpipe.profiling.examples import Example
 from avgpipe.profiling.profile import LinkProfile
-from avgpipe.profiling.sweep import Sweep
-from avgpipe.runtime.stage import Stage
 from avgpipe_ext import ring
 
 _TIMEOUT_S = 120.0
 _SMALL, _LARGE = 2**10, 2**22  # bytes of the messages
 _SMALL_TRIPS, _LARGE_TRIPS = 200, 8  # of a sample
 _SAMPLES = 5
-_STAGES, _FEW, _MANY = 2, 4, 36  # micro-batches of the two batches whose difference is measured
-_ACTIONS_S = 1.0  # to spend on it
+_STAGES, _MICRO_BATCHES, _BATCHES = 2, 8, 9  # of the pipeline whose runtime is timed
+_VALUES = 4096  # of a sample, float32
+_CACHES_BYTES = 2**25
+_BETWEEN_BATCHES = ("caller", "loader")
 _LIBRARIES = ("avgpipe", "transformers")  # whose modules a worker loads for a model
 
 
 @dataclass(frozen=True)
 class WorkerCosts:
-    """As in ``Profile``."""
+    """As in ``Profile``. batch_s: what the runtime takes for a batch beside its actions."""
 
     action_s: float
+    batch_s: float
     process_bytes: float
     link: LinkProfile | None
     reduction: LinkProfile | None
@@ -68,7 +67,7 @@ def measure_workers(
     processes = 2 if with_link else 1
     found = run_workers(f"{__name__}:worker", processes, arguments, timeout_s=_TIMEOUT_S, threads=threads)[0]
     link, reduction = (LinkProfile(*found[name]) if with_link else None for name in ("link", "reduction"))
-    return WorkerCosts(found["action_s"], found["process_bytes"], link, reduction)
+    return WorkerCosts(found["action_s"], found["batch_s"], found["process_bytes"], link, reduction)
 
 
 def worker(
@@ -81,16 +80,18 @@ def worker(
     loaded = _called(*loads) if loads is not None else None
     rank = int(os.environ["RANK"])
     link, reduction = _between() if with_link else (None, None)
-    for name in ("RANK", "WORLD_SIZE"):
-        os.environ.pop(name)  # the rest of this is no run of several workers
-    action_s = action_seconds() if rank == 0 else 0.0
-    os.environ["RANK"] = str(rank)
+    if not with_link:  # one process, which is no worker of a run
+        os.environ.pop("RANK")
+    runtime_seconds(0)  # what a pipeline loads is there
     resident = _resident_bytes()
+    action_s, batch_s = runtime_seconds(_CACHES_BYTES)
+    os.environ["RANK"] = str(rank)
     del loaded
     return {
         "link": link,
         "reduction": reduction,
         "action_s": action_s,
+        "batch_s": batch_s,
         "process_bytes": resident,
     }
 
@@ -116,7 +117,6 @@ def _between() -> tuple[tuple[float, float], tuple[float, float]]:
     sums_s = [_sum_s(size, trips) for size, trips in ((_SMALL, _SMALL_TRIPS), (_LARGE, _LARGE_TRIPS))]
     dist.barrier()
     through.link.close(10)
-    dist.destroy_process_group()
     # Each of two sends as many bytes as there are, one half in each of two steps.
     return _line(small_s, large_s), _line(sums_s[0] / 2, sums_s[1] / 2, share=0.5)
 
@@ -152,40 +152,41 @@ def _message_s(sending: ways.Sending, trips: int) -> float:
 # ---- the runtime ---------------------------------------------------------------------------------------------------
 
 
-def action_seconds() -> float:
-    """What a forward or backward of a stage takes beyond its layers: a pipeline's time without the layers' own.
+def runtime_seconds(caches_bytes: int) -> tuple[float, float]:
+    """What the runtime takes for an action beyond the layers, and for a batch, in a pipeline over all ranks, or within
+    this process: what its workers record besides computing and waiting.
 
-    By the difference of two batches, so that what a batch takes once does not count. Both stages are in this process.
+    Layers write so many bytes, and leave nothing in such caches, as real ones do: the runtime is slower then.
     """
-    model = [nn.Linear(4, 4) for _ in range(_STAGES)]
-    inputs = torch.zeros(_MANY, 4)
-    plans = [Plan(stages=_STAGES, micro_batches=m, schedule="1f1b") for m in (_FEW, _MANY)]
+    model = [_Cold(caches_bytes) for _ in range(_STAGES)]
+    batch = torch.zeros(_MICRO_BATCHES, _VALUES)
+    plan = Plan(stages=_STAGES, micro_batches=_MICRO_BATCHES, schedule="1f1b")
     sgd = lambda params: torch.optim.SGD(params, lr=0.0)  # noqa: E731
-    pipelines = [Pipeline(model, plan, loss_fn=_loss, optimizer=sgd, device="cpu") for plan in plans]
-    sweep = Sweep(Stage(model, 0, 0, 0, torch.device("cpu")), ["", ""], _loss, None)
-    example = Example(0, 1, inputs[:1], inputs[:1])
-    samples: list[list[float]] = [[], [], []]
+    with Pipeline(model, plan, loss_fn=_loss, optimizer=sgd, device="cpu", timeout_s=_TIMEOUT_S) as pipeline:
+        for _ in pipeline.train([(batch, batch)] * _BATCHES):
+            pass
+        timeline = pipeline.timeline().window(_BATCHES // 3, _BATCHES - 1)
+    actions = sum(event.kind in "FB" for event in timeline.events)
+    batches = len({event.batch for event in timeline.events}) * timeline.stages
+    of_action_s = of_batch_s = 0.0
+    for row in timeline.breakdown():
+        between_s = sum(row.host_s.get(detail, 0.0) for detail in _BETWEEN_BATCHES)
+        of_batch_s += between_s
+        of_action_s += row.send_s + row.other_s + sum(row.host_s.values()) - between_s
+    return of_action_s / actions, of_batch_s / batches
 
-    def once(number: int) -> None:
-        for pipeline, plan, seconds in zip(pipelines, plans, samples):
-            batch = inputs[: plan.micro_batches]
-            begin = time.perf_counter()
-            pipeline.step(batch, batch)
-            seconds.append(time.perf_counter() - begin)
-        times = sweep.whole(example)
-        samples[2].append(sum(times.forward_s) + sum(times.backward_s))
 
-    try:
-        once(0)
-        for seconds in samples:
-            seconds.clear()
-        repeat(once, _ACTIONS_S)
-    finally:
-        for pipeline in pipelines:
-            pipeline.close()
-    few_s, many_s, layers_s = map(statistics.median, samples)
-    per_micro_batch_s = (many_s - few_s) / (_MANY - _FEW)
-    return max(0.0, (per_micro_batch_s - layers_s) / (2 * _STAGES))
+class _Cold(nn.Module):
+    """(samples, values) -> the same."""
+
+    def __init__(self, caches_bytes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.scratch = torch.zeros(caches_bytes // 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scratch.add_(1)
+        return x + self.weight
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,13 @@ from avgpipe.partitioning.search import Cut
 from avgpipe.partitioning.simulated import Training
 from avgpipe.plan import Plan
 from avgpipe.profiling.profile import LinkProfile, Profile
-from avgpipe.simulation import Costs
+from avgpipe.simulation import Costs, steady_batch_s
 from avgpipe.tuning.cluster import Cluster
 
 _BUCKET_BYTES = (
     8 * 2**20
 )  # of the runtime's sum of gradients over replicas: the last one begins after the backward
+_JITTERED = 48  # batches of each pipeline, so that the mean is known to about a hundredth
 _AT_ONCE = LinkProfile(0.0, inf)
 
 
@@ -97,7 +98,17 @@ class OnCluster(Training):
     def forecast(self, cut: Cut) -> Forecast:
         plan = replace(self.plan, partition=list(cut) if cut else None)
         sizes = tuple(size for size in self.worker_bytes(cut) for _ in range(self._width))
-        return Forecast(plan, self.batch_size, self.seconds(cut), sizes)
+        return Forecast(plan, self.batch_size, self._jittered_s(cut), sizes)
+
+    def _jittered_s(self, cut: Cut) -> float:
+        """As ``seconds``, of actions whose times vary as in the profile: who waits for each other waits longer then."""
+        jitter = self._chain.profile.jitter
+        if not jitter:
+            return self.seconds(cut)
+        costs = replace(self.costs(cut), jitter=jitter)
+        return steady_batch_s(
+            self._schedule, costs, pipelines=self.plan.pipelines, batches=_JITTERED * self.plan.pipelines
+        )
 
     def worker_bytes(self, cut: Cut) -> list[float]:
         sizes = [self.stage_bytes(k, *block) for k, block in enumerate(pairwise([0, *cut, self.layers]))]

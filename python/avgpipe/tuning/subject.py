@@ -10,16 +10,20 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from avgpipe.bench.schedules.cluster import run_workers
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.profiling.profile import LinkProfile, Profile
-from avgpipe.profiling.profiler import profile
+from avgpipe.profiling.profiler import layer_profile, with_workers
+from avgpipe.profiling.workers import measure_workers
 from avgpipe.runtime.batch import plain
+from avgpipe.runtime.split import layers_of
 from avgpipe.tuning.trial import Subject
 from avgpipe.workloads import build_workload
 from avgpipe.workloads.workload import Workload
 
 _BATCHES = 16  # among which a typical one is looked for
+_STARTING_S = 240.0  # for processes to begin and to read their data
 
 
 def workload_of(subject: Subject) -> Workload:
@@ -57,24 +61,47 @@ def profile_of(
     micro_batch_sizes: Sequence[int],
     link: LinkProfile | None,
     budget_s: float,
+    at_once: int = 1,
 ) -> Profile:
+    """at_once: so many processes of this machine profile the layers at the same time, as workers would compute; what
+    the first one finds counts.
+    """
+    asked: dict[str, Any] = {
+        "subject": asdict(subject),
+        "micro_batch_sizes": list(micro_batch_sizes),
+        "budget_s": budget_s,
+    }
+    if at_once == 1:
+        found = layers(**asked)
+    else:
+        limit_s = _STARTING_S + 10 * budget_s
+        target = f"{__name__}:layers"
+        found = run_workers(target, at_once, asked, timeout_s=limit_s, threads=subject.threads)[0]
+    loads = f"{__name__}:loaded", {"subject": asdict(subject)}
+    with_link = subject.device == "cpu" and link is None
+    around = measure_workers(layers_of(workload.layers), subject.threads, with_link, loads)
+    return with_workers(Profile.from_json(found), around, link)
+
+
+def layers(subject: dict[str, Any], micro_batch_sizes: Sequence[int], budget_s: float) -> str:
+    """The profile of the layers as this process finds it, as JSON."""
+    asked = Subject(**subject)
+    workload = workload_of(asked)
     inputs, target = typical_batch(workload)
-    return profile(
+    return layer_profile(
         workload.layers,
         inputs,
         target=target,
         loss_fn=workload.loss_fn,
         optimizer=workload.optimizer,
-        device=subject.device,
+        device=asked.device,
         micro_batch_sizes=micro_batch_sizes,
-        link=link,
         clip_grad_norm=workload.clip_grad_norm,
-        autocast=autocast_of(subject, workload),
-        threads=subject.threads,
+        autocast=autocast_of(asked, workload),
+        threads=asked.threads,
         budget_s=budget_s,
         name=f"{workload.name} {workload.preset}",
-        worker_loads=(f"{__name__}:loaded", {"subject": asdict(subject)}),
-    )
+    ).to_json()
 
 
 def pipeline_of(subject: Subject, plan: Plan) -> tuple[Pipeline, tuple[Any, Any]]:

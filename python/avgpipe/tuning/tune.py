@@ -14,7 +14,8 @@ from avgpipe.bench.schedules.rows import seconds_per_batch
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.profiling.profile import LinkProfile, Profile
-from avgpipe.profiling.profiler import profile as measure_profile
+from avgpipe.profiling.profiler import layer_profile, with_workers
+from avgpipe.profiling.workers import measure_workers
 from avgpipe.runtime.batch import LossFn, plain, sample_count
 from avgpipe.runtime.replica import OptimizerFn
 from avgpipe.runtime.split import layers_of
@@ -74,8 +75,8 @@ def tune(
     inputs, targets = plain(example_inputs), plain(target)
     samples = sample_count(inputs, targets)
     known = profile
-    if known is None and world.rank == 0:
-        known = measure_profile(
+    if known is None:  # on all ranks at once, which slow each other down as they will in training
+        known = layer_profile(
             model,
             example_inputs,
             loss_fn=loss_fn,
@@ -83,18 +84,14 @@ def tune(
             device=device,
             micro_batch_sizes=profiled_sizes(samples),
             optimizer=optimizer,
-            link=link,
             clip_grad_norm=clip_grad_norm,
             autocast=autocast,
             threads=torch.get_num_threads(),
             budget_s=budget_s,
         )
-        if torch.device(device).type == "cpu":  # where every rank has the whole model, too
-            whole = sum(
-                t.nbytes for layer in layers_of(model) for t in (*layer.parameters(), *layer.buffers())
-            )
-            known = replace(known, process_bytes=known.process_bytes + whole)
-    known = Profile.from_json(world.gather_texts("" if known is None else known.to_json())[0])
+        if world.rank == 0:
+            known = _with_workers(known, layers_of(model), device, link)
+    known = Profile.from_json(world.gather_texts(known.to_json())[0])
     count = world.size if workers is None else workers
     where = cluster or Cluster.like(known, count, memory_limit_bytes, link)
     space = Space(
@@ -116,6 +113,19 @@ def tune(
     timed = here and loss_fn is not None and optimizer is not None
     measure = _among(world, make, (inputs, targets)) if timed else None
     return study(known, where, space, measure, trials=trials).plan
+
+
+def _with_workers(
+    found: Profile, layers: Sequence[nn.Module], device: torch.device | str, link: LinkProfile | None
+) -> Profile:
+    on_host = torch.device(device).type == "cpu"
+    measured = measure_workers(layers, torch.get_num_threads(), on_host and link is None)
+    known = with_workers(found, measured, link)
+    if not on_host:
+        return known
+    # Every rank has the whole model, too.
+    whole = sum(t.nbytes for layer in layers for t in (*layer.parameters(), *layer.buffers()))
+    return replace(known, process_bytes=known.process_bytes + whole)
 
 
 def _among(world: World, make: Callable[[Plan], Pipeline], batch: Any) -> Measure:
