@@ -20,6 +20,31 @@ OPTIONS = {
         *("--systems", "--stages", "--pipelines", "--micro-batches", "--memory-limit", "--target", "--out"),
         *("--data", "--preset", "--epochs", "--max-batches", "--json"),
     ],
+    "profile": [
+        *(
+            "--data",
+            "--preset",
+            "--batch-size",
+            "--micro-batch-sizes",
+            "--bandwidth",
+            "--latency",
+            "--workers",
+        ),
+        *("--device", "--autocast", "--threads", "--budget", "--out", "--plot", "--json"),
+    ],
+    "tune": [
+        *(
+            "--data",
+            "--preset",
+            "--batch-size",
+            "--workers",
+            "--memory-limit",
+            "--pipelines",
+            "--micro-batches",
+        ),
+        *("--profile", "--cluster", "--bandwidth", "--latency", "--device", "--budget", "--trials"),
+        *("--baselines", "--traversal", "--out", "--json"),
+    ],
     "simulate": [
         *("--schedule", "--stages", "--micro-batches", "--forward-ms", "--backward-ms", "--transfer-ms"),
         *("--update-ms", "--pipelines", "--batches", "--advance", "--plot", "--json"),

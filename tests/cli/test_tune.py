@@ -1,0 +1,136 @@
+"""``avgpipe tune``: plans from a profile, for a cluster, and with trials."""
+
+import json
+
+import pytest
+
+from avgpipe.plan import Plan
+from tests.cli.command import invoke, strict
+from tests.tuning.examples import heavy
+
+CLUSTER = """
+[[devices]]
+count = 4
+memory = "1MiB"
+[[levels]]
+units = 4
+bandwidth = "1kbit"
+latency = "1us"
+"""
+
+
+@pytest.fixture
+def profile(tmp_path):
+    heavy().save(tmp_path / "profile.json")
+    return [
+        "--profile",
+        str(tmp_path / "profile.json"),
+        "--batch-size",
+        "4",
+        "--out",
+        str(tmp_path / "plan.json"),
+    ]
+
+
+def test_a_plan_from_a_profile(profile, tmp_path):
+    result = invoke("tune", *profile, "--workers", "2", "--bandwidth", "1kbit", "--latency", "1us")
+    assert result.exit_code == 0, result.stderr
+    plan = Plan.load(tmp_path / "plan.json")
+    assert (plan.stages, plan.partition) == (2, [2])
+    for words in (
+        "pipeline",
+        "one device",
+        "data parallel",
+        "max-num",
+        "max-size",
+        "runner-up",
+        "Advice: use the",
+    ):
+        assert words in result.stdout
+    assert "not timed: there is no workload" in result.stdout
+
+
+def test_json_is_what_was_found(profile, tmp_path):
+    result = invoke("tune", *profile, "--workers", "2", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = strict(result.stdout)
+    assert found["plan"] == json.loads((tmp_path / "plan.json").read_text())
+    assert found["workers"] == 2
+    assert {row["what"] for row in found["rows"]} >= {"pipeline", "one device"}
+
+
+def test_a_plan_for_a_cluster_file(profile, tmp_path):
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    result = invoke("tune", *profile, "--cluster", str(tmp_path / "cluster.toml"))
+    assert result.exit_code == 0, result.stderr
+    assert Plan.load(tmp_path / "plan.json").workers <= 4
+
+
+def test_a_workload_is_profiled_and_the_best_plans_are_timed(text, tmp_path):
+    """Two workers need two cores for trials; with fewer the plan is a prediction, which is said."""
+    out = tmp_path / "plan.json"
+    result = invoke(
+        *("tune", "awd-lstm", "--data", str(text), "--batch-size", "4", "--workers", "1"),
+        *("--budget", "0.5", "--trials", "1", "--micro-batches", "1,2", "--out", str(out), "--json"),
+    )
+    assert result.exit_code == 0, result.stderr
+    found = strict(result.stdout)
+    best = found["rows"][0]
+    assert best["what"] == "one device"
+    assert best["measured_batch_s"] > 0
+    assert best["measured_memory_bytes"][0] > 50e6
+    assert Plan.load(out).stages == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ((), "--workers K, or --cluster FILE"),
+        (("--workers", "0"), "--workers 0: must be at least 1"),
+        (("--workers", "2", "--memory-limit", "7 cubits"), "--memory-limit 7 cubits"),
+        (("--workers", "2", "--memory-limit", "0"), "--memory-limit 0: must be more than 0"),
+        (("--workers", "2", "--memory-limit", "100"), "nothing fits; the plan that needs least needs"),
+        (("--workers", "2", "--pipelines", "1,x"), "--pipelines 1,x"),
+        (("--workers", "2", "--micro-batches", "8"), "a batch of 4 samples"),
+        (("--workers", "2", "--trials", "-1"), "--trials -1: must be at least 0"),
+        (("--workers", "2", "--traversal"), "--traversal times plans, but there is no workload"),
+        (("--workers", "2", "--bandwidth", "fast", "--latency", "1us"), "--bandwidth fast"),
+        (("--cluster", "nowhere.toml"), "nowhere.toml"),
+        (("--cluster", "nowhere.toml", "--workers", "2"), "--workers K, or --cluster FILE"),
+        (("--cluster", "nowhere.toml", "--memory-limit", "1GiB"), "--memory-limit with --cluster"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(profile, options, named):
+    result = invoke("tune", *profile, *options)
+    assert result.exit_code == 2
+    assert named in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (CLUSTER.replace("memory", "memry"), "unknown key 'memry'"),
+        (CLUSTER.replace('"1kbit"', '"1 furlong"'), "levels[0]: bandwidth 1 furlong"),
+        (CLUSTER.replace("count = 4", "count = 5"), "4 devices, but there are 5"),
+    ],
+)
+def test_a_cluster_file_that_is_wrong_is_named(profile, tmp_path, text, named):
+    (tmp_path / "cluster.toml").write_text(text)
+    result = invoke("tune", *profile, "--cluster", str(tmp_path / "cluster.toml"))
+    assert result.exit_code == 2
+    assert named in result.stderr
+    assert "cluster.toml" in result.stderr
+
+
+def test_without_a_workload_the_profile_and_the_batch_are_needed():
+    result = invoke("tune", "--workers", "2")
+    assert result.exit_code == 2
+    assert "--profile FILE and --batch-size B" in result.stderr
+
+
+def test_a_profile_that_is_none_is_refused(tmp_path):
+    (tmp_path / "p.json").write_text('{"format": 1, "layers": []}')
+    result = invoke("tune", "--profile", str(tmp_path / "p.json"), "--batch-size", "4", "--workers", "2")
+    assert result.exit_code == 2
+    assert "p.json" in result.stderr
