@@ -23,7 +23,7 @@ _CLOSE = 1.01  # of two plans whose times are nearer, the one that needs less me
 # In the order of what they take: recomputation, and 1F1B, which holds least, in place of the schedule's own advance.
 _WAYS: tuple[tuple[str, int | None], ...] = tuple((r, a) for r in RECOMPUTE for a in (None, 0))
 _LONG = 2_000  # micro-batches over all stages: above, only the schedules with a name are tried
-_WINDOW = 0.98  # of a bound: over the few batches that a simulation times, a worker may have done less than its share
+_WINDOW = 0.96  # of a bound: over the few batches that a simulation times, a worker may have done less than its share
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ class _Search:
         least = (inf, inf, inf)
         for shape in shapes:
             few = shape.pipelines == min(self._space.pipelines) or shape.stages == 1
-            if not few or shape.micro_batches != max(self._space.parts(shape.width)):
+            parts = self._space.parts(shape.width)
+            if not few or shape.micro_batches not in (min(parts), max(parts)):
                 continue
             for recompute, advance in _WAYS:
                 plan = replace(shape.plan(recompute), advance=advance if shape.stages > 1 else None)

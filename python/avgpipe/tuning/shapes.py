@@ -85,9 +85,11 @@ class Space:
         return self._width(1)
 
     def _width(self, stages: int) -> int:
-        """As many replicas as there are workers for, but none without a sample."""
-        most = max(self.micro_batches) if self.micro_batches is not None else self.batch_size
-        return max(1, min(self.workers // stages, most))
+        """As many replicas as there are workers for, but none without a sample, and all with as many micro-batches."""
+        most = self.workers // stages
+        if self.micro_batches is None:
+            return min(most, self.batch_size)
+        return max(w for m in self.micro_batches for w in range(1, min(m, most) + 1) if m % w == 0)
 
     def _of(self, stages: int, width: int, pipelines: Sequence[int]) -> Iterator[Shape]:
         for m in self.parts(width):
