@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 _ROUNDS, _ROUND_S = 4, 0.8
@@ -68,7 +69,7 @@ def trial(subject: dict[str, Any], plan: str, expected_s: float) -> dict[str, An
         for _ in range(_ROUNDS):
             rounds.append(seconds_per_batch(row, count))
             paces.append(_pace(pipeline))
-        around = [(a + b) / 2 for a, b in zip(paces, paces[1:])]
+        around = [(a + b) / 2 for a, b in pairwise(paces)]
         return {"rounds_s": rounds, "paces_s": around, "memory_bytes": peak_memory_bytes("cpu")}
 
 
