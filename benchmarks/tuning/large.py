@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/tuning/large.py
 
-A transformer of 198 blocks between an embedding and a head is profiled on this CPU; the cluster is examples/cluster.toml,
-125 machines of 8, whose devices are taken to be as quick as this one. Nothing of it runs there: times are predictions.
+A transformer of 198 blocks between an embedding and a head is profiled on this CPU; the cluster is
+examples/cluster.toml, 125 machines of 8, whose devices are taken to be as quick as this one. Nothing of it runs there:
+times are predictions.
 """
 
 from __future__ import annotations
