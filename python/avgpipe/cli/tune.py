@@ -103,9 +103,9 @@ def tune(
             check_file("--out", out)
             prepared = question.prepared()
         with running():
-            known = prepared.profiled()
+            known, profile_s = prepared.profiled()
         with arguments():  # only the profile tells what fits into the memory
-            found = prepared.answer(known)
+            found = prepared.answer(known, profile_s)
         with running():
             found.plan.save(out)
         if json_output:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -95,10 +96,12 @@ class Prepared:
         asked = self.question.trials > 0
         return [f"not timed: {self.why_not_timed}"] if self.why_not_timed and asked else []
 
-    def profiled(self) -> Profile:
-        """The profile that was given, else a new one. PipelineError when a process fails."""
+    def profiled(self) -> tuple[Profile, float | None]:
+        """The profile that was given, else a new one, and the seconds that it took. Raises PipelineError for a process
+        that fails.
+        """
         if self.profile is not None:
-            return self.profile
+            return self.profile, None
         from avgpipe.tuning.subject import profile_of
 
         question = self.question
@@ -106,15 +109,17 @@ class Prepared:
         assert self.workload is not None
         _say(f"profiling for about {question.budget_s:g} s")
         here = self.cluster is None and question.subject.device == "cpu"
-        return profile_of(
+        begin = time.perf_counter()
+        found = profile_of(
             *(question.subject, self.workload),
             micro_batch_sizes=profiled_sizes(self.batch_size),
             link=question.link,
             budget_s=question.budget_s,
             at_once=min(question.workers or 1, cores()) if here else 1,
         )
+        return found, time.perf_counter() - begin
 
-    def answer(self, profile: Profile) -> Tuning:
+    def answer(self, profile: Profile, profile_s: float | None) -> Tuning:
         """ValueError where nothing fits into the memory."""
         from avgpipe.tuning.trial import measure
         from avgpipe.tuning.tuner import study
@@ -138,6 +143,7 @@ class Prepared:
             baselines=question.baselines,
             traversal=question.traversal,
             say=_say,
+            profile_s=profile_s,
         )
 
 

@@ -33,16 +33,18 @@ def study(
     baselines: bool = False,
     traversal: bool = False,
     say: Say = lambda line: None,
+    profile_s: float | None = None,
 ) -> Tuning:
     """The best plans for a profile on a cluster.
 
     measure: times a plan for real, None for one that it cannot; None in its place: predictions alone. trials: how many
     plans are timed. baselines: whether max-num and max-size are, too. traversal: whether every setting is, which then
-    are among the baselines. say: is told what goes on.
+    are among the baselines. say: is told what goes on. profile_s: what the
+    profile took, where it was made for this.
 
     Raises ValueError where nothing fits into the memory.
     """
-    clock = _Clock()
+    clock = _Clock({} if profile_s is None else {"profile_s": profile_s})
     with clock.step("search_s"):
         found = search(profile, cluster, space)
     rows = [Row(kind_of(f.plan), f) for f in found.ranked]
