@@ -16,6 +16,7 @@ import shlex
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def worker(workers: int, rounds: int) -> dict[str, Any]:
     from avgpipe.bench.schedules.action_costs import action_costs
     from avgpipe.bench.schedules.benchmark import _bytes_per_s
     from avgpipe.bench.schedules.emulation import precise_sleeps
-    from avgpipe.bench.schedules.our_rows import OurRow, PassingRow, our_plan
+    from avgpipe.bench.schedules.our_rows import PassingRow
     from avgpipe.bench.schedules.rows import measure_rows, seconds_per_batch
 
     torch.set_num_threads(1)
@@ -149,23 +150,14 @@ def worker(workers: int, rounds: int) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=_LIMIT_S))
     line = _bytes_per_s()
     latency_s = _latency_s()
-    base = OurRow(
-        "base", _task(BASE_MICRO_BATCHES), _stages(workers), our_plan(workers, BASE_MICRO_BATCHES, "1f1b")
-    )
+    base = _row("base", workers, BASE_MICRO_BATCHES, schedule="1f1b")
     seconds_per_batch(base, 12)
     timeline = base.pipeline.timeline()
     actions = action_costs(timeline, workers, first_batch=2)
     jitter = _jitter(timeline)
     dist.barrier()
     base.close()
-    rows = [
-        PassingRow(
-            lambda n=n, m=m: OurRow(
-                f"N = {n}, M = {m}", _task(m), _stages(workers), our_plan(workers, m, pipelines=n)
-            )
-        )  # type: ignore[misc]
-        for n, m in SETTINGS
-    ]
+    rows = [PassingRow(partial(_row, f"N = {n}, M = {m}", workers, m, pipelines=n)) for n, m in SETTINGS]
     measured = measure_rows(rows, rounds, 4)
     return {
         "line_bytes_per_s": line,
@@ -174,6 +166,14 @@ def worker(workers: int, rounds: int) -> dict[str, Any]:
         "jitter": jitter,
         "seconds": [row.seconds for row in measured],
     }
+
+
+def _row(name: str, workers: int, micro_batches: int, **plan: Any) -> Any:
+    """Over the network: "auto" would take the memory that the emulated hosts share."""
+    from avgpipe.bench.schedules.our_rows import OurRow, our_plan
+
+    made = our_plan(workers, micro_batches, **plan)
+    return OurRow(name, _task(micro_batches), _stages(workers), made, link="gloo")
 
 
 def _stages(workers: int) -> list[Any]:

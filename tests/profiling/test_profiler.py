@@ -1,7 +1,6 @@
 """What is measured: bytes as counted by hand, times in order, and a model that stays as it was."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 from avgpipe.errors import StageError
 from avgpipe.profiling import LinkProfile, Profile, Skip, Tie, profiler
 from avgpipe.profiling.profiler import profile
+from avgpipe.profiling.updates import Updates
 from avgpipe.profiling.workers import WorkerCosts
 from tests.runtime.cases import adamw, language_model, momentum
 
@@ -105,16 +105,22 @@ def test_a_layer_with_more_work_takes_longer():
     assert large.update_s > 3 * small.update_s
 
 
-def test_a_norm_that_is_clipped_counts_with_the_step():
-    model = [nn.Linear(1024, 1024)]
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    costs = {
-        limit: measured(
-            model, torch.randn(1, 1024), micro_batch_sizes=(1,), optimizer=sgd, clip_grad_norm=limit
-        ).layers[0]
-        for limit in (None, 1.0)
-    }
-    assert costs[1.0].update_s > 1.2 * costs[None].update_s > 0
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_a_norm_that_is_clipped_counts_with_the_step(limit, monkeypatch):
+    """The clipping is among what is timed."""
+    timed, clipped = [], []
+    before = Updates._timed
+    monkeypatch.setattr(
+        Updates, "_timed", lambda self, acts, *rest: timed.append(acts) or before(self, acts, *rest)
+    )
+    monkeypatch.setattr(Updates, "_clip", lambda self, replica, limit: clipped.append(limit))
+    model = [nn.Linear(8, 8)]
+    measured(model, torch.randn(1, 8), micro_batch_sizes=(1,), optimizer=momentum, clip_grad_norm=limit)
+    assert set(clipped) == ({limit} if limit else set())
+    clipped.clear()
+    for act in timed[-1]:
+        act()
+    assert clipped == ([limit] * len(timed[-1]) if limit else [])
 
 
 class Branching(nn.Module):
