@@ -57,7 +57,7 @@ def profile(
     device: options.Device = None,
     autocast: options.Autocast = None,
     threads: Annotated[int, typer.Option(metavar="T", help="Of torch, on the CPU.")] = 1,
-    budget: Annotated[float, typer.Option(metavar="S", help="About how many seconds to measure.")] = 30,
+    budget: Annotated[float, typer.Option(metavar="S", help="About how many seconds to measure.")] = 20,
     out: Annotated[str, typer.Option(metavar="FILE", help="Where the profile goes.")] = "profile.json",
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a picture.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the profile and nothing else.")] = False,
