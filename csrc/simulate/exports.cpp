@@ -1,4 +1,4 @@
-// Called by avgpipe/simulation/library.py through ctypes.
+// Called by avgpipe/simulation/native.py through ctypes.
 #include "simulate/simulate.h"
 
 #define AVGPIPE_EXPORT extern "C" __attribute__((visibility("default")))

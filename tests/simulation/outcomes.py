@@ -2,7 +2,7 @@
 
 from avgpipe.schedule import Action
 from avgpipe.simulation.engine import run
-from avgpipe.simulation.library import KINDS
+from avgpipe.simulation.native import KINDS
 from avgpipe.simulation.program import compile_schedule
 from tests.simulation.reference import Ran
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -65,11 +64,6 @@ class Chain:
     def compute_s(self, first: int, last: int) -> float:
         """Forward and backward."""
         return self.forward_s(first, last) + self.backward_s(first, last)
-
-    @cached_property
-    def largest_s(self) -> float:
-        """``compute_s`` of the dearest layer."""
-        return max(self.compute_s(n, n + 1) for n in range(self.layers))
 
     def update_s(self, first: int, last: int, elastic: bool = False) -> float:
         """The optimizer's step; ``elastic``: and the averaging."""

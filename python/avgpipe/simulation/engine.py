@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from avgpipe.simulation.library import RECORD, Answer, Question, address, simulate
+from avgpipe.simulation.native import RECORD, Answer, Question, address, simulate
 from avgpipe.simulation.program import Program
 
 _MOST_BATCHES = 2**30
@@ -25,7 +25,7 @@ class Outcome:
     """Times in ticks. busy: per worker, while at least one action ran. batch_end: of each batch, its last action's.
 
     peak_in_flight: per stage, of all pipelines. peak_held_bytes: per worker, the micro-batches in flight on its stages.
-    records: the actions, by their starts (dtype ``library.RECORD``); None if they were not asked for. actions: how many
+    records: the actions, by their starts (dtype ``native.RECORD``); None if they were not asked for. actions: how many
     there were.
     """
 
@@ -41,7 +41,7 @@ class Outcome:
 def run(program: Program, pipelines: int, batches: int, *, events: bool = False) -> Outcome:
     """Run ``batches`` batches, batch j on pipeline j % pipelines; ``events``: keep a record of each action.
 
-    Raises as ``library.simulate`` does, and ValueError for more than 2^30 batches.
+    Raises as ``native.simulate`` does, and ValueError for more than 2^30 batches.
     """
     if max(batches, pipelines) > _MOST_BATCHES:
         raise ValueError(f"batches={batches}, pipelines={pipelines}: must be at most {_MOST_BATCHES}")

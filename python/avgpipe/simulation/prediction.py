@@ -8,7 +8,7 @@ from avgpipe.schedule.schedule import Schedule
 from avgpipe.simulation.arguments import check_arguments
 from avgpipe.simulation.costs import Costs
 from avgpipe.simulation.engine import run
-from avgpipe.simulation.library import TICKS_PER_S
+from avgpipe.simulation.native import TICKS_PER_S
 from avgpipe.simulation.program import compile_schedule
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from avgpipe.schedule.schedule import Schedule
 from avgpipe.simulation.costs import Costs, StageCosts
-from avgpipe.simulation.library import KINDS, LONGEST_STEP, TICKS_PER_S, address, too_long
+from avgpipe.simulation.native import KINDS, LONGEST_STEP, TICKS_PER_S, address, too_long
 from avgpipe.simulation.numbers import Each
 from avgpipe.simulation.randomness import draws, most_factor
 
@@ -23,7 +23,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Program:
-    """``arrays`` and ``numbers``: the fields of ``library.Question`` by name. ``stage_costs``: what they were made of.
+    """``arrays`` and ``numbers``: the fields of ``native.Question`` by name. ``stage_costs``: what they were made of.
 
     ``workers``: the worker of each stage. ``steps``: actions of a batch, on all stages.
     """

@@ -6,7 +6,7 @@ from avgpipe.schedule.schedule import Schedule
 from avgpipe.simulation.arguments import check_arguments, check_count, check_schedule
 from avgpipe.simulation.costs import Costs
 from avgpipe.simulation.engine import run
-from avgpipe.simulation.library import TICKS_PER_S
+from avgpipe.simulation.native import TICKS_PER_S
 from avgpipe.simulation.program import compile_schedule
 
 # Alone, a pipeline that flushes begins each batch when the one before has left, so that they hardly differ.

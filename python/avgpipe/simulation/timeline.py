@@ -9,7 +9,7 @@ from avgpipe.schedule.schedule import Schedule
 from avgpipe.simulation.arguments import check_arguments
 from avgpipe.simulation.costs import Costs
 from avgpipe.simulation.engine import Outcome, run
-from avgpipe.simulation.library import KINDS, TICKS_PER_S
+from avgpipe.simulation.native import KINDS, TICKS_PER_S
 from avgpipe.simulation.program import Program, compile_schedule
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from avgpipe.simulation import library
+from avgpipe.simulation import native
 
 PROGRAM = """
 import sys
@@ -32,7 +32,7 @@ def output_of(folder=None):
 
 def copied(tmp_path):
     copy = tmp_path / "avgpipe_ext"
-    source = library.path().parent
+    source = native.path().parent
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     return copy / "libsimulate.so"
 
@@ -42,7 +42,7 @@ def test_it_needs_no_torch():
 
 
 def test_it_needs_neither_torch_nor_python_to_be_linked():
-    listed = subprocess.run(["ldd", library.path()], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ldd", native.path()], capture_output=True, text=True, check=True).stdout
     needed = {line.split()[0] for line in listed.splitlines() if "=>" in line}
     assert not [name for name in needed if name.startswith(("libpython", "libtorch", "libc10", "libcudart"))]
 
@@ -79,8 +79,8 @@ def test_structs_have_the_fields_of_the_header(name):
                     ctypes.c_void_p if pointer else {"uint64_t": ctypes.c_uint64}.get(kind, ctypes.c_int64),
                 )
             )
-    assert list(getattr(library, name)._fields_) == wanted
+    assert list(getattr(native, name)._fields_) == wanted
 
 
 def test_records_have_the_size_of_the_header():
-    assert library.RECORD.itemsize == 32
+    assert native.RECORD.itemsize == 32
