@@ -2,11 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/tuning/predictions.py
 
-Two cores, so plans of up to two workers, and of three where no more than two can be busy at once. In every round each
-model is profiled, by one process and by two at once, and then each of its plans trained, in processes of their own, for
-some seconds. Each profile and each trial is divided by the machine's pace at the time (paced.py), and predictions and
-measurements are medians over the rounds; without that division the errors are given, too. The cuts are those of the
-first round's search.
+Two cores, so plans of up to two workers, and of three where no more than two can be busy at once. Each plan is trained
+in processes of its own, in slices of a second, and between them the layers are profiled (by two processes at once, for
+K = 1 by one): the machine is quicker in one second than in another. Predictions and measurements are medians of these.
+The cuts are those that the search finds from a profile made before; around the layers counts what was measured once.
 """
 
 from __future__ import annotations
@@ -24,27 +23,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from avgpipe.plan import Plan
     from avgpipe.profiling.profile import Profile
+    from avgpipe.profiling.workers import WorkerCosts
     from avgpipe.tuning.trial import Subject
-    from avgpipe.workloads.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODELS = ("awd-lstm", "gpt", "bert")
 SETTINGS = (  # K, N, M
-    *((1, 1, 1), (1, 1, 4), (2, 1, 1), (2, 1, 2), (2, 1, 4), (2, 1, 8), (2, 1, 16)),
-    *((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 3, 2), (2, 3, 4), (3, 1, 1), (3, 1, 2)),
+    *((1, 1, 4), (2, 1, 1), (2, 1, 2), (2, 1, 4), (2, 1, 8), (2, 1, 16)),
+    *((2, 2, 2), (2, 2, 4), (2, 3, 2), (3, 1, 1)),
 )
-_BUDGET_S = 5.0
-_LIMIT_S = 300.0
+_FIRST_BUDGET_S, _BUDGET_S = 5.0, 0.8
+_LIMIT_S = 400.0
+_CORES = 2
 
 
 @dataclass
 class Setting:
-    """A plan, and what each round predicted and measured; seconds by the machine's pace, and as they were."""
+    """A plan, and what was predicted from each profile and measured in each slice; bytes are of each worker."""
 
     model: str
     plan: Plan
-    predicted: list[float] = field(default_factory=list)
-    measured: list[float] = field(default_factory=list)
     predicted_s: list[float] = field(default_factory=list)
     measured_s: list[float] = field(default_factory=list)
     predicted_bytes: list[tuple[float, ...]] = field(default_factory=list)
@@ -52,11 +50,6 @@ class Setting:
 
     @property
     def error(self) -> float:
-        return statistics.median(self.predicted) / statistics.median(self.measured) - 1
-
-    @property
-    def plain_error(self) -> float:
-        """Without the division by the pace."""
         return statistics.median(self.predicted_s) / statistics.median(self.measured_s) - 1
 
     @property
@@ -71,8 +64,7 @@ class Setting:
         return max((a / b - 1 for a, b in self.memory), key=abs)
 
     def to_json(self) -> dict[str, Any]:
-        errors = {"error": self.error, "plain_error": self.plain_error, "memory_error": self.memory_error}
-        return {**asdict(self), **errors}
+        return {**asdict(self), "error": self.error, "memory_error": self.memory_error}
 
 
 def main() -> None:
@@ -82,16 +74,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--slices", type=int, default=12, help="of each plan")
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
-    contests = [Contest(model, arguments.preset) for model in arguments.models]
-    for number in range(arguments.rounds):  # all models in turn, so that no hour is one model's
-        for contest in contests:
-            contest.round(number)
-    settings = [setting for contest in contests for setting in contest.settings]
+    settings = [
+        setting
+        for model in arguments.models
+        for setting in settings_of(model, arguments.preset, arguments.slices)
+    ]
     show(settings)
     date = time.strftime("%Y-%m-%d")
     record = {
@@ -108,71 +100,68 @@ def main() -> None:
     print(f"written to {path}", file=sys.stderr)
 
 
-class Contest:
-    """A model with its settings."""
+def settings_of(model: str, preset: str, slices: int) -> list[Setting]:
+    from avgpipe.profiling.workers import measure_workers
+    from avgpipe.runtime.split import layers_of
+    from avgpipe.tuning.shapes import profiled_sizes
+    from avgpipe.tuning.subject import loaded, profile_of, workload_of
+    from avgpipe.tuning.trial import Subject
 
-    def __init__(self, model: str, preset: str) -> None:
-        from avgpipe.profiling.workers import measure_workers
-        from avgpipe.runtime.split import layers_of
-        from avgpipe.tuning.subject import loaded, workload_of
-        from avgpipe.tuning.trial import Subject
-
-        self.subject: Subject = Subject(model, preset)
-        workload: Workload = workload_of(self.subject)
-        self.size = workload.batch_size
-        loads = f"{loaded.__module__}:loaded", {"subject": asdict(self.subject)}
-        self.around = measure_workers(layers_of(workload.layers), 1, True, loads)
-        self.settings: list[Setting] = []
-
-    def round(self, number: int) -> None:
-        from avgpipe.bench.schedules.cluster import run_workers
-        from avgpipe.tuning.cluster import Cluster
-        from avgpipe.tuning.forecast import forecast
-
-        profiles = [self._profile(workers) for workers in (1, 2)]
-        if not self.settings:
-            self.settings = [
-                Setting(self.subject.workload, plan) for plan in plans(profiles[1][0], self.size)
-            ]
-        for setting in self.settings:
-            profile, pace_s = profiles[setting.plan.workers > 1]
-            found = forecast(profile, setting.plan, self.size, Cluster.like(profile, setting.plan.workers))
-            arguments = {
-                "subject": asdict(self.subject),
-                "plan": setting.plan.to_json(),
-                "expected_s": found.batch_s,
-            }
-            ranks = run_workers("paced:trial", setting.plan.workers, arguments, timeout_s=_LIMIT_S)
-            first = ranks[0]
-            setting.predicted.append(found.batch_s / pace_s)
-            setting.predicted_s.append(found.batch_s)
-            setting.measured.append(
-                statistics.median(s / p for s, p in zip(first["rounds_s"], first["paces_s"]))
-            )
-            setting.measured_s.append(statistics.median(first["rounds_s"]))
-            setting.predicted_bytes.append(found.memory_bytes)
-            setting.measured_bytes.append(tuple(rank["memory_bytes"] for rank in ranks))
-            print(f"round {number}: {line(setting)}", file=sys.stderr, flush=True)
-
-    def _profile(self, at_once: int) -> tuple[Profile, float]:
-        """And the pace of the processes that made it."""
-        from avgpipe.bench.schedules.cluster import run_workers
-        from avgpipe.profiling.profile import Profile
-        from avgpipe.profiling.profiler import with_workers
-        from avgpipe.tuning.shapes import profiled_sizes
-
-        asked = {
-            "subject": asdict(self.subject),
-            "micro_batch_sizes": list(profiled_sizes(self.size)),
-            "budget_s": _BUDGET_S,
-        }
-        ranks = run_workers("paced:layers", at_once, asked, timeout_s=_LIMIT_S)
-        found = with_workers(Profile.from_json(ranks[0]["profile"]), self.around, None)
-        return found, statistics.fmean(rank["pace_s"] for rank in ranks)
+    subject = Subject(model, preset)
+    workload = workload_of(subject)
+    size = workload.batch_size
+    loads = f"{loaded.__module__}:loaded", {"subject": asdict(subject)}
+    around = measure_workers(layers_of(workload.layers), 1, True, loads)
+    first = profile_of(
+        *(subject, workload),
+        micro_batch_sizes=profiled_sizes(size),
+        link=None,
+        budget_s=_FIRST_BUDGET_S,
+        at_once=2,
+    )
+    settings = []
+    for plan, expected_s in plans(first, size):
+        setting = Setting(model, plan)
+        settings.append(setting)
+        measure(setting, expected_s, subject, size, around, slices)
+        print(line(setting), file=sys.stderr, flush=True)
+    return settings
 
 
-def plans(profile: Profile, size: int) -> list[Plan]:
-    """With the cuts that the search finds."""
+def measure(
+    setting: Setting, expected_s: float, subject: Subject, size: int, around: WorkerCosts, slices: int
+) -> None:
+    from turns import in_turn
+
+    from avgpipe.profiling.profile import Profile
+    from avgpipe.profiling.profiler import with_workers
+    from avgpipe.tuning.cluster import Cluster
+    from avgpipe.tuning.forecast import forecast
+
+    plan = setting.plan
+    asked = {"subject": asdict(subject), "repeats": slices}
+    if size % plan.micro_batches:
+        raise ValueError(f"{plan.micro_batches} micro-batches of {size} samples: none in whole samples")
+    of_layers = {**asked, "size": size // plan.micro_batches, "budget_s": _BUDGET_S}
+    of_trial = {**asked, "plan": plan.to_json(), "expected_s": expected_s}
+    profiles, ranks = in_turn(
+        [
+            ("measured:profiles", min(plan.workers, _CORES), of_layers),
+            ("measured:trial", plan.workers, of_trial),
+        ],
+        _LIMIT_S,
+    )
+    for text in profiles[0]:
+        profile = with_workers(Profile.from_json(text), around, None)
+        found = forecast(profile, plan, size, Cluster.like(profile, plan.workers))
+        setting.predicted_s.append(found.batch_s)
+        setting.predicted_bytes.append(found.memory_bytes)
+    setting.measured_s += ranks[0]["batch_s"]
+    setting.measured_bytes.append(tuple(rank["memory_bytes"] for rank in ranks))
+
+
+def plans(profile: Profile, size: int) -> list[tuple[Plan, float]]:
+    """With the cuts that the search finds, and about how many seconds a batch takes."""
     from avgpipe.partitioning.search import CutSearch
     from avgpipe.tuning.cluster import Cluster
     from avgpipe.tuning.forecast import OnCluster
@@ -182,7 +171,8 @@ def plans(profile: Profile, size: int) -> list[Plan]:
     for stages, pipelines, micro_batches in SETTINGS:
         plan = Shape(stages, 1, pipelines, micro_batches).plan()
         problem = OnCluster(profile, plan, size, Cluster.like(profile, stages))
-        found.append(problem.forecast(CutSearch(problem, None).best()[0]).plan)
+        best = problem.forecast(CutSearch(problem, None).best()[0])
+        found.append((best.plan, best.batch_s))
     return found
 
 
@@ -190,23 +180,21 @@ def line(setting: Setting) -> str:
     plan = setting.plan
     predicted, measured = statistics.median(setting.predicted_s), statistics.median(setting.measured_s)
     memory = ", ".join(f"{a / 2**20:.0f}/{b / 2**20:.0f}" for a, b in setting.memory)
-    return (
-        f"| {setting.model} | {plan.stages} | {plan.pipelines} | {plan.micro_batches} | {plan.partition or '-'} | "
-        f"{1e3 * predicted:.1f} | {1e3 * measured:.1f} | {100 * setting.plain_error:+.1f} % | "
-        f"{100 * setting.error:+.1f} % | {memory} | {100 * setting.memory_error:+.1f} % |"
-    )
+    cells = [setting.model, plan.stages, plan.pipelines, plan.micro_batches, plan.partition or "-"]
+    cells += [f"{1e3 * predicted:.1f}", f"{1e3 * measured:.1f}", f"{100 * setting.error:+.1f} %"]
+    cells += [memory, f"{100 * setting.memory_error:+.1f} %"]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def show(settings: list[Setting]) -> None:
     print(
-        "| model | K | N | M | cut | predicted ms | measured ms | error | error by pace | MiB, predicted/measured | "
-        "error |\n|---|---|---|---|---|---|---|---|---|---|---|"
+        "| model | K | N | M | cut | predicted ms | measured ms | error | MiB, predicted/measured | "
+        "error |\n|---|---|---|---|---|---|---|---|---|---|"
     )
     for setting in settings:
         print(line(setting))
     for what, errors in (
-        ("time by the machine's pace", [abs(s.error) for s in settings]),
-        ("time as it was", [abs(s.plain_error) for s in settings]),
+        ("time", [abs(s.error) for s in settings]),
         ("peak memory", [abs(s.memory_error) for s in settings]),
     ):
         worst, middle = 100 * max(errors), 100 * statistics.median(errors)

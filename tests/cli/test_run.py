@@ -60,12 +60,13 @@ def test_threads_are_shared_unless_the_user_says_otherwise(tmp_path):
     assert process.communicate(timeout=60)[0].split() == ["5", "5"]
 
 
-def test_the_launchers_threads_leave_no_trace(monkeypatch):
-    from avgpipe.cli.launch import _threads, cores
-
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+def test_the_launchers_environment_leaves_no_trace(monkeypatch):
     import os
 
-    with _threads(2):
+    from avgpipe.cli.launch import _environment, cores
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    with _environment(2):
         assert os.environ["OMP_NUM_THREADS"] == str(max(1, cores() // 2))
-    assert "OMP_NUM_THREADS" not in os.environ
+    assert dict(os.environ) == before

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from avgpipe.runtime.allocator import keep_freed_memory
+from avgpipe.runtime.allocator import keep_freed_memory, launch_environment
 
 NAMES = ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"]
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
@@ -107,3 +107,50 @@ def test_what_is_refused_is_said(taken: tuple[int, int], kept: bool, monkeypatch
     monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.36")
     monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(mallopt=lambda *_: next(answers)))
     assert keep_freed_memory.__wrapped__() is kept
+
+
+@needs_glibc
+def test_freed_memory_can_be_returned() -> None:
+    """In a process of its own, which keeps 200 MiB until then."""
+    code = """
+import torch
+from avgpipe.profiling.workers import _resident_bytes
+from avgpipe.runtime.allocator import keep_freed_memory, return_freed_memory
+
+assert keep_freed_memory()
+before = _resident_bytes()
+blocks = [torch.ones(2**18) for _ in range(200)]
+last = torch.ones(2**18)  # above them: the heap cannot shrink
+del blocks
+kept = _resident_bytes()
+return_freed_memory()
+print((kept - before) >> 20, (_resident_bytes() - before) >> 20)
+"""
+    others = {name: value for name, value in os.environ.items() if name not in NAMES}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=others, capture_output=True, text=True, check=True, timeout=120
+    )
+    kept, left = map(int, done.stdout.split())
+    assert kept >= 190
+    assert left <= 20
+
+
+def test_launched_processes_do_without_the_cache_per_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_choice(monkeypatch)
+    found = launch_environment()
+    assert found == {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    monkeypatch.setenv("GLIBC_TUNABLES", found["GLIBC_TUNABLES"])
+    assert launch_environment() == found  # theirs do so too
+
+
+@needs_glibc
+def test_launched_processes_keep_freed_memory_all_the_same() -> None:
+    kept, _ = faults(True, GLIBC_TUNABLES="glibc.malloc.tcache_count=0")
+    assert kept == "True"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_user_chose_is_what_is_launched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_choice(monkeypatch)
+    monkeypatch.setenv(name, "131072")
+    assert launch_environment() == {}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from avgpipe.cli.errors import WRONG_ARGUMENTS
+from avgpipe.runtime.allocator import launch_environment
 
 PEER_LOST = 3  # exit code of a worker that failed only because another one did
 _MONITOR_S = 0.1  # how often the launcher looks after its workers
@@ -57,7 +58,7 @@ def launch(workers: int, command: Sequence[str]) -> Ended:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _quiet()
-    with tempfile.TemporaryDirectory(prefix="avgpipe-") as logs, _threads(workers), _handlers():
+    with tempfile.TemporaryDirectory(prefix="avgpipe-") as logs, _environment(workers), _handlers():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -111,17 +112,16 @@ def _signal_name(number: int) -> str:
 
 
 @contextmanager
-def _threads(workers: int) -> Iterator[None]:
-    """Share the cores among the workers, unless the user decided otherwise."""
-    name = "OMP_NUM_THREADS"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = str(max(1, cores() // workers))
+def _environment(workers: int) -> Iterator[None]:
+    """Share the cores among the workers, and memory as they need it, unless the user decided otherwise."""
+    ours = {"OMP_NUM_THREADS": str(max(1, cores() // workers)), **launch_environment()}
+    added = {name: value for name, value in ours.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in added:
+            del os.environ[name]
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""Times of what a device does, and medians of what is measured in turn within a time."""
+"""Times of what a device does, and what is measured in turn within a time."""
 
 from __future__ import annotations
 
 import gc
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +47,16 @@ def repeat(one_round: Callable[[int], None], budget_s: float) -> int:
         one_round(done)
         gc.collect(0)  # what the round has left, while nothing is timed
     return most
+
+
+def typical(samples: Sequence[float]) -> float:
+    """The mean, without a tenth of the samples at either end.
+
+    Batches are sums of many times, and sums of medians are below them where long times are longer than short ones are
+    short.
+    """
+    left_out = len(samples) // 10
+    return statistics.fmean(sorted(samples)[left_out : len(samples) - left_out])
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from avgpipe.bench.machine import cpu_model
-from avgpipe.profiling.clock import repeat, undisturbed
+from avgpipe.profiling.clock import repeat, typical, undisturbed
 from avgpipe.profiling.examples import Example, examples
 from avgpipe.profiling.held import Sizes, measure_sizes
 from avgpipe.profiling.lanes import lane_gain
@@ -56,9 +56,10 @@ def profile(
     """Measure a model that a ``Pipeline`` takes, layer by layer; it stays as it is, and so do random generators.
 
     Every layer runs as a stage would run it, on inputs that are cut from the layers before, micro-batches of all sizes
-    in turn; a time is the median of 3 to 25 sweeps over all layers. The optimizer's steps, and those with elastic
-    averaging (rule avgpipe, staleness 1, two pipelines), are measured with cold caches, as at the end of a batch. What
-    the runtime adds, a worker's memory and the link are measured in one or two short processes.
+    in turn; a time is the mean of 3 to 25 sweeps over all layers, without the tenths that are shortest and longest. The
+    optimizer's steps, and those with elastic averaging (rule avgpipe, staleness 1, two pipelines), are measured with
+    cold caches, as at the end of a batch. What the runtime adds, a worker's memory and the link are measured in one or
+    two short processes.
 
     example_inputs, target: a batch, tensors with the samples as dimension 0; micro-batches are cut from it, or repeat
         it where it is too small.
@@ -169,8 +170,8 @@ class _Samples:
 
     def backwards(self) -> tuple[float, float]:
         """The whole, and of it the input's part: in proportion to what the two parts take one after the other."""
-        whole_s = statistics.median(self.backward_s)
-        input_s, rest_s = statistics.median(self.input_s), statistics.median(self.rest_s)
+        whole_s = typical(self.backward_s)
+        input_s, rest_s = typical(self.input_s), typical(self.rest_s)
         return whole_s, min(whole_s, whole_s * input_s / max(input_s + rest_s, 1e-12))
 
 
@@ -258,7 +259,7 @@ class _Measured:
         backwards = [s.backwards() for s in self._samples[n]]
         return LayerProfile(
             name=self.names[n],
-            forward_s=tuple(statistics.median(s.forward_s) for s in self._samples[n]),
+            forward_s=tuple(typical(s.forward_s) for s in self._samples[n]),
             backward_s=tuple(whole for whole, _ in backwards),
             input_backward_s=tuple(part for _, part in backwards),
             held_bytes=tuple(sizes.held[n] for sizes in self._sizes),

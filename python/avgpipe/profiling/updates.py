@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from avgpipe.averaging import Reference
-from avgpipe.profiling.clock import Clock, repeat
+from avgpipe.profiling.clock import Clock, repeat, typical
 from avgpipe.runtime.replica import OptimizerFn, Replica
 from avgpipe.runtime.stage import Stage
 from avgpipe.weights import Arena
@@ -87,7 +86,7 @@ class Updates:
         ]
 
     def _step_s(self, replicas: list[Replica], grads: list[torch.Tensor], budget_s: float) -> float:
-        """Median seconds of a step, with what it does for the others."""
+        """Seconds of a step, with what it does for the others."""
 
         def prepare() -> None:
             for replica in replicas:
@@ -123,7 +122,7 @@ class Updates:
         once(0)  # makes the state
         samples.clear()
         repeat(once, budget_s)
-        return statistics.median(samples)
+        return typical(samples)
 
 
 def _add(sums: list[torch.Tensor], grads: list[torch.Tensor]) -> None:

@@ -21,6 +21,7 @@ from avgpipe.bench.transfers import ways
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.profiling.profile import LinkProfile
+from avgpipe.runtime.allocator import return_freed_memory
 from avgpipe_ext import ring
 
 _TIMEOUT_S = 120.0
@@ -83,6 +84,7 @@ def worker(
     if not with_link:  # one process, which is no worker of a run
         os.environ.pop("RANK")
     runtime_seconds(0)  # what a pipeline loads is there
+    return_freed_memory()  # what loading took for a moment, a pipeline would use again
     resident = _resident_bytes()
     action_s, batch_s = runtime_seconds(_CACHES_BYTES)
     os.environ["RANK"] = str(rank)

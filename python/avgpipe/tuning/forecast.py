@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -123,7 +124,10 @@ class OnCluster(Training):
             forward_s=_on(self._speeds, found.forward_s),
             backward_s=_on(self._speeds, found.backward_s),
             input_backward_s=_on(self._speeds, found.input_backward_s),
-            update_s=[update_s / speed for update_s, speed in zip(_each(found.update_s), self._speeds)],
+            update_s=[
+                update_s / speed + tied_s
+                for update_s, speed, tied_s in zip(_each(found.update_s), self._speeds, self._tied_s(cut))
+            ],
             transfer_s=[size / link.bytes_per_s for size, link in zip(sent, self._links)],
             latency_s=[link.latency_s for link in self._links],
             allreduce_s=[self._sum_s(k, *block) for k, block in enumerate(pairwise([0, *cut, self.layers]))],
@@ -177,12 +181,33 @@ class OnCluster(Training):
         at_end = min(1.0, _BUCKET_BYTES / max(size, 1.0))
         return max(whole_s - self._chain.backward_s(first, last) / self._speeds[k], at_end * whole_s)
 
+    def _tied_s(self, cut: Cut) -> list[float]:
+        """What each stage does for the gradients of parameters that it shares with others: known of workers at hand.
+
+        They wait for each other little: the first stage, whose backward is the last, has the others' part by then.
+        """
+        seconds = [0.0] * self.plan.stages
+        measured = self._chain.profile.reduction
+        if measured is None or not self._cluster.is_here:
+            return seconds
+        for tie in self._chain.profile.ties:
+            stages = {bisect_right(cut, layer) for layer in tie.layers}
+            if len({self._workers[k] for k in stages}) > 1:
+                for k in stages:
+                    seconds[k] += _pair_s(measured, tie.parameter_bytes)
+        return seconds
+
     def _ring(self, workers: range) -> LinkProfile:
         """Of a sum: as it was measured between the workers at hand, else by their links."""
         measured = self._chain.profile.reduction
         if measured is not None and self._cluster.is_here:
             return measured
         return self._cluster.link(workers, [*workers[1:], workers[0]])
+
+
+def _pair_s(sums: LinkProfile, size: float) -> float:
+    """Of a sum over two workers."""
+    return ring_s(size, 2, sums.bytes_per_s) + 2 * sums.latency_s
 
 
 def _each(seconds: Any) -> tuple[float, ...]:

@@ -23,6 +23,7 @@ from avgpipe.workloads import build_workload
 from avgpipe.workloads.workload import Workload
 
 _BATCHES = 16  # among which a typical one is looked for
+_ONCE_S = 1e-3  # a budget for as little measuring as there can be
 _STARTING_S = 240.0  # for processes to begin and to read their data
 
 
@@ -49,9 +50,13 @@ def autocast_of(subject: Subject, workload: Workload) -> torch.dtype | None:
 
 
 def loaded(subject: dict[str, Any]) -> Any:
-    """What a worker has in memory besides its share of the model: the whole model, and the data."""
-    workload = workload_of(Subject(**subject))
-    return workload, typical_batch(workload)
+    """What a worker has in memory besides its share of the model: the whole model, the data, and the code that runs."""
+    asked = Subject(**subject)
+    workload = workload_of(asked)
+    batch = typical_batch(workload)
+    if asked.device == "cpu":
+        layers_of_workload(asked, workload, batch, [1], _ONCE_S)
+    return workload, batch
 
 
 def profile_of(
@@ -87,7 +92,17 @@ def layers(subject: dict[str, Any], micro_batch_sizes: Sequence[int], budget_s: 
     """The profile of the layers as this process finds it, as JSON."""
     asked = Subject(**subject)
     workload = workload_of(asked)
-    inputs, target = typical_batch(workload)
+    return layers_of_workload(asked, workload, typical_batch(workload), micro_batch_sizes, budget_s).to_json()
+
+
+def layers_of_workload(
+    asked: Subject,
+    workload: Workload,
+    batch: tuple[Any, Any],
+    micro_batch_sizes: Sequence[int],
+    budget_s: float,
+) -> Profile:
+    inputs, target = batch
     return layer_profile(
         workload.layers,
         inputs,
@@ -101,7 +116,7 @@ def layers(subject: dict[str, Any], micro_batch_sizes: Sequence[int], budget_s: 
         threads=asked.threads,
         budget_s=budget_s,
         name=f"{workload.name} {workload.preset}",
-    ).to_json()
+    )
 
 
 def pipeline_of(subject: Subject, plan: Plan) -> tuple[Pipeline, tuple[Any, Any]]:

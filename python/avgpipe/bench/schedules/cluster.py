@@ -16,6 +16,7 @@ from typing import Any
 
 from avgpipe.bench.schedules.namespaces import Network
 from avgpipe.errors import PipelineError
+from avgpipe.runtime.allocator import launch_environment
 
 PROGRESS = "AVGPIPE_BENCH_PROGRESS"  # names the file in which rank 0 says what it does
 PEER_LOST = 3  # exit code of a worker that failed only because another one did
@@ -112,6 +113,7 @@ def _environment(rank: int, workers: int, threads: int, meeting: dict[str, str])
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {
         **os.environ,
+        **launch_environment(),
         **meeting,
         "PYTHONPATH": path,
         "RANK": str(rank),
