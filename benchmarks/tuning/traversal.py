@@ -5,8 +5,7 @@
 ``avgpipe tune`` with two workers; then every setting of a stage on each worker is measured as the tuner measures
 (``--traversal``): numbers of pipelines and micro-batches, cuts nearest to balance, no advance, the default and the
 most. Of so many noisy measurements the least is lower than it should be. So in the end the tuned plan, the runner-up,
-the five best settings, max-num and max-size run in turn, round after round, each divided by the machine's pace at the
-time.
+the five best settings, max-num and max-size train in turn, a slice of a second each, over and over.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
 WORKERS, FINALISTS = 2, 5
-_LIMIT_S = 300.0
+_LIMIT_S = 900.0
 
 
 def main() -> None:
@@ -36,7 +35,7 @@ def main() -> None:
     )
     parser.add_argument("--workload", default="awd-lstm")
     parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slices", type=int, default=15, help="of each plan in the end")
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
     words = ["tune", arguments.workload, "--preset", arguments.preset, "--workers", str(WORKERS)]
@@ -46,7 +45,7 @@ def main() -> None:
         ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found = json.loads(ran.stdout)
     rows = finalists(found)
-    samples = contest(arguments.workload, arguments.preset, rows, arguments.rounds)
+    samples = contest(arguments.workload, arguments.preset, rows, arguments.slices)
     report(found, rows, samples)
     date = time.strftime("%Y-%m-%d")
     record = {
@@ -57,7 +56,7 @@ def main() -> None:
         "machine": machine(1, "cpu"),
         "versions": versions(),
         "tuning": found,
-        "finals": [{"row": name, "plan": plan, "by_pace": s} for (name, plan), s in zip(rows, samples)],
+        "finals": [{"row": name, "plan": row["plan"], "batch_s": s} for (name, row), s in zip(rows, samples)],
     }
     path = Path(arguments.out or RESULTS / f"tuning-traversal-{arguments.workload}-{date}.json")
     path.write_text(json.dumps(record, indent=1) + "\n")
@@ -65,47 +64,42 @@ def main() -> None:
 
 
 def finalists(found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Name and plan of those that run in the end."""
+    """Name and row of those that run in the end."""
     settings = [row for row in found["baselines"] if row["what"] == "traversal" and row["measured_batch_s"]]
     best = sorted(settings, key=lambda row: row["measured_batch_s"])[:FINALISTS]
     chosen = [("tuned", found["rows"][0]), ("runner-up", found["rows"][1])]
     chosen += [(f"setting {n + 1}", row) for n, row in enumerate(best)]
     chosen += [(row["what"], row) for row in found["baselines"] if row["what"] != "traversal"]
-    return [(name, row["plan"]) for name, row in chosen]
+    return [(name, row) for name, row in chosen if row["measured_batch_s"]]
 
 
 def contest(
-    workload: str, preset: str, rows: list[tuple[str, dict[str, Any]]], rounds: int
+    workload: str, preset: str, rows: list[tuple[str, dict[str, Any]]], slices: int
 ) -> list[list[float]]:
-    """Of each row, batches in units of the machine's pace, a sample a round."""
-    from avgpipe.bench.schedules.cluster import run_workers
+    """Of each row, seconds per batch, a sample a slice."""
+    from turns import in_turn
+
     from avgpipe.plan import Plan
     from avgpipe.tuning.trial import Subject
 
-    samples: list[list[float]] = [[] for _ in rows]
-    for number in range(rounds):
-        for (name, plan), own in zip(rows, samples):
-            made = Plan(**plan)
-            asked = {
-                "subject": asdict(Subject(workload, preset)),
-                "plan": made.to_json(),
-                "expected_s": 0.06,
-            }
-            first = run_workers("paced:trial", made.workers, asked, timeout_s=_LIMIT_S)[0]
-            own.append(statistics.median(s / p for s, p in zip(first["rounds_s"], first["paces_s"])))
-            print(f"round {number}: {name} {own[-1]:.3f}", file=sys.stderr, flush=True)
-    return samples
+    asked = {"subject": asdict(Subject(workload, preset)), "repeats": slices}
+    groups = []
+    for _, row in rows:
+        plan = Plan(**row["plan"])
+        own = {**asked, "plan": plan.to_json(), "expected_s": row["measured_batch_s"]}
+        groups.append(("measured:trial", plan.workers, own))
+    return [ranks[0]["batch_s"] for ranks in in_turn(groups, _LIMIT_S)]
 
 
 def report(found: dict[str, Any], rows: list[tuple[str, dict[str, Any]]], samples: list[list[float]]) -> None:
     medians = {name: statistics.median(own) for (name, _), own in zip(rows, samples)}
     best = min(value for name, value in medians.items() if name.startswith("setting"))
-    print("| row | K | N | M | cut | advance | over the best setting |\n|---|---|---|---|---|---|---|")
-    for name, plan in rows:
-        print(
-            f"| {name} | {plan['stages']} | {plan['pipelines']} | {plan['micro_batches']} | {plan['partition']} | "
-            f"{plan['advance']} | {medians[name] / best:.3f} |"
-        )
+    print("| row | K | N | M | cut | advance | ms | over the best setting |\n|---|---|---|---|---|---|---|---|")
+    for name, row in rows:
+        plan = row["plan"]
+        cells = [name, *(plan[key] for key in ("stages", "pipelines", "micro_batches", "partition", "advance"))]
+        cells += [f"{1e3 * medians[name]:.1f}", f"{medians[name] / best:.3f}"]
+        print(f"| {' | '.join(map(str, cells))} |")
     seconds = found["seconds"]
     ours = seconds["profile_s"] + seconds["search_s"] + seconds["trials_s"]
     count = sum(row["what"] == "traversal" for row in found["baselines"])

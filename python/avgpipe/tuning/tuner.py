@@ -39,8 +39,7 @@ def study(
 
     measure: times a plan for real, None for one that it cannot; None in its place: predictions alone. trials: how many
     plans are timed. baselines: whether max-num and max-size are, too. traversal: whether every setting is, which then
-    are among the baselines. say: is told what goes on. profile_s: what the
-    profile took, where it was made for this.
+    are among the baselines. say: is told what goes on. profile_s: what the profile took, where it was made for this.
 
     Raises ValueError where nothing fits into the memory.
     """
