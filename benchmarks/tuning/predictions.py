@@ -4,7 +4,8 @@
 
 Two cores, so plans of up to two workers, and of three where no more than two can be busy at once. Each plan is trained
 in processes of its own, in slices of a second, and between them the layers are profiled (by two processes at once, for
-K = 1 by one): the machine is quicker in one second than in another. Predictions and measurements are medians of these.
+K = 1 by one): the machine is quicker in one second than in another. Predictions and measurements are medians of these,
+and the error "in pairs" is the median of the ratios of neighbours.
 The cuts are those that the search finds from a profile made before; around the layers counts what was measured once.
 """
 
@@ -53,6 +54,11 @@ class Setting:
         return statistics.median(self.predicted_s) / statistics.median(self.measured_s) - 1
 
     @property
+    def paired_error(self) -> float:
+        """Of each slice and the profile made just before it: what the machine's pace does to both is not in it."""
+        return statistics.median(p / m for p, m in zip(self.predicted_s, self.measured_s)) - 1
+
+    @property
     def memory(self) -> list[tuple[float, float]]:
         """Of each worker, predicted and measured."""
         columns = zip(zip(*self.predicted_bytes), zip(*self.measured_bytes))
@@ -64,7 +70,8 @@ class Setting:
         return max((a / b - 1 for a, b in self.memory), key=abs)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "error": self.error, "memory_error": self.memory_error}
+        errors = {"error": self.error, "paired_error": self.paired_error, "memory_error": self.memory_error}
+        return {**asdict(self), **errors}
 
 
 def main() -> None:
@@ -182,19 +189,21 @@ def line(setting: Setting) -> str:
     memory = ", ".join(f"{a / 2**20:.0f}/{b / 2**20:.0f}" for a, b in setting.memory)
     cells = [setting.model, plan.stages, plan.pipelines, plan.micro_batches, plan.partition or "-"]
     cells += [f"{1e3 * predicted:.1f}", f"{1e3 * measured:.1f}", f"{100 * setting.error:+.1f} %"]
+    cells += [f"{100 * setting.paired_error:+.1f} %"]
     cells += [memory, f"{100 * setting.memory_error:+.1f} %"]
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def show(settings: list[Setting]) -> None:
     print(
-        "| model | K | N | M | cut | predicted ms | measured ms | error | MiB, predicted/measured | "
-        "error |\n|---|---|---|---|---|---|---|---|---|---|"
+        "| model | K | N | M | cut | predicted ms | measured ms | error | in pairs | MiB, predicted/measured | "
+        "error |\n|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for setting in settings:
         print(line(setting))
     for what, errors in (
         ("time", [abs(s.error) for s in settings]),
+        ("time in pairs", [abs(s.paired_error) for s in settings]),
         ("peak memory", [abs(s.memory_error) for s in settings]),
     ):
         worst, middle = 100 * max(errors), 100 * statistics.median(errors)
