@@ -94,10 +94,15 @@ def contest(
 def report(found: dict[str, Any], rows: list[tuple[str, dict[str, Any]]], samples: list[list[float]]) -> None:
     medians = {name: statistics.median(own) for (name, _), own in zip(rows, samples)}
     best = min(value for name, value in medians.items() if name.startswith("setting"))
-    print("| row | K | N | M | cut | advance | ms | over the best setting |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "| row | K | N | M | cut | advance | ms | over the best setting |\n|---|---|---|---|---|---|---|---|"
+    )
     for name, row in rows:
         plan = row["plan"]
-        cells = [name, *(plan[key] for key in ("stages", "pipelines", "micro_batches", "partition", "advance"))]
+        cells = [
+            name,
+            *(plan[key] for key in ("stages", "pipelines", "micro_batches", "partition", "advance")),
+        ]
         cells += [f"{1e3 * medians[name]:.1f}", f"{medians[name] / best:.3f}"]
         print(f"| {' | '.join(map(str, cells))} |")
     seconds = found["seconds"]

@@ -161,6 +161,22 @@ def test_a_sum_takes_what_was_measured_between_the_workers_at_hand() -> None:
     assert forecast(p, plan, 2, replace(here, is_here=False)).batch_s == pytest.approx(3.0)
 
 
+def test_weights_that_stages_share_are_summed_where_that_was_measured() -> None:
+    rows = [layer() for _ in range(4)]
+    sums = LinkProfile(0.5, 10.0)
+    tied = chains.profile(*rows, ties=(Tie((0, 3), 100.0),), reduction=sums)
+    plain = chains.profile(*rows, reduction=sums)
+    here = Cluster.like(plain, 2)
+    apart, together = even(2, 4, micro_batches=2), Plan(micro_batches=2)
+
+    def added_s(plan: Plan, cluster: Cluster) -> float:
+        return forecast(tied, plan, 2, cluster).batch_s - forecast(plain, plan, 2, cluster).batch_s
+
+    assert added_s(apart, here) == pytest.approx(2 * (50.0 / 10.0 + 0.5))
+    assert added_s(apart, replace(here, is_here=False)) == 0
+    assert added_s(together, Cluster.like(plain, 1)) == 0
+
+
 def machines() -> Cluster:
     """Two of two devices."""
     return Cluster((Device(),) * 4, (Level(2, 100.0, 1.0), Level(2, 10.0, 5.0)))
