@@ -51,8 +51,8 @@ def does_not_fit(limit: float, least: float, advice: str) -> ValueError:
     """``least``: the smallest limit with which a plan can be made."""
     least, limit = math.ceil(least), math.floor(limit)  # what is allowed then is enough
     return ValueError(
-        f"memory_limit_bytes={limit:.0f}: nothing fits; the plan that needs least needs {least:.0f} on one worker, "
-        f"{least - limit:.0f} more ({spell(least)} instead of {spell(limit)}): allow that, or {advice}"
+        f"memory_limit_bytes={limit:.0f}: nothing fits; the plan that needs least needs {least:.0f} bytes on one "
+        f"worker, {least - limit:.0f} more ({spell(least)} instead of {spell(limit)}): allow that, or {advice}"
     )
 
 

@@ -9,7 +9,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -284,10 +284,13 @@ def _made(where: str, kind: Any, values: Any) -> Any:
     for name in values:
         if name not in known:
             raise ValueError(f"{where}: unknown entry {name!r}: {nearest(name, known)}")
+    for field in fields(kind):
+        if field.default is MISSING and field.name not in values:
+            raise ValueError(f"{where}: {field.name} is missing")
     try:
         return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
     except TypeError as error:
-        raise ValueError(f"{where}: {str(error).split('() ')[-1]}") from error
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _check_number(where: str, value: Any) -> float:
