@@ -142,7 +142,7 @@ def test_on_two_levels_the_plan_keeps_the_limit_and_an_infeasible_limit_says_wha
             found = partition(p, method="pipedream", levels=levels, memory_limit_bytes=limit)
         except ValueError as error:
             refused += 1
-            enough = float(re.search(r"needs (\d+) on", str(error))[1])
+            enough = float(re.search(r"needs (\d+) bytes on", str(error))[1])
             assert enough > limit
             found = partition(p, method="pipedream", levels=levels, memory_limit_bytes=enough)
             limit = enough
