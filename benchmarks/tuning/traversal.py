@@ -35,11 +35,13 @@ def main() -> None:
     )
     parser.add_argument("--workload", default="awd-lstm")
     parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--micro-batches", default="1,2,4,8,16", help="numbers that both look at")
     parser.add_argument("--slices", type=int, default=15, help="of each plan in the end")
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
     words = ["tune", arguments.workload, "--preset", arguments.preset, "--workers", str(WORKERS)]
     with tempfile.TemporaryDirectory() as folder:
+        words += ["--micro-batches", arguments.micro_batches]
         words += ["--baselines", "--traversal", "--json", "--out", f"{folder}/plan.json"]
         command = [sys.executable, "-m", "avgpipe.cli.main", *words]
         ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
