@@ -18,6 +18,7 @@ from avgpipe.workloads.awd_lstm import (
     awd_lstm_layers,
     locked_dropout,
 )
+from tests.workloads.lowprec import needs_bfloat16_lstm
 
 NO_DROPOUT = {f"{name}_dropout": 0.0 for name in ("embedding", "input", "hidden", "output", "weight")}
 SMALL = {"vocabulary": 11, "embedding": 4, "hidden": 6, "lstm_layers": 2}
@@ -282,6 +283,7 @@ def test_only_training_with_regularisation_gives_penalties():
     assert model(alpha=0.0, beta=0.0)(x).shape == (2, 3, 11)
 
 
+@needs_bfloat16_lstm
 def test_autocast_runs_in_bfloat16_without_warnings():
     m, loss_fn = model(torch.float32), AWDLSTMLoss()
     x = tokens(2, 6)

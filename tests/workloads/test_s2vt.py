@@ -8,6 +8,7 @@ from avgpipe.runtime.model import Model
 from avgpipe.workloads.captioning import caption_loss, caption_words
 from avgpipe.workloads.s2vt import S2VTConfig, s2vt_costs, s2vt_layers
 from tests.workloads.equality import assert_equal_to_one_device
+from tests.workloads.lowprec import needs_bfloat16_lstm
 
 SMALL = S2VTConfig(vocabulary=13, features=6, embedding=5, hidden=7)
 DEEP = S2VTConfig(vocabulary=13, features=6, embedding=5, hidden=7, video_lstms=2, language_lstms=2)
@@ -138,6 +139,7 @@ def test_dropout_is_for_training_alone():
     assert torch.equal(layers.eval()(inputs), model(SMALL)(inputs))
 
 
+@needs_bfloat16_lstm
 def test_mixed_precision_stays_close():
     layers = model(SMALL).float()
     inputs, said = batch()
