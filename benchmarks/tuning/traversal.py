@@ -5,7 +5,9 @@
 ``avgpipe tune`` with two workers; then every setting of a stage on each worker is measured as the tuner measures
 (``--traversal``): numbers of pipelines and micro-batches, cuts nearest to balance, no advance, the default and the
 most. Of so many noisy measurements the least is lower than it should be. So in the end the tuned plan, the runner-up,
-the five best settings, max-num and max-size train in turn, a slice of a second each, over and over.
+the five best settings, max-num and max-size train in turn, a slice of a second each, over and over. Rows with the same
+schedule train once. "In turns": of each slice the ratio to the median of its turn, and of these ratios the median; the
+machine's pace, which changes between turns, is not in it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from avgpipe.plan import Plan
+
 RESULTS = Path(__file__).parents[1] / "results"
 WORKERS, FINALISTS = 2, 5
 _LIMIT_S = 900.0
@@ -37,17 +41,13 @@ def main() -> None:
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--micro-batches", default="1,2,4,8,16", help="numbers that both look at")
     parser.add_argument("--slices", type=int, default=15, help="of each plan in the end")
+    parser.add_argument("--finals", metavar="RECORD", help="the end alone, of tuning that was recorded")
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
-    words = ["tune", arguments.workload, "--preset", arguments.preset, "--workers", str(WORKERS)]
-    with tempfile.TemporaryDirectory() as folder:
-        words += ["--micro-batches", arguments.micro_batches]
-        words += ["--baselines", "--traversal", "--json", "--out", f"{folder}/plan.json"]
-        command = [sys.executable, "-m", "avgpipe.cli.main", *words]
-        ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found = json.loads(ran.stdout)
+    recorded = Path(arguments.finals) if arguments.finals else None
+    found = json.loads(recorded.read_text())["tuning"] if recorded else tuned(arguments)
     rows = finalists(found)
-    samples = contest(arguments.workload, arguments.preset, rows, arguments.slices)
+    samples = contest(arguments.workload, arguments.preset, [row for _, row in rows], arguments.slices)
     report(found, rows, samples)
     date = time.strftime("%Y-%m-%d")
     record = {
@@ -57,55 +57,82 @@ def main() -> None:
         + shlex.join(["python", "benchmarks/tuning/traversal.py", *sys.argv[1:]]),
         "machine": machine(1, "cpu"),
         "versions": versions(),
-        "tuning": found,
+        "tuning": recorded.name if recorded else found,
         "finals": [{"row": name, "plan": row["plan"], "batch_s": s} for (name, row), s in zip(rows, samples)],
     }
-    path = Path(arguments.out or RESULTS / f"tuning-traversal-{arguments.workload}-{date}.json")
+    what = "finals" if recorded else "traversal"
+    path = Path(arguments.out or RESULTS / f"tuning-{what}-{arguments.workload}-{date}.json")
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"written to {path}", file=sys.stderr)
 
 
+def tuned(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What ``avgpipe tune --traversal`` finds."""
+    words = ["tune", arguments.workload, "--preset", arguments.preset, "--workers", str(WORKERS)]
+    with tempfile.TemporaryDirectory() as folder:
+        words += ["--micro-batches", arguments.micro_batches]
+        words += ["--baselines", "--traversal", "--json", "--out", f"{folder}/plan.json"]
+        command = [sys.executable, "-m", "avgpipe.cli.main", *words]
+        ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
 def finalists(found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Name and row of those that run in the end."""
+    """Names and rows of those that run in the end."""
     settings = [row for row in found["baselines"] if row["what"] == "traversal" and row["measured_batch_s"]]
     best = sorted(settings, key=lambda row: row["measured_batch_s"])[:FINALISTS]
     chosen = [("tuned", found["rows"][0]), ("runner-up", found["rows"][1])]
     chosen += [(f"setting {n + 1}", row) for n, row in enumerate(best)]
     chosen += [(row["what"], row) for row in found["baselines"] if row["what"] != "traversal"]
-    return [(name, row) for name, row in chosen if row["measured_batch_s"]]
+    names: dict[Any, list[str]] = {}
+    rows: dict[Any, dict[str, Any]] = {}
+    for name, row in chosen:
+        if row["measured_batch_s"]:
+            plan = Plan(**row["plan"])
+            same = (plan.pipelines, str(plan.partition), plan.replication, plan.build_schedule().columns)
+            names.setdefault(repr(same), []).append(name)
+            rows.setdefault(repr(same), row)
+    return [(", ".join(names[key]), rows[key]) for key in rows]
 
 
-def contest(
-    workload: str, preset: str, rows: list[tuple[str, dict[str, Any]]], slices: int
-) -> list[list[float]]:
+def contest(workload: str, preset: str, rows: list[dict[str, Any]], slices: int) -> list[list[float]]:
     """Of each row, seconds per batch, a sample a slice."""
     from turns import in_turn
 
-    from avgpipe.plan import Plan
     from avgpipe.tuning.trial import Subject
 
     asked = {"subject": asdict(Subject(workload, preset)), "repeats": slices}
     groups = []
-    for _, row in rows:
+    for row in rows:
         plan = Plan(**row["plan"])
         own = {**asked, "plan": plan.to_json(), "expected_s": row["measured_batch_s"]}
         groups.append(("measured:trial", plan.workers, own))
     return [ranks[0]["batch_s"] for ranks in in_turn(groups, _LIMIT_S)]
 
 
+def in_turns(samples: list[list[float]]) -> list[float]:
+    """Of each row, the median of its ratios to what the row in the middle took in the same turn."""
+    turns = [statistics.median(turn) for turn in zip(*samples)]
+    return [statistics.median(own / turn for own, turn in zip(row, turns)) for row in samples]
+
+
 def report(found: dict[str, Any], rows: list[tuple[str, dict[str, Any]]], samples: list[list[float]]) -> None:
-    medians = {name: statistics.median(own) for (name, _), own in zip(rows, samples)}
-    best = min(value for name, value in medians.items() if name.startswith("setting"))
-    print(
-        "| row | K | N | M | cut | advance | ms | over the best setting |\n|---|---|---|---|---|---|---|---|"
-    )
-    for name, row in rows:
+    medians, ratios = [statistics.median(own) for own in samples], in_turns(samples)
+    settings = [n for n, (name, _) in enumerate(rows) if "setting" in name]
+    print("| row | K | N | M | cut | advance | ms | over the best setting | in turns |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for (name, row), median, ratio in zip(rows, medians, ratios):
         plan = row["plan"]
         cells = [
             name,
             *(plan[key] for key in ("stages", "pipelines", "micro_batches", "partition", "advance")),
+            f"{1e3 * median:.1f}",
+            *(
+                f"{own / min(every[n] for n in settings):.3f}"
+                for own, every in ((median, medians), (ratio, ratios))
+            ),
         ]
-        cells += [f"{1e3 * medians[name]:.1f}", f"{medians[name] / best:.3f}"]
         print(f"| {' | '.join(map(str, cells))} |")
     seconds = found["seconds"]
     ours = seconds["profile_s"] + seconds["search_s"] + seconds["trials_s"]

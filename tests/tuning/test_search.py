@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,86 +16,29 @@ from avgpipe.profiling.profile import Profile
 from avgpipe.simulation import steady_batch_s
 from avgpipe.tuning.cluster import Cluster, Device
 from avgpipe.tuning.forecast import Forecast, OnCluster, forecast
-from avgpipe.tuning.search import _WINDOW, _Search, fits, search, shape_of
+from avgpipe.tuning.search import _WINDOW, _Search, fits, search
 from avgpipe.tuning.shapes import Shape, Space
 from tests.partitioning import chains
+from tests.tuning.plans import (
+    BATCH,
+    RECOMPUTE,
+    Way,
+    best_of,
+    cluster_of,
+    cuts_of,
+    every,
+    quickest,
+    shape_of,
+    space,
+    with_accumulation,
+    with_whole_bytes,
+)
 
-BATCH = 4
 EXACT = 1 + 1e-9
 PICOSECONDS = 1e-9  # simulations count whole ones, of which a batch has many actions
 # Of two plans whose times differ by less than a hundredth the search takes the one that needs less memory; and it
 # leaves out what cannot be quicker in the long run, from which the batches simulated may differ by some per mille.
 CLOSE = 1.02
-RECOMPUTE = ("never", "except-last", "always")
-Way = tuple[Shape, str, int | None]  # with the recomputation, and the advance
-
-
-def cluster_of(
-    workers: int,
-    *,
-    memory: float | None = None,
-    speeds: Sequence[float] | None = None,
-    bytes_per_s: float = 4.0,
-) -> Cluster:
-    devices = tuple(Device(memory, speed) for speed in speeds or [1.0] * workers)
-    return Cluster(devices, (Level(workers, bytes_per_s, 0.1),))
-
-
-def space(
-    p: Profile, workers: int, pipelines: tuple[int, ...] = (1, 2), micro_batches: tuple[int, ...] = (1, 2, 4)
-) -> Space:
-    return Space(workers, len(p.layers), BATCH, pipelines, micro_batches)
-
-
-def cuts_of(p: Profile, shape: Shape) -> list[tuple[int, ...]]:
-    return [tuple(a for a, _ in blocks[1:]) for blocks in chains.cuts(len(p.layers), shape.stages)]
-
-
-def every(
-    p: Profile,
-    cluster: Cluster,
-    shapes: Space,
-    recompute: Sequence[str] = ("never",),
-    advances: Sequence[int | None] = (None,),
-) -> dict[Way, list[Forecast]]:
-    """Of each shape all cuts; advance None: the schedule's own."""
-    found = {}
-    for way in itertools.product(shapes.shapes(), recompute, advances):
-        shape, again, advance = way
-        if shape.stages > 1 or advance is None:
-            problem = OnCluster(p, replace(shape.plan(again), advance=advance), BATCH, cluster)
-            found[way] = [problem.forecast(cut) for cut in cuts_of(p, shape)]
-    return found
-
-
-def quickest(found: dict[Way, list[Forecast]]) -> float:
-    return min(f.batch_s for several in found.values() for f in several)
-
-
-def with_accumulation(seed: int, second_lane: float | None = None) -> Profile:
-    """A batch's first backward is quicker, by any part of what makes the gradients of the weights."""
-    p, draw = chains.random_profile(seed, 6), random.Random(seed)
-    rows = tuple(
-        replace(row, accumulate_s=draw.random() * (row.backward_s[0] - row.input_backward_s[0]))
-        for row in p.layers
-    )
-    return replace(p, layers=rows, second_lane=() if second_lane is None else (second_lane,))
-
-
-def with_whole_bytes(seed: int) -> Profile:
-    """As of a real model: sums of them have no rounding errors."""
-    p = chains.random_profile(seed, 6)
-    rows = tuple(
-        replace(
-            row,
-            held_bytes=(round(10 * row.held_bytes[0]),),
-            output_bytes=(round(10 * row.output_bytes[0]),),
-            parameter_bytes=round(10 * row.parameter_bytes),
-            optimizer_bytes=round(10 * row.optimizer_bytes),
-        )
-        for row in p.layers
-    )
-    return replace(p, layers=rows, skips=(), ties=())
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -218,20 +159,19 @@ def test_heavy_weights_and_light_activations_make_a_pipeline() -> None:
 def test_the_best_with_one_stage_are_there_for_comparison() -> None:
     p = chains.profile(*[chains.layer(parameters=1000.0, update_s=0.5) for _ in range(4)])
     found = search(p, cluster_of(2), space(p, 2, micro_batches=(2, 4)))
-    one, both = found.first(1, 1), found.first(1, 2)
+    one, both = best_of(found, 1, 1), best_of(found, 1, 2)
     assert one is not None
     assert one.batch_s == pytest.approx(BATCH * 4 * 3.0 + 4 * 0.5)
     assert both is not None
     assert both.plan.replication == [2]
-    assert found.first(2, 2) == found.best
-    assert found.first(3, 3) is None
+    assert best_of(found, 2, 2) == found.best
 
 
 def test_an_advance_that_gains_nothing_is_left_out() -> None:
     """Where transfers take no time 1F1B is as quick as any, with fewer micro-batches in flight."""
     p = chains.profile(*[chains.layer(held=10.0, parameters=1e3) for _ in range(4)])
     cluster = Cluster((Device(),) * 2, (Level(2, 1.0),))
-    best = search(p, cluster, space(p, 2, pipelines=(1,), micro_batches=(4,))).first(2, 2)
+    best = best_of(search(p, cluster, space(p, 2, pipelines=(1,), micro_batches=(4,))), 2, 2)
     assert best is not None
     assert best.plan.build_schedule().peak_in_flight == [2, 1]
     assert best.batch_s == pytest.approx((4 + 2 - 1) * 2 * 3.0)
@@ -277,7 +217,7 @@ def test_what_is_found_fits(seed: int, workers: int, share: float) -> None:
     # With one stage there is nothing to cut, and the least recomputation is the quickest.
     for width in {1, workers}:
         alone = {way: f for way, f in fitting.items() if way[0][:2] == (1, width)}
-        one = found.first(1, width)
+        one = best_of(found, 1, width)
         assert (one is not None) == bool(alone)
         assert one is None or one.batch_s == quickest(alone)
 
@@ -322,7 +262,7 @@ def test_of_the_way_that_is_chosen_no_cut_is_quicker(
     cluster = cluster_of(2, memory=max(1.0, share * least))
     result = search(p, cluster, shapes)
     fitting = that_fit(all_of_them, cluster)
-    found = result.first(2, 2)
+    found = best_of(result, 2, 2)
     if found is None:  # its bound is above a plan of one stage
         assert result.best.batch_s <= quickest(fitting)
         return

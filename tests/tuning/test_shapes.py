@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from avgpipe.plan import Plan
-from avgpipe.tuning.search import shape_of
 from avgpipe.tuning.shapes import Shape, Space
+from tests.tuning.plans import shape_of
 
 
 def sizes(space: Space) -> list[tuple[int, int]]:

@@ -40,10 +40,6 @@ class Found:
     def best(self) -> Forecast:
         return self.ranked[0]
 
-    def first(self, stages: int, workers: int) -> Forecast | None:
-        """The best with so many stages and workers."""
-        return next((f for f in self.ranked if (f.plan.stages, f.plan.workers) == (stages, workers)), None)
-
 
 def search(profile: Profile, cluster: Cluster, space: Space) -> Found:
     """ValueError where nothing fits into the memory: by how much, and what would."""
@@ -182,10 +178,6 @@ class _Search:
                 least = min(least, search.excess(search.lean()))
         _, size, limit = least
         return does_not_fit(limit, size, "use more workers, a smaller batch or a smaller model")
-
-
-def shape_of(plan: Plan) -> Shape:
-    return Shape(plan.stages, (plan.replication or [1])[0], plan.pipelines, plan.micro_batches)
 
 
 def fits(f: Forecast, cluster: Cluster) -> bool:

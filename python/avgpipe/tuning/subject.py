@@ -71,21 +71,23 @@ def profile_of(
     """at_once: so many processes of this machine profile the layers at the same time, as workers would compute; what
     the first one finds counts.
     """
-    asked: dict[str, Any] = {
-        "subject": asdict(subject),
-        "micro_batch_sizes": list(micro_batch_sizes),
-        "budget_s": budget_s,
-    }
     if at_once == 1:
-        found = layers(**asked)
+        batch = typical_batch(workload)
+        found = layers_of_workload(subject, workload, batch, micro_batch_sizes, budget_s)
     else:
+        asked = {
+            "subject": asdict(subject),
+            "micro_batch_sizes": list(micro_batch_sizes),
+            "budget_s": budget_s,
+        }
         limit_s = _STARTING_S + 10 * budget_s
         target = f"{__name__}:layers"
-        found = run_workers(target, at_once, asked, timeout_s=limit_s, threads=subject.threads)[0]
+        texts = run_workers(target, at_once, asked, timeout_s=limit_s, threads=subject.threads)
+        found = Profile.from_json(texts[0])
     loads = f"{__name__}:loaded", {"subject": asdict(subject)}
     with_link = subject.device == "cpu" and link is None
     around = measure_workers(layers_of(workload.layers), subject.threads, with_link, loads)
-    return with_workers(Profile.from_json(found), around, link)
+    return with_workers(found, around, link)
 
 
 def layers(subject: dict[str, Any], micro_batch_sizes: Sequence[int], budget_s: float) -> str:
