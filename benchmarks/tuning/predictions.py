@@ -120,7 +120,7 @@ def settings_of(model: str, preset: str, slices: int) -> list[Setting]:
     loads = f"{loaded.__module__}:loaded", {"subject": asdict(subject)}
     around = measure_workers(layers_of(workload.layers), 1, True, loads)
     first = profile_of(
-        *(subject, workload),
+        subject,
         micro_batch_sizes=profiled_sizes(size),
         link=None,
         budget_s=_FIRST_BUDGET_S,

@@ -1,11 +1,13 @@
 """``avgpipe profile``: what it prints, writes and refuses."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from avgpipe.profiling import LinkProfile, Profile
+from avgpipe.tuning import subject
 from avgpipe.workloads import language
 from tests.cli.command import invoke, strict
 
@@ -14,7 +16,14 @@ LINK = ("--bandwidth", "1Gbit", "--latency", "250us")
 
 @pytest.fixture
 def quick(monkeypatch, text):
-    """Options of a small model on a small text, measured briefly."""
+    """Options of a small model on a small text, measured briefly, and in this process."""
+
+    def run_here(target, workers, arguments, **_):
+        assert (target, workers) == ("avgpipe.tuning.subject:profiled", 1)
+        monkeypatch.setenv("RANK", "0")
+        return json.loads(json.dumps([subject.profiled(**arguments)]))
+
+    monkeypatch.setattr(subject, "run_workers", run_here)
     presets = language.PRESETS["awd-lstm"]
     small = replace(presets["tiny"], model=partial(presets["tiny"].model, embedding=8, hidden=12), length=5)
     monkeypatch.setitem(presets, "tiny", small)

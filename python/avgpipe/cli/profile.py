@@ -22,7 +22,7 @@ from avgpipe.tuning.trial import Subject
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from avgpipe.workloads.workload import Workload
+    from avgpipe.workloads.workload import WorkloadFacts
 
 _FILE_COLUMNS = 110  # of a table that is no terminal's
 _DEVICES = ("cpu", "cuda")
@@ -57,7 +57,7 @@ def profile(
     device: options.Device = None,
     autocast: options.Autocast = None,
     threads: Annotated[int, typer.Option(metavar="T", help="Of torch, on the CPU.")] = 1,
-    budget: Annotated[float, typer.Option(metavar="S", help="About how many seconds to measure.")] = 20,
+    budget: Annotated[float, typer.Option(metavar="S", help="About how many seconds to measure.")] = 15,
     out: Annotated[str, typer.Option(metavar="FILE", help="Where the profile goes.")] = "profile.json",
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a picture.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the profile and nothing else.")] = False,
@@ -83,9 +83,9 @@ def profile(
             check_file("--out", out)
             if plot is not None:
                 _check_picture(plot)
-            built = build(asked.subject)
+            check(asked.subject)
         with running():
-            found = _measure(asked, built)
+            found = _measure(asked)
             found.save(out)
             if plot is not None:
                 from avgpipe.report.layers import plot_layers
@@ -157,10 +157,13 @@ def count(option: str, value: int, least: int) -> int:
     return value
 
 
-def build(subject: Subject) -> Workload:
-    from avgpipe.tuning.subject import workload_of
+def check(subject: Subject) -> WorkloadFacts:
+    """That the workload can be built, without reading its data. ValueError where it cannot."""
+    from avgpipe.workloads import check_workload
 
-    return workload_of(subject)
+    return check_workload(
+        subject.workload, preset=subject.preset, data=subject.data, batch_size=subject.batch_size
+    )
 
 
 def check_file(option: str, out: str) -> None:
@@ -176,13 +179,13 @@ def _check_picture(plot: str) -> None:
     check_picture(plot)
 
 
-def _measure(asked: _Asked, built: Workload) -> Profile:
+def _measure(asked: _Asked) -> Profile:
     from avgpipe.tuning.subject import profile_of
 
     if sys.stderr.isatty():
         print(f"measuring for about {asked.budget_s:g} s ...", file=sys.stderr, flush=True)
     return profile_of(
-        *(asked.subject, built),
+        asked.subject,
         micro_batch_sizes=asked.sizes,
         link=asked.link,
         budget_s=asked.budget_s,

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from avgpipe.cli.launch import cores
-from avgpipe.cli.profile import build
+from avgpipe.cli.profile import check
 from avgpipe.profiling.profile import LinkProfile, Profile
 from avgpipe.tuning.cluster import Cluster
 from avgpipe.tuning.shapes import Space, profiled_sizes
@@ -17,7 +17,6 @@ from avgpipe.tuning.trial import Subject
 
 if TYPE_CHECKING:
     from avgpipe.tuning.result import Tuning
-    from avgpipe.workloads.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,12 @@ class Question:
         self._check()
         profile = Profile.load(self.profile) if self.profile is not None else None
         cluster = Cluster.load(self.cluster) if self.cluster is not None else None
-        workload = build(self.subject) if self.subject is not None else None
-        batch_size = workload.batch_size if workload is not None else self.batch_size
+        facts = check(self.subject) if self.subject is not None else None
+        batch_size = facts.batch_size if facts is not None else self.batch_size
         assert batch_size is not None
         # What does not depend on the profile is refused before it is made.
         Space(1, 1, batch_size, self.pipelines, self.micro_batches)
-        made = Prepared(self, profile, cluster, workload, batch_size)
+        made = Prepared(self, profile, cluster, batch_size)
         why_not = made.why_not_timed or ("--trials is 0" if self.trials == 0 else "")
         if why_not and (self.baselines or self.traversal):
             option = "--traversal" if self.traversal else "--baselines"
@@ -74,7 +73,6 @@ class Prepared:
     question: Question
     profile: Profile | None
     cluster: Cluster | None
-    workload: Workload | None
     batch_size: int
 
     @property
@@ -106,12 +104,11 @@ class Prepared:
 
         question = self.question
         assert question.subject is not None
-        assert self.workload is not None
         _say(f"profiling for about {question.budget_s:g} s")
         here = self.cluster is None and question.subject.device == "cpu"
         begin = time.perf_counter()
         found = profile_of(
-            *(question.subject, self.workload),
+            question.subject,
             micro_batch_sizes=profiled_sizes(self.batch_size),
             link=question.link,
             budget_s=question.budget_s,

@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from avgpipe_ext import ring
 _TIMEOUT_S = 120.0
 _SMALL, _LARGE = 2**10, 2**22  # bytes of the messages
 _SMALL_TRIPS, _LARGE_TRIPS = 200, 8  # of a sample
+_SUMS = 20, 8  # the same of sums, of which a small one was seen to take 8 ms
 _SAMPLES = 5
 _STAGES, _MICRO_BATCHES, _BATCHES = 2, 8, 9  # of the pipeline whose runtime is timed
 _VALUES = 4096  # of a sample, float32
@@ -44,6 +45,12 @@ class WorkerCosts:
     process_bytes: float
     link: LinkProfile | None
     reduction: LinkProfile | None
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> WorkerCosts:
+        """What ``dataclasses.asdict`` makes."""
+        links = {name: LinkProfile(**found[name]) for name in ("link", "reduction") if found[name]}
+        return cls(**{**found, **links})
 
 
 def measure_workers(
@@ -67,8 +74,7 @@ def measure_workers(
     arguments = {"modules": modules, "with_link": with_link, "threads": threads, "loads": loads}
     processes = 2 if with_link else 1
     found = run_workers(f"{__name__}:worker", processes, arguments, timeout_s=_TIMEOUT_S, threads=threads)[0]
-    link, reduction = (LinkProfile(*found[name]) if with_link else None for name in ("link", "reduction"))
-    return WorkerCosts(found["action_s"], found["batch_s"], found["process_bytes"], link, reduction)
+    return WorkerCosts.from_dict(found)
 
 
 def worker(
@@ -78,24 +84,26 @@ def worker(
     torch.set_num_threads(threads)
     for name in modules:
         importlib.import_module(name)
-    loaded = _called(*loads) if loads is not None else None
-    rank = int(os.environ["RANK"])
-    link, reduction = _between() if with_link else (None, None)
+    loaded = _called(*loads) if loads is not None and os.environ["RANK"] == "0" else None
+    found = costs_here(with_link, _TIMEOUT_S)
+    del loaded
+    return asdict(found)
+
+
+def costs_here(with_link: bool, timeout_s: float) -> WorkerCosts:
+    """In a process of ``run_workers``, which counts as a worker without its share of the model as it is; with_link: in
+    both of two, which then have a process group, whose waits end after timeout_s.
+    """
+    rank = os.environ["RANK"]
+    link, reduction = _between(timeout_s) if with_link else (None, None)
     if not with_link:  # one process, which is no worker of a run
         os.environ.pop("RANK")
     runtime_seconds(0)  # what a pipeline loads is there
     return_freed_memory()  # what loading took for a moment, a pipeline would use again
     resident = _resident_bytes()
     action_s, batch_s = runtime_seconds(_CACHES_BYTES)
-    os.environ["RANK"] = str(rank)
-    del loaded
-    return {
-        "link": link,
-        "reduction": reduction,
-        "action_s": action_s,
-        "batch_s": batch_s,
-        "process_bytes": resident,
-    }
+    os.environ["RANK"] = rank
+    return WorkerCosts(action_s, batch_s, resident, link, reduction)
 
 
 def _called(target: str, arguments: dict[str, Any]) -> Any:
@@ -107,25 +115,25 @@ def _called(target: str, arguments: dict[str, Any]) -> Any:
 # ---- between two workers -------------------------------------------------------------------------------------------
 
 
-def _between() -> tuple[tuple[float, float], tuple[float, float]]:
-    """Of messages and of sums: seconds of a small one, and bytes a second of a large one beyond that."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
-    peers = ways.Peers(_TIMEOUT_S)
+def _between(timeout_s: float) -> tuple[LinkProfile, LinkProfile]:
+    """Of messages and of sums."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    peers = ways.Peers(timeout_s)
     make = ways.through_shared_memory if ring.supported() else ways.through_group
     # A worker that waits for an action of another one mostly waits so long that it sleeps.
     through = make(peers, False)
     small_s = _message_s(through.sending(_SMALL), _SMALL_TRIPS)
     large_s = _message_s(through.sending(_LARGE), _LARGE_TRIPS)
-    sums_s = [_sum_s(size, trips) for size, trips in ((_SMALL, _SMALL_TRIPS), (_LARGE, _LARGE_TRIPS))]
+    sums_s = [_sum_s(size, trips) for size, trips in zip((_SMALL, _LARGE), _SUMS)]
     dist.barrier()
     through.link.close(10)
     # Each of two sends as many bytes as there are, one half in each of two steps.
     return _line(small_s, large_s), _line(sums_s[0] / 2, sums_s[1] / 2, share=0.5)
 
 
-def _line(small_s: float, large_s: float, share: float = 1.0) -> tuple[float, float]:
-    """Latency and bytes a second, of ``share`` of the bytes."""
-    return small_s, share * (_LARGE - _SMALL) / max(large_s - small_s, 1e-9)
+def _line(small_s: float, large_s: float, share: float = 1.0) -> LinkProfile:
+    """Seconds of a small one, and bytes a second of a large one beyond that, of ``share`` of the bytes."""
+    return LinkProfile(small_s, share * (_LARGE - _SMALL) / max(large_s - small_s, 1e-9))
 
 
 def _sum_s(size: int, times: int) -> float:

@@ -35,8 +35,8 @@ def launch_environment() -> dict[str, str]:
 
     Torch asks for aligned blocks. The few bytes that glibc cuts off beside one go through its cache per thread to the
     next small object, and stay in the way when the block is freed: one of the same size does not fit there any more. A
-    worker was seen to hold 570 MiB for 420. Without that cache the pieces grow together again, and batches of models took
-    no longer.
+    worker was seen to hold 570 MiB for 420. Without that cache the pieces grow together again, and a model's batches
+    took no longer.
     """
     return {} if _chosen() else {_TUNABLES: _WITHOUT_THREAD_CACHE}
 

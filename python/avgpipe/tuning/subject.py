@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from itertools import islice
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from avgpipe.bench.schedules.cluster import run_workers
@@ -15,15 +18,15 @@ from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.profiling.profile import LinkProfile, Profile
 from avgpipe.profiling.profiler import layer_profile, with_workers
-from avgpipe.profiling.workers import measure_workers
+from avgpipe.profiling.workers import WorkerCosts, costs_here
 from avgpipe.runtime.batch import plain
-from avgpipe.runtime.split import layers_of
 from avgpipe.tuning.trial import Subject
 from avgpipe.workloads import build_workload
 from avgpipe.workloads.workload import Workload
 
 _BATCHES = 16  # among which a typical one is looked for
 _ONCE_S = 1e-3  # a budget for as little measuring as there can be
+_MEASURED = "avgpipe/measured"  # of the store, when ranks 0 and 1 are done
 _STARTING_S = 240.0  # for processes to begin and to read their data
 
 
@@ -61,40 +64,70 @@ def loaded(subject: dict[str, Any]) -> Any:
 
 def profile_of(
     subject: Subject,
-    workload: Workload,
     *,
     micro_batch_sizes: Sequence[int],
     link: LinkProfile | None,
     budget_s: float,
     at_once: int = 1,
 ) -> Profile:
-    """at_once: so many processes of this machine profile the layers at the same time, as workers would compute; what
-    the first one finds counts.
+    """Made in processes that each read the workload once. PipelineError when one fails.
+
+    at_once: so many profile the layers at the same time, as workers of this machine would compute; what the first one
+    finds counts.
     """
-    if at_once == 1:
-        batch = typical_batch(workload)
-        found = layers_of_workload(subject, workload, batch, micro_batch_sizes, budget_s)
-    else:
-        asked = {
-            "subject": asdict(subject),
-            "micro_batch_sizes": list(micro_batch_sizes),
-            "budget_s": budget_s,
-        }
-        limit_s = _STARTING_S + 10 * budget_s
-        target = f"{__name__}:layers"
-        texts = run_workers(target, at_once, asked, timeout_s=limit_s, threads=subject.threads)
-        found = Profile.from_json(texts[0])
-    loads = f"{__name__}:loaded", {"subject": asdict(subject)}
     with_link = subject.device == "cpu" and link is None
-    around = measure_workers(layers_of(workload.layers), subject.threads, with_link, loads)
-    return with_workers(found, around, link)
+    limit_s = _STARTING_S + 10 * budget_s
+    asked = {
+        "subject": asdict(subject),
+        "micro_batch_sizes": list(micro_batch_sizes),
+        "budget_s": budget_s,
+        "with_link": with_link,
+        "at_once": at_once,
+        "timeout_s": limit_s,
+    }
+    processes = max(at_once, 2 if with_link else 1)
+    found = run_workers(f"{__name__}:profiled", processes, asked, timeout_s=limit_s, threads=subject.threads)[
+        0
+    ]
+    return with_workers(Profile.from_json(found["layers"]), WorkerCosts.from_dict(found["around"]), link)
 
 
-def layers(subject: dict[str, Any], micro_batch_sizes: Sequence[int], budget_s: float) -> str:
-    """The profile of the layers as this process finds it, as JSON."""
+def profiled(
+    subject: dict[str, Any],
+    micro_batch_sizes: Sequence[int],
+    budget_s: float,
+    with_link: bool,
+    at_once: int,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """A process of :func:`profile_of`."""
+    rank = int(os.environ["RANK"])
     asked = Subject(**subject)
-    workload = workload_of(asked)
-    return layers_of_workload(asked, workload, typical_batch(workload), micro_batch_sizes, budget_s).to_json()
+    torch.set_num_threads(asked.threads)
+    kept = loaded(subject) if rank < at_once else None
+    around = _first_two(rank, timeout_s) if with_link else costs_here(False, timeout_s)
+    layers = ""
+    if kept is not None:
+        workload, batch = kept
+        layers = layers_of_workload(asked, workload, batch, micro_batch_sizes, budget_s).to_json()
+    return {"around": None if around is None else asdict(around), "layers": layers}
+
+
+def _first_two(rank: int, timeout_s: float) -> WorkerCosts | None:
+    """What two workers cost, measured by ranks 0 and 1; the others wait for them."""
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    if rank > 1:
+        store.wait([_MEASURED])
+        return None
+    os.environ["WORLD_SIZE"] = "2"
+    found = costs_here(True, timeout_s)
+    store.set(_MEASURED, "")
+    return found
 
 
 def layers_of_workload(
