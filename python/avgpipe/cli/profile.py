@@ -83,7 +83,7 @@ def profile(
             check_file("--out", out)
             if plot is not None:
                 _check_picture(plot)
-            check(asked.subject)
+            check_subject(asked.subject)
         with running():
             found = _measure(asked)
             found.save(out)
@@ -157,7 +157,7 @@ def count(option: str, value: int, least: int) -> int:
     return value
 
 
-def check(subject: Subject) -> WorkloadFacts:
+def check_subject(subject: Subject) -> WorkloadFacts:
     """That the workload can be built, without reading its data. ValueError where it cannot."""
     from avgpipe.workloads import check_workload
 

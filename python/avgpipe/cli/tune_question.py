@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from avgpipe.cli.launch import cores
-from avgpipe.cli.profile import check
+from avgpipe.cli.profile import check_subject
 from avgpipe.profiling.profile import LinkProfile, Profile
 from avgpipe.tuning.cluster import Cluster
 from avgpipe.tuning.shapes import Space, profiled_sizes
@@ -42,7 +42,7 @@ class Question:
         self._check()
         profile = Profile.load(self.profile) if self.profile is not None else None
         cluster = Cluster.load(self.cluster) if self.cluster is not None else None
-        facts = check(self.subject) if self.subject is not None else None
+        facts = check_subject(self.subject) if self.subject is not None else None
         batch_size = facts.batch_size if facts is not None else self.batch_size
         assert batch_size is not None
         # What does not depend on the profile is refused before it is made.

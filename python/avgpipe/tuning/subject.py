@@ -86,9 +86,8 @@ def profile_of(
         "timeout_s": limit_s,
     }
     processes = max(at_once, 2 if with_link else 1)
-    found = run_workers(f"{__name__}:profiled", processes, asked, timeout_s=limit_s, threads=subject.threads)[
-        0
-    ]
+    target = f"{__name__}:profiled"
+    found, *_ = run_workers(target, processes, asked, timeout_s=limit_s, threads=subject.threads)
     return with_workers(Profile.from_json(found["layers"]), WorkerCosts.from_dict(found["around"]), link)
 
 
@@ -124,7 +123,7 @@ def _first_two(rank: int, timeout_s: float) -> WorkerCosts | None:
     if rank > 1:
         store.wait([_MEASURED])
         return None
-    os.environ["WORLD_SIZE"] = "2"
+    os.environ["WORLD_SIZE"] = "2"  # the process group is of these two
     found = costs_here(True, timeout_s)
     store.set(_MEASURED, "")
     return found
