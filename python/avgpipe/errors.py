@@ -34,3 +34,9 @@ def nearest(name: str, valid: list[str] | tuple[str, ...]) -> str:
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}valid names: {', '.join(valid)}"
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error's text that says something, or else what kind of error it is."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)

@@ -17,7 +17,7 @@ import torch
 from avgpipe.averaging import ElasticAveraging
 from avgpipe.checkpoint.manifest import Manifest
 from avgpipe.checkpoint.save import carries, parameter_names
-from avgpipe.errors import CheckpointError
+from avgpipe.errors import CheckpointError, reason
 from avgpipe.plan import Plan
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import Replica
@@ -62,9 +62,8 @@ def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> 
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:
-        reason = str(error).split("\n")[0]
         raise CheckpointError(
-            f"corrupt checkpoint: {path} does not load ({reason}); use another one"
+            f"corrupt checkpoint: {path} does not load ({reason(error)}); use another one"
         ) from error
     return content
 

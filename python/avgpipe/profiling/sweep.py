@@ -17,19 +17,18 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from avgpipe.errors import StageError
+from avgpipe.errors import StageError, reason
 from avgpipe.profiling.clock import Clock
 from avgpipe.profiling.examples import Example
 from avgpipe.runtime.backward import run_backward
 from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.compute import scalar_loss
 from avgpipe.runtime.context import Position, set_position
+from avgpipe.runtime.inputs import writes_to_a_leaf
 from avgpipe.runtime.message import tensors_of, wanting_gradients
 from avgpipe.runtime.rng import mix, seed_generators
 from avgpipe.runtime.split_backward import input_backward
 from avgpipe.runtime.stage import Stage
-
-_LEAF = "leaf Variable"  # in torch's words about an input that a layer has tried to overwrite
 
 
 class Times(NamedTuple):
@@ -102,7 +101,7 @@ class Sweep:
             try:
                 output = self.call(n, value, example)
             except StageError as error:
-                if n == 0 or _LEAF not in str(error):
+                if n == 0 or not writes_to_a_leaf(error):
                     raise
                 self._overwriting.add(n)
                 value, inputs = self._input(n, value)
@@ -138,8 +137,7 @@ class Sweep:
             raise
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             got = ", ".join(f"{list(t.shape)} {str(t.dtype)[6:]}" for t in tensors_of(value)) or repr(value)
-            reason = str(error).split("\n")[0]
-            raise self._untimed(n, f"{reason} (input: {got})") from error
+            raise self._untimed(n, f"{reason(error)} (input: {got})") from error
 
     def _casting(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
@@ -164,8 +162,8 @@ class Sweep:
         if not edges and (wanted or is_last):
             raise self._untimed(n, "no gradient comes back from its output" + " or the loss" * is_last)
 
-    def _untimed(self, n: int, reason: str) -> StageError:
-        return StageError(f"layer {n} ({self._names[n]}) cannot be timed: {reason}")
+    def _untimed(self, n: int, why: str) -> StageError:
+        return StageError(f"layer {n} ({self._names[n]}) cannot be timed: {why}")
 
     # ---- backwards -----------------------------------------------------------------------------------------------
 

@@ -74,7 +74,8 @@ class Compute:
             value = join(value, self._arrivals, parts)
             arrived = [wanting_gradients(values) for values in parts]
             del parts
-        run = self._measured_run if self.measures else self._run
+        measures = self.measures and self._replica.stage.inputs.known  # the first forward holds copies
+        run = self._measured_run if measures else self._run
         autocast = self._options.autocast
         if autocast is None:
             output = run(now, m, value)

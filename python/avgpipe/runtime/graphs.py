@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from avgpipe.errors import StageError
+from avgpipe.errors import StageError, reason
 from avgpipe.runtime.context import Position, set_position
 from avgpipe.runtime.stage import Stage
 
@@ -98,12 +98,16 @@ class _Layers(nn.Module):
         stream = iter(tensors)
         leaves = [next(stream) if leaf is None else leaf[0] for leaf in self._leaves]
         value = pytree.tree_unflatten(leaves, self._structure)
-        self.stage.statistics.begin_forward()
-        for number, layer in enumerate(self.layers, self.stage.first):
-            value = self.stage._call(number, layer, value)
+        value = self.stage.inputs.run(self._run, value, self.stage.training, True)
         results, self._result = pytree.tree_flatten(value)
         self._plain = [None if isinstance(x, torch.Tensor) else (x,) for x in results]
         return tuple(x for x in results if isinstance(x, torch.Tensor))
+
+    def _run(self, value: Any) -> Any:
+        self.stage.statistics.begin_forward()
+        for number, layer in enumerate(self.layers, self.stage.first):
+            value = self.stage._call(number, layer, value)
+        return value
 
     def result(self, tensors: Any) -> Any:
         """The value whose tensors the last forward returned."""
@@ -140,9 +144,8 @@ class _Captured:
         try:
             self._graphed = self._capture(samples)
         except (RuntimeError, StageError) as error:
-            reason = str(error).split("\n")[0]
             raise StageError(
-                f"stage {stage.index} cannot be captured as a CUDA graph: {reason}; leave cuda_graphs out"
+                f"stage {stage.index} cannot be captured as a CUDA graph: {reason(error)}; leave cuda_graphs out"
             ) from error
         with torch.no_grad():  # the passes that warm up have counted batches
             for buffer, kept in buffers:

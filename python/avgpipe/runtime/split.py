@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from avgpipe.errors import reason
 from avgpipe.partitioning import balance
+from avgpipe.runtime.aliases import joined
 from avgpipe.runtime.skips import Values
 
 
@@ -112,9 +114,8 @@ def _traced(model: nn.Module) -> list[Segment]:
     try:
         traced = fx.symbolic_trace(model)
     except Exception as error:
-        reason = str(error).split("\n")[0]
         raise ValueError(
-            f"{type(model).__name__} cannot be traced ({reason}): pass nn.Sequential or a list of layers instead"
+            f"{type(model).__name__} cannot be traced ({reason(error)}): pass nn.Sequential or a list of layers instead"
         ) from error
     pieces: list[list[fx.Node]] = [[]]
     for node in traced.graph.nodes:
@@ -122,6 +123,7 @@ def _traced(model: nn.Module) -> list[Segment]:
             pieces.append([])
         if node.op != "output":
             pieces[-1].append(node)
+    pieces = joined(pieces, traced)
     result = next(n for n in traced.graph.nodes if n.op == "output")
     return [_segment(traced, pieces, s, result) for s in range(len(pieces))]
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from avgpipe.errors import StageError
+from avgpipe.errors import StageError, reason
 from avgpipe.runtime.batch_norm import defer_batch_norms
 from avgpipe.runtime.context import Carry, Position, set_position
+from avgpipe.runtime.inputs import Inputs
 from avgpipe.runtime.message import tensors_of
 from avgpipe.runtime.rng import mix, mix_more, seed_generators
 
@@ -29,29 +30,29 @@ class Stage(nn.Module):
         self.layers = copy.deepcopy(nn.ModuleList(layers)).to(device)
         self.statistics = defer_batch_norms(self.layers)
         self.first, self.index, self.seed, self.device = first, index, seed, device
-        if index > 0:
-            # What arrives from the stage before is a leaf (or shared with it), which must not be overwritten.
-            for layer in self.layers[:1]:
-                if getattr(layer, "inplace", False):
-                    layer.inplace = False  # type: ignore[assignment]
+        self.inputs = Inputs(index)
 
-    def forward(self, value: Any, place: Position) -> Any:
+    def forward(self, value: Any, place: Position, again: bool = False) -> Any:
+        """``again``: the same value comes for another forward."""
         before = set_position(place)
         try:
-            self.statistics.begin_forward()
-            key = mix(self.seed, *place) if self.training else 0
-            for number, layer in enumerate(self.layers, self.first):
-                if self.training:
-                    seed_generators(self.device, mix_more(key, number))
-                value = self._call(number, layer, value)
-            return value
+            return self.inputs.run(lambda own: self._run(own, place), value, self.training, again)
         finally:
             set_position(before)
+
+    def _run(self, value: Any, place: Position) -> Any:
+        self.statistics.begin_forward()
+        key = mix(self.seed, *place) if self.training else 0
+        for number, layer in enumerate(self.layers, self.first):
+            if self.training:
+                seed_generators(self.device, mix_more(key, number))
+            value = self._call(number, layer, value)
+        return value
 
     def recomputed(self, value: Any, place: Position) -> Any:
         """As a call, but keeps only ``value`` and runs the layers again in the backward."""
         # The generators are keyed, so the second forward draws what the first one drew without saving their state.
-        return checkpoint(self, value, place, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(self, value, place, True, use_reentrant=False, preserve_rng_state=False)
 
     def _call(self, number: int, layer: nn.Module, value: Any) -> Any:
         try:
@@ -61,10 +62,9 @@ class Stage(nn.Module):
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
             got = ", ".join(f"{list(t.shape)} {str(t.dtype)[6:]}" for t in tensors_of(value)) or repr(value)
             source = f"; it came from stage {self.index - 1}" if number == self.first and self.index else ""
-            reason = str(error).split("\n")[0]
             raise StageError(
                 f"stage {self.index}, layer {number} ({type(layer).__name__}) failed on its input "
-                f"({got}{source}): {reason}"
+                f"({got}{source}): {reason(error)}"
             ) from error
 
     def carries(self) -> list[Carry]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from avgpipe.errors import reason
 from avgpipe.workloads.libraries import library
 from avgpipe.workloads.text import DataNotFound
 
@@ -100,8 +101,7 @@ def load_pretrained(
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever a broken file makes these libraries raise
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-        raise ValueError(f"pretrained folder {folder} cannot be loaded as {kind}: {reason}") from None
+        raise ValueError(f"pretrained folder {folder} cannot be loaded as {kind}: {reason(error)}") from None
     lost = [key for key in sorted(found["missing_keys"]) if any(part in key for part in family.body)]
     if lost:
         raise ValueError(
