@@ -28,6 +28,7 @@ from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain,
 from avgpipe.runtime.compute import TrainingOptions, scalar_loss
 from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.flow import BatchResult, Flow
+from avgpipe.runtime.freezing import places_of, set_requires_grad
 from avgpipe.runtime.inference import Inference
 from avgpipe.runtime.links.choose import NAMES as LINKS
 from avgpipe.runtime.links.choose import ON_CUDA as CUDA_LINKS
@@ -37,6 +38,7 @@ from avgpipe.runtime.model import Model
 from avgpipe.runtime.outputs import Evaluation, Prediction
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
+from avgpipe.runtime.split import layers_of
 from avgpipe.runtime.worker import Worker
 from avgpipe.runtime.world import World
 from avgpipe.simulation import AdvanceChoice, choose_advance
@@ -126,8 +128,9 @@ class Pipeline:
         if wire_dtype not in _WIRE_DTYPES:
             raise ValueError(f"wire_dtype must be None, torch.bfloat16 or torch.float16, not {wire_dtype}")
         self.plan = plan
-        self._model = Model.split(model, plan.stages, plan.partition)
-        self._device = _device(device, self._model.layers)
+        layers = layers_of(model)
+        self._model = Model.cut(model, layers, plan.stages, plan.partition)
+        self._device = _device(device, layers)
         if self._device.type == "cpu":
             keep_freed_memory()
         if link in CUDA_LINKS and self._device.type != "cuda":
@@ -151,16 +154,18 @@ class Pipeline:
         )
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
-        self.world.require_same("initial value of shared parameters", json.dumps(self._model.shared_values()))
+        self.world.require_same(
+            "initial value of shared parameters", json.dumps(self._model.shared_values(layers))
+        )
         self._advise(clip_grad_norm is not None or skip_nonfinite)
         options = TrainingOptions(
             loss_fn, clip_grad_norm, autocast, plan.recompute, cuda_graphs, skip_nonfinite
         )
         self._worker = Worker(
-            *(self._model, plan, placement, self.world, self._device, seed, options),
+            *(self._model, layers, plan, placement, self.world, self._device, seed, options),
             *(optimizer, lr_scheduler, link, wire_dtype),
         )
-        self._memory_limit_bytes = memory_limit_bytes
+        self._memory_limit_bytes, self._cuda_graphs = memory_limit_bytes, cuda_graphs
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
         self._choose_at = _MEASURED_BATCHES * plan.pipelines if plan.advance == "auto" else None
         for lane in self._worker.lanes.values():
@@ -217,7 +222,7 @@ class Pipeline:
         self._flow.drain()
 
     def _advise(self, needs_norm: bool) -> None:
-        shares = any(self._model.shared(k) for k in range(self.plan.stages))
+        shares = any(self._model.shared)
         if (
             self.plan.weights == "stash"
             and self.plan.stages > 1
@@ -318,6 +323,24 @@ class Pipeline:
             self._flow.next_batch = load_checkpoint(Path(directory), self._model, self._worker, self.plan)
             for lane in self._worker.lanes.values():
                 lane.resume(self._flow.next_batch)
+
+    def requires_grad_(self, names: str | Sequence[str], flag: bool = True) -> None:
+        """Freeze parameters (``flag`` False), or let them train again, from the next batch on; on every rank alike.
+
+        names: of parameters, or of modules that hold them, as in ``state_dict()``. ValueError for what did not require
+        a gradient when the Pipeline was made. With several pipelines all of them get the reference's values of what is
+        frozen. A checkpoint does not say what is.
+        """
+        names = [names] if isinstance(names, str) else list(names)
+        if self._cuda_graphs:
+            raise ValueError(
+                "cuda_graphs=True has captured which gradients are wanted: leave cuda_graphs out"
+            )
+        places = places_of(self._model, names)
+        self.drain()
+        with self._running():
+            self.world.require_same("argument of requires_grad_", json.dumps([names, flag]))
+            set_requires_grad(self._worker, places, flag)
 
     @property
     def batches(self) -> int:

@@ -229,7 +229,7 @@ def test_layers_that_write_to_their_input_train_on_ranks_over_every_link(K: int)
     assert run(K, check_on_ranks, K=K, timeout_s=110) == [True] * K
 
 
-# ---- one stage alone ---------------------------------------------------------------------------------------------------
+# ---- one stage alone -----------------------------------------------------------------------------------------------
 
 
 def _stage(*layers: nn.Module) -> Stage:

@@ -77,8 +77,8 @@ def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, seat
         reference.load_state_dict(content["reference"]["state"])
     for i, saved in content["replicas"].items():
         replica = worker.replicas[seat, i]
-        _copy_weights(replica, model.trainable_names(k), saved["weights"])
-        _restore_versions(replica, model.trainable_names(k), saved["older"])
+        _copy_weights(replica, model.trainable[k], saved["weights"])
+        _restore_versions(replica, model.trainable[k], saved["older"])
         _copy_rest(replica, model, k, saved["rest"])
         if replica.optimizer is not None:
             replica.optimizer.load_state_dict(saved["optimizer"]["state"])
@@ -157,7 +157,7 @@ class _Saved:
 @torch.no_grad()
 def _restore_by_name(saved: _Saved, model: Model, worker: Worker, seat: int) -> None:
     k = worker.placement.seats[seat].stage
-    names = model.trainable_names(k)
+    names = model.trainable[k]
     reference, weights = worker.references[seat], saved.reference()
     pipelines = worker.placement.pipelines_of(seat)
     of_all = worker.placement.pipelines

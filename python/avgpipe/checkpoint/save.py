@@ -83,12 +83,12 @@ def _carried(replica: Replica) -> dict[str, dict[int, Any]]:
 
 def _reference_content(model: Model, reference: Reference, layout: Layout, k: int) -> dict[str, Any]:
     views = layout.tensors(reference.parameters)
-    return {"weights": dict(zip(model.trainable_names(k), views)), "state": reference.state_dict()}
+    return {"weights": dict(zip(model.trainable[k], views)), "state": reference.state_dict()}
 
 
 def _replica_content(model: Model, worker: Worker, seat: int, replica: Replica) -> dict[str, Any]:
     k = worker.placement.seats[seat].stage
-    names = model.trainable_names(k)
+    names = model.trainable[k]
     rest = seat_state(worker, seat, replica.pipeline)
     content: dict[str, Any] = {
         "weights": dict(zip(names, replica.arena.layout.tensors(replica.arena.weights))),

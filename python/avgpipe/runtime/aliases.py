@@ -1,7 +1,7 @@
-"""Pieces of a traced graph that must stay together: where a value is changed in place and another one lies in its memory.
+"""Pieces of a traced graph that must stay together: where a value is changed in place that shares memory with another.
 
-On one device ``left = x[:, :4]; left.mul_(2)`` changes ``x``. Behind a cut they would be two tensors, each with memory of
-its own. A changed value itself may cross: the pieces that change it hand it on as it then is.
+On one device ``left = x[:, :4]; left.mul_(2)`` changes ``x``. Behind a cut they would be two tensors, each with memory
+of its own. A changed value itself may cross: the pieces that change it hand it on as it then is.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ from collections.abc import Sequence
 from torch import fx, nn
 
 # What may return its first argument, or a part of its memory.
-_VIEWS = frozenset(
-    "T mT H mH real imag data getattr getitem view view_as view_as_real view_as_complex reshape reshape_as transpose "
-    "permute t flatten unflatten ravel squeeze unsqueeze expand expand_as broadcast_to narrow select split chunk "
-    "tensor_split hsplit vsplit dsplit split_with_sizes unbind unfold diagonal detach contiguous to type type_as cpu "
-    "cuda float double half bfloat16 movedim moveaxis swapaxes swapdims as_strided positive dropout dropout1d "
-    "dropout2d dropout3d alpha_dropout feature_alpha_dropout".split()
-)
+_VIEW_NAMES = """
+T mT H mH real imag data getattr getitem view view_as view_as_real view_as_complex reshape
+reshape_as transpose permute t flatten unflatten ravel squeeze unsqueeze expand expand_as
+broadcast_to narrow select split chunk tensor_split hsplit vsplit dsplit split_with_sizes unbind
+unfold diagonal detach contiguous to type type_as cpu cuda float double half bfloat16 movedim
+moveaxis swapaxes swapdims as_strided positive dropout dropout1d dropout2d dropout3d alpha_dropout
+feature_alpha_dropout
+"""
+_IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor"
+_VIEWS, _IN_PLACE = frozenset(_VIEW_NAMES.split()), frozenset(_IN_PLACE_NAMES.split())
 _VIEW_MODULES = nn.Flatten | nn.Unflatten | nn.Identity | nn.modules.dropout._DropoutNd
-_IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor".split())
+_IN_PLACE = frozenset(
+    ["iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"]
+)
 
 
 def joined(pieces: Sequence[list[fx.Node]], model: nn.Module) -> list[list[fx.Node]]:

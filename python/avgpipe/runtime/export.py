@@ -16,7 +16,7 @@ def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, to
     pipelines = range(placement.pipelines) if which == "reference" else [int(which)]
     for k, entries in enumerate(model.entries):
         seat = placement.seats_of(k, pipelines[0])[0]
-        layout = Layout(model.trainable(k), worker.device)
+        layout = Layout(model.shapes[k], worker.device)
         flats = worker.weights(seat, which) if seat in worker.seats else layout.zeros().flats
         source = placement.rank_of(seat)
         views = layout.tensors([worker.world.broadcast(flat, source) for flat in flats])
@@ -27,8 +27,7 @@ def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, to
             else:
                 tensor = average([state[entry.local] for state in states])
             found.update(dict.fromkeys(entry.names, tensor))
-    # what no stage holds is never used by the forward, and so unchanged
-    return {name: found[name] if name in found else t.detach().clone() for name, t in model.tensors.items()}
+    return {name: found[name] if name in found else model.unused[name].clone() for name in model.names}
 
 
 def _told_state(worker: Worker, k: int, pipeline: int) -> dict[str, torch.Tensor]:

@@ -1,8 +1,8 @@
 """What a stage receives, made usable like any activation: tensors that its layers write to are copied first.
 
-A received tensor may lie in memory that others read, such as a slot of another process or an activation that the stage
-before has saved; it is the leaf whose gradient goes back; and recomputation begins with it. So the first forward runs on
-copies, which shows by their version counters which of them the layers write to. From then on only those are copied.
+A received tensor may lie in memory that others read, such as a slot of another process or an activation that the
+stage before has saved; it is the leaf whose gradient goes back; and recomputation begins with it. So the first forward
+runs on copies, whose version counters show which of them the layers write to. From then on only those are copied.
 """
 
 from __future__ import annotations

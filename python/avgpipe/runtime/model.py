@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import sha256
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,89 +29,63 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """``bounds``: first layer of each stage, then the number of layers."""
+    """What is known of the model that was given: nothing here changes with it afterwards.
 
-    layers: list[nn.Module]
+    bounds: first layer of each stage, then the number of layers. names: of the unsplit model's ``state_dict``, in its
+    order. entries: everything that is saved, per stage; a tensor that is tied inside a stage stands there once.
+    trainable: of each stage the first names of its trainable parameters, each once, in the order of its arena.
+    shapes: of each stage a tensor without values for each of them. shared: of each stage, for every other one that
+    holds trainable parameters of it too, their places in ``trainable``, in an order that both agree on. skips: of each
+    stage, the values that go past the stages beside it. unused: copies of what no stage holds, as no forward uses it.
+    """
+
     bounds: list[int]
-    tensors: dict[str, torch.Tensor]  # the unsplit model's, by name
+    names: list[str]
+    entries: list[list[Entry]]
+    trainable: list[list[str]]
+    shapes: list[list[torch.Tensor]]
+    shared: list[dict[int, list[int]]]
+    skips: list[Skips]
+    unused: dict[str, torch.Tensor]
 
     @classmethod
     def split(
         cls, model: nn.Module | Sequence[nn.Module], stages: int, partition: Sequence[Any] | None
     ) -> Model:
-        layers = layers_of(model)
-        return cls(layers, stage_bounds(layers, stages, partition), named_tensors(model))
+        return cls.cut(model, layers_of(model), stages, partition)
 
-    @cached_property
-    def names(self) -> dict[int, list[str]]:
-        """All names of a tensor, by its identity."""
-        names: dict[int, list[str]] = {}
-        for name, tensor in self.tensors.items():
+    @classmethod
+    def cut(
+        cls,
+        model: nn.Module | Sequence[nn.Module],
+        layers: Sequence[nn.Module],
+        stages: int,
+        partition: Sequence[Any] | None,
+    ) -> Model:
+        """``layers``: those of ``model``."""
+        bounds = stage_bounds(layers, stages, partition)
+        tensors = named_tensors(model)
+        names: dict[int, list[str]] = {}  # all names of a tensor
+        for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
-        return names
+        held = [nn.ModuleList(layers[a:b]) for a, b in pairwise(bounds)]
+        trainable = [trainable_parameters(stage) for stage in held]
+        entries = [_entries(stage, names, of) for stage, of in zip(held, trainable)]
+        saved = {name for stage in entries for e in stage for name in e.names}
+        return cls(
+            bounds=bounds,
+            names=list(tensors),
+            entries=entries,
+            trainable=[[names[id(p)][0] for p in of] for of in trainable],
+            shapes=[[torch.empty_like(p, device="meta") for p in of] for of in trainable],
+            shared=[_shared(trainable, k) for k in range(len(held))],
+            skips=_skips(layers, bounds),
+            unused={name: t.detach().clone() for name, t in tensors.items() if name not in saved},
+        )
 
     @property
     def stages(self) -> int:
         return len(self.bounds) - 1
-
-    @cached_property
-    def skips(self) -> list[Skips]:
-        """Of every stage, the values that go past the stages beside it."""
-        pieces = [layer.values for layer in self.layers if isinstance(layer, Segment)]
-        traced = len(pieces) == len(self.layers)
-        return skips(pieces, self.bounds) if traced else [NO_SKIPS] * self.stages
-
-    def stage_layers(self, k: int) -> list[nn.Module]:
-        return self.layers[self.bounds[k] : self.bounds[k + 1]]
-
-    def trainable(self, k: int) -> list[nn.Parameter]:
-        """Trainable parameters of stage ``k``, each once, in the order of its arena."""
-        return [p for p in nn.ModuleList(self.stage_layers(k)).parameters() if p.requires_grad]
-
-    @cached_property
-    def entries(self) -> list[list[Entry]]:
-        """Everything that is saved, per stage; a tensor that is tied inside a stage stands there once."""
-        result = []
-        for k in range(self.stages):
-            places = {id(p): n for n, p in enumerate(self.trainable(k))}
-            seen: dict[int, Entry] = {}
-            for local, t in nn.ModuleList(self.stage_layers(k)).state_dict(keep_vars=True).items():
-                if id(t) in self.names and id(t) not in seen:
-                    seen[id(t)] = Entry(self.names[id(t)], local, places.get(id(t)), t.shape, t.dtype)
-            result.append(list(seen.values()))
-        return result
-
-    def trainable_names(self, k: int) -> list[str]:
-        """First names of the parameters of ``trainable(k)``."""
-        return [self.names[id(p)][0] for p in self.trainable(k)]
-
-    def shared(self, k: int) -> dict[int, list[int]]:
-        """For every other stage that holds trainable parameters of stage ``k`` too: their places in
-        ``trainable(k)``.
-        """
-        mine = {id(p): n for n, p in enumerate(self.trainable(k))}
-        result = {}
-        for other in range(self.stages):
-            if other == k:
-                continue
-            theirs = {id(p) for p in self.trainable(other)}
-            # both stages list them in the order of the earlier one
-            places = [mine[id(p)] for p in self.trainable(min(k, other)) if id(p) in mine and id(p) in theirs]
-            if places:
-                result[other] = places
-        return result
-
-    def shared_values(self) -> dict[str, str]:
-        """SHA-256 of every parameter that several stages hold: copies that must begin alike."""
-        held = [self.trainable(k) for k in range(self.stages)]
-        counts = Counter(id(p) for stage in held for p in stage)
-        shared = {id(p): p for stage in held for p in stage if counts[id(p)] > 1}
-        return {
-            self.names[n][0]: sha256(
-                p.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-            ).hexdigest()
-            for n, p in shared.items()
-        }
 
     def signature(self) -> dict[str, list[Any]]:
         """Shape and dtype of every saved tensor by name: what a checkpoint must agree with."""
@@ -122,3 +95,44 @@ class Model:
             for e in stage
             for name in e.names
         }
+
+    def shared_values(self, layers: Sequence[nn.Module]) -> dict[str, str]:
+        """SHA-256 of every parameter of ``layers`` that several stages hold: copies that must begin alike."""
+        found = {}
+        for k, others in enumerate(self.shared):
+            parameters = trainable_parameters(nn.ModuleList(layers[self.bounds[k] : self.bounds[k + 1]]))
+            for n in {n for places in others.values() for n in places}:
+                data = parameters[n].detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+                found[self.trainable[k][n]] = sha256(data).hexdigest()
+        return found
+
+
+def trainable_parameters(layers: nn.Module) -> list[nn.Parameter]:
+    """Those of a stage, each once, in the order of its arena."""
+    return [p for p in layers.parameters() if p.requires_grad]
+
+
+def _entries(stage: nn.Module, names: dict[int, list[str]], trainable: Sequence[nn.Parameter]) -> list[Entry]:
+    places = {id(p): n for n, p in enumerate(trainable)}
+    seen: dict[int, Entry] = {}
+    for local, t in stage.state_dict(keep_vars=True).items():
+        if id(t) in names and id(t) not in seen:
+            seen[id(t)] = Entry(names[id(t)], local, places.get(id(t)), t.shape, t.dtype)
+    return list(seen.values())
+
+
+def _shared(trainable: Sequence[Sequence[nn.Parameter]], k: int) -> dict[int, list[int]]:
+    mine = {id(p): n for n, p in enumerate(trainable[k])}
+    result = {}
+    for other, of in enumerate(trainable):
+        theirs = {id(p) for p in of}
+        # both stages list them in the order of the earlier one
+        places = [mine[id(p)] for p in trainable[min(k, other)] if id(p) in mine and id(p) in theirs]
+        if other != k and places:
+            result[other] = places
+    return result
+
+
+def _skips(layers: Sequence[nn.Module], bounds: Sequence[int]) -> list[Skips]:
+    pieces = [layer.values for layer in layers if isinstance(layer, Segment)]
+    return skips(pieces, bounds) if len(pieces) == len(layers) else [NO_SKIPS] * (len(bounds) - 1)

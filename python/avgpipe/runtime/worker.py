@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from avgpipe.averaging import Reference
 from avgpipe.plan import Plan
@@ -19,7 +20,7 @@ from avgpipe.runtime.lane import Lane
 from avgpipe.runtime.links.channel import Channel
 from avgpipe.runtime.links.choose import Links
 from avgpipe.runtime.message import Key
-from avgpipe.runtime.model import Model
+from avgpipe.runtime.model import Model, trainable_parameters
 from avgpipe.runtime.order import OneByOne, Order, Overlapping, ranks_of
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.replica import OptimizerFn, Replica, SchedulerFn
@@ -37,6 +38,7 @@ class Worker:
     def __init__(
         self,
         model: Model,
+        layers: Sequence[nn.Module],
         plan: Plan,
         placement: Placement,
         world: World,
@@ -62,8 +64,8 @@ class Worker:
         self.columns = lru_cache(maxsize=None)(plan.columns)
         groups = self._replica_groups()
         for seat in self.seats:
-            self._build_seat(seat)
-            shared = model.shared(placement.seats[seat].stage)
+            self._build_seat(seat, layers)
+            shared = model.shared[placement.seats[seat].stage]
             for i in placement.pipelines_of(seat):
                 place = self._place(seat, i)
                 self.lanes[seat, i] = Lane(
@@ -89,7 +91,7 @@ class Worker:
 
     def _place(self, seat: int, pipeline: int) -> Place:
         stage = self.placement.seats[seat].stage
-        shared, skips = self.model.shared(stage), self.model.skips[stage]
+        shared, skips = self.model.shared[stage], self.model.skips[stage]
         norm = self._options.needs_norm
         return Place(self.placement, seat, pipeline, tuple(sorted(shared)), norm, skips)
 
@@ -156,12 +158,13 @@ class Worker:
         first, last = self.holds(0), self.holds(self.placement.stages - 1)
         return self.streams.copies.start((inputs if first else None, targets if last else None))
 
-    def _build_seat(self, seat: int) -> None:
+    def _build_seat(self, seat: int, layers: Sequence[nn.Module]) -> None:
+        """``layers``: of the whole model."""
         k, r, _ = self.placement.seats[seat]
         pipelines = self.placement.pipelines_of(seat)
-        layers, first = self.model.stage_layers(k), self.model.bounds[k]
-        stages = [Stage(layers, first, k, self._seed, self.device) for _ in pipelines]
-        arenas = [Arena(p for p in stage.parameters() if p.requires_grad) for stage in stages]
+        first, end = self.model.bounds[k : k + 2]
+        stages = [Stage(layers[first:end], first, k, self._seed, self.device) for _ in pipelines]
+        arenas = [Arena(trainable_parameters(stage)) for stage in stages]
         same = self.references.get(self.placement.seats_of(k)[r])  # of spread pipelines that are all here
         self.references[seat] = same or self._reference(arenas[0], pipelines)
         for i, stage, arena in zip(pipelines, stages, arenas):
