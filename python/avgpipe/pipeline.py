@@ -25,7 +25,6 @@ from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
 from avgpipe.runtime.allocator import keep_freed_memory
 from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain, split
-from avgpipe.runtime.compute import TrainingOptions, scalar_loss
 from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.flow import BatchResult, Flow
 from avgpipe.runtime.freezing import places_of, set_requires_grad
@@ -33,8 +32,10 @@ from avgpipe.runtime.inference import Inference
 from avgpipe.runtime.links.choose import NAMES as LINKS
 from avgpipe.runtime.links.choose import ON_CUDA as CUDA_LINKS
 from avgpipe.runtime.loader import Prefetch
+from avgpipe.runtime.loss import Loss, loss_of
 from avgpipe.runtime.measure import gather_timeline, measured_costs
 from avgpipe.runtime.model import Model
+from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outputs import Evaluation, Prediction
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
@@ -69,7 +70,10 @@ class Pipeline:
 
     model: ``nn.Sequential``, a list of modules, BERT, GPT-2 or Llama of transformers (see
         ``avgpipe.interop.transformers``), or a module that ``torch.fx`` can trace.
-    loss_fn(output, target): a scalar, the mean over samples, or a sum if it says so by ``reduction = "sum"``.
+    loss_fn(output, target): a scalar, the mean over samples, or a sum if it says so by ``reduction = "sum"``; or
+        ``(sum, count)``, a scalar and what to divide it by over the whole batch, such as the targets that are not
+        ignored. A scalar of unknown kind is taken for a mean over samples; where the first batch shows that it is none,
+        a warning says so.
     optimizer(params): a torch optimizer.
     device: default: where the model's parameters are.
     seed: what the layers draw follows from it, the pipeline, batch, micro-batch and layer alone.
@@ -77,8 +81,13 @@ class Pipeline:
     lr_scheduler(optimizer): stepped after every batch of a pipeline.
     clip_grad_norm: limit of the gradient's norm over all stages.
     skip_nonfinite: a batch whose gradients have infinities or NaN, on whichever stage, changes neither weights nor
-        statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for the device.
+        statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for the device, as it
+        does where losses are scaled.
     autocast: dtype for ``torch.autocast``.
+    loss_scale: what losses are multiplied with for the backward, so that small gradients of float16 are not lost:
+        "dynamic", by the rule and the defaults of ``torch.amp.GradScaler``, for each pipeline; a number; None:
+        "dynamic" under ``autocast=torch.float16``, else none. An update whose scaled gradients overflow on whichever
+        stage is left out, and ``skipped_updates`` counts it.
     link: how tensors travel between workers: "auto" (shared memory between processes of one host, their device's memory
         where they share a CUDA device, NCCL where each has one, torch.distributed between hosts), "shm", "gloo",
         "cuda-ipc" or "nccl".
@@ -90,7 +99,7 @@ class Pipeline:
         the same kernels every time: no random numbers, no waiting for the device, nothing carried from batch to batch.
         What has another shape than the first batch, as a short last one, runs without.
     loss_weight(target): what a micro-batch weighs in its batch's mean loss; default: its samples, or the
-        elements that cross entropy counts.
+        elements that ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` count.
     Raises ValueError for a plan that the model or the ranks do not fit; failures of a run are ``PipelineError``.
     """
 
@@ -108,6 +117,7 @@ class Pipeline:
         clip_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         autocast: torch.dtype | None = None,
+        loss_scale: float | str | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         link: str = "auto",
         wire_dtype: torch.dtype | None = None,
@@ -125,6 +135,9 @@ class Pipeline:
                 f"memory_limit_bytes={memory_limit_bytes!r}: a number of bytes above 0, for a plan with "
                 f'advance="auto" (this one has {plan.advance!r}); leave it out elsewhere'
             )
+        if loss_scale is None and autocast is torch.float16:
+            loss_scale = "dynamic"
+        _check_loss_scale(loss_scale)
         if wire_dtype not in _WIRE_DTYPES:
             raise ValueError(f"wire_dtype must be None, torch.bfloat16 or torch.float16, not {wire_dtype}")
         self.plan = plan
@@ -149,18 +162,20 @@ class Pipeline:
         placement = Placement.of(plan, self.world.size)
         self.world.holds = placement.describe
         self.world.require_same(
-            "link, wire_dtype, clip_grad_norm or skip_nonfinite",
-            f"link={link!r}, wire_dtype={wire_dtype}, clip_grad_norm={clip_grad_norm}, {skip_nonfinite=}",
+            "link, wire_dtype, clip_grad_norm, skip_nonfinite, autocast or loss_scale",
+            f"link={link!r}, wire_dtype={wire_dtype}, clip_grad_norm={clip_grad_norm}, {skip_nonfinite=}, "
+            f"{autocast=}, {loss_scale=}",
         )
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
         self.world.require_same(
             "initial value of shared parameters", json.dumps(self._model.shared_values(layers))
         )
-        self._advise(clip_grad_norm is not None or skip_nonfinite)
         options = TrainingOptions(
-            loss_fn, clip_grad_norm, autocast, plan.recompute, cuda_graphs, skip_nonfinite
+            *(loss_fn, clip_grad_norm, autocast, plan.recompute, cuda_graphs, skip_nonfinite),
+            *(loss_weight is not None, loss_scale),
         )
+        self._advise(options.needs_norm)
         self._worker = Worker(
             *(self._model, layers, plan, placement, self.world, self._device, seed, options),
             *(optimizer, lr_scheduler, link, wire_dtype),
@@ -212,10 +227,14 @@ class Pipeline:
             )
         for x, y in zip(split(inputs, n), split(targets, n)):
             flow.begin(x, y, self._worker.copy_ahead(x, y))
-        weights = [hand.weight for hand in flow.in_hand]
+        flow.end()
+        total = weight = 0.0
+        for _ in range(n):
+            flow.finish_oldest()
+            total += flow.results.popleft().loss * flow.weight
+            weight += flow.weight
         self.drain()
-        losses = [flow.results.popleft().loss for _ in range(n)]
-        return sum(loss * w for loss, w in zip(losses, weights)) / sum(weights)
+        return total / weight
 
     def drain(self) -> None:
         """Finish the batches that are under way."""
@@ -272,8 +291,8 @@ class Pipeline:
         self.drain()
         which = self._which(weights)
 
-        def loss(output: Any, target: Any) -> torch.Tensor:
-            return scalar_loss(self._loss_fn, output, target)
+        def loss(output: Any, target: Any) -> Loss:
+            return loss_of(self._loss_fn, output, target)
 
         def weight(target: Any, samples: int) -> float:
             return loss_weights(self._loss_fn, [target], [samples], self._loss_weight).total
@@ -354,7 +373,7 @@ class Pipeline:
 
     @property
     def skipped_updates(self) -> int:
-        """How many ``skip_nonfinite`` has left out, of the pipelines that this rank has a part in."""
+        """Updates that ``skip_nonfinite`` or ``loss_scale`` has left out, of pipelines that this rank has a part in."""
         return sum({i: lane.skipped for (_, i), lane in self._worker.lanes.items()}.values())
 
     def timeline(self) -> Timeline:
@@ -420,6 +439,13 @@ def _not_empty(loader: Iterable[Any]) -> Iterator[Any]:
     except StopIteration:
         raise ValueError("evaluate needs at least one batch: the loader is empty") from None
     return chain([first], source)
+
+
+def _check_loss_scale(scale: Any) -> None:
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if scale in (None, "dynamic") or (is_number and scale > 0 and math.isfinite(scale)):
+        return
+    raise ValueError(f"loss_scale must be None, 'dynamic' or a number above 0, not {scale!r}")
 
 
 def _device(device: torch.device | str | None, layers: Sequence[nn.Module]) -> torch.device:

@@ -84,6 +84,7 @@ def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, seat
             replica.optimizer.load_state_dict(saved["optimizer"]["state"])
         if replica.lr_scheduler is not None and saved["lr_scheduler"] is not None:
             replica.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+        _restore_loss_scale(replica, saved.get("loss_scale"))
         _restore_carries(replica, saved["carry"])
 
 
@@ -138,6 +139,11 @@ class _Saved:
                 merged.setdefault(place, {}).update(values)
         return merged
 
+    def loss_scale(self, i: int) -> dict[str, Any] | None:
+        """That of a pipeline, which its last stage holds."""
+        held = [content["replicas"].get(i, {}).get("loss_scale") for content in self.contents]
+        return next((state for state in held if state is not None), None)
+
     def optimizer(self, i: int) -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
         """State by parameter name, settings of the parameter groups, and the learning-rate schedule's state."""
         states: dict[str, Any] = {}
@@ -172,6 +178,7 @@ def _restore_by_name(saved: _Saved, model: Model, worker: Worker, seat: int) -> 
         _restore_versions(replica, names, {})
         _copy_rest(replica, model, k, saved.replica(source, "rest"))
         _restore_optimizer(replica, names, *saved.optimizer(source))
+        _restore_loss_scale(replica, saved.loss_scale(source))
         if of_all == saved.pipelines:
             _restore_carries(replica, saved.carry(source))
 
@@ -220,6 +227,11 @@ def _copy_rest(replica: Replica, model: Model, k: int, values: dict[str, torch.T
     for entry in model.entries[k]:
         if entry.arena is None and entry.names[0] in values:
             state[entry.local].data.copy_(values[entry.names[0]])
+
+
+def _restore_loss_scale(replica: Replica, state: dict[str, Any] | None) -> None:
+    if replica.loss_scale is not None and state is not None:
+        replica.loss_scale.load_state_dict(state)
 
 
 def _restore_carries(replica: Replica, values: dict[str, Any]) -> None:

@@ -97,6 +97,7 @@ def _replica_content(model: Model, worker: Worker, seat: int, replica: Replica) 
         "older": {},  # versions that the next batches run on, by how many updates they lie behind
         "optimizer": None,
         "lr_scheduler": None,
+        "loss_scale": replica.loss_scale.state_dict() if replica.loss_scale is not None else None,
     }
     if replica.versions is not None:
         layout = replica.arena.layout

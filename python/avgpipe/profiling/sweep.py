@@ -22,9 +22,9 @@ from avgpipe.profiling.clock import Clock
 from avgpipe.profiling.examples import Example
 from avgpipe.runtime.backward import run_backward
 from avgpipe.runtime.batch import LossFn
-from avgpipe.runtime.compute import scalar_loss
 from avgpipe.runtime.context import Position, set_position
 from avgpipe.runtime.inputs import writes_to_a_leaf
+from avgpipe.runtime.loss import loss_of
 from avgpipe.runtime.message import tensors_of, wanting_gradients
 from avgpipe.runtime.rng import mix, seed_generators
 from avgpipe.runtime.split_backward import input_backward
@@ -132,7 +132,7 @@ class Sweep:
                 output = layer(value)
                 if n < len(self.stage.layers) - 1:
                     return output
-                return scalar_loss(self._loss_fn, output, example.target)
+                return loss_of(self._loss_fn, output, example.target).value
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-LossFn = Callable[[Any, Any], torch.Tensor]
+# Of output and target: a scalar tensor, or that and a count.
+LossFn = Callable[[Any, Any], Any]
 
 
 def pair(batch: Any) -> tuple[Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -12,33 +11,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from avgpipe.errors import StageError
 from avgpipe.runtime.backward import run_backward
-from avgpipe.runtime.batch import LossFn, to_device
+from avgpipe.runtime.batch import to_device
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.graphs import StageGraphs
+from avgpipe.runtime.loss import MeanCheck, loss_of
 from avgpipe.runtime.memory import SavedBytes
 from avgpipe.runtime.message import Key, tensors_of, wanting_gradients
+from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.skips import join, part
 from avgpipe.runtime.split_backward import input_backward
 from avgpipe.runtime.steps import Place, Step
 from avgpipe.runtime.work import Progress, Saved
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """What all lanes share."""
-
-    loss_fn: LossFn
-    clip_grad_norm: float | None
-    autocast: torch.dtype | None
-    recompute: str
-    cuda_graphs: bool = False
-    skip_nonfinite: bool = False
-
-    @property
-    def needs_norm(self) -> bool:
-        """Of the gradients of all stages."""
-        return self.clip_grad_norm is not None or self.skip_nonfinite
 
 
 class Compute:
@@ -60,6 +44,7 @@ class Compute:
         self._device = replica.stage.device
         self._layers = StageGraphs(replica.stage) if options.cuda_graphs else replica.stage.forward
         self._arrivals, self._departures = place.skips
+        self._check = MeanCheck(options.loss_fn) if place.last and options.may_be_no_mean else None
         self.measures = False  # whether the next forward counts what is held for its backward
         self.held_bytes = 0  # what one micro-batch holds, as counted
 
@@ -126,23 +111,39 @@ class Compute:
         factor = now.work.weights.factors[m]
         if factor == 0.0:  # a mean over nothing is 0/0, and so would its gradient be
             return None
-        loss = scalar_loss(self._options.loss_fn, output, to_device(now.work.targets[m], self._device))
+        target = to_device(now.work.targets[m], self._device)
+        loss, count = loss_of(self._options.loss_fn, output, target)
+        if count is not None:
+            if self._options.weighs:
+                raise StageError(
+                    "loss_fn returns (sum, count), which says what it weighs: leave out loss_weight"
+                )
+            now.counts.append(count)
+            factor = 1.0
+        elif self._check is not None:
+            if self._check.counts_nothing(loss, output):
+                return None
+            if now.work.micro_batches > 1:
+                self._check.look(now.work.batch, output, target)
         now.losses.append((loss.detach(), factor))
         return loss
 
     def _seed(self, now: Progress, m: int, loss: torch.Tensor) -> torch.Tensor:
-        """The gradient of the batch's loss by a micro-batch's."""
-        return torch.full((), now.work.weights.factors[m], dtype=loss.dtype, device=loss.device)
+        """The gradient of the batch's loss by a micro-batch's, as far as it is known; times the scale."""
+        weights = now.work.weights
+        # A sum over what all micro-batches count is divided by the samples until that is known.
+        factor = 1 / weights.total if now.counts else weights.factors[m]
+        return torch.full((), factor * now.loss_scale, dtype=loss.dtype, device=loss.device)
 
     def backward(self, now: Progress, step: Step) -> None:
         m = step.micro_batch
         saved = now.saved.pop(m)
         roots, grads = saved.outputs, saved.grads
         if grads is None:
-            # Gradients of the outputs that wanted one, and after the last backward the loss.
+            # Gradients of the outputs that wanted one, and after the last backward what is told of the batch.
             received = self._take(step.needs[0])
             if len(received) > len(saved.outputs):
-                now.loss = received.pop()
+                now.told = received.pop()
             if self._departures:
                 roots = [*roots, *saved.departed]
                 received = [*received, *chain.from_iterable(self._taken_past(step))]
@@ -157,12 +158,14 @@ class Compute:
         elif roots:
             run_backward(roots, grads)
         if now.backwards_left == 0 and self._place.last:
-            now.sum_losses()
+            now.part = now.sum_losses()
+            if not self._place.peers:
+                now.tell(now.part)
         if not self._place.first:
             message = [x.grad for x in saved.inputs]
             if now.backwards_left == 0 and not self._place.placement.is_replicated:
                 # the batch's loss rides on its last gradient, so that every stage learns it without a message more
-                message.append(now.loss)
+                message.append(now.told)
             self._send("B", self._place.at(self._place.stage - 1, m), step, message)
         for route, tensors in zip(self._arrivals, saved.arrived):
             self._send("Y", self._place.at(route.stage, m), step, [x.grad for x in tensors])
@@ -171,14 +174,3 @@ class Compute:
 def _edges(value: Any) -> list[GradientEdge]:
     """Where the gradients of a value's tensors go in."""
     return [get_gradient_edge(t) for t in wanting_gradients(value)]
-
-
-def scalar_loss(loss_fn: LossFn, output: Any, target: Any) -> torch.Tensor:
-    """The loss of a micro-batch, refused unless it is a scalar tensor."""
-    loss = loss_fn(output, target)
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise StageError(
-            f"loss_fn returned {got}; it must return a scalar tensor, the mean or sum over the samples"
-        )
-    return loss

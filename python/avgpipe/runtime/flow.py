@@ -35,7 +35,7 @@ class BatchResult:
 
 
 class InHand(NamedTuple):
-    """A batch that is under way. ``weight``: of its loss among others."""
+    """A batch that is under way. ``weight``: of its loss among others, unless its loss function says it."""
 
     batch: int
     samples: int
@@ -61,6 +61,7 @@ class Flow:
         self.begun = 0  # by this object
         self.in_hand: deque[InHand] = deque()  # oldest first
         self.results: deque[BatchResult] = deque()
+        self.weight = 0.0  # of the newest result's loss among others
 
     def takes_more(self) -> bool:
         """Whether the oldest batch cannot end, or a pipeline has nothing to do, unless another batch begins."""
@@ -165,8 +166,9 @@ class Flow:
             if prefetch:
                 fetch()  # before the caller goes on, had there been time or not: see Prefetch
             losses: list[torch.Tensor] = [lane.finish(batch) for lane in lanes] or [mailbox.take(told)]
-        self.in_hand.popleft()
-        self.results.append(BatchResult(float(losses[0]), batch, pipeline, samples))
+        hand, numbers = self.in_hand.popleft(), losses[0].reshape(-1).tolist()  # the host waits for them
+        loss, self.weight = numbers[0], numbers[2] if len(numbers) > 1 else hand.weight
+        self.results.append(BatchResult(loss, batch, pipeline, samples))
 
     def _lanes_of(self, pipeline: int) -> list[Lane]:
         """Those of this process; none where spread pipelines have other workers."""

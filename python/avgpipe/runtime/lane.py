@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from avgpipe.runtime.compute import Compute, TrainingOptions
+from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.exchange import Exchange
 from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.links.channel import Link
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
+from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.order import Order
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.stage_sum import StageSum
@@ -82,14 +83,14 @@ class Lane:
         self._messages, self._take, self._links = mailbox.messages, mailbox.take, links
         self.pipeline = replica.pipeline
         self._sum = StageSum(replica, place, summing, self._send, mailbox.take)
-        how = options.clip_grad_norm, options.skip_nonfinite
-        self._update = Update(replica, place, shared, *how, self._send, mailbox.take)
+        self._update = Update(replica, place, shared, options, self._send, mailbox.take)
         self.compute = Compute(replica, place, options, self._send, mailbox.take, self._sum.last_backward)
         self._hand: dict[int, Progress] = {}  # by batch, oldest first
         self._computing = Walk(self)
         self._updates_late = order.updates_late
         self._updating = Walk(self) if self._updates_late else self._computing
         self.walks = [self._computing, self._updating] if self._updates_late else [self._computing]
+        self._tells = place.tells_the_loss
         self.sent_at: float | None = None  # when the last step began to send, on the clock time.perf_counter
 
     # ---- taking on a batch ---------------------------------------------------------------------------------------
@@ -118,15 +119,15 @@ class Lane:
 
     def has_ended(self, batch: int) -> bool:
         now = self._hand[batch]
-        return now.updated and now.loss is not None
+        return now.updated and now.told is not None
 
     def finish(self, batch: int) -> torch.Tensor:
-        """The loss of a batch that has ended."""
+        """What is told of a batch that has ended: see :class:`Progress`."""
         now = self._hand.pop(batch)
         if self.stream is not None:
             self.stream.end()
-        assert now.loss is not None
-        return now.loss
+        assert now.told is not None
+        return now.told
 
     @property
     def skipped(self) -> int:
@@ -136,6 +137,8 @@ class Lane:
     def resume(self, batches: int) -> None:
         """The weights were replaced; no batch is in hand, and ``batches`` have begun in all."""
         self._order.resume(self.replica.updates)
+        if self.replica.loss_scale is not None:
+            self.replica.loss_scale.resume(self.replica.updates)
         if self.exchange is not None:
             self.exchange.resume(batches)
 
@@ -182,6 +185,8 @@ class Lane:
         kind = step.kind
         if kind == "F":
             self.replica.show(now.version)
+            if step.begins and self.replica.loss_scale is not None:
+                now.loss_scale = self.replica.loss_scale.at(now.version)
             self.compute.forward(now, step)
         elif kind in "BI":
             self.replica.show(now.version)
@@ -192,8 +197,17 @@ class Lane:
         else:
             with self._gradients_of(now):
                 self._perform_update(now, step)
+        if self._tells and now.told is not None:
+            self._tell(now, step)
         if self._updates_late and kind == "B" and now.backwards_left == 0:
             now.grads = self.replica.take_grads()  # before the next batch adds its own
+
+    def _tell(self, now: Progress, step: Step) -> None:
+        """Those who learn the loss by a message of its own, once."""
+        if not now.has_told:
+            now.has_told = True
+            for seat in self._tells:
+                self._send("L", seat, step._replace(micro_batch=-1), now.told)
 
     @contextmanager
     def _gradients_of(self, now: Progress) -> Iterator[None]:
@@ -209,6 +223,8 @@ class Lane:
 
     def _perform_update(self, now: Progress, step: Step) -> None:
         kind = step.kind
+        if kind in "TNU" and not now.is_scaled:
+            self._update.scale(now)
         if kind == "A":
             self._sum.begin(now, step)
         elif kind == "G":
@@ -226,7 +242,5 @@ class Lane:
             now.updated = True
             for _, seat in self.place.others if self.exchange is not None else ():
                 self._send("V", seat, step, self.replica.update)
-            for seat in self.place.tells_the_loss:
-                self._send("L", seat, step, now.loss)
         else:
-            now.loss = self._take(step.needs[0])
+            now.told = self._take(step.needs[0])

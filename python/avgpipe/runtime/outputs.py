@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from avgpipe.runtime.batch import concatenate
+from avgpipe.runtime.loss import Loss
 
 
 class Prediction:
@@ -32,7 +33,7 @@ class Evaluation:
 
     def __init__(
         self,
-        loss: Callable[[Any, Any], torch.Tensor],
+        loss: Callable[[Any, Any], Loss],
         weight: Callable[[Any, int], float],
         metric: Callable[[Any, Any], Any] | None,
     ) -> None:
@@ -42,7 +43,10 @@ class Evaluation:
 
     def add(self, output: Any, target: Any, samples: int) -> None:
         weight = self._weight(target, samples)
-        loss = float(self._loss(output, target)) * weight if weight else 0.0
+        loss = 0.0
+        if weight:
+            value, count = self._loss(output, target)
+            weight, loss = (weight, float(value) * weight) if count is None else (float(count), float(value))
         self._sums += torch.tensor([loss, weight, samples], dtype=torch.float64)
         if self._metric is not None:
             metric = self._metric(output, target)

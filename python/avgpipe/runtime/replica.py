@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from avgpipe.averaging import ElasticAveraging, Reference
+from avgpipe.runtime.loss_scale import LossScale
 from avgpipe.runtime.stage import Stage
 from avgpipe.weights import Arena, Versions
 from avgpipe.weights.hidden import refuse_hidden_weights
@@ -20,7 +21,8 @@ SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 class Replica:
     """``reference`` is None when there is one pipeline: the replica is then itself what is evaluated and saved.
-    ``versioned``: whether batches run on older weights than the newest.
+    ``versioned``: whether batches run on older weights than the newest. ``loss_scale``: of a last stage, where
+    losses are scaled.
     """
 
     def __init__(
@@ -32,8 +34,9 @@ class Replica:
         reference: Reference | None,
         arena: Arena,
         versioned: bool = False,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        self.stage, self.pipeline, self._arena = stage, pipeline, arena
+        self.stage, self.pipeline, self._arena, self.loss_scale = stage, pipeline, arena, loss_scale
         self.versions = Versions(arena) if versioned and arena.parameters else None
         self.optimizer: torch.optim.Optimizer | None = None
         self.elastic: ElasticAveraging | None = None
@@ -89,7 +92,8 @@ class Replica:
 
     def scale_grads(self, factor: torch.Tensor) -> None:
         for grad in self.arena.grads:
-            grad.mul_(factor.to(grad.device, grad.dtype))
+            # a gradient of 16 bits is not multiplied with a factor of as few
+            grad.mul_(factor.to(grad.device, torch.promote_types(grad.dtype, torch.float32)))
 
     @property
     def updates(self) -> int:
@@ -106,23 +110,27 @@ class Replica:
         """What the last step has told the reference; None if it was not the last of a period."""
         return self.elastic.update if self.elastic is not None else None
 
-    def step(self, batch: int, needed_from: int, skips: bool = False) -> None:
+    def step(self, batch: int, needed_from: int, skips: bool = False, forgets: bool = True) -> None:
         """One optimizer step, with its averaging, on the gradients there are; drops them. BatchNorms count the batch.
 
-        ``needed_from``: the lowest version of the weights that other batches need. ``skips``: the batch shall leave no
-        trace: a step without gradients, which counts as one, and no statistics. With staleness 0 the last pipeline
+        ``needed_from``: the lowest version of the weights that other batches need. ``skips``: a step without
+        gradients, which counts as one; if it ``forgets``, without statistics too. With staleness 0 the last pipeline
         of a round does the work of all, in one pass over memory where that is possible; until then the replica is not
         ``settled``.
         """
         arena = self._arena
+        if self.loss_scale is not None:
+            self.loss_scale.update(skips)
         if skips:
             arena.drop_grads()
+        forgets = skips and forgets
+        if forgets:
             self.stage.statistics.drop(batch)
         else:
             self.stage.statistics.commit(batch)
         for carry in self.stage.carries():
             carry.forget(batch)
-            if skips:
+            if forgets:
                 carry.drop_nonfinite()
         if self.elastic is not None:
             self.elastic.step_in_round(arena.drop_grads)

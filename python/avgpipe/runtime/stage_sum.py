@@ -58,7 +58,8 @@ class StageSum:
                 self._replica.stage.statistics.add(step.batch, message["moments"])
         told = [part for _, part in sorted(parts.items())]  # in the order of replicas: all add up alike
         losses = [part["loss"] for part in told if part["loss"] is not None]
-        now.loss = torch.stack(losses).sum() if losses else None
+        if losses:
+            now.tell(torch.stack(losses).sum(0))
         for n, p in enumerate(self._replica.arena.parameters):
             if not any(part["has_grad"][n] for part in told):
                 p.grad = None
@@ -69,7 +70,7 @@ class StageSum:
 
     def _part(self, now: Progress) -> dict[str, Any]:
         grads = [p.grad for p in self._replica.arena.parameters]
-        return {"loss": now.loss, "has_grad": [g is not None for g in grads], "grads": grads}
+        return {"loss": now.part, "has_grad": [g is not None for g in grads], "grads": grads}
 
 
 def _sum(grads: list[torch.Tensor | None]) -> torch.Tensor:

@@ -35,7 +35,8 @@ class Place:
     """Where a lane sits, and who its messages come from.
 
     shared: the other stages that hold parameters of this one. norm: whether the norm of all stages' gradients
-    is asked for. skips: what comes and goes past other stages.
+    is asked for. scales: whether what gradients must be multiplied with may come with the loss. skips: what comes and
+    goes past other stages.
     """
 
     placement: Placement
@@ -43,6 +44,7 @@ class Place:
     pipeline: int
     shared: tuple[int, ...]
     norm: bool
+    scales: bool
     skips: Skips = NO_SKIPS
 
     @cached_property
@@ -116,11 +118,13 @@ class Place:
         # An earlier stage counts the norm of what both hold: where that is so of all that is shared, this stage's part
         # need not wait for the sums, and the first stage, whose backward ends last, need not wait for anybody.
         early = self.norm and bool(self.shared) and max(self.shared) < self.stage
+        learns, before = self.learns_the_loss, self.scales
         return (
             ("AG" if self.peers else "")
+            + ("L" if learns and before else "")
             + ("TNS" if early else ("TS" if self.shared else "") + ("N" if self.norm else ""))
             + "U"
-            + ("L" if self.learns_the_loss else "")
+            + ("L" if learns and not before else "")
         )
 
     def _needs(self, kind: str, m: int, batch: int) -> tuple[Key, ...]:

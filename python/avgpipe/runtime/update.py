@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from avgpipe.runtime.message import Key
+from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.steps import Place, Step
 from avgpipe.runtime.work import Progress
@@ -28,8 +29,7 @@ Take = Callable[[Key], Any]
 
 class Update:
     """``shared``: for every other stage, which of this stage's parameters it holds too (indices into the arena, in an
-    order that both agree on). ``clip_grad_norm``: the largest norm of all gradients together, or None.
-    ``skip_nonfinite``: whether gradients with infinities or NaN, on whichever stage, are dropped.
+    order that both agree on).
     """
 
     def __init__(
@@ -37,16 +37,24 @@ class Update:
         replica: Replica,
         place: Place,
         shared: Mapping[int, list[int]],
-        clip_grad_norm: float | None,
-        skip_nonfinite: bool,
+        options: TrainingOptions,
         send: Send,
         take: Take,
     ) -> None:
         self._replica, self._place, self._shared = replica, place, shared
-        self._limit, self._skips, self._send, self._take = clip_grad_norm, skip_nonfinite, send, take
+        self._limit, self._send, self._take = options.clip_grad_norm, send, take
+        # Gradients with infinities or NaN, on whichever stage, are dropped; and all traces of their batch.
+        self._skips = options.skip_nonfinite or options.loss_scale is not None
+        self._forgets = options.skip_nonfinite
         self.skipped = 0  # updates
         # Parameters whose gradient norm another, earlier stage counts.
         self._foreign = {p for other, mine in shared.items() if other < place.stage for p in mine}
+
+    def scale(self, now: Progress) -> None:
+        """Multiply the batch's gradients with what was not known before all backwards, if there is such a thing."""
+        now.is_scaled = True
+        if now.told is not None and now.told.dim():
+            self._replica.scale_grads(now.told[1])
 
     def send_shared(self, now: Progress, step: Step) -> None:
         grads = [p.grad for p in self._replica.arena.parameters]
@@ -102,7 +110,7 @@ class Update:
                 factor = (self._limit / (now.norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ of torch
                 self._replica.scale_grads(factor)
         self.skipped += skips
-        self._replica.step(now.work.batch, needed_from, skips)
+        self._replica.step(now.work.batch, needed_from, skips, self._forgets)
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -57,17 +57,43 @@ class Progress:
     backwards_left: int
     saved: dict[int, Saved] = field(default_factory=dict)
     deferred: dict[int, Deferred] = field(default_factory=dict)  # of micro-batches, gradients of weights
-    # Of micro-batches, with their factors.
+    # Of micro-batches, with their factors; and what their losses are sums of, where the loss function says it.
     losses: list[tuple[torch.Tensor, float]] = field(default_factory=list)
-    loss: torch.Tensor | None = None  # of the whole batch; float64, known after the last backward
+    counts: list[torch.Tensor | float] = field(default_factory=list)
+    loss_scale: float = 1.0  # what the losses' gradients are multiplied with until the update
+    # Of the whole batch, known after the last backward: the loss; or, where gradients must be multiplied with something
+    # before anybody looks at them, three numbers: the loss, that factor, and what the loss weighs. Float64.
+    told: torch.Tensor | None = None
+    part: torch.Tensor | None = None  # of the last stage, what this replica knows of that
+    has_told: bool = False  # those who learn it by a message of its own
+    is_scaled: bool = False  # whether the gradients have been multiplied with that factor
     grads: list[torch.Tensor | None] = field(
         default_factory=list
     )  # of parameters, while they wait for the update
     norm: torch.Tensor | None = None  # of the gradients of all stages; float64, where somebody asks for it
     updated: bool = False
 
-    def sum_losses(self) -> None:
+    def sum_losses(self) -> torch.Tensor:
+        """What this replica of the last stage knows of the loss, which adds up over all: the loss, or sum and count."""
         device = self.losses[0][0].device if self.losses else None
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for loss, factor in self.losses:
-            self.loss.add_(loss, alpha=factor)
+            total.add_(loss, alpha=factor)
+        if not self.counts:
+            return total
+        count = torch.zeros_like(total)
+        for part in self.counts:
+            count.add_(part)
+        return torch.stack((total, count))
+
+    def tell(self, part: torch.Tensor) -> None:
+        """The sum of all parts is known."""
+        weight = self.work.weights.total
+        if part.dim():
+            total, count = part.unbind()
+            self.told = torch.stack((total / count, weight / (count * self.loss_scale), count))
+        elif self.loss_scale != 1.0:
+            rest = torch.tensor([1 / self.loss_scale, weight], dtype=part.dtype, device=part.device)
+            self.told = torch.cat((part[None], rest))
+        else:
+            self.told = part

@@ -13,14 +13,15 @@ from torch import nn
 
 from avgpipe.averaging import Reference
 from avgpipe.plan import Plan
-from avgpipe.runtime.compute import TrainingOptions
 from avgpipe.runtime.exchange import Exchange
 from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.lane import Lane
 from avgpipe.runtime.links.channel import Channel
 from avgpipe.runtime.links.choose import Links
+from avgpipe.runtime.loss_scale import LossScale
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.model import Model, trainable_parameters
+from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.order import OneByOne, Order, Overlapping, ranks_of
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.replica import OptimizerFn, Replica, SchedulerFn
@@ -92,8 +93,8 @@ class Worker:
     def _place(self, seat: int, pipeline: int) -> Place:
         stage = self.placement.seats[seat].stage
         shared, skips = self.model.shared[stage], self.model.skips[stage]
-        norm = self._options.needs_norm
-        return Place(self.placement, seat, pipeline, tuple(sorted(shared)), norm, skips)
+        asked = self._options.needs_norm, self._options.scales_late
+        return Place(self.placement, seat, pipeline, tuple(sorted(shared)), *asked, skips)
 
     def _channels_into(self, rank: int) -> list[Channel]:
         placement = self.placement
@@ -171,7 +172,14 @@ class Worker:
             self.replicas[seat, i] = Replica(
                 *(stage, i, self._make_optimizer, self._make_lr_scheduler, self.references[seat], arena),
                 versioned=self._plan.weights != "flush",
+                loss_scale=self._loss_scale() if k == self.model.stages - 1 else None,
             )
+
+    def _loss_scale(self) -> LossScale | None:
+        scale = self._options.loss_scale
+        if scale is None:
+            return None
+        return LossScale(None if scale == "dynamic" else float(scale), self._plan.weights != "flush")
 
     def _reference(self, arena: Arena, here: Sequence[int]) -> Reference | None:
         """``here``: pipelines of the seat."""
