@@ -44,7 +44,7 @@ unit: $(VENV)/installed
 $(VENV)/installed: $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2> /dev/null || $(BIN)/pip install -q "$(TORCH)" numpy
-	$(BIN)/pip install -q "setuptools>=77" wheel cmake ninja
+	$(BIN)/pip install -q "setuptools>=77" wheel "cmake>=3.25.2" ninja
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install -q --no-build-isolation -e '.[$(EXTRAS)]'
 	touch $@
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -14,12 +15,15 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 if int(setuptools.__version__.split(".")[0]) < 77:
-    sys.exit(
-        f"avgpipe: setuptools {setuptools.__version__} is too old; pip install 'setuptools>=77' cmake ninja"
-    )
+    sys.exit(f"avgpipe: setuptools {setuptools.__version__} is too old; pip install 'setuptools>=77'")
 from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent.resolve()
+# The build requirements of pyproject.toml, quoted for a shell.
+TOOLS = "'setuptools>=77' wheel 'cmake>=3.25.2' ninja"
+FAILED = "avgpipe: the native build failed, see the messages above"
+if os.environ.get("AVGPIPE_CUDA") != "0":
+    FAILED += "; if they are about CUDA, AVGPIPE_CUDA=0 builds without it"
 
 
 def require_torch() -> None:
@@ -44,7 +48,7 @@ def tool(name: str) -> str:
     beside = shutil.which(name, path=str(Path(sys.executable).parent))
     path = beside or shutil.which(name)
     if path is None:
-        sys.exit(f"avgpipe: {name} is missing; pip install {name}")
+        sys.exit(f"avgpipe: {name} is missing; pip install {TOOLS}")
     return path
 
 
@@ -72,7 +76,7 @@ class CMakeBuild(build_ext):
         ]
         for command in (configure, [tool("cmake"), "--build", str(build), "--target", target_of(ext)]):
             if subprocess.run(command, cwd=ROOT).returncode:
-                sys.exit("avgpipe: the native build failed, see the messages above")
+                sys.exit(FAILED)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(build / "lib" / target.name, target)
