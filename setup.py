@@ -30,7 +30,8 @@ def require_torch() -> None:
     """Stop early: once an isolated build has told its dependencies, pip would download torch."""
     if importlib.util.find_spec("torch") is None:
         sys.exit(
-            "avgpipe: the build finds no torch; install torch>=2.11, then pip install --no-build-isolation"
+            "avgpipe: the build finds no torch. An isolated build does not see the environment's torch; "
+            f"with torch>=2.11 installed, run\n  pip install {TOOLS}\n  pip install --no-build-isolation ."
         )
 
 
@@ -95,7 +96,9 @@ class AnyPythonWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
-require_torch()
+# A source distribution needs no torch; nor does egg_info, with which every build begins by asking what it requires.
+if not {"egg_info", "sdist"}.intersection(sys.argv):
+    require_torch()
 setup(
     version=version(),
     packages=[*find_packages("python"), "avgpipe_ext"],
