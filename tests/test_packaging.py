@@ -1,21 +1,44 @@
-"""What a build says that cannot go on."""
+"""The source distribution is complete: a wheel builds from it alone, and works where the checkout is not."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)  # of which a minute or two is the build
+
 ROOT = Path(__file__).parents[1]
 # Not of the source: hidden folders, and what .gitignore names.
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__", "*.so")
+STRAY = [
+    ".git/config",
+    ".venv/bin/tool.py",
+    "avgpipe_ext/libavgpipe.so",
+    "build/lib/avgpipe/removed.py",
+    "build/native/CMakeCache.txt",
+    "csrc/tests/__pycache__/sass.cpython-311.pyc",
+    "dist/avgpipe-0.0.1.tar.gz",
+    "examples/__pycache__/translate.cpython-311.pyc",
+    "python/avgpipe/__pycache__/plan.cpython-311.pyc",
+    "runs/demo/plan.json",
+]
 # As an isolated build: it sees the tools, but not torch.
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from setuptools import build_meta; "
+PROBE = """
+import runpy, sys
+import avgpipe, avgpipe_ext._library
+runpy.run_path(sys.argv[1], run_name="__main__")
+print(avgpipe.__file__, avgpipe_ext._library.PATH, sep="\\n")
+"""
 
 
 def run(*command, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -25,12 +48,104 @@ def run(*command, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True)
 
 
+def output(*command, cwd: Path) -> str:
+    done = run(*command, cwd=cwd)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    return done.stdout
+
+
+def write(path: Path, text: str = "") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of the source."""
+    """A copy of the checkout, with files that are not of the source."""
     folder = tmp_path_factory.mktemp("checkout") / "avgpipe"
     shutil.copytree(ROOT, folder, ignore=LEFT_OUT)
+    for name in STRAY:
+        write(folder / name)
     return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout, tmp_path_factory):
+    """The archive. It takes no torch to make it."""
+    folder = tmp_path_factory.mktemp("sdist")
+    steps = f"build_meta.get_requires_for_build_sdist(); build_meta.build_sdist({str(folder)!r})"
+    output(sys.executable, "-c", WITHOUT_TORCH + steps, cwd=checkout)
+    (archive,) = folder.iterdir()
+    return archive
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist, tmp_path_factory):
+    parent = tmp_path_factory.mktemp("unpacked")
+    output("tar", "-xf", sdist, cwd=parent)
+    (folder,) = parent.iterdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked, tmp_path_factory):
+    """Built from the source distribution alone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ("--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir", "--wheel-dir", folder)
+    output(sys.executable, "-m", "pip", "wheel", *options, unpacked, cwd=folder)
+    (path,) = folder.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def environment(wheel, tmp_path_factory):
+    """bin/ of a new environment with the wheel; torch and the like are those of the running interpreter."""
+    folder = tmp_path_factory.mktemp("environment")
+    output(sys.executable, "-m", "venv", folder, cwd=folder)
+    python = folder / "bin" / "python"
+    output(python, "-m", "pip", "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # These folders come after that of the wheel, and their own .pth files, such as that of an editable avgpipe, are
+    # not read.
+    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
+    return folder / "bin"
+
+
+def test_the_source_distribution_has_what_the_build_reads_and_nothing_stray(sdist, checkout):
+    with tarfile.open(sdist) as archive:
+        names = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
+    sources = [path for path in (checkout / "csrc").rglob("*") if path.is_file()]
+    needed = {str(path.relative_to(checkout)) for path in sources} - set(STRAY)
+    needed |= {"CMakeLists.txt", "setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"}
+    needed |= {"docs/reference.md", "examples/skip_connection.py", "avgpipe_ext/py.typed"}
+    assert sorted(needed - names) == []
+    assert sorted(names & set(STRAY)) == []
+    stray = re.compile(r"\.(so|pyc|o)$|(^|/)(build|dist|runs|__pycache__|\.[^/]*)/|^tests/")
+    assert sorted(filter(stray.search, names)) == []
+
+
+def test_the_wheel_has_the_modules_and_the_libraries(wheel, unpacked):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    sources = [(unpacked / "python", "avgpipe"), (unpacked, "avgpipe_ext")]
+    modules = {str(p.relative_to(top)) for top, package in sources for p in (top / package).rglob("*.py")}
+    libraries = {"avgpipe_ext/libavgpipe.so", "avgpipe_ext/libsimulate.so"}
+    assert names == modules | libraries | {"avgpipe/py.typed", "avgpipe_ext/py.typed"}
+    assert "-py3-none-linux_" in wheel.name
+
+
+def test_an_example_runs_with_the_installed_wheel(environment, unpacked, tmp_path):
+    script = unpacked / "examples" / "skip_connection.py"
+    *lines, package, library = output(environment / "python", "-c", PROBE, script, cwd=tmp_path).splitlines()
+    assert Path(package).is_relative_to(environment.parent), package
+    assert Path(library).is_relative_to(environment.parent), library
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", "\n".join(lines))]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 5
+
+
+def test_the_installed_command_finds_everything_it_needs(environment, tmp_path):
+    assert '"usable": true' in output(environment / "avgpipe", "doctor", "--json", cwd=tmp_path)
 
 
 @pytest.mark.parametrize("step", ["prepare_metadata_for_build_wheel", "prepare_metadata_for_build_editable"])
