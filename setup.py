@@ -68,19 +68,30 @@ class CMakeBuild(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         build = ROOT / "build" / "native"
-        configure = [
+        self.configure(build)
+        if subprocess.run([tool("cmake"), "--build", str(build), "--target", target_of(ext)]).returncode:
+            sys.exit(FAILED)
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(build / "lib" / target.name, target)
+
+    def configure(self, build: Path) -> None:
+        """Configure, and once more in an empty folder if that fails: paths that CMake keeps there may be gone."""
+        command = [
             *(tool("cmake"), "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DAVGPIPE_LIBRARY_DIR={build / 'lib'}",
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
         ]
-        for command in (configure, [tool("cmake"), "--build", str(build), "--target", target_of(ext)]):
-            if subprocess.run(command, cwd=ROOT).returncode:
-                sys.exit(FAILED)
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(build / "lib" / target.name, target)
+        configured_before = (build / "CMakeCache.txt").exists()
+        failed = subprocess.run(command).returncode
+        if failed and configured_before:
+            print(f"avgpipe: {build} is from an earlier build: it is removed, for another try", flush=True)
+            shutil.rmtree(build)
+            failed = subprocess.run(command).returncode
+        if failed:
+            sys.exit(FAILED)
 
     def copy_extensions_to_source(self) -> None:
         # A process may have the old library mapped: leave it that file, and write another.
@@ -91,6 +102,12 @@ class CMakeBuild(build_ext):
 
 class AnyPythonWheel(bdist_wheel):
     """Tags the wheel py3-none-<platform>: the libraries include no Python header."""
+
+    def run(self) -> None:
+        if not self.skip_build:
+            # Modules removed since an earlier build would still be there, and go into the wheel.
+            shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
+        super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])

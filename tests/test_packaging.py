@@ -8,6 +8,7 @@ import shutil
 import site
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -31,6 +32,7 @@ STRAY = [
     "python/avgpipe/__pycache__/plan.cpython-311.pyc",
     "runs/demo/plan.json",
 ]
+EARLIER_BUILD = f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 # As an isolated build: it sees the tools, but not torch.
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from setuptools import build_meta; "
 PROBE = """
@@ -89,7 +91,9 @@ def unpacked(sdist, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(unpacked, tmp_path_factory):
-    """Built from the source distribution alone."""
+    """Built from the source distribution alone, in a folder with the remains of an earlier build elsewhere."""
+    write(unpacked / EARLIER_BUILD / "avgpipe" / "removed.py")
+    write(unpacked / "build/native/CMakeCache.txt", "CMAKE_HOME_DIRECTORY:INTERNAL=/elsewhere\n")
     folder = tmp_path_factory.mktemp("wheel")
     options = ("--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir", "--wheel-dir", folder)
     output(sys.executable, "-m", "pip", "wheel", *options, unpacked, cwd=folder)
@@ -124,7 +128,7 @@ def test_the_source_distribution_has_what_the_build_reads_and_nothing_stray(sdis
     assert sorted(filter(stray.search, names)) == []
 
 
-def test_the_wheel_has_the_modules_and_the_libraries(wheel, unpacked):
+def test_the_wheel_has_the_libraries_and_nothing_of_an_earlier_build(wheel, unpacked):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     sources = [(unpacked / "python", "avgpipe"), (unpacked, "avgpipe_ext")]
