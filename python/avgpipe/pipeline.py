@@ -39,7 +39,9 @@ from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outputs import Evaluation, Prediction
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
+from avgpipe.runtime.requirements import check_model
 from avgpipe.runtime.split import layers_of
+from avgpipe.runtime.threads import warn_of_threads
 from avgpipe.runtime.worker import Worker
 from avgpipe.runtime.world import World
 from avgpipe.simulation import AdvanceChoice, choose_advance
@@ -141,6 +143,7 @@ class Pipeline:
         if wire_dtype not in _WIRE_DTYPES:
             raise ValueError(f"wire_dtype must be None, torch.bfloat16 or torch.float16, not {wire_dtype}")
         self.plan = plan
+        check_model(model)
         layers = layers_of(model)
         self._model = Model.cut(model, layers, plan.stages, plan.partition)
         self._device = _device(device, layers)
@@ -176,6 +179,8 @@ class Pipeline:
             *(loss_weight is not None, loss_scale),
         )
         self._advise(options.needs_norm)
+        if self.world.size == 1 and self._device.type == "cpu":
+            warn_of_threads()
         self._worker = Worker(
             *(self._model, layers, plan, placement, self.world, self._device, seed, options),
             *(optimizer, lr_scheduler, link, wire_dtype),
@@ -220,10 +225,9 @@ class Pipeline:
         flow.results.clear()
         self._choose_advance()
         inputs, targets = plain(inputs), plain(targets)
-        if batch_size(inputs) < n * self.plan.micro_batches:
+        if batch_size(inputs) < n:
             raise ValueError(
-                f"{batch_size(inputs)} samples do not fill {n} pipelines of {self.plan.micro_batches} "
-                "micro-batches each"
+                f"{batch_size(inputs)} samples are too few for {n} pipelines, each of which trains on a share of them"
             )
         for x, y in zip(split(inputs, n), split(targets, n)):
             flow.begin(x, y, self._worker.copy_ahead(x, y))
@@ -365,6 +369,15 @@ class Pipeline:
     def batches(self) -> int:
         """Batches begun so far, over all pipelines; the next one goes to pipeline ``batches % N``."""
         return self._flow.next_batch
+
+    def loader_state(self, loader: Any) -> Any:
+        """``loader.state_dict()`` as it was after the batches that were trained on, to be saved beside :meth:`save`.
+
+        The loader itself may be a batch ahead. ``loader`` is what was given to :meth:`train`, and has a ``state_dict``,
+        as torchdata's StatefulDataLoader. Batches that are under way are finished first.
+        """
+        self.drain()
+        return self._loader.state(loader)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from avgpipe.runtime.streams import Handed
 from avgpipe.runtime.work import Work
 from avgpipe.runtime.worker import Worker
 from avgpipe.schedule.replicated import warm_up
+
+_log = logging.getLogger("avgpipe")
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,13 @@ class Flow:
         batch, pipeline = self.next_batch, self.next_batch % self._plan.pipelines
         samples = sample_count(inputs, targets)
         parts = self._plan.micro_batches
-        if samples < parts and batch == 0:
-            raise ValueError(
-                f"a batch of {samples} samples cannot make {parts} micro-batches: use a larger batch "
-                "or fewer micro_batches"
+        if samples < parts and not self.begun and not self._worker.world.rank:
+            _log.warning(
+                "the first batch has %d samples, which make %d micro-batches and not %d: stages idle more; use larger "
+                "batches or fewer micro_batches if the others are as short",
+                *(samples, samples, parts),
             )
-        parts = min(parts, samples)  # a short last batch makes fewer
+        parts = min(parts, samples)  # as a short last batch does
         answers = split(targets, parts)
         sizes = sizes_of(samples, parts)
         weights = loss_weights(self._loss_fn, answers, sizes, self._loss_weight)

@@ -27,12 +27,15 @@ class Prefetch:
     def __init__(self, copy: Callable[[Any, Any], Handed | None]) -> None:
         self._copy = copy
         self._source: Iterator[Any] = iter(())
+        self._loader: Any = None
+        self._state: Any = None  # of the loader, before the newest batch was fetched from it
         self._ahead: list[Any] = []  # at most one: a batch, or what was raised instead
         self._left: deque[tuple[Iterator[Any], list[Any]]] = deque(maxlen=_LEFT)
         self._ended = False
 
     def open(self, loader: Iterable[Any]) -> None:
         source = iter(loader)
+        self._loader, self._state = loader, None
         # An iterator that is given again goes on with the batch that was fetched from it already.
         if source is not self._source:
             if self._ahead:
@@ -51,7 +54,10 @@ class Prefetch:
         return True
 
     def _fetch(self) -> None:
+        tell = getattr(self._loader, "state_dict", None)
         try:
+            # What it would give next if it began anew: the batch that is fetched now may never be trained on.
+            self._state = tell() if callable(tell) else None
             inputs, targets = pair(next(self._source))
             self._ahead.append((inputs, targets, self._copy(inputs, targets)))
         except StopIteration:
@@ -59,6 +65,21 @@ class Prefetch:
         except Exception as error:
             self._ahead.append(error)
             self._ended = True
+
+    def state(self, loader: Any) -> Any:
+        """The state of ``loader`` after the batches that were taken from it here."""
+        tell = getattr(loader, "state_dict", None)
+        if not callable(tell):
+            raise TypeError(
+                f"a {type(loader).__name__} has no state_dict: use a loader that has one, such as torchdata's "
+                "StatefulDataLoader, or skip pipeline.batches batches of the same order"
+            )
+        if self._loader is not None and self._loader is not loader:
+            raise ValueError(
+                f"train was given a {type(self._loader).__name__} and not this {type(loader).__name__}, whose place it "
+                "cannot tell: give it the loader itself"
+            )
+        return self._state if self._ahead else tell()
 
     def next(self) -> Batch | None:
         """The next batch, or None at the end."""

@@ -70,6 +70,13 @@ class Model:
             names.setdefault(id(tensor), []).append(name)
         held = [nn.ModuleList(layers[a:b]) for a, b in pairwise(bounds)]
         trainable = [trainable_parameters(stage) for stage in held]
+        shared = [_shared(trainable, k) for k in range(len(held))]
+        for of, others in zip(trainable, shared):
+            for n in (n for places in others.values() for n in places if of[n]._backward_hooks):
+                raise ValueError(
+                    f"parameter {names[id(of[n])][0]!r} has a hook and is held by several stages, none of which sees "
+                    "its whole gradient: remove the hook, or use a partition that keeps its layers together"
+                )
         entries = [_entries(stage, names, of) for stage, of in zip(held, trainable)]
         saved = {name for stage in entries for e in stage for name in e.names}
         return cls(
@@ -78,7 +85,7 @@ class Model:
             entries=entries,
             trainable=[[names[id(p)][0] for p in of] for of in trainable],
             shapes=[[torch.empty_like(p, device="meta") for p in of] for of in trainable],
-            shared=[_shared(trainable, k) for k in range(len(held))],
+            shared=shared,
             skips=_skips(layers, bounds),
             unused={name: t.detach().clone() for name, t in tensors.items() if name not in saved},
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,18 +11,21 @@ from torch import nn
 
 from avgpipe.averaging import ElasticAveraging, Reference
 from avgpipe.runtime.loss_scale import LossScale
+from avgpipe.runtime.requirements import check_lr_scheduler, check_optimizer
 from avgpipe.runtime.stage import Stage
 from avgpipe.weights import Arena, Versions
 from avgpipe.weights.hidden import refuse_hidden_weights
 
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFn = Callable[[torch.optim.Optimizer], Any]
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class Replica:
     """``reference`` is None when there is one pipeline: the replica is then itself what is evaluated and saved.
-    ``versioned``: whether batches run on older weights than the newest. ``loss_scale``: of a last stage, where
-    losses are scaled.
+
+    ``versioned``: whether batches run on older weights than the newest. ``loss_scale``: of a last stage, where losses
+    are scaled. ``hooks``: by parameter, see :meth:`run_hooks`.
     """
 
     def __init__(
@@ -35,14 +38,17 @@ class Replica:
         arena: Arena,
         versioned: bool = False,
         loss_scale: LossScale | None = None,
+        hooks: Sequence[Sequence[Hook]] = (),
     ) -> None:
         self.stage, self.pipeline, self._arena, self.loss_scale = stage, pipeline, arena, loss_scale
+        self._hooks = [(p, of) for p, of in zip(arena.parameters, hooks) if of]
         self.versions = Versions(arena) if versioned and arena.parameters else None
         self.optimizer: torch.optim.Optimizer | None = None
         self.elastic: ElasticAveraging | None = None
         self.lr_scheduler = None
         if arena.parameters:
             self.optimizer = optimizer(arena.parameters)
+            check_optimizer(self.optimizer)
             if self.versions is not None:
                 refuse_hidden_weights(self.optimizer, arena)
             if reference is not None:
@@ -50,6 +56,7 @@ class Replica:
                 self.optimizer = self.elastic
             if lr_scheduler is not None:
                 self.lr_scheduler = lr_scheduler(self.optimizer)
+                check_lr_scheduler(self.lr_scheduler)
 
     @property
     def arena(self) -> Arena:
@@ -94,6 +101,13 @@ class Replica:
         for grad in self.arena.grads:
             # a gradient of 16 bits is not multiplied with a factor of as few
             grad.mul_(factor.to(grad.device, torch.promote_types(grad.dtype, torch.float32)))
+
+    def run_hooks(self) -> None:
+        """Those of the caller's parameters, on the gradients of a batch, which they may replace."""
+        for p, hooks in self._hooks:
+            for hook in hooks:
+                if p.grad is not None and (replaced := hook(p.grad)) is not None:
+                    p.grad = replaced
 
     @property
     def updates(self) -> int:

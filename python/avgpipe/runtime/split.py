@@ -94,19 +94,30 @@ def _of_transformers(model: nn.Module) -> list[nn.Module]:
 class Segment(nn.Module):
     """A piece of a traced graph. Takes and returns the values that it or later pieces need, as a tuple.
 
-    The first takes the model's input (a tuple spreads over positional arguments, a dict over keywords); the last
-    returns the model's output. A value that the piece only passes on may be anything. ``calls`` is the name of the
-    module that begins the piece.
+    The first takes the model's input: a tuple spreads over positional arguments and a dict over keywords, unless the
+    model's forward has one argument and means the whole. The last returns the model's output. A value that the piece
+    only passes on may be anything. ``calls`` is the name of the module that begins the piece.
     """
 
     def __init__(self, graph: fx.GraphModule, calls: str, values: Values, is_first: bool) -> None:
         super().__init__()
         self.graph, self.calls, self.values, self._is_first = graph, calls, values, is_first
+        self._arguments = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
 
     def forward(self, value: Any) -> Any:
+        if self._is_first and self._is_whole(value):
+            return self.graph(value)
         if self._is_first and isinstance(value, dict):
             return self.graph(**value)
         return self.graph(*value) if isinstance(value, tuple) else self.graph(value)
+
+    def _is_whole(self, value: Any) -> bool:
+        """Whether the model's input is its only argument, rather than a collection of arguments."""
+        if len(self._arguments) != 1 or self._arguments[0].startswith("*"):
+            return False
+        if isinstance(value, dict):
+            return self._arguments != list(value)
+        return isinstance(value, tuple) and len(value) != 1
 
 
 def _traced(model: nn.Module) -> list[Segment]:

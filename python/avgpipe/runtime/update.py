@@ -51,10 +51,13 @@ class Update:
         self._foreign = {p for other, mine in shared.items() if other < place.stage for p in mine}
 
     def scale(self, now: Progress) -> None:
-        """Multiply the batch's gradients with what was not known before all backwards, if there is such a thing."""
+        """Multiply the batch's gradients with what was not known before all backwards, if there is such a thing. Then
+        they are what one device has, and the caller's hooks may see them.
+        """
         now.is_scaled = True
         if now.told is not None and now.told.dim():
             self._replica.scale_grads(now.told[1])
+        self._replica.run_hooks()
 
     def send_shared(self, now: Progress, step: Step) -> None:
         grads = [p.grad for p in self._replica.arena.parameters]

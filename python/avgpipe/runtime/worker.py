@@ -166,6 +166,8 @@ class Worker:
         first, end = self.model.bounds[k : k + 2]
         stages = [Stage(layers[first:end], first, k, self._seed, self.device) for _ in pipelines]
         arenas = [Arena(trainable_parameters(stage)) for stage in stages]
+        given = trainable_parameters(nn.ModuleList(layers[first:end]))
+        hooks = [list((p._backward_hooks or {}).values()) for p in given]
         same = self.references.get(self.placement.seats_of(k)[r])  # of spread pipelines that are all here
         self.references[seat] = same or self._reference(arenas[0], pipelines)
         for i, stage, arena in zip(pipelines, stages, arenas):
@@ -173,6 +175,7 @@ class Worker:
                 *(stage, i, self._make_optimizer, self._make_lr_scheduler, self.references[seat], arena),
                 versioned=self._plan.weights != "flush",
                 loss_scale=self._loss_scale() if k == self.model.stages - 1 else None,
+                hooks=hooks,
             )
 
     def _loss_scale(self) -> LossScale | None:

@@ -1,0 +1,95 @@
+"""What a model, an optimizer and a learning-rate schedule must be. Each refusal says the way out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+# By name: their packages take long to import.
+_SHARDING = ("FSDPModule", "FullyShardedDataParallel")
+_SHARDED = "DTensor"
+
+
+def check_model(model: nn.Module | Sequence[nn.Module]) -> None:
+    """Refuse what communicates by itself, and what has no values yet."""
+    whole = (
+        model if isinstance(model, nn.Module) else nn.ModuleList(m for m in model if isinstance(m, nn.Module))
+    )
+    for name, module in whole.named_modules():
+        where = f"module {name!r} of the model" if name else "the model"
+        if isinstance(module, _WRAPPERS):
+            raise ValueError(
+                f"{where} is a {type(module).__name__}, which would wait for ranks that hold other stages: pass "
+                "the module inside it (.module), and give a stage several workers by Plan(replication=...), or the "
+                'whole model by Plan.for_system("data-parallel")'
+            )
+        if any(kind.__name__ in _SHARDING for kind in type(module).__mro__):
+            raise ValueError(
+                f"{where} is sharded by FSDP, which stages cannot be: pass the model as it was before"
+            )
+    for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
+        if type(tensor).__name__ == _SHARDED:
+            raise ValueError(
+                f"{name!r} is a DTensor, which stages cannot hold: pass the model as it was before"
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name!r} is on the meta device and has no values: give the model some first, by "
+                "to_empty(device=...) and its initialisation, or by load_state_dict(state, assign=True)"
+            )
+    for name, parameter in whole.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter {name!r} has a hook that runs after gradients are accumulated; a Pipeline accumulates "
+                "them over micro-batches, on a copy: remove it (register_hook sees the gradient of the whole batch)"
+            )
+
+
+def check_optimizer(made: Any) -> None:
+    """What the caller's function ``optimizer`` returned."""
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must return one torch.optim.Optimizer, not {_kind(made)}; where parameters need different "
+            "treatment give one optimizer parameter groups, or write a torch.optim.Optimizer that steps both"
+        )
+    if _required(made.step):
+        raise TypeError(
+            f"{type(made).__name__} evaluates the loss anew in each step (step needs a closure), which a pipeline "
+            "cannot: use an optimizer whose step() does with the gradients that are there"
+        )
+
+
+def check_lr_scheduler(made: Any) -> None:
+    """What the caller's function ``lr_scheduler`` returned."""
+    if not callable(getattr(made, "step", None)):
+        raise TypeError(
+            f"lr_scheduler must return something with a method step, not {_kind(made)}; for several schedules return "
+            "a torch.optim.lr_scheduler.ChainedScheduler"
+        )
+    if isinstance(made, ReduceLROnPlateau) or _required(made.step):
+        raise TypeError(
+            f"{type(made).__name__}.step needs a metric, which a batch does not have: leave lr_scheduler out, make one "
+            "for each of pipeline.optimizers, and step these with what evaluate() returns"
+        )
+
+
+def _required(method: Any) -> bool:
+    """Whether it cannot be called without arguments."""
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # no signature to be had
+        return False
+    ones = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.kind in ones and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def _kind(value: Any) -> str:
+    return (
+        f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
+    )
