@@ -6,6 +6,7 @@ after; an event keeps a copy of the clock of the stream on which it was recorded
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,21 +64,52 @@ class Stream:
         return self.clock.get(name, 0) >= number
 
 
+class Work:
+    """Of a collective that NCCL runs: on a stream of its own, after what was current when it was issued.
+
+    ``wait`` keeps the host no time: it orders the stream that is current, in the thread that calls.
+    """
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda, self._stream = cuda, Stream()
+        self._stream.wait_stream(cuda.current_stream())
+        self.operation = self._stream.operate()
+
+    def wait(self) -> None:
+        self._cuda.current_stream().wait_stream(self._stream)
+
+
+class HostWork(Work):
+    """Of a collective that gloo runs on copies in the host's memory. ``done``: set when the copy back is issued.
+
+    ``wait`` keeps the host until then, and then orders the current stream.
+    """
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__(cuda)
+        self.done = threading.Event()
+
+    def wait(self) -> None:
+        assert self.done.wait(20), "the collective is never done"
+        super().wait()
+
+
 class FakeCuda:
-    """Stands for ``torch.cuda`` in avgpipe.runtime.streams."""
+    """Stands for ``torch.cuda`` in avgpipe.runtime.streams. Each thread has a current stream, first the default one."""
 
     Event, Stream = Event, Stream
 
     def __init__(self) -> None:
-        self._current = Stream()
+        self._default = Stream()
+        self._of_thread = threading.local()
 
     def current_stream(self, device: Any = None) -> Stream:
-        return self._current
+        return getattr(self._of_thread, "current", self._default)
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        before, self._current = self._current, stream
+        before, self._of_thread.current = self.current_stream(), stream
         try:
             yield
         finally:
-            self._current = before
+            self._of_thread.current = before

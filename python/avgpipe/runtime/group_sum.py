@@ -1,4 +1,12 @@
-"""Gradients added up over the ranks of a torch.distributed group, while the backward that makes them still runs."""
+"""Gradients added up over the ranks of a torch.distributed group, while the backward that makes them still runs.
+
+Who waits for the sums, and where:
+
+    CPU            a thread, in wait(); then the message comes
+    CUDA, by NCCL  nobody on the host: the message comes at once, and who takes it has its stream wait
+    CUDA, by gloo  both: gloo adds up copies in the host's memory, so that wait() keeps the host until they are added up
+                   and their way back is issued, and then has the current stream wait for that
+"""
 
 from __future__ import annotations
 
@@ -15,6 +23,7 @@ from torch import nn
 from avgpipe.errors import PeerLost
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
+from avgpipe.runtime.streams import Handed
 from avgpipe.runtime.world import transport_reason
 
 _PATIENCE_S = 5.0  # for the thread to end
@@ -22,22 +31,30 @@ _BUCKET_BYTES = 8 * 2**20  # large enough for the network, small enough to begin
 
 
 class GroupSum:
-    """``parameters``: alike on all ranks of ``group``, which is for this alone. ``key``: of the message that the sums
-    of a batch are there, without the batch.
+    """``parameters``: alike on all ranks of ``group``, which is for this alone, and on ``device``. ``key``: of the
+    message that the sums of a batch are there, without the batch.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, mailbox: Mailbox, key: Key
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        mailbox: Mailbox,
+        key: Key,
+        device: torch.device,
     ) -> None:
         self._parameters, self._group, self._mailbox, self._key = parameters, group, mailbox, key
+        self._device, self._has_streams = device, device.type == "cuda"
         self._buckets = _buckets(parameters)
         self._bucket_of = {n: b for b, bucket in enumerate(self._buckets) for n in bucket.members}
         self._armed = False
         self._waiting: list[set[int]] = []  # of each bucket, whose gradients the backward has not made yet
         self._works: list[Any] = []  # of the buckets that are on their way, which is in their order
         self._batches: queue.SimpleQueue[tuple[int, list[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait, name="avgpipe-sum", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if not self._has_streams or dist.get_backend(group) != "nccl":  # wait() keeps the host
+            self._thread = threading.Thread(target=self._wait, name="avgpipe-sum", daemon=True)
+            self._thread.start()
         for n, p in enumerate(parameters):
             hook = partial(self._made, n)
             p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -56,14 +73,19 @@ class GroupSum:
             self._start(self._buckets[len(self._works)])
 
     def complete(self, batch: int) -> None:
-        """Add up what is left; a message tells when all is there."""
+        """Add up what is left; a message tells when all is there, for who takes it before asking for a total."""
         self._armed = False
         for bucket in self._buckets[len(self._works) :]:
             self._start(bucket)
         works, self._works = self._works, []
-        self._batches.put((batch, works))
+        if self._thread is not None:
+            self._batches.put((batch, works))
+        else:
+            self._mailbox.put(self._key._replace(batch=batch), _Sums(works, batch, self._device))
 
     def _start(self, bucket: _Bucket) -> None:
+        # This memory held the sums of the batch before. On CUDA the copies come after them without a wait of their own:
+        # the lane's stream has waited for their works, and then read them; a backward's hooks run on it, or after it.
         for n, view in bucket.members.items():
             grad = self._parameters[n].grad
             if grad is None:
@@ -81,17 +103,41 @@ class GroupSum:
         while (item := self._batches.get()) is not None:
             batch, works = item
             try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
-                reason = transport_reason(error)
-                self._mailbox.fail(PeerLost(f"the sum of gradients of batch {batch} failed: {reason}"))
+                _wait_for(works, batch)
+            except PeerLost as loss:
+                self._mailbox.fail(loss)
                 return
-            self._mailbox.deliver(self._key._replace(batch=batch), None)
+            # This thread's stream is not the one that reads the sums.
+            sums = _Sums(works, batch, self._device) if self._has_streams else None
+            self._mailbox.deliver(self._key._replace(batch=batch), sums)
 
     def close(self) -> None:
-        self._batches.put(None)
-        self._thread.join(_PATIENCE_S)
+        if self._thread is not None:
+            self._batches.put(None)
+            self._thread.join(_PATIENCE_S)
+
+
+class _Sums(Handed):
+    """The message of a batch: who takes it goes on, on its stream, after the works."""
+
+    __slots__ = ("_batch",)
+
+    def __init__(self, works: list[Any], batch: int, device: torch.device) -> None:
+        super().__init__(None, works, device)
+        self._batch = batch
+
+    def received(self) -> None:
+        # No record_stream: the buckets live as long as who reads them.
+        _wait_for(self._ready, self._batch)
+
+
+def _wait_for(works: Sequence[Any], batch: int) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        reason = transport_reason(error)
+        raise PeerLost(f"the sum of gradients of batch {batch} failed: {reason}") from error
 
 
 class _Bucket:

@@ -137,7 +137,7 @@ class Worker:
             return None
         parameters = self.replicas[place.seat, place.pipeline].arena.parameters
         key = Key("Z", place.pipeline, place.seat, place.seat, -1, -1)
-        self._sums.append(GroupSum(parameters, group, self.mailbox, key))
+        self._sums.append(GroupSum(parameters, group, self.mailbox, key, self.device))
         return self._sums[-1]
 
     def _exchange(self, place: Place) -> Exchange | None:
