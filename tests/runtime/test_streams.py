@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.averaging.rounds import Rounds
 from avgpipe.runtime import streams, worker
 from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.links.local import LocalLink
@@ -17,12 +18,17 @@ from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.stage import Stage
 from tests.runtime.cases import adamw, language_model, token_batches
 from tests.runtime.fake_cuda import Event, FakeCuda
+from tests.runtime.workers import run
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def fake(monkeypatch):
+    return on_streams(monkeypatch)
+
+
+def on_streams(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     monkeypatch.setattr(streams, "cuda", fake)
     monkeypatch.setattr(worker, "streams_of", streams.Streams)
@@ -48,7 +54,7 @@ class Account:
 
     def __init__(self, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[tuple[str, int, int, tuple[str, int], Any]] = []
-        forward, step, backward = Stage.forward, Replica.step, Compute.backward
+        forward, step, backward, accept = Stage.forward, Replica.step, Compute.backward, Rounds.accept
 
         def note(what: str, stage: int, pipeline: int) -> None:
             stream = fake.current_stream()
@@ -68,6 +74,11 @@ class Account:
             backward(compute, now, step_)
             note("B", place.stage, place.pipeline)
 
+        def noted_accept(rounds, pipeline, update):
+            note("V", 0, pipeline)  # of which stage a round does not know; tests that look have one
+            accept(rounds, pipeline, update)
+
+        monkeypatch.setattr(Rounds, "accept", noted_accept)
         monkeypatch.setattr(Stage, "forward", noted_forward)
         monkeypatch.setattr(Replica, "step", noted_step)
         monkeypatch.setattr(Compute, "backward", noted_backward)
@@ -121,14 +132,46 @@ def test_messages_order_neighbouring_stages(fake, monkeypatch):
             assert all(follows(reader, source) for reader, source in zip(readers, sources))
 
 
+@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("staleness", [0, 1, "asynchronous"])
-def test_updates_of_a_stage_are_one_chain(fake, monkeypatch, staleness):
+def test_updates_of_a_stage_are_one_chain(fake, monkeypatch, staleness, spread):
+    """Of spread pipelines too, which share a reference where they share a process."""
     account = Account(fake, monkeypatch)
-    train(Plan(stages=2, pipelines=3, micro_batches=2, staleness=staleness), token_batches(9, 8))
+    plan = Plan(stages=2, pipelines=3, micro_batches=2, staleness=staleness, spread=spread)
+    train(plan, token_batches(9, 8))
     for k in range(2):
         updates = account.of("U", k)
         assert len(updates) == 9
         assert all(follows(later, earlier) for earlier, later in pairwise(updates))
+
+
+def spread_account(staleness):
+    """On a rank: what was issued, and what the caller's stream follows in the end."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fake = on_streams(monkeypatch)
+        account = Account(fake, monkeypatch)
+        train(
+            Plan(stages=1, pipelines=2, staleness=staleness, spread=True), token_batches(8, 8), timeout_s=60
+        )
+        return account.rows, dict(fake.current_stream().clock)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_updates_that_other_processes_tell_are_of_the_same_chain(staleness):
+    """They are taken in whenever the scheduler looks, outside of any step. On a device a step is only issued then, so
+    what is taken in on another stream would complete a round with an update that is not made yet, and move weights that
+    a forward reads. Streams that keep account show the missing order, whether the device would have been late or not.
+    """
+    for rows, caller in run(2, spread_account, staleness=staleness):
+        told = [row for row in rows if row[0] == "V"]
+        assert len(told) == 4
+        chain = [row for row in rows if row[0] in "UV"]
+        assert all(follows(later, earlier) for earlier, later in pairwise(chain))
+        for n, row in enumerate(rows):
+            if row[0] == "V":
+                assert all(follows(later, row) for later in rows[n + 1 :] if later[0] == "F")
+        # Who reads the reference after the last batch reads what the last message made of it.
+        assert caller.get(told[-1][3][0], 0) >= told[-1][3][1]
 
 
 def test_weights_that_another_lane_moves_are_waited_for(fake, monkeypatch):

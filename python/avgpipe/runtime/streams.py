@@ -10,7 +10,8 @@ Weights, reference and updates of a stage are shared by its lanes. Their updates
     lane 0's stream   ... B7 ── U ── record(averaged) ── F0 of its next batch ...
     lane 1's stream   ... B7 ─────────└─ wait(averaged) ── U ── record(averaged) ...
 
-Where an update moves the weights of other lanes too (staleness 0), their next batch waits for that event as well.
+Where an update moves the weights of other lanes too (staleness 0), their next batch waits for that event as well. What
+spread pipelines of other processes tell of theirs is a part of the chain, on the stream of the lane that takes it in.
 A batch begins after what the caller's stream held then; the caller's stream waits for a lane when its batch's loss is
 read. Nothing else waits, and the host waits for nothing but that loss.
 """
@@ -69,9 +70,11 @@ class Streams:
         self.clock = DeviceClock(device)
         self.copies = Copies(device)
 
-    def lane(self, stage: int, moves_others: bool) -> LaneStream:
-        """For a lane of ``stage``; ``moves_others``: an update may move the weights of the stage's other lanes."""
-        averaging = self._averaging.setdefault(stage, Averaging(moves_others))
+    def lane(self, reference: int, moves_others: bool) -> LaneStream:
+        """``reference``: a number that the lanes of one reference share, whose updates are one chain. ``moves_others``:
+        what is in it may move weights outside of a lane's own steps.
+        """
+        averaging = self._averaging.setdefault(reference, Averaging(moves_others))
         return LaneStream(self._device, averaging, self.clock)
 
 
@@ -80,7 +83,7 @@ def streams_of(device: torch.device) -> Streams | None:
 
 
 class Averaging:
-    """The chain of updates of one stage's lanes. A wait captures the event's last record, so one event is enough."""
+    """The chain of updates of lanes that share a reference. A wait captures the last record, so one event is enough."""
 
     def __init__(self, moves_others: bool) -> None:
         self.moves_others = moves_others
@@ -119,6 +122,14 @@ class LaneStream:
             self._clock.note(place, start, self._clock.mark(self._stream))
             if update:
                 self._averaging.record(self._stream)
+
+    @contextmanager
+    def averaging(self) -> Iterator[None]:
+        """What the block issues runs here too, outside of any step, as a link of the chain of updates."""
+        with cuda.stream(self._stream):
+            self._averaging.wait(self._stream)
+            yield
+            self._averaging.record(self._stream)
 
     def end(self) -> None:
         """The caller's stream goes on after all that this lane has issued."""

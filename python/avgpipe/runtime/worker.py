@@ -69,11 +69,11 @@ class Worker:
             shared = model.shared[placement.seats[seat].stage]
             for i in placement.pipelines_of(seat):
                 place = self._place(seat, i)
+                stream = self._stream(place)
                 self.lanes[seat, i] = Lane(
                     *(self.replicas[seat, i], place, options, self._order(place)),
                     *(self.mailbox, self.links, shared),
-                    *(self._summing(place, groups), self._exchange(place)),
-                    self._stream(seat),
+                    *(self._summing(place, groups), self._exchange(place, stream), stream),
                 )
         clock = self.streams.clock if self.streams is not None else None
         self.scheduler = Scheduler(list(self.lanes.values()), self.mailbox, world, placement, clock)
@@ -140,17 +140,20 @@ class Worker:
         self._sums.append(GroupSum(parameters, group, self.mailbox, key, self.device))
         return self._sums[-1]
 
-    def _exchange(self, place: Place) -> Exchange | None:
+    def _exchange(self, place: Place, stream: LaneStream | None) -> Exchange | None:
         reference = self.references[place.seat]
         if reference is None or not place.others:
             return None
-        return Exchange(reference, self.mailbox, place.seat, place.others)
+        return Exchange(reference, self.mailbox, place.seat, place.others, stream)
 
-    def _stream(self, seat: int) -> LaneStream | None:
+    def _stream(self, place: Place) -> LaneStream | None:
         if self.streams is None:
             return None
-        reference = self.references[seat]
-        return self.streams.lane(seat, reference is not None and reference.elasticity.pulls_at_the_end)
+        reference = self.references[place.seat]
+        pulls = reference is not None and reference.elasticity.pulls_at_the_end
+        k, r, _ = self.placement.seats[place.seat]
+        # Spread pipelines that are all here have seats of their own, but share the first one's reference.
+        return self.streams.lane(self.placement.seats_of(k)[r], pulls or bool(place.others))
 
     def copy_ahead(self, inputs: Any, targets: Any) -> Handed | None:
         """Begin to copy what this worker's stages need of a batch to their device; None on the CPU."""
@@ -210,6 +213,9 @@ class Worker:
     def settle(self, batches: int) -> None:
         """Wait until this process has what all of the first ``batches`` have told the references."""
         exchanges = [lane.exchange for lane in self.lanes.values() if lane.exchange is not None]
+        streams = [lane.stream for lane in self.lanes.values() if lane.exchange and lane.stream]
+        for stream in streams:
+            stream.begin(None)  # after what the caller did to the reference since the lane's last batch
 
         def missing() -> list[Key]:
             for exchange in exchanges:
@@ -218,6 +224,8 @@ class Worker:
 
         if exchanges and (keys := missing()):
             self.scheduler.wait_for(keys, lambda: not missing(), missing)
+        for stream in streams:
+            stream.end()
 
     def close(self, patience_s: float) -> None:
         if self._watchdog is not None:
