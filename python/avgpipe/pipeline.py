@@ -97,8 +97,9 @@ class Pipeline:
         activations and gradients; None sends them as they are.
     memory_limit_bytes: of a worker, for the weights of all pipelines and the activations in flight; what
         ``advance="auto"`` must keep to.
-    cuda_graphs: on CUDA, launch a stage's forward, or backward, of a micro-batch as one. For stages whose layers launch
-        the same kernels every time: no random numbers, no waiting for the device, nothing carried from batch to batch.
+    cuda_graphs: on CUDA, launch a stage's forward, or backward, of a micro-batch as one. For plans that flush, and
+        stages whose layers launch the same kernels every time: no random numbers, no waiting for the device, nothing
+        carried from batch to batch.
         What has another shape than the first batch, as a short last one, runs without.
     loss_weight(target): what a micro-batch weighs in its batch's mean loss; default: its samples, or the
         elements that ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` count.
@@ -153,10 +154,15 @@ class Pipeline:
             raise ValueError(
                 f"link {link!r} needs CUDA, not device {str(self._device)!r}: use 'auto', 'shm' or 'gloo'"
             )
-        if cuda_graphs and self._device.type != "cuda":
-            raise ValueError(f"cuda_graphs=True needs CUDA, not device {str(self._device)!r}: leave it out")
         if cuda_graphs and plan.recompute != "never":
             raise ValueError(f"cuda_graphs=True cannot recompute={plan.recompute!r}: use one of the two")
+        if cuda_graphs and plan.weights != "flush":  # a graph reads where its capture found the weights
+            raise ValueError(
+                f"cuda_graphs=True cannot follow weights={plan.weights!r}, which keeps several versions: use a "
+                "schedule that flushes, or leave cuda_graphs out"
+            )
+        if cuda_graphs and self._device.type != "cuda":
+            raise ValueError(f"cuda_graphs=True needs CUDA, not device {str(self._device)!r}: leave it out")
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(self._device)

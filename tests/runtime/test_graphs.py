@@ -73,6 +73,23 @@ def test_the_cpu_has_no_graphs():
         Pipeline(language_model(), Plan(), **options)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(stages=2, micro_batches=2, schedule="pipedream", weights=weights)
+        for weights in ("stash", "vertical-sync", "double-buffer")
+    ],
+    ids=lambda plan: plan.weights,
+)
+def test_versions_of_the_weights_are_refused(plan):
+    """A graph reads the addresses that its capture saw, and a version is other memory that the parameters point to: it
+    would train on stale weights without a word. The plan alone tells, on whatever device.
+    """
+    options = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": adamw, "cuda_graphs": True}
+    with pytest.raises(ValueError, match=f"cuda_graphs=True .* weights='{plan.weights}'.*flushes.*leave"):
+        Pipeline(language_model(), plan, **options)
+
+
 def train(batches, graphs, monkeypatch):
     if graphs:
         options = lane.TrainingOptions
