@@ -17,6 +17,7 @@ from avgpipe.runtime.links.channel import KINDS, Channel
 from avgpipe.runtime.links.wire import Decoder, Encoder, narrowed, padded, view
 from avgpipe_ext import pack, unpack_
 from avgpipe_ext.ring import copy
+from tests.runtime.fake_cuda import DeviceTensor
 
 CPU = torch.device("cpu")
 Point = namedtuple("Point", "x y")
@@ -270,6 +271,24 @@ def test_a_narrower_wire_leaves_what_is_not_wide_as_it_is(wire_dtype: torch.dtyp
         assert_same(wire([x, x[:, ::2]]), [x, x[:, ::2]])
     big = torch.tensor([2**40 + 1])
     assert_same(wire(big), big)
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)
+def test_tensors_of_a_device_are_narrowed_where_they_are(
+    dtype: torch.dtype, wire_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel reads and writes memory of one device, so that the rounding and the way to the host are two steps, and
+    what crosses is rounded already. The copy keeps the host until it is done, as that of any other tensor does: the
+    message is sent at once. That it does, and on which stream, is for a device to show.
+    """
+    meetings: list[int] = []
+    monkeypatch.setattr(DeviceTensor, "meetings", meetings)
+    x = filled((5, 7), dtype)
+    assert_same(Wire(wire_dtype)(DeviceTensor(x)), Wire(wire_dtype)(x))
+    assert_same(Wire(wire_dtype)(DeviceTensor(x.T)), Wire(wire_dtype)(x.T))
+    narrow = wire_dtype is not None and dtype.is_floating_point
+    assert meetings == [x.numel() * (2 if narrow else dtype.itemsize)] * 2
 
 
 def test_a_narrower_wire_takes_half_of_the_bytes() -> None:

@@ -55,7 +55,10 @@ class Format:
             if place.cast is None and _is_plain(tensor):
                 copy(address + place.offset, tensor.data_ptr(), place.bytes)
             elif place.cast is not None and place.bytes:
-                pack([tensor], out=place.flat(buffer(), offset))
+                if tensor.is_cpu:
+                    pack([tensor], out=place.flat(buffer(), offset))
+                else:  # rounded over there; the copy keeps the host until it is done, as the one below does
+                    place.flat(buffer(), offset).copy_(pack([tensor], dtype=place.cast))
             elif place.bytes:
                 place.flat(buffer(), offset).view(place.shape).copy_(tensor)
 
