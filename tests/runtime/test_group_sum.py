@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from avgpipe import Pipeline, Plan
 from avgpipe.errors import PeerLost
-from avgpipe.runtime import group_sum, streams
-from avgpipe.runtime.group_sum import GroupSum
+from avgpipe.runtime import group_sum, streams, worker
+from avgpipe.runtime.group_sum import GroupSum, sum_group
+from avgpipe.runtime.links.choose import Links, nccl_joins
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
+from tests.runtime.cases import adamw, language_model, token_batches
 from tests.runtime.ends import eventually
 from tests.runtime.fake_cuda import FakeCuda, HostWork, Stream, Work
+from tests.runtime.workers import run
 
 CUDA = torch.device("cuda", 0)
 KEY = Key("Z", 0, 0, 0, -1, -1)
@@ -131,3 +136,66 @@ def test_a_peer_that_fails_while_a_thread_waits_ends_every_wait(monkeypatch: pyt
     with pytest.raises(PeerLost, match="the sum of gradients of batch 3 failed: Connection closed by peer"):
         made.mailbox.wait_until(lambda: key in made.mailbox, 20)
     made.sum.close()
+
+
+# ---- which group ----------------------------------------------------------------------------------------------------
+
+
+def test_nccl_joins_workers_that_have_a_device_each() -> None:
+    def offers(*devices: str | None, without: Sequence[int] = ()) -> list[dict[str, Any]]:
+        return [{} if d is None else {"device": d, "nccl": n not in without} for n, d in enumerate(devices)]
+
+    assert nccl_joins(offers("a", "b", "c"))
+    assert not nccl_joins(offers("a", "b", "a"))
+    assert not nccl_joins(offers("a", None, "b"))  # one computes on its CPU
+    assert not nccl_joins(offers("a", "b", without=[1]))
+    assert not nccl_joins(offers(None, None))
+
+
+def backends(has_nccl: bool) -> list[str]:
+    """On a rank: what the groups of a replicated stage were made for, made for gloo instead."""
+    named: list[str] = []
+
+    def made(ranks: Sequence[int], device: torch.device, timeout_s: float, backend: str) -> Any:
+        named.append(backend)
+        return sum_group(ranks, device, timeout_s, "gloo")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(worker, "sum_group", made)
+        chosen = property(lambda links: has_nccl, lambda links, value: None)
+        monkeypatch.setattr(Links, "has_nccl", chosen, raising=False)
+        plan = Plan(stages=1, replication=[2], micro_batches=2, pipelines=2)
+        with Pipeline(
+            language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=adamw, timeout_s=60
+        ) as p:
+            for _ in p.train(token_batches(2, 4)):
+                pass
+    return named
+
+
+@pytest.mark.parametrize(("has_nccl", "backend"), [(True, "nccl"), (False, "gloo")])
+def test_replicas_use_nccl_where_all_workers_may(has_nccl: bool, backend: str) -> None:
+    """Replicas that share a device, which NCCL refuses at its first collective, are summed by gloo. What each of them
+    makes of CUDA tensors is for devices to show.
+    """
+    assert run(2, backends, has_nccl=has_nccl) == [[backend] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "backend", "sums"), [(0, "nccl", 0), (1, "nccl", 1), (2, "nccl", 1), (1, "gloo", 0)]
+)
+def test_members_of_a_group_connect_before_anything_depends_on_it(
+    monkeypatch: pytest.MonkeyPatch, rank: int, backend: str, sums: int
+) -> None:
+    """Over NCCL. gloo's connect when the group is made."""
+    made: list[Any] = []
+    summed: list[Any] = []
+    stand_in = SimpleNamespace(
+        new_group=lambda ranks, timeout, backend: made.append((ranks, backend)) or "the group",
+        get_rank=lambda: rank,
+        all_reduce=lambda tensor, group: summed.append(group),
+    )
+    monkeypatch.setattr(group_sum, "dist", stand_in)
+    assert sum_group([1, 2], torch.device("cpu"), 60, backend) == "the group"
+    assert made == [([1, 2], backend)]
+    assert summed == ["the group"] * sums

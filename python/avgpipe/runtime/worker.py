@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from avgpipe.averaging import Reference
 from avgpipe.plan import Plan
 from avgpipe.runtime.exchange import Exchange
-from avgpipe.runtime.group_sum import GroupSum
+from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.lane import Lane
 from avgpipe.runtime.links.channel import Channel
 from avgpipe.runtime.links.choose import Links
@@ -125,11 +124,11 @@ class Worker:
         }
 
     def _group(self, seats: Sequence[int]) -> dist.ProcessGroup:
-        limit = timedelta(seconds=self.world.timeout_s + 30)  # our own waits end first and say more
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        limit_s = self.world.timeout_s + 30  # our own waits end first and say more
+        # Decided for the whole world: members that choose each for itself could name different backends.
+        backend = "nccl" if self._links.has_nccl else "gloo"
         ranks = [self.placement.rank_of(seat) for seat in seats]
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend=backend)
-        return group
+        return sum_group(ranks, self.device, limit_s, backend)
 
     def _summing(self, place: Place, groups: dict[tuple[int, int], dist.ProcessGroup]) -> GroupSum | None:
         group = groups.get((place.stage, place.pipeline))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,8 @@ _log = logging.getLogger("avgpipe")
 
 
 class Links:
-    """The links of a worker, by the seat at their other end, and the mailbox that they fill.
+    """The links of a worker, by the seat at their other end, and the mailbox that they fill. ``has_nccl``: whether NCCL
+    works between the workers; all find the same.
 
     into(rank): the channels that end at a rank, from others. kind: one of ``NAMES``. processes: ids of the peers on
     this host, by rank.
@@ -56,6 +57,7 @@ class Links:
         self._slots: DeviceSlots | None = None
         self._on_device: set[int] = set()  # ranks that share this one's device
         self._edges: dict[Edge, dist.ProcessGroup] = {}
+        self.has_nccl = False
         inbox, outboxes = self._try_shared(kind) if world.size > 1 else (None, {})
         self.processes: dict[int, int] = {rank: pid for rank, (pid, _) in outboxes.items()}
         bell = inbox.bell if inbox is not None and outboxes else None
@@ -121,6 +123,7 @@ class Links:
                 offer = {"why": str(error)}  # the others wait for an offer
         if self._device.type == "cuda":
             offer["device"] = device_id(self._device)
+            offer["nccl"] = dist.is_nccl_available()
             offer["slots"] = self._offer_slots(kind) if inbox is not None else "no shared memory"
         offers = [json.loads(text) for text in world.gather_texts(json.dumps(offer))]
         opened: dict[int, tuple[int, Inbox]] = {}
@@ -165,14 +168,14 @@ class Links:
         """Find the peers whose device this one shares; make NCCL's communicators if each rank has its own."""
         if not any("device" in offer for offer in offers):
             return
-        devices = [offer.get("device") for offer in offers]
-        apart = None not in devices and len(set(devices)) == len(devices)
-        if kind == "nccl" and not (apart and dist.is_nccl_available()):
+        self.has_nccl = nccl_joins(offers)
+        if kind == "nccl" and not self.has_nccl:
+            devices = {offer.get("device") for offer in offers}
             raise PipelineError(
-                f"link 'nccl' needs NCCL and a GPU for each of the {len(devices)} workers, which have "
-                f"{len(set(devices))} between them; use 'auto'"
+                f"link 'nccl' needs NCCL and a GPU for each of the {len(offers)} workers, which have "
+                f"{len(devices)} between them; use 'auto'"
             )
-        if kind == "nccl" or (kind == "auto" and apart and dist.is_nccl_available()):
+        if self.has_nccl and kind in ("auto", "nccl"):
             rank_of = self._placement.rank_of
             edges = sorted(
                 {(rank_of(c.source), rank_of(c.seat)) for k in range(len(offers)) for c in self._into(k)}
@@ -208,3 +211,9 @@ class Links:
                 link.leave()  # to all, before waiting for any
         for link in links:
             link.close(patience_s)
+
+
+def nccl_joins(offers: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all workers, by what they offer, have NCCL and a CUDA device each: it refuses two on one device."""
+    devices = [offer.get("device") for offer in offers]
+    return None not in devices and len(set(devices)) == len(devices) and all(o.get("nccl") for o in offers)
