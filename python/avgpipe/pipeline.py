@@ -25,6 +25,7 @@ from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
 from avgpipe.runtime.allocator import keep_freed_memory
 from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain, split
+from avgpipe.runtime.device import own_device, select
 from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.flow import BatchResult, Flow
 from avgpipe.runtime.freezing import places_of, set_requires_grad
@@ -77,7 +78,8 @@ class Pipeline:
         ignored. A scalar of unknown kind is taken for a mean over samples; where the first batch shows that it is none,
         a warning says so.
     optimizer(params): a torch optimizer.
-    device: default: where the model's parameters are.
+    device: default: where the model's parameters are. "cuda": under torchrun the device of this rank's place on its
+        host, else the current one. It becomes the calling thread's current device.
     seed: what the layers draw follows from it, the pipeline, batch, micro-batch and layer alone.
     timeout_s: no wait for another worker lasts longer.
     lr_scheduler(optimizer): stepped after every batch of a pipeline.
@@ -163,6 +165,7 @@ class Pipeline:
             )
         if cuda_graphs and self._device.type != "cuda":
             raise ValueError(f"cuda_graphs=True needs CUDA, not device {str(self._device)!r}: leave it out")
+        select(self._device)
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(self._device)
@@ -372,6 +375,11 @@ class Pipeline:
             set_requires_grad(self._worker, places, flag)
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank computes; of CUDA with its number."""
+        return self._device
+
+    @property
     def batches(self) -> int:
         """Batches begun so far, over all pipelines; the next one goes to pipeline ``batches % N``."""
         return self._flow.next_batch
@@ -471,9 +479,4 @@ def _device(device: torch.device | str | None, layers: Sequence[nn.Module]) -> t
     if device is None:
         tensor = next((p for layer in layers for p in layer.parameters()), torch.empty(0))
         return tensor.device
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device {str(device)!r} was asked for, but torch {torch.__version__} sees no CUDA device: use device='cpu'"
-        )
-    return device
+    return own_device(device)

@@ -182,7 +182,10 @@ def join() -> None:
     dist.init_process_group("gloo")
 
 
-def over(link: str, N: int, device: str = "cuda", batches: int = 8) -> Any:
+SHARED = "cuda:0"  # "cuda" alone would be a device of each rank's own, where there are several
+
+
+def over(link: str, N: int, device: str = SHARED, batches: int = 8) -> Any:
     join()
     plan = Plan(stages=3, pipelines=N, micro_batches=3)
     losses, state, evaluated, _ = train(plan, token_batches(batches, 8, last=5), device, link=link)
@@ -199,7 +202,7 @@ def test_processes_that_share_a_device_train_as_one(link: str, N: int) -> None:
 
 def named() -> list[str]:
     join()
-    with Pipeline(language_model(), Plan(stages=2), loss_fn=LOSS, optimizer=adamw, device="cuda") as p:
+    with Pipeline(language_model(), Plan(stages=2), loss_fn=LOSS, optimizer=adamw, device=SHARED) as p:
         return sorted({link.name for link in p._worker.links.values()})
 
 
@@ -227,7 +230,7 @@ def test_slots_are_neither_read_too_early_nor_written() -> None:
 
 
 def on_a_gpu_each(N: int) -> Any:
-    return over("nccl", N, f"cuda:{os.environ['LOCAL_RANK']}")
+    return over("nccl", N, "cuda")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs a GPU for each of three workers")

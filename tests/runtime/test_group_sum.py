@@ -32,9 +32,11 @@ class Summing:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str, kind: type[Work]) -> None:
         self.fake, self.lane = FakeCuda(), Stream()
         self.works: list[Any] = []
+        self.selected: list[torch.device] = []  # by a thread
         self.followed: list[Any] = []  # what the copies into the buckets came after, by collective
         monkeypatch.setattr(streams, "cuda", self.fake)
         monkeypatch.setattr(group_sum.dist, "get_backend", lambda group: backend)
+        monkeypatch.setattr(torch.cuda, "set_device", self.selected.append)
         monkeypatch.setattr(group_sum.dist, "all_reduce", self._all_reduce)
         self._kind = kind
         self.mailbox = Mailbox()
@@ -114,6 +116,7 @@ def test_over_the_host_a_thread_waits_and_then_the_lane(gloo: Summing) -> None:
     eventually(lambda: key in gloo.mailbox)
     assert not gloo.lane.follows(gloo.works[0].operation)
     gloo.take(key)
+    assert gloo.selected == [CUDA]
     assert gloo.lane.follows(gloo.works[0].operation)
 
 

@@ -48,7 +48,7 @@ class TrainingRun:
                 clip_grad_norm=self.workload.clip_grad_norm,
                 loss_weight=self.workload.loss_weight,
                 autocast=_autocast(settings, self.workload),
-                device=_device(settings.device),
+                device=settings.device,
                 seed=settings.seed,
                 timeout_s=settings.timeout_s,
                 link=settings.link,
@@ -274,7 +274,7 @@ class TrainingRun:
     def _finish(self) -> None:
         """Write what the run came to: summary, trace and picture."""
         timeline = self.pipeline.timeline()
-        peak = torch.tensor([[peak_memory_bytes(self.settings.device)]], dtype=torch.float64)
+        peak = torch.tensor([[peak_memory_bytes(self.pipeline.device)]], dtype=torch.float64)
         peaks = [int(row[0]) for row in self._world.gather_rows(peak).tolist()]
         if self._world.rank != 0:
             return
@@ -310,15 +310,6 @@ class TrainingRun:
         """How much of the current epoch is done, 0 to 1."""
         whole = len(self.workload.train_batches(self.tally.epoch)) * self.workload.batch_size
         return min(1.0, self.tally.epoch_samples / whole) if whole else math.nan
-
-
-def _device(name: str) -> torch.device:
-    """Each rank of a machine takes a CUDA device of its own while there are enough."""
-    if name != "cuda":
-        return torch.device(name)
-    import os
-
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def _autocast(settings: TrainSettings, workload: Workload) -> torch.dtype | None:

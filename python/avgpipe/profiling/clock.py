@@ -15,7 +15,7 @@ _ROUNDS = 3, 25  # at least and at most
 
 
 class Clock:
-    """Marks on the device's own course: on CUDA events of the current stream, else the host's clock."""
+    """Marks on the device's own course: on CUDA events of its current stream, else the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_streams = device, device.type == "cuda"
@@ -24,7 +24,7 @@ class Clock:
         if not self._has_streams:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def settle(self) -> None:

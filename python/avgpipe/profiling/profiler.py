@@ -26,6 +26,7 @@ from avgpipe.profiling.workers import WorkerCosts, measure_workers
 from avgpipe.profiling.working import measure_working
 from avgpipe.runtime.allocator import keep_freed_memory
 from avgpipe.runtime.batch import LossFn
+from avgpipe.runtime.device import own_device
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import OptimizerFn
 from avgpipe.runtime.rng import CallerGenerators
@@ -330,12 +331,7 @@ def _checked_device(device: torch.device | str) -> torch.device:
     found = torch.device(device)
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device {str(device)!r}: profiles are of 'cpu' and 'cuda'")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device {str(device)!r} was asked for, but torch {torch.__version__} sees no CUDA device: "
-            "use device='cpu'"
-        )
-    return found
+    return own_device(found)
 
 
 def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:

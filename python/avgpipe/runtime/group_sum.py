@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe.errors import PeerLost
+from avgpipe.runtime.device import select
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.streams import Handed
@@ -115,6 +116,7 @@ class GroupSum:
         return total
 
     def _wait(self) -> None:
+        select(self._device)
         while (item := self._batches.get()) is not None:
             batch, works = item
             try:

@@ -37,10 +37,10 @@ class SavedBytes:
         return tensor.detach()  # the tensor itself may own the graph that would own it then
 
 
-def peak_memory_bytes(device: str) -> int:
-    """The most memory this process has used: on the device where that is CUDA, else resident in main memory."""
-    if device == "cuda":
-        return int(torch.cuda.max_memory_allocated())
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this process has used: on ``device`` where that is CUDA, else resident in main memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
     try:
         # Of this program alone; getrusage counts what the process was before it became this program, too.
         status = Path("/proc/self/status").read_text()

@@ -20,6 +20,7 @@ from avgpipe.profiling.profile import LinkProfile, Profile
 from avgpipe.profiling.profiler import layer_profile, with_workers
 from avgpipe.profiling.workers import WorkerCosts, costs_here
 from avgpipe.runtime.batch import plain
+from avgpipe.runtime.device import own_device, select
 from avgpipe.tuning.trial import Subject
 from avgpipe.workloads import build_workload
 from avgpipe.workloads.workload import Workload
@@ -103,6 +104,7 @@ def profiled(
     rank = int(os.environ["RANK"])
     asked = Subject(**subject)
     torch.set_num_threads(asked.threads)
+    select(own_device(asked.device))
     kept = loaded(subject) if rank < at_once else None
     around = _first_two(rank, timeout_s) if with_link else costs_here(False, timeout_s)
     layers = ""

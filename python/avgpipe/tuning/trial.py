@@ -78,7 +78,7 @@ def worker(subject: dict[str, Any], plan: str, batches: int) -> dict[str, Any]:
     with pipeline:
         row = Batches(pipeline, batch)
         rounds = [seconds_per_batch(row, batches) for _ in range(_ROUNDS)]
-        return {"rounds_s": rounds, "memory_bytes": peak_memory_bytes(asked.device)}
+        return {"rounds_s": rounds, "memory_bytes": peak_memory_bytes(pipeline.device)}
 
 
 class Batches:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost
+from avgpipe.runtime.device import select
 from avgpipe.runtime.links.channel import KINDS, Channel
 from avgpipe.runtime.links.wire import Decoder, Encoder, narrowed, padded, view
 from avgpipe.runtime.mailbox import Mailbox
@@ -226,6 +227,7 @@ class _Receiver:
     def _run(self) -> None:
         doing = f"receiving {NAMES[self._channel.kind]} of pipeline {self._channel.pipeline}"
         try:
+            select(self._link.device)
             for _ in range(_AHEAD):
                 self._post(self._sizes.last)
             while (message := self._message()) is not None:
