@@ -229,6 +229,58 @@ def test_slots_are_neither_read_too_early_nor_written() -> None:
         check(rank, alone)
 
 
+REPLICATED = {"stages": 2, "replication": [2, 1], "micro_batches": 3}
+SPREAD = [
+    {"stages": 1, "pipelines": 2, "spread": True, "staleness": staleness, "micro_batches": 2}
+    for staleness in (0, 1)
+]
+
+
+def held_up_with(options: dict[str, Any], device: str, wire: str | None = None) -> Any:
+    """Lanes start late, and what NCCL or gloo adds up, or another pipeline tells, is early or late beside them."""
+    step = LaneStream.step
+
+    def slow(self: LaneStream, *arguments: Any) -> Any:
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(2_000_000)
+        return step(self, *arguments)
+
+    if device != "cpu":
+        LaneStream.step = slow  # type: ignore[method-assign]
+    join()
+    narrow = {} if wire is None else {"wire_dtype": torch.bfloat16, "link": wire}
+    losses, state, evaluated, _ = train(Plan(**options), token_batches(6, 8), device, **narrow)
+    return losses, state, evaluated
+
+
+@pytest.mark.parametrize("options", [REPLICATED, *SPREAD], ids=str)
+def test_replicas_and_spread_pipelines_may_share_a_device(options: dict[str, Any]) -> None:
+    plan = Plan(**options)
+    alone = train(plan, token_batches(6, 8), "cpu")
+    target = "tests.runtime.test_cuda:held_up_with"
+    for rank in run_ranks(plan.workers, target, options=options, device=SHARED):
+        check(rank, alone)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each of two workers")
+@pytest.mark.parametrize("options", [{**REPLICATED, "stages": 1, "replication": [2]}, *SPREAD], ids=str)
+def test_replicas_and_spread_pipelines_may_have_a_device_each(options: dict[str, Any]) -> None:
+    alone = train(Plan(**options), token_batches(6, 8), "cpu")
+    for rank in run_ranks(2, "tests.runtime.test_cuda:held_up_with", options=options, device="cuda"):
+        check(rank, alone)
+
+
+@pytest.mark.parametrize("link", ["shm", "gloo"])
+def test_a_narrower_wire_goes_through_the_host(link: str) -> None:
+    """As on the CPU, but for what rounds to another side after a difference in the last bits."""
+    options, target = {"stages": 2, "micro_batches": 2}, "tests.runtime.test_cuda:held_up_with"
+    ours, theirs = (
+        run_ranks(2, target, options=options, device=device, wire=link)[0] for device in (SHARED, "cpu")
+    )
+    assert unequal(ours[0], theirs[0]) < 1e-3
+    assert abs(ours[2] - theirs[2]) < 1e-3
+
+
 def on_a_gpu_each(N: int) -> Any:
     return over("nccl", N, "cuda")
 
