@@ -249,6 +249,15 @@ def test_models_without_values_and_models_that_communicate_are_refused_at_once()
     refused(r"module '0' of the model is sharded by FSDP", model=nn.Sequential(FSDPModule(), nn.Linear(2, 2)))
 
 
+def test_a_batch_norm_that_communicates_is_refused_where_there_are_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = [nn.Linear(2, 2), nn.Sequential(nn.SyncBatchNorm(2))]
+    Pipeline(layers, Plan(stages=2), loss_fn=LOSS, optimizer=momentum).close()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(r"module '1.0' of the model is a SyncBatchNorm, .*nn.BatchNorm1d", model=layers)
+
+
 class Wrapped(nn.parallel.DistributedDataParallel):
     """As DistributedDataParallel, without a process group."""
 

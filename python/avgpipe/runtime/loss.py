@@ -16,6 +16,7 @@ from avgpipe.runtime.message import tensors_of
 
 _log = logging.getLogger("avgpipe")
 _LOOKED_AT = 8  # samples of a micro-batch, at most
+_TOLERANCE = 1e-2  # of the loss; what is no mean is further off in some micro-batch
 
 
 class Loss(NamedTuple):
@@ -84,18 +85,16 @@ class MeanCheck:
         samples = sum(map(_samples, self._parts))
         if samples < 2:
             return
-        output, target = (concatenate(list(values)) for values in zip(*self._parts))
-        self._parts = []
+        parts, self._parts = self._parts, []
+        output, target = parts[0] if len(parts) == 1 else map(concatenate, map(list, zip(*parts)))
         try:
-            whole, parts = self._evaluate(output, target, samples)
-        except (
-            Exception
-        ):  # whatever a function of the caller's raises for values of other shapes than it was made for
-            return
-        if whole is None or _near(whole, sum(parts) / len(parts), parts):
+            whole, each = self._evaluate(output, target, samples)
+        except Exception:
+            return  # a function of the caller's that was not made for values of these shapes
+        if whole is None or _near(whole, sum(each) / len(each), each):
             return
         self._done = True
-        if _near(whole, sum(parts), parts):
+        if _near(whole, sum(each), each):
             _log.warning(
                 "loss_fn returns the sum over the samples and is taken for their mean: give it an attribute "
                 'reduction = "sum", or let it return (sum, count)'
@@ -106,7 +105,7 @@ class MeanCheck:
             "%.6g. Micro-batches are weighed by their samples, so training differs from that with whole batches: let "
             "loss_fn return (sum, count), or give loss_weight; a loss that compares samples with each other needs "
             "micro_batches=1",
-            *(len(parts), whole, sum(parts) / len(parts)),
+            *(len(each), whole, sum(each) / len(each)),
         )
 
     def _evaluate(self, output: Any, target: Any, samples: int) -> tuple[float | None, list[float]]:
@@ -144,6 +143,5 @@ def _samples(part: tuple[Any, Any]) -> int:
 
 
 def _near(a: float, b: float, parts: list[float]) -> bool:
-    """Within what rounding in the loss may do."""
-    scale = max(abs(a), abs(b), sum(map(abs, parts)) / len(parts))
-    return abs(a - b) <= 1e-3 * scale  # False for NaN
+    """Within what rounding may do, in 16 bits too. False for NaN."""
+    return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b), sum(map(abs, parts)) / len(parts))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -28,6 +30,11 @@ def check_model(model: nn.Module | Sequence[nn.Module]) -> None:
                 f"{where} is a {type(module).__name__}, which would wait for ranks that hold other stages: pass "
                 "the module inside it (.module), and give a stage several workers by Plan(replication=...), or the "
                 'whole model by Plan.for_system("data-parallel")'
+            )
+        if isinstance(module, nn.SyncBatchNorm) and _ranks() > 1:
+            raise ValueError(
+                f"{where} is a SyncBatchNorm, which would wait for ranks that hold other stages: use nn.BatchNorm1d, 2d "
+                "or 3d, whose running statistics are those of the whole batch here"
             )
         if any(kind.__name__ in _SHARDING for kind in type(module).__mro__):
             raise ValueError(
@@ -77,6 +84,10 @@ def check_lr_scheduler(made: Any) -> None:
             f"{type(made).__name__}.step needs a metric, which a batch does not have: leave lr_scheduler out, make one "
             "for each of pipeline.optimizers, and step these with what evaluate() returns"
         )
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _required(method: Any) -> bool:
