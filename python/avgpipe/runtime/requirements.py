@@ -33,8 +33,8 @@ def check_model(model: nn.Module | Sequence[nn.Module]) -> None:
             )
         if isinstance(module, nn.SyncBatchNorm) and _ranks() > 1:
             raise ValueError(
-                f"{where} is a SyncBatchNorm, which would wait for ranks that hold other stages: use nn.BatchNorm1d, 2d "
-                "or 3d, whose running statistics are those of the whole batch here"
+                f"{where} is a SyncBatchNorm, which would wait for ranks that hold other stages: use nn.BatchNorm1d, "
+                "2d or 3d, whose running statistics are those of the whole batch here"
             )
         if any(kind.__name__ in _SHARDING for kind in type(module).__mro__):
             raise ValueError(
