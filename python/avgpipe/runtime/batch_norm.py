@@ -7,7 +7,7 @@ a forward runs.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -34,22 +34,28 @@ class BatchStatistics:
 
     def __init__(self) -> None:
         self.layers: list[DeferredBatchNorm] = []
-        self._calls: Counter[DeferredBatchNorm] = Counter()  # in the forward that is running
+        # Plain flags and lists, which torch.compile can put into what it makes of a layer; not so places in a run.
+        self.defers = False  # whether a layer that trains is in a batch
+        self.notes = False  # whether it is in a forward of it
         self._batches: defaultdict[int, _Seen] = defaultdict(dict)
 
     def begin_forward(self) -> None:
-        self._calls.clear()
+        self.notes = position().batch != -1
+        self.defers = self.notes or bool(self._batches)
+        for layer in self.layers:
+            layer.seen.clear()
 
-    @property
-    def in_a_batch(self) -> bool:
-        """Whether a forward has run whose batch is not committed."""
-        return bool(self._batches)
+    def end_forward(self) -> None:
+        """Keep what the layers saw of the micro-batch in hand, which :meth:`begin_forward` named.
 
-    def note(self, layer: DeferredBatchNorm, moments: Moments) -> None:
-        """Of the micro-batch in hand. A forward that runs again, as in recomputation, says again what it said."""
-        call = self._calls[layer]
-        self._calls[layer] += 1
-        self._batches[position().batch].setdefault((layer, call), {})[position().micro_batch] = moments
+        A forward that runs again, as in recomputation, says again what it said.
+        """
+        for layer in self.layers:
+            _, batch, m = position()
+            for call, moments in enumerate(layer.seen):
+                self._batches[batch].setdefault((layer, call), {})[m] = Moments(*moments)
+            layer.seen.clear()
+        self.notes = False
 
     def of(self, place: Position) -> list[tuple[DeferredBatchNorm, int, Moments]]:
         """What was noted of a micro-batch, for :meth:`put`."""
@@ -79,10 +85,12 @@ class BatchStatistics:
         """A batch is done: move the running statistics, once for each call of a layer as one device does."""
         for (layer, _), parts in self._batches.pop(batch, {}).items():
             layer.move(*whole_batch([moments for _, moments in sorted(parts.items())]))
+        self.defers = bool(self._batches)
 
     def drop(self, batch: int) -> None:
         """A batch is done and shall not count."""
         self._batches.pop(batch, None)
+        self.defers = bool(self._batches)
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -92,12 +100,12 @@ class DeferredBatchNorm(_BatchNorm):
 
     statistics: BatchStatistics
     number: int  # among the layers of ``statistics``
+    seen: list[tuple[int, torch.Tensor]]  # as Moments, by call within the forward that is running
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self.training and self.track_running_stats) or self.running_mean is None:
             return super().forward(input)
-        outside = position().batch == -1
-        if outside and not self.statistics.in_a_batch:
+        if not self.statistics.defers:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         dtype = self.running_mean.dtype
@@ -110,9 +118,9 @@ class DeferredBatchNorm(_BatchNorm):
             values = torch.zeros(2, input.shape[1], dtype=dtype, device=input.device)
             mean, variance = values.unbind()
             output = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-        # Outside, in the middle of a batch: a layer recomputes of its own accord, in the backward. It has been counted.
-        if not outside:
-            self.statistics.note(self, Moments(input.numel() // input.shape[1], values))
+        # Between forwards, in the middle of a batch: a layer recomputes of its own accord. It has been counted.
+        if self.statistics.notes:
+            self.seen.append((input.numel() // input.shape[1], values))
         return output
 
     @torch.no_grad()
@@ -160,6 +168,7 @@ def defer_batch_norms(layers: nn.Module) -> BatchStatistics:
             module.__class__ = deferred
             module.__dict__["statistics"] = statistics
             module.__dict__["number"] = len(statistics.layers)
+            module.__dict__["seen"] = []
             statistics.layers.append(cast(DeferredBatchNorm, module))
     return statistics
 

@@ -99,6 +99,7 @@ class _Layers(nn.Module):
         leaves = [next(stream) if leaf is None else leaf[0] for leaf in self._leaves]
         value = pytree.tree_unflatten(leaves, self._structure)
         value = self.stage.inputs.run(self._run, value, self.stage.training, True)
+        self.stage.statistics.end_forward()
         results, self._result = pytree.tree_flatten(value)
         self._plain = [None if isinstance(x, torch.Tensor) else (x,) for x in results]
         return tuple(x for x in results if isinstance(x, torch.Tensor))

@@ -38,6 +38,7 @@ class Stage(nn.Module):
         try:
             return self.inputs.run(lambda own: self._run(own, place), value, self.training, again)
         finally:
+            self.statistics.end_forward()
             set_position(before)
 
     def _run(self, value: Any, place: Position) -> Any:
