@@ -25,6 +25,7 @@ from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
 from avgpipe.runtime.allocator import keep_freed_memory
 from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain, split
+from avgpipe.runtime.compiled import Compiler, compile_options, described
 from avgpipe.runtime.device import own_device, select
 from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.flow import BatchResult, Flow
@@ -103,6 +104,11 @@ class Pipeline:
         stages whose layers launch the same kernels every time: no random numbers, no waiting for the device, nothing
         carried from batch to batch.
         What has another shape than the first batch, as a short last one, runs without.
+    compile: True, or a dict of keyword arguments of ``torch.compile``, runs every layer through it, each by itself: let
+        a layer be a whole block. What comes compiled, by its ``compile()`` or ``torch.compile``, stays so in any case,
+        with its own options. Dropout draws the same for any number of stages, but with the default backend not what
+        plain layers draw, unless ``torch._inductor.config.fallback_random`` is set. With recomputation the default is
+        ``dynamic=False``. The first batches wait for the compiler, which ``timeout_s`` must allow for.
     loss_weight(target): what a micro-batch weighs in its batch's mean loss; default: its samples, or the
         elements that ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` count.
     Raises ValueError for a plan that the model or the ranks do not fit; failures of a run are ``PipelineError``.
@@ -127,6 +133,7 @@ class Pipeline:
         link: str = "auto",
         wire_dtype: torch.dtype | None = None,
         cuda_graphs: bool = False,
+        compile: bool | dict[str, Any] = False,
         memory_limit_bytes: int | None = None,
     ) -> None:
         if timeout_s <= 0:
@@ -145,8 +152,10 @@ class Pipeline:
         _check_loss_scale(loss_scale)
         if wire_dtype not in _WIRE_DTYPES:
             raise ValueError(f"wire_dtype must be None, torch.bfloat16 or torch.float16, not {wire_dtype}")
+        compiling = compile_options(compile, plan.recompute)
         self.plan = plan
         check_model(model)
+        compiler = Compiler(compiling, model)
         layers = layers_of(model)
         self._model = Model.cut(model, layers, plan.stages, plan.partition)
         self._device = _device(device, layers)
@@ -165,6 +174,8 @@ class Pipeline:
             )
         if cuda_graphs and self._device.type != "cuda":
             raise ValueError(f"cuda_graphs=True needs CUDA, not device {str(self._device)!r}: leave it out")
+        if self._device.type == "cuda":
+            compiler.refuse_cuda_graphs(layers)
         select(self._device)
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         if isinstance(loss_fn, nn.Module):
@@ -178,6 +189,7 @@ class Pipeline:
             f"link={link!r}, wire_dtype={wire_dtype}, clip_grad_norm={clip_grad_norm}, {skip_nonfinite=}, "
             f"{autocast=}, {loss_scale=}",
         )
+        self.world.require_same("compile", described(compiling))
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
         self.world.require_same(
@@ -185,7 +197,7 @@ class Pipeline:
         )
         options = TrainingOptions(
             *(loss_fn, clip_grad_norm, autocast, plan.recompute, cuda_graphs, skip_nonfinite),
-            *(loss_weight is not None, loss_scale),
+            *(loss_weight is not None, loss_scale, compiler),
         )
         self._advise(options.needs_norm)
         if self.world.size == 1 and self._device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Small forms of torchvision's models whose layers work in place, for a process that imports nothing else of its kind."""
+"""Small forms of torchvision's models whose layers work in place, for a process that needs nothing else of its."""
 
 from __future__ import annotations
 

@@ -79,6 +79,12 @@ class Carry(nn.Module):
             if not all(bool(x.isfinite().all()) for x in tensors):
                 del self.values[m]
 
+    def hide_from_compiler(self) -> None:
+        """Have torch.compile call ``get`` and ``set`` as they are: compiled, they would be for one batch only."""
+        disable: Any = torch.compiler.disable  # torch leaves it untyped
+        for name in ("get", "set"):
+            setattr(self, name, disable(getattr(self, name)))
+
     def reset(self) -> None:
         self.values.clear()
         self._newest.clear()

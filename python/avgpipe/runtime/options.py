@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from avgpipe.runtime.batch import LossFn
+from avgpipe.runtime.compiled import Compiler
 from avgpipe.runtime.loss import is_mean_by_kind
 
 
@@ -24,6 +25,7 @@ class TrainingOptions:
     skip_nonfinite: bool = False
     weighs: bool = False
     loss_scale: float | str | None = None
+    compiler: Compiler = field(default_factory=Compiler)
 
     @property
     def needs_norm(self) -> bool:

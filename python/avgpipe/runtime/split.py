@@ -15,6 +15,7 @@ from torch import fx, nn
 from avgpipe.errors import reason
 from avgpipe.partitioning import balance
 from avgpipe.runtime.aliases import joined
+from avgpipe.runtime.compiled import is_compiled, original, unwrapped
 from avgpipe.runtime.skips import Values
 
 
@@ -22,6 +23,7 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """The chain that computes ``model``: its children if it is sequential, the adapter's layers if its forward is
     one of the transformers library, else segments of its traced graph.
     """
+    model = original(model)
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
         return _of_transformers(model) if _forward_module(model) == "transformers" else list(_traced(model))
     layers = list(model)
@@ -30,7 +32,8 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             raise TypeError(f"layer {n} of the model is a {type(layer).__name__}, not a torch.nn.Module")
     if not layers:
         raise ValueError("the model has no layers")
-    return layers
+    memo: dict[int, nn.Module] = {}
+    return [unwrapped(layer, memo) for layer in layers]
 
 
 def stage_bounds(layers: Sequence[nn.Module], stages: int, partition: Sequence[Any] | None) -> list[int]:
@@ -120,10 +123,17 @@ class Segment(nn.Module):
         return isinstance(value, tuple) and len(value) != 1
 
 
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Compiled modules are called as they are: torch.compile cannot be traced through."""
+        return is_compiled(m) or super().is_leaf_module(m, module_qualified_name)
+
+
 def _traced(model: nn.Module) -> list[Segment]:
     """Cut the graph of ``model`` before every module call but the first."""
     try:
-        traced = fx.symbolic_trace(model)
+        tracer = _Tracer()
+        traced = fx.GraphModule(model, tracer.trace(model), type(model).__name__)
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} cannot be traced ({reason(error)}): pass nn.Sequential or a list of layers instead"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from avgpipe.errors import StageError, reason
+from avgpipe.errors import StageError
 from avgpipe.runtime.batch_norm import defer_batch_norms
+from avgpipe.runtime.compiled import Compiler, compiler_error, reason_of
 from avgpipe.runtime.context import Carry, Position, set_position
 from avgpipe.runtime.inputs import Inputs
 from avgpipe.runtime.message import tensors_of
@@ -21,13 +21,21 @@ from avgpipe.runtime.rng import mix, mix_more, seed_generators
 class Stage(nn.Module):
     """Layers ``first``, ``first + 1``, ... of the model; each receives what the one before returned.
 
-    The layers are copied. ``statistics``: what their BatchNorms have seen of the batch in hand, to be committed when
-    it is done.
+    The layers are copied, and compiled by ``compiler``. ``statistics``: what their BatchNorms have seen of the batch
+    in hand, to be committed when it is done.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], first: int, index: int, seed: int, device: torch.device):
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        first: int,
+        index: int,
+        seed: int,
+        device: torch.device,
+        compiler: Compiler | None = None,
+    ):
         super().__init__()
-        self.layers = copy.deepcopy(nn.ModuleList(layers)).to(device)
+        self.layers = (compiler or Compiler()).copied(layers).to(device)
         self.statistics = defer_batch_norms(self.layers)
         self.first, self.index, self.seed, self.device = first, index, seed, device
         self.inputs = Inputs(index)
@@ -60,12 +68,12 @@ class Stage(nn.Module):
             return layer(value)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, compiler_error()) as error:
             got = ", ".join(f"{list(t.shape)} {str(t.dtype)[6:]}" for t in tensors_of(value)) or repr(value)
             source = f"; it came from stage {self.index - 1}" if number == self.first and self.index else ""
             raise StageError(
                 f"stage {self.index}, layer {number} ({type(layer).__name__}) failed on its input "
-                f"({got}{source}): {reason(error)}"
+                f"({got}{source}): {reason_of(error)}"
             ) from error
 
     def carries(self) -> list[Carry]:

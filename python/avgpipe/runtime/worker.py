@@ -166,7 +166,8 @@ class Worker:
         k, r, _ = self.placement.seats[seat]
         pipelines = self.placement.pipelines_of(seat)
         first, end = self.model.bounds[k : k + 2]
-        stages = [Stage(layers[first:end], first, k, self._seed, self.device) for _ in pipelines]
+        compiler = self._options.compiler
+        stages = [Stage(layers[first:end], first, k, self._seed, self.device, compiler) for _ in pipelines]
         arenas = [Arena(trainable_parameters(stage)) for stage in stages]
         given = trainable_parameters(nn.ModuleList(layers[first:end]))
         hooks = [list((p._backward_hooks or {}).values()) for p in given]

@@ -1,0 +1,257 @@
+"""Layers that run through torch.compile: those that a pipeline is asked to compile, and those that come compiled.
+
+Each layer is compiled by itself, since a stage seeds the random generators before each. A copy of a compiled module is
+not compiled, so modules that came compiled are compiled again in the stage, by the very options of theirs.
+
+torch.compile keeps what it has compiled with a function's code, a few variants of it, and runs what is beyond them
+without compiling. So every layer is called through a function of its own, and layers that look alike share its code:
+the replicas of a layer, and the blocks of a transformer, are compiled once.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx, nn
+
+from avgpipe.errors import nearest, reason
+from avgpipe.runtime.context import Carry
+
+# What makes a compiled function of a function, with the options it was made with.
+_Context: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Compiler:
+    """Copies layers and compiles the copies, for all stages of a process.
+
+    options: arguments of torch.compile for every layer that has none of its own; None: only what comes compiled.
+    model: what was handed in; if it is compiled as a whole, and there are no ``options``, so are all its layers.
+    """
+
+    def __init__(self, options: dict[str, Any] | None = None, model: Any = None) -> None:
+        self._context = _context_of(model) if options is None else _compiling(options)
+        self._codes: dict[
+            Any, CodeType
+        ] = {}  # by what a layer looks like, and whether it is to be compiled here
+
+    def copied(self, layers: Sequence[nn.Module]) -> nn.ModuleList:
+        originals = nn.ModuleList(layers)
+        # A copy of torch.compile(module) would lose some of its options: it keeps the very context instead.
+        kept = {id(c): c for c in (_context_of(m) for m in originals.modules() if _is_wrapper(m))}
+        copies = copy.deepcopy(originals, kept)
+        chain = {id(layer) for layer in originals}
+        compiled = bool(kept)
+        for original, mine in zip(originals.modules(), copies.modules()):
+            if _is_wrapper(original):
+                continue  # and so is its copy
+            _refuse_compiled_forward(original)
+            context = _context_of(original)
+            if context is None and id(original) in chain:
+                context = self._context
+            if context is not None:
+                mine._compiled_call_impl = context(self._function(mine, context is self._context))
+                compiled = True
+        if compiled:
+            for module in copies.modules():
+                if isinstance(module, Carry):
+                    module.hide_from_compiler()
+        return copies
+
+    def refuse_cuda_graphs(self, layers: Sequence[nn.Module]) -> None:
+        """ValueError for layers, or options, with which torch.compile makes CUDA graphs of its own.
+
+        These give out memory that their next run overwrites, and end a run with the backward, or with the next call of
+        another compiled function. Here a layer hands its output to the next one, and several micro-batches, each with
+        weights at addresses of their own, are under way before the first backward.
+        """
+        contexts = [self._context, *map(_context_of, nn.ModuleList(layers).modules())]
+        probes = (context(_probe()) for context in contexts if context is not None)
+        if any(_makes_cuda_graphs(_context_in(probe)) for probe in probes):
+            raise ValueError(
+                "torch.compile with CUDA graphs of its own (mode 'reduce-overhead' or 'max-autotune') cannot keep "
+                "several layers and micro-batches: use mode 'max-autotune-no-cudagraphs' or none, and "
+                "cuda_graphs=True where a stage shall be launched as one"
+            )
+
+    def _function(self, layer: Any, is_asked_for: bool) -> Callable[..., Any]:
+        """Calls ``layer``. Modules that come compiled share nothing with those that are compiled here."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return layer._call_impl(*args, **kwargs)
+
+        run.__code__ = self._codes.setdefault((_looks(layer), is_asked_for), run.__code__.replace())
+        return run
+
+
+def _looks(layer: nn.Module) -> Any:
+    """Equal for layers that are likely to be compiled to the same. A copy of a traced graph is a class of its own."""
+    if any(isinstance(m, fx.GraphModule) for m in layer.modules()):
+        return object()
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    return repr(layer), tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
+
+
+# ---- options -------------------------------------------------------------------------------------------------------
+
+
+def compile_options(given: Any, recompute: str = "never") -> dict[str, Any] | None:
+    """What ``Pipeline(compile=given)`` asks for, as arguments of torch.compile; None: nothing.
+
+    With recomputation, sizes are fixed in what is compiled (``dynamic=False``) unless ``given`` says otherwise: what
+    serves all sizes may save other tensors than what was compiled for one of them and ran the first forward.
+    """
+    if isinstance(given, bool):
+        options: dict[str, Any] | None = {} if given else None
+    elif isinstance(given, dict):
+        options = dict(given)
+    else:
+        raise TypeError(
+            f"compile={given!r}: it is False, True, or a dict of keyword arguments of torch.compile, such as "
+            "{'backend': 'aot_eager'}"
+        )
+    if options is None:
+        return None
+    valid = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    for name in options:
+        if name not in valid:
+            raise ValueError(f"compile: torch.compile takes no {name!r}: {nearest(str(name), valid)}")
+    backend = options.get("backend", "inductor")
+    if not isinstance(backend, str) and not callable(backend):
+        raise TypeError(f"compile: backend={backend!r} is neither a name nor a function")
+    if recompute != "never":
+        options.setdefault("dynamic", False)
+    try:
+        _compiling(options)(_probe())
+    except Exception as error:  # RuntimeError, AssertionError or TypeError, as it comes
+        raise ValueError(f"compile={given!r}: torch.compile refuses it: {reason_of(error)}") from error
+    return options
+
+
+def described(options: dict[str, Any] | None) -> str:
+    """The same text on every rank that asks for the same."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {text(v)}" for k, v in sorted(value.items())) + "}"
+        return f"{value.__module__}.{value.__qualname__}" if inspect.isroutine(value) else repr(value)
+
+    return "compile=" + ("False" if options is None else text(options))
+
+
+def _compiling(options: dict[str, Any]) -> _Context:
+    def context(function: Callable[..., Any]) -> Callable[..., Any]:
+        # torch takes entries out of the inner one
+        own: Any = {k: dict(v) if isinstance(v, dict) else v for k, v in options.items()}
+        compiled: Callable[..., Any] = torch.compile(function, **own)
+        return compiled
+
+    return context
+
+
+def _probe() -> Callable[[Any], Any]:
+    return lambda x: x
+
+
+# ---- modules that come compiled ------------------------------------------------------------------------------------
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is ``torch.compile(module)``, or its ``compile()`` was called."""
+    return _is_wrapper(module) or _context_of(module) is not None
+
+
+def unwrapped(module: Any, memo: dict[int, nn.Module]) -> Any:
+    """What ``torch.compile(module)`` wraps, compiled as if by its own ``compile()``; anything else as it is.
+
+    The wrapped module stays as it is: a wrapper's is copied, but for its parameters and children. ``memo``: the
+    results so far, so that a module that stands at several places stays one.
+    """
+    if not _is_wrapper(module):
+        return module
+    if id(module) not in memo:
+        mine = copy.copy(module._orig_mod)
+        mine._compiled_call_impl = module.dynamo_ctx(mine._call_impl)
+        memo[id(module)] = mine
+    return memo[id(module)]
+
+
+def original(model: Any) -> Any:
+    """What ``torch.compile(model)`` wraps; anything else as it is."""
+    return model._orig_mod if _is_wrapper(model) else model
+
+
+def _is_wrapper(module: Any) -> bool:
+    # Nobody has called torch.compile where its code was never imported, which would take a second.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def _context_of(module: Any) -> _Context | None:
+    """How a module was compiled; None if it was not."""
+    if _is_wrapper(module):
+        context: _Context = module.dynamo_ctx
+        return context
+    return _context_in(getattr(module, "_compiled_call_impl", None))
+
+
+def _context_in(function: Any) -> _Context | None:
+    """How a function was compiled; None if it was not.
+
+    torch has no way to ask. Its wrapper of a function is a closure over the context; where it should be another thing
+    in some release, the default options are the honest rest.
+    """
+    if not hasattr(function, "_torchdynamo_orig_callable"):
+        return None
+    if getattr(function, "_torchdynamo_disable", False):
+        disable: _Context = torch.compiler.disable
+        return disable
+    context = inspect.getclosurevars(function).nonlocals.get("self")
+    return context if callable(context) else _compiling({})
+
+
+def _makes_cuda_graphs(context: Any) -> bool:
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    config = getattr(backend, "config", None) or {}
+    return bool(config.get("triton.cudagraphs")) or getattr(backend, "compiler_name", "") == "cudagraphs"
+
+
+def _refuse_compiled_forward(module: nn.Module) -> None:
+    if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
+        raise ValueError(
+            f"{type(module).__name__}.forward was replaced by torch.compile(module.forward), which goes on computing "
+            "with the weights of the model that was passed in: call module.compile() instead"
+        )
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def compiler_error() -> type[Exception]:
+    """What torch.compile raises that is no RuntimeError: code that needs one graph has too many variants."""
+    found: type[Exception] = getattr(
+        sys.modules.get("torch._dynamo.exc"), "FailOnRecompileLimitHit", RuntimeError
+    )
+    return found
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says, in a line; of a compiler's what went wrong in it."""
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, BaseException):  # "backend='inductor' raised:", and this
+        return f"torch.compile: {type(inner).__name__}: {reason_of(inner)}"
+    first = reason(error)
+    if not type(error).__module__.startswith("torch._dynamo"):
+        return first
+    lines = map(str.strip, str(error).splitlines())
+    explanation = next((line for line in lines if line.startswith("Explanation: ")), "")
+    # Before what it got stands what was called, at length.
+    why = explanation.removeprefix("Explanation: ").rpartition("): got ")[2]
+    return f"torch.compile: {first}" + (f": {why}" if why else "")
