@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -41,7 +42,7 @@ class Compute:
     ) -> None:
         self._replica, self._place, self._options = replica, place, options
         self._send, self._take, self._last_backward = send, take, last_backward
-        self._device = replica.stage.device
+        self._device, self._on_cpu = replica.stage.device, replica.stage.device.type == "cpu"
         self._layers = StageGraphs(replica.stage) if options.cuda_graphs else replica.stage.forward
         self._arrivals, self._departures = place.skips
         self._check = MeanCheck(options.loss_fn) if place.last and options.may_be_no_mean else None
@@ -121,9 +122,10 @@ class Compute:
             now.counts.append(count)
             factor = 1.0
         elif self._check is not None:
-            if self._check.counts_nothing(loss, output):
+            # Asked on the CPU alone, where nobody waits for the answer.
+            if self._on_cpu and math.isnan(loss.item()) and self._check.counts_nothing(output):
                 return None
-            if now.work.micro_batches > 1:
+            if not self._check.done and now.work.micro_batches > 1:
                 self._check.look(now.work.batch, output, target)
         now.losses.append((loss.detach(), factor))
         return loss

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from avgpipe.errors import StageError, reason
-from avgpipe.runtime.context import Position, set_position
+from avgpipe.runtime.context import Position, position, set_position
 from avgpipe.runtime.stage import Stage
 
 _log = logging.getLogger("avgpipe")
@@ -98,13 +98,13 @@ class _Layers(nn.Module):
         stream = iter(tensors)
         leaves = [next(stream) if leaf is None else leaf[0] for leaf in self._leaves]
         value = pytree.tree_unflatten(leaves, self._structure)
-        value = self.stage.inputs.run(self._run, value, self.stage.training, True)
+        value = self.stage.inputs.run(self._run, value, position(), self.stage.training, True)
         self.stage.statistics.end_forward()
         results, self._result = pytree.tree_flatten(value)
         self._plain = [None if isinstance(x, torch.Tensor) else (x,) for x in results]
         return tuple(x for x in results if isinstance(x, torch.Tensor))
 
-    def _run(self, value: Any) -> Any:
+    def _run(self, value: Any, place: Position) -> Any:
         self.stage.statistics.begin_forward()
         for number, layer in enumerate(self.layers, self.stage.first):
             value = self.stage._call(number, layer, value)

@@ -14,8 +14,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from avgpipe.errors import StageError
+from avgpipe.runtime.context import Position
 
-_Layers = Callable[[Any], Any]
+_Layers = Callable[[Any, Position], Any]
 
 
 class Inputs:
@@ -31,20 +32,22 @@ class Inputs:
         """Whether a forward that trains has run, so that the next one copies no more than it must."""
         return True in self._written
 
-    def run(self, layers: _Layers, value: Any, training: bool, again: bool) -> Any:
-        """``layers(value)``, but ``value`` stays as it is. ``again``: it is needed for another forward."""
+    def run(self, layers: _Layers, value: Any, place: Position, training: bool, again: bool) -> Any:
+        """``layers(value, place)``, but ``value`` stays as it is. ``again``: it is needed for another forward."""
         written = self._written.get(training)
-        if written is None or written or not isinstance(value, torch.Tensor) or not value.requires_grad:
-            return self._checked(layers, value, training, again)
+        if written is None or written or again:
+            return self._checked(layers, value, place, training, again)
         try:
-            return layers(value)  # the common case: torch itself refuses to change a leaf
+            return layers(
+                value, place
+            )  # the common case, and no look at it: torch itself refuses to change a leaf
         except StageError as error:
             if not writes_to_a_leaf(error):
                 raise
-        written.add(0)
-        return self._checked(layers, value, training, again)
+        self._written[training] = set(range(len(pytree.tree_leaves(value))))  # torch does not say to which
+        return self._checked(layers, value, place, training, again)
 
-    def _checked(self, layers: _Layers, value: Any, training: bool, again: bool) -> Any:
+    def _checked(self, layers: _Layers, value: Any, place: Position, training: bool, again: bool) -> Any:
         leaves, structure = pytree.tree_flatten(value)
         tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         written = self._written.get(training)
@@ -53,14 +56,14 @@ class Inputs:
             leaves[n] = tensors[n].clone()
         versions = {n: leaves[n]._version for n in tensors}
         try:
-            output = layers(pytree.tree_unflatten(leaves, structure) if copied else value)
+            output = layers(pytree.tree_unflatten(leaves, structure) if copied else value, place)
         except StageError as error:
             # A layer that writes for the first time, as those do that are left out at random: torch does not say to
             # which leaf, and has changed none.
             if written is None or copied == tensors.keys() or not writes_to_a_leaf(error):
                 raise
             self._written[training] = set(tensors)
-            return self._checked(layers, value, training, again)
+            return self._checked(layers, value, place, training, again)
         found = {n for n in tensors if leaves[n]._version != versions[n]}
         if written is None:
             self._written[training] = found

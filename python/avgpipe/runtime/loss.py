@@ -68,18 +68,16 @@ class MeanCheck:
         self._loss_fn = loss_fn
         self._batch: int | None = None  # the one that is looked at
         self._parts: list[tuple[Any, Any]] = []  # of too few samples, until there are two
-        self._done = False
+        self.done = False
         self._warned_of_nan = False
 
     @torch.no_grad()
     def look(self, batch: int, output: Any, target: Any) -> None:
         """At a micro-batch; warns, once, of a loss that is no mean."""
-        if self._done:
-            return
         if self._batch is None:
             self._batch = batch
         elif batch != self._batch:
-            self._done, self._parts = True, []
+            self.done, self._parts = True, []
             return
         self._parts.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (output, target)))
         samples = sum(map(_samples, self._parts))
@@ -93,7 +91,7 @@ class MeanCheck:
             return  # a function of the caller's that was not made for values of these shapes
         if whole is None or _near(whole, sum(each) / len(each), each):
             return
-        self._done = True
+        self.done = True
         if _near(whole, sum(each), each):
             _log.warning(
                 "loss_fn returns the sum over the samples and is taken for their mean: give it an attribute "
@@ -120,12 +118,8 @@ class MeanCheck:
             return None, []
         return float(whole), [float(self._loss_fn(x, y)) for x, y in each]
 
-    def counts_nothing(self, loss: torch.Tensor, output: Any) -> bool:
-        """Whether a scalar loss is NaN and the outputs are not: a mean over nothing, as where all targets are ignored.
-        Asked on the CPU alone, where nobody waits for the answer.
-        """
-        if loss.device.type != "cpu" or not math.isnan(loss.item()):
-            return False
+    def counts_nothing(self, output: Any) -> bool:
+        """Whether a loss that is NaN is one of finite outputs: the mean over nothing, as where all targets are ignored."""
         if not all(bool(t.isfinite().all()) for t in tensors_of(output)):
             return False
         if not self._warned_of_nan:

@@ -39,21 +39,25 @@ class Stage(nn.Module):
         self.statistics = defer_batch_norms(self.layers)
         self.first, self.index, self.seed, self.device = first, index, seed, device
         self.inputs = Inputs(index)
+        self._chain = list(enumerate(self.layers, first))  # quicker to walk than a ModuleList
 
     def forward(self, value: Any, place: Position, again: bool = False) -> Any:
         """``again``: the same value comes for another forward."""
         before = set_position(place)
         try:
-            return self.inputs.run(lambda own: self._run(own, place), value, self.training, again)
+            return self.inputs.run(self._run, value, place, self.training, again)
         finally:
-            self.statistics.end_forward()
+            if self.statistics.layers:
+                self.statistics.end_forward()
             set_position(before)
 
     def _run(self, value: Any, place: Position) -> Any:
-        self.statistics.begin_forward()
-        key = mix(self.seed, *place) if self.training else 0
-        for number, layer in enumerate(self.layers, self.first):
-            if self.training:
+        if self.statistics.layers:
+            self.statistics.begin_forward()
+        training = self.training
+        key = mix(self.seed, *place) if training else 0
+        for number, layer in self._chain:
+            if training:
                 seed_generators(self.device, mix_more(key, number))
             value = self._call(number, layer, value)
         return value
