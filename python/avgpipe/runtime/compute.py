@@ -25,6 +25,8 @@ from avgpipe.runtime.split_backward import input_backward
 from avgpipe.runtime.steps import Place, Step
 from avgpipe.runtime.work import Progress, Saved
 
+_KEPT_SEEDS = 64
+
 
 class Compute:
     """``send``: a kind, seat, step and value. ``take``: a message. ``last_backward``: called before the last one of a
@@ -46,6 +48,7 @@ class Compute:
         self._layers = StageGraphs(replica.stage) if options.cuda_graphs else replica.stage.forward
         self._arrivals, self._departures = place.skips
         self._check = MeanCheck(options.loss_fn) if place.last and options.may_be_no_mean else None
+        self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches have the same
         self.measures = False  # whether the next forward counts what is held for its backward
         self.held_bytes = 0  # what one micro-batch holds, as counted
 
@@ -134,8 +137,14 @@ class Compute:
         """The gradient of the batch's loss by a micro-batch's, as far as it is known; times the scale."""
         weights = now.work.weights
         # A sum over what all micro-batches count is divided by the samples until that is known.
-        factor = 1 / weights.total if now.counts else weights.factors[m]
-        return torch.full((), factor * now.loss_scale, dtype=loss.dtype, device=loss.device)
+        factor = (1 / weights.total if now.counts else weights.factors[m]) * now.loss_scale
+        seed = self._seeds.get((factor, loss.dtype))
+        if seed is None:
+            if len(self._seeds) == _KEPT_SEEDS:
+                self._seeds.clear()
+            seed = torch.full((), factor, dtype=loss.dtype, device=loss.device)
+            self._seeds[factor, loss.dtype] = seed
+        return seed
 
     def backward(self, now: Progress, step: Step) -> None:
         m = step.micro_batch

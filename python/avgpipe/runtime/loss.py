@@ -119,7 +119,7 @@ class MeanCheck:
         return float(whole), [float(self._loss_fn(x, y)) for x, y in each]
 
     def counts_nothing(self, output: Any) -> bool:
-        """Whether a loss that is NaN is one of finite outputs: a mean over nothing, as where all targets are ignored."""
+        """Whether a loss that is NaN is one of finite outputs: a mean over nothing, as where all targets are hidden."""
         if not all(bool(t.isfinite().all()) for t in tensors_of(output)):
             return False
         if not self._warned_of_nan:
