@@ -13,6 +13,7 @@ from torch import nn
 
 import avgpipe.runtime.loss_scale
 from avgpipe import Pipeline, Plan
+from avgpipe.runtime.loss_scale import LossScale
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal
 from tests.runtime.workers import run
 
@@ -168,6 +169,18 @@ def test_small_gradients_are_not_lost() -> None:
         moved[scale] = float((state["0.weight"] - layers[0].weight).abs().max())
     assert moved[1.0] == 0.0
     assert moved[None] > 0.0
+
+
+def test_a_batch_has_the_scale_that_was_there_when_its_weights_were_made() -> None:
+    scale = LossScale(None, versioned=True)
+    scale.update(True)
+    scale.update(False)
+    scale.update(True)
+    assert [scale.at(version) for version in range(4)] == [65536.0, 32768.0, 32768.0, 16384.0]
+    scale.resume(5)
+    scale.update(True)
+    assert [scale.at(version) for version in (4, 5, 6)] == [16384.0, 16384.0, 8192.0]
+    assert LossScale(8.0, versioned=False).at(0) == 8.0
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])

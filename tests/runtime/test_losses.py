@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -153,6 +154,7 @@ def test_where_stages_have_replicas(name: str, replication: list[int]) -> None:
     plan = {"stages": 2, "micro_batches": 4, "schedule": "1f1b", "replication": replication}
     compare(name, plan)
     compare(name, plan, clip_grad_norm=0.05, last=3)
+    compare(name, plan, last=1)
 
 
 def check_on_ranks(K: int) -> bool:
@@ -281,6 +283,9 @@ def test_a_micro_batch_without_a_target_brings_no_nan(caplog: Any) -> None:
     with Pipeline(language_model(), Plan(stages=2, micro_batches=3), loss_fn=scalar, optimizer=momentum) as p:
         list(p.train([(x, y)]))
         assert all(bool(t.isfinite().all()) for t in p.state_dict().values())
+        (result,) = p.train([(x, torch.full_like(y, IGNORED))])
+        assert math.isnan(result.loss), "as on one device"
+        assert all(bool(t.isfinite().all()) for t in p.state_dict().values())
 
 
 def test_a_loss_that_cannot_be_used_is_refused_with_the_way_out() -> None:
@@ -295,6 +300,12 @@ def test_a_loss_that_cannot_be_used_is_refused_with_the_way_out() -> None:
             pytest.raises(StageError, match=message),
         ):
             list(p.train(batches_for("", count=1)))
+    changing = lambda o, y: ignoring(o, y) if len(y) == 3 else squared(o, y)  # noqa: E731
+    with (
+        Pipeline(language_model(), Plan(micro_batches=3), loss_fn=changing, optimizer=momentum) as p,
+        pytest.raises(StageError, match=r"\(sum, count\) for some micro-batches and one number for others"),
+    ):
+        list(p.train(batches_for("", count=1, samples=7)))
     with (
         Pipeline(language_model(), Plan(), loss_fn=ignoring, optimizer=momentum, loss_weight=len) as p,
         pytest.raises(StageError, match="leave out loss_weight"),

@@ -127,6 +127,7 @@ class Compute:
         elif self._check is not None:
             # Asked on the CPU alone, where nobody waits for the answer.
             if self._on_cpu and math.isnan(loss.item()) and self._check.counts_nothing(output):
+                now.without_loss += 1
                 return None
             if not self._check.done and now.work.micro_batches > 1:
                 self._check.look(now.work.batch, output, target)

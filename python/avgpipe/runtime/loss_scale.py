@@ -21,6 +21,7 @@ class LossScale:
     """
 
     _scale: float
+    _first: float  # for weights that are older than this run
     _tracker: int
     _updates: int
     _scales: dict[int, float]  # by updates that the weights had seen
@@ -31,7 +32,7 @@ class LossScale:
 
     def at(self, version: int) -> float:
         """The scale for a batch that runs on this version of the weights, counted in updates."""
-        return self._scales.get(version, self._scale) if self._versioned else self._scale
+        return self._scales.get(version, self._first) if self._versioned else self._scale
 
     def update(self, overflowed: bool) -> None:
         """A batch is done; ``overflowed``: a gradient of it, on any stage, was not finite."""
@@ -47,7 +48,8 @@ class LossScale:
 
     def resume(self, updates: int) -> None:
         """The weights were replaced by those after so many updates."""
-        self._updates, self._scales = updates, {}
+        self._updates, self._first = updates, self._scale
+        self._scales = {updates: self._scale}
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self._scale, "growth_tracker": self._tracker}

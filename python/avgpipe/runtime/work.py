@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from avgpipe.errors import StageError
 from avgpipe.runtime.batch import LossWeights
 from avgpipe.runtime.split_backward import Deferred
 from avgpipe.runtime.streams import Handed
@@ -60,6 +62,7 @@ class Progress:
     # Of micro-batches, with their factors; and what their losses are sums of, where the loss function says it.
     losses: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     counts: list[torch.Tensor | float] = field(default_factory=list)
+    without_loss: int = 0  # micro-batches whose loss is the mean over nothing
     loss_scale: float = 1.0  # what the losses' gradients are multiplied with until the update
     # Of the whole batch, known after the last backward: the loss; or, where gradients must be multiplied with something
     # before anybody looks at them, three numbers: the loss, that factor, and what the loss weighs. Float64.
@@ -77,10 +80,14 @@ class Progress:
         """What this replica of the last stage knows of the loss, which adds up over all: the loss, or sum and count."""
         device = self.losses[0][0].device if self.losses else None
         total = torch.zeros((), dtype=torch.float64, device=device)
+        if self.without_loss and not self.losses:
+            total.fill_(math.nan)
         for loss, factor in self.losses:
             total.add_(loss, alpha=factor)
         if not self.counts:
             return total
+        if len(self.counts) < len(self.losses):
+            raise StageError("loss_fn returns (sum, count) for some micro-batches and one number for others")
         count = torch.zeros_like(total)
         for part in self.counts:
             count.add_(part)
