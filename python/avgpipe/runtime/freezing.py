@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 import torch
 
 from avgpipe.averaging import Reference
-from avgpipe.errors import nearest
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.worker import Worker
@@ -26,8 +26,11 @@ def places_of(model: Model, names: Sequence[str]) -> list[list[int]]:
             if any(f"{full}.".startswith(f"{name}.") for full in entry.names)
         ]
         if not entries:
-            known = [first for stage in model.trainable for first in stage]
-            raise ValueError(f"the model has no parameter or module {name!r}: {nearest(name, known)}")
+            close = get_close_matches(name, [first for stage in model.trainable for first in stage], n=1)
+            hint = f"did you mean {close[0]!r}" if close else "names are those of state_dict()"
+            raise ValueError(
+                f"the model has no parameter, and no module with parameters, named {name!r}: {hint}"
+            )
         trainable = [(k, entry.arena) for k, entry in entries if entry.arena is not None]
         if not trainable:
             raise ValueError(
