@@ -229,8 +229,10 @@ def compare(plan: Plan, **options: Any) -> None:
 
 
 def ways(K: int) -> dict[tuple[int, int], list[str]]:
-    cut = Model.split(model(), K, BOUNDS[K][1:-1])
-    takes = [cut.layers[n].values.takes for n in BOUNDS[K][:-1]]
+    whole = model()
+    layers: list[Any] = layers_of(whole)
+    cut = Model.cut(whole, layers, K, BOUNDS[K][1:-1])
+    takes = [layers[n].values.takes for n in BOUNDS[K][:-1]]
     return {(r.stage, k): [takes[k][n] for n in r.places] for k in range(K) for r in cut.skips[k].arrivals}
 
 

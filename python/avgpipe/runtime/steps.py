@@ -35,8 +35,8 @@ class Place:
     """Where a lane sits, and who its messages come from.
 
     shared: the other stages that hold parameters of this one. norm: whether the norm of all stages' gradients
-    is asked for. scales: whether what gradients must be multiplied with may come with the loss. skips: what comes and
-    goes past other stages.
+    is asked for. skips: what comes and goes past other stages. scales: whether what gradients must be multiplied with
+    may come with the loss.
     """
 
     placement: Placement
@@ -44,8 +44,8 @@ class Place:
     pipeline: int
     shared: tuple[int, ...]
     norm: bool
-    scales: bool
     skips: Skips = NO_SKIPS
+    scales: bool = False
 
     @cached_property
     def stage(self) -> int:

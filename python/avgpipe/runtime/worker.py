@@ -92,8 +92,8 @@ class Worker:
     def _place(self, seat: int, pipeline: int) -> Place:
         stage = self.placement.seats[seat].stage
         shared, skips = self.model.shared[stage], self.model.skips[stage]
-        asked = self._options.needs_norm, self._options.scales_late
-        return Place(self.placement, seat, pipeline, tuple(sorted(shared)), *asked, skips)
+        norm, scales = self._options.needs_norm, self._options.scales_late
+        return Place(self.placement, seat, pipeline, tuple(sorted(shared)), norm, skips, scales)
 
     def _channels_into(self, rank: int) -> list[Channel]:
         placement = self.placement
