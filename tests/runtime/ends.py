@@ -61,8 +61,7 @@ def ends(kind: str, wire_dtype: torch.dtype | None = None) -> Iterator[Ends]:
         yield made
     finally:
         for link in made.links:
-            if isinstance(link, GroupLink):
-                link.leave()
+            link.leave()
         for link in made.links:
             link.close(10)
 

@@ -207,7 +207,7 @@ class Links:
     def close(self, patience_s: float) -> None:
         links = self._by_rank.values()
         for link in links:
-            if isinstance(link, GroupLink):
+            if isinstance(link, GroupLink | SharedLink):
                 link.leave()  # to all, before waiting for any
         for link in links:
             link.close(patience_s)

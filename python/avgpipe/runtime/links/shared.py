@@ -25,6 +25,10 @@ from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy, supported
 
 _POLL_S = 1e-3
 _TOKEN_BYTES = 64  # at the beginning of an inbox: shows whoever opens it that it is the right memory
+_LEFT_BYTES = (
+    64  # behind it, a byte that is not zero once nothing is taken any more, on a cache line of its own
+)
+_HEAD_BYTES = _TOKEN_BYTES + _LEFT_BYTES
 
 
 class Inbox:
@@ -32,7 +36,8 @@ class Inbox:
 
     def __init__(self, memory: Memory, channels: Sequence[Channel]) -> None:
         self.memory, self._channels = memory, list(channels)
-        self.bell = Bell(memory.address + _TOKEN_BYTES, memory)
+        self.bell = Bell(memory.address + _HEAD_BYTES, memory)
+        self._left = ctypes.c_uint8.from_address(memory.address + _TOKEN_BYTES)
 
     @classmethod
     def create(cls, channels: Sequence[Channel]) -> Inbox:
@@ -52,17 +57,25 @@ class Inbox:
             raise ValueError(f"{offer['path']} is not the memory that was offered")
         return cls(memory, channels)
 
+    def leave(self) -> None:
+        """Its worker takes nothing more from it: nobody need wait for that."""
+        self._left.value = 1
+
+    @property
+    def is_left(self) -> bool:
+        return bool(self._left.value)
+
     def ring(self, channel: Channel) -> int:
         """The address of a channel's ring."""
         return self.bell_end + self._channels.index(channel) * Sender.RING_BYTES
 
     @property
     def bell_end(self) -> int:
-        return self.memory.address + _TOKEN_BYTES + padded(Bell.BYTES)
+        return self.memory.address + _HEAD_BYTES + padded(Bell.BYTES)
 
 
 def _bytes(channels: Sequence[Channel]) -> int:
-    return _TOKEN_BYTES + padded(Bell.BYTES) + len(channels) * Sender.RING_BYTES
+    return _HEAD_BYTES + padded(Bell.BYTES) + len(channels) * Sender.RING_BYTES
 
 
 def host() -> str:
@@ -88,7 +101,7 @@ class SharedLink:
         mailbox: Mailbox,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self._outbox, self._mailbox, self._wire_dtype = outbox, mailbox, wire_dtype
+        self._inbox, self._outbox, self._mailbox, self._wire_dtype = inbox, outbox, mailbox, wire_dtype
         self._peer = peer
         self._outgoing: dict[Channel, tuple[Sender, Encoder]] = {}
         self._incoming = [
@@ -129,24 +142,20 @@ class SharedLink:
                 value = decoder.decode(number, text_bytes, lease)
                 self._mailbox.put(Key(*channel, batch, micro_batch), value)
 
+    def leave(self) -> None:
+        """Take nothing more. A peer that closes later, or too, need not wait for it."""
+        self._inbox.leave()
+
     def close(self, patience_s: float) -> None:
-        """A message that is not taken yet ends with its sender, so a living peer may take what was sent last."""
+        """A message that is not taken yet ends with its sender, so a peer that takes some still may take the last."""
+        self.leave()
         self._mailbox.sources.remove(self._collect)
-        self._discard()  # so that a peer which closes too waits for nothing
         deadline = time.monotonic() + patience_s
-        while any(sender.waiting() for sender, _ in self._outgoing.values()):
+        while any(sender.waiting() for sender, _ in self._outgoing.values()) and not self._outbox.is_left:
             if time.monotonic() > deadline or not _is_alive(self._peer):
                 break
             time.sleep(_POLL_S)
         self._outgoing.clear()
-
-    def _discard(self) -> None:
-        for _, receiver, _ in self._incoming:
-            try:
-                while receiver.take() is not None:
-                    pass
-            except (OSError, RuntimeError):
-                pass  # the peer has gone, and its messages with it
 
 
 def _is_alive(process: int) -> bool:
