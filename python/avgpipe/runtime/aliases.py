@@ -23,9 +23,6 @@ feature_alpha_dropout
 _IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor"
 _VIEWS, _IN_PLACE = frozenset(_VIEW_NAMES.split()), frozenset(_IN_PLACE_NAMES.split())
 _VIEW_MODULES = nn.Flatten | nn.Unflatten | nn.Identity | nn.modules.dropout._DropoutNd
-_IN_PLACE = frozenset(
-    ["iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"]
-)
 
 
 def joined(pieces: Sequence[list[fx.Node]], model: nn.Module) -> list[list[fx.Node]]:
