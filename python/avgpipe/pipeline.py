@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from avgpipe.checkpoint import load_checkpoint, save_checkpoint
-from avgpipe.errors import PipelineError, nearest
+from avgpipe.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
+from avgpipe.checkpoint.folder_lock import FolderLock
+from avgpipe.errors import CheckpointError, PipelineError, nearest
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
 from avgpipe.runtime.allocator import keep_freed_memory
@@ -214,6 +215,7 @@ class Pipeline:
         self._loader = Prefetch(self._worker.copy_ahead)
         self._flow = Flow(self._worker, plan, self._loader, loss_fn, loss_weight, self._running)
         self._failed: BaseException | None = None
+        self._saving: list[FolderLock] = []  # folders
         self._closed = False
         atexit.register(_close, weakref.ref(self))
 
@@ -355,16 +357,28 @@ class Pipeline:
             return gather_state(self._model, self._worker, which)
 
     def save(self, directory: str | Path) -> None:
-        """Write a checkpoint that loads under any plan. The folder appears, or replaces the one there, all at once."""
+        """Write a checkpoint that loads under any plan. The folder appears, or replaces the one there, all at once.
+
+        CheckpointError, on every rank, where it cannot be written, where another run saves, and for weights with
+        infinities or NaN: what was there stays, and training may go on.
+        """
         self.drain()
-        with self._running():
-            save_checkpoint(Path(directory), self._model, self._worker, self.plan, self._flow.next_batch)
+        with self._running(CheckpointError):
+            batches = self._flow.next_batch
+            lock = save_checkpoint(Path(directory), self._model, self._worker, self.plan, batches)
+        if lock is not None and lock not in self._saving:
+            self._saving.append(lock)
 
     def load(self, directory: str | Path) -> None:
-        """Go on from a checkpoint: bit for bit under the same plan, else from its weights and optimizer states."""
+        """Go on from a checkpoint: bit for bit under the same plan, else from its weights and optimizer states.
+
+        CheckpointError, on every rank, for one that is missing, damaged or another model's: nothing has changed then.
+        """
         self.drain()
+        with self._running(CheckpointError):
+            found = read_checkpoint(Path(directory), self._model, self._worker, self.plan)
         with self._running():
-            self._flow.next_batch = load_checkpoint(Path(directory), self._model, self._worker, self.plan)
+            self._flow.next_batch = restore_checkpoint(found, self._model, self._worker)
             for lane in self._worker.lanes.values():
                 lane.resume(self._flow.next_batch)
 
@@ -427,6 +441,7 @@ class Pipeline:
         """Let the other workers have what was sent last, and end the threads. The process group stays."""
         if not self._closed:
             self._closed = True
+            self._saving.clear()
             self._worker.close(_FAILED_PATIENCE_S if self._failed else min(self.world.timeout_s, _PATIENCE_S))
 
     def __enter__(self) -> Pipeline:
@@ -441,14 +456,18 @@ class Pipeline:
         return f"Pipeline({asdict(self.plan)}, layers of the stages: {cut}, device={self._device})"
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Whatever fails inside is told to the other ranks, and ends this pipeline."""
+    def _running(self, harmless: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+        """Whatever fails inside is told to the other ranks, and ends this pipeline, but for what is ``harmless``, which
+        all ranks raise.
+        """
         if self._closed:
             raise PipelineError("this Pipeline is closed")
         if self._failed is not None:
             raise PipelineError(f"this Pipeline has failed before: {self._failed}") from self._failed
         try:
             yield
+        except harmless:
+            raise
         except Exception as error:
             self._failed = error
             self.world.report(error)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from avgpipe import CheckpointError, Pipeline, Plan
-from avgpipe.checkpoint import verify_checkpoint
+from avgpipe.checkpoint import Manifest, verify_checkpoint
+from avgpipe.checkpoint.manifest import crc_of
 from avgpipe.runtime.context import Carry
 from tests.ranks import run_ranks
 from tests.runtime.cases import adamw, language_model, momentum, token_batches
@@ -196,7 +197,7 @@ def test_saving_again_replaces_and_leaves_nothing_behind(saved: Path) -> None:
         p.load(saved)
         list(p.train(token_batches(2, 6)))
         p.save(saved)
-        assert sorted(f.name[:7] for f in saved.iterdir()) == ["manifes", "stage-0", "stage-1"]
+        assert sorted(f.name[:7] for f in saved.iterdir()) == [".lock", "manifes", "stage-0", "stage-1"]
         assert verify_checkpoint(saved).batches == 4
 
 
@@ -223,7 +224,7 @@ def test_a_damaged_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
     (saved / "manifest.json").write_text(manifest[:-20])
     refuse(saved, "corrupt checkpoint: .*manifest.json is damaged")
     (saved / "manifest.json").write_text(json.dumps({"format": 9}))
-    refuse(saved, "has format 9; this version reads 1")
+    refuse(saved, "has format 9; this version reads 2")
     refuse(tmp_path, "no checkpoint in .*: it has no manifest.json")
 
 
@@ -244,9 +245,7 @@ def test_nothing_is_unpickled(saved: Path) -> None:
     shutil.copytree(saved, evil)
     shard = next(evil.glob("stage-0-*"))
     torch.save({"reference": print}, shard)
-    values = json.loads((evil / "manifest.json").read_text())
-    from avgpipe.checkpoint.manifest import crc_of
-
-    values["files"][0] = [shard.name, shard.stat().st_size, crc_of(shard)]
-    (evil / "manifest.json").write_text(json.dumps(values))
+    manifest = Manifest.read(evil)
+    manifest.files[0] = [shard.name, shard.stat().st_size, crc_of(shard)]
+    manifest.write(evil)
     refuse(evil, "corrupt checkpoint: .*stage-0.* does not load", verify=False)

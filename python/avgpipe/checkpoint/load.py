@@ -9,13 +9,17 @@ dropped.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from avgpipe.averaging import ElasticAveraging
-from avgpipe.checkpoint.manifest import Manifest
+from avgpipe.checkpoint.agreement import agreed
+from avgpipe.checkpoint.content import check_content
+from avgpipe.checkpoint.manifest import Gone, Manifest, read_text
 from avgpipe.checkpoint.save import carries, parameter_names
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.plan import Plan
@@ -27,21 +31,68 @@ from avgpipe.weights import Layout
 _SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha", "weights", "replication", "spread")
 
 
-def load_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -> int:
-    """Restore ``worker``; returns the number of batches that the saved run had begun."""
-    manifest = Manifest.read(directory)
+@dataclass(frozen=True)
+class Found:
+    """What a process needs of a checkpoint, read and checked. ``contents``: by seat, under the plan that wrote it."""
+
+    manifest: Manifest
+    directory: Path
+    contents: dict[int, dict[str, Any]] | None
+    saved: _Saved | None
+
+
+def read_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -> Found:
+    """CheckpointError on every rank if one of them cannot; nothing has changed then."""
+    what, world = f"nothing was loaded from {directory}", worker.world
+    before = ""
+    while True:
+        text = agreed(world, what, lambda: read_text(directory) if world.rank == 0 else "")[0]
+        found: list[Found] = []
+        # Where it was replaced meanwhile, the next look finds another manifest.
+        replaced = partial(_is_replaced, found, text != before, text, directory, model, worker, plan)
+        if not any(agreed(world, what, replaced)):
+            return found[0]
+        before = text
+
+
+def _is_replaced(
+    found: list[Found], may_be: bool, text: str, directory: Path, model: Model, worker: Worker, plan: Plan
+) -> bool:
+    """Append what there is to ``found``, unless files are missing because another checkpoint took their place."""
+    try:
+        found.append(_read_all(Manifest.parse(text, directory), directory, model, worker, plan))
+    except Gone:
+        if not may_be:
+            raise
+        return True
+    return False
+
+
+def _read_all(manifest: Manifest, directory: Path, model: Model, worker: Worker, plan: Plan) -> Found:
     manifest.check_model(model.signature(), directory)
-    same = manifest.bounds == model.bounds and all(manifest.plan.get(n) == getattr(plan, n) for n in _SAME)
-    if same:
+    if manifest.bounds == model.bounds and all(manifest.plan[n] == getattr(plan, n) for n in _SAME):
         contents = {seat: _read_whole(manifest, directory, worker, seat) for seat in worker.seats}
+        return Found(manifest, directory, contents, None)
+    saved = _Saved([_read(manifest, directory, n, lazily=True) for n in range(len(manifest.files))])
+    return Found(manifest, directory, None, saved)
+
+
+def restore_checkpoint(found: Found, model: Model, worker: Worker) -> int:
+    """Returns the number of batches that the saved run had begun. A failure leaves ``worker`` half restored."""
+    try:
         for seat in worker.seats:
-            _restore_exactly(contents[seat], model, worker, seat)
-    else:
-        saved = _Saved([_read(manifest, directory, n, lazily=True) for n in range(len(manifest.files))])
-        for seat in worker.seats:
-            _restore_by_name(saved, model, worker, seat)
+            if found.contents is not None:
+                _restore_exactly(found.contents[seat], model, worker, seat)
+            else:
+                assert found.saved is not None
+                _restore_by_name(found.saved, model, worker, seat)
+    except (LookupError, TypeError, ValueError, AttributeError, StopIteration, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint in {found.directory} does not fit: {type(error).__name__}: {reason(error)}; use the "
+            "optimizer and schedule that were saved, or another checkpoint"
+        ) from error
     worker.world.barrier()
-    return manifest.batches
+    return found.manifest.batches
 
 
 def _read_whole(manifest: Manifest, directory: Path, worker: Worker, seat: int) -> dict[str, Any]:
@@ -58,14 +109,18 @@ def _read_whole(manifest: Manifest, directory: Path, worker: Worker, seat: int) 
 
 def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> dict[str, Any]:
     """Content of a saved seat. ``lazily``: its tensors are views of the file, read when they are copied."""
-    path = manifest.check_file(directory, number, content=True)
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
-    except Exception as error:
-        raise CheckpointError(
-            f"corrupt checkpoint: {path} does not load ({reason(error)}); use another one"
-        ) from error
-    return content
+    with manifest.open(directory, number) as file:
+        # By its descriptor, which outlives the name: the checkpoint may be replaced meanwhile.
+        path = f"/dev/fd/{file.fileno()}"
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+            check_content(content, manifest.signature)
+        except Exception as error:
+            raise CheckpointError(
+                f"corrupt checkpoint: {directory / manifest.files[number][0]} does not load ({reason(error)}); use "
+                "another one"
+            ) from error
+    return content  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -77,13 +132,13 @@ def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, seat
         reference.load_state_dict(content["reference"]["state"])
     for i, saved in content["replicas"].items():
         replica = worker.replicas[seat, i]
-        _copy_weights(replica, model.trainable[k], saved["weights"])
-        _restore_versions(replica, model.trainable[k], saved["older"])
-        _copy_rest(replica, model, k, saved["rest"])
-        if replica.optimizer is not None:
+        if replica.optimizer is not None:  # first: another optimizer than the saved one may refuse its state
             replica.optimizer.load_state_dict(saved["optimizer"]["state"])
         if replica.lr_scheduler is not None and saved["lr_scheduler"] is not None:
             replica.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+        _copy_weights(replica, model.trainable[k], saved["weights"])
+        _restore_versions(replica, model.trainable[k], saved["older"])
+        _copy_rest(replica, model, k, saved["rest"])
         _restore_loss_scale(replica, saved.get("loss_scale"))
         _restore_carries(replica, saved["carry"])
 

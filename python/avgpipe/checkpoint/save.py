@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,52 +12,130 @@ from typing import Any
 import torch
 
 from avgpipe.averaging import Reference
-from avgpipe.checkpoint.manifest import Manifest, crc_of
+from avgpipe.checkpoint.agreement import agreed
+from avgpipe.checkpoint.folder_lock import FolderLock
+from avgpipe.checkpoint.manifest import Manifest, crc_of, file_name
+from avgpipe.errors import CheckpointError
 from avgpipe.plan import Plan
 from avgpipe.runtime.context import Carry
 from avgpipe.runtime.export import seat_state
 from avgpipe.runtime.model import Model
-from avgpipe.runtime.placement import Seat
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.worker import Worker
 from avgpipe.weights import Layout
 
 
-def save_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan, batches: int) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+def save_checkpoint(
+    directory: Path, model: Model, worker: Worker, plan: Plan, batches: int
+) -> FolderLock | None:
+    """CheckpointError on every rank where one of them fails; then the folder keeps the checkpoint that it has.
+
+    Returns what keeps other runs from saving there, on the first rank.
+    """
     world = worker.world
     # all ranks name their files alike, and never as the files of the checkpoint that is there now
     token = int(world.broadcast(torch.tensor(secrets.randbits(48)), 0))
-    rows = []
     seats = worker.placement.seats
-    for seat in worker.seats:
-        path = directory / _file_name(seats[seat], token)
-        _write(path, _seat_content(model, worker, seat))
-        rows.append([seat, path.stat().st_size, crc_of(path)])
-    table = world.gather_rows(torch.tensor(rows, dtype=torch.float64)).tolist()
-    if world.rank == 0:
-        files = [(_file_name(seats[int(s)], token), int(size), int(crc)) for s, size, crc in sorted(table)]
-        Manifest(asdict(plan), batches, model.bounds, model.signature(), files).write(directory)
-        _remove_others(directory, {name for name, _, _ in files})
-    world.barrier()  # nobody goes on, or ends, before the checkpoint is there
+    written: list[Path] = []
+    lock: FolderLock | None = None
+
+    def write_own() -> list[list[int]]:
+        nonlocal lock
+        directory.mkdir(parents=True, exist_ok=True)
+        if world.rank == 0:
+            lock = FolderLock.take(directory)
+        rows = []
+        for seat in worker.seats:
+            content = _seat_content(model, worker, seat)
+            _refuse_nonfinite(content, worker, seat)
+            path = directory / file_name(seats[seat], token)
+            written.append(path)
+            _write(path, content)
+            rows.append([seat, path.stat().st_size, crc_of(path)])
+        return rows
+
+    def write_manifest() -> None:
+        if world.rank == 0:
+            files = [[file_name(seats[seat], token), size, crc] for seat, size, crc in table]
+            Manifest(asdict(plan), batches, model.bounds, model.signature(), files).write(directory)
+            _remove_others(directory, {name for name, _, _ in files})
+
+    what = f"nothing was saved to {directory}"
+    try:
+        table = sorted(row for rows in agreed(world, what, write_own) for row in rows)
+        agreed(world, what, write_manifest)  # nobody goes on, or ends, before the checkpoint is there
+    except CheckpointError:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
+    return lock
 
 
-def _file_name(seat: Seat, token: int) -> str:
-    return f"stage-{seat.stage}-{seat.replica}-{seat.group}-{token:012x}.pt"
+def _refuse_nonfinite(content: dict[str, Any], worker: Worker, seat: int) -> None:
+    """A run that has come to infinities or NaN must not replace the checkpoint from which it could go on."""
+    if "reference" not in content:
+        return
+    source = content["reference"] or next(iter(content["replicas"].values()))
+    bad = next((name for name, value in source["weights"].items() if not bool(value.isfinite().all())), None)
+    if bad is not None:
+        raise CheckpointError(
+            f"{bad!r} on {worker.placement.name(seat)} has infinities or NaN; load an earlier checkpoint, and train "
+            "with skip_nonfinite=True, clip_grad_norm or a lower learning rate"
+        )
+
+
+class _Disk:
+    """A file that remembers why it could not be written: torch.save says that in words of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._path = path.open("wb"), path
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        return int(self._tried(lambda: self._file.write(data)))
+
+    def flush(self) -> None:
+        self._tried(self._file.flush)
+
+    def end(self) -> None:
+        """All of it on the disk."""
+        self._tried(self._file.flush)
+        self._tried(lambda: os.fsync(self._file.fileno()))
+
+    def close(self) -> None:
+        self._tried(self._file.close)
+
+    def _tried(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except OSError as error:
+            error.filename = error.filename or str(self._path)
+            self.error = self.error or error
+            raise
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    disk = _Disk(path)
+    try:
+        try:
+            torch.save(content, disk)  # type: ignore[arg-type]  # it only writes
+            disk.end()
+        finally:
+            disk.close()
+    except Exception:
+        if disk.error is not None:
+            raise disk.error from None
+        raise
 
 
 def _remove_others(directory: Path, keep: set[str]) -> None:
     """Delete the files of earlier checkpoints, and of any that was cut off before its manifest."""
     for path in directory.glob("stage-*-????????????.pt"):  # whatever the placement was
         if path.name not in keep:
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                pass  # the next save tries again
 
 
 def _seat_content(model: Model, worker: Worker, seat: int) -> dict[str, Any]:

@@ -1,0 +1,39 @@
+"""What all ranks do, or none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from avgpipe.errors import CheckpointError, reason
+from avgpipe.runtime.world import World
+
+T = TypeVar("T")
+
+
+def agreed(world: World, what: str, action: Callable[[], Any]) -> list[Any]:
+    """What ``action`` returns on every rank, in rank order, as JSON carries it.
+
+    Where it fails on one, CheckpointError on all, with the first one's reason behind ``what``. Collectives inside would
+    hang.
+    """
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = action()
+    except Exception as failure:
+        error = failure
+    told = [json.loads(text) for text in world.gather_texts(json.dumps([spell(error), result]))]
+    for rank, (failed, _) in enumerate(told):
+        if failed:
+            where = f"{what} (rank {rank})" if world.size > 1 else what
+            raise CheckpointError(f"{where}: {failed}") from error
+    return [value for _, value in told]
+
+
+def spell(error: Exception | None) -> str:
+    """In one line; empty without an error."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return "" if error is None else reason(error)
