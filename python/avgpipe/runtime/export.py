@@ -50,10 +50,15 @@ def seat_state(worker: Worker, seat: int, pipeline: int) -> dict[str, torch.Tens
 
 
 def average(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Their mean; counters and other whole numbers are those of the first. Values that agree stay what they are."""
+    """Their mean; counters and other whole numbers are those of the first. Values that agree stay what they are, and
+    tensors with more infinities and NaN than others have do not count.
+    """
+    if not tensors[0].is_floating_point() or len(tensors) == 1:
+        return tensors[0].detach().clone()
+    # Without those of replicas that have come to infinities or NaN. A mask has as many in all of them.
+    bad = [int(t.detach().isfinite().logical_not().sum()) for t in tensors]
+    tensors = [t for t, count in zip(tensors, bad) if count == min(bad)]
     first = tensors[0].detach().clone()
-    if not first.is_floating_point() or len(tensors) == 1:
-        return first
     stacked = torch.stack([t.detach() for t in tensors])
     return torch.where((stacked == first).all(dim=0), first, stacked.mean(dim=0))
 

@@ -172,6 +172,7 @@ class Flow:
             losses: list[torch.Tensor] = [lane.finish(batch) for lane in lanes] or [mailbox.take(told)]
         hand, numbers = self.in_hand.popleft(), losses[0].reshape(-1).tolist()  # the host waits for them
         loss, self.weight = numbers[0], numbers[2] if len(numbers) > 1 else hand.weight
+        worker.notice.loss(loss, batch, pipeline)
         self.results.append(BatchResult(loss, batch, pipeline, samples))
 
     def _lanes_of(self, pipeline: int) -> list[Lane]:

@@ -21,6 +21,7 @@ from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.links.channel import Link
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
+from avgpipe.runtime.nonfinite import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.order import Order
 from avgpipe.runtime.replica import Replica
@@ -74,6 +75,7 @@ class Lane:
         mailbox: Mailbox,
         links: Mapping[int, Link],
         shared: dict[int, list[int]],
+        notice: NonfiniteNotice,
         summing: GroupSum | None = None,
         exchange: Exchange | None = None,
         stream: LaneStream | None = None,
@@ -83,7 +85,7 @@ class Lane:
         self._messages, self._take, self._links = mailbox.messages, mailbox.take, links
         self.pipeline = replica.pipeline
         self._sum = StageSum(replica, place, summing, self._send, mailbox.take)
-        self._update = Update(replica, place, shared, options, self._send, mailbox.take)
+        self._update = Update(replica, place, shared, options, self._send, mailbox.take, notice)
         self.compute = Compute(replica, place, options, self._send, mailbox.take, self._sum.last_backward)
         self._hand: dict[int, Progress] = {}  # by batch, oldest first
         self._computing = Walk(self)

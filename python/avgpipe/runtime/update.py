@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from avgpipe.runtime.message import Key
+from avgpipe.runtime.nonfinite import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.steps import Place, Step
@@ -40,7 +41,9 @@ class Update:
         options: TrainingOptions,
         send: Send,
         take: Take,
+        notice: NonfiniteNotice,
     ) -> None:
+        self._notice, self._on_cpu = notice, replica.stage.device.type == "cpu"
         self._replica, self._place, self._shared = replica, place, shared
         self._limit, self._send, self._take = options.clip_grad_norm, send, take
         # Gradients with infinities or NaN, on whichever stage, are dropped; and all traces of their batch.
@@ -108,12 +111,22 @@ class Update:
             if not self._place.last:
                 for seat in self._place.placement.informed(self._place.seat, self._place.stage + 1):
                     self._send("C", seat, step, now.norm)
+        if self._notice.watches and self._on_cpu:  # a device would have to be waited for
+            self._watch(now)
+        if now.norm is not None:
             skips = self._skips and not bool(now.norm.isfinite())
             if self._limit is not None and not skips:
                 factor = (self._limit / (now.norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ of torch
                 self._replica.scale_grads(factor)
         self.skipped += skips
         self._replica.step(now.work.batch, needed_from, skips, self._forgets)
+
+    def _watch(self, now: Progress) -> None:
+        notice, place, batch = self._notice, self._place, now.work.batch
+        if place.last and now.told is not None:
+            notice.loss(float(now.told.reshape(-1)[0]), batch, place.pipeline)
+        if notice.watches and not self._skips and (now.norm is None or not bool(now.norm.isfinite())):
+            notice.gradients(self._replica.arena.grads, place.seat, batch, place.pipeline)
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -20,6 +20,7 @@ from avgpipe.runtime.links.choose import Links
 from avgpipe.runtime.loss_scale import LossScale
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.model import Model, trainable_parameters
+from avgpipe.runtime.nonfinite import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.order import OneByOne, Order, Overlapping, ranks_of
 from avgpipe.runtime.placement import Placement
@@ -62,6 +63,7 @@ class Worker:
         self._sums: list[GroupSum] = []
         self.streams = streams_of(device)
         self.columns = lru_cache(maxsize=None)(plan.columns)
+        self.notice = NonfiniteNotice(world, placement, not options.skip_nonfinite)
         groups = self._replica_groups()
         for seat in self.seats:
             self._build_seat(seat, layers)
@@ -71,7 +73,7 @@ class Worker:
                 stream = self._stream(place)
                 self.lanes[seat, i] = Lane(
                     *(self.replicas[seat, i], place, options, self._order(place)),
-                    *(self.mailbox, self.links, shared),
+                    *(self.mailbox, self.links, shared, self.notice),
                     *(self._summing(place, groups), self._exchange(place, stream), stream),
                 )
         clock = self.streams.clock if self.streams is not None else None
