@@ -14,6 +14,7 @@ from avgpipe.averaging.centre import Centre
 from avgpipe.averaging.elasticity import Elasticity
 from avgpipe.averaging.replica import Replica
 from avgpipe.averaging.rounds import GroupRounds, Rounds
+from avgpipe.texts import gather_in, gather_texts
 from avgpipe.weights import Buffers, Layout
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -326,9 +327,8 @@ def _check_group(group: dist.ProcessGroup, elasticity: Elasticity, layout: Layou
         raise ValueError(
             f"replicas must be the size of the group, {size} (one per rank), not {elasticity.replicas}"
         )
-    mine = (elasticity, outer, [str(dtype) for dtype, _ in layout.keys], layout.sizes)
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, mine, group=group)
+    mine = f"{elasticity}, outer={outer}, {[str(dtype) for dtype, _ in layout.keys]}, {layout.sizes}"
+    everyone = gather_texts(mine, gather_in(group))
     for other, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise ValueError(

@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 import tempfile
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from avgpipe.cli.errors import WRONG_ARGUMENTS
 from avgpipe.runtime.allocator import launch_environment
+from avgpipe.runtime.rendezvous import private_meeting
 
 PEER_LOST = 3  # exit code of a worker that failed only because another one did
 _MONITOR_S = 0.1  # how often the launcher looks after its workers
@@ -47,43 +47,50 @@ class Interrupted(Exception):
         self.exit_code = 128 + number
 
 
-def launch(workers: int, command: Sequence[str]) -> Ended:
-    """Run ``command`` once per rank with torchrun's environment and wait for the end of all.
+def launch(workers: int, command: Sequence[str], added: Mapping[str, str] | None = None) -> Ended:
+    """Run ``command`` once per rank with torchrun's environment, and what is ``added``, and wait for the end of all.
 
-    When a worker fails the launcher ends the others; nothing is restarted. Raises Interrupted on SIGINT, SIGTERM,
-    SIGHUP and SIGQUIT, once the workers have been ended.
+    Ranks meet in a file that only this user can read, and look for each other on this host alone: nothing listens
+    beyond it. When a worker fails the launcher ends the others; nothing is restarted. Raises Interrupted on SIGINT,
+    SIGTERM, SIGHUP and SIGQUIT, once the workers have been ended.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        PContext,
+        SignalException,
+        start_processes,
+    )
 
     _quiet()
-    with tempfile.TemporaryDirectory(prefix="avgpipe-") as logs, _environment(workers), _handlers():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=workers,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # a free port
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=_MONITOR_S,
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-        )
+    processes: PContext | None = None
+    with tempfile.TemporaryDirectory(prefix="avgpipe-") as folder, _environment(workers), _handlers():
+        environment = {**private_meeting(folder), **(added or {})}
         try:
-            elastic_launch(config, command[0])(*command[1:])
-        except ChildFailedError as error:
-            failures = {rank: (f.exitcode, f.timestamp) for rank, f in error.failures.items()}
-            codes = [failures[rank][0] if rank in failures else 0 for rank in range(workers)]
-            return Ended(codes, _first(failures))
+            processes = start_processes(
+                "avgpipe",
+                command[0],
+                dict.fromkeys(range(workers), tuple(command[1:])),
+                {rank: {**environment, **_place(rank, workers)} for rank in range(workers)},
+                DefaultLogsSpecs(log_dir=folder),
+            )
+            result = processes.wait(period=_MONITOR_S)
         except SignalException as error:
+            if processes is not None:
+                processes.close(error.sigval)
             raise Interrupted(error.sigval) from error
         except KeyboardInterrupt as error:  # before the launcher installed its handlers
             raise Interrupted(signal.SIGINT) from error
         finally:
             _show_cursor()
-    return Ended([0] * workers, None)
+    assert result is not None
+    failures = {rank: (failure.exitcode, failure.timestamp) for rank, failure in result.failures.items()}
+    codes = [failures[rank][0] if rank in failures else 0 for rank in range(workers)]
+    return Ended(codes, _first(failures) if failures else None)
+
+
+def _place(rank: int, workers: int) -> dict[str, str]:
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+    return {name: str(value) for name, value in own.items()}
 
 
 def cores() -> int:

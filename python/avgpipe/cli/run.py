@@ -12,6 +12,7 @@ import typer
 
 from avgpipe.cli.errors import FAILED, CommandFailed, arguments, reporting
 from avgpipe.cli.launch import Interrupted, launch
+from avgpipe.runtime.rendezvous import loopback_meeting
 
 
 def run(
@@ -37,7 +38,8 @@ def run(
                 raise ValueError(f"script {script!r} does not exist: give the path of a Python file")
         tied = [sys.executable, "-m", "avgpipe.cli.process", str(os.getpid()), str(int(json_output))]
         try:
-            ended = launch(stages, [*tied, sys.executable, "-u", script, *(args or [])])
+            with loopback_meeting() as meeting:
+                ended = launch(stages, [*tied, sys.executable, "-u", script, *(args or [])], meeting)
         except Interrupted as interrupted:
             raise CommandFailed(f"{interrupted}: all workers are ended", interrupted.exit_code) from None
         if json_output:

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.profiling.profile import LinkProfile
 from avgpipe.runtime.allocator import return_freed_memory
+from avgpipe.runtime.rendezvous import join
 from avgpipe_ext import ring
 
 _TIMEOUT_S = 120.0
@@ -117,7 +117,7 @@ def _called(target: str, arguments: dict[str, Any]) -> Any:
 
 def _between(timeout_s: float) -> tuple[LinkProfile, LinkProfile]:
     """Of messages and of sums."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    join(timeout_s, "gloo")
     peers = ways.Peers(timeout_s)
     make = ways.through_shared_memory if ring.supported() else ways.through_group
     # A worker that waits for an action of another one mostly waits so long that it sleeps.

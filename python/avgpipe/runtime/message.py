@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +52,14 @@ class Header:
     leaves: tuple[Any, ...]
 
     def to_bytes(self) -> bytes:
-        return json.dumps(
-            [pytree.treespec_dumps(self.structure), [_leaf_to_json(x) for x in self.leaves]]
-        ).encode()
+        structure = pytree.treespec_dumps(self.structure)
+        check_structure(structure)
+        return json.dumps([structure, [_leaf_to_json(x) for x in self.leaves]]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Header:
         structure, leaves = json.loads(data)
+        check_structure(structure)
         return cls(pytree.treespec_loads(structure), tuple(_leaf_from_json(x) for x in leaves))
 
 
@@ -75,8 +78,47 @@ def _leaf_to_json(leaf: Any) -> dict[str, Any]:
 def _leaf_from_json(leaf: dict[str, Any]) -> Any:
     if "tensor" in leaf:
         shape, dtype, requires_grad = leaf["tensor"]
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise TypeError(f"a message has a tensor of {dtype!r}, which is no dtype of torch")
         return TensorInfo(tuple(shape), dtype, requires_grad)
     return torch.Size(leaf["size"]) if "size" in leaf else leaf["value"]
+
+
+# What a defaultdict between stages may make; as torch names them.
+_FACTORIES = {("builtins", kind.__name__) for kind in (dict, list, set, tuple, int, float, bool, str)}
+
+
+def check_structure(text: str) -> None:
+    """Refuse, with TypeError, what ``treespec_loads`` would import or look up by a name that a message gives: it may
+    come from a stranger. Classes of enumerations count that are loaded already.
+    """
+    _check_node(json.loads(text)[1])
+
+
+def _check_node(node: dict[str, Any]) -> None:
+    context = node["context"]
+    if isinstance(context, str):
+        json.loads(context, object_hook=_check_enumeration)
+    elif node["type"] == "collections.defaultdict":
+        factory = context["default_factory_module"], context["default_factory_name"]
+        if factory not in _FACTORIES:
+            raise TypeError(
+                f"a defaultdict of {'.'.join(map(str, factory))} cannot travel between stages; use one of "
+                f"{', '.join(sorted(name for _, name in _FACTORIES))}, or a dict"
+            )
+    for child in node["children_spec"]:
+        _check_node(child)
+
+
+def _check_enumeration(found: dict[str, Any]) -> dict[str, Any]:
+    if "__enum__" in found:
+        module, _, name = found["fqn"].partition(":")
+        place: Any = sys.modules.get(module)
+        for part in name.split("."):
+            place = getattr(place, part, None)
+        if not (isinstance(place, type) and issubclass(place, Enum)):
+            raise TypeError(f"{found['fqn']} in a message is no enumeration that this process has loaded")
+    return found
 
 
 def describe(value: Any) -> tuple[Header, list[torch.Tensor]]:

@@ -17,6 +17,7 @@ from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.world import World
 
 _TICK_S = 0.5
+_TELL_S = 5.0
 _CLOSE_S = 5.0
 
 
@@ -46,7 +47,8 @@ class Watchdog:
             self._poll.register(descriptor, select.POLLIN)
 
     def _run(self) -> None:
-        told = ""
+        told = seen = ""
+        told_at = float("-inf")
         while True:
             for descriptor, _ in self._poll.poll(1000 * _TICK_S):
                 if descriptor == self._wake_read:
@@ -54,9 +56,11 @@ class Watchdog:
                 self._poll.unregister(descriptor)
                 self._lost(self._ranks[descriptor])
             doing = self._doing()
-            if doing != told:
+            # What does not last is told seldom: a store may keep all that it was ever told.
+            if doing != told and (doing == seen or time.monotonic() > told_at + _TELL_S):
                 self._world.tell(doing)
-                told = doing
+                told, told_at = doing, time.monotonic()
+            seen = doing
             failure = self._world.reported()
             if failure is not None and not failure.startswith(f"rank {self._world.rank}:"):
                 self._mailbox.fail(PeerLost(f"rank {self._world.rank} stops because of {failure}"))

@@ -6,7 +6,6 @@ mix with the caller's nor with those of another pipeline.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,9 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from avgpipe.errors import PeerLost, PipelineError
+from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
+from avgpipe.runtime.board import Board
+from avgpipe.runtime.rendezvous import attempt, connect, is_launched, join, meet, private_store
+from avgpipe.texts import gather_texts
 
 _ROLL_CALL_S = 2.0  # within which surviving ranks notice a broken collective and say that they are there
+_SPARE_S = 30.0  # that a group's own limit comes after ours
 
 _pipelines = 0  # pipelines made so far; alike on all ranks, since every rank makes the same ones
 
@@ -33,60 +36,70 @@ class World:
         self.holds: Callable[[int], str] = lambda rank: (
             "its stage is not known yet"
         )  # what a rank does, in words
-        self._store: Any = None
-        if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group("gloo" if not torch.cuda.is_available() else None)
+        self._board: Board | None = None
+        if not dist.is_initialized() and is_launched():
+            join(timeout_s, "gloo" if not torch.cuda.is_available() else None)
         if not dist.is_initialized():
             return
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if self.size == 1:
             return
-        # Our own waits end first and say more: the group's limit only catches what they miss.
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s + 30))
         _pipelines += 1
-        store = dist.distributed_c10d._get_default_store()
-        self._store = dist.distributed_c10d.PrefixStore(f"avgpipe/{_pipelines}", store)
+        store = private_store() or dist.distributed_c10d._get_default_store()
+        prefix = f"avgpipe/attempt-{attempt()}/pipeline-{_pipelines}"
+        self._board = Board(dist.distributed_c10d.PrefixStore(prefix, store))
+        deadline = time.monotonic() + timeout_s
+        place = "Pipeline" if _pipelines == 1 else f"Pipeline number {_pipelines}"
+        meet(self._board, place, self.rank, range(self.size), deadline, lambda rank: f"rank {rank}")
+        # Our own waits end first and say more: the group's limit only catches what they miss.
+        limit = timedelta(seconds=timeout_s + _SPARE_S)
+        self.group = connect(lambda: dist.new_group(backend="gloo", timeout=limit), self.rank, deadline)
 
     # ---- failures ------------------------------------------------------------------------------------------------
 
     def report(self, failure: BaseException) -> None:
         """Tell all ranks why this one fails. The first report stays: what follows is its consequence."""
-        if self._store is None:
+        if self._board is None:
             return
-        text = f"rank {self.rank}: {type(failure).__name__}: {failure}"
         try:
-            self._store.compare_set("failure", "", text)
+            self._board.put_first("failure", f"rank {self.rank}: {type(failure).__name__}: {failure}")
         except RuntimeError:
             pass  # the store went down with the rank that held it; the peers see the closed connection
 
     def reported(self) -> str | None:
         """The first failure that any rank reported."""
-        if self._store is None:
+        if self._board is None:
             return None
         try:
-            if self._store.check(["failure"]):
-                return str(self._store.get("failure").decode())
+            return self._board.get("failure")
         except RuntimeError:
-            pass
-        return None
+            return None
+
+    def is_first(self, what: str) -> bool:
+        """Whether no other rank has asked this of ``what``."""
+        try:
+            return self._board is None or self._board.put_first(what, str(self.rank)) == str(self.rank)
+        except RuntimeError:
+            return True
 
     def tell(self, doing: str) -> None:
         """Let the other ranks know what this one is at."""
-        if self._store is not None:
+        if self._board is not None:
             try:
-                self._store.set(f"doing/{self.rank}", f"{time.time():.3f} {doing}")
+                self._board.put(f"doing/{self.rank}", f"{time.time():.3f} {doing}")
             except RuntimeError:
                 pass  # as above
 
     def told(self, rank: int) -> str:
         """What ``rank`` was last seen doing."""
         try:
-            if self._store is not None and self._store.check([f"doing/{rank}"]):
-                at, _, doing = self._store.get(f"doing/{rank}").decode().partition(" ")
-                return f"rank {rank} was last seen {max(0.0, time.time() - float(at)):.0f} s ago: {doing}"
-        except RuntimeError:
-            return f"rank {rank} cannot be asked: the store is gone"
-        return f"rank {rank} has not said what it does"
+            text = None if self._board is None else self._board.get(f"doing/{rank}")
+        except RuntimeError as error:
+            return f"rank {rank} cannot be asked: {reason(error)}"
+        if text is None:
+            return f"rank {rank} has not said what it does"
+        at, _, doing = text.partition(" ")
+        return f"rank {rank} was last seen {max(0.0, time.time() - float(at)):.0f} s ago: {doing}"
 
     def name(self, rank: int) -> str:
         return f"rank {rank} ({self.holds(rank)})"
@@ -104,41 +117,36 @@ class World:
 
     def barrier(self) -> None:
         if self.group is not None:
-            self._guard(lambda: dist.barrier(self.group))
+            self._finish(lambda: dist.barrier(self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """``tensor`` of rank ``source`` on every rank (in place; returned on its own device)."""
         if self.group is None:
             return tensor
         buffer = tensor.detach().cpu().contiguous()
-        self._guard(lambda: dist.broadcast(buffer, src=source, group=self.group))
+        self._finish(lambda: dist.broadcast(buffer, src=source, group=self.group, async_op=True))
         return buffer.to(tensor.device)
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Those of all ranks, of one shape, in rank order."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._finish(lambda: dist.all_gather(parts, tensor, group=self.group, async_op=True))
+        return parts
 
     def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows (2-D float64, as many as a rank has) of all ranks, in rank order."""
         if self.group is None:
             return rows
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._guard(lambda: dist.all_gather(counts, torch.tensor([len(rows)]), group=self.group))
-        most = max(int(c) for c in counts)
-        padded = torch.zeros(most, rows.shape[1], dtype=torch.float64)
+        counts = [int(n) for n in self._gather(torch.tensor([len(rows)]))]
+        padded = torch.zeros(max(counts), rows.shape[1], dtype=torch.float64)
         padded[: len(rows)] = rows
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._guard(lambda: dist.all_gather(parts, padded, group=self.group))
-        return torch.cat([p[: int(c)] for p, c in zip(parts, counts)])
+        return torch.cat([part[:n] for part, n in zip(self._gather(padded), counts)])
 
     def gather_texts(self, text: str) -> list[str]:
         """The texts of all ranks, in rank order."""
         if self.group is None:
             return [text]
-        own = text.encode()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._guard(lambda: dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group))
-        padded = torch.zeros(max(1, *(int(n) for n in sizes)), dtype=torch.uint8)
-        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else padded[:0]
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._guard(lambda: dist.all_gather(parts, padded, group=self.group))
-        return [part[: int(n)].numpy().tobytes().decode() for part, n in zip(parts, sizes)]
+        return gather_texts(text, self._gather)
 
     def require_same(self, what: str, text: str) -> None:
         """Refuse, on every rank, a ``text`` that differs between ranks."""
@@ -155,30 +163,41 @@ class World:
                 f"(rank {self.rank} has {text[:200]}); every rank must build the same"
             )
 
-    def _guard(self, collective: Any) -> None:
+    def _finish(self, begin: Callable[[], Any]) -> None:
+        """Wait for the collective that ``begin`` begins."""
+        start = time.monotonic()
         try:
-            collective()
+            begin().wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            raise self._cause(error) from error
+            raise self._cause(error, time.monotonic() - start) from error
 
-    def _cause(self, error: RuntimeError) -> PipelineError:
+    def _cause(self, error: RuntimeError, waited_s: float) -> PipelineError:
         """Why a collective failed: the first report, or the ranks that no longer answer a roll call."""
-        reason = transport_reason(error)
+        what = transport_reason(error)
+        assert self._board is not None
         try:
-            self._store.set(f"here/{self.rank}", "")
+            self._board.put(f"here/{self.rank}", "")
             deadline = time.monotonic() + _ROLL_CALL_S
             missing = set(range(self.size))
             while missing and time.monotonic() < deadline:
-                if (first := self.reported()) is not None:
+                if (first := self._board.get("failure")) is not None:
                     return PeerLost(f"rank {self.rank} stops because of {first}")
-                missing = {r for r in missing if not self._store.check([f"here/{r}"])}
+                missing = {r for r in missing if self._board.get(f"here/{r}") is None}
                 time.sleep(0.02)
-        except RuntimeError:  # the store went down with the rank that held it
-            return PeerLost(f"rank 0, which held the store, died; seen by rank {self.rank}: {reason}")
+        except RuntimeError as silence:
+            return PeerLost(
+                f"rank {self.rank} is cut off from the others, or rank 0 or the launcher died, whoever holds the "
+                f"store: {reason(silence)}; {what}"
+            )
         if not missing:
-            return PipelineError(f"rank {self.rank}: a collective failed: {reason}")
+            return PipelineError(f"rank {self.rank}: a collective failed: {what}")
         names = ", ".join(map(self.name, sorted(missing)))
-        return PeerLost(f"{names} died or closed its connection; seen by rank {self.rank}: {reason}")
+        if waited_s < self.timeout_s:
+            return PeerLost(f"{names} died or closed its connection; seen by rank {self.rank}: {what}")
+        seen = "; ".join(self.told(rank) for rank in sorted(missing))
+        return PipelineTimeout(
+            f"rank {self.rank} waited {self.timeout_s:g} s for {names}, which does not answer; {seen}"
+        )
 
 
 def transport_reason(error: BaseException) -> str:

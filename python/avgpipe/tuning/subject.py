@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from avgpipe.bench.schedules.cluster import run_workers
@@ -21,6 +19,7 @@ from avgpipe.profiling.profiler import layer_profile, with_workers
 from avgpipe.profiling.workers import WorkerCosts, costs_here
 from avgpipe.runtime.batch import plain
 from avgpipe.runtime.device import own_device, select
+from avgpipe.runtime.rendezvous import open_store
 from avgpipe.tuning.trial import Subject
 from avgpipe.workloads import build_workload
 from avgpipe.workloads.workload import Workload
@@ -116,12 +115,7 @@ def profiled(
 
 def _first_two(rank: int, timeout_s: float) -> WorkerCosts | None:
     """What two workers cost, measured by ranks 0 and 1; the others wait for them."""
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    store = open_store(timeout_s)
     if rank > 1:
         store.wait([_MEASURED])
         return None

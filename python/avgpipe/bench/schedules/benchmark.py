@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from avgpipe.bench.schedules.result import ScheduleResult, summarise
 from avgpipe.bench.schedules.rows import Row, Task, Unavailable, measure_rows
 from avgpipe.bench.schedules.settings import CHUNKS, TORCH, ScheduleSettings
 from avgpipe.errors import PipelineError
+from avgpipe.runtime.rendezvous import join
 
 _PROBE_BYTES = 16 * 2**20
 _PROBES = 4
@@ -81,7 +81,7 @@ def worker(settings: dict[str, Any], without: Sequence[str] = ()) -> dict[str, A
     torch.set_num_threads(1)
     precise_sleeps()
     # Nobody may wait forever, neither in our rows nor in torch's.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=chosen.timeout_s))
+    join(chosen.timeout_s, "gloo")
     progress("measuring the line")
     line = _bytes_per_s() if chosen.stages > 1 else None
     built = _rows(chosen, without)

@@ -17,6 +17,7 @@ from typing import Any
 from avgpipe.bench.schedules.namespaces import Network
 from avgpipe.errors import PipelineError
 from avgpipe.runtime.allocator import launch_environment
+from avgpipe.runtime.rendezvous import private_meeting
 
 PROGRESS = "AVGPIPE_BENCH_PROGRESS"  # names the file in which rank 0 says what it does
 PEER_LOST = 3  # exit code of a worker that failed only because another one did
@@ -41,8 +42,8 @@ def run_workers(
     threads: OMP_NUM_THREADS. say: is told what rank 0 says through `progress`. Raises PipelineError when a worker
     fails or the workers outlast `timeout_s`; whatever happens, none of them is left.
     """
-    with tempfile.TemporaryDirectory(prefix="avgpipe-bench-") as name, _rendezvous(network) as meeting:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="avgpipe-bench-") as name:
+        folder, meeting = Path(name), _meeting(network, name)
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(workers):
@@ -91,22 +92,12 @@ def ending_by_signal() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def _rendezvous(network: Network | None) -> Iterator[dict[str, str]]:
-    """Where the ranks meet. Without namespaces this process holds the store, as torchrun's agent does."""
-    if network is not None:
-        meeting = {"MASTER_ADDR": network.address(0), "MASTER_PORT": str(_PORT)}
-        yield {**meeting, "GLOO_SOCKET_IFNAME": network.device}
-        return
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+def _meeting(network: Network | None, folder: str) -> dict[str, str]:
+    """Where the ranks meet, as variables of their environment. In namespaces rank 0 holds the store."""
+    if network is None:
+        return private_meeting(folder)
+    meeting = {"MASTER_ADDR": network.address(0), "MASTER_PORT": str(_PORT)}
+    return {**meeting, "GLOO_SOCKET_IFNAME": network.device}
 
 
 def _environment(rank: int, workers: int, threads: int, meeting: dict[str, str]) -> dict[str, str]:

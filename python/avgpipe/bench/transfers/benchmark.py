@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from avgpipe.bench.transfers import ways
 from avgpipe.bench.transfers.settings import LATENCY_BYTES, TransferSettings
 from avgpipe.bench.transfers.ways import Peers, Read, Through, Way
 from avgpipe.bench.units import spell_bytes
+from avgpipe.runtime.rendezvous import join
 from avgpipe_ext import ring
 
 GLOO, MEMCPY = "plain gloo", "memcpy"
@@ -64,7 +64,7 @@ def worker(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """A rank. What rank 0 measured counts."""
     chosen = TransferSettings.from_json(settings)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=chosen.timeout_s))
+    join(chosen.timeout_s, "gloo")
     peers = Peers(chosen.timeout_s)
     skipped = _missing(chosen)
     links = [name for name in chosen.links if not any(item.name == name for item in skipped)]

@@ -7,10 +7,11 @@ one takes in one direction, from the beginning of the call that sends it until t
 from __future__ import annotations
 
 import ctypes
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from avgpipe.runtime.links.local import LocalLink
 from avgpipe.runtime.links.shared import Inbox, SharedLink
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
+from avgpipe.texts import gather_in, gather_texts
 from avgpipe_ext import ring
 
 _CPU = torch.device("cpu")
@@ -72,9 +74,8 @@ class Peers:
     def inboxes(self) -> tuple[Inbox, int, Inbox]:
         """This process's own, and the other one's id and inbox."""
         mine = Inbox.create(self.into(self.rank))
-        offers: list[Any] = [None, None]
-        dist.all_gather_object(offers, mine.offer())
-        theirs = offers[self.other]
+        offers = gather_texts(json.dumps(mine.offer()), gather_in(None))
+        theirs = json.loads(offers[self.other])
         opened = theirs["pid"], Inbox.open(theirs, self.into(self.other))
         dist.barrier()  # its file must stay open until both have opened the other's
         return mine, *opened

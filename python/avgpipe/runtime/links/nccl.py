@@ -10,6 +10,7 @@ Not run on several GPUs yet.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,6 +25,7 @@ from avgpipe.runtime.links.cuda_ipc import read, write
 from avgpipe.runtime.links.wire import Decoder, Encoder, Format, narrowed
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
+from avgpipe.runtime.rendezvous import connect
 from avgpipe.runtime.streams import Handed
 
 Edge = tuple[int, int]  # ranks: from, to
@@ -34,7 +36,10 @@ def edge_groups(
 ) -> dict[Edge, dist.ProcessGroup]:
     """A communicator for each of ``edges``, which all ranks name alike; made and tried now, not in mid-run."""
     limit = timedelta(seconds=timeout_s)
-    groups = {edge: dist.new_group(list(edge), timeout=limit, backend=backend) for edge in edges}
+    groups: dict[Edge, dist.ProcessGroup] = connect(
+        lambda: {edge: dist.new_group(list(edge), timeout=limit, backend=backend) for edge in edges},
+        *(dist.get_rank(), time.monotonic() + timeout_s),
+    )
     for edge, group in groups.items():
         token = torch.zeros(1, device=device)
         if dist.get_rank() == edge[0]:
