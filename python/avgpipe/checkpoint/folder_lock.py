@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from avgpipe.errors import CheckpointError
@@ -25,6 +28,7 @@ class FolderLock:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        self._saving = threading.Lock()
         weakref.finalize(self, os.close, descriptor)
 
     @classmethod
@@ -40,6 +44,16 @@ class FolderLock:
         lock = _held[status.st_dev, status.st_ino] = cls(descriptor)
         lock._lock(folder)
         return lock
+
+    @contextmanager
+    def saving(self, folder: Path) -> Iterator[None]:
+        """CheckpointError while another thread of this process is inside."""
+        if not self._saving.acquire(blocking=False):
+            raise CheckpointError(f"another Pipeline of this process saves into {folder} at this moment")
+        try:
+            yield
+        finally:
+            self._saving.release()
 
     def _lock(self, folder: Path) -> None:
         if fcntl is None:

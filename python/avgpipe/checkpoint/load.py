@@ -2,15 +2,15 @@
 
 Under the plan that wrote it a run goes on bit for bit. Otherwise weights, buffers, optimizer states and learning-
 rate schedules are carried over by parameter name: with the same number of pipelines each has its own again, else
-all begin at the reference with the optimizer state of a saved pipeline; an unfinished round of averaging is
-dropped.
+all begin at the reference with the optimizer state of a saved pipeline, as one does whose own weights are not finite;
+an unfinished round of averaging is dropped.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.worker import Worker
 from avgpipe.weights import Layout
 
+_log = logging.getLogger("avgpipe")
 _SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha", "weights", "replication", "spread")
 
 
@@ -40,41 +41,61 @@ class Found:
     contents: dict[int, dict[str, Any]] | None
     saved: _Saved | None
 
+    def is_finite(self) -> bool:
+        """Whether all replicas may go on; what is read by name is mended, and a single pipeline is as it is."""
+        if self.manifest.plan["pipelines"] == 1 or self.contents is None:
+            return True
+        replicas = [r for content in self.contents.values() for r in content["replicas"].values()]
+        return all(_is_finite(replica["weights"]) for replica in replicas)
+
 
 def read_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -> Found:
     """CheckpointError on every rank if one of them cannot; nothing has changed then."""
     what, world = f"nothing was loaded from {directory}", worker.world
-    before = ""
+    before = text = ""
+    exactly, found = True, None
+
+    def look() -> str:
+        nonlocal found
+        try:
+            found = _read_all(Manifest.parse(text, directory), directory, model, worker, plan, exactly)
+        except Gone:
+            if text == before:
+                raise
+            return "replaced"  # by another checkpoint: the next look finds another manifest
+        return "whole" if found.is_finite() else "not finite"
+
     while True:
         text = agreed(world, what, lambda: read_text(directory) if world.rank == 0 else "")[0]
-        found: list[Found] = []
-        # Where it was replaced meanwhile, the next look finds another manifest.
-        replaced = partial(_is_replaced, found, text != before, text, directory, model, worker, plan)
-        if not any(agreed(world, what, replaced)):
-            return found[0]
-        before = text
+        outcomes = set(agreed(world, what, look))
+        if outcomes == {"whole"}:
+            break
+        before = text if "replaced" in outcomes else ""
+        exactly = exactly and "not finite" not in outcomes
+    if not exactly and world.rank == 0:
+        _log.warning(
+            "replicas in %s have infinities or NaN: they begin at the reference, with the optimizer state of a finite "
+            "one; train with skip_nonfinite=True, clip_grad_norm or a lower learning rate",
+            directory,
+        )
+    assert found is not None
+    return found
 
 
-def _is_replaced(
-    found: list[Found], may_be: bool, text: str, directory: Path, model: Model, worker: Worker, plan: Plan
-) -> bool:
-    """Append what there is to ``found``, unless files are missing because another checkpoint took their place."""
-    try:
-        found.append(_read_all(Manifest.parse(text, directory), directory, model, worker, plan))
-    except Gone:
-        if not may_be:
-            raise
-        return True
-    return False
-
-
-def _read_all(manifest: Manifest, directory: Path, model: Model, worker: Worker, plan: Plan) -> Found:
+def _read_all(
+    manifest: Manifest, directory: Path, model: Model, worker: Worker, plan: Plan, exactly: bool
+) -> Found:
     manifest.check_model(model.signature(), directory)
-    if manifest.bounds == model.bounds and all(manifest.plan[n] == getattr(plan, n) for n in _SAME):
+    same = manifest.bounds == model.bounds and all(manifest.plan[n] == getattr(plan, n) for n in _SAME)
+    if exactly and same:
         contents = {seat: _read_whole(manifest, directory, worker, seat) for seat in worker.seats}
         return Found(manifest, directory, contents, None)
     saved = _Saved([_read(manifest, directory, n, lazily=True) for n in range(len(manifest.files))])
     return Found(manifest, directory, None, saved)
+
+
+def _is_finite(weights: dict[str, torch.Tensor]) -> bool:
+    return all(bool(value.isfinite().all()) for value in weights.values())
 
 
 def restore_checkpoint(found: Found, model: Model, worker: Worker) -> int:
@@ -169,6 +190,7 @@ class _Saved:
         self._all = contents
         self.contents = [content for content in contents if "reference" in content]  # of each stage
         self.pipelines = 1 + max(i for content in contents for i in content["replicas"])
+        self.finite = [i for i in range(self.pipelines) if _is_finite(self.replica(i, "weights"))]
 
     def reference(self) -> dict[str, torch.Tensor]:
         merged: dict[str, torch.Tensor] = {}
@@ -228,13 +250,16 @@ def _restore_by_name(saved: _Saved, model: Model, worker: Worker, seat: int) -> 
             view.copy_(weights[name])
     for i in pipelines:
         replica, source = worker.replicas[seat, i], i % saved.pipelines
-        own = saved.replica(source, "weights") if of_all == saved.pipelines > 1 else weights
+        goes_on = of_all == saved.pipelines and source in saved.finite
+        if source not in saved.finite:
+            source = next(iter(saved.finite), source)
+        own = saved.replica(source, "weights") if goes_on and of_all > 1 else weights
         _copy_weights(replica, names, own)
         _restore_versions(replica, names, {})
         _copy_rest(replica, model, k, saved.replica(source, "rest"))
         _restore_optimizer(replica, names, *saved.optimizer(source))
         _restore_loss_scale(replica, saved.loss_scale(source))
-        if of_all == saved.pipelines:
+        if goes_on:
             _restore_carries(replica, saved.carry(source))
 
 

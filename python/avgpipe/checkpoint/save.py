@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from avgpipe.averaging import Reference
 from avgpipe.checkpoint.agreement import agreed
 from avgpipe.checkpoint.folder_lock import FolderLock
-from avgpipe.checkpoint.manifest import Manifest, crc_of, file_name
+from avgpipe.checkpoint.manifest import NAME, Manifest, crc_of, file_name
 from avgpipe.errors import CheckpointError
 from avgpipe.plan import Plan
 from avgpipe.runtime.context import Carry
@@ -38,12 +39,14 @@ def save_checkpoint(
     seats = worker.placement.seats
     written: list[Path] = []
     lock: FolderLock | None = None
+    held = ExitStack()
 
     def write_own() -> list[list[int]]:
         nonlocal lock
         directory.mkdir(parents=True, exist_ok=True)
         if world.rank == 0:
             lock = FolderLock.take(directory)
+            held.enter_context(lock.saving(directory))
         rows = []
         for seat in worker.seats:
             content = _seat_content(model, worker, seat)
@@ -61,13 +64,13 @@ def save_checkpoint(
             _remove_others(directory, {name for name, _, _ in files})
 
     what = f"nothing was saved to {directory}"
-    try:
-        table = sorted(row for rows in agreed(world, what, write_own) for row in rows)
-        agreed(world, what, write_manifest)  # nobody goes on, or ends, before the checkpoint is there
-    except CheckpointError:
-        for path in written:
-            path.unlink(missing_ok=True)
-        raise
+    with held:
+        try:
+            table = sorted(row for rows in agreed(world, what, write_own) for row in rows)
+            agreed(world, what, write_manifest)  # nobody goes on, or ends, before the checkpoint is there
+        except CheckpointError:
+            _remove(written)
+            raise
     return lock
 
 
@@ -129,13 +132,17 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _remove_others(directory: Path, keep: set[str]) -> None:
-    """Delete the files of earlier checkpoints, and of any that was cut off before its manifest."""
-    for path in directory.glob("stage-*-????????????.pt"):  # whatever the placement was
-        if path.name not in keep:
-            try:
-                path.unlink(missing_ok=True)
-            except OSError:
-                pass  # the next save tries again
+    """Delete the files of earlier checkpoints, and of any save that was cut off."""
+    shards = directory.glob("stage-*-????????????.pt")  # whatever the placement was
+    _remove([*(path for path in shards if path.name not in keep), *directory.glob(f".{NAME}.*.tmp")])
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            pass  # the next save tries again
 
 
 def _seat_content(model: Model, worker: Worker, seat: int) -> dict[str, Any]:
