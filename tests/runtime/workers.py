@@ -34,10 +34,14 @@ class Workers:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: list[BaseProcess] = []
         for rank in range(world):
-            env = torchrun_environment(rank, world, self._store.port)
+            env = torchrun_environment(rank, world, self.port())
             process = _context.Process(target=_run, args=(function, arguments, env, str(self.folder)))
             process.start()
             self.processes.append(process)
+
+    def port(self) -> int:
+        """Of the store."""
+        return int(self._store.port)
 
     def kill(self, *ranks: int) -> None:
         for rank in ranks:

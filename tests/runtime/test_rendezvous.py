@@ -1,0 +1,333 @@
+"""Ranks find each other, or say within the limit who is missing; no wait for a store is without an end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from avgpipe import PeerLost, Pipeline, Plan
+from avgpipe.runtime.board import Board, Unanswered, within
+from avgpipe.runtime.rendezvous import loopback_meeting, meet, open_store, private_meeting
+from tests.ranks import ROOT
+from tests.runtime.cases import language_model, momentum, token_batches
+from tests.runtime.workers import Workers, run, touch
+
+LIMIT_S = 4.0
+
+
+class Store:
+    """Of one process, with the methods that a board asks."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, bytes] = {}
+
+    def set(self, name: str, text: str) -> None:
+        self.texts[name] = text.encode()
+
+    def check(self, names: list[str]) -> bool:
+        return all(name in self.texts for name in names)
+
+    def get(self, name: str) -> bytes:
+        return self.texts[name]
+
+    def compare_set(self, name: str, expected: str, text: str) -> bytes:
+        return self.texts.setdefault(name, text.encode())
+
+
+class Silent(Store):
+    """As one whose host stands still, until ``answers``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers, self.asked = threading.Event(), 0
+
+    def check(self, names: list[str]) -> bool:
+        self.asked += 1
+        self.answers.wait(60)
+        return super().check(names)
+
+
+# ---- the board ---------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_does_not_answer_keeps_nobody() -> None:
+    store = Silent()
+    board = Board(store)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="the store does not answer"):
+        board.get("failure")
+    assert 1 < time.monotonic() - begin < 10
+    begin = time.monotonic()
+    for _ in range(100):
+        with pytest.raises(RuntimeError, match="the store does not answer"):
+            board.put("doing", "nothing")
+    assert time.monotonic() - begin < 1  # it is not asked again as long as it owes an answer
+    assert store.asked == 1
+    store.answers.set()
+    deadline = time.monotonic() + 10
+    while board._asking is not None:
+        assert time.monotonic() < deadline
+        try:
+            board.put("doing", "something")
+        except RuntimeError:
+            pass
+    assert board.get("doing") == "something"
+
+
+@pytest.mark.parametrize("text", ["\udc80 half a pair", "a\x00b", "", "x" * 1_000_000, "Übung 日本 \n"])
+def test_any_text_can_be_told(text: str) -> None:
+    board = Board(Store())
+    board.put("a", text)
+    assert board.put_first("b", text) == board.put_first("b", "later")
+    for name in "ab":
+        found = board.get(name)
+        assert found is not None
+        assert len(found) < 5000
+        assert found[:3] == text.encode(errors="backslashreplace").decode()[:3]
+
+
+def test_within_passes_on_what_comes() -> None:
+    assert within(10, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        within(10, lambda: 1 / 0)
+    ends = threading.Event()
+    with pytest.raises(Unanswered, match=r"not done after 0\.05 s"):
+        within(0.05, lambda: ends.wait(60))
+    ends.set()
+
+
+# ---- meeting -----------------------------------------------------------------------------------------------------
+
+
+def test_who_does_not_come_is_named() -> None:
+    board = Board(Store())
+    board.put("start/2", "here")
+    with pytest.raises(PeerLost, match=r"rank 0 has waited 0 s at its start for rank 1, rank 3, which died"):
+        meet(board, "start", 0, range(4), time.monotonic() + 0.1, lambda rank: f"rank {rank}")
+
+
+def test_a_meeting_with_a_silent_store_ends() -> None:
+    with pytest.raises(
+        PeerLost, match="rank 0 cannot meet the others at its start: the store does not answer"
+    ):
+        meet(Board(Silent()), "start", 0, range(2), time.monotonic() + 0.1, str)
+
+
+def test_an_attempt_does_not_see_what_the_one_before_has_written(tmp_path: Path, monkeypatch: Any) -> None:
+    for name, value in private_meeting(str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    Board(open_store(5)).put("failure", "rank 1: died")
+    assert Board(open_store(5)).get("failure") == "rank 1: died"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert Board(open_store(5)).get("failure") is None
+
+
+def test_nobody_else_reads_the_private_store(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o700)
+    chosen = private_meeting(str(folder))
+    monkeypatch.setenv("AVGPIPE_STORE", chosen["AVGPIPE_STORE"])
+    Board(open_store(5)).put("a", "b")
+    assert Path(chosen["AVGPIPE_STORE"]).parent == folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_the_store_of_scripts_listens_on_loopback_alone() -> None:
+    with loopback_meeting() as meeting:
+        port = int(meeting["MASTER_PORT"])
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store.set("a", "b")
+        assert store.get("a") == b"b"
+        for _, _, _, _, (address, *_) in socket.getaddrinfo(socket.gethostname(), port, socket.AF_INET):
+            if not str(address).startswith("127."):
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection((str(address), port), 2)
+
+
+def test_a_missing_address_is_asked_for(monkeypatch: Any) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "AVGPIPE_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="but not MASTER_ADDR: start the ranks with torchrun or avgpipe run"):
+        open_store(1)
+
+
+def test_nobody_holds_the_store(monkeypatch: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AVGPIPE_STORE", raising=False)
+    begin = time.monotonic()
+    with pytest.raises(
+        PeerLost, match=f"rank 1 has found nobody who holds the store at 127.0.0.1:{port} within 2 s"
+    ):
+        open_store(2)
+    assert time.monotonic() - begin < 2 + 5
+
+
+# ---- ranks that die, or stand still ------------------------------------------------------------------------------
+
+
+def make(K: int = 2, **options: Any) -> Pipeline:
+    chosen: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": momentum, "timeout_s": LIMIT_S}
+    return Pipeline(language_model(), Plan(stages=K, pipelines=2, micro_batches=2), **{**chosen, **options})
+
+
+def _dies_before(victim: int) -> None:
+    if int(os.environ["RANK"]) == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        make(3)
+    finally:
+        print(f"took {time.monotonic() - begin:.2f} s", flush=True)
+
+
+def _dies_while_a_pipeline_is_made(victim: int) -> None:
+    """After the group of processes has been made."""
+    dist.init_process_group("gloo")
+    dist.barrier()
+    _dies_before(victim)
+
+
+def _dies_before_the_second(victim: int) -> None:
+    with make(3, timeout_s=20) as p:
+        list(p.train(token_batches(1, 4)))
+    _dies_before(victim)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("function", "place"),
+    [
+        (_dies_before, "start"),
+        (_dies_while_a_pipeline_is_made, "Pipeline"),
+        (_dies_before_the_second, "Pipeline number 2"),
+    ],
+    ids=["before the start", "before the Pipeline", "before the second Pipeline"],
+)
+def test_a_rank_that_died_before_the_others_met_it_is_named(function: Any, place: str, victim: int) -> None:
+    workers = Workers(3, function, victim=victim)
+    for rank, (code, output) in enumerate(workers.join(40)):
+        if rank != victim:
+            assert code == 1, output
+            assert re.search(
+                rf"PeerLost: rank {rank} has waited 4 s at its {place} for rank {victim}, which", output
+            ), output
+            took = re.search(r"took ([\d.]+) s", output)
+            assert took
+            assert float(took[1]) < LIMIT_S + 5
+
+
+def _trains_until_it_ends() -> None:
+    with make() as p:
+        while True:
+            for _ in p.train(token_batches(2, 8)):
+                touch("trains")
+
+
+HOLDER = """
+import sys, torch.distributed as d
+store = d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder() -> Any:
+    """A process that holds the store."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+class OfHolder(Workers):
+    """Workers whose store another process holds."""
+
+    def __init__(self, holder: Any, world: int, function: Any, **arguments: Any) -> None:
+        self._holder_port = int(holder.stdout.readline())
+        super().__init__(world, function, **arguments)
+
+    def port(self) -> int:
+        return self._holder_port
+
+
+def test_a_stopped_store_hides_no_rank_that_died(holder: Any) -> None:
+    """The survivor asks the store why, which does not answer: it says so, within its limit."""
+    workers = OfHolder(holder, 2, _trains_until_it_ends)
+    workers.wait_for(2, "trains")
+    holder.send_signal(signal.SIGSTOP)
+    workers.kill(1)
+    begin = time.monotonic()
+    workers.processes[0].join(LIMIT_S + 15)
+    took = time.monotonic() - begin
+    output = workers.join(5)[0][1]
+    assert took < LIMIT_S + 5, output
+    assert re.search(r"PeerLost: rank 1 \(stage 1\) died or closed its connection", output), output
+
+
+def test_a_stopped_store_hides_no_rank_that_stands_still(holder: Any) -> None:
+    workers = OfHolder(holder, 2, _trains_until_it_ends)
+    workers.wait_for(2, "trains")
+    holder.send_signal(signal.SIGSTOP)
+    os.kill(workers.processes[1].pid or 0, signal.SIGSTOP)
+    begin = time.monotonic()
+    workers.processes[0].join(LIMIT_S + 15)
+    took = time.monotonic() - begin
+    workers.kill(1)
+    output = workers.join(5)[0][1]
+    assert took < LIMIT_S + 5, output
+    assert re.search(r"PipelineTimeout: rank 0 waited 4 s for the .* from stage 1", output), output
+    assert "rank 1 cannot be asked: the store does not answer" in output
+
+
+def test_a_stopped_store_disturbs_no_training(holder: Any) -> None:
+    workers = OfHolder(holder, 2, _trains_until_it_ends)
+    workers.wait_for(2, "trains")
+    holder.send_signal(signal.SIGSTOP)
+    time.sleep(LIMIT_S + 2)  # it must stand still for longer than the limit
+    assert all(process.is_alive() for process in workers.processes), workers.outputs()
+    workers.kill(0, 1)
+    workers.join(5)
+
+
+def _own_group() -> list[float]:
+    """A script that makes torch's group itself: ours does not make another one."""
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    with make(timeout_s=20) as p:
+        losses = [r.loss for r in p.train(token_batches(2, 8))]
+    assert dist.group.WORLD is group
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+    return losses
+
+
+def test_the_callers_own_group_stays() -> None:
+    first, second = run(2, _own_group)
+    assert first == second
