@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime.context import Carry
+from avgpipe.runtime.export import average
 from tests.runtime.cases import adamw, assert_same_state, momentum, train_on_one_device
-from tests.runtime.workers import run
+from tests.runtime.workers import Workers, run
 
 PLANS: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "all-forward-all-backward"},
@@ -147,3 +149,94 @@ def test_carried_values_begin_anew(name: str) -> None:
         assert finite[:3] == [True] * 3
         assert finite[-4:] == [True] * 4
         assert p.skipped_updates == finite.count(False) < 6
+
+
+# ---- without skip_nonfinite ----------------------------------------------------------------------------------------
+
+
+def told(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "told once" in line]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_first_gradients_that_are_not_finite_are_told_once(name: str, caplog: Any) -> None:
+    train(PLANS[name], batches(9, bad=(3, 4, 7)), skip_nonfinite=False)
+    (line,) = told(caplog.text)
+    assert re.search("rank 0: gradients on (pipeline 1, )?stage 0 have", line)
+    assert "have infinities or NaN, in batch 3 of pipeline" in line
+    assert (
+        "train with skip_nonfinite=True; else lower the learning rate, or limit gradients by clip_grad_norm"
+        in line
+    )
+
+
+def test_a_loss_that_is_not_finite_is_told(caplog: Any) -> None:
+    data = batches(6)
+    data[2][1][0, 0] = torch.nan
+    train({"pipelines": 2}, data, skip_nonfinite=False)
+    (line,) = told(caplog.text)
+    assert "rank 0: the loss on stage 1 is nan, in batch 2 of pipeline 0" in line
+
+
+def test_who_skips_such_batches_is_told_nothing_and_neither_is_who_has_none(caplog: Any) -> None:
+    train({}, batches(4, bad=(2,)), skip_nonfinite=True)
+    train({}, batches(4), skip_nonfinite=False)
+    train(
+        {},
+        [(1e18 * x, y) for x, y in batches(2)],
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
+        skip_nonfinite=True,
+    )
+    assert told(caplog.text) == []
+
+
+def test_large_gradients_are_none_that_are_not_finite(caplog: Any) -> None:
+    """The sum of their squares overflows; they do not."""
+    layers = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    data = [(torch.full((4, 4), 1e30), torch.zeros(4, 1))]
+    plan = Plan(stages=2, micro_batches=2)
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.0)  # noqa: E731
+    with Pipeline(layers, plan, loss_fn=lambda y, t: (y - t).mean() * 1e5, optimizer=sgd) as p:
+        list(p.train(data))
+    assert told(caplog.text) == []
+
+
+def _tells(plan: dict[str, Any]) -> None:
+    train(plan, batches(6, bad=(2, 3, 4)), skip_nonfinite=False)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "double-buffer", "replicas", "two pipelines", "spread"])
+def test_one_rank_of_all_tells_it(name: str) -> None:
+    world = Plan(**{"stages": 2, "micro_batches": 2, **PLANS[name]}).workers
+    workers = Workers(world, _tells, plan=PLANS[name])
+    ends = workers.join()
+    assert [code for code, _ in ends] == [0] * world, ends
+    (line,) = [line for _, output in ends for line in told(output)]
+    assert "have infinities or NaN, in batch " in line or "is nan, in batch " in line
+
+
+@pytest.mark.parametrize("name", ["two pipelines", "two pipelines, staleness 0", "spread"])
+def test_a_bad_replica_does_not_spoil_what_all_share(name: str) -> None:
+    """NaN inputs make its running statistics NaN; the reference's, and so evaluation's, are those of the others."""
+    data = batches(12)
+    data[4][0][:] = torch.nan
+    plan = Plan(**{"stages": 2, "micro_batches": 2, **PLANS[name]})
+    with Pipeline(model(), plan, loss_fn=nn.MSELoss(), optimizer=momentum) as p:
+        losses = [r.loss for r in p.train(data)]
+        assert not all(loss == loss for loss in losses)
+        assert all(bool(value.isfinite().all()) for value in p.state_dict().values())
+        own = [all(bool(v.isfinite().all()) for v in p.state_dict(i).values()) for i in range(2)]
+        assert own == [False, True]
+        assert torch.equal(p.state_dict()["2.running_var"], p.state_dict(1)["2.running_var"])
+        assert p.evaluate(batches(2)).loss < 1e3
+
+
+def test_masks_with_infinities_are_averaged_as_they_are() -> None:
+    mask = torch.full((3, 3), -torch.inf).triu(1)
+    assert torch.equal(average([mask.clone(), mask.clone()]), mask)
+    assert torch.equal(
+        average([torch.tensor([1.0, 3.0]), torch.tensor([3.0, 5.0])]), torch.tensor([2.0, 4.0])
+    )
+    assert torch.equal(
+        average([torch.tensor([1.0, torch.nan]), torch.tensor([3.0, 5.0])]), torch.tensor([3.0, 5.0])
+    )
