@@ -209,8 +209,9 @@ Tensor easgd_step(T x, T z, T update, double alpha, bool accumulate, bool check_
 template <Backend kBackend, class T>
 Tensor elastic_sgd(T x, T grad, Maybe<T> momentum, T z, T update, double alpha, int64_t staleness, double lr,
                    double mu, double dampening, double weight_decay, bool nesterov, bool maximize,
-                   bool first_step, std::string rule, bool accumulate, OptionalTensor grad_scale,
+                   bool first_step, String rule_name, bool accumulate, OptionalTensor grad_scale,
                    OptionalTensor found_inf, bool check_finite) {
+    const std::string rule = take(rule_name);
     const CallSite site = site_of<T>("elastic_sgd_");
     const Tensors xs = as_list(std::move(x)), grads = as_list(std::move(grad)),
                   momenta = as_list(std::move(momentum)), zs = as_list(std::move(z)),
@@ -235,8 +236,9 @@ Tensor elastic_sgd(T x, T grad, Maybe<T> momentum, T z, T update, double alpha, 
 template <Backend kBackend, class T>
 Tensor elastic_adamw(T x, T grad, T exp_avg, T exp_avg_sq, T z, T update, double alpha, int64_t staleness,
                      Tensor step, double lr, double beta1, double beta2, double eps, double weight_decay,
-                     bool decoupled, bool maximize, std::string rule, bool accumulate,
+                     bool decoupled, bool maximize, String rule_name, bool accumulate,
                      OptionalTensor grad_scale, OptionalTensor found_inf, bool check_finite) {
+    const std::string rule = take(rule_name);
     const CallSite site = site_of<T>("elastic_adamw_");
     const Tensors xs = as_list(std::move(x)), grads = as_list(std::move(grad)),
                   firsts = as_list(std::move(exp_avg)), seconds = as_list(std::move(exp_avg_sq)),
@@ -258,10 +260,11 @@ Tensor elastic_adamw(T x, T grad, T exp_avg, T exp_avg_sq, T z, T update, double
 }
 
 template <Backend kBackend, class T>
-Tensor elastic_round(Tensors xs, Tensors grads, Tensors states, T z, double alpha, std::string optimizer,
+Tensor elastic_round(Tensors xs, Tensors grads, Tensors states, T z, double alpha, String optimizer_name,
                      double lr, Tensor step, double mu, double dampening, bool nesterov, bool first_step,
                      double beta1, double beta2, double eps, double weight_decay, bool maximize,
                      OptionalTensor grad_scale, OptionalTensor found_inf, bool check_finite) {
+    const std::string optimizer = take(optimizer_name);
     const CallSite site{"elastic_round_", true};
     const Tensors zs = as_list(std::move(z));
     const bool is_sgd = optimizer == "sgd";
@@ -413,19 +416,19 @@ void unpack(Tensor buffer, Tensors tensors) {
     }
 }
 
-#define AVGPIPE_INSTANTIATE_FOR(backend, T)                                                                \
-    template Tensor elastic_pull<backend, T>(T, T, double, bool);                                          \
-    template Tensor elastic_step<backend, T>(T, T, T, T, double, int64_t, bool, bool);                     \
-    template Tensor easgd_step<backend, T>(T, T, T, double, bool, bool);                                   \
-    template Tensor elastic_sgd<backend, T>(T, T, Maybe<T>, T, T, double, int64_t, double, double, double, \
-                                            double, bool, bool, bool, std::string, bool, OptionalTensor,   \
-                                            OptionalTensor, bool);                                         \
-    template Tensor elastic_adamw<backend, T>(T, T, T, T, T, T, double, int64_t, Tensor, double, double,   \
-                                              double, double, double, bool, bool, std::string, bool,       \
-                                              OptionalTensor, OptionalTensor, bool);                       \
-    template Tensor elastic_round<backend, T>(Tensors, Tensors, Tensors, T, double, std::string, double,   \
-                                              Tensor, double, double, bool, bool, double, double, double,  \
-                                              double, bool, OptionalTensor, OptionalTensor, bool);         \
+#define AVGPIPE_INSTANTIATE_FOR(backend, T)                                                                 \
+    template Tensor elastic_pull<backend, T>(T, T, double, bool);                                           \
+    template Tensor elastic_step<backend, T>(T, T, T, T, double, int64_t, bool, bool);                      \
+    template Tensor easgd_step<backend, T>(T, T, T, double, bool, bool);                                    \
+    template Tensor elastic_sgd<backend, T>(T, T, Maybe<T>, T, T, double, int64_t, double, double, double,  \
+                                            double, bool, bool, bool, String, bool, OptionalTensor,         \
+                                            OptionalTensor, bool);                                          \
+    template Tensor elastic_adamw<backend, T>(T, T, T, T, T, T, double, int64_t, Tensor, double, double,    \
+                                              double, double, double, bool, bool, String, bool,             \
+                                              OptionalTensor, OptionalTensor, bool);                        \
+    template Tensor elastic_round<backend, T>(Tensors, Tensors, Tensors, T, double, String, double, Tensor, \
+                                              double, double, bool, bool, double, double, double, double,   \
+                                              bool, OptionalTensor, OptionalTensor, bool);                  \
     template Tensor reference_apply<backend, T>(T, T, double, bool, bool)
 
 #define AVGPIPE_INSTANTIATE(backend)                                   \

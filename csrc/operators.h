@@ -2,7 +2,6 @@
 #pragma once
 
 #include <optional>
-#include <string>
 
 #include "torch_abi.h"
 
@@ -32,17 +31,17 @@ Tensor easgd_step(T x, T z, T update, double alpha, bool accumulate, bool check_
 template <Backend kBackend, class T>
 Tensor elastic_sgd(T x, T grad, Maybe<T> momentum, T z, T update, double alpha, int64_t staleness, double lr,
                    double mu, double dampening, double weight_decay, bool nesterov, bool maximize,
-                   bool first_step, std::string rule, bool accumulate, OptionalTensor grad_scale,
+                   bool first_step, String rule_name, bool accumulate, OptionalTensor grad_scale,
                    OptionalTensor found_inf, bool check_finite);
 
 template <Backend kBackend, class T>
 Tensor elastic_adamw(T x, T grad, T exp_avg, T exp_avg_sq, T z, T update, double alpha, int64_t staleness,
                      Tensor step, double lr, double beta1, double beta2, double eps, double weight_decay,
-                     bool decoupled, bool maximize, std::string rule, bool accumulate,
+                     bool decoupled, bool maximize, String rule_name, bool accumulate,
                      OptionalTensor grad_scale, OptionalTensor found_inf, bool check_finite);
 
 template <Backend kBackend, class T>
-Tensor elastic_round(Tensors xs, Tensors grads, Tensors states, T z, double alpha, std::string optimizer,
+Tensor elastic_round(Tensors xs, Tensors grads, Tensors states, T z, double alpha, String optimizer_name,
                      double lr, Tensor step, double mu, double dampening, bool nesterov, bool first_step,
                      double beta1, double beta2, double eps, double weight_decay, bool maximize,
                      OptionalTensor grad_scale, OptionalTensor found_inf, bool check_finite);

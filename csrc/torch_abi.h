@@ -30,6 +30,21 @@ using Tensors = std::vector<Tensor>;
 using ScalarType = torch::headeronly::ScalarType;
 using DeviceGuard = torch::stable::accelerator::DeviceGuard;
 
+// A kernel's string argument, for `take`. Not std::string: torch's conversion to it, in the headers of 2.13
+// and before, leaks a string at every call (pytorch/pytorch#191340).
+using String = StringHandle;
+
+// Its text. It is deleted: once for each argument, and before anything can throw.
+inline std::string take(String argument) {
+    size_t length = 0;
+    const char* characters = nullptr;
+    TORCH_ERROR_CODE_CHECK(torch_string_length(argument, &length));
+    TORCH_ERROR_CODE_CHECK(torch_string_c_str(argument, &characters));
+    std::string taken(characters, length);
+    TORCH_ERROR_CODE_CHECK(torch_delete_string(argument));
+    return taken;
+}
+
 // What an operator asks of a tensor, read once. Sizes and strides are borrowed from it.
 struct View {
     void* data = nullptr;
