@@ -21,7 +21,8 @@ from torch import nn
 
 from avgpipe import PeerLost, Pipeline, Plan
 from avgpipe.runtime.board import Board, Unanswered, within
-from avgpipe.runtime.rendezvous import loopback_meeting, meet, open_store, private_meeting
+from avgpipe.runtime.meeting import loopback_meeting, private_meeting
+from avgpipe.runtime.rendezvous import meet, open_store, private_store
 from tests.ranks import ROOT
 from tests.runtime.cases import language_model, momentum, token_batches
 from tests.runtime.workers import Workers, run, touch
@@ -134,6 +135,14 @@ def test_an_attempt_does_not_see_what_the_one_before_has_written(tmp_path: Path,
     assert Board(open_store(5)).get("failure") == "rank 1: died"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert Board(open_store(5)).get("failure") is None
+
+
+def test_a_run_of_torchrun_within_one_of_ours_has_its_own_store(tmp_path: Path, monkeypatch: Any) -> None:
+    for name, value in private_meeting(str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    assert private_store() is not None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    assert private_store() is None
 
 
 def test_nobody_else_reads_the_private_store(tmp_path: Path, monkeypatch: Any) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from avgpipe.cli.errors import WRONG_ARGUMENTS
 from avgpipe.runtime.allocator import launch_environment
-from avgpipe.runtime.rendezvous import private_meeting
+from avgpipe.runtime.meeting import private_meeting
 
 PEER_LOST = 3  # exit code of a worker that failed only because another one did
 _MONITOR_S = 0.1  # how often the launcher looks after its workers
@@ -89,7 +89,13 @@ def launch(workers: int, command: Sequence[str], added: Mapping[str, str] | None
 
 
 def _place(rank: int, workers: int) -> dict[str, str]:
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+    own = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": workers,
+        "LOCAL_WORLD_SIZE": workers,
+    }
     return {name: str(value) for name, value in own.items()}
 
 

@@ -98,7 +98,10 @@ def check_structure(text: str) -> None:
 def _check_node(node: dict[str, Any]) -> None:
     context = node["context"]
     if isinstance(context, str):
-        json.loads(context, object_hook=_check_enumeration)
+        try:
+            json.loads(context, object_hook=_check_enumeration)
+        except json.JSONDecodeError:
+            pass  # the registered name of a named tuple
     elif node["type"] == "collections.defaultdict":
         factory = context["default_factory_module"], context["default_factory_name"]
         if factory not in _FACTORIES:

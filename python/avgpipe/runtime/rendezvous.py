@@ -7,10 +7,8 @@ torchrun, or with MASTER_ADDR and MASTER_PORT, it is torch's TCPStore, which any
 from __future__ import annotations
 
 import os
-import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +16,8 @@ import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, reason
 from avgpipe.runtime.board import Board, Unanswered, within
+from avgpipe.runtime.meeting import STORE_FILE
 
-FILE = "AVGPIPE_STORE"  # the variable of the environment with the path of the file
 _POLL_S = 0.02
 _LEAST_S = 5.0  # that connecting may take, however late the last rank came
 
@@ -35,8 +33,8 @@ def attempt() -> str:
 
 def private_store() -> Any:
     """That of a launcher of ours; None if there is none."""
-    path = os.environ.get(FILE)
-    return None if path is None else dist.FileStore(path)  # type: ignore[attr-defined]
+    path = os.environ.get(STORE_FILE)
+    return None if path is None or os.environ.get("TORCHELASTIC_RUN_ID") else dist.FileStore(path)  # type: ignore[attr-defined]
 
 
 def open_store(timeout_s: float) -> Any:
@@ -114,29 +112,3 @@ def connect(make: Callable[[], Any], rank: int, deadline: float) -> Any:
         raise PeerLost(
             f"rank {rank} cannot connect to the others, of which one may have died: {reason(error)}"
         ) from error
-
-
-def private_meeting(folder: str) -> dict[str, str]:
-    """The environment of ranks that meet in ``folder``, which is closed to other users, on this host alone."""
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ()
-    listening = {name: str(loopback) for name in variables if name not in os.environ}
-    return {FILE: os.path.join(folder, "store"), **listening}
-
-
-@contextmanager
-def loopback_meeting() -> Iterator[dict[str, str]]:
-    """The environment of ranks that join torch's process group by themselves: a store that this process holds, and that
-    any process of this host can reach.
-    """
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
-    yield {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    del store

@@ -17,7 +17,7 @@ from typing import Any
 from avgpipe.bench.schedules.namespaces import Network
 from avgpipe.errors import PipelineError
 from avgpipe.runtime.allocator import launch_environment
-from avgpipe.runtime.rendezvous import private_meeting
+from avgpipe.runtime.meeting import private_meeting
 
 PROGRESS = "AVGPIPE_BENCH_PROGRESS"  # names the file in which rank 0 says what it does
 PEER_LOST = 3  # exit code of a worker that failed only because another one did
