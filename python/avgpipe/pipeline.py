@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
-from avgpipe.checkpoint.folder_lock import FolderLock
+from avgpipe.checkpoint.folder_lock import FolderLocks
 from avgpipe.errors import CheckpointError, PipelineError, nearest
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
@@ -215,7 +215,7 @@ class Pipeline:
         self._loader = Prefetch(self._worker.copy_ahead)
         self._flow = Flow(self._worker, plan, self._loader, loss_fn, loss_weight, self._running)
         self._failed: BaseException | None = None
-        self._saving: list[FolderLock] = []  # folders
+        self._folders = FolderLocks()
         self._closed = False
         atexit.register(_close, weakref.ref(self))
 
@@ -365,9 +365,7 @@ class Pipeline:
         self.drain()
         with self._running(CheckpointError):
             batches = self._flow.next_batch
-            lock = save_checkpoint(Path(directory), self._model, self._worker, self.plan, batches)
-        if lock is not None and lock not in self._saving:
-            self._saving.append(lock)
+            save_checkpoint(Path(directory), self._model, self._worker, self.plan, batches, self._folders)
 
     def load(self, directory: str | Path) -> None:
         """Go on from a checkpoint: bit for bit under the same plan, else from its weights and optimizer states.
@@ -441,7 +439,7 @@ class Pipeline:
         """Let the other workers have what was sent last, and end the threads. The process group stays."""
         if not self._closed:
             self._closed = True
-            self._saving.clear()
+            self._folders.release()
             self._worker.close(_FAILED_PATIENCE_S if self._failed else min(self.world.timeout_s, _PATIENCE_S))
 
     def __enter__(self) -> Pipeline:

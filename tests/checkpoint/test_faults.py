@@ -114,7 +114,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 300 KiB."""
     mounted(tmp_path / "disk", "size=300k")
     yield tmp_path / "disk"
-    subprocess.run(["umount", "-l", str(tmp_path / "disk")], check=True)
+    subprocess.run(["umount", str(tmp_path / "disk")], check=True)  # no closed Pipeline keeps it busy
 
 
 def test_a_disk_that_is_really_full(disk: Path) -> None:
@@ -139,8 +139,7 @@ def test_a_folder_that_cannot_be_written(disk: Path, tmp_path: Path) -> None:
     with make() as p:
         losses(p)
         p.save(disk / "c")
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    with make() as p:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         for folder in (disk / "c", disk / "other"):
             with pytest.raises(
                 CheckpointError, match=f"^nothing was saved to {folder}: Read-only file system: "
@@ -267,9 +266,9 @@ def test_a_thread_that_looks_all_the_time_always_finds_a_whole_one(saved: Path) 
 OTHER_RUN = """
 import sys
 from pathlib import Path
-from avgpipe.checkpoint.folder_lock import FolderLock
-lock = FolderLock.take(Path(sys.argv[1]))
-print("held", flush=True)
+from avgpipe.checkpoint.folder_lock import FolderLocks
+with FolderLocks().saving(Path(sys.argv[1])):
+    print("held", flush=True)
 sys.stdin.read()
 """
 
@@ -303,6 +302,28 @@ def test_a_run_that_ends_lets_the_next_one_save(saved: Path) -> None:
             losses(p)
             p.save(saved)
     assert verify_checkpoint(saved).batches == 12
+
+
+def test_a_folder_is_held_while_one_of_its_pipelines_lives(tmp_path: Path) -> None:
+    look = (
+        "import sys\nfrom pathlib import Path\nfrom avgpipe.checkpoint.folder_lock import FolderLocks\n"
+        "with FolderLocks().saving(Path(sys.argv[1])): pass"
+    )
+
+    def is_free() -> bool:
+        done = subprocess.run(
+            [sys.executable, "-c", look, str(tmp_path / "c")], capture_output=True, text=True
+        )
+        assert done.returncode == 0 or "another run saves into" in done.stderr
+        return done.returncode == 0
+
+    first, second = make(), make()
+    for p in (first, second, first):
+        p.save(tmp_path / "c")
+    first.close()
+    assert not is_free()
+    second.close()
+    assert is_free()
 
 
 def test_pipelines_of_one_process_do_not_mix_their_files(tmp_path: Path) -> None:

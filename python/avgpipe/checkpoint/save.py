@@ -14,7 +14,7 @@ import torch
 
 from avgpipe.averaging import Reference
 from avgpipe.checkpoint.agreement import agreed
-from avgpipe.checkpoint.folder_lock import FolderLock
+from avgpipe.checkpoint.folder_lock import FolderLocks
 from avgpipe.checkpoint.manifest import NAME, Manifest, crc_of, file_name
 from avgpipe.errors import CheckpointError
 from avgpipe.plan import Plan
@@ -27,26 +27,20 @@ from avgpipe.weights import Layout
 
 
 def save_checkpoint(
-    directory: Path, model: Model, worker: Worker, plan: Plan, batches: int
-) -> FolderLock | None:
-    """CheckpointError on every rank where one of them fails; then the folder keeps the checkpoint that it has.
-
-    Returns what keeps other runs from saving there, on the first rank.
-    """
+    directory: Path, model: Model, worker: Worker, plan: Plan, batches: int, locks: FolderLocks
+) -> None:
+    """CheckpointError on every rank where one of them fails; then the folder keeps the checkpoint that it has."""
     world = worker.world
     # all ranks name their files alike, and never as the files of the checkpoint that is there now
     token = int(world.broadcast(torch.tensor(secrets.randbits(48)), 0))
     seats = worker.placement.seats
     written: list[Path] = []
-    lock: FolderLock | None = None
     held = ExitStack()
 
     def write_own() -> list[list[int]]:
-        nonlocal lock
         directory.mkdir(parents=True, exist_ok=True)
         if world.rank == 0:
-            lock = FolderLock.take(directory)
-            held.enter_context(lock.saving(directory))
+            held.enter_context(locks.saving(directory))
         rows = []
         for seat in worker.seats:
             content = _seat_content(model, worker, seat)
@@ -71,7 +65,6 @@ def save_checkpoint(
         except CheckpointError:
             _remove(written)
             raise
-    return lock
 
 
 def _refuse_nonfinite(content: dict[str, Any], worker: Worker, seat: int) -> None:
