@@ -495,6 +495,25 @@ def test_no_name_of_a_file_leaves_the_folder(name: str, saved: Path) -> None:
         verify_checkpoint(saved)
 
 
+@pytest.mark.parametrize("pattern", ["manifest.json", "stage-1-*"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_keeps_nobody(kind: str, pattern: str, saved: Path) -> None:
+    path = next(saved.glob(pattern))
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(CheckpointError, match="is no ordinary file"):
+        verify_checkpoint(saved)
+    with make() as p:
+        with pytest.raises(CheckpointError, match="is no ordinary file"):
+            p.load(saved)
+        losses(p)
+
+
 @pytest.mark.parametrize(
     "content",
     [

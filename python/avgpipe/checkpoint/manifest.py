@@ -7,7 +7,9 @@ manifest is believed field by field: it may have been damaged, or made by somebo
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -98,25 +100,28 @@ class Manifest:
         name, size, crc = self.files[number]
         path = directory / str(name)
         try:
-            file: IO[bytes] = path.open("rb")
+            file = _open_file(path)
         except FileNotFoundError:
             raise Gone(
                 f"corrupt checkpoint: {path} is missing; on several hosts the folder must be on a shared file system"
             ) from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
         try:
-            found, sum_found = _measure(file)
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise CheckpointError(
+                    f"corrupt checkpoint: {path} has {found} bytes instead of {size}; use another one"
+                )
+            if _crc(file) != crc:
+                raise CheckpointError(
+                    f"corrupt checkpoint: the content of {path} has changed; use another one"
+                )
+            file.seek(0)
         except BaseException:
             file.close()
             raise
-        if found == size and sum_found == crc:
-            file.seek(0)
-            return file
-        file.close()
-        if found != size:
-            raise CheckpointError(
-                f"corrupt checkpoint: {path} has {found} bytes instead of {size}; use another one"
-            )
-        raise CheckpointError(f"corrupt checkpoint: the content of {path} has changed; use another one")
+        return file
 
 
 class Gone(CheckpointError):
@@ -126,7 +131,8 @@ class Gone(CheckpointError):
 def read_text(directory: Path) -> str:
     path = directory / NAME
     try:
-        return path.read_bytes().decode()
+        with _open_file(path) as file:
+            return file.read().decode()
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"no checkpoint in {directory}: it has no {NAME}") from None
     except OSError as error:
@@ -232,15 +238,23 @@ def is_file_of(name: str, seat: Seat) -> bool:
 
 def crc_of(path: Path) -> int:
     with path.open("rb") as file:
-        return _measure(file)[1]
+        return _crc(file)
 
 
-def _measure(file: IO[bytes]) -> tuple[int, int]:
-    """Bytes and CRC-32."""
-    size = crc = 0
+def _open_file(path: Path) -> IO[bytes]:
+    """Refuses what is no file: a pipe would keep the reader for ever, a device has no end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"corrupt checkpoint: {path} is no ordinary file; use another one")
+    return os.fdopen(descriptor, "rb")
+
+
+def _crc(file: IO[bytes]) -> int:
+    crc = 0
     while chunk := file.read(_CHUNK):
-        size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return size, crc
+        crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 def _is_count(value: Any) -> bool:
