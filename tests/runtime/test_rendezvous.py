@@ -22,7 +22,7 @@ from torch import nn
 from avgpipe import PeerLost, Pipeline, Plan
 from avgpipe.runtime.board import Board, Unanswered, within
 from avgpipe.runtime.meeting import loopback_meeting, private_meeting
-from avgpipe.runtime.rendezvous import meet, open_store, private_store
+from avgpipe.runtime.rendezvous import connect, meet, open_store, private_store
 from tests.ranks import ROOT
 from tests.runtime.cases import language_model, momentum, token_batches
 from tests.runtime.workers import Workers, run, touch
@@ -194,6 +194,67 @@ def test_nobody_holds_the_store(monkeypatch: Any) -> None:
     assert time.monotonic() - begin < 2 + 5
 
 
+# ---- connecting --------------------------------------------------------------------------------------------------
+
+
+def connecting(make: Any, store: Store, rank: int = 0, limit_s: float = 60.0) -> Any:
+    return connect(make, Board(store), "here", rank, range(4), limit_s, "rank {}".format)
+
+
+def test_what_connects_is_returned() -> None:
+    store = Store()
+    assert connecting(lambda: "the group", store) == "the group"
+    assert store.texts == {"here/done/0": b""}
+
+
+def test_who_neither_has_connected_nor_notices_is_named() -> None:
+    store, ends = Store(), threading.Event()
+    store.texts = {"here/done/1": b"", "here/done/3": b""}
+    with pytest.raises(
+        PeerLost, match=r"rank 0 cannot connect to rank 2, which died or stands still: not done after 1 s"
+    ):
+        connecting(lambda: ends.wait(60), store, limit_s=1.0)
+    ends.set()
+
+
+def test_a_failure_of_one_ends_the_others_waiting() -> None:
+    store, ends = Store(), threading.Event()
+
+    def refused() -> None:
+        raise RuntimeError("connection refused")
+
+    found: list[str] = []
+
+    def one(rank: int, make: Any) -> None:
+        try:
+            connecting(make, store, rank)
+        except PeerLost as loss:
+            found.append(str(loss))
+
+    threads = [
+        threading.Thread(target=one, args=(rank, refused if rank == 1 else lambda: ends.wait(60)))
+        for rank in (0, 1, 3)
+    ]
+    begin = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - begin < 20
+    ends.set()
+    assert sorted(found) == [
+        f"rank {rank} cannot connect to rank 2, which died or stands still: connection refused"
+        for rank in (0, 1, 3)
+    ]
+
+
+def test_connecting_without_an_answer_of_the_store_ends() -> None:
+    with pytest.raises(
+        PeerLost, match="rank 0 cannot connect to rank 1, rank 2, rank 3, which died or stands still: no"
+    ):
+        connecting(lambda: threading.Event().wait(20), Silent(), limit_s=0.5)
+
+
 # ---- ranks that die, or stand still ------------------------------------------------------------------------------
 
 
@@ -242,6 +303,26 @@ def test_a_rank_that_died_before_the_others_met_it_is_named(function: Any, place
             assert code == 1, output
             assert re.search(
                 rf"PeerLost: rank {rank} has waited 4 s at its {place} for rank {victim}, which", output
+            ), output
+            took = re.search(r"took ([\d.]+) s", output)
+            assert took
+            assert float(took[1]) < LIMIT_S + 5
+
+
+def _dies_while_it_connects(victim: int) -> None:
+    if int(os.environ["RANK"]) == victim:
+        dist.new_group = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+    _dies_before(-1)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_died_while_the_others_connected_is_named(victim: int) -> None:
+    workers = Workers(3, _dies_while_it_connects, victim=victim)
+    for rank, (code, output) in enumerate(workers.join(40)):
+        if rank != victim:
+            assert code == 1, output
+            assert (
+                f"PeerLost: rank {rank} cannot connect to rank {victim}, which died or stands still" in output
             ), output
             took = re.search(r"took ([\d.]+) s", output)
             assert took

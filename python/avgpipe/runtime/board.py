@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -20,7 +20,15 @@ class Board:
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._asking: threading.Thread | None = None  # what the store has not answered yet
+        self._asking: Task[Any] | None = None  # what the store has not answered yet
+
+    @classmethod
+    def beside(cls, store: Any, timeout_s: float) -> Board:
+        """On a connection of its own: what others ask ``store`` meanwhile, and have to wait for, would keep it."""
+        try:
+            return cls(within(timeout_s, store.clone))
+        except NotImplementedError:  # a store of another maker
+            return cls(store)
 
     def put(self, name: str, text: str) -> None:
         self._ask(lambda: self._store.set(name, _plain(text)))
@@ -37,43 +45,56 @@ class Board:
 
     def _ask(self, question: Callable[[], T]) -> T:
         if self._asking is not None:
-            if self._asking.is_alive():
+            if not self._asking.ends_within(0):
                 raise RuntimeError("the store does not answer")
             self._asking = None
         try:
             return within(_ANSWER_S, question)
         except Unanswered as unanswered:
-            self._asking = unanswered.thread
+            self._asking = unanswered.task
             raise RuntimeError("the store does not answer") from None
 
 
 class Unanswered(TimeoutError):
-    """What ``within`` was given has not come to an end; ``thread`` is still at it."""
+    """``task`` has not come to an end."""
 
-    def __init__(self, seconds: float, thread: threading.Thread) -> None:
+    def __init__(self, seconds: float, task: Task[Any]) -> None:
         super().__init__(f"not done after {seconds:g} s")
-        self.thread = thread
+        self.task = task
+
+
+class Task(Generic[T]):
+    """``action`` in a thread of its own, which is left to itself if it never ends."""
+
+    def __init__(self, action: Callable[[], T]) -> None:
+        self._results: list[T] = []
+        self._errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, args=(action,), name="avgpipe-task", daemon=True)
+        self._thread.start()
+
+    def ends_within(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> T:
+        """What it returned or raised, once it has ended."""
+        if self._errors:
+            raise self._errors[0]
+        return self._results[0]
+
+    def _run(self, action: Callable[[], T]) -> None:
+        try:
+            self._results.append(action())
+        except BaseException as error:
+            self._errors.append(error)
 
 
 def within(seconds: float, action: Callable[[], T]) -> T:
-    """What ``action`` returns or raises, in a thread that is left to itself, with Unanswered, after ``seconds``."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(action())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="avgpipe-within", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise Unanswered(seconds, thread)
-    return results[0]
+    """What ``action`` returns or raises; Unanswered where that takes longer."""
+    task = Task(action)
+    if not task.ends_within(seconds):
+        raise Unanswered(seconds, task)
+    return task.result()
 
 
 def _plain(text: str) -> str:

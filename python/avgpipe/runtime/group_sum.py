@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -26,7 +25,6 @@ from avgpipe.errors import PeerLost
 from avgpipe.runtime.device import select
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
-from avgpipe.runtime.rendezvous import connect
 from avgpipe.runtime.streams import Handed
 from avgpipe.runtime.world import transport_reason
 
@@ -38,10 +36,9 @@ def sum_group(
     ranks: Sequence[int], device: torch.device, timeout_s: float, backend: str
 ) -> dist.ProcessGroup:
     """A group of ``ranks``, for sums of tensors on ``device``. Every rank of the world calls this, in one order."""
-    limit = timedelta(seconds=timeout_s)
-    deadline = time.monotonic() + timeout_s
-    group: dist.ProcessGroup = connect(
-        lambda: dist.new_group(list(ranks), timeout=limit, backend=backend), dist.get_rank(), deadline
+    select(device)  # for whichever thread connects
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend
     )
     if backend == "nccl" and dist.get_rank() in ranks:
         # The first collective connects, and keeps the host until all members have come. In a backward that may be for

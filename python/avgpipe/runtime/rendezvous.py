@@ -10,16 +10,19 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, reason
-from avgpipe.runtime.board import Board, Unanswered, within
+from avgpipe.runtime.board import Board, Task
 from avgpipe.runtime.meeting import STORE_FILE
 
 _POLL_S = 0.02
-_LEAST_S = 5.0  # that connecting may take, however late the last rank came
+_LOOK_S = 0.5  # between looks whether another rank has failed to connect
+_ROLL_CALL_S = 2.0  # within which all who are there have looked
+
+T = TypeVar("T")
 
 
 def is_launched() -> bool:
@@ -72,13 +75,13 @@ def join(timeout_s: float, backend: str | None = None) -> None:
     deadline = time.monotonic() + timeout_s
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = open_store(timeout_s)
-    meet(Board(store), "start", rank, range(size), deadline, lambda other: f"rank {other}")
+    board = Board.beside(store, timeout_s)
+    name = "rank {}".format
+    meet(board, "start", rank, range(size), deadline, name)
+    limit = timedelta(seconds=timeout_s)
     connect(
-        lambda: dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-        ),
-        rank,
-        deadline,
+        lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit),
+        *(board, "start", rank, range(size), timeout_s, name),
     )
 
 
@@ -104,11 +107,57 @@ def meet(
         raise PeerLost(f"rank {rank} cannot meet the others at its {place}: {reason(error)}") from error
 
 
-def connect(make: Callable[[], Any], rank: int, deadline: float) -> Any:
-    """A process group, which ``make`` makes on every rank."""
+def connect(
+    make: Callable[[], T],
+    board: Board,
+    place: str,
+    rank: int,
+    others: Iterable[int],
+    limit_s: float,
+    name: Callable[[int], str],
+) -> T:
+    """What ``make`` returns, which all ranks call after they have met, to connect to each other.
+
+    PeerLost names who died or stands still meanwhile: those who neither have connected nor noticed that it failed.
+    """
+    task, begin = Task(make), time.monotonic()
+    reason_why = f"not done after {limit_s:g} s"
     try:
-        return within(max(_LEAST_S, deadline - time.monotonic()), make)
-    except (Unanswered, RuntimeError) as error:
-        raise PeerLost(
-            f"rank {rank} cannot connect to the others, of which one may have died: {reason(error)}"
-        ) from error
+        while not task.ends_within(_LOOK_S):
+            if time.monotonic() > begin + limit_s:
+                break
+            if (told := _look(board, f"{place}/failed")) is not None:
+                reason_why = told
+                break
+        else:
+            made = task.result()
+            board.put(f"{place}/done/{rank}", "")
+            return made
+    except RuntimeError as error:
+        reason_why = reason(error)
+    missing = _missing(board, place, rank, others, reason_why)
+    who = ", ".join(map(name, sorted(missing))) if missing else "the others, who are all there"
+    fate = ", which died or stands still" if missing else ""
+    raise PeerLost(f"rank {rank} cannot connect to {who}{fate}: {reason_why}")
+
+
+def _missing(board: Board, place: str, rank: int, others: Iterable[int], why: str) -> set[int]:
+    """Who does not answer the call of those for whom connecting failed; all who are asked, where nobody can be."""
+    missing = set(others) - {rank}
+    try:
+        board.put_first(f"{place}/failed", why)
+        board.put(f"{place}/done/{rank}", "")
+        deadline = time.monotonic() + _ROLL_CALL_S
+        while missing and time.monotonic() < deadline:
+            missing = {other for other in missing if board.get(f"{place}/done/{other}") is None}
+            time.sleep(_POLL_S)
+    except RuntimeError:
+        pass
+    return missing
+
+
+def _look(board: Board, name: str) -> str | None:
+    try:
+        return board.get(name)
+    except RuntimeError:
+        return None

@@ -30,7 +30,7 @@ from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.steps import Place, channels_into
 from avgpipe.runtime.streams import Handed, LaneStream, streams_of
 from avgpipe.runtime.watchdog import Watchdog
-from avgpipe.runtime.world import World
+from avgpipe.runtime.world import SPARE_S, World
 from avgpipe.schedule.replicated import warm_up
 from avgpipe.weights import Arena
 
@@ -126,11 +126,11 @@ class Worker:
         }
 
     def _group(self, seats: Sequence[int]) -> dist.ProcessGroup:
-        limit_s = self.world.timeout_s + 30  # our own waits end first and say more
+        limit_s = self.world.timeout_s + SPARE_S
         # Decided for the whole world: members that choose each for itself could name different backends.
         backend = "nccl" if self._links.has_nccl else "gloo"
         ranks = [self.placement.rank_of(seat) for seat in seats]
-        return sum_group(ranks, self.device, limit_s, backend)
+        return self.world.connect(lambda: sum_group(ranks, self.device, limit_s, backend))
 
     def _summing(self, place: Place, groups: dict[tuple[int, int], dist.ProcessGroup]) -> GroupSum | None:
         group = groups.get((place.stage, place.pipeline))

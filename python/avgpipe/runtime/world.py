@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,11 @@ from avgpipe.runtime.board import Board
 from avgpipe.runtime.rendezvous import attempt, connect, is_launched, join, meet, private_store
 from avgpipe.texts import gather_texts
 
+T = TypeVar("T")
+
 _ROLL_CALL_S = 2.0  # within which surviving ranks notice a broken collective and say that they are there
-_SPARE_S = 30.0  # that a group's own limit comes after ours
+# That a group's own limit comes after ours, which says more. Not long: a process cannot end while gloo waits.
+SPARE_S = 3.0
 
 _pipelines = 0  # pipelines made so far; alike on all ranks, since every rank makes the same ones
 
@@ -47,13 +50,23 @@ class World:
         _pipelines += 1
         store = private_store() or dist.distributed_c10d._get_default_store()
         prefix = f"avgpipe/attempt-{attempt()}/pipeline-{_pipelines}"
-        self._board = Board(dist.distributed_c10d.PrefixStore(prefix, store))
+        self._board = Board.beside(dist.distributed_c10d.PrefixStore(prefix, store), timeout_s)
         deadline = time.monotonic() + timeout_s
         place = "Pipeline" if _pipelines == 1 else f"Pipeline number {_pipelines}"
         meet(self._board, place, self.rank, range(self.size), deadline, lambda rank: f"rank {rank}")
-        # Our own waits end first and say more: the group's limit only catches what they miss.
-        limit = timedelta(seconds=timeout_s + _SPARE_S)
-        self.group = connect(lambda: dist.new_group(backend="gloo", timeout=limit), self.rank, deadline)
+        limit = timedelta(seconds=timeout_s + SPARE_S)
+        self._connections = 0
+        self.group = self.connect(lambda: dist.new_group(backend="gloo", timeout=limit))
+
+    def connect(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns, in which all ranks connect to each other; PeerLost names who does not."""
+        if self._board is None:
+            return make()
+        self._connections += 1
+        place = f"connection {self._connections}"
+        return connect(
+            make, self._board, place, self.rank, range(self.size), self.timeout_s, "rank {}".format
+        )
 
     # ---- failures ------------------------------------------------------------------------------------------------
 

@@ -180,7 +180,8 @@ class Links:
             edges = sorted(
                 {(rank_of(c.source), rank_of(c.seat)) for k in range(len(offers)) for c in self._into(k)}
             )
-            self._edges = edge_groups(edges, self._device, self._world.timeout_s)
+            limit_s = self._world.timeout_s
+            self._edges = self._world.connect(lambda: edge_groups(edges, self._device, limit_s))
             return
         self._try_devices(kind, offers, opened)
 

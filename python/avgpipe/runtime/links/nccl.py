@@ -10,7 +10,6 @@ Not run on several GPUs yet.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.runtime import streams
+from avgpipe.runtime.device import select
 from avgpipe.runtime.links.channel import Channel, Link
 from avgpipe.runtime.links.cuda_ipc import read, write
 from avgpipe.runtime.links.wire import Decoder, Encoder, Format, narrowed
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
-from avgpipe.runtime.rendezvous import connect
 from avgpipe.runtime.streams import Handed
 
 Edge = tuple[int, int]  # ranks: from, to
@@ -35,11 +34,9 @@ def edge_groups(
     edges: Sequence[Edge], device: torch.device, timeout_s: float, backend: str = "nccl"
 ) -> dict[Edge, dist.ProcessGroup]:
     """A communicator for each of ``edges``, which all ranks name alike; made and tried now, not in mid-run."""
+    select(device)  # for whichever thread connects
     limit = timedelta(seconds=timeout_s)
-    groups: dict[Edge, dist.ProcessGroup] = connect(
-        lambda: {edge: dist.new_group(list(edge), timeout=limit, backend=backend) for edge in edges},
-        *(dist.get_rank(), time.monotonic() + timeout_s),
-    )
+    groups = {edge: dist.new_group(list(edge), timeout=limit, backend=backend) for edge in edges}
     for edge, group in groups.items():
         token = torch.zeros(1, device=device)
         if dist.get_rank() == edge[0]:
