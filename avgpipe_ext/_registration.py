@@ -76,7 +76,7 @@ def _check_alike(whole: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"got shapes {tuple(other.shape)} and {tuple(tensor.shape)}; pass tensors of one shape"
             )
-        _check_device(other, tensor, "a tensor")
+        _check_device(whole[0], tensor, "a tensor")
 
 
 def _check_device(tensor: Tensor, other: Tensor, name: str) -> None:

@@ -268,6 +268,14 @@ def test_a_meta_tensor_among_others_is_not_silently_nothing(case):
             case.operator(*tensors, *case.scalars)
 
 
+@EVERY_CASE
+def test_a_row_of_meta_tensors_among_others_is_not_silently_nothing(case):
+    rows = [arguments(case, (3,), torch.float32, seed) for seed in range(3)]
+    rows[1] = [t.to("meta") for t in rows[1]]
+    with pytest.raises(ValueError, match=r"on meta.*on cpu|on cpu.*on meta"):
+        case.operator(*[list(column) for column in zip(*rows)], *case.scalars)
+
+
 @pytest.mark.parametrize("option", ["step", "grad_scale", "found_inf"])
 def test_options_on_meta_or_sparse(option):
     case = adam(lr=0.1, step=1)
