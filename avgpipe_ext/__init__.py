@@ -6,7 +6,8 @@ Every operator takes a tensor, or lists of tensors of one length. Common to all:
   tensors may be float32 (a master copy). The factors alpha and scale are rounded to the arithmetic's type.
 - All tensors of a tuple have one shape and one dense order of strides (contiguous, or all channels_last); all
   tensors of a call are on one device, CPU or CUDA; no written tensor shares memory with another one.
-- Anything else raises ValueError with the clashing values, before anything is written.
+- Anything else raises ValueError with the clashing values, or TypeError, before anything is written; also a tensor
+  whose memory is not its value (`torch.Tensor.is_neg`, `is_conj`), if only read.
 - With check_finite=True the result is the number of elements for which a value written, as rounded to its
   dtype, is not finite: an int64 tensor of shape () on the tensors' device. An element counts once, even if
   several of its values are not finite; where a call has several replicas, once for each. An optimizer's state is

@@ -107,6 +107,35 @@ def _fake_unpack(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
         raise ValueError(f"buffer has {buffer.numel()} elements, the tensors together {total}")
 
 
+# Keys of tensors whose memory is not their value: torch would call the operator with copies of them, having
+# negated, or conjugated, what is written in place for the time of the call. What tells such a tensor, its name, and
+# the way out.
+_LAZY = {
+    "Negative": (torch.Tensor.is_neg, "the negative bit", "resolve_neg"),
+    "Conjugate": (torch.Tensor.is_conj, "the conjugate bit", "resolve_conj"),
+    "ZeroTensor": (torch.Tensor._is_zerotensor, "no memory, being zero throughout", "clone"),
+}
+
+
+def _refuse_lazy(name: str, overload: Any, key: str) -> Callable[..., Any]:
+    """A kernel for tensors with this key: ValueError, before anything is written."""
+    is_lazy, what, way_out = _LAZY[key]
+    names = [argument.name for argument in overload._schema.arguments]
+
+    def kernel(*arguments: Any, **options: Any) -> Any:
+        for label, value in (*zip(names, arguments), *options.items()):
+            is_list = isinstance(value, list | tuple)
+            for i, tensor in enumerate(value if is_list else [value]):
+                if isinstance(tensor, Tensor) and is_lazy(tensor):
+                    place = f"{label}[{i}]" if is_list else label
+                    raise ValueError(
+                        f"avgpipe::{name}: {place} has {what}: its memory is not its value; pass a .{way_out}()"
+                    )
+        raise AssertionError(f"{name} was called for {key} without such a tensor")
+
+    return kernel
+
+
 def _move_versions(overload: Any, written: tuple[int | str, ...]) -> Callable[..., Any]:
     """A kernel that runs the operator and then moves the version counters of what it wrote.
 
@@ -130,6 +159,9 @@ _library = torch.library.Library("avgpipe", "IMPL")  # type: ignore[no-untyped-c
 def _register(name: str, overload: Any, fake: Callable[..., Any], written: tuple[int | str, ...]) -> None:
     """written: positions or, of those given by keyword, names."""
     torch.library.register_fake(f"avgpipe::{name}", fake, lib=_library)
+    for key in _LAZY:
+        refusal = _refuse_lazy(name.partition(".")[0], overload, key)
+        _library.impl(name, refusal, key)  # type: ignore[no-untyped-call]
     if written:
         _library.impl(  # type: ignore[no-untyped-call]
             name, _move_versions(overload, written), "ADInplaceOrView", with_keyset=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -22,10 +23,47 @@ def _call(operator: Any, tensors: tuple[Tensors, ...], *scalars: float, **option
     if any(isinstance(argument, Tensor) is not single for argument in tensors):
         kinds = ", ".join(type(argument).__name__ for argument in tensors)
         raise TypeError(f"{operator.__name__}: got {kinds}; pass tensors only, or lists of tensors only")
-    overload = operator.default if single else operator.list
-    with torch.no_grad():
-        result: Tensor = overload(*tensors, *scalars, **options)
+    result: Tensor = _run(operator.default if single else operator.list, *tensors, *scalars, **options)
     return result
+
+
+def _run(overload: Any, *arguments: Any, **options: Any) -> Any:
+    """Call the overload without recording gradients. TypeError for arguments that its schema does not take."""
+    with torch.no_grad():
+        try:
+            return overload(*arguments, **options)
+        except RuntimeError as error:  # of torch's dispatcher, which looks at types before a kernel is called
+            message = _wrong_type(overload, arguments, options, str(error))
+            if message is None:
+                raise
+    raise TypeError(message)
+
+
+_REJECTED = re.compile(r"Expected a value of type '(.+?)' for argument '(\w+)'")
+_WANTED = {
+    "Tensor": "a tensor",
+    "Optional[Tensor]": "a tensor or None",
+    "List[Tensor]": "a list of tensors",
+    "float": "a float",
+    "int": "an int of at most 64 bits",
+    "bool": "True or False",
+    "str": "a str",
+    "Optional[int]": "a torch.dtype",
+}
+
+
+def _wrong_type(overload: Any, arguments: tuple[Any, ...], options: dict[str, Any], error: str) -> str | None:
+    """What is wrong with the argument that torch's message names; None if it names none."""
+    rejected = _REJECTED.search(error)
+    if rejected is None:
+        return None
+    wanted, label = rejected.groups()
+    names = [argument.name for argument in overload._schema.arguments]
+    value = {**dict(zip(names, arguments)), **options}.get(label)
+    if isinstance(value, list | tuple) and wanted == "List[Tensor]":
+        i = next((i for i, item in enumerate(value) if not isinstance(item, Tensor)), 0)
+        label, value = f"{label}[{i}]", value[i]
+    return f"{overload._schema.name}: {label} is of type {type(value).__name__}; pass {_WANTED.get(wanted, wanted)}"
 
 
 def _require_lists(operator: str, *arguments: Sequence[Tensor]) -> None:
@@ -184,8 +222,7 @@ def elastic_sgd_(
         return _call(_ops.elastic_sgd_, (x, grad, momentum, z, update), alpha, staleness, **options)
     none: list[Tensor] | None = None if isinstance(x, Tensor) else []
     overload = _ops.elastic_sgd_.default if isinstance(x, Tensor) else _ops.elastic_sgd_.list
-    with torch.no_grad():
-        result: Tensor = overload(x, grad, none, z, update, alpha, staleness, **options)
+    result: Tensor = _run(overload, x, grad, none, z, update, alpha, staleness, **options)
     return result
 
 
@@ -300,25 +337,25 @@ def elastic_round_(
     """
     _require_lists("elastic_round_", xs, grads, states)
     overload = _ops.elastic_round_.default if isinstance(z, Tensor) else _ops.elastic_round_.list
-    with torch.no_grad():
-        result: Tensor = overload(
-            *(xs, grads, states, z, alpha),
-            optimizer=optimizer,
-            lr=lr,
-            step=_counter(step),
-            mu=mu,
-            dampening=dampening,
-            nesterov=nesterov,
-            first_step=first_step,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            check_finite=check_finite,
-        )
+    result: Tensor = _run(
+        overload,
+        *(xs, grads, states, z, alpha),
+        optimizer=optimizer,
+        lr=lr,
+        step=_counter(step),
+        mu=mu,
+        dampening=dampening,
+        nesterov=nesterov,
+        first_step=first_step,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        maximize=maximize,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        check_finite=check_finite,
+    )
     return result
 
 
@@ -356,14 +393,13 @@ def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, out: Te
     Returns: a tensor of shape (sum of numel,), on the tensors' device: `out`, if given. Values round to nearest.
     """
     _require_lists("pack", tensors)
-    with torch.no_grad():
-        if out is None:
-            buffer: Tensor = _ops.pack(tensors, dtype=dtype)
-            return buffer
-        if dtype is not None and dtype != out.dtype:
-            raise ValueError(f"pack: dtype is {dtype} but out has {out.dtype}; leave dtype away")
-        _ops.pack.out(tensors, out=out)
-        return out
+    if out is None:
+        buffer: Tensor = _run(_ops.pack.default, tensors, dtype=dtype)
+        return buffer
+    if dtype is not None and dtype != out.dtype:
+        raise ValueError(f"pack: dtype is {dtype} but out has {out.dtype}; leave dtype away")
+    _run(_ops.pack.out, tensors, out=out)
+    return out
 
 
 def unpack_(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -372,5 +408,6 @@ def unpack_(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     ValueError unless buffer is 1-D, contiguous and has as many elements as the tensors together.
     """
     _require_lists("unpack_", tensors)
-    with torch.no_grad():
-        _ops.unpack_(buffer, tensors)
+    if not isinstance(buffer, Tensor):  # the dispatcher would take None
+        raise TypeError(f"avgpipe::unpack_: buffer is of type {type(buffer).__name__}; pass a tensor")
+    _run(_ops.unpack_.default, buffer, tensors)

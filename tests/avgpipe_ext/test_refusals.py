@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.avgpipe_ext.cases import APPLY, OPTIMIZERS, ROUNDS, RULES, STEP, adam, arguments, sgd
+import avgpipe_ext
+from tests.avgpipe_ext.cases import APPLY, OPTIMIZERS, PULL, ROUNDS, RULES, STEP, adam, arguments, sgd
 from tests.avgpipe_ext.refusing import raises
 
 NAN, INF = float("nan"), float("inf")
@@ -274,6 +275,114 @@ def test_a_row_of_meta_tensors_among_others_is_not_silently_nothing(case):
     rows[1] = [t.to("meta") for t in rows[1]]
     with pytest.raises(ValueError, match=r"on meta.*on cpu|on cpu.*on meta"):
         case.operator(*[list(column) for column in zip(*rows)], *case.scalars)
+
+
+LAZY = {
+    "negative": (torch._neg_view, "the negative bit: its memory is not its value; pass a .resolve_neg()"),
+    "conjugate": (
+        lambda t: torch.complex(t, t).conj(),
+        "the conjugate bit: its memory is not its value; pass a .resolve_conj()",
+    ),
+    "zero": (
+        lambda t: torch._efficientzerotensor(t.shape),
+        "no memory, being zero throughout: its memory is not its value; pass a .clone()",
+    ),
+}
+
+
+@EVERY_CASE
+@pytest.mark.parametrize("lazy", LAZY)
+@pytest.mark.parametrize("in_lists", [False, True], ids=["tensors", "lists"])
+def test_tensors_whose_memory_is_not_their_value(case, lazy, in_lists):
+    make, message = LAZY[lazy]
+    for position, name in enumerate(case.tensors):
+        rows = [arguments(case, (4,), torch.float32, seed) for seed in range(2)]
+        rows[1][position] = make(rows[1][position])
+        tensors = [list(column) for column in zip(*rows)] if in_lists else rows[1]
+        refuses(case, tensors, rf"{name}(\[1\])? has {message}")
+
+
+def test_a_written_view_of_a_conjugate_is_left_as_it_was():
+    numbers = torch.complex(torch.ones(1), torch.full((1,), 2.0))
+    view = torch.imag(torch.conj(numbers))
+    refuses(PULL, [view, torch.zeros(1)], "x has the negative bit")
+    assert numbers.tolist() == [1 + 2j]
+
+
+def test_options_and_copies_whose_memory_is_not_their_value():
+    case = adam(lr=0.1, step=1)
+    for option in ("step", "grad_scale", "found_inf"):
+        refuses(
+            case,
+            arguments(case, (3,), torch.float32),
+            f"{option} has the negative bit",
+            **{option: torch._neg_view(torch.ones(()))},
+        )
+    lazy, buffer = torch._neg_view(torch.ones(3)), torch.ones(3)
+    raises(avgpipe_ext.pack, "pack", r"tensors\[1\] has the negative bit", [torch.ones(3), lazy])
+    raises(avgpipe_ext.pack, "pack", "out has the negative bit", [buffer], out=lazy)
+    raises(avgpipe_ext.unpack_, "unpack_", "buffer has the negative bit", lazy, [buffer])
+    raises(avgpipe_ext.unpack_, "unpack_", r"tensors\[0\] has the negative bit", buffer, [lazy])
+
+
+def refuses_type(function, match, *arguments, **options):
+    with pytest.raises(TypeError, match=match) as raised:
+        function(*arguments, **options)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [(None, "NoneType"), ("x", "str"), (3, "int"), (object(), "object")],
+    ids=["none", "text", "number", "object"],
+)
+def test_what_is_no_list_of_tensors(value, found):
+    x, two = torch.ones(3), [torch.ones(3), torch.ones(3)]
+    for wrong, label in ((value, ""), ([x, value], r"\[1\]")):
+        message = f"{label} is of type {found}; pass a list of tensors"
+        refuses_type(avgpipe_ext.elastic_pull_, f"avgpipe::elastic_pull_: x{message}", wrong, wrong, 0.5)
+        refuses_type(avgpipe_ext.elastic_pull_, f"avgpipe::elastic_pull_: z{message}", two, wrong, 0.5)
+        refuses_type(avgpipe_ext.reference_apply_, f"update{message}", x, wrong, 0.5)
+        refuses_type(avgpipe_ext.pack, f"avgpipe::pack: tensors{message}", wrong)
+        refuses_type(avgpipe_ext.unpack_, f"avgpipe::unpack_: tensors{message}", x, wrong)
+        refuses_type(
+            *(avgpipe_ext.elastic_round_, f"avgpipe::elastic_round_: states{message}"),
+            *(two, two, wrong, two, 0.5),
+            optimizer="sgd",
+            lr=0.1,
+        )
+    refuses_type(avgpipe_ext.unpack_, f"buffer is of type {found}; pass a tensor", value, [x])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": None}, "lr is of type NoneType; pass a float"),
+        ({"lr": "x"}, "lr is of type str; pass a float"),
+        ({"lr": torch.ones(3)}, "lr is of type Tensor; pass a float"),
+        ({"rule": 3}, "rule is of type int; pass a str"),
+        ({"accumulate": "x"}, "accumulate is of type str; pass True or False"),
+        ({"grad_scale": 3.0}, "grad_scale is of type float; pass a tensor or None"),
+    ],
+)
+def test_options_of_other_types(options, message):
+    case = adam(lr=0.1, step=1)
+    refuses_type(
+        case.operator,
+        f"avgpipe::elastic_adamw_: {message}",
+        *arguments(case, (3,), torch.float32),
+        *case.scalars,
+        **options,
+    )
+    refuses_type(
+        *(STEP.operator, "staleness is of type float; pass an int"),
+        *(*arguments(STEP, (3,), torch.float32), 0.5, 0.5),
+    )
+
+
+def test_types_of_pack():
+    refuses_type(avgpipe_ext.pack, "dtype is of type str; pass a torch.dtype", [torch.ones(3)], "float32")
+    refuses_type(avgpipe_ext.pack, "out is of type int; pass a tensor", [torch.ones(3)], out=3)
 
 
 @pytest.mark.parametrize("option", ["step", "grad_scale", "found_inf"])
