@@ -25,7 +25,7 @@ from avgpipe.errors import CheckpointError, PipelineError, nearest
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
 from avgpipe.runtime.allocator import keep_freed_memory
-from avgpipe.runtime.batch import LossFn, batch_size, loss_weights, pair, plain, split
+from avgpipe.runtime.batch import LossFn, loss_weights, pair, plain, sample_count, split
 from avgpipe.runtime.compiled import Compiler, compile_options, described
 from avgpipe.runtime.device import own_device, select
 from avgpipe.runtime.export import gather_state
@@ -137,8 +137,10 @@ class Pipeline:
         compile: bool | dict[str, Any] = False,
         memory_limit_bytes: int | None = None,
     ) -> None:
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan must be an avgpipe.Plan, not {plan!r}")
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be positive and finite, not {timeout_s}")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be positive, not {clip_grad_norm}")
         if link not in LINKS:
@@ -248,9 +250,10 @@ class Pipeline:
         flow.results.clear()
         self._choose_advance()
         inputs, targets = plain(inputs), plain(targets)
-        if batch_size(inputs) < n:
+        samples = sample_count(inputs, targets)
+        if samples < n:
             raise ValueError(
-                f"{batch_size(inputs)} samples are too few for {n} pipelines, each of which trains on a share of them"
+                f"{samples} samples are too few for {n} pipelines, each of which trains on a share of them"
             )
         for x, y in zip(split(inputs, n), split(targets, n)):
             flow.begin(x, y, self._worker.copy_ahead(x, y))
@@ -344,9 +347,11 @@ class Pipeline:
         """The model's output for a batch of any size, in evaluation mode, on every rank."""
         self.drain()
         which = self._which(weights)
+        inputs = plain(inputs)
+        sample_count(inputs)  # raises what is wrong with them before the pipeline is at it
         passes = Inference(self._worker, self.plan.micro_batches, which)
         with self._running():
-            (output,) = passes.run([(plain(inputs), None)], Prediction)
+            (output,) = passes.run([(inputs, None)], Prediction)
         return output
 
     def state_dict(self, weights: str | int = "reference") -> dict[str, torch.Tensor]:

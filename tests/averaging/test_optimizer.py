@@ -273,6 +273,23 @@ def test_a_plain_state_begins_a_new_period():
     assert opts[0].state_dict()["elastic"] == {"local_steps": 0, "position": 0, "start": None}
 
 
+@pytest.mark.parametrize(
+    ("change", "lacking"),
+    [
+        (lambda state: {}, "state, param_groups"),
+        (lambda state: {"state": state["state"]}, "param_groups"),
+        (
+            lambda state: {**state, "elastic": {"position": 0}},
+            r"elastic\['local_steps'\], elastic\['start'\]",
+        ),
+    ],
+)
+def test_what_is_no_state_is_refused(change, lacking):
+    _, _, opts = crew()
+    with pytest.raises(ValueError, match=f"the state lacks {lacking}: pass what state_dict"):
+        opts[0].load_state_dict(change(opts[0].state_dict()))
+
+
 def test_states_of_other_rules_are_refused():
     replicas, _, opts = crew(period=4)
     train(replicas, opts, 3)

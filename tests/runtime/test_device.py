@@ -131,7 +131,7 @@ def test_processes_that_profile_take_a_device_each(host: Host, monkeypatch: pyte
     with pytest.raises(Stop):
         subject.profiled({"workload": "awd-lstm", "device": "cuda"}, [1], 1.0, False, 3, 60.0)
     assert host.selected == [("MainThread", torch.device("cuda", 2))]
-    assert profiler._checked_device("cuda") == torch.device("cuda", 2)
+    assert profiler.own_device("cuda") == torch.device("cuda", 2)
 
 
 def test_a_profile_s_clock_marks_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,9 +251,30 @@ def test_bad_input_is_refused_with_the_value_and_the_way_out() -> None:
     refuse(batch=(torch.zeros(8, dtype=torch.long), torch.zeros(7, dtype=torch.long)), match="8 samples.*7")
     refuse(batch=torch.zeros(3, 2), error=TypeError, match=r"pairs \(inputs, targets\), not Tensor")
     refuse(clip_grad_norm=0.0, match="clip_grad_norm must be positive, not 0")
-    refuse(timeout_s=0, match="timeout_s must be positive, not 0")
+    refuse(timeout_s=0, match="timeout_s must be positive and finite, not 0")
+    refuse(timeout_s=float("nan"), match="timeout_s must be positive and finite, not nan")
+    refuse(plan="1f1b", error=TypeError, match="plan must be an avgpipe.Plan, not '1f1b'")
+    refuse(device="x", match="device 'x': use 'cpu' or 'cuda'")
+    refuse(device="meta", match="device 'meta': use 'cpu' or 'cuda'")
+    refuse(batch=token_batches(1, 0)[0], match="a batch has no samples")
     if not torch.cuda.is_available():
         refuse(device="cuda", match=r"device 'cuda' was asked for.*use device='cpu'")
+
+
+def test_an_empty_batch_is_refused_and_the_pipeline_goes_on() -> None:
+    empty, (inputs, targets) = token_batches(1, 0)[0], token_batches(1, 4)[0]
+    with Pipeline(language_model(), Plan(pipelines=2), loss_fn=LOSS, optimizer=momentum) as p:
+        for call in (lambda: p.step(*empty), lambda: p.predict(empty[0]), lambda: list(p.train([empty]))):
+            with pytest.raises(ValueError, match="a batch has no samples"):
+                call()
+        with pytest.raises(ValueError, match="found no tensor"):
+            p.predict("text")
+        p.step(inputs, targets)
+    with (
+        Pipeline(language_model(), Plan(pipelines=2), loss_fn=LOSS, optimizer=momentum) as p,
+        pytest.raises(ValueError, match="a batch has no samples"),
+    ):
+        p.evaluate([empty])
 
 
 def test_weights_must_be_named() -> None:

@@ -241,6 +241,11 @@ def test_csv_errors_name_row_and_cell(text, message):
         Schedule.from_csv(text)
 
 
+def test_csv_that_is_no_text_is_refused():
+    with pytest.raises(TypeError, match="the CSV text is of type NoneType: pass a str"):
+        Schedule.from_csv(None)
+
+
 def test_csv_loads_a_wrong_order_so_that_it_can_be_printed():
     wrong = Schedule.from_csv("0F0,0B0,0U,1F0\n1B0,1U\n")
     assert "stage 1 is on worker 0 already" in str(wrong)

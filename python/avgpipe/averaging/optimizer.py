@@ -309,6 +309,15 @@ class ElasticAveraging(torch.optim.Optimizer):
         for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state = before_hook(self, state) or state
         extra = state.pop(EXTRA_KEY, {"local_steps": 0, "position": 0, "start": None})
+        lacking = [key for key in ("state", "param_groups") if key not in state]
+        lacking += [
+            f"{EXTRA_KEY}[{key!r}]" for key in ("local_steps", "position", "start") if key not in extra
+        ]
+        if lacking:
+            raise ValueError(
+                f"the state lacks {', '.join(lacking)}: pass what state_dict() of an ElasticAveraging, or of its inner "
+                "optimizer, returned"
+            )
         period = self.reference.elasticity.period
         if not 0 <= extra["position"] < period:
             raise ValueError(

@@ -232,6 +232,10 @@ class Reference:
                 f"the state lacks {', '.join(lacking)}: pass what Reference.state_dict() returned"
             )
         values, pending = state["parameters"], state["pending"]
+        if not isinstance(pending, dict):
+            raise TypeError(
+                f"the state's pending is of type {type(pending).__name__}: pass what Reference.state_dict() returned"
+            )
         _same_shapes("parameters", values, self.parameters)
         for i, update in pending.items():
             if not 0 <= i < self.replicas:

@@ -27,8 +27,6 @@ def examples(inputs: Any, target: Any, sizes: Sequence[int], device: torch.devic
     """
     inputs, target = plain(inputs), plain(target)
     samples = sample_count(inputs, target)
-    if samples == 0:
-        raise ValueError("example_inputs have no samples: give a batch with at least one")
 
     def cut(value: Any, size: int) -> Any:
         rows = torch.arange(size) % samples

@@ -83,7 +83,7 @@ def profile(
     timed, and PipelineError when a process fails.
     """
     layers = layers_of(model)
-    on_host = _checked_device(device).type == "cpu"
+    on_host = own_device(device).type == "cpu"
     found = layer_profile(
         *(model, example_inputs),
         loss_fn=loss_fn,
@@ -132,7 +132,7 @@ def layer_profile(
 
     For workers that compute at the same time: what they find then includes that they slow each other down.
     """
-    where = _checked_device(device)
+    where = own_device(device)
     if where.type == "cpu":
         keep_freed_memory()  # as the pipelines do
     sizes = _checked_sizes(micro_batch_sizes)
@@ -325,13 +325,6 @@ def layer_names(layers: Sequence[nn.Module]) -> list[str]:
 
 def _model_name(model: nn.Module | Sequence[nn.Module], layers: int) -> str:
     return type(model).__name__ if isinstance(model, nn.Module) else f"list of {layers} layers"
-
-
-def _checked_device(device: torch.device | str) -> torch.device:
-    found = torch.device(device)
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {str(device)!r}: profiles are of 'cpu' and 'cuda'")
-    return own_device(found)
 
 
 def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:

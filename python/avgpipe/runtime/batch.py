@@ -42,9 +42,11 @@ def batch_size(value: Any) -> int:
     return sizes.pop()
 
 
-def sample_count(inputs: Any, targets: Any) -> int:
-    """Samples in a batch; targets, if there are any, must have as many as the inputs."""
+def sample_count(inputs: Any, targets: Any = None) -> int:
+    """Samples in a batch, at least one; targets, if there are any, must have as many as the inputs."""
     samples = batch_size(inputs)
+    if samples == 0:
+        raise ValueError("a batch has no samples: leave it out, or give it at least one")
     if (
         any(isinstance(t, torch.Tensor) and t.dim() > 0 for t in tree_leaves(targets))
         and batch_size(targets) != samples

@@ -14,11 +14,18 @@ import torch
 
 def own_device(device: torch.device | str) -> torch.device:
     """``device``, of CUDA with its number: where a launcher has numbered the processes of this host, each takes one of
-    its own as long as there are enough; else it is the current one. ValueError where torch sees no CUDA device.
+    its own as long as there are enough; else it is the current one. ValueError where torch sees no CUDA device, and for
+    one that is neither CPU nor CUDA.
     """
-    device = torch.device(device)
-    if device.type != "cuda":
+    asked = device
+    try:
+        device = torch.device(device)
+    except RuntimeError:  # it knows no such type
+        raise ValueError(f"device {asked!r}: use 'cpu' or 'cuda'") from None
+    if device.type == "cpu":
         return device
+    if device.type != "cuda":
+        raise ValueError(f"device {str(device)!r}: use 'cpu' or 'cuda'")
     if not torch.cuda.is_available():
         raise ValueError(
             f"device {str(device)!r} was asked for, but torch {torch.__version__} sees no CUDA device: use device='cpu'"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-from avgpipe.runtime.batch import batch_size, split, to_device
+from avgpipe.runtime.batch import batch_size, sample_count, split, to_device
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.export import average_buffers
 from avgpipe.runtime.message import Key
@@ -62,7 +62,7 @@ class Inference:
                 yield self._result(*item)
 
     def _forward(self, batch: int, inputs: Any, targets: Any, last: LastStage) -> Any:
-        samples = batch_size(inputs)
+        samples = sample_count(inputs)
         parts = min(self._micro_batches, samples)
         chunks, answers = split(inputs, parts), split(targets, parts)
         for m in range(parts):

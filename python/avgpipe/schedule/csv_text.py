@@ -26,6 +26,10 @@ def read_csv(text: str) -> tuple[Rows, bool]:
 
     Raises ScheduleError naming row and cell, counted from 1 as in a spreadsheet.
     """
+    if not isinstance(text, str):
+        raise TypeError(
+            f"the CSV text is of type {type(text).__name__}: pass a str, as Schedule.to_csv returns"
+        )
     lines = text.removeprefix("\ufeff").rstrip(", \t\r\n").splitlines()
     flush = not lines or _token(lines[0].rstrip(", \t")) != NO_FLUSH
     numbered = list(enumerate(lines, start=1))[0 if flush else 1 :]
