@@ -115,7 +115,7 @@ class _Owner:
 
 
 class Memory(_Owner):
-    """Anonymous shared memory: `bytes` at `address` of this process, until the object dies.
+    """Anonymous shared memory: `bytes` at `address` of this process, until the object dies. Its size is final.
 
     `path` is where others open it, as long as the file is open here.
     """
@@ -142,7 +142,7 @@ class Memory(_Owner):
 
     @classmethod
     def open(cls, path: str, bytes: int) -> Memory:
-        """A peer's memory. OSError as it comes; with EINVAL if the file has fewer than `bytes` bytes."""
+        """A peer's memory. OSError as it comes; with EINVAL if the file has fewer than `bytes` bytes, or may shrink."""
         out = (_i64 * 2)()
         handle = _memory_open(os.fsencode(path), bytes, out)
         if handle is None:

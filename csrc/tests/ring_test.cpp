@@ -1,6 +1,8 @@
 // Two threads stand for two processes: each slot is mapped twice, as between processes.
 #include "transfer/ring.h"
 
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -58,6 +60,13 @@ void test_memory() {
     expect_equal("what another mapping sees", static_cast<int>(other.data()[9999]), 7);
     expect_equal("a memory too short", Memory::open(path.c_str(), 10001).data() == nullptr ? errno : 0,
                  EINVAL);
+    expect_equal("a memory cut short", ftruncate(memory.file(), 1) == 0 ? 0 : errno, EPERM);
+    const int unsealed = memfd_create("unsealed", MFD_CLOEXEC);
+    expect_equal("a file of 10000 bytes", ftruncate(unsealed, 10000), 0);
+    const std::string shrinking = "/proc/self/fd/" + std::to_string(unsealed);
+    expect_equal("a memory that may be cut short",
+                 Memory::open(shrinking.c_str(), 10000).data() == nullptr ? errno : 0, EINVAL);
+    close(unsealed);
     expect_equal("no folder is a memory", Memory::open("/proc/self", 1).data() == nullptr, 1);
     memory.close_file();
     expect_equal("a closed file", Memory::open(path.c_str(), 10000).data() == nullptr, 1);

@@ -34,10 +34,20 @@ int64_t available_bytes() {
 int new_file() {
 #ifdef MFD_NOEXEC_SEAL
     // Some systems refuse memory that could be executed; kernels before 6.3 do not know the word.
-    const int file = memfd_create("avgpipe", MFD_CLOEXEC | MFD_NOEXEC_SEAL);
+    const int file = memfd_create("avgpipe", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
     if (file >= 0 || errno != EINVAL) return file;
 #endif
-    return memfd_create("avgpipe", MFD_CLOEXEC);
+    return memfd_create("avgpipe", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+}
+
+// Of its size for ever: a page beyond a shorter end would kill whoever reads it, by SIGBUS.
+bool seal(int file) {
+    return fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0;
+}
+
+bool is_sealed(int file) {
+    const int seals = fcntl(file, F_GET_SEALS);
+    return seals >= 0 && (seals & F_SEAL_SHRINK) != 0;
 }
 
 bool allocate(int file, int64_t bytes) {
@@ -62,7 +72,8 @@ Memory Memory::create(int64_t bytes) {
     }
     Memory memory;
     memory.file_ = new_file();
-    if (memory.file_ < 0 || !allocate(memory.file_, bytes) || !memory.map(bytes)) return {};
+    if (memory.file_ < 0 || !allocate(memory.file_, bytes) || !seal(memory.file_) || !memory.map(bytes))
+        return {};
     return memory;
 }
 
@@ -70,9 +81,10 @@ Memory Memory::open(const char* path, int64_t bytes) {
     Memory memory;
     memory.file_ = ::open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
     if (memory.file_ < 0) return {};
+    const bool keeps_its_size = is_sealed(memory.file_);  // asked before the size
     struct stat facts = {};
     if (fstat(memory.file_, &facts) != 0) return {};
-    if (bytes <= 0 || !S_ISREG(facts.st_mode) || facts.st_size < bytes) {
+    if (bytes <= 0 || !S_ISREG(facts.st_mode) || !keeps_its_size || facts.st_size < bytes) {
         errno = EINVAL;
         return {};
     }

@@ -11,8 +11,9 @@ namespace avgpipe::transfer {
 // Owns a mapping, and the file of a memory made here until close_file(). An empty one has data() == nullptr.
 class Memory {
   public:
-    // Both give an empty memory and errno on failure. create: every page is there, so a full memory is an
-    // error now and no signal later; zero to begin with. open: EINVAL if the file is shorter than `bytes`.
+    // Both give an empty memory and errno on failure. create: every page is there and stays, so a full memory
+    // is an error now and no signal later; zero to begin with. open: EINVAL if the file is shorter than
+    // `bytes`, or may become so.
     static Memory create(int64_t bytes);
     static Memory open(const char* path, int64_t bytes);
 

@@ -422,6 +422,42 @@ def test_a_memory_is_shared_until_its_file_is_closed():
         ring.Memory.open(memory.path, 5000)
 
 
+def test_a_memory_cannot_be_cut_short():
+    memory = ring.Memory.create(5000)
+    file = os.open(memory.path, os.O_RDWR)
+    try:
+        for size in (0, 4999, 5001):
+            with pytest.raises(PermissionError):
+                os.ftruncate(file, size)
+    finally:
+        os.close(file)
+
+
+def test_a_slot_cannot_be_cut_short():
+    end = loop()
+    before = memory_files()
+    end.sender.reserve(100)
+    (file,) = memory_files() - before
+    with pytest.raises(PermissionError):
+        os.ftruncate(file, 0)
+
+
+def memory_files():
+    paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    memories = [path for path in paths if os.path.lexists(path) and "memfd:avgpipe" in os.readlink(path)]
+    return {int(os.path.basename(path)) for path in memories}
+
+
+def test_a_memory_that_could_be_cut_short_is_not_opened():
+    file = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, 5000)
+        with pytest.raises(OSError, match="Invalid argument"):
+            ring.Memory.open(f"/proc/self/fd/{file}", 5000)
+    finally:
+        os.close(file)
+
+
 def test_a_record_with_impossible_numbers_is_refused():
     end = loop()
     end.send(pattern(0, 100))
