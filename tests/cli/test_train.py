@@ -3,10 +3,14 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
+import torch
 
 from avgpipe.checkpoint import verify_checkpoint
+from avgpipe.cli import checks, loop
+from avgpipe.cli.settings import resolve
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
 from tests.cli.command import Run, avgpipe, invoke, rows, strict
@@ -31,6 +35,7 @@ KEYS = [
         "peak_memory_bytes",
     ),
     *("parameters", "seed", "versions", "preset", "title", "best_metric", "trivial_metric", "warnings"),
+    "skipped_updates",
 ]
 
 
@@ -165,6 +170,34 @@ def test_a_target_ends_the_run_at_an_epochs_end(text, tmp_path):
 def test_settings_are_kept_for_resuming(small, text):
     stored = json.loads((small.out / "run.json").read_text())
     assert (stored["data"], stored["batch_size"], stored["max_batches"]) == (str(text), 4, 4)
+
+
+def test_batches_with_infinities_are_left_out_and_counted(text, tmp_path, monkeypatch):
+    """The second batch's loss is infinite."""
+
+    def prepare(settings):
+        workload, plan = checks.prepare(settings)
+        trained = []
+
+        def loss_fn(output, target):
+            loss = workload.loss_fn(output, target)
+            if torch.is_grad_enabled():
+                trained.append(loss)
+            return loss * torch.inf if len(trained) == 2 else loss
+
+        return replace(workload, loss_fn=loss_fn), plan
+
+    monkeypatch.setattr(loop, "prepare", prepare)
+    out = tmp_path / "run"
+    arguments = ("--data", str(text), "--batch-size", "4", "--stages", "1", "--micro-batches", "1")
+    arguments += ("--max-batches", "4", "--skip-nonfinite", "--out", str(out))
+    result = invoke("train", "awd-lstm", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "updates left out so far: 1" in result.stderr
+    assert "updates left out, as gradients had infinities or NaN: 1" in result.stdout
+    assert strict((out / "summary.json").read_text())["skipped_updates"] == 1
+    assert strict((out / "run.json").read_text())["skip_nonfinite"] is True
+    assert resolve("awd-lstm", {"out": str(out), "resume": True}).skip_nonfinite
 
 
 def test_it_joins_torchruns_workers(text, tmp_path):

@@ -46,6 +46,7 @@ class TrainingRun:
                 optimizer=self.workload.optimizer,
                 lr_scheduler=self.workload.lr_scheduler,
                 clip_grad_norm=self.workload.clip_grad_norm,
+                skip_nonfinite=settings.skip_nonfinite,
                 loss_weight=self.workload.loss_weight,
                 autocast=_autocast(settings, self.workload),
                 device=settings.device,
@@ -169,7 +170,9 @@ class TrainingRun:
         )
         when = f"after {self.tally.batches} batches" if self.tally.batches else "before training"
         values = ", ".join(f"{name} {value:.2f}" for name, value in metrics.items())
-        self.progress.note(f"validation {when}: {values}, loss {loss:.4f}")
+        skipped = self._skipped_updates()
+        left_out = f"; updates left out so far: {skipped}" if skipped else ""
+        self.progress.note(f"validation {when}: {values}, loss {loss:.4f}{left_out}")
         if best:
             self.pipeline.save(self.folder.checkpoints / "best")
 
@@ -200,6 +203,12 @@ class TrainingRun:
         if react is not None:
             for optimizer in self.pipeline.optimizers:
                 react(getattr(optimizer, "inner", optimizer), self.tally.loss)
+
+    def _skipped_updates(self) -> int:
+        """Of all pipelines, by this run or what resumed it last; each is counted by every rank with a part in it."""
+        own = torch.tensor([[self.pipeline.skipped_updates]], dtype=torch.float64)
+        pipelines_apart = self.plan.pipelines if self.plan.spread and self._world.size > 1 else 1
+        return int(self._world.gather_rows(own).sum()) * pipelines_apart // self._world.size
 
     def _save(self) -> None:
         self.pipeline.save(self.folder.checkpoints / "last")
@@ -276,6 +285,7 @@ class TrainingRun:
         timeline = self.pipeline.timeline()
         peak = torch.tensor([[peak_memory_bytes(self.pipeline.device)]], dtype=torch.float64)
         peaks = [int(row[0]) for row in self._world.gather_rows(peak).tolist()]
+        skipped = self._skipped_updates()
         if self._world.rank != 0:
             return
         longest = unbroken(timeline, self._stretches)
@@ -294,6 +304,7 @@ class TrainingRun:
                 parameters,
                 peaks,
                 longest,
+                skipped,
                 self._warnings,
             ),
         )

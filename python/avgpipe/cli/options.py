@@ -226,6 +226,14 @@ Autocast = Annotated[
         rich_help_panel=_RUN,
     ),
 ]
+SkipNonfinite = Annotated[
+    bool,
+    typer.Option(
+        "--skip-nonfinite",
+        help="Leave out batches whose gradients have infinities or NaN.",
+        rich_help_panel=_RUN,
+    ),
+]
 Out = Annotated[
     str | None,
     typer.Option(

@@ -34,7 +34,7 @@ class TrainSettings:
     """plan: the options of ``Plan``, its partition as asked for. epochs, max_batches: of the whole run, whatever was
     resumed. target: of the workload's metric. timeout_s: seconds to wait for another worker. checkpoint_minutes:
     between checkpoints within an epoch. link: one of ``LINKS``. wire_dtype: one of ``WIRE_DTYPES``. autocast: one of
-    ``AUTOCAST``. pretrained, lr_scaling, loader_workers: as in ``BuildOptions``.
+    ``AUTOCAST``. skip_nonfinite: as of ``Pipeline``. pretrained, lr_scaling, loader_workers: as in ``BuildOptions``.
     """
 
     workload: str
@@ -54,6 +54,7 @@ class TrainSettings:
     link: str = "auto"
     wire_dtype: str = "none"
     autocast: str = "auto"
+    skip_nonfinite: bool = False
     pretrained: str | None = None
     lr_scaling: str | None = None
     loader_workers: int = 0

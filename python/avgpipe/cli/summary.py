@@ -28,12 +28,14 @@ def summarise(
     parameters: int,
     peak_memory: Sequence[int],
     timeline: Timeline,
+    skipped_updates: int,
     warnings: Sequence[str],
 ) -> str:
     """The content of ``summary.json``.
 
     ``epochs`` may end in a part of one. Times are of training, without validations and checkpoints. Busy and bubble
-    fractions are of ``timeline``, a stretch without pauses. ``warnings``: of the runtime.
+    fractions are of ``timeline``, a stretch without pauses. ``skipped_updates``: since the run began, or was resumed.
+    ``warnings``: of the runtime.
     """
     import torch
 
@@ -67,6 +69,7 @@ def summarise(
         "best_metric": tally.best,
         "trivial_metric": workload.trivial[1] if workload.trivial else None,
         "warnings": list(warnings),
+        "skipped_updates": skipped_updates,
     }
     return strict_json(values, indent=2) + "\n"
 
@@ -103,6 +106,8 @@ def describe(out: str | Path) -> str:
         f"speed: {_number(s['samples_per_second'])} samples/s; bubbles {100 * s['bubble_fraction']:.0f} %; "
         f"busy: {busy}; peak memory: {memory}",
     ]
+    if s.get("skipped_updates"):
+        lines.append(f"updates left out, as gradients had infinities or NaN: {s['skipped_updates']}")
     if s["target"] is not None:
         reached = s["seconds_to_target"]
         when = f"reached after {spell_s(reached)}" if reached is not None else "not reached"
