@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from avgpipe.cli.checks import check_folder
+from avgpipe.cli.folder import RunFolder
 from avgpipe.cli.settings import LINKS, TrainSettings, parse_advance, parse_staleness, resolve
 from avgpipe.plan import Plan
 
@@ -83,6 +85,54 @@ def test_a_resumed_run_may_change_its_layout(tmp_path):
     stored_run(tmp_path / "run")
     plan = resolve("awd-lstm", {"out": str(tmp_path / "run"), "resume": True, "stages": 1}).plan
     assert (plan["stages"], plan["pipelines"]) == (1, 3)
+
+
+def under_torchrun(monkeypatch, attempt, launch="abc"):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+
+
+def begun(out):
+    """The folder of a run that torchrun's first attempt has begun."""
+    out.mkdir()
+    (out / "run.json").write_text(resolve("awd-lstm", {"out": str(out)}).to_json())
+
+
+def test_an_attempt_of_torchrun_goes_on_from_the_checkpoint_of_the_one_before(tmp_path, monkeypatch):
+    under_torchrun(monkeypatch, 0)
+    out = tmp_path / "run"
+    begun(out)
+    (out / "checkpoints" / "last").mkdir(parents=True)
+    (out / "checkpoints" / "last" / "manifest.json").touch()
+    for attempt in (0, 1, 2):
+        under_torchrun(monkeypatch, attempt)
+        assert resolve("awd-lstm", {"out": str(out)}).resume == (attempt > 0)
+    under_torchrun(monkeypatch, 1, launch="another")
+    assert not resolve("awd-lstm", {"out": str(out)}).resume
+    monkeypatch.delenv("RANK")
+    assert not resolve("awd-lstm", {"out": str(out)}).resume
+
+
+def test_an_attempt_of_torchrun_begins_anew_where_the_one_before_saved_nothing(tmp_path, monkeypatch):
+    under_torchrun(monkeypatch, 0)
+    out = tmp_path / "run"
+    begun(out)
+    (out / "metrics.jsonl").write_text('{"kind": "train", "batch": 0}\n')
+    with pytest.raises(ValueError, match="holds another run"):
+        check_folder(resolve("awd-lstm", {"out": str(out)}))
+    under_torchrun(monkeypatch, 1, launch="another")
+    with pytest.raises(ValueError, match="holds another run"):
+        check_folder(resolve("awd-lstm", {"out": str(out)}))
+    under_torchrun(monkeypatch, 1)
+    settings = resolve("awd-lstm", {"out": str(out)})
+    check_folder(settings)
+    assert not settings.resume
+    folder = RunFolder(out, writes=True)
+    folder.open(settings, Plan(**settings.plan))
+    folder.close()
+    assert (out / "metrics.jsonl").read_text() == ""
 
 
 def test_a_run_of_another_workload_is_not_resumed(tmp_path):

@@ -2,7 +2,11 @@
 
 import json
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +17,7 @@ from avgpipe.cli import checks, loop
 from avgpipe.cli.settings import resolve
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
-from tests.cli.command import Run, avgpipe, invoke, rows, strict
+from tests.cli.command import Run, avgpipe, children, environment, invoke, rank_of, rows, strict, wait_for
 
 KEYS = [
     *("workload", "system", "stages", "pipelines", "micro_batches", "batch_size", "schedule", "advance"),
@@ -201,11 +205,6 @@ def test_batches_with_infinities_are_left_out_and_counted(text, tmp_path, monkey
 
 
 def test_it_joins_torchruns_workers(text, tmp_path):
-    import subprocess
-    import sys
-
-    from tests.cli.command import environment
-
     out = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "avgpipe.cli.main", "train", "awd-lstm", "--data", str(text), "--batch-size", "4"]
@@ -214,6 +213,24 @@ def test_it_joins_torchruns_workers(text, tmp_path):
     assert run.returncode == 0, run.stderr
     assert strict(run.stdout)["stages"] == 2
     assert Run(out, run.stdout, run.stderr).summary["batches"] == 4
+
+
+def test_torchrun_starts_a_killed_run_again_from_its_checkpoint(text, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", "-m", "avgpipe.cli.main", "train", "awd-lstm", "--data", str(text)]
+    command += ["--batch-size", "4", "--max-batches", "32", "--out", str(out)]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as torchrun:
+        wait_for(lambda: (out / "metrics.jsonl").is_file() and len(rows(out)) > 4)
+        victim = next(pid for pid in children(torchrun.pid) if rank_of(pid) == 1)
+        os.kill(victim, signal.SIGKILL)
+        stdout, stderr = torchrun.communicate(timeout=100)
+    assert torchrun.returncode == 0, stderr
+    assert "goes on after batch 0" in stderr
+    assert Run(out, stdout, stderr).summary["batches"] == 32
+    assert [row["batch"] for row in rows(out) if row["kind"] == "train"] == list(range(32))
 
 
 def test_a_link_and_a_wire_can_be_chosen_and_the_link_is_named(text, tmp_path):

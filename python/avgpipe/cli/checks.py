@@ -49,6 +49,8 @@ def check_folder(settings: TrainSettings) -> None:
     if settings.resume:
         _check_resumable(settings)
         return
+    if settings.restarts:
+        return
     found = next((name for name in _PARTS_OF_A_RUN if (out / name).exists()), None)
     if found is not None:
         raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -53,8 +52,9 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / RUN_FILE, settings.to_json())
         plan.save(self.path / "plan.json")
-        # Line by line: what a killed run has written stays.
-        self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        # Line by line: what a killed run has written stays. Of an attempt that saved nothing there may be rows.
+        mode = "a" if settings.resume else "w"
+        self._metrics = (self.path / "metrics.jsonl").open(mode, buffering=1, encoding="utf-8")
 
     def row(self, kind: str, **values: Any) -> None:
         if self._metrics is not None:
@@ -157,7 +157,3 @@ def _finite(value: Any) -> Any:
 def _is_before(row: dict[str, Any], batches: int) -> bool:
     """Training rows name a batch, counted from 0; validations the number of batches before them."""
     return bool(row["batch"] < batches if row["kind"] == "train" else row["batch"] <= batches)
-
-
-def has_checkpoint(path: str | os.PathLike[str]) -> bool:
-    return (Path(path) / "checkpoints" / "last" / "manifest.json").is_file()

@@ -35,6 +35,7 @@ class TrainSettings:
     resumed. target: of the workload's metric. timeout_s: seconds to wait for another worker. checkpoint_minutes:
     between checkpoints within an epoch. link: one of ``LINKS``. wire_dtype: one of ``WIRE_DTYPES``. autocast: one of
     ``AUTOCAST``. skip_nonfinite: as of ``Pipeline``. pretrained, lr_scaling, loader_workers: as in ``BuildOptions``.
+    launch: torchrun's name for what started the workers. restarts: it has started them before, and they began this run.
     """
 
     workload: str
@@ -58,6 +59,8 @@ class TrainSettings:
     pretrained: str | None = None
     lr_scaling: str | None = None
     loader_workers: int = 0
+    launch: str | None = None
+    restarts: bool = False
 
     @property
     def workers(self) -> int:
@@ -88,6 +91,10 @@ def resolve(workload: str, asked: dict[str, Any], plan_file: str | None = None) 
     _check_values(given)
     if given.get("resume") and "out" not in given:
         raise ValueError("--resume needs --out DIR, the folder of the run to go on with")
+    launch = os.environ.get("TORCHELASTIC_RUN_ID")
+    restarts = "out" in given and _is_restart(Path(given["out"]), launch)
+    if restarts and has_checkpoint(given["out"]):
+        given["resume"] = True
     known = {f.name for f in fields(TrainSettings)}
     stored = _stored(Path(given["out"]), workload) if given.get("resume") else {}
     values = {n: v for n, v in {**stored, **given}.items() if n in known and n != "plan"}
@@ -109,6 +116,8 @@ def resolve(workload: str, asked: dict[str, Any], plan_file: str | None = None) 
             "use a larger --batch-size or fewer --micro-batches"
         )
     values |= {
+        "launch": launch,
+        "restarts": restarts,
         "plan": asdict(plan),
         "batch_size": facts.batch_size,
         "epochs": facts.epochs,
@@ -131,6 +140,18 @@ def joined_ranks() -> int | None:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     return int(os.environ["WORLD_SIZE"])
+
+
+def _is_restart(out: Path, launch: str | None) -> bool:
+    """Whether torchrun has started the workers again, and an earlier attempt began the run in ``out``."""
+    if joined_ranks() is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return False
+    values = _read(out)
+    return values is not None and values.get("launch") == launch
+
+
+def has_checkpoint(out: str | os.PathLike[str]) -> bool:
+    return (Path(out) / "checkpoints" / "last" / "manifest.json").is_file()
 
 
 def parse_advance(text: str | None) -> int | list[int] | str | None:
@@ -191,13 +212,18 @@ def _check_link(link: str | None, device: str | None) -> None:
         raise ValueError(f"--link {link} joins CUDA devices: add --device cuda, or use --link auto")
 
 
-def _stored(out: Path, workload: str) -> dict[str, Any]:
-    """The settings of the run in ``out``; none if it has no readable ones, for the checkpoint is what matters."""
+def _read(out: Path) -> dict[str, Any] | None:
     try:
         values = json.loads((out / RUN_FILE).read_text())
     except (OSError, ValueError):
-        return {}
-    if not isinstance(values, dict):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _stored(out: Path, workload: str) -> dict[str, Any]:
+    """The settings of the run in ``out``; none if it has no readable ones, for the checkpoint is what matters."""
+    values = _read(out)
+    if values is None:
         return {}
     if values.get("workload") != workload:
         raise ValueError(

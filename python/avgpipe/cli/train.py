@@ -11,11 +11,11 @@ from typing import Any
 
 from avgpipe.cli import options
 from avgpipe.cli.errors import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, reporting, say
-from avgpipe.cli.folder import has_checkpoint
 from avgpipe.cli.launch import Interrupted, launch
 from avgpipe.cli.process import ending_on_signals
 from avgpipe.cli.settings import (
     TrainSettings,
+    has_checkpoint,
     joined_ranks,
     parse_advance,
     parse_replication,
