@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from avgpipe.checkpoint import verify_checkpoint
-from avgpipe.cli import checks, loop
-from avgpipe.cli.settings import resolve
+from avgpipe.cli import checks, loop, train
+from avgpipe.cli.launch import Ended
+from avgpipe.cli.settings import SETTINGS, TrainSettings, resolve
 from avgpipe.plan import Plan
 from avgpipe.report.timeline import Timeline
 from tests.cli.command import Run, avgpipe, children, environment, invoke, rank_of, rows, strict, wait_for
@@ -202,6 +203,22 @@ def test_batches_with_infinities_are_left_out_and_counted(text, tmp_path, monkey
     assert strict((out / "summary.json").read_text())["skipped_updates"] == 1
     assert strict((out / "run.json").read_text())["skip_nonfinite"] is True
     assert resolve("awd-lstm", {"out": str(out), "resume": True}).skip_nonfinite
+
+
+def test_what_workers_do_is_not_in_their_command_line(tmp_path, monkeypatch):
+    """Which every user of the host may read."""
+    seen = []
+
+    def launch(workers, command, added):
+        seen.extend([command, added])
+        return Ended([0] * workers, None)
+
+    monkeypatch.setattr(train, "launch", launch)
+    settings = resolve("awd-lstm", {"out": str(tmp_path / "secret")})
+    train._train_on_workers(settings)
+    command, added = seen
+    assert "secret" not in " ".join(command)
+    assert TrainSettings.from_json(added[SETTINGS]) == settings
 
 
 def test_it_joins_torchruns_workers(text, tmp_path):

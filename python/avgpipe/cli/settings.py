@@ -27,6 +27,8 @@ WIRE_DTYPES = ("none", "bfloat16", "float16")
 AUTOCAST = ("auto", "none", "bfloat16", "float16")
 DEFAULT_STAGES, DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 2, 4
 RUN_FILE = "run.json"
+# The variable of the environment in which workers get theirs: anybody may read a command line, with its paths.
+SETTINGS = "AVGPIPE_SETTINGS"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from avgpipe.cli.errors import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments
 from avgpipe.cli.launch import Interrupted, launch
 from avgpipe.cli.process import ending_on_signals
 from avgpipe.cli.settings import (
+    SETTINGS,
     TrainSettings,
     has_checkpoint,
     joined_ranks,
@@ -132,9 +133,9 @@ def resume_hint(settings: TrainSettings) -> str:
 
 
 def _train_on_workers(settings: TrainSettings) -> None:
-    command = [sys.executable, "-m", "avgpipe.cli.worker", str(os.getpid()), settings.to_json()]
+    command = [sys.executable, "-m", "avgpipe.cli.worker", str(os.getpid())]
     try:
-        ended = launch(settings.workers, command)
+        ended = launch(settings.workers, command, {SETTINGS: settings.to_json()})
     except Interrupted as interrupted:
         raise CommandFailed(
             f"interrupted by {interrupted}: all workers are ended; {resume_hint(settings)}",

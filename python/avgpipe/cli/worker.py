@@ -1,4 +1,4 @@
-"""A rank of a training run: ``avgpipe train`` starts ``python -m avgpipe.cli.worker PARENT SETTINGS`` for each."""
+"""A rank of a training run: ``avgpipe train`` starts ``python -m avgpipe.cli.worker PARENT`` for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import traceback
 from avgpipe.cli.errors import FAILED, CommandFailed, arguments, running, say
 from avgpipe.cli.launch import PEER_LOST
 from avgpipe.cli.process import die_with_parent, ending_on_signals
-from avgpipe.cli.settings import TrainSettings
+from avgpipe.cli.settings import SETTINGS, TrainSettings
 from avgpipe.errors import PeerLost
 
 GRACE_S = 3.0  # after SIGTERM, to see the closed connection of the worker that died and name it
@@ -32,8 +32,9 @@ def run_rank(settings: TrainSettings) -> None:
 
 
 def main() -> None:
-    parent, text = sys.argv[1:]
+    (parent,) = sys.argv[1:]
     die_with_parent(int(parent))
+    text = os.environ.pop(SETTINGS)
     os.dup2(2, 1)  # standard output belongs to the command
     with ending_on_signals(_nothing, GRACE_S):
         try:

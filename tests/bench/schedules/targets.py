@@ -12,6 +12,10 @@ def adds(a, b):
     return {"sum": a + b, "rank": int(os.environ["RANK"]), "ranks": int(os.environ["WORLD_SIZE"])}
 
 
+def command_line(secret):
+    return Path("/proc/self/cmdline").read_text().split("\0")
+
+
 def meets():
     import torch
     import torch.distributed as dist

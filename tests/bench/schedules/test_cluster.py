@@ -26,6 +26,14 @@ def test_every_rank_answers():
     assert set(said) <= {"rank 0 adds"}  # of rank 0 alone, if it was still there to be seen
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
+def test_arguments_are_not_in_the_command_line():
+    """Which every user of the host may read."""
+    (words,) = run_workers(f"{HERE}:command_line", 1, {"secret": "a path"}, timeout_s=60)
+    assert f"{HERE}:command_line" in words
+    assert not any("secret" in word or "a path" in word for word in words)
+
+
 def test_ranks_find_each_other():
     assert run_workers(f"{HERE}:meets", 2, {}, timeout_s=60) == [3.0, 3.0]
 

@@ -20,6 +20,7 @@ from avgpipe.runtime.allocator import launch_environment
 from avgpipe.runtime.meeting import private_meeting
 
 PROGRESS = "AVGPIPE_BENCH_PROGRESS"  # names the file in which rank 0 says what it does
+ARGUMENTS = "arguments.json"  # in the folder that only this user may read, as anybody may a command line
 PEER_LOST = 3  # exit code of a worker that failed only because another one did
 _POLL_S = 0.05
 _GRACE_S = 5.0  # for the others to say why they end, when one has failed
@@ -45,10 +46,17 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix="avgpipe-bench-") as name:
         folder, meeting = Path(name), _meeting(network, name)
         processes: list[subprocess.Popen[bytes]] = []
+        (folder / ARGUMENTS).write_text(json.dumps(arguments))
         try:
             for rank in range(workers):
-                words = [sys.executable, "-m", "avgpipe.bench.schedules.worker", str(os.getpid()), target]
-                words += [json.dumps(arguments), name]
+                words = [
+                    sys.executable,
+                    "-m",
+                    "avgpipe.bench.schedules.worker",
+                    str(os.getpid()),
+                    target,
+                    name,
+                ]
                 env = _environment(rank, workers, threads, meeting)
                 if rank == 0:
                     env[PROGRESS] = str(folder / "progress")

@@ -1,4 +1,4 @@
-"""A process of `cluster.run_workers`: ``python -m avgpipe.bench.schedules.worker PARENT TARGET ARGUMENTS FOLDER``."""
+"""A process of `cluster.run_workers`: ``python -m avgpipe.bench.schedules.worker PARENT TARGET FOLDER``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from avgpipe.bench.schedules.cluster import PEER_LOST
+from avgpipe.bench.schedules.cluster import ARGUMENTS, PEER_LOST
 from avgpipe.cli.process import die_with_parent
 from avgpipe.errors import PeerLost
 
 
 def main() -> None:
-    parent, target, arguments, folder = sys.argv[1:]
+    parent, target, folder = sys.argv[1:]
     die_with_parent(int(parent))
     module, _, name = target.partition(":")
     function: Callable[..., object] = getattr(importlib.import_module(module), name)
     try:
-        result = function(**json.loads(arguments))
+        result = function(**json.loads((Path(folder) / ARGUMENTS).read_text()))
     except PeerLost as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(PEER_LOST)
