@@ -49,6 +49,12 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path, name, reason):
         check_picture(tmp_path / name)
 
 
+def test_a_picture_is_no_folder(tmp_path):
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ValueError, match=r"folder.png: cannot be written, name a file"):
+        check_picture(tmp_path / "folder.png")
+
+
 def test_nothing_to_draw_is_refused():
     with pytest.raises(ValueError, match="none to draw"):
         plot_results([], "a machine")

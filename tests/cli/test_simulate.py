@@ -129,3 +129,11 @@ def test_wrong_arguments_are_refused_in_one_line(options, named):
     assert result.exit_code == 2
     assert named in strict(result.stdout)["error"]
     assert result.stderr.count("\n") == 1
+
+
+def test_a_picture_that_is_a_folder_is_refused(tmp_path):
+    (tmp_path / "a.png").mkdir()
+    result = invoke("simulate", *LINE, "--plot", str(tmp_path / "a.png"))
+    assert result.exit_code == 2
+    assert "a.png: cannot be written" in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -20,12 +20,13 @@ _COLUMN_IN, _BAR_IN, _FRAME_IN = 7.6, 0.27, 0.95  # of a panel
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:
-    """ValueError unless `path` ends like a picture and its folder is there: before minutes of measuring."""
-    check_format(f"--plot {os.fspath(path)}", path)
-    if not Path(path).absolute().parent.is_dir():
-        raise ValueError(
-            f"--plot {os.fspath(path)}: {Path(path).absolute().parent} is no folder, make it first"
-        )
+    """ValueError unless `path` ends like a picture and can be written: before minutes of measuring."""
+    option, folder = f"--plot {os.fspath(path)}", Path(path).absolute().parent
+    check_format(option, path)
+    if not folder.is_dir():
+        raise ValueError(f"{option}: {folder} is no folder, make it first")
+    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise ValueError(f"{option}: cannot be written, name a file in a folder that you may write to")
 
 
 def plot_results(
