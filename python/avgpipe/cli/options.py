@@ -189,7 +189,9 @@ Epochs = Annotated[
 MaxBatches = Annotated[
     int | None,
     typer.Option(
-        metavar="J", help="End after so many batches, of all pipelines together.", rich_help_panel=_RUN
+        metavar="J",
+        help="End after so many batches, of all pipelines together. The learning rate's course is stretched over them.",
+        rich_help_panel=_RUN,
     ),
 ]
 Target = Annotated[
