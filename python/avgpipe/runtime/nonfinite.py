@@ -13,9 +13,9 @@ from avgpipe.runtime.world import World
 
 _log = logging.getLogger("avgpipe")
 _REMEDY = (
-    "training goes on with what that makes of the weights. To leave such batches out, train with skip_nonfinite=True "
-    "(avgpipe train: --skip-nonfinite); else lower the learning rate, or limit gradients by clip_grad_norm. This is "
-    "told once"
+    "training goes on with what that makes of the weights. To leave such batches out, train with skip_nonfinite=True; "
+    "else lower the learning rate, or limit gradients by clip_grad_norm. The option of avgpipe train is "
+    "--skip-nonfinite. This is told once"
 )
 
 
