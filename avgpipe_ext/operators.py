@@ -23,7 +23,13 @@ def _call(operator: Any, tensors: tuple[Tensors, ...], *scalars: float, **option
     if any(isinstance(argument, Tensor) is not single for argument in tensors):
         kinds = ", ".join(type(argument).__name__ for argument in tensors)
         raise TypeError(f"{operator.__name__}: got {kinds}; pass tensors only, or lists of tensors only")
-    result: Tensor = _run(operator.default if single else operator.list, *tensors, *scalars, **options)
+    overload = operator.default if single else operator.list
+    with torch.no_grad():
+        try:  # as in _run, which would cost another call
+            result: Tensor = overload(*tensors, *scalars, **options)
+        except RuntimeError as error:
+            _check_types(overload, (*tensors, *scalars), options, error)
+            raise
     return result
 
 
@@ -32,11 +38,9 @@ def _run(overload: Any, *arguments: Any, **options: Any) -> Any:
     with torch.no_grad():
         try:
             return overload(*arguments, **options)
-        except RuntimeError as error:  # of torch's dispatcher, which looks at types before a kernel is called
-            message = _wrong_type(overload, arguments, options, str(error))
-            if message is None:
-                raise
-    raise TypeError(message)
+        except RuntimeError as error:
+            _check_types(overload, arguments, options, error)
+            raise
 
 
 _REJECTED = re.compile(r"Expected a value of type '(.+?)' for argument '(\w+)'")
@@ -52,18 +56,22 @@ _WANTED = {
 }
 
 
-def _wrong_type(overload: Any, arguments: tuple[Any, ...], options: dict[str, Any], error: str) -> str | None:
-    """What is wrong with the argument that torch's message names; None if it names none."""
-    rejected = _REJECTED.search(error)
+def _check_types(
+    overload: Any, arguments: tuple[Any, ...], options: dict[str, Any], error: RuntimeError
+) -> None:
+    """TypeError if the error is of torch's dispatcher, which looks at types before a kernel is called."""
+    rejected = _REJECTED.search(str(error))
     if rejected is None:
-        return None
+        return
     wanted, label = rejected.groups()
     names = [argument.name for argument in overload._schema.arguments]
     value = {**dict(zip(names, arguments)), **options}.get(label)
     if isinstance(value, list | tuple) and wanted == "List[Tensor]":
         i = next((i for i, item in enumerate(value) if not isinstance(item, Tensor)), 0)
         label, value = f"{label}[{i}]", value[i]
-    return f"{overload._schema.name}: {label} is of type {type(value).__name__}; pass {_WANTED.get(wanted, wanted)}"
+    raise TypeError(
+        f"{overload._schema.name}: {label} is of type {type(value).__name__}; pass {_WANTED.get(wanted, wanted)}"
+    ) from None
 
 
 def _require_lists(operator: str, *arguments: Sequence[Tensor]) -> None:
