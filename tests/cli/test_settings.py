@@ -115,6 +115,17 @@ def test_an_attempt_of_torchrun_goes_on_from_the_checkpoint_of_the_one_before(tm
     assert not resolve("awd-lstm", {"out": str(out)}).resume
 
 
+def test_launches_without_a_name_are_told_apart_by_their_process(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    under_torchrun(monkeypatch, 0, launch="none")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    begun(out)
+    under_torchrun(monkeypatch, 1, launch="none")
+    assert resolve("awd-lstm", {"out": str(out)}).restarts
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert not resolve("awd-lstm", {"out": str(out)}).restarts
+
+
 def test_an_attempt_of_torchrun_begins_anew_where_the_one_before_saved_nothing(tmp_path, monkeypatch):
     under_torchrun(monkeypatch, 0)
     out = tmp_path / "run"

@@ -93,7 +93,7 @@ def resolve(workload: str, asked: dict[str, Any], plan_file: str | None = None) 
     _check_values(given)
     if given.get("resume") and "out" not in given:
         raise ValueError("--resume needs --out DIR, the folder of the run to go on with")
-    launch = os.environ.get("TORCHELASTIC_RUN_ID")
+    launch = _launch()
     restarts = "out" in given and _is_restart(Path(given["out"]), launch)
     if restarts and has_checkpoint(given["out"]):
         given["resume"] = True
@@ -142,6 +142,16 @@ def joined_ranks() -> int | None:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     return int(os.environ["WORLD_SIZE"])
+
+
+def _launch() -> str | None:
+    """torchrun's name for what started the workers. Launches that were given none are all called "none": on one host its
+    process tells them apart.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name == "none" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return f"none-{os.getppid()}"
+    return name
 
 
 def _is_restart(out: Path, launch: str | None) -> bool:
