@@ -145,8 +145,8 @@ def joined_ranks() -> int | None:
 
 
 def _launch() -> str | None:
-    """torchrun's name for what started the workers. Launches that were given none are all called "none": on one host its
-    process tells them apart.
+    """torchrun's name for what started the workers. Launches that were given none are all called "none": on one host
+    their processes tell them apart.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     if name == "none" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
