@@ -12,6 +12,10 @@ from avgpipe.runtime.world import World
 T = TypeVar("T")
 
 
+class NotFinite(CheckpointError):
+    """Weights with infinities or NaN, which no other disk would take either."""
+
+
 def agreed(world: World, what: str, action: Callable[[], Any]) -> list[Any]:
     """What ``action`` returns on every rank, in rank order, as JSON carries it.
 
@@ -24,12 +28,13 @@ def agreed(world: World, what: str, action: Callable[[], Any]) -> list[Any]:
         result = action()
     except Exception as failure:
         error = failure
-    told = [json.loads(text) for text in world.gather_texts(json.dumps([spell(error), result]))]
-    for rank, (failed, _) in enumerate(told):
+    mine = [spell(error), isinstance(error, NotFinite), result]
+    told = [json.loads(text) for text in world.gather_texts(json.dumps(mine))]
+    for rank, (failed, is_not_finite, _) in enumerate(told):
         if failed:
             where = f"{what} (rank {rank})" if world.size > 1 else what
-            raise CheckpointError(f"{where}: {failed}") from error
-    return [value for _, value in told]
+            raise (NotFinite if is_not_finite else CheckpointError)(f"{where}: {failed}") from error
+    return [value for _, _, value in told]
 
 
 def spell(error: Exception | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from avgpipe.averaging import Reference
-from avgpipe.checkpoint.agreement import agreed
+from avgpipe.checkpoint.agreement import NotFinite, agreed
 from avgpipe.checkpoint.folder_lock import FolderLocks
 from avgpipe.checkpoint.manifest import NAME, Manifest, crc_of, file_name
 from avgpipe.errors import CheckpointError
@@ -74,7 +74,7 @@ def _refuse_nonfinite(content: dict[str, Any], worker: Worker, seat: int) -> Non
     source = content["reference"] or next(iter(content["replicas"].values()))
     bad = next((name for name, value in source["weights"].items() if not bool(value.isfinite().all())), None)
     if bad is not None:
-        raise CheckpointError(
+        raise NotFinite(
             f"{bad!r} on {worker.placement.name(seat)} has infinities or NaN; load an earlier checkpoint, and train "
             "with skip_nonfinite=True, clip_grad_norm or a lower learning rate"
         )

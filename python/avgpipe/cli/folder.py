@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Literal
 
 from avgpipe.cli.settings import RUN_FILE, TrainSettings
 from avgpipe.files import write_atomically
@@ -39,7 +41,8 @@ class RunFolder:
 
     def __init__(self, path: Path, writes: bool) -> None:
         self.path, self._writes = path, writes
-        self._metrics: IO[str] | None = None
+        self._metrics: FileIO | None = None
+        self._rows = b""  # that the disk has not taken yet
 
     @property
     def checkpoints(self) -> Path:
@@ -53,12 +56,15 @@ class RunFolder:
         write_atomically(self.path / RUN_FILE, settings.to_json())
         plan.save(self.path / "plan.json")
         # Line by line: what a killed run has written stays. Of an attempt that saved nothing there may be rows.
-        mode = "a" if settings.resume else "w"
-        self._metrics = (self.path / "metrics.jsonl").open(mode, buffering=1, encoding="utf-8")
+        mode: Literal["ab", "wb"] = "ab" if settings.resume else "wb"
+        self._metrics = (self.path / "metrics.jsonl").open(mode, buffering=0)
 
     def row(self, kind: str, **values: Any) -> None:
+        """Add a row to metrics.jsonl; while the disk takes none they are kept, until ``close``."""
         if self._metrics is not None:
-            self._metrics.write(strict_json({"kind": kind, **values}) + "\n")
+            self._rows += (strict_json({"kind": kind, **values}) + "\n").encode()
+            with suppress(OSError):
+                self._write_rows()
 
     def write(self, name: str, content: str) -> None:
         if self._writes:
@@ -73,7 +79,13 @@ class RunFolder:
 
     def close(self) -> None:
         if self._metrics is not None:
-            self._metrics.close()
+            with self._metrics:
+                self._write_rows()
+
+    def _write_rows(self) -> None:
+        assert self._metrics is not None
+        while self._rows:
+            self._rows = self._rows[self._metrics.write(self._rows) :]  # a disk may take a part
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from avgpipe.checkpoint.agreement import NotFinite
 from avgpipe.cli.checks import prepare
 from avgpipe.cli.folder import RunFolder, Tally, note_validation, reaches, tally
 from avgpipe.cli.log import LogNotes, links_line
@@ -21,6 +22,7 @@ from avgpipe.cli.pace import Pace
 from avgpipe.cli.progress import Progress, Silent
 from avgpipe.cli.settings import TrainSettings
 from avgpipe.cli.summary import summarise, unbroken
+from avgpipe.errors import CheckpointError
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.runtime.memory import peak_memory_bytes
@@ -73,6 +75,7 @@ class TrainingRun:
         for note in (*links_line(self._world.gather_texts(log.links)), *self._warnings):
             self.progress.note(note)
         self._saved_at = time.monotonic()
+        self._unsaved: CheckpointError | None = None  # why the last checkpoint was not written
         self._stretches: list[tuple[int, int]] = []  # batches, first and last, without a pause between them
         self._resumed_at = self.tally.batches
         self.folder_is_open = False
@@ -81,6 +84,8 @@ class TrainingRun:
         else:
             self._validate()  # opens the folder once it has succeeded
             self._save()
+            if self._unsaved is not None:  # before hours of training
+                raise self._unsaved
         self._pace = Pace(settings.checkpoint_minutes * 60, self.plan.pipelines)
 
     def train(self) -> None:
@@ -99,6 +104,8 @@ class TrainingRun:
         if self.tally.batches > self._resumed_at or not (self.out / "summary.json").is_file():
             self._finish()
         self.folder.close()
+        if self._unsaved is not None:
+            raise self._unsaved
 
     def close(self) -> None:
         self.progress.close()
@@ -174,7 +181,7 @@ class TrainingRun:
         left_out = f"; updates left out so far: {skipped}" if skipped else ""
         self.progress.note(f"validation {when}: {values}, loss {loss:.4f}{left_out}")
         if best:
-            self.pipeline.save(self.folder.checkpoints / "best")
+            self._try_to_save("best")
 
     def _evaluate(self) -> tuple[float, dict[str, float]]:
         """Loss and metrics of the reference's weights; once optimizers keep running means, of those of the first
@@ -211,8 +218,19 @@ class TrainingRun:
         return int(self._world.gather_rows(own).sum()) * pipelines_apart // self._world.size
 
     def _save(self) -> None:
-        self.pipeline.save(self.folder.checkpoints / "last")
+        self._unsaved = self._try_to_save("last")
         self._saved_at = time.monotonic()
+
+    def _try_to_save(self, name: str) -> CheckpointError | None:
+        """A disk that is full for a while costs no run. Weights that are not finite end it: they would stay so."""
+        try:
+            self.pipeline.save(self.folder.checkpoints / name)
+        except NotFinite:
+            raise
+        except CheckpointError as error:
+            self.progress.note(f"warning: {error}; training goes on, and tries again at its next checkpoint")
+            return error
+        return None
 
     def _checkpoint_is_due(self, batches: int) -> bool:
         """Whether the first rank's clock says so; a short agreement of all ranks."""
