@@ -89,6 +89,22 @@ def test_a_store_that_does_not_answer_keeps_nobody() -> None:
     assert board.get("doing") == "something"
 
 
+def test_a_store_that_takes_no_second_connection_is_not_waited_for() -> None:
+    class Stopped(Store):
+        def clone(self) -> None:
+            threading.Event().wait(20)
+
+    class Gone(Store):
+        def clone(self) -> None:
+            raise RuntimeError("connection refused")
+
+    for store, why in ((Stopped(), r"not done after 0\.2 s"), (Gone(), "connection refused")):
+        with pytest.raises(
+            PeerLost, match=f"nobody answers who holds the store, rank 0 or the launcher: {why}"
+        ):
+            Board.beside(store, 0.2)
+
+
 @pytest.mark.parametrize("text", ["\udc80 half a pair", "a\x00b", "", "x" * 1_000_000, "Übung 日本 \n"])
 def test_any_text_can_be_told(text: str) -> None:
     board = Board(Store())

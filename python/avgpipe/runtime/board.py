@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from avgpipe.errors import PeerLost, reason
+
 T = TypeVar("T")
 
 _ANSWER_S = 2.0  # a store that takes longer is held to be cut off
@@ -29,6 +31,10 @@ class Board:
             return cls(within(timeout_s, store.clone))
         except NotImplementedError:  # a store of another maker
             return cls(store)
+        except (RuntimeError, Unanswered) as error:
+            raise PeerLost(
+                f"nobody answers who holds the store, rank 0 or the launcher: {reason(error)}"
+            ) from error
 
     def put(self, name: str, text: str) -> None:
         self._ask(lambda: self._store.set(name, _plain(text)))
