@@ -21,6 +21,7 @@ from avgpipe.runtime.meeting import STORE_FILE
 _POLL_S = 0.02
 _LOOK_S = 0.5  # between looks whether another rank has failed to connect
 _ROLL_CALL_S = 2.0  # within which all who are there have looked
+_END_S = 2.0
 
 T = TypeVar("T")
 
@@ -136,6 +137,7 @@ def connect(
     except RuntimeError as error:
         reason_why = reason(error)
     missing = _missing(board, place, rank, others, reason_why)
+    task.ends_within(_END_S)  # by its own limit: a thread that comes back while Python ends aborts the process
     who = ", ".join(map(name, sorted(missing))) if missing else "the others, who are all there"
     fate = ", which died or stands still" if missing else ""
     raise PeerLost(f"rank {rank} cannot connect to {who}{fate}: {reason_why}")
