@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -132,7 +133,8 @@ def connect(
                 break
         else:
             made = task.result()
-            board.put(f"{place}/done/{rank}", "")
+            with suppress(RuntimeError):  # for those for whom it failed, if there are any
+                board.put(f"{place}/done/{rank}", "")
             return made
     except RuntimeError as error:
         reason_why = reason(error)
