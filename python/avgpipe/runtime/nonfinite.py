@@ -12,6 +12,7 @@ from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.world import World
 
 _log = logging.getLogger("avgpipe")
+_FEW = 16  # numbers that are read faster one by one than put together
 _REMEDY = (
     "training goes on with what that makes of the weights. To leave such batches out, train with skip_nonfinite=True; "
     "else lower the learning rate, or limit gradients by clip_grad_norm. The option of avgpipe train is "
@@ -33,13 +34,15 @@ class NonfiniteNotice:
             if self._placement.rank_of(seat) == self._world.rank:
                 self._tell(f"the loss on {self._placement.name(seat)} is {loss}", batch, pipeline)
 
-    def gradients(self, grads: Sequence[torch.Tensor], seat: int, batch: int, pipeline: int) -> None:
-        """Of a stage, on the CPU."""
-        grads = [grad._values() if grad.is_sparse else grad for grad in grads]
-        # One number that is finite if all are, and an exact look only if it is not.
-        if not grads or math.isfinite(float(torch.stack(torch._foreach_norm(grads)).sum())):
+    def gradients(
+        self, grads: Sequence[torch.Tensor], told: torch.Tensor | None, seat: int, batch: int, pipeline: int
+    ) -> None:
+        """Of a stage, on the CPU. ``told``: its batch's loss, if it knows that, which may be the cause."""
+        if _are_finite(grads):
             return
-        if not all(bool(grad.isfinite().all()) for grad in grads):
+        if told is not None:
+            self.loss(float(told.reshape(-1)[0]), batch, pipeline)
+        if self.watches:
             what = f"gradients on {self._placement.name(seat)} have infinities or NaN"
             self._tell(what, batch, pipeline)
 
@@ -48,3 +51,13 @@ class NonfiniteNotice:
         rank = self._world.rank
         if self._world.is_first("nonfinite"):
             _log.warning("rank %d: %s, in batch %d of pipeline %d; %s", rank, what, batch, pipeline, _REMEDY)
+
+
+def _are_finite(grads: Sequence[torch.Tensor]) -> bool:
+    grads = [grad._values() if grad.is_sparse else grad for grad in grads]
+    if not grads:
+        return True
+    # A number that is finite if all are, and an exact look only if it is not.
+    norms = torch._foreach_norm(grads)
+    total = sum(map(float, norms)) if len(norms) <= _FEW else float(torch.stack(norms).sum())
+    return math.isfinite(total) or all(bool(grad.isfinite().all()) for grad in grads)

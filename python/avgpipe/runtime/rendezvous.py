@@ -139,7 +139,9 @@ def connect(
     except RuntimeError as error:
         reason_why = reason(error)
     missing = _missing(board, place, rank, others, reason_why)
-    task.ends_within(_END_S)  # by its own limit: a thread that comes back while Python ends aborts the process
+    task.ends_within(
+        _END_S
+    )  # by its own limit: a thread that comes back while Python ends aborts the process
     who = ", ".join(map(name, sorted(missing))) if missing else "the others, who are all there"
     fate = ", which died or stands still" if missing else ""
     raise PeerLost(f"rank {rank} cannot connect to {who}{fate}: {reason_why}")

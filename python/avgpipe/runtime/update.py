@@ -122,11 +122,11 @@ class Update:
         self._replica.step(now.work.batch, needed_from, skips, self._forgets)
 
     def _watch(self, now: Progress) -> None:
-        notice, place, batch = self._notice, self._place, now.work.batch
-        if place.last and now.told is not None:
-            notice.loss(float(now.told.reshape(-1)[0]), batch, place.pipeline)
-        if notice.watches and not self._skips and (now.norm is None or not bool(now.norm.isfinite())):
-            notice.gradients(self._replica.arena.grads, place.seat, batch, place.pipeline)
+        if self._skips or (now.norm is not None and bool(now.norm.isfinite())):
+            return
+        place, told = self._place, now.told if self._place.last else None
+        grads = self._replica.arena.grads
+        self._notice.gradients(grads, told, place.seat, now.work.batch, place.pipeline)
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
