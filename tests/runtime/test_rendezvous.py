@@ -144,6 +144,17 @@ def test_a_meeting_with_a_silent_store_ends() -> None:
         meet(Board(Silent()), "start", 0, range(2), time.monotonic() + 0.1, str)
 
 
+def test_a_store_that_answers_late_is_asked_again() -> None:
+    store = Silent()
+    board = Board(store)
+    board.put("start/1", "here")
+    late = threading.Timer(3.0, store.answers.set)
+    late.start()
+    meet(board, "start", 0, range(2), time.monotonic() + 60, str)
+    assert store.texts["start/0"] == b"here"
+    late.join()
+
+
 def test_an_attempt_does_not_see_what_the_one_before_has_written(tmp_path: Path, monkeypatch: Any) -> None:
     for name, value in private_meeting(str(tmp_path)).items():
         monkeypatch.setenv(name, value)

@@ -17,8 +17,12 @@ _ANSWER_S = 2.0  # a store that takes longer is held to be cut off
 _LONGEST = 4000  # characters of a text
 
 
+class Silence(RuntimeError):
+    """A store has not answered in time; it may later."""
+
+
 class Board:
-    """Texts by name. Every method raises RuntimeError where the store is gone or does not answer."""
+    """Texts by name. Every method raises RuntimeError where the store is gone, and Silence where it does not answer."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -52,13 +56,13 @@ class Board:
     def _ask(self, question: Callable[[], T]) -> T:
         if self._asking is not None:
             if not self._asking.ends_within(0):
-                raise RuntimeError("the store does not answer")
+                raise Silence("the store does not answer")
             self._asking = None
         try:
             return within(_ANSWER_S, question)
         except Unanswered as unanswered:
             self._asking = unanswered.task
-            raise RuntimeError("the store does not answer") from None
+            raise Silence("the store does not answer") from None
 
 
 class Unanswered(TimeoutError):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, reason
-from avgpipe.runtime.board import Board, Task
+from avgpipe.runtime.board import Board, Silence, Task
 from avgpipe.runtime.meeting import STORE_FILE
 
 _POLL_S = 0.02
@@ -90,23 +90,34 @@ def join(timeout_s: float, backend: str | None = None) -> None:
 def meet(
     board: Board, place: str, rank: int, others: Iterable[int], deadline: float, name: Callable[[int], str]
 ) -> None:
-    """Wait for ``others`` at ``place``, until ``deadline`` of the monotonic clock; PeerLost names who is missing."""
+    """Wait for ``others`` at ``place``, until ``deadline`` of the monotonic clock; PeerLost names who is missing.
+
+    A store that answers late, as on a busy host, is asked again.
+    """
     begin = time.monotonic()
+    missing, is_here = set(others), False
     try:
-        board.put(f"{place}/{rank}", "here")
-        missing = set(others)
-        while missing := {other for other in missing if board.get(f"{place}/{other}") is None}:
+        while True:
+            try:
+                if not is_here:
+                    board.put(f"{place}/{rank}", "here")
+                    is_here = True
+                missing = {other for other in missing if board.get(f"{place}/{other}") is None}
+                if not missing:
+                    return
+            except Silence:
+                if time.monotonic() > deadline:
+                    raise
             if time.monotonic() > deadline:
-                names = ", ".join(map(name, sorted(missing)))
-                raise PeerLost(
-                    f"rank {rank} has waited {time.monotonic() - begin:.0f} s at its {place} for {names}, which died "
-                    "before, or does not come here"
-                )
+                break
             time.sleep(_POLL_S)
     except RuntimeError as error:
-        if isinstance(error, PeerLost):
-            raise
         raise PeerLost(f"rank {rank} cannot meet the others at its {place}: {reason(error)}") from error
+    names = ", ".join(map(name, sorted(missing)))
+    raise PeerLost(
+        f"rank {rank} has waited {time.monotonic() - begin:.0f} s at its {place} for {names}, which died before, or "
+        "does not come here"
+    )
 
 
 def connect(

@@ -169,7 +169,7 @@ def write(format: Format, tensors: Sequence[torch.Tensor], memory: torch.Tensor)
     """Copy a message's tensors to their places in flat memory."""
     for tensor, place in zip(tensors, format.places):
         if place.cast is not None and place.bytes:
-            pack([tensor], out=place.on(memory))
+            pack([tensor.resolve_neg()], out=place.on(memory))
         elif place.bytes:
             place.on(memory).view(place.shape).copy_(tensor, non_blocking=True)
 

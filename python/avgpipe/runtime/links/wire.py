@@ -56,9 +56,9 @@ class Format:
                 copy(address + place.offset, tensor.data_ptr(), place.bytes)
             elif place.cast is not None and place.bytes:
                 if tensor.is_cpu:
-                    pack([tensor], out=place.flat(buffer(), offset))
+                    pack([tensor.resolve_neg()], out=place.flat(buffer(), offset))
                 else:  # rounded over there; the copy keeps the host until it is done, as the one below does
-                    place.flat(buffer(), offset).copy_(pack([tensor], dtype=place.cast))
+                    place.flat(buffer(), offset).copy_(pack([tensor.resolve_neg()], dtype=place.cast))
             elif place.bytes:
                 place.flat(buffer(), offset).view(place.shape).copy_(tensor)
 
