@@ -539,6 +539,22 @@ def test_a_file_with_something_else_is_refused(content: Any, plan: Plan, saved: 
         losses(p)
 
 
+@pytest.mark.parametrize("plan", [PLAN, Plan()], ids=["same plan", "other plan"])
+def test_a_file_without_one_of_the_replicas_is_refused(plan: Plan, saved: Path) -> None:
+    shard = next(saved.glob("stage-1-*"))
+    content = torch.load(shard, weights_only=True)
+    del content["replicas"][1]
+    torch.save(content, shard)
+    manifest = Manifest.read(saved)
+    manifest.files[1] = [shard.name, shard.stat().st_size, crc_of(shard)]
+    manifest.write(saved)
+    with (
+        make(plan) as p,
+        pytest.raises(CheckpointError, match=r"replicas of pipelines \[0\], not of \[0, 1\]"),
+    ):
+        p.load(saved)
+
+
 # ---- infinities and NaN ------------------------------------------------------------------------------------------
 
 

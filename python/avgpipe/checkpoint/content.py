@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +10,13 @@ import torch
 _REPLICA = {"weights", "rest", "carry", "older", "optimizer", "lr_scheduler", "loss_scale"}
 
 
-def check_content(content: Any, signature: Mapping[str, list[Any]]) -> None:
-    """Raise ValueError for what no save has written. ``signature``: shape and dtype by tensor name."""
+def check_content(content: Any, signature: Mapping[str, list[Any]], pipelines: Collection[int]) -> None:
+    """Raise ValueError for what no save has written. ``signature``: shape and dtype by tensor name. ``pipelines``: whose
+    replicas the file has.
+    """
     replicas = _a(dict, _a(dict, content, "the content").get("replicas"), "'replicas'")
-    if not replicas or not all(type(i) is int and i >= 0 for i in replicas):
-        raise ValueError(f"'replicas' are numbered {list(replicas)}")
+    if replicas.keys() != set(pipelines):
+        raise ValueError(f"it has replicas of pipelines {list(replicas)}, not of {list(pipelines)}")
     whole = "reference" in content
     for i, replica in replicas.items():
         expected = _REPLICA if whole else {"carry"}

@@ -135,7 +135,7 @@ def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> 
         path = f"/dev/fd/{file.fileno()}"
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
-            check_content(content, manifest.signature)
+            check_content(content, manifest.signature, manifest.pipelines_in(number))
         except Exception as error:
             raise CheckpointError(
                 f"corrupt checkpoint: {directory / manifest.files[number][0]} does not load ({reason(error)}); use "

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -84,6 +84,10 @@ class Manifest:
         replication = self.plan["replication"] or [1] * self.plan["stages"]
         groups = range(self.plan["pipelines"] if self.plan["spread"] else 1)
         return [Seat(k, r, g) for g in groups for k, count in enumerate(replication) for r in range(count)]
+
+    def pipelines_in(self, number: int) -> Sequence[int]:
+        """Whose replicas one of the files has."""
+        return [self.seats[number].group] if self.plan["spread"] else range(self.plan["pipelines"])
 
     def check_model(self, signature: Mapping[str, list[Any]], directory: Path) -> None:
         """Refuse a checkpoint whose tensors are not the model's."""
