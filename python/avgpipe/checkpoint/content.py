@@ -11,8 +11,8 @@ _REPLICA = {"weights", "rest", "carry", "older", "optimizer", "lr_scheduler", "l
 
 
 def check_content(content: Any, signature: Mapping[str, list[Any]], pipelines: Collection[int]) -> None:
-    """Raise ValueError for what no save has written. ``signature``: shape and dtype by tensor name. ``pipelines``: whose
-    replicas the file has.
+    """Raise ValueError for what no save has written. ``signature``: shape and dtype by tensor name. ``pipelines``:
+    whose replicas the file has.
     """
     replicas = _a(dict, _a(dict, content, "the content").get("replicas"), "'replicas'")
     if replicas.keys() != set(pipelines):
