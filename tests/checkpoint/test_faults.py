@@ -102,19 +102,18 @@ def no_room() -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def mounted(folder: Path, options: str) -> None:
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"needs the right to mount: {made.stderr.decode().strip()}")
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 300 KiB."""
-    mounted(tmp_path / "disk", "size=300k")
-    yield tmp_path / "disk"
-    subprocess.run(["umount", str(tmp_path / "disk")], check=True)  # no closed Pipeline keeps it busy
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"needs the right to mount: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)  # no closed Pipeline keeps it busy
 
 
 def test_a_disk_that_is_really_full(disk: Path) -> None:

@@ -16,30 +16,10 @@ from tests.cli.command import invoke
 
 
 def train(text, out, *more):
-    options = (
-        "--data",
-        str(text),
-        "--batch-size",
-        "4",
-        "--stages",
-        "1",
-        "--pipelines",
-        "1",
-        "--micro-batches",
-        "1",
-    )
-    return invoke(
-        "train",
-        "awd-lstm",
-        *options,
-        "--max-batches",
-        "6",
-        "--checkpoint-minutes",
-        "0.0000001",
-        "--out",
-        str(out),
-        *more,
-    )
+    numbers = {"batch-size": 4, "stages": 1, "pipelines": 1, "micro-batches": 1, "max-batches": 6}
+    options = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
+    paths = ("--data", str(text), "--out", str(out))
+    return invoke("train", "awd-lstm", *paths, *options, "--checkpoint-minutes", "0.0000001", *more)
 
 
 @pytest.fixture

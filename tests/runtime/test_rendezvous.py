@@ -134,14 +134,14 @@ def test_who_does_not_come_is_named() -> None:
     board = Board(Store())
     board.put("start/2", "here")
     with pytest.raises(PeerLost, match=r"rank 0 has waited 0 s at its start for rank 1, rank 3, which died"):
-        meet(board, "start", 0, range(4), time.monotonic() + 0.1, lambda rank: f"rank {rank}")
+        meet(board, "start", 0, range(4), time.monotonic() + 0.1)
 
 
 def test_a_meeting_with_a_silent_store_ends() -> None:
     with pytest.raises(
         PeerLost, match="rank 0 cannot meet the others at its start: the store does not answer"
     ):
-        meet(Board(Silent()), "start", 0, range(2), time.monotonic() + 0.1, str)
+        meet(Board(Silent()), "start", 0, range(2), time.monotonic() + 0.1)
 
 
 def test_a_store_that_answers_late_is_asked_again() -> None:
@@ -150,7 +150,7 @@ def test_a_store_that_answers_late_is_asked_again() -> None:
     board.put("start/1", "here")
     late = threading.Timer(3.0, store.answers.set)
     late.start()
-    meet(board, "start", 0, range(2), time.monotonic() + 60, str)
+    meet(board, "start", 0, range(2), time.monotonic() + 60)
     assert store.texts["start/0"] == b"here"
     late.join()
 
@@ -225,7 +225,7 @@ def test_nobody_holds_the_store(monkeypatch: Any) -> None:
 
 
 def connecting(make: Any, store: Store, rank: int = 0, limit_s: float = 60.0) -> Any:
-    return connect(make, Board(store), "here", rank, range(4), limit_s, "rank {}".format)
+    return connect(make, Board(store), "here", rank, range(4), limit_s)
 
 
 def test_what_connects_is_returned() -> None:

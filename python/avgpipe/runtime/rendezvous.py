@@ -78,18 +78,15 @@ def join(timeout_s: float, backend: str | None = None) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = open_store(timeout_s)
     board = Board.beside(store, timeout_s)
-    name = "rank {}".format
-    meet(board, "start", rank, range(size), deadline, name)
+    meet(board, "start", rank, range(size), deadline)
     limit = timedelta(seconds=timeout_s)
     connect(
         lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit),
-        *(board, "start", rank, range(size), timeout_s, name),
+        *(board, "start", rank, range(size), timeout_s),
     )
 
 
-def meet(
-    board: Board, place: str, rank: int, others: Iterable[int], deadline: float, name: Callable[[int], str]
-) -> None:
+def meet(board: Board, place: str, rank: int, others: Iterable[int], deadline: float) -> None:
     """Wait for ``others`` at ``place``, until ``deadline`` of the monotonic clock; PeerLost names who is missing.
 
     A store that answers late, as on a busy host, is asked again.
@@ -113,10 +110,9 @@ def meet(
             time.sleep(_POLL_S)
     except RuntimeError as error:
         raise PeerLost(f"rank {rank} cannot meet the others at its {place}: {reason(error)}") from error
-    names = ", ".join(map(name, sorted(missing)))
     raise PeerLost(
-        f"rank {rank} has waited {time.monotonic() - begin:.0f} s at its {place} for {names}, which died before, or "
-        "does not come here"
+        f"rank {rank} has waited {time.monotonic() - begin:.0f} s at its {place} for {_names(missing)}, which died "
+        "before, or does not come here"
     )
 
 
@@ -127,7 +123,6 @@ def connect(
     rank: int,
     others: Iterable[int],
     limit_s: float,
-    name: Callable[[int], str],
 ) -> T:
     """What ``make`` returns, which all ranks call after they have met, to connect to each other.
 
@@ -153,7 +148,7 @@ def connect(
     task.ends_within(
         _END_S
     )  # by its own limit: a thread that comes back while Python ends aborts the process
-    who = ", ".join(map(name, sorted(missing))) if missing else "the others, who are all there"
+    who = _names(missing) if missing else "the others, who are all there"
     fate = ", which died or stands still" if missing else ""
     raise PeerLost(f"rank {rank} cannot connect to {who}{fate}: {reason_why}")
 
@@ -171,6 +166,10 @@ def _missing(board: Board, place: str, rank: int, others: Iterable[int], why: st
     except RuntimeError:
         pass
     return missing
+
+
+def _names(ranks: Iterable[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in sorted(ranks))
 
 
 def _look(board: Board, name: str) -> str | None:

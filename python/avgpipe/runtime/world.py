@@ -53,7 +53,7 @@ class World:
         self._board = Board.beside(dist.distributed_c10d.PrefixStore(prefix, store), timeout_s)
         deadline = time.monotonic() + timeout_s
         place = "Pipeline" if _pipelines == 1 else f"Pipeline number {_pipelines}"
-        meet(self._board, place, self.rank, range(self.size), deadline, lambda rank: f"rank {rank}")
+        meet(self._board, place, self.rank, range(self.size), deadline)
         limit = timedelta(seconds=timeout_s + SPARE_S)
         self._connections = 0
         self.group = self.connect(lambda: dist.new_group(backend="gloo", timeout=limit))
@@ -64,9 +64,7 @@ class World:
             return make()
         self._connections += 1
         place = f"connection {self._connections}"
-        return connect(
-            make, self._board, place, self.rank, range(self.size), self.timeout_s, "rank {}".format
-        )
+        return connect(make, self._board, place, self.rank, range(self.size), self.timeout_s)
 
     # ---- failures ------------------------------------------------------------------------------------------------
 
