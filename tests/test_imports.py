@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-WANTED = ["schedule", "partitioning", "profiling.profile", "simulation", "report"]
+WANTED = ["schedule", "planning", "timeline"]
 ROOMS = [room for room in WANTED if getattr(find_spec(f"avgpipe.{room}"), "origin", None)]
 
 PROBE = """

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import avgpipe
-from avgpipe.partitioning import Partition, partition
-from avgpipe.profiling.profile import LayerProfile, LinkProfile, Profile
+from avgpipe.planning import Partition, partition
+from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe import Costs, build_schedule
+from avgpipe.planning import predict, simulate
+from avgpipe.planning.engine import run
+from avgpipe.planning.program import compile_schedule
 from avgpipe.schedule import Schedule
-from avgpipe.simulation import predict, simulate
-from avgpipe.simulation.engine import run
-from avgpipe.simulation.program import compile_schedule
 
 HERE = Path(__file__).parent
 PLAIN = Costs(0.010, 0.020, 0.004, update_s=0.001)

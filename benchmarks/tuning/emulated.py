@@ -78,9 +78,9 @@ def main() -> None:
 
 def compared(workers: int, found: dict[str, Any]) -> list[dict[str, Any]]:
     """Each setting with its forecast."""
+    from avgpipe.measure.forecast import forecast
     from avgpipe.plan import Plan
-    from avgpipe.tuning.cluster import Cluster
-    from avgpipe.tuning.forecast import forecast
+    from avgpipe.planning.cluster import Cluster
 
     profile = profile_of(found)
     cluster = Cluster.like(profile, workers)
@@ -111,7 +111,7 @@ def compared(workers: int, found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def profile_of(found: dict[str, Any]) -> Any:
     """A layer for each stage, a micro-batch of one sample."""
-    from avgpipe.profiling.profile import LayerProfile, LinkProfile, Profile
+    from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile
 
     layers = tuple(
         LayerProfile(
@@ -217,7 +217,7 @@ def _latency_s() -> float:
 
 def _jitter(timeline: Any) -> float:
     """Of an action's time, standard deviation over mean, over all stages."""
-    from avgpipe.report.actions import occupations
+    from avgpipe.timeline.actions import occupations
 
     samples: dict[tuple[str, int], list[float]] = {}
     for action in occupations(timeline.events, ("send", "host", "average")):

@@ -48,10 +48,10 @@ def profiled() -> Any:
 
 def main() -> None:
     from avgpipe.bench.machine import machine, versions
-    from avgpipe.tuning.cluster import Cluster
-    from avgpipe.tuning.shapes import Space
-    from avgpipe.tuning.table import lines, table
-    from avgpipe.tuning.tuner import study
+    from avgpipe.measure.shapes import Space
+    from avgpipe.measure.table import lines, table
+    from avgpipe.measure.tuner import study
+    from avgpipe.planning.cluster import Cluster
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

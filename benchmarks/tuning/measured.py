@@ -16,8 +16,8 @@ def profiles(
     import torch.distributed as dist
     from turns import Turns
 
-    from avgpipe.tuning.subject import layers_of_workload, typical_batch, workload_of
-    from avgpipe.tuning.trial import Subject
+    from avgpipe.measure.subject import layers_of_workload, typical_batch, workload_of
+    from avgpipe.measure.trial import Subject
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -39,10 +39,10 @@ def trial(
     from turns import Turns
 
     from avgpipe.bench.schedules.rows import seconds_per_batch
+    from avgpipe.measure.subject import pipeline_of
+    from avgpipe.measure.trial import Batches, Subject
     from avgpipe.plan import Plan
     from avgpipe.runtime.memory import peak_memory_bytes
-    from avgpipe.tuning.subject import pipeline_of
-    from avgpipe.tuning.trial import Batches, Subject
 
     torch.set_num_threads(1)
     pipeline, batch = pipeline_of(Subject(**subject), Plan.from_json(plan))

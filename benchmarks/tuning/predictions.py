@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from avgpipe.measure.trial import Subject
+    from avgpipe.measure.workers import WorkerCosts
     from avgpipe.plan import Plan
-    from avgpipe.profiling.profile import Profile
-    from avgpipe.profiling.workers import WorkerCosts
-    from avgpipe.tuning.trial import Subject
+    from avgpipe.planning.profile import Profile
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODELS = ("awd-lstm", "gpt", "bert")
@@ -108,11 +108,11 @@ def main() -> None:
 
 
 def settings_of(model: str, preset: str, slices: int) -> list[Setting]:
-    from avgpipe.profiling.workers import measure_workers
+    from avgpipe.measure.shapes import profiled_sizes
+    from avgpipe.measure.subject import loaded, profile_of, workload_of
+    from avgpipe.measure.trial import Subject
+    from avgpipe.measure.workers import measure_workers
     from avgpipe.runtime.split import layers_of
-    from avgpipe.tuning.shapes import profiled_sizes
-    from avgpipe.tuning.subject import loaded, profile_of, workload_of
-    from avgpipe.tuning.trial import Subject
 
     subject = Subject(model, preset)
     workload = workload_of(subject)
@@ -140,10 +140,10 @@ def measure(
 ) -> None:
     from turns import in_turn
 
-    from avgpipe.profiling.profile import Profile
-    from avgpipe.profiling.profiler import with_workers
-    from avgpipe.tuning.cluster import Cluster
-    from avgpipe.tuning.forecast import forecast
+    from avgpipe.measure.forecast import forecast
+    from avgpipe.measure.profiler import with_workers
+    from avgpipe.planning.cluster import Cluster
+    from avgpipe.planning.profile import Profile
 
     plan = setting.plan
     asked = {"subject": asdict(subject), "repeats": slices}
@@ -169,10 +169,10 @@ def measure(
 
 def plans(profile: Profile, size: int) -> list[tuple[Plan, float]]:
     """With the cuts that the search finds, and about how many seconds a batch takes."""
-    from avgpipe.partitioning.search import CutSearch
-    from avgpipe.tuning.cluster import Cluster
-    from avgpipe.tuning.forecast import OnCluster
-    from avgpipe.tuning.shapes import Shape
+    from avgpipe.measure.forecast import OnCluster
+    from avgpipe.measure.shapes import Shape
+    from avgpipe.planning.cluster import Cluster
+    from avgpipe.planning.search import CutSearch
 
     found = []
     for stages, pipelines, micro_batches in SETTINGS:

@@ -100,7 +100,7 @@ def contest(workload: str, preset: str, rows: list[dict[str, Any]], slices: int)
     """Of each row, seconds per batch, a sample a slice."""
     from turns import in_turn
 
-    from avgpipe.tuning.trial import Subject
+    from avgpipe.measure.trial import Subject
 
     asked = {"subject": asdict(Subject(workload, preset)), "repeats": slices}
     groups = []

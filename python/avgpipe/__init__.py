@@ -1,6 +1,6 @@
 """avgpipe: pipeline-parallel training with elastic averaging.
 
-Names are loaded on first use, so that the pure-data rooms (schedule, partitioning, simulation) work without torch.
+Names are loaded on first use, so that the pure-data rooms (schedule, planning, timeline) work without torch.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ _HOME = {
     "Schedule": "schedule",
     "build_schedule": "schedule",
     "schedule_names": "schedule",
-    "Costs": "simulation",
-    "simulate": "simulation",
-    "predict": "simulation",
-    "Profile": "profiling",
-    "profile": "profiling.profiler",
-    "Partition": "partitioning",
-    "partition": "partitioning",
-    "tune": "tuning.tune",
-    "Timeline": "report.timeline",
+    "Costs": "planning",
+    "simulate": "planning",
+    "predict": "planning",
+    "Profile": "planning",
+    "profile": "measure.profiler",
+    "Partition": "planning",
+    "partition": "planning",
+    "tune": "measure.tune",
+    "Timeline": "timeline",
     "Plan": "plan",
     "Pipeline": "pipeline",
-    "Reference": "averaging",
-    "ElasticAveraging": "averaging",
+    "Reference": "elastic",
+    "ElasticAveraging": "elastic",
     "Carry": "runtime.context",
     "PipelineError": "errors",
     "ScheduleError": "errors",

@@ -22,8 +22,10 @@ from torch import nn
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
 from avgpipe.checkpoint.folder_lock import FolderLocks
 from avgpipe.errors import CheckpointError, PipelineError, nearest
+from avgpipe.links.choose import NAMES as LINKS
+from avgpipe.links.choose import ON_CUDA as CUDA_LINKS
 from avgpipe.plan import Plan
-from avgpipe.report.timeline import Timeline
+from avgpipe.planning import AdvanceChoice, choose_advance
 from avgpipe.runtime.allocator import keep_freed_memory
 from avgpipe.runtime.batch import LossFn, loss_weights, pair, plain, sample_count, split
 from avgpipe.runtime.compiled import Compiler, compile_options, described
@@ -32,8 +34,6 @@ from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.flow import BatchResult, Flow
 from avgpipe.runtime.freezing import places_of, set_requires_grad
 from avgpipe.runtime.inference import Inference
-from avgpipe.runtime.links.choose import NAMES as LINKS
-from avgpipe.runtime.links.choose import ON_CUDA as CUDA_LINKS
 from avgpipe.runtime.loader import Prefetch
 from avgpipe.runtime.loss import Loss, loss_of
 from avgpipe.runtime.measure import gather_timeline, measured_costs
@@ -47,7 +47,7 @@ from avgpipe.runtime.split import layers_of
 from avgpipe.runtime.threads import warn_of_threads
 from avgpipe.runtime.worker import Worker
 from avgpipe.runtime.world import World
-from avgpipe.simulation import AdvanceChoice, choose_advance
+from avgpipe.timeline.timeline import Timeline
 
 _log = logging.getLogger("avgpipe")
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last

@@ -13,8 +13,8 @@ from avgpipe.cli import compare_runs
 from avgpipe.cli.compare import answer, check, parse_systems
 from avgpipe.cli.compare_runs import Ended, Job, Question, Signals, run_all, run_in_process, verdict
 from avgpipe.plan import Plan
-from avgpipe.report.timeline import Event, Timeline
 from avgpipe.systems import SYSTEMS
+from avgpipe.timeline.timeline import Event, Timeline
 from tests.cli.command import avgpipe, invoke, strict
 
 MIB = 2**20

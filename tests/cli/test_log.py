@@ -4,7 +4,7 @@ import json
 import logging
 
 from avgpipe.cli.log import LogNotes, links_line
-from avgpipe.runtime.links.choose import LINK_MESSAGE
+from avgpipe.links.choose import LINK_MESSAGE
 
 
 def test_notes_of_the_log_are_the_way_to_the_next_stage_and_warnings():

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from avgpipe.profiling import LinkProfile, Profile
-from avgpipe.tuning import subject
+from avgpipe.measure import subject
+from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.workloads import language
 from tests.cli.command import invoke, strict
 
@@ -19,7 +19,7 @@ def quick(monkeypatch, text):
     """Options of a small model on a small text, measured briefly, and in this process."""
 
     def run_here(target, workers, arguments, **_):
-        assert (target, workers) == ("avgpipe.tuning.subject:profiled", 1)
+        assert (target, workers) == ("avgpipe.measure.subject:profiled", 1)
         monkeypatch.setenv("RANK", "0")
         return json.loads(json.dumps([subject.profiled(**arguments)]))
 

@@ -178,7 +178,7 @@ def test_advance_may_be_chosen_by_measuring():
 
 
 def test_the_links_are_those_of_the_runtime():
-    from avgpipe.runtime.links.choose import NAMES
+    from avgpipe.links.choose import NAMES
 
     assert LINKS == NAMES
 

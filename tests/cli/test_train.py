@@ -17,7 +17,7 @@ from avgpipe.cli import checks, loop, train
 from avgpipe.cli.launch import Ended
 from avgpipe.cli.settings import SETTINGS, TrainSettings, resolve
 from avgpipe.plan import Plan
-from avgpipe.report.timeline import Timeline
+from avgpipe.timeline.timeline import Timeline
 from tests.cli.command import Run, avgpipe, children, environment, invoke, rank_of, rows, strict, wait_for
 
 KEYS = [

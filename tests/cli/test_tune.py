@@ -6,7 +6,7 @@ import pytest
 
 from avgpipe.plan import Plan
 from tests.cli.command import invoke, strict
-from tests.tuning.examples import heavy
+from tests.measure.examples import heavy
 
 CLUSTER = """
 [[devices]]

@@ -4,7 +4,7 @@ import pytest
 
 from avgpipe.report.compare_curves import COLORS, Curve, Point, plot_curves
 from avgpipe.report.compare_timelines import plot_timelines
-from avgpipe.report.timeline import Event, Timeline
+from avgpipe.timeline.timeline import Event, Timeline
 
 
 def train(batch, loss, seconds):

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost
-from avgpipe.runtime.links.channel import Channel
-from avgpipe.runtime.links.group import GroupLink
-from avgpipe.runtime.links.shared import Inbox, SharedLink
+from avgpipe.links.channel import Channel
+from avgpipe.links.group import GroupLink
+from avgpipe.links.shared import Inbox, SharedLink
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 

@@ -114,7 +114,7 @@ def test_freed_memory_can_be_returned() -> None:
     """In a process of its own, which keeps 200 MiB until then."""
     code = """
 import torch
-from avgpipe.profiling.workers import _resident_bytes
+from avgpipe.measure.workers import _resident_bytes
 from avgpipe.runtime.allocator import keep_freed_memory, return_freed_memory
 
 assert keep_freed_memory()

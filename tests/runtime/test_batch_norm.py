@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from avgpipe import Pipeline, Plan
+from avgpipe.elastic import Arena
 from avgpipe.errors import StageError
 from avgpipe.runtime.batch_norm import DeferredBatchNorm, DeferredBatchNorm2d, defer_batch_norms
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.stage import Stage
-from avgpipe.weights import Arena
 from tests.runtime.cases import adamw, assert_same_state, momentum, train_on_one_device, unequal
 from tests.runtime.norms import LOSS, image_batches, image_model, slow_norms, slow_training
 from tests.runtime.workers import run

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.links import choose
+from avgpipe.links.local import LocalLink
 from avgpipe.runtime.lane import Walk
-from avgpipe.runtime.links import choose
-from avgpipe.runtime.links.local import LocalLink
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.scheduler import Scheduler

@@ -11,12 +11,11 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan, pipeline
 from avgpipe.errors import PeerLost
-from avgpipe.profiling import clock, profiler
+from avgpipe.links.group import GroupLink
+from avgpipe.measure import clock, profiler, subject, trial
 from avgpipe.runtime.device import own_device
-from avgpipe.runtime.links.group import GroupLink
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.memory import peak_memory_bytes
-from avgpipe.tuning import subject, trial
 from tests.runtime.cases import adamw, language_model
 from tests.runtime.ends import BACK, CHANNELS, CPU, eventually, groups
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.errors import PeerLost
+from avgpipe.links.choose import Links, nccl_joins
 from avgpipe.runtime import group_sum, streams, worker
 from avgpipe.runtime.group_sum import GroupSum, sum_group
-from avgpipe.runtime.links.choose import Links, nccl_joins
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 from tests.runtime.cases import adamw, language_model, token_batches

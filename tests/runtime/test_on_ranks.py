@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.links.shared import SharedLink
 from avgpipe.runtime.context import Carry
 from avgpipe.runtime.lane import Lane
-from avgpipe.runtime.links.shared import SharedLink
 from avgpipe.runtime.mailbox import Mailbox
 from tests.runtime.cases import language_model, momentum, token_batches
 from tests.runtime.ends import LINKS

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.links import choose
-from avgpipe.runtime.links.channel import Channel
-from avgpipe.runtime.links.group import GroupLink
-from avgpipe.runtime.links.shared import SharedLink
+from avgpipe.links import choose
+from avgpipe.links.channel import Channel
+from avgpipe.links.group import GroupLink
+from avgpipe.links.shared import SharedLink
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.placement import Placement

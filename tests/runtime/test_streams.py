@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.averaging.rounds import Rounds
+from avgpipe.elastic.rounds import Rounds
+from avgpipe.links.local import LocalLink
 from avgpipe.runtime import streams, worker
 from avgpipe.runtime.compute import Compute
-from avgpipe.runtime.links.local import LocalLink
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.stage import Stage
 from tests.runtime.cases import adamw, language_model, token_batches

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.elastic import Versions
 from avgpipe.systems import SYSTEMS
-from avgpipe.weights import Versions
 from tests.runtime.cases import (
     adamw,
     assert_same_state,

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from avgpipe.partitioning.balance import balance
+from avgpipe.planning.balance import balance
 from avgpipe.runtime.model import Model
 from avgpipe.workloads.captioning import caption_loss, caption_words
 from avgpipe.workloads.s2vt import S2VTConfig, s2vt_costs, s2vt_layers

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from avgpipe.bench.result import SectionResult
-from avgpipe.report.figure import check_format, write_figure
+from avgpipe.timeline.figure import check_format, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,17 +16,16 @@ from typing import Any
 
 import torch
 
-from avgpipe.averaging import ElasticAveraging
 from avgpipe.checkpoint.agreement import agreed
 from avgpipe.checkpoint.content import check_content
 from avgpipe.checkpoint.manifest import Gone, Manifest, read_text
 from avgpipe.checkpoint.save import carries, parameter_names
+from avgpipe.elastic import ElasticAveraging, Layout
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.plan import Plan
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.worker import Worker
-from avgpipe.weights import Layout
 
 _log = logging.getLogger("avgpipe")
 _SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha", "weights", "replication", "spread")

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from avgpipe.averaging import Reference
 from avgpipe.checkpoint.agreement import NotFinite, agreed
 from avgpipe.checkpoint.folder_lock import FolderLocks
 from avgpipe.checkpoint.manifest import NAME, Manifest, crc_of, file_name
+from avgpipe.elastic import Layout, Reference
 from avgpipe.errors import CheckpointError
 from avgpipe.plan import Plan
 from avgpipe.runtime.context import Carry
@@ -23,7 +23,6 @@ from avgpipe.runtime.export import seat_state
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.worker import Worker
-from avgpipe.weights import Layout
 
 
 def save_checkpoint(

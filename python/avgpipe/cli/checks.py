@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from avgpipe.checkpoint.manifest import Manifest, verify_checkpoint
 from avgpipe.cli.settings import RUN_FILE, TrainSettings
 from avgpipe.errors import CheckpointError
-from avgpipe.partitioning import balance
 from avgpipe.plan import Plan
+from avgpipe.planning import balance
 
 if TYPE_CHECKING:
     from avgpipe.workloads import Workload

@@ -16,7 +16,7 @@ from avgpipe.report.compare_advice import advice
 from avgpipe.report.compare_curves import Curve, plot_curves
 from avgpipe.report.compare_text import markdown, notes
 from avgpipe.report.compare_timelines import plot_timelines
-from avgpipe.report.timeline import Timeline
+from avgpipe.timeline.timeline import Timeline
 
 
 def comparison(question: Question, ended: Sequence[Ended]) -> Comparison:

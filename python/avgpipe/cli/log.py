@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from types import TracebackType
 
-from avgpipe.runtime.links.choose import LINK_MESSAGE
+from avgpipe.links.choose import LINK_MESSAGE
 
 _LOG = "avgpipe"
 

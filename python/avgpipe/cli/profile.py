@@ -15,9 +15,9 @@ from avgpipe.cli import options
 from avgpipe.cli.errors import arguments, reporting, running
 from avgpipe.cli.settings import AUTOCAST
 from avgpipe.errors import nearest
-from avgpipe.profiling.profile import LinkProfile, Profile
-from avgpipe.tuning.cluster import parse_rate, parse_time
-from avgpipe.tuning.trial import Subject
+from avgpipe.measure.trial import Subject
+from avgpipe.planning.cluster import parse_rate, parse_time
+from avgpipe.planning.profile import LinkProfile, Profile
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,7 +88,7 @@ def profile(
             found = _measure(asked)
             found.save(out)
             if plot is not None:
-                from avgpipe.report.layers import plot_layers
+                from avgpipe.measure.layers import plot_layers
 
                 plot_layers(found, plot)
             if json_output:
@@ -180,7 +180,7 @@ def _check_picture(plot: str) -> None:
 
 
 def _measure(asked: _Asked) -> Profile:
-    from avgpipe.tuning.subject import profile_of
+    from avgpipe.measure.subject import profile_of
 
     if sys.stderr.isatty():
         print(f"measuring for about {asked.budget_s:g} s ...", file=sys.stderr, flush=True)

@@ -10,12 +10,12 @@ import typer
 
 from avgpipe.cli.errors import arguments, reporting, running
 from avgpipe.cli.settings import parse_advance
+from avgpipe.planning import AdvanceChoice, Costs, choose_advance, steady_batch_s
+from avgpipe.planning import simulate as simulate_schedule
 from avgpipe.schedule import Schedule, build_schedule, schedule_names
-from avgpipe.simulation import AdvanceChoice, Costs, choose_advance, steady_batch_s
-from avgpipe.simulation import simulate as simulate_schedule
 
 if TYPE_CHECKING:
-    from avgpipe.report.timeline import Timeline
+    from avgpipe.timeline.timeline import Timeline
 
 _MIB = 2**20
 _FILE_COLUMNS = 110  # of a table that is no terminal's

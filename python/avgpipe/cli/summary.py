@@ -13,7 +13,7 @@ from avgpipe.cli.folder import Tally, read_metrics, strict_json
 from avgpipe.cli.progress import spell_s
 from avgpipe.cli.settings import TrainSettings
 from avgpipe.plan import Plan
-from avgpipe.report.timeline import Timeline
+from avgpipe.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from avgpipe.workloads.workload import Workload

@@ -12,8 +12,8 @@ from avgpipe.cli import options
 from avgpipe.cli.errors import arguments, reporting, running
 from avgpipe.cli.profile import check_file, checked_autocast, checked_device, count, parse_link, positive
 from avgpipe.cli.tune_question import Question
-from avgpipe.tuning.shapes import PIPELINES
-from avgpipe.tuning.trial import Subject
+from avgpipe.measure.shapes import PIPELINES
+from avgpipe.measure.trial import Subject
 
 
 def tune(
@@ -111,7 +111,7 @@ def tune(
         if json_output:
             print(json.dumps(found.to_json()))
             return
-        from avgpipe.tuning.table import show
+        from avgpipe.measure.table import show
 
         for note in prepared.notes:
             print(note)

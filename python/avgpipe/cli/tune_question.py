@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from avgpipe.cli.launch import cores
 from avgpipe.cli.profile import check_subject
-from avgpipe.profiling.profile import LinkProfile, Profile
-from avgpipe.tuning.cluster import Cluster
-from avgpipe.tuning.shapes import Space, profiled_sizes
-from avgpipe.tuning.trial import Subject
+from avgpipe.measure.shapes import Space, profiled_sizes
+from avgpipe.measure.trial import Subject
+from avgpipe.planning.cluster import Cluster
+from avgpipe.planning.profile import LinkProfile, Profile
 
 if TYPE_CHECKING:
-    from avgpipe.tuning.result import Tuning
+    from avgpipe.measure.result import Tuning
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Prepared:
         """
         if self.profile is not None:
             return self.profile, None
-        from avgpipe.tuning.subject import profile_of
+        from avgpipe.measure.subject import profile_of
 
         question = self.question
         assert question.subject is not None
@@ -118,8 +118,8 @@ class Prepared:
 
     def answer(self, profile: Profile, profile_s: float | None) -> Tuning:
         """ValueError where nothing fits into the memory."""
-        from avgpipe.tuning.trial import measure
-        from avgpipe.tuning.tuner import study
+        from avgpipe.measure.trial import measure
+        from avgpipe.measure.tuner import study
 
         question = self.question
         if self.cluster is not None:

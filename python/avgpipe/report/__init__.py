@@ -1,6 +1,1 @@
-"""What a run looked like: timelines, where their time went, their pictures and traces."""
-
-from avgpipe.report.breakdown import StageTime
-from avgpipe.report.timeline import COMPUTE_KINDS, Event, Timeline
-
-__all__ = ["COMPUTE_KINDS", "Event", "StageTime", "Timeline"]
+"""Comparisons of systems: their table, advice and pictures."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from avgpipe.report.compare import DOES_NOT_FIT, OK, Comparison, Figures, Outcome, spell, spell_size
 from avgpipe.report.compare_advice import CLOSE, advice, listed
-from avgpipe.report.units import in_words
+from avgpipe.timeline.units import in_words
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,9 +10,9 @@ from statistics import median, median_low
 from typing import TYPE_CHECKING, Any
 
 from avgpipe.report.compare_curves import COLORS
-from avgpipe.report.figure import write_figure
-from avgpipe.report.timeline import COMPUTE_KINDS, Event, Timeline
-from avgpipe.report.units import in_words, unit_of
+from avgpipe.timeline.figure import write_figure
+from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
+from avgpipe.timeline.units import in_words, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

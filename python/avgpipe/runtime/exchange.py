@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from avgpipe.averaging import Reference
+from avgpipe.elastic import Reference
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.streams import LaneStream

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from avgpipe.elastic import Layout
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.worker import Worker
-from avgpipe.weights import Layout
 
 
 def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 import torch
 
-from avgpipe.averaging import Reference
+from avgpipe.elastic import Reference
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.worker import Worker

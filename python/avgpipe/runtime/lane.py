@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from avgpipe.links.channel import Link
 from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.exchange import Exchange
 from avgpipe.runtime.group_sum import GroupSum
-from avgpipe.runtime.links.channel import Link
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.nonfinite import NonfiniteNotice

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 import torch
 
-from avgpipe.report.actions import occupations
-from avgpipe.report.timeline import Event, Timeline
-from avgpipe.runtime.links.group import GroupLink
+from avgpipe.links.group import GroupLink
+from avgpipe.planning import Costs
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.worker import Worker
-from avgpipe.simulation import Costs
+from avgpipe.timeline.actions import occupations
+from avgpipe.timeline.timeline import Event, Timeline
 
 _KINDS = ("F", "B", "I", "W", "U", "average", "send", "host", "recv")
 _DETAILS = ("", "F", "B", "T", "N", "C", "average", "caller", "loader", "A", "Z", "L")

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from avgpipe.averaging import ElasticAveraging, Reference
+from avgpipe.elastic import Arena, ElasticAveraging, Reference, Versions
+from avgpipe.elastic.hidden import refuse_hidden_weights
 from avgpipe.runtime.loss_scale import LossScale
 from avgpipe.runtime.requirements import check_lr_scheduler, check_optimizer
 from avgpipe.runtime.stage import Stage
-from avgpipe.weights import Arena, Versions
-from avgpipe.weights.hidden import refuse_hidden_weights
 
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFn = Callable[[torch.optim.Optimizer], Any]

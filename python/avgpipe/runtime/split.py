@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from avgpipe.errors import reason
-from avgpipe.partitioning import balance
+from avgpipe.planning import balance
 from avgpipe.runtime.aliases import joined
 from avgpipe.runtime.compiled import is_compiled, original, unwrapped
 from avgpipe.runtime.skips import Values

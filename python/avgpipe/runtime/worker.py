@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.averaging import Reference
+from avgpipe.elastic import Arena, Reference
+from avgpipe.links.channel import Channel
+from avgpipe.links.choose import Links
 from avgpipe.plan import Plan
 from avgpipe.runtime.exchange import Exchange
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.lane import Lane
-from avgpipe.runtime.links.channel import Channel
-from avgpipe.runtime.links.choose import Links
 from avgpipe.runtime.loss_scale import LossScale
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.model import Model, trainable_parameters
@@ -32,7 +32,6 @@ from avgpipe.runtime.streams import Handed, LaneStream, streams_of
 from avgpipe.runtime.watchdog import Watchdog
 from avgpipe.runtime.world import SPARE_S, World
 from avgpipe.schedule.replicated import warm_up
-from avgpipe.weights import Arena
 
 
 class Worker:

@@ -42,7 +42,7 @@ def build_schedule(
       forward.
     - "advance-forward" (Chen et al. 2023): as 1f1b, with ``advance`` more forwards in front: an int for every
       stage or a list with one int per stage; None means K-1-k on stage k, which makes 7, 5, 3, 1 forwards on
-      4 stages. "auto" is for :func:`avgpipe.simulation.choose_advance` to replace by what measurements say; here,
+      4 stages. "auto" is for :func:`avgpipe.planning.choose_advance` to replace by what measurements say; here,
       without any, it means the same as None.
     - "pipedream" (Narayanan et al. 2019) and "pipedream-2bw" (Narayanan et al. 2021): 1f1b that goes on over batches
       without a flush. They differ in their weight versions, which are no part of a schedule.

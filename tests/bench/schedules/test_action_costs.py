@@ -3,7 +3,7 @@
 import pytest
 
 from avgpipe.bench.schedules.action_costs import action_costs
-from avgpipe.report.timeline import Event, Timeline
+from avgpipe.timeline.timeline import Event, Timeline
 
 
 def made(*rows, workers=1):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 
-from avgpipe.report.actions import ACTIONS, occupations
-from avgpipe.report.timeline import Timeline
+from avgpipe.timeline.actions import ACTIONS, occupations
+from avgpipe.timeline.timeline import Timeline
 
 _HOST = ("send", "host", "average")
 

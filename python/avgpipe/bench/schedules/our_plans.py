@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from avgpipe.bench.schedules.rows import Unavailable
 from avgpipe.bench.schedules.settings import CHUNKS, SYSTEMS, ScheduleSettings
 from avgpipe.plan import Plan
+from avgpipe.planning import Costs, steady_batch_s
 from avgpipe.schedule.schedule import Schedule
-from avgpipe.simulation import Costs, steady_batch_s
 
 _SEVERAL_STAGES = ("interleaved-1f1b", "zero-bubble-v")  # CHUNKS of them on each worker
 _WHOLE_BATCHES = ("pipedream-2bw", "data-parallel")  # the other systems' batches are one micro-batch

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineTimeout
-from avgpipe.runtime.links.channel import Channel, Link
-from avgpipe.runtime.links.group import GroupLink
-from avgpipe.runtime.links.local import LocalLink
-from avgpipe.runtime.links.shared import Inbox, SharedLink
+from avgpipe.links.channel import Channel, Link
+from avgpipe.links.group import GroupLink
+from avgpipe.links.local import LocalLink
+from avgpipe.links.shared import Inbox, SharedLink
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 from avgpipe.texts import gather_in, gather_texts

@@ -1,0 +1,363 @@
+"""An optimizer whose steps take part in elastic averaging."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from avgpipe.elastic.force import FusedForce
+from avgpipe.elastic.fused import FusedStep
+from avgpipe.elastic.matching import holds, optimized, replica_tensors
+from avgpipe.elastic.places import Unfusable
+from avgpipe.elastic.reference import Reference
+from avgpipe.elastic.rounds import GroupRounds
+
+EXTRA_KEY = "elastic"
+
+
+class ElasticAveraging(torch.optim.Optimizer):
+    """``inner_optimizer``, with replica ``replica`` tied to ``reference`` after every ``period`` steps.
+
+    A ``torch.optim.Optimizer``: groups, state, defaults and ``zero_grad`` are the inner's own; hooks and
+    learning-rate schedulers may be put on either; closures and ``torch.amp.GradScaler`` work. A step that
+    the scaler skips still takes part in its round, with nothing to add.
+
+    replica: which of the reference's replicas this is; by default 0, or the rank in the reference's group.
+    parameters: the replica's tensors in the order in which the reference was built; by default those that the
+        inner optimizer holds, which must then be in that order. Needed when groups change it, when the
+        optimizer holds only some of the trainable parameters, and when the reference is over flat
+        buffers of which the optimizer's parameters are views.
+    fused: whether the step of torch.optim.SGD, Adam or AdamW and the averaging are one pass over memory, which
+        rounds otherwise than two but changes nothing else; state_dict is the same. None: where possible, decided
+        at every step (not with period > 1, amsgrad, differentiable, settings on an accelerator, sparse or
+        complex tensors, post-step hooks of the inner optimizer, or N = 1 without elasticity). True: the same, but
+        ValueError here with the reason if no step could be. False: never. A fused pass reads gradients that
+        GradScaler has scaled as they are, and leaves them so; pre-step hooks may change gradients, and what
+        they do to weights counts as done before the round. It ignores the inner optimizer's ``foreach``.
+
+    With replicas in one process and staleness 0 or 1, step them in turn, in any order: RuntimeError for one
+    that needs an update that is not there yet (``ready`` tells). With a group, a step waits for the others.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: torch.optim.Optimizer,
+        reference: Reference,
+        replica: int | None = None,
+        *,
+        parameters: Iterable[torch.Tensor] | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        if not isinstance(inner_optimizer, torch.optim.Optimizer) or isinstance(
+            inner_optimizer, ElasticAveraging
+        ):
+            raise TypeError(
+                f"inner_optimizer must be a plain torch.optim.Optimizer, not {_name(inner_optimizer)}"
+            )
+        if not isinstance(reference, Reference):
+            raise TypeError(f"reference must be an avgpipe.Reference, not {_name(reference)}")
+        if replica is None:
+            replica = reference.rounds.rank if isinstance(reference.rounds, GroupRounds) else 0
+        self.inner, self.reference, self.replica = inner_optimizer, reference, replica
+        tensors = replica_tensors(inner_optimizer, reference, parameters)
+        self._replica = reference.attach(replica, tensors)
+        self._fused = None if fused is False else FusedStep(inner_optimizer, self._replica, reference.z)
+        if fused is True:
+            self._check_fused(reference, replica)
+        self._local_steps = 0
+        self._position = 0  # local steps done in the current period
+        self._done: Callable[[], None] | None = None  # of a step_in_round
+        # The base class's __init__ would build groups and state of its own; this sets up only its hooks.
+        known = set(inner_optimizer.defaults)
+        super().__setstate__({})
+        for key in set(inner_optimizer.defaults) - known:  # the base class's own, not for new groups of inner
+            del inner_optimizer.defaults[key]
+        self._warned_capturable_if_run_uncaptured = True
+
+    # GradScaler then calls step() in any case, and leaves unscaling and skipping to it.
+    _step_supports_amp_scaling = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = value
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        self.complete()
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        self.complete()
+        self.inner.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # read-only: the inner optimizer's
+        return self.inner.defaults
+
+    @property
+    def update(self) -> list[torch.Tensor] | None:
+        """What this replica has told the reference with its last step, one flat tensor per buffer of the reference's;
+        None if that step was not the last of a period. It stays until the next one that is.
+        """
+        if self._position or not self._local_steps:
+            return None
+        return self.reference.rounds.updates[self.replica].flats
+
+    @property
+    def ready(self) -> bool:
+        """step() may run now. With a group always: the step waits instead."""
+        return self.reference.rounds.ready(self.replica, self._finishes)
+
+    @property
+    def settled(self) -> bool:
+        """The weights contain the pull of every round that this replica took part in.
+
+        False only with rule avgpipe and staleness 0, from this replica's arrival to that of all others.
+        """
+        rounds = self.reference.rounds
+        return not (rounds.elasticity.pulls_at_the_end and self.replica in rounds.arrived)
+
+    @property
+    def _finishes(self) -> bool:
+        return self._position + 1 == self.reference.elasticity.period
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The inner optimizer's step; the last one of a period then exchanges with the reference.
+
+        RuntimeError, with nothing changed, if updates of others that it needs are missing (see ``ready``).
+        """
+        rounds = self.reference.rounds
+        if rounds.replicas.get(self.replica) is not self._replica:
+            raise RuntimeError(
+                f"replica {self.replica} was released from its reference; use its new optimizer"
+            )
+        if self.reference.is_applied_to(optimized(self.inner)):
+            raise RuntimeError(
+                "the model holds the reference's weights: leave reference.applied_to before stepping"
+            )
+        rounds.check(self.replica, self._finishes)
+        args = () if closure is None else (closure,)
+        if self._fused is not None and self._can_fuse(self._fused):
+            return self._fused_step(self._fused, *args)
+        result = self._plain_step(lambda: self.inner.step(*args))
+        self._end_step()
+        return result
+
+    def step_in_round(self, done: Callable[[], None]) -> None:
+        """:meth:`step`, which may leave its work to the one that completes the round: one pass for all replicas.
+
+        Gradients must stay as they are until ``done`` is called, at the latest by the step that completes the
+        round; learning rates and groups may change at once. Weights and state are those before the step until
+        then, unless :meth:`complete`, or whatever here or in the reference reads or replaces them, does the
+        replica's own part now. As long as all is finite, the result is the same in every bit.
+        """
+        self._done = done
+        try:
+            self.step()
+            if self._done is not None:
+                done()
+        finally:
+            self._done = None
+
+    def complete(self) -> None:
+        """Do now what a :meth:`step_in_round` has left for later, if anything."""
+        self.reference.rounds.complete(self.replica)
+
+    def _end_step(self, force: FusedForce | None = None) -> None:
+        self._local_steps += 1
+        self._position += 1
+        if self._position < self.reference.elasticity.period:
+            return
+        self._position = 0
+        rounds, done = self.reference.rounds, self._done
+        if force is None or done is None or not (rounds.joins and force.may_wait) or self._is_watched:
+            rounds.arrive(self.replica, force)
+        else:
+            self._done = None
+            rounds.arrive_later(self.replica, force, done)
+
+    @property
+    def _is_watched(self) -> bool:
+        """Hooks see the weights after every step."""
+        return bool(self._optimizer_step_post_hooks or _global_optimizer_post_hooks)
+
+    @property
+    def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What GradScaler sets during its step: the scale (None: unscaled already), and whether to skip."""
+        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+
+    def _plain_step(self, step: Callable[[], Any]) -> Any:
+        """``step`` is the inner optimizer's."""
+        if self._position == 0 and self._replica.remembers:
+            self._replica.begin()
+        scale, found_inf = self._scaling
+        if found_inf is None:
+            return step()
+        if getattr(self.inner, "_step_supports_amp_scaling", False):
+            return self._scaled_step(step, scale, found_inf)
+        if bool(found_inf):
+            return None
+        if scale is not None:
+            _unscale(self.inner, scale)
+        return step()
+
+    def _scaled_step(
+        self, step: Callable[[], Any], scale: torch.Tensor | None, found_inf: torch.Tensor
+    ) -> Any:
+        """The inner optimizer unscales and skips by itself, without waiting for the device."""
+        inner: Any = self.inner
+        inner.grad_scale, inner.found_inf = scale, found_inf
+        try:
+            return step()
+        finally:
+            del inner.grad_scale, inner.found_inf
+
+    def _can_fuse(self, fused: FusedStep) -> bool:
+        try:
+            fused.check()
+        except Unfusable:
+            return False
+        return True
+
+    def _check_fused(self, reference: Reference, replica: int) -> None:
+        assert self._fused is not None
+        try:
+            self._fused.check()
+        except Unfusable as reason:
+            del reference.rounds.replicas[replica]
+            raise ValueError(
+                f"fused=True, but steps cannot be fused: {reason}; pass fused=None to fuse where possible"
+            ) from None
+
+    def _fused_step(self, fused: FusedStep, *args: Any) -> Any:
+        """The inner optimizer's step, with its hooks, and the averaging together."""
+        scale, found_inf = self._scaling
+        skips = fused.skips(found_inf)
+
+        def step(inner: Any, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            try:
+                force = fused.prepare(scale, found_inf, skips)
+            except Unfusable:  # of gradients, and hooks have run already: the class's step without them
+                self._plain_step(lambda: type(inner).step.__wrapped__(inner))
+                force = None
+            self._end_step(force)
+            return loss
+
+        inner: Any = self.inner
+        if skips and not getattr(inner, "_step_supports_amp_scaling", False):
+            return step(inner)  # as if the inner optimizer's step was not called
+        if "step" in vars(inner):
+            inner._opt_called = True  # for the learning-rate scheduler that has wrapped it
+        return torch.optim.Optimizer.profile_hook_step(step)(inner, *args)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.complete()
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Optimize more of the replica's tensors; ValueError for those that are not averaged."""
+        averaged = self._replica.x.tensors
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        for p in params:
+            p = p[1] if isinstance(p, tuple) else p
+            if isinstance(p, torch.Tensor) and not holds(averaged, p):
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} is not among the {len(averaged)} tensors "
+                    f"that are averaged for replica {self.replica}; build Reference and ElasticAveraging "
+                    f"with parameters=replica.parameters(), trainable from the beginning"
+                )
+        self.complete()
+        self.inner.add_param_group({**param_group, "params": params})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and "elastic": local steps, place in the period, weights at its beginning.
+
+        What waits for other replicas is in ``reference.state_dict()``.
+        """
+        for before_hook in self._optimizer_state_dict_pre_hooks.values():
+            before_hook(self)
+        self.complete()
+        start = self._replica.before if self._position else None
+        state = dict(self.inner.state_dict())
+        state[EXTRA_KEY] = {
+            "local_steps": self._local_steps,
+            "position": self._position,
+            "start": None if start is None else start.tensors(),
+        }
+        for after_hook in self._optimizer_state_dict_post_hooks.values():
+            state = after_hook(self, state) or state
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also takes the inner optimizer's own state dict; a new period then begins."""
+        state = dict(state_dict)
+        for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state = before_hook(self, state) or state
+        extra = state.pop(EXTRA_KEY, {"local_steps": 0, "position": 0, "start": None})
+        lacking = [key for key in ("state", "param_groups") if key not in state]
+        lacking += [
+            f"{EXTRA_KEY}[{key!r}]" for key in ("local_steps", "position", "start") if key not in extra
+        ]
+        if lacking:
+            raise ValueError(
+                f"the state lacks {', '.join(lacking)}: pass what state_dict() of an ElasticAveraging, or of its inner "
+                "optimizer, returned"
+            )
+        period = self.reference.elasticity.period
+        if not 0 <= extra["position"] < period:
+            raise ValueError(
+                f"the state was saved after step {extra['position']} of a period, but the period is "
+                f"{period}; load it with the period of the run that saved it"
+            )
+        if (extra["start"] is not None) != (self._replica.remembers and extra["position"] > 0):
+            raise ValueError(
+                "the state was saved under another rule; load it with the rule of the run that saved it"
+            )
+        self.complete()
+        self.inner.load_state_dict(state)
+        self._local_steps, self._position = extra["local_steps"], extra["position"]
+        if extra["start"] is not None:
+            for mine, value in zip(self._replica.begin().tensors(), extra["start"]):
+                mine.copy_(value)
+        for after_hook in self._optimizer_load_state_dict_post_hooks.values():
+            after_hook(self)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "an ElasticAveraging is tied to its Reference and cannot be copied; save its state_dict()"
+        )
+
+    def __repr__(self) -> str:
+        return f"ElasticAveraging(replica {self.replica} of {self.reference!r},\n{self.inner!r})"
+
+
+@torch.no_grad()
+def _unscale(inner: torch.optim.Optimizer, scale: torch.Tensor) -> None:
+    factor = scale.double().reciprocal().float()
+    for p in optimized(inner):
+        if p.grad is None:
+            continue
+        if p.grad.dtype == torch.float16:
+            raise ValueError(
+                "float16 gradients cannot be unscaled; keep parameters in float32, under autocast"
+            )
+        p.grad.mul_(factor.to(p.grad.device))
+
+
+def _name(value: object) -> str:
+    return type(value).__name__

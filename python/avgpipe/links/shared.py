@@ -1,0 +1,169 @@
+"""Shared memory between processes of one host: one copy on sending, and the receiver reads in place.
+
+Each worker has an *inbox*, memory that its peers map: a bell that they ring and a ring of records for each
+channel that ends here. Tensors lie in slots, which the sender makes and the receiver maps. A slot is free again
+when the last tensor that reads it is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import select
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from avgpipe.links.channel import Channel
+from avgpipe.links.wire import Decoder, Encoder, narrowed, padded, view
+from avgpipe.runtime.mailbox import Mailbox
+from avgpipe.runtime.message import Key
+from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy, supported
+
+_POLL_S = 1e-3
+_TOKEN_BYTES = 64  # at the beginning of an inbox: shows whoever opens it that it is the right memory
+_LEFT_BYTES = (
+    64  # behind it, a byte that is not zero once nothing is taken any more, on a cache line of its own
+)
+_HEAD_BYTES = _TOKEN_BYTES + _LEFT_BYTES
+
+
+class Inbox:
+    """This worker's, for ``channels``, or the one of another worker that ``offer`` describes."""
+
+    def __init__(self, memory: Memory, channels: Sequence[Channel]) -> None:
+        self.memory, self._channels = memory, list(channels)
+        self.bell = Bell(memory.address + _HEAD_BYTES, memory)
+        self._left = ctypes.c_uint8.from_address(memory.address + _TOKEN_BYTES)
+
+    @classmethod
+    def create(cls, channels: Sequence[Channel]) -> Inbox:
+        return cls(Memory.create(_bytes(channels)), channels)
+
+    def offer(self) -> dict[str, Any]:
+        """What another process of this host needs to open it."""
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        ctypes.memmove(self.memory.address, token, _TOKEN_BYTES)
+        return {"host": host(), "pid": os.getpid(), "path": self.memory.path, "token": token.hex()}
+
+    @classmethod
+    def open(cls, offer: dict[str, Any], channels: Sequence[Channel]) -> Inbox:
+        """OSError, or ValueError, if that memory is not within reach."""
+        memory = Memory.open(offer["path"], _bytes(channels))
+        if ctypes.string_at(memory.address, _TOKEN_BYTES).hex() != offer["token"]:
+            raise ValueError(f"{offer['path']} is not the memory that was offered")
+        return cls(memory, channels)
+
+    def leave(self) -> None:
+        """Its worker takes nothing more from it: nobody need wait for that."""
+        self._left.value = 1
+
+    @property
+    def is_left(self) -> bool:
+        return bool(self._left.value)
+
+    def ring(self, channel: Channel) -> int:
+        """The address of a channel's ring."""
+        return self.bell_end + self._channels.index(channel) * Sender.RING_BYTES
+
+    @property
+    def bell_end(self) -> int:
+        return self.memory.address + _HEAD_BYTES + padded(Bell.BYTES)
+
+
+def _bytes(channels: Sequence[Channel]) -> int:
+    return _HEAD_BYTES + padded(Bell.BYTES) + len(channels) * Sender.RING_BYTES
+
+
+def host() -> str:
+    """Equal in processes that can open each other's memory: one kernel and one space of process numbers."""
+    if not supported():
+        return ""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
+
+
+class SharedLink:
+    """To and from one other worker. ``outbox``: the peer's inbox; ``incoming``: the channels that come from it."""
+
+    name = "shared memory"
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        incoming: Sequence[Channel],
+        peer: int,
+        outbox: Inbox,
+        device: torch.device,
+        mailbox: Mailbox,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        self._inbox, self._outbox, self._mailbox, self._wire_dtype = inbox, outbox, mailbox, wire_dtype
+        self._peer = peer
+        self._outgoing: dict[Channel, tuple[Sender, Encoder]] = {}
+        self._incoming = [
+            (
+                channel,
+                Receiver(inbox.ring(channel), peer, inbox),
+                Decoder(narrowed(channel, wire_dtype), device),
+            )
+            for channel in incoming
+        ]
+        mailbox.sources.append(self._collect)
+
+    def send(self, key: Key, value: Any) -> None:
+        channel = key[:4]
+        ends = self._outgoing.get(channel)  # type: ignore[call-overload]  # a Channel is such a tuple
+        if ends is None:
+            ends = self._open(Channel(*channel))
+        sender, encoder = ends
+        number, format, text, tensors = encoder.encode(value)
+        begin = padded(len(text))
+        total = begin + format.bytes
+        if total:
+            address = sender.reserve(total)
+            if text:
+                ctypes.memmove(address, text, len(text))
+            format.write(tensors, address + begin, lambda: view(address, total), begin, copy)
+        sender.publish(total, key.batch, key.micro_batch, number, len(text))
+
+    def _open(self, channel: Channel) -> tuple[Sender, Encoder]:
+        sender = Sender(self._outbox.ring(channel), self._outbox.bell, self._outbox)
+        ends = self._outgoing[channel] = sender, Encoder(narrowed(channel, self._wire_dtype))
+        return ends
+
+    def _collect(self) -> None:
+        for channel, receiver, decoder in self._incoming:
+            while (record := receiver.take()) is not None:
+                _, batch, micro_batch, number, text_bytes, lease = record
+                value = decoder.decode(number, text_bytes, lease)
+                self._mailbox.put(Key(*channel, batch, micro_batch), value)
+
+    def leave(self) -> None:
+        """Take nothing more. A peer that closes later, or too, need not wait for it."""
+        self._inbox.leave()
+
+    def close(self, patience_s: float) -> None:
+        """A message that is not taken yet ends with its sender, so a peer that takes some still may take the last."""
+        self.leave()
+        self._mailbox.sources.remove(self._collect)
+        deadline = time.monotonic() + patience_s
+        while any(sender.waiting() for sender, _ in self._outgoing.values()) and not self._outbox.is_left:
+            if time.monotonic() > deadline or not _is_alive(self._peer):
+                break
+            time.sleep(_POLL_S)
+        self._outgoing.clear()
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        file = os.pidfd_open(process)
+    except OSError:
+        return False
+    try:
+        return not select.select([file], [], [], 0)[0]  # readable once it has ended, also before it is buried
+    finally:
+        os.close(file)

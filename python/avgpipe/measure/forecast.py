@@ -1,0 +1,223 @@
+"""What a plan would take on a cluster, from a profile: seconds per batch by simulation, and bytes of each worker."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+from avgpipe.plan import Plan
+from avgpipe.planning import Costs, steady_batch_s
+from avgpipe.planning.chain import Chain
+from avgpipe.planning.cluster import Cluster
+from avgpipe.planning.network import ring_s
+from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.planning.search import Cut
+from avgpipe.planning.simulated import Training
+
+_BUCKET_BYTES = (
+    8 * 2**20
+)  # of the runtime's sum of gradients over replicas: the last one begins after the backward
+_JITTERED = 48  # batches of each pipeline, so that the mean is known to about a hundredth
+_AT_ONCE = LinkProfile(0.0, inf)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """batch_size: samples of one pipeline's batch. batch_s: from one batch's end to the next one's, of whichever
+    pipeline, in the steady state. memory_bytes: of each worker, those of a stage one after the other.
+    """
+
+    plan: Plan
+    batch_size: int
+    batch_s: float
+    memory_bytes: tuple[float, ...]
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.batch_size / self.batch_s
+
+
+def forecast(profile: Profile, plan: Plan, batch_size: int, cluster: Cluster) -> Forecast:
+    """Of a plan that all workers share, with as many replicas of each stage, and stages cut by numbers of layers.
+
+    ValueError for another plan, and for a cluster that is too small.
+    """
+    partition = plan.partition or []
+    if len(partition) != plan.stages - 1 or any(not isinstance(first, int) for first in partition):
+        raise ValueError(
+            f"partition {plan.partition}: a forecast needs the first layers of the stages after the first, as numbers"
+        )
+    if partition and int(partition[-1]) >= len(profile.layers):
+        raise ValueError(f"partition {partition}: the profile has {len(profile.layers)} layers")
+    return OnCluster(profile, plan, batch_size, cluster).forecast(tuple(map(int, partition)))
+
+
+class OnCluster(Training):
+    """A plan, but for its partition, on the first workers of a cluster: an objective of the search over cuts.
+
+    Replicas of a stage are neighbours, as the runtime numbers them, and each runs its share of the micro-batches.
+    """
+
+    def __init__(self, profile: Profile, plan: Plan, batch_size: int, cluster: Cluster) -> None:
+        if plan.workers > cluster.workers:
+            raise ValueError(f"the plan needs {plan.workers} workers, the cluster has {cluster.workers}")
+        if plan.spread or len(set(plan.replication or [1])) > 1:
+            raise ValueError(
+                "a forecast is of pipelines that share all workers, with as many replicas of each stage; this plan has "
+                f"replication {plan.replication}, spread {plan.spread}"
+            )
+        self.plan, self.batch_size, self._cluster = plan, batch_size, cluster
+        self._width = (plan.replication or [1])[0]
+        schedule = plan.build_schedule(-(-plan.micro_batches // self._width))
+        chain = Chain(profile, batch_size / plan.micro_batches)
+        super().__init__(chain, schedule, plan.pipelines, plan.recompute)
+        worker_of = {k: n for n, stages in enumerate(schedule.placement) for k in stages}
+        self._workers = [
+            range(self._width * worker_of[k], self._width * (worker_of[k] + 1)) for k in range(plan.stages)
+        ]
+        self._speeds = [min(cluster.devices[n].speed for n in workers) for workers in self._workers]
+        self._links = [self._link(*pair) for pair in pairwise(self._workers)]
+
+    @property
+    def _gain(self) -> float:
+        """Of two pipelines on a device, over one."""
+        return self._chain.profile.lane_gain(self._chain.micro_batch_size) if self.plan.pipelines > 1 else 1.0
+
+    @property
+    def limits(self) -> list[float] | None:
+        """Bytes of each worker of a replica of the model, the least of all replicas; None: nothing is limited."""
+        devices = self._cluster.devices
+        memory = [
+            min(devices[n].memory_bytes or inf for n in self._workers[stages[0]]) for stages in self.placement
+        ]
+        return memory if min(memory) < inf else None
+
+    def forecast(self, cut: Cut) -> Forecast:
+        plan = replace(self.plan, partition=list(cut) if cut else None)
+        sizes = tuple(size for size in self.worker_bytes(cut) for _ in range(self._width))
+        return Forecast(plan, self.batch_size, self._jittered_s(cut), sizes)
+
+    def _jittered_s(self, cut: Cut) -> float:
+        """As ``seconds``, of actions whose times vary as in the profile: who waits for each other waits longer then."""
+        jitter = self._chain.profile.jitter
+        if not jitter:
+            return self.seconds(cut)
+        costs = replace(self.costs(cut), jitter=jitter)
+        return steady_batch_s(
+            self._schedule, costs, pipelines=self.plan.pipelines, batches=_JITTERED * self.plan.pipelines
+        )
+
+    def worker_bytes(self, cut: Cut) -> list[float]:
+        sizes = [self.stage_bytes(k, *block) for k, block in enumerate(pairwise([0, *cut, self.layers]))]
+        process = self.process_bytes
+        return [sum(sizes[k] - process for k in stages) + process for stages in self.placement]
+
+    def costs(self, cut: Cut) -> Costs:
+        found = super().costs(cut)
+        sent = [self._chain.boundary_bytes[first - 1] for first in cut]
+        return replace(
+            found,
+            forward_s=_on(self._speeds, found.forward_s),
+            backward_s=_on(self._speeds, found.backward_s),
+            input_backward_s=_on(self._speeds, found.input_backward_s),
+            update_s=[
+                update_s / speed + tied_s
+                for update_s, speed, tied_s in zip(_each(found.update_s), self._speeds, self._tied_s(cut))
+            ],
+            transfer_s=[size / link.bytes_per_s for size, link in zip(sent, self._links)],
+            latency_s=[link.latency_s for link in self._links],
+            allreduce_s=[self._sum_s(k, *block) for k, block in enumerate(pairwise([0, *cut, self.layers]))],
+            concurrency_gain=(1.0, self._gain) if self._gain > 1 else (1.0,),
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a batch, those of one replica of each stage."""
+        return self._schedule.micro_batches
+
+    def costs_in_memory(self, cut: Cut) -> tuple[Costs | None, float | None]:
+        """With what a micro-batch in flight holds and a pipeline without any, as shares of the worker's memory, and the
+        limit for them, 1; None for the costs where that is not sure to be enough for 1F1B. Without limits, in bytes.
+        """
+        limits, count = self.limits, self.plan.pipelines
+        least = [min(self.micro_batches, self.plan.stages - k) for k in range(self.plan.stages)]
+        held, kept = [], []
+        for k, block in enumerate(pairwise([0, *cut, self.layers])):
+            scale = 1.0 if limits is None else limits[k]
+            # From so many on each more holds as much, with recomputation too.
+            few = 1 + count
+            size, more = (self.bytes_with(k, *block, n * few) for n in (1, 2))
+            held.append((more - size) / few / scale)
+            kept.append(max(0.0, size / scale - few * held[-1]) / count)
+        if limits is not None and any(count * (n * h + w) > 1 for n, h, w in zip(least, held, kept)):
+            return None, None
+        costs = replace(self.costs(cut), activation_bytes=held, weight_bytes=kept)
+        return costs, None if limits is None else 1.0
+
+    def work_s(self, k: int, first: int, last: int) -> float:
+        return super().work_s(k, first, last) / (self._speeds[k] * self._gain)
+
+    def moved_s(self, k: int, first: int, last: int) -> float:
+        sizes = self._chain.boundary_bytes
+        into = self._links[k - 1].seconds(sizes[first - 1]) if k else 0.0
+        out = self._links[k].seconds(sizes[last - 1]) if k < len(self._links) else 0.0
+        return 2 * self.micro_batches * (into + out)
+
+    def _link(self, here: range, there: range) -> LinkProfile:
+        """From a stage to the next, all replicas at once; nothing between two stages of one worker."""
+        return _AT_ONCE if here == there else self._cluster.link(here, there)
+
+    def _sum_s(self, k: int, first: int, last: int) -> float:
+        """What the sum of gradients over replicas takes beyond the backward beside which it runs."""
+        if self._width == 1:
+            return 0.0
+        link = self._ring(self._workers[k])
+        size = self._chain.parameter_bytes(first, last)
+        whole_s = ring_s(size, self._width, link.bytes_per_s) + 2 * (self._width - 1) * link.latency_s
+        at_end = min(1.0, _BUCKET_BYTES / max(size, 1.0))
+        return max(whole_s - self._chain.backward_s(first, last) / self._speeds[k], at_end * whole_s)
+
+    def _tied_s(self, cut: Cut) -> list[float]:
+        """What each stage does for the gradients of parameters that it shares with others: known of workers at hand.
+
+        They wait for each other little: the first stage, whose backward is the last, has the others' part by then.
+        """
+        seconds = [0.0] * self.plan.stages
+        measured = self._chain.profile.reduction
+        if measured is None or not self._cluster.is_here:
+            return seconds
+        for tie in self._chain.profile.ties:
+            stages = {bisect_right(cut, layer) for layer in tie.layers}
+            if len({self._workers[k] for k in stages}) > 1:
+                for k in stages:
+                    seconds[k] += _pair_s(measured, tie.parameter_bytes)
+        return seconds
+
+    def _ring(self, workers: range) -> LinkProfile:
+        """Of a sum: as it was measured between the workers at hand, else by their links."""
+        measured = self._chain.profile.reduction
+        if measured is not None and self._cluster.is_here:
+            return measured
+        return self._cluster.link(workers, [*workers[1:], workers[0]])
+
+
+def _pair_s(sums: LinkProfile, size: float) -> float:
+    """Of a sum over two workers."""
+    return ring_s(size, 2, sums.bytes_per_s) + 2 * sums.latency_s
+
+
+def _each(seconds: Any) -> tuple[float, ...]:
+    assert isinstance(seconds, tuple)
+    return seconds
+
+
+def _on(speeds: Sequence[float], seconds: Any) -> list[float | list[float]]:
+    """Costs of each stage, or of each of its micro-batches, on devices of these speeds."""
+    return [
+        [s / speed for s in cost] if isinstance(cost, tuple) else cost / speed
+        for cost, speed in zip(seconds, speeds)
+    ]

@@ -1,0 +1,92 @@
+"""What a micro-batch holds and sends, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from avgpipe.measure.examples import Example
+from avgpipe.measure.sweep import InBatch, Sweep
+from avgpipe.runtime.memory import SavedBytes
+from avgpipe.runtime.message import tensors_of
+from avgpipe.runtime.skips import Skips
+from avgpipe.runtime.split import Segment
+
+
+@dataclass
+class Sizes:
+    """Bytes of each layer, and of each skip by its ends; see ``LayerProfile`` and ``Skip``."""
+
+    held: list[int]
+    handed: list[int]
+    output: list[int]
+    skips: dict[tuple[int, int], int]
+
+
+class _Keepers(SavedBytes):
+    """Counts what autograd saves for the layer that made it, once. ``layer``: the one that runs now.
+
+    An output that only later layers save is held for the layer that returned it first, and handed on by it.
+    """
+
+    def __init__(self, known: Iterable[int], layers: int) -> None:
+        super().__init__(known)
+        self.held, self.handed = [0] * layers, [0] * layers
+        self.layer = 0
+        self._makers: dict[int, int] = {}  # of the outputs so far, by address
+
+    def returned(self, output: Any) -> None:
+        for tensor in tensors_of(output):
+            self._makers.setdefault(tensor.untyped_storage().data_ptr(), self.layer)
+
+    def count(self, tensor: torch.Tensor) -> None:
+        before = self.bytes
+        super().count(tensor)
+        new = self.bytes - before
+        maker = self._makers.get(tensor.untyped_storage().data_ptr(), self.layer)
+        self.held[maker] += new
+        if maker != self.layer:
+            self.handed[maker] += new
+
+
+def measure_sizes(sweep: Sweep, example: Example, skips: Sequence[Skips]) -> Sizes:
+    """By one forward in which layers are not cut apart. skips: of the model with a stage for each layer."""
+    stage = sweep.stage
+    layers = len(stage.layers)
+    weights = [*stage.parameters(), *stage.buffers()]
+    keepers = _Keepers((t.untyped_storage().data_ptr() for t in weights), layers)
+    sizes = Sizes(keepers.held, keepers.handed, [0] * layers, {})
+    value = example.inputs
+    alive = []  # an address must not come again
+    with InBatch(stage, -2, example):
+        for n in range(layers):
+            keepers.layer = n
+            with keepers.counting():
+                value = sweep.call(n, value, example)
+            keepers.returned(value)
+            alive.append(value)
+            if n < layers - 1:  # the model's own output goes nowhere
+                _measure_output(sizes, stage.layers, n, value, skips)
+    del alive
+    return sizes
+
+
+def _measure_output(sizes: Sizes, layers: Any, n: int, output: Any, skips: Sequence[Skips]) -> None:
+    layer, following = layers[n], layers[n + 1]
+    if not (isinstance(layer, Segment) and isinstance(following, Segment)):
+        sizes.output[n] = _bytes(output)
+        return
+    takes = following.values.takes
+    elsewhere = {takes[place] for route in skips[n + 1].arrivals for place in route.places}
+    for name, value in zip(layer.values.gives, output):
+        if name in following.values.uses and name not in elsewhere:
+            sizes.output[n] += _bytes(value)
+    for route in skips[n].departures:
+        sizes.skips[n, route.stage] = sum(_bytes(output[place]) for place in route.places)
+
+
+def _bytes(value: Any) -> int:
+    return sum(t.nbytes for t in tensors_of(value))

@@ -1,0 +1,166 @@
+"""What trials and profiles of a workload run on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from avgpipe.bench.schedules.cluster import run_workers
+from avgpipe.measure.profiler import layer_profile, with_workers
+from avgpipe.measure.trial import Subject
+from avgpipe.measure.workers import WorkerCosts, costs_here
+from avgpipe.pipeline import Pipeline
+from avgpipe.plan import Plan
+from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.runtime.batch import plain
+from avgpipe.runtime.device import own_device, select
+from avgpipe.runtime.rendezvous import open_store
+from avgpipe.workloads import build_workload
+from avgpipe.workloads.workload import Workload
+
+_BATCHES = 16  # among which a typical one is looked for
+_ONCE_S = 1e-3  # a budget for as little measuring as there can be
+_MEASURED = "avgpipe/measured"  # of the store, when ranks 0 and 1 are done
+_STARTING_S = 240.0  # for processes to begin and to read their data
+
+
+def workload_of(subject: Subject) -> Workload:
+    return build_workload(
+        subject.workload, preset=subject.preset, data=subject.data, batch_size=subject.batch_size
+    )
+
+
+def typical_batch(workload: Workload) -> tuple[Any, Any]:
+    """Of the first batches of training the one of median size, as where sequences have many lengths."""
+    found = list(islice(iter(workload.train_batches(0)), _BATCHES))
+    return sorted(found, key=_elements)[len(found) // 2]
+
+
+def _elements(batch: Any) -> int:
+    return sum(x.numel() for x in pytree.tree_leaves(plain(batch)) if isinstance(x, torch.Tensor))
+
+
+def autocast_of(subject: Subject, workload: Workload) -> torch.dtype | None:
+    if subject.autocast == "auto":
+        return workload.autocast.get(subject.device)
+    return None if subject.autocast == "none" else getattr(torch, subject.autocast)
+
+
+def loaded(subject: dict[str, Any]) -> Any:
+    """What a worker has in memory besides its share of the model: the whole model, the data, and the code that runs."""
+    asked = Subject(**subject)
+    workload = workload_of(asked)
+    batch = typical_batch(workload)
+    if asked.device == "cpu":
+        layers_of_workload(asked, workload, batch, [1], _ONCE_S)
+    return workload, batch
+
+
+def profile_of(
+    subject: Subject,
+    *,
+    micro_batch_sizes: Sequence[int],
+    link: LinkProfile | None,
+    budget_s: float,
+    at_once: int = 1,
+) -> Profile:
+    """Made in processes that each read the workload once. PipelineError when one fails.
+
+    at_once: so many profile the layers at the same time, as workers of this machine would compute; what the first one
+    finds counts.
+    """
+    with_link = subject.device == "cpu" and link is None
+    limit_s = _STARTING_S + 10 * budget_s
+    asked = {
+        "subject": asdict(subject),
+        "micro_batch_sizes": list(micro_batch_sizes),
+        "budget_s": budget_s,
+        "with_link": with_link,
+        "at_once": at_once,
+        "timeout_s": limit_s,
+    }
+    processes = max(at_once, 2 if with_link else 1)
+    target = f"{__name__}:profiled"
+    found, *_ = run_workers(target, processes, asked, timeout_s=limit_s, threads=subject.threads)
+    return with_workers(Profile.from_json(found["layers"]), WorkerCosts.from_dict(found["around"]), link)
+
+
+def profiled(
+    subject: dict[str, Any],
+    micro_batch_sizes: Sequence[int],
+    budget_s: float,
+    with_link: bool,
+    at_once: int,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """A process of :func:`profile_of`."""
+    rank = int(os.environ["RANK"])
+    asked = Subject(**subject)
+    torch.set_num_threads(asked.threads)
+    select(own_device(asked.device))
+    kept = loaded(subject) if rank < at_once else None
+    around = _first_two(rank, timeout_s) if with_link else costs_here(False, timeout_s)
+    layers = ""
+    if kept is not None:
+        workload, batch = kept
+        layers = layers_of_workload(asked, workload, batch, micro_batch_sizes, budget_s).to_json()
+    return {"around": None if around is None else asdict(around), "layers": layers}
+
+
+def _first_two(rank: int, timeout_s: float) -> WorkerCosts | None:
+    """What two workers cost, measured by ranks 0 and 1; the others wait for them."""
+    store = open_store(timeout_s)
+    if rank > 1:
+        store.wait([_MEASURED])
+        return None
+    os.environ["WORLD_SIZE"] = "2"  # the process group is of these two
+    found = costs_here(True, timeout_s)
+    store.set(_MEASURED, "")
+    return found
+
+
+def layers_of_workload(
+    asked: Subject,
+    workload: Workload,
+    batch: tuple[Any, Any],
+    micro_batch_sizes: Sequence[int],
+    budget_s: float,
+) -> Profile:
+    inputs, target = batch
+    return layer_profile(
+        workload.layers,
+        inputs,
+        target=target,
+        loss_fn=workload.loss_fn,
+        optimizer=workload.optimizer,
+        device=asked.device,
+        micro_batch_sizes=micro_batch_sizes,
+        clip_grad_norm=workload.clip_grad_norm,
+        autocast=autocast_of(asked, workload),
+        threads=asked.threads,
+        budget_s=budget_s,
+        name=f"{workload.name} {workload.preset}",
+    )
+
+
+def pipeline_of(subject: Subject, plan: Plan) -> tuple[Pipeline, tuple[Any, Any]]:
+    """And the batch to train it on."""
+    workload = workload_of(subject)
+    batch = typical_batch(workload)
+    made = Pipeline(
+        workload.layers,
+        plan,
+        loss_fn=workload.loss_fn,
+        optimizer=workload.optimizer,
+        clip_grad_norm=workload.clip_grad_norm,
+        loss_weight=workload.loss_weight,
+        autocast=autocast_of(subject, workload),
+        device=subject.device,
+    )
+    return made, batch

@@ -1,0 +1,244 @@
+"""Micro-batches through all layers, each layer run as if it were a stage.
+
+A layer gets what the one before returned, detached, and its backward the gradients that the one behind has made. So
+every layer is timed amid the others, with caches as they are in training.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from avgpipe.errors import StageError, reason
+from avgpipe.measure.clock import Clock
+from avgpipe.measure.examples import Example
+from avgpipe.runtime.backward import run_backward
+from avgpipe.runtime.batch import LossFn
+from avgpipe.runtime.context import Position, set_position
+from avgpipe.runtime.inputs import writes_to_a_leaf
+from avgpipe.runtime.loss import loss_of
+from avgpipe.runtime.message import tensors_of, wanting_gradients
+from avgpipe.runtime.rng import mix, seed_generators
+from avgpipe.runtime.split_backward import input_backward
+from avgpipe.runtime.stage import Stage
+
+
+class Times(NamedTuple):
+    """Seconds of each layer in one sweep; ``rest_s``: the second part of a backward in two parts, else empty."""
+
+    forward_s: list[float]
+    backward_s: list[float]
+    rest_s: list[float]
+
+
+class Done(NamedTuple):
+    """A layer's forward: inputs and outputs whose gradients are wanted."""
+
+    inputs: list[torch.Tensor]
+    edges: list[GradientEdge]
+
+
+Mark = Callable[[], Any]
+Backward = Callable[[list[Done], Mark, list[tuple[Any, Any]]], None]
+
+
+class Sweep:
+    """``stage`` has all layers; ``names`` are theirs, for messages. ``loss_fn`` None: a mean of the output.
+
+    A layer that cannot be timed is a StageError that names it.
+    """
+
+    def __init__(
+        self, stage: Stage, names: Sequence[str], loss_fn: LossFn | None, autocast: torch.dtype | None
+    ) -> None:
+        self.stage, self._names = stage, names
+        self._loss_fn, self._autocast = loss_fn or _mean, autocast
+        self._clock = Clock(stage.device)
+        self._overwriting: set[int] = set()  # layers that overwrite their input
+        # A stage enters autograd's engine once for all its layers, a sweep once for each: the runtime's, not theirs.
+        self._entry_s = _engine_entry_s() if stage.device.type == "cpu" else 0.0
+        self._batches = count()
+
+    def whole(self, example: Example) -> Times:
+        """Forwards and whole backwards."""
+        return self._times(self.marked(example, self._clock.mark))
+
+    def split(self, example: Example) -> Times:
+        """Forwards and backwards in two parts, of which ``backward_s`` has the first."""
+        return self._times(self.marked(example, self._clock.mark, self._split_backward))
+
+    def marked(self, example: Example, mark: Mark, backward: Backward | None = None) -> list[tuple[Any, Any]]:
+        """What ``mark`` gave before and after each layer's forward, then each backward from the last, and last the
+        second parts of these if there are two.
+        """
+        marks: list[tuple[Any, Any]] = []
+        with InBatch(self.stage, next(self._batches), example):
+            (backward or self._whole_backward)(self._forward(example, mark, marks), mark, marks)
+        return marks
+
+    def _times(self, marks: list[tuple[Any, Any]]) -> Times:
+        self._clock.settle()
+        seconds = [self._clock.seconds(*ends) for ends in marks]
+        layers = len(self.stage.layers)
+        firsts = [max(0.0, s - self._entry_s) for s in seconds[layers : 2 * layers]]
+        rests = [max(0.0, s - self._entry_s) for s in seconds[2 * layers :]]
+        return Times(seconds[:layers], firsts[::-1], rests[::-1])
+
+    def _forward(self, example: Example, mark: Mark, marks: list[tuple[Any, Any]]) -> list[Done]:
+        done = []
+        value = example.inputs
+        for n in range(len(self.stage.layers)):
+            value, inputs = self._input(n, value)
+            begin = mark()
+            try:
+                output = self.call(n, value, example)
+            except StageError as error:
+                if n == 0 or not writes_to_a_leaf(error):
+                    raise
+                self._overwriting.add(n)
+                value, inputs = self._input(n, value)
+                begin = mark()
+                output = self.call(n, value, example)
+            edges = [get_gradient_edge(t) for t in wanting_gradients(output)]
+            marks.append((begin, mark()))
+            self._check(n, inputs, output, edges)
+            done.append(Done(inputs, edges))
+            value = output
+        return done
+
+    def uncut(self, example: Example) -> torch.Tensor:
+        """The loss, with the graph of all layers."""
+        with InBatch(self.stage, next(self._batches), example):
+            value = example.inputs
+            for n in range(len(self.stage.layers)):
+                value = self.call(n, value, example)
+        loss: torch.Tensor = value
+        return loss
+
+    def call(self, n: int, value: Any, example: Example) -> Any:
+        """Layer ``n``, the last one with the loss."""
+        layer = self.stage.layers[n]
+        try:
+            seed_generators(self.stage.device, mix(n))
+            with self._casting():
+                output = layer(value)
+                if n < len(self.stage.layers) - 1:
+                    return output
+                return loss_of(self._loss_fn, output, example.target).value
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            got = ", ".join(f"{list(t.shape)} {str(t.dtype)[6:]}" for t in tensors_of(value)) or repr(value)
+            raise self._untimed(n, f"{reason(error)} (input: {got})") from error
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.stage.device.type, dtype=self._autocast)
+
+    def _input(self, n: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
+        """What layer ``n`` gets, and which leaves of it want gradients."""
+        if n == 0:
+            return value, wanting_gradients(value)
+        value = pytree.tree_map(_detached, value)
+        inputs = wanting_gradients(value)
+        if n in self._overwriting:
+            value = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, value)
+        return value, inputs
+
+    def _check(self, n: int, inputs: Sequence[Any], output: Any, edges: Sequence[Any]) -> None:
+        if not tensors_of(output):
+            raise self._untimed(n, f"it returned no tensor but {type(output).__name__}")
+        is_last = n == len(self.stage.layers) - 1
+        wanted = inputs or any(p.requires_grad for p in self.stage.layers[n].parameters())
+        if not edges and (wanted or is_last):
+            raise self._untimed(n, "no gradient comes back from its output" + " or the loss" * is_last)
+
+    def _untimed(self, n: int, why: str) -> StageError:
+        return StageError(f"layer {n} ({self._names[n]}) cannot be timed: {why}")
+
+    # ---- backwards -----------------------------------------------------------------------------------------------
+
+    def _whole_backward(self, done: list[Done], mark: Mark, marks: list[tuple[Any, Any]]) -> None:
+        received: list[Any] = self._seed()
+        while done:
+            layer = done.pop()
+            roots, grads = _arrived(layer, received)
+            begin = mark()
+            if roots:
+                run_backward(roots, grads)
+            marks.append((begin, mark()))
+            received = _gradients(layer)
+
+    def _split_backward(self, done: list[Done], mark: Mark, marks: list[tuple[Any, Any]]) -> None:
+        received: list[Any] = self._seed()
+        rests = []
+        while done:
+            layer = done.pop()
+            roots, grads = _arrived(layer, received)
+            begin = mark()
+            deferred = input_backward(roots, grads, layer.inputs)
+            end = mark()
+            deferred.run()
+            marks.append((begin, end))
+            rests.append((end, mark()))
+            received = _gradients(layer)
+        marks += rests
+
+    def _seed(self) -> list[Any]:
+        return [torch.ones((), device=self.stage.device)]
+
+
+class InBatch:
+    """Inside, the layers are in a micro-batch of a batch of their own, whose traces are dropped at the end."""
+
+    def __init__(self, stage: Stage, batch: int, example: Example) -> None:
+        self._stage, self._place = stage, Position(0, batch, example.number)
+
+    def __enter__(self) -> None:
+        self._before = set_position(self._place)
+        self._stage.statistics.begin_forward()
+
+    def __exit__(self, *_: object) -> None:
+        set_position(self._before)
+        self._stage.statistics.drop(self._place.batch)
+        for carry in self._stage.carries():
+            carry.forget(self._place.batch)
+
+
+def _engine_entry_s() -> float:
+    """What a backward through next to nothing takes."""
+    x, grad = torch.zeros((), requires_grad=True), torch.zeros(())
+    samples = []
+    for _ in range(100):
+        edge = get_gradient_edge(x.view_as(x))
+        begin = time.perf_counter()
+        run_backward([edge], [grad])
+        samples.append(time.perf_counter() - begin)
+    return statistics.median(samples)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _arrived(layer: Done, received: list[Any]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+    pairs = [(edge, g) for edge, g in zip(layer.edges, received) if g is not None]
+    return [p[0] for p in pairs], [p[1] for p in pairs]
+
+
+def _gradients(layer: Done) -> list[torch.Tensor | None]:
+    return [x.grad for x in layer.inputs]
+
+
+def _mean(output: Any, target: Any) -> torch.Tensor:
+    """A loss where none is given."""
+    return torch.stack([t.float().mean() for t in wanting_gradients(output)]).sum()

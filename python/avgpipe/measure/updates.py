@@ -1,0 +1,130 @@
+"""What a batch's end costs a layer: the optimizer's step, elastic averaging, and adding up gradients before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from avgpipe.elastic import Arena, Reference
+from avgpipe.measure.clock import Clock, repeat, typical
+from avgpipe.runtime.replica import OptimizerFn, Replica
+from avgpipe.runtime.stage import Stage
+
+_SCRATCH_BYTES = 2**25  # written between samples: when a batch ends, weights and state are in no cache
+_PIPELINES = 2
+
+
+@dataclass(frozen=True)
+class UpdateCosts:
+    """Of one layer; see ``LayerProfile``."""
+
+    optimizer_bytes: float = 0.0
+    update_s: float = 0.0
+    elastic_s: float = 0.0
+    accumulate_s: float = 0.0
+
+
+class Updates:
+    """Measures layers one after another, so that weights, gradients and state of only one are there at a time.
+
+    ``optimizer`` None: no steps, only the sums of gradients. ``clip_grad_norm``: None, or the limit of a norm that is
+    found and applied before each step.
+    """
+
+    def __init__(
+        self, optimizer: OptimizerFn | None, device: torch.device, clip_grad_norm: float | None
+    ) -> None:
+        self._optimizer, self._device, self._clock = optimizer, device, Clock(device)
+        self._limit = clip_grad_norm
+        self._scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8, device=device)
+        # A stage makes one step for all its layers: what every step takes must not count for each of them.
+        tiny = nn.Linear(1, 1, bias=False) if optimizer is not None else nn.Identity()
+        self._any = self._measured(tiny, 0.2)
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes however few its weights."""
+        return self._any.update_s
+
+    def measure(self, layer: nn.Module, budget_s: float) -> UpdateCosts:
+        found, floor = self._measured(layer, budget_s), self._any
+        return UpdateCosts(
+            found.optimizer_bytes,
+            max(0.0, found.update_s - floor.update_s),
+            max(0.0, found.elastic_s - floor.elastic_s),
+            found.accumulate_s,
+        )
+
+    def _measured(self, layer: nn.Module, budget_s: float) -> UpdateCosts:
+        trained = [p for p in layer.parameters() if p.requires_grad]
+        if not trained:
+            return UpdateCosts()
+        grads = [torch.full_like(p, 1e-6).detach() for p in trained]
+        accumulate_s = self._timed([lambda: _add(grads, grads)], lambda: None, budget_s / 4)
+        if self._optimizer is None:
+            return UpdateCosts(accumulate_s=accumulate_s)
+        alone = self._replicas(layer, 1)
+        update_s = self._step_s(alone, grads, budget_s / 4)
+        state = alone[0].bytes - 2 * sum(w.nbytes for w in alone[0].arena.weights)
+        del alone
+        elastic_s = self._step_s(self._replicas(layer, _PIPELINES), grads, budget_s / 2) - update_s
+        return UpdateCosts(state, update_s, max(0.0, elastic_s), accumulate_s)
+
+    def _replicas(self, layer: nn.Module, pipelines: int) -> list[Replica]:
+        assert self._optimizer is not None
+        stages = [Stage([layer], 0, 0, 0, self._device) for _ in range(pipelines)]
+        arenas = [Arena(p for p in stage.parameters() if p.requires_grad) for stage in stages]
+        reference = Reference(arenas[0].weights, pipelines, staleness=1) if pipelines > 1 else None
+        return [
+            Replica(stage, i, self._optimizer, None, reference, arena)
+            for i, (stage, arena) in enumerate(zip(stages, arenas))
+        ]
+
+    def _step_s(self, replicas: list[Replica], grads: list[torch.Tensor], budget_s: float) -> float:
+        """Seconds of a step, with what it does for the others."""
+
+        def prepare() -> None:
+            for replica in replicas:
+                replica.put_grads(list(grads))
+
+        def step(replica: Replica) -> None:
+            if self._limit is not None:
+                self._clip(replica, self._limit)
+            replica.step(0, 0)
+
+        return self._timed([partial(step, replica) for replica in replicas], prepare, budget_s)
+
+    def _clip(self, replica: Replica, limit: float) -> None:
+        """As a stage does whose gradients are all there are."""
+        norms = torch.stack([n.double() for n in torch._foreach_norm(replica.arena.grads)])
+        replica.scale_grads((limit / (norms.square().sum().sqrt() + 1e-6)).clamp(max=1.0))
+
+    def _timed(
+        self, acts: Sequence[Callable[[], object]], prepare: Callable[[], None], budget_s: float
+    ) -> float:
+        samples: list[float] = []
+
+        def once(number: int) -> None:
+            prepare()
+            self._scratch.add_(1)
+            begin = self._clock.mark()
+            for act in acts:
+                act()
+            end = self._clock.mark()
+            self._clock.settle()
+            samples.append(self._clock.seconds(begin, end) / len(acts))
+
+        once(0)  # makes the state
+        samples.clear()
+        repeat(once, budget_s)
+        return typical(samples)
+
+
+def _add(sums: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    """As autograd adds a gradient to the one that is there."""
+    for total, grad in zip(sums, grads):
+        total.add_(grad)

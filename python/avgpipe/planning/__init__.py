@@ -1,0 +1,36 @@
+"""What a plan would cost and where its layers go: costs, simulation, partitions. Pure data; imports no torch."""
+
+from avgpipe.planning.advance import AdvanceChoice, choose_advance
+from avgpipe.planning.balance import balance
+from avgpipe.planning.bounds import Bounds, makespan_bounds
+from avgpipe.planning.costs import Costs
+from avgpipe.planning.methods import partition, partition_methods
+from avgpipe.planning.network import Level
+from avgpipe.planning.prediction import Prediction, predict
+from avgpipe.planning.profile import LayerCosts, LayerProfile, LinkProfile, Profile, Skip, Tie
+from avgpipe.planning.result import Partition
+from avgpipe.planning.simulate import simulate
+from avgpipe.planning.steady import steady_batch_s
+
+__all__ = [
+    "AdvanceChoice",
+    "Bounds",
+    "Costs",
+    "LayerCosts",
+    "LayerProfile",
+    "Level",
+    "LinkProfile",
+    "Partition",
+    "Prediction",
+    "Profile",
+    "Skip",
+    "Tie",
+    "balance",
+    "choose_advance",
+    "makespan_bounds",
+    "partition",
+    "partition_methods",
+    "predict",
+    "simulate",
+    "steady_batch_s",
+]

@@ -1,0 +1,196 @@
+"""The devices that a plan is for, and how they hang together: a value, read from a TOML file."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from avgpipe.bench.units import BYTES, number_with_unit
+from avgpipe.errors import nearest
+from avgpipe.planning.memory import check_limit
+from avgpipe.planning.network import Level, check_workers
+from avgpipe.planning.profile import LinkProfile, Profile
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # the same, for Python 3.10
+
+BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9, "Tbit": 1e12}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_DEVICES = ("count", "memory", "speed")
+_LEVELS = ("units", "bandwidth", "latency")
+_FREE = LinkProfile(0.0, math.inf)
+
+
+class Device(NamedTuple):
+    """memory_bytes: None: unlimited. speed: of computing, relative to the device that was profiled."""
+
+    memory_bytes: float | None = None
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Worker n has ``devices[n]``. levels: as of the partitioners, lowest first: so many units (of devices, on the
+    lowest level), each with a link of ``bytes_per_s`` in each direction to the others of its level. Their units,
+    multiplied, are the devices. is_here: whether these are the workers that were profiled, so that what was measured
+    between them counts.
+    """
+
+    devices: tuple[Device, ...]
+    levels: tuple[Level, ...]
+    name: str = ""
+    is_here: bool = False
+
+    def __post_init__(self) -> None:
+        total = math.prod(level.units for level in self.levels)
+        if total != len(self.devices):
+            units = " x ".join(str(level.units) for level in self.levels)
+            raise ValueError(
+                f"the levels join {units} = {total} devices, but there are {len(self.devices)}: change units or count"
+            )
+
+    @classmethod
+    def like(
+        cls,
+        profile: Profile,
+        workers: int,
+        memory_limit_bytes: float | None = None,
+        link: LinkProfile | None = None,
+    ) -> Cluster:
+        """Workers as profiled, all joined by ``link``, None: the profile's; without one transfers are free."""
+        check_workers(workers)
+        check_limit(memory_limit_bytes)
+        found = link or profile.link or _FREE
+        level = Level(workers, found.bytes_per_s, found.latency_s)
+        return cls((Device(memory_limit_bytes),) * workers, (level,), is_here=link is None)
+
+    @property
+    def workers(self) -> int:
+        return len(self.devices)
+
+    def height(self, a: int, b: int) -> int:
+        """The lowest level, as an index, that joins workers a and b, which are two."""
+        if not (0 <= a < self.workers and 0 <= b < self.workers):
+            raise ValueError(f"workers {a} and {b}: there are {self.workers}")
+        height = 0
+        while self.unit(a, height + 1) != self.unit(b, height + 1):
+            height += 1
+        return height
+
+    def unit(self, worker: int, height: int) -> int:
+        """Which unit of a level a worker is in, counted over the whole cluster."""
+        for level in self.levels[:height]:
+            worker //= level.units
+        return worker
+
+    def link(self, senders: Sequence[int], receivers: Sequence[int]) -> LinkProfile:
+        """Of the slowest pair where each of ``senders`` sends to its receiver at once: a unit's share its link."""
+        sending: dict[tuple[int, int], int] = {}
+        for a, b in zip(senders, receivers):
+            height = self.height(a, b)
+            key = height, self.unit(a, height)
+            sending[key] = sending.get(key, 0) + 1
+        links = [
+            LinkProfile(self.levels[height].latency_s, self.levels[height].bytes_per_s / count)
+            for (height, _), count in sending.items()
+        ]
+        return LinkProfile(max(x.latency_s for x in links), min(x.bytes_per_s for x in links))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """From a TOML file; ValueError names what in it cannot be.
+
+        ``[[devices]]``: groups of devices in the order of the workers, with ``count``, and if they like ``memory``
+        ("80GiB") and ``speed`` (1.0). ``[[levels]]``, lowest first: ``units``, ``bandwidth`` ("100Gbit") and
+        ``latency`` ("20us", by default 0s). ``name``.
+        """
+        try:
+            return cls.from_toml(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_toml(cls, text: str) -> Cluster:
+        try:
+            found = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"a cluster file must be TOML: {error}") from error
+        _check_keys("the file", found, ("name", "devices", "levels"), ("devices", "levels"))
+        devices = [d for n, row in enumerate(_rows(found, "devices")) for d in _devices(f"devices[{n}]", row)]
+        levels = [_level(f"levels[{n}]", row) for n, row in enumerate(_rows(found, "levels"))]
+        return cls(tuple(devices), tuple(levels), _text("name", found.get("name", "")))
+
+
+def parse_rate(where: str, text: Any) -> float:
+    """Bytes a second of "10Gbit"; ValueError, which begins with ``where``, for anything else."""
+    bits = number_with_unit(text, BITS, "") if isinstance(text, str) else None
+    if bits is None or not bits > 0:
+        raise ValueError(f"{where} {text}: write a rate as 10Gbit, 250Mbit or 1e9bit")
+    return bits / 8
+
+
+def parse_time(where: str, text: Any) -> float:
+    """Seconds of "50us"."""
+    seconds = number_with_unit(text, SECONDS, "") if isinstance(text, str) else None
+    if seconds is None:
+        raise ValueError(f"{where} {text}: write a time as 50us, 0.2ms or 0s")
+    return seconds
+
+
+def _rows(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    rows = found[name]
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{name} must be tables: begin each with [[{name}]]")
+    return rows
+
+
+def _check_keys(where: str, row: dict[str, Any], known: Sequence[str], needed: Sequence[str]) -> None:
+    for key in row:
+        if key not in known:
+            raise ValueError(f"{where}: unknown key {key!r}: {nearest(key, tuple(known))}")
+    for key in needed:
+        if key not in row:
+            raise ValueError(f"{where}: {key} is missing")
+
+
+def _devices(where: str, row: dict[str, Any]) -> list[Device]:
+    _check_keys(where, row, _DEVICES, ("count",))
+    speed = row.get("speed", 1.0)
+    if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
+        raise ValueError(f"{where}: speed {speed!r}: must be a number above 0, 1.0 for the profiled device's")
+    memory = _size(f"{where}: memory", row["memory"]) if "memory" in row else None
+    return [Device(memory, float(speed))] * _count(f"{where}: count", row["count"])
+
+
+def _level(where: str, row: dict[str, Any]) -> Level:
+    _check_keys(where, row, _LEVELS, ("units", "bandwidth"))
+    return Level(
+        _count(f"{where}: units", row["units"]),
+        parse_rate(f"{where}: bandwidth", row["bandwidth"]),
+        parse_time(f"{where}: latency", row.get("latency", "0s")),
+    )
+
+
+def _size(where: str, text: Any) -> float:
+    size = number_with_unit(text, BYTES, "") if isinstance(text, str) else None
+    if size is None or not size > 0:
+        raise ValueError(f"{where} {text}: write a size as 80GiB, 512MiB or 24GB")
+    return size
+
+
+def _count(where: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{where} {value!r}: must be a whole number of at least 1")
+    return value
+
+
+def _text(where: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where} {value!r}: must be a text")
+    return value

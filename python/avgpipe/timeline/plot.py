@@ -1,0 +1,292 @@
+"""Draws a timeline with matplotlib: a row per stage, a hue per pipeline, light forwards, dark backwards."""
+
+from __future__ import annotations
+
+import colorsys
+import math
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from avgpipe.timeline.figure import check_format, write_figure
+from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
+from avgpipe.timeline.units import unit_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Light and dark of each pipeline's hue, told apart also by readers who confuse red and green.
+_HUES = (
+    ("#b5d4f0", "#2a6fb0"),  # blue
+    ("#fcd9a4", "#d9780f"),  # orange
+    ("#b0e0cc", "#1b8a63"),  # green
+    ("#e8c6e3", "#a04a94"),  # purple
+    ("#f5c9c5", "#c0453c"),  # red
+    ("#d8d0c1", "#7c6a4c"),  # brown
+)
+_GREYS = ("#d6d6d6", "#7d7d7d")
+_INK = "#333333"
+_ENTRY_IN, _LETTER_IN = 0.55, 0.062  # of the legend: an entry's patch and spaces, a letter of its words
+_READABLE = 90  # compute events in the fullest row; more become slivers
+_WIDTH_IN, _BAR, _STRIP = 13.0, 0.66, 0.09  # inches; shares of a row's height
+_BAND = 0.45  # share of a bar's height: waiting is thinner than work
+_DIGIT_IN, _MARGIN_IN = 0.065, 0.05  # of a label
+
+
+class _View(NamedTuple):
+    """The drawn stretch of a timeline: its events, cut at the left edge, and the clock at its ends."""
+
+    timeline: Timeline
+    batches: int
+    start_s: float
+    end_s: float
+
+
+def plot_timeline(
+    timeline: Timeline, path: str | os.PathLike[str] | None = None, *, batches: int | None = None
+) -> Figure:
+    """The figure; see :meth:`Timeline.plot`. Without pyplot: no global state, no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if batches is not None and (type(batches) is not int or batches < 1):
+        raise ValueError(
+            f"batches={batches!r}: must be an int of at least 1, or None for as many as are readable"
+        )
+    figure = Figure(figsize=(_WIDTH_IN, 1.5 + 0.6 * timeline.stages), layout="constrained")
+    FigureCanvasAgg(figure)
+    if path is not None:
+        check_format(f"path={os.fspath(path)!r}", path)
+    _draw(figure.add_subplot(), timeline, _last(timeline, batches or _readable(timeline)))
+    if path is not None:
+        write_figure(figure, path, dpi=150)
+    return figure
+
+
+def _readable(timeline: Timeline) -> int:
+    """How many of the last batches fit with ``_READABLE`` computations in the fullest row; at least one."""
+    begins: dict[int, float] = {}
+    ends: list[list[float]] = [[] for _ in range(timeline.stages)]
+    for event in timeline.events:
+        if event.kind in COMPUTE_KINDS:
+            begins[event.batch] = min(event.start_s, begins.get(event.batch, event.start_s))
+            ends[event.stage].append(event.end_s)
+    for row in ends:
+        row.sort()
+    count, begin = 0, math.inf
+    for batch in sorted(begins, reverse=True):
+        begin = min(begin, begins[batch])
+        if max(len(row) - bisect_right(row, begin) for row in ends) > _READABLE:
+            break
+        count += 1
+    return max(1, count)
+
+
+def _last(timeline: Timeline, batches: int) -> _View:
+    """From the first computation of the last batches to the end, with whatever else ran meanwhile."""
+    if not timeline.events:
+        return _View(timeline, 0, 0.0, 1.0)
+    chosen = sorted({event.batch for event in timeline.events})[-batches:]
+    ours = [event for event in timeline.events if event.batch >= chosen[0]]
+    start = min(event.start_s for event in [e for e in ours if e.kind in COMPUTE_KINDS] or ours)
+    end = max(event.end_s for event in timeline.events)
+    seen = tuple(e._replace(start_s=max(e.start_s, start)) for e in timeline.events if e.end_s > start)
+    return _View(replace(timeline, events=seen), len(chosen), start, max(end, start + 1e-9))
+
+
+def _hue(pipeline: int) -> tuple[str, str]:
+    """Light and dark of a pipeline; past the chosen hues, evenly spread ones."""
+    from matplotlib.colors import to_hex
+
+    if 0 <= pipeline < len(_HUES):
+        return _HUES[pipeline]
+    angle = pipeline * 0.618034 % 1.0  # steps of the golden ratio never come close to an earlier one soon
+    return to_hex(colorsys.hls_to_rgb(angle, 0.82, 0.6)), to_hex(colorsys.hls_to_rgb(angle, 0.4, 0.6))
+
+
+def _draw(axes: Axes, timeline: Timeline, view: _View) -> None:
+    pipelines = sorted({event.pipeline for event in timeline.events})
+    origin = min((event.start_s for event in timeline.events), default=0.0)
+    unit, per_s = unit_of(view.end_s - view.start_s)
+    lanes = pipelines if _share_a_device_at_once(view.timeline.events) else [None]
+    _draw_bars(axes, view, lanes, origin, per_s)
+    _draw_labels(axes, view, lanes, origin, per_s)
+    _dress(axes, view, (view.start_s - origin) * per_s, (view.end_s - origin) * per_s)
+    axes.set_xlabel(f"time since the first event ({unit})", color=_INK)
+    lines = _legend(axes, pipelines, {_look(event) for event in view.timeline.events})
+    total = len({event.batch for event in timeline.events})
+    which = f"batches: {total}" if view.batches == total else f"last {view.batches} of {total} batches"
+    axes.set_title(
+        f"stages: {timeline.stages}   pipelines: {len(pipelines)}   {which}   "
+        f"bubbles: {100 * view.timeline.bubble_fraction:.1f} %",
+        loc="left",
+        pad=12 + 14 * lines,
+        fontsize=10,
+        color=_INK,
+    )
+
+
+def _share_a_device_at_once(events: Iterable[Event]) -> bool:
+    """Whether computations of two pipelines overlap on a stage, beyond what a clock's grain explains."""
+    reached: dict[int, Event] = {}
+    for event in sorted((e for e in events if e.kind in COMPUTE_KINDS), key=lambda e: e.start_s):
+        before = reached.get(event.stage)
+        if before is not None and before.pipeline != event.pipeline and event.start_s < before.end_s - 1e-6:
+            return True
+        if before is None or event.end_s > before.end_s:
+            reached[event.stage] = event
+    return False
+
+
+def _place(event: Event, lanes: Sequence[int | None]) -> tuple[float, float]:
+    """Bottom and height of an event's bar; rows have height 1 around the stage's number."""
+    if event.kind == "host":  # the thread's, of whatever pipeline
+        return event.stage - _BAR / 2, _BAR
+    if event.kind != "recv" and event.kind not in COMPUTE_KINDS:
+        return event.stage + _BAR / 2 + 0.02, _STRIP
+    height = _BAR / len(lanes)
+    lane = lanes.index(event.pipeline) if len(lanes) > 1 else 0
+    bottom = event.stage - _BAR / 2 + lane * height
+    if event.kind == "recv":
+        return bottom + height * (1 - _BAND) / 2, height * _BAND
+    return bottom, height
+
+
+# What an event looks like: its kind and, of waits and of the host, the detail where it has a look of its own.
+_Look = tuple[str, str]
+_WORDS: dict[_Look, str] = {
+    ("F", ""): "forward", ("B", ""): "backward", ("I", ""): "backward, inputs", ("W", ""): "backward, weights",
+    ("U", ""): "update", ("average", ""): "averaging", ("recv", "F"): "waiting for an activation",
+    ("recv", "B"): "waiting for a gradient", ("recv", ""): "waiting", ("host", "loader"): "data loader",
+    ("host", "caller"): "between results", ("host", ""): "host", ("send", ""): "sending (below)",
+}  # fmt: skip
+
+
+def _look(event: Event) -> _Look:
+    return (event.kind, event.detail) if (event.kind, event.detail) in _WORDS else (event.kind, "")
+
+
+def _style(look: _Look, hue: tuple[str, str]) -> dict[str, Any]:
+    """How bars look; waiting lies underneath, then the host, so that another pipeline's work covers them."""
+    light, dark = hue
+    work = {"facecolor": dark, "edgecolor": "white", "linewidth": 0.4, "zorder": 3}
+    wait = {"facecolor": "#f4f4f4", "edgecolor": "#cfcfcf", "linewidth": 0.0, "zorder": 1}
+    thread = {"facecolor": "#e6d67e", "edgecolor": "#a8974a", "linewidth": 0.4, "zorder": 2}
+    styles: dict[_Look, dict[str, Any]] = {
+        ("F", ""): {**work, "facecolor": light},
+        ("B", ""): work,
+        ("I", ""): work,
+        ("W", ""): {**work, "alpha": 0.6},
+        ("U", ""): {"facecolor": "white", "edgecolor": dark, "linewidth": 1.1, "zorder": 4},
+        ("average", ""): {**work, "hatch": "xxxx", "zorder": 4},
+        ("recv", "F"): {**wait, "hatch": "////"},
+        ("recv", "B"): {**wait, "hatch": 4 * chr(92)},
+        ("recv", ""): wait,
+        ("host", "loader"): {**thread, "facecolor": "#f6efc4", "hatch": "...."},
+        ("host", "caller"): thread,
+        ("host", ""): {**thread, "facecolor": "#f6efc4"},
+    }
+    # Edges in the strip keep what is short visible.
+    return styles.get(look, {"facecolor": dark, "edgecolor": dark, "linewidth": 0.7, "zorder": 3})
+
+
+def _draw_bars(axes: Axes, view: _View, lanes: Sequence[int | None], origin: float, per_s: float) -> None:
+    groups: dict[tuple[float, float, int | None, _Look], list[tuple[float, float]]] = defaultdict(list)
+    for event in view.timeline.events:
+        # For whom a worker waits, or its thread is busy, is no matter of hue.
+        hue = None if event.kind in ("recv", "host") else event.pipeline
+        span = ((event.start_s - origin) * per_s, (event.end_s - event.start_s) * per_s)
+        bottom, height = _place(event, lanes)
+        groups[bottom, height, hue, _look(event)].append(span)
+    for (bottom, height, hue, look), spans in groups.items():
+        axes.broken_barh(spans, (bottom, height), **_style(look, _GREYS if hue is None else _hue(hue)))
+
+
+def _labelled(view: _View) -> dict[str, float]:
+    """The kinds whose bars carry numbers, with the seconds that a number needs: most bars must have room for any."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    digits = 1
+    for event in view.timeline.events:
+        if event.kind in COMPUTE_KINDS and event.micro_batch is not None:
+            seconds[event.kind].append(event.end_s - event.start_s)
+            digits = max(digits, len(str(event.micro_batch)))
+    needed_s = (_MARGIN_IN + _DIGIT_IN * digits) * (view.end_s - view.start_s) / (_WIDTH_IN - 1.8)
+    return {kind: needed_s for kind, spans in seconds.items() if median(spans) >= needed_s}
+
+
+def _draw_labels(axes: Axes, view: _View, lanes: Sequence[int | None], origin: float, per_s: float) -> None:
+    """The micro-batch's number in every bar of the kinds that have room for it."""
+    labelled = _labelled(view)
+    for event in view.timeline.events:
+        if event.micro_batch is None or event.end_s - event.start_s < labelled.get(event.kind, math.inf):
+            continue
+        bottom, height = _place(event, lanes)
+        axes.text(
+            ((event.start_s + event.end_s) / 2 - origin) * per_s,
+            bottom + height / 2,
+            str(event.micro_batch),
+            ha="center",
+            va="center",
+            fontsize=7,
+            color=_INK if event.kind == "F" else "white",
+            zorder=5,
+        )
+
+
+def _dress(axes: Axes, view: _View, left: float, right: float) -> None:
+    """Rows from stage 0 down, its busy share beside each, and no more lines than needed."""
+    stages = view.timeline.stages
+    axes.set_xlim(left, right)
+    axes.set_ylim(stages - 0.45, -0.5)
+    axes.set_yticks(range(stages), [view.timeline.label(k) for k in range(stages)], color=_INK)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#ececec", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "left", "right"):
+        axes.spines[side].set_visible(False)
+    for k, share in enumerate(view.timeline.worker_busy_fraction):
+        axes.annotate(
+            f"busy {100 * share:.0f} %",
+            (1.008, k),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize=8,
+            color=_INK,
+            annotation_clip=False,
+        )
+
+
+def _legend(axes: Axes, pipelines: Sequence[int], looks: set[_Look]) -> int:
+    """A pair of light and dark for each pipeline, then what the shapes mean, in grey; returns its lines."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    pairs = [_hue(i) for i in pipelines]
+    handles: list[Any] = [tuple(Patch(facecolor=color) for color in pair) for pair in pairs]
+    names = [f"pipeline {i}" for i in pipelines]
+    for look in [*_WORDS, *sorted(looks - _WORDS.keys())]:
+        if look in looks:
+            handles.append(Patch(**_style(look, _GREYS)))
+            names.append(_WORDS.get(look, look[0]))
+    width_in = sum(_ENTRY_IN + _LETTER_IN * len(name) for name in names)
+    lines = math.ceil(width_in / (_WIDTH_IN - 1.8))
+    if handles:
+        axes.legend(
+            handles,
+            names,
+            handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
+            loc="lower left",
+            bbox_to_anchor=(0.0, 1.0),
+            ncols=math.ceil(len(names) / lines),
+            frameon=False,
+            fontsize=8,
+            borderaxespad=0.0,
+            handlelength=2.2,
+            columnspacing=1.4,
+        )
+    return lines

@@ -1,1 +1,0 @@
-"""Which plan is best: forecasts by simulation, a search over plans, and trials."""

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from avgpipe.elastic.elasticity import Elasticity
+
+
+def make(replicas=4, alpha=None, rule="avgpipe", staleness=0, period=1):
+    return Elasticity.checked(replicas, alpha, rule, staleness, period)
+
+
+def test_defaults_of_alpha():
+    assert make(4).alpha == 0.25
+    assert make(1).alpha == 0
+    assert make(3, rule="easgd").alpha == pytest.approx(0.3)
+    assert make(1, rule="easgd").alpha == 0.9
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"rule": "avgpip"}, ValueError, "unknown rule 'avgpip': did you mean 'avgpipe'"),
+        ({"rule": None}, ValueError, "unknown rule None"),
+        ({"staleness": "async"}, ValueError, "unknown staleness 'async': did you mean 'asynchronous'"),
+        ({"staleness": 2}, ValueError, "staleness must be 0, 1 or 'asynchronous', not 2"),
+        ({"staleness": True}, ValueError, "not True"),
+        ({"replicas": 0}, ValueError, "replicas must be at least 1, not 0"),
+        ({"replicas": 2.0}, TypeError, "replicas must be an int, not 2.0"),
+        ({"period": 0}, ValueError, "period must be at least 1, not 0"),
+        ({"period": True}, TypeError, "period must be an int, not True"),
+        ({"alpha": 1.5}, ValueError, "alpha must be from 0 .* not 1.5"),
+        ({"alpha": float("nan")}, ValueError, "not nan"),
+        ({"alpha": "0.5"}, TypeError, "alpha must be a number from 0 to 1 or None, not '0.5'"),
+    ],
+)
+def test_wrong_options_are_named(wrong, error, message):
+    with pytest.raises(error, match=message):
+        make(**wrong)
+
+
+def test_easgd_beyond_its_stable_range_warns():
+    with pytest.warns(UserWarning, match="overshoots"):
+        make(4, alpha=0.5, rule="easgd")

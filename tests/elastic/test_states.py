@@ -1,0 +1,137 @@
+"""State in the optimizer's own format, whoever steps; what GradScaler skips is not counted."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+
+from avgpipe.elastic.fused import FusedStep
+from avgpipe.elastic.states import Counters
+from tests.elastic.fused_cases import MAKE, Run, assert_close
+from tests.elastic.models import loss_of, model
+
+# ---- state -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arena", [False, True], ids=["separate", "arena"])
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_switching_in_mid_run_changes_nothing(make, arena):
+    always = Run(make, False, arena=arena, staleness=1)
+    run, fused = Run(make, True, arena=arena, staleness=1), True
+    for t in range(6):
+        if t in (2, 4):
+            fused = not fused
+            file = io.BytesIO()
+            torch.save([run.reference.state_dict(), *(o.state_dict() for o in run.opts)], file)
+            file.seek(0)
+            state, *states = torch.load(file, weights_only=True)
+            values, run = run.values(), Run(make, fused, arena=arena, staleness=1)
+            run.reference.load_state_dict(state)
+            for i, (opt, saved) in enumerate(zip(run.opts, states)):
+                opt.load_state_dict(saved)
+                for mine, value in zip(run.tensors(i), values[1 + i]):
+                    mine.data.copy_(value)
+            run.t = t
+        run.step()
+        always.step()
+        assert_close(run.values(), always.values())
+
+
+def test_loaded_state_is_used_by_the_same_optimizer():
+    """Also when nothing but the state tensors has changed."""
+    for arena in (False, True):
+        runs = [Run(MAKE["adamw"], fused, arena=arena, staleness=1) for fused in (True, False)]
+        for run in runs:
+            for _ in range(2):
+                run.step()
+            old = copy.deepcopy(run.opts[0].state_dict())
+            run.step()
+            old["state"] = {i: {**s, "step": s["step"] + 1} for i, s in old["state"].items()}
+            run.opts[0].load_state_dict(old)
+            run.step()
+        assert_close(runs[0].values(), runs[1].values())
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_the_state_goes_to_a_plain_optimizer_and_back(name):
+    run = Run(MAKE[name], True, arena=True)
+    run.step()
+    plain = MAKE[name](list(model().double().parameters()))
+    plain.load_state_dict(copy.deepcopy(run.opts[0].inner.state_dict()))
+    run.opts[1].load_state_dict(plain.state_dict())
+    run.step()
+    for i, saved in plain.state_dict()["state"].items():
+        for key, value in saved.items():
+            assert not torch.equal(value, run.opts[1].state_dict()["state"][i][key])  # it has its own memory
+
+
+def test_counters_on_an_accelerator_are_together_while_they_are_known_to_be_equal():
+    counters = Counters(range(3), torch.float32, torch.device("cpu"))
+    counters.kind = (torch.float32, torch.device("cuda"))  # as if reading them meant to wait
+
+    def together():
+        ages = counters.ages([0, 1, 2])
+        return [ages[0] == ages[1], ages[1] == ages[2]]
+
+    assert together() == [True, True]
+    counters.advance([0, 1, 2], 1.0)
+    assert together() == [True, True]
+    counters.advance([0, 1], 1.0)
+    counters.advance([0, 1], torch.tensor(-1.0))  # skipped: equal after all, but the host cannot know
+    assert together() == [True, False]
+    counters.advance([2], 1.0)
+    assert together() == [True, False]
+    assert counters.flat.tolist() == [1, 1, 2]
+    counters.put(2, 1.0)  # as when state is loaded: they are read again
+    assert together() == [True, True]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("name", ["momentum", "adamw", "adam-fused"])
+def test_grad_scaler(name, arena, staleness):
+    ends = []
+    for fused in (True, False):
+        run = Run(MAKE[name], fused, arena=arena, staleness=staleness, dtype=torch.float32)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for t in range(4):
+            for i, opt in enumerate(run.opts):
+                run.zero_grad(i)
+                scaler.scale(loss_of(run.models[i], i, t)).backward()
+                if t == 0 or (t == 2 and i == 0):
+                    next(run.models[i].parameters()).grad[0, 0] = torch.inf
+                scaler.step(opt)
+                scaler.update()
+        assert run.reference.round == 4
+        assert run.reference.dropped_updates == 0
+        ends.append((run.values(), [o.state_dict()["state"] for o in run.opts]))
+    assert_close(ends[0][0], ends[1][0], 1e-6)
+    for mine, theirs in zip(ends[0][1], ends[1][1]):
+        for i in mine:
+            assert mine[i].get("step") == theirs[i].get("step")
+
+
+@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("name", ["nesterov", "adam-fused"])
+def test_the_host_need_not_know_what_the_scaler_skips(name, arena, monkeypatch):
+    """As on an accelerator: the operators and the counters look at found_inf themselves."""
+    make, ends = MAKE[name], []
+    for fused in (True, False):
+        if fused:
+            monkeypatch.setattr(
+                FusedStep, "skips", lambda self, found_inf: False if found_inf is None else None
+            )
+        run = Run(make, fused, arena=arena, staleness=1)
+        for t in range(5):
+            for i, opt in enumerate(run.opts):
+                run.backward(i, without=(0,) if t == 3 else ())
+                opt.grad_scale, opt.found_inf = torch.tensor(2.0), torch.tensor(float(t in (0, 3)))
+                opt.step()
+                del opt.grad_scale, opt.found_inf
+            run.t += 1
+        ends.append(run.values())
+        monkeypatch.undo()
+    assert_close(*ends)

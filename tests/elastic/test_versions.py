@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from avgpipe.elastic import Arena, Versions
+
+
+def make() -> tuple[nn.Linear, Arena, Versions]:
+    layer = nn.Linear(2, 1, bias=False)
+    arena = Arena(layer.parameters())
+    with torch.no_grad():
+        layer.weight.zero_()
+    return layer, arena, Versions(arena)
+
+
+def update(layer: nn.Linear, versions: Versions, needed_from: int) -> None:
+    with versions.updating(needed_from), torch.no_grad():
+        layer.weight.add_(1)
+
+
+def test_a_version_stays_what_it_was() -> None:
+    layer, arena, versions = make()
+    for v in range(4):
+        update(layer, versions, needed_from=0)
+        assert versions.newest == v + 1
+        assert float(arena.weights[0][0]) == v + 1
+    for v in (2, 0, 4, 1, 3):
+        versions.show(v)
+        assert layer.weight.tolist() == [[v, v]]
+    assert versions.bytes == 4 * arena.weights[0].nbytes
+
+
+def test_what_nobody_needs_is_used_again_and_the_newest_alone_takes_no_copy() -> None:
+    layer, arena, versions = make()
+    for _ in range(3):
+        update(layer, versions, needed_from=versions.newest + 1)
+    assert versions.bytes == 0
+    for _ in range(10):
+        update(layer, versions, needed_from=versions.newest)
+    assert versions.bytes == arena.weights[0].nbytes
+    with pytest.raises(KeyError):
+        versions.show(0)
+
+
+def test_the_newest_is_shown_after_an_update() -> None:
+    layer, _, versions = make()
+    update(layer, versions, needed_from=0)
+    versions.show(0)
+    update(layer, versions, needed_from=0)
+    assert layer.weight.tolist() == [[2, 2]]
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM, nn.Conv1d, nn.LayerNorm, nn.Embedding])
+def test_a_backward_uses_the_weights_of_its_forward(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    layer = {
+        nn.Linear: lambda: nn.Linear(4, 4),
+        nn.LSTM: lambda: nn.LSTM(4, 4),
+        nn.Conv1d: lambda: nn.Conv1d(4, 4, 1),
+        nn.LayerNorm: lambda: nn.LayerNorm(4),
+        nn.Embedding: lambda: nn.Embedding(4, 4),
+    }[kind]().double()
+    x = torch.arange(4) if kind is nn.Embedding else torch.randn(4, 4, dtype=torch.float64)
+
+    def loss() -> torch.Tensor:
+        output = layer(x)
+        output = output[0] if isinstance(output, tuple) else output
+        return (output.tanh() * output.new_tensor([1.0, 2, 3, 4])).sum()
+
+    arena = Arena(layer.parameters())
+    versions = Versions(arena)
+    expected = torch.autograd.grad(loss(), arena.parameters)
+    optimizer = torch.optim.AdamW(arena.parameters, lr=0.1)
+    first = loss()
+    for g, p in zip(expected, arena.parameters):
+        p.grad = g.clone()
+    with versions.updating(needed_from=0):
+        optimizer.step()
+    versions.show(0)
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(first, arena.parameters), expected))
+
+
+def test_a_run_goes_on_from_saved_versions() -> None:
+    layer, arena, versions = make()
+    for _ in range(3):
+        update(layer, versions, needed_from=versions.newest)
+    older = {behind: [flat.clone() for flat in flats] for behind, flats in versions.older().items()}
+    assert list(older) == [1]
+    other, other_arena, other_versions = make()
+    other_arena.weights[0].copy_(arena.weights[0])
+    other_versions.restore(older)
+    assert other_versions.newest == 1
+    other_versions.show(0)
+    assert other.weight.tolist() == [[2, 2]]
+    update(other, other_versions, needed_from=1)
+    assert other.weight.tolist() == [[4, 4]]

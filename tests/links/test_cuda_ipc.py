@@ -1,0 +1,178 @@
+"""The link through slots of device memory, with slots in host memory and streams that keep account."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+
+import pytest
+import torch
+
+from avgpipe.links import cuda_ipc
+from avgpipe.links.cuda_ipc import CudaIpcLink, Slot
+from avgpipe.links.shared import Inbox
+from avgpipe.runtime import streams
+from avgpipe.runtime.mailbox import Mailbox
+from avgpipe_ext import ring
+from tests.runtime.ends import BACK, CHANNELS, CPU, Ends
+from tests.runtime.fake_cuda import Event, FakeCuda, Stream
+
+pytestmark = pytest.mark.skipif(not ring.supported(), reason="needs Linux")
+
+
+class HostSlots:
+    """Slots that all ends in this process can open."""
+
+    def __init__(self) -> None:
+        self.made: list[Slot] = []
+        self.given: list[Slot] = []
+        self._numbers = itertools.count(1)
+
+    def make(self, size: int) -> Slot:
+        record = next(self._numbers).to_bytes(4 * cuda_ipc.HANDLE_BYTES, "little")
+        self.made.append(Slot(torch.zeros(size, dtype=torch.uint8), Event(), Event(), record))
+        return self.made[-1]
+
+    def give(self, slot: Slot) -> None:
+        self.given.append(slot)
+
+    def open(self, record: bytes) -> Slot:
+        return next(slot for slot in self.made if slot.record == record)
+
+    def lend(self, slot: Slot, lease: object, reader: Stream) -> torch.Tensor:
+        class Loan(ctypes.Array):
+            _type_, _length_ = ctypes.c_ubyte, slot.memory.numel()
+
+            def __del__(self) -> None:
+                slot.free.record(self.reader)
+                self.lease = None
+
+        loan = Loan.from_address(slot.memory.data_ptr())
+        loan.lease, loan.reader = lease, reader
+        return torch.frombuffer(loan, dtype=torch.uint8)
+
+
+class DeviceEnds(Ends):
+    """Stage 0 and 1; each receives on a stream of its own."""
+
+    def __init__(self, fake: FakeCuda, wire_dtype: torch.dtype | None) -> None:
+        into = [BACK, CHANNELS]
+        inboxes = [Inbox.create(channels) for channels in into]
+        opened = [Inbox.open(inbox.offer(), channels) for inbox, channels in zip(inboxes, into)]
+        boxes = [Mailbox(inbox.bell) for inbox in inboxes]
+        self.slots = HostSlots()
+        links = [
+            CudaIpcLink(
+                *(inboxes[k], into[k], os.getpid(), opened[1 - k], CPU, boxes[k], wire_dtype), self.slots
+            )
+            for k in range(2)
+        ]
+        super().__init__(links, boxes)
+        self.fake, self.lanes = fake, [Stream(), Stream()]
+
+    def send(self, value, kind="F"):
+        with self.fake.stream(self.lanes[kind == "B"]):
+            return super().send(value, kind)
+
+    def receive(self, key, timeout_s=20):
+        with self.fake.stream(self.lanes[key.seat]):
+            return super().receive(key, timeout_s)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setattr(streams, "cuda", fake)
+    return fake
+
+
+@pytest.fixture
+def made(fake):
+    made = DeviceEnds(fake, None)
+    yield made
+    for link in made.links:
+        link.close(10)
+
+
+VALUES = [
+    torch.arange(6.0).view(2, 3),
+    {"x": torch.arange(5), "y": [torch.tensor(2.5, dtype=torch.float64), None, "text", 3]},
+    [torch.zeros(0, 3), None],
+    "no tensor",
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("kind", ["F", "B"])
+def test_any_message_arrives(made, value, kind):
+    for _ in range(3):
+        arrived = made.pass_on(value, kind)
+        assert str(arrived) == str(value)
+
+
+def test_gradients_are_wanted_of_what_wanted_them(made):
+    arrived = made.pass_on([torch.ones(2, requires_grad=True) * 2, torch.ones(2)])
+    assert [x.requires_grad for x in arrived] == [True, False]
+    assert arrived[0].is_leaf
+
+
+def test_a_slot_is_not_written_while_a_tensor_reads_it(made):
+    kept = [made.pass_on(torch.full((1000,), float(n))) for n in range(12)]
+    views = [x[500:] for x in kept]
+    del kept
+    made.pass_on(torch.full((1000,), 99.0))
+    assert [float(v[0]) for v in views] == [float(n) for n in range(12)]
+    assert len(made.slots.made) == 13
+
+
+def test_slots_are_used_again(made):
+    for n in range(50):
+        assert float(made.pass_on(torch.full((1000,), float(n))).sum()) == 1000.0 * n
+    assert len(made.slots.made) <= 2
+
+
+def test_slots_grow_and_the_outgrown_are_given_back(made):
+    for n in (10, 100_000, 10, 200_000):
+        assert float(made.pass_on(torch.ones(n)).sum()) == n
+    assert len(made.slots.given) == len(made.slots.made) - len(
+        set(map(id, made.links[0]._outgoing_slots.values()))
+    )
+
+
+def test_events_order_writing_and_reading(made):
+    sender, receiver = made.lanes
+    source = sender.operate()
+    arrived = made.pass_on(torch.ones(1000))
+    assert receiver.follows(source)
+    read = receiver.operate()
+    del arrived
+    (slot,) = made.slots.made
+    made.receive(made.send(torch.ones(1000)))
+    copies = made.links[0]._copies
+    assert copies.follows(read)  # else the copy could overwrite what is still being read
+    assert not sender.follows(read)  # the sending lane waits for nobody
+    assert slot.full.clock[sender.name] >= source[1]
+
+
+def test_what_is_sent_is_kept_until_it_is_copied(made, monkeypatch):
+    done = False
+    monkeypatch.setattr(Event, "query", lambda self: done)
+    for _ in range(3):
+        made.pass_on(torch.ones(10))
+    assert len(made.links[0]._copying) == 3
+    done = True
+    made.pass_on(torch.ones(10))
+    assert not made.links[0]._copying
+
+
+def test_activations_may_travel_narrower(fake):
+    made = DeviceEnds(fake, torch.bfloat16)
+    value = torch.randn(64)
+    arrived = made.pass_on(value)
+    assert arrived.dtype == torch.float32
+    assert torch.equal(arrived, value.bfloat16().float())
+    evaluated = made.pass_on(value, "E")
+    assert torch.equal(evaluated, value)
+    for link in made.links:
+        link.close(10)

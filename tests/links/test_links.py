@@ -1,0 +1,440 @@
+"""What every link promises, over each of them, with both ends in this process."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from avgpipe import Plan
+from avgpipe.errors import PeerLost
+from avgpipe.links.channel import KINDS, Channel
+from avgpipe.links.choose import Links
+from avgpipe.links.group import Buffers, GroupLink, Sizes, _tag, lend
+from avgpipe.links.local import LocalLink
+from avgpipe.runtime.mailbox import Mailbox
+from avgpipe.runtime.message import NAMES, Key
+from avgpipe.runtime.placement import Placement
+from avgpipe.runtime.steps import Place, channels_into
+from tests.runtime.ends import CPU, LINKS, Ends, ends, eventually, groups
+
+
+@pytest.fixture(params=LINKS)
+def pair(request: pytest.FixtureRequest) -> Any:
+    with ends(request.param) as made:
+        yield made
+
+
+def message(n: int, size: int) -> Any:
+    return {"x": torch.full((size,), float(n)), "n": n % 3, "odd": n % 2 == 1, "y": torch.tensor(n)}
+
+
+def assert_message(got: Any, n: int, size: int) -> None:
+    assert got["x"].shape == (size,)
+    assert (got["x"] == n).all()
+    assert (got["n"], got["odd"], int(got["y"])) == (n % 3, n % 2 == 1, n)
+
+
+def test_messages_arrive_once_and_as_they_were(pair: Ends) -> None:
+    for n in range(300):
+        assert_message(pair.pass_on(message(n, n % 7)), n, n % 7)
+    assert not any(box.messages for box in pair.mailboxes)
+
+
+def test_the_sender_may_change_what_it_sent(pair: Ends) -> None:
+    x = torch.zeros(50_000)
+    keys = []
+    for n in range(8):
+        x.fill_(n)
+        keys.append(pair.send(x))
+    x.fill_(-1)
+    for n, key in enumerate(keys):
+        assert (pair.receive(key) == n).all()
+
+
+def test_sizes_may_change_up_and_down(pair: Ends) -> None:
+    dice = random.Random(1)
+    sizes = [0, 1, 1 << 20, 10, 5000, 1 << 21, 3, *(int(2 ** dice.uniform(0, 19)) for _ in range(60))]
+    for n, size in enumerate(sizes):
+        assert_message(pair.pass_on(message(n, size)), n, size)
+
+
+def test_sizes_may_change_while_many_are_under_way(pair: Ends) -> None:
+    """More than any receive that was posted, in both directions, before the other end has looked at one."""
+    dice = random.Random(2)
+    sizes = [int(2 ** dice.uniform(0, 17)) for _ in range(60)]
+    forth = [pair.send(message(n, size)) for n, size in enumerate(sizes)]
+    back = [pair.send(message(n, size), "B") for n, size in enumerate(reversed(sizes))]
+    for n, size in enumerate(sizes):
+        assert_message(pair.receive(forth[n]), n, size)
+        assert_message(pair.receive(back[n]), n, sizes[-1 - n])
+
+
+def test_a_message_without_tensors(pair: Ends) -> None:
+    for n in range(5):
+        assert pair.pass_on([n, None, "text"]) == [n, None, "text"]
+        assert pair.pass_on([None, None]) == [None, None]
+
+
+def test_kept_tensors_keep_their_values(pair: Ends) -> None:
+    """An alias of what arrived, as a Carry keeps one, costs memory and never becomes another batch's values."""
+    kept: dict[int, torch.Tensor] = {}
+    dice = random.Random(3)
+    for n in range(400):
+        x = pair.pass_on({"h": torch.full((600,), float(n)), "x": torch.zeros(n % 11)})["h"]
+        kept[n] = x[dice.randrange(500) :].view(-1) if n % 3 else x.detach()
+        if len(kept) > 20:
+            del kept[dice.choice(list(kept))]
+        for m, tensor in kept.items():
+            assert (tensor == m).all(), (n, m)
+
+
+def test_what_autograd_saved_keeps_its_values(pair: Ends) -> None:
+    weight = torch.ones(100, requires_grad=True)
+    outputs = []
+    for n in range(6):
+        x = pair.pass_on(torch.full((100,), float(n)).requires_grad_())
+        outputs.append((weight * x).sum())
+        del x
+    for _ in range(20):
+        pair.pass_on(torch.full((100,), -1.0))
+    for n, output in enumerate(outputs):
+        weight.grad = None
+        output.backward()
+        assert (weight.grad == n).all()
+
+
+def test_a_tensor_outlives_its_link() -> None:
+    for kind in LINKS:
+        with ends(kind) as pair:
+            kept = [pair.pass_on(torch.full((3000,), float(n))) for n in range(3)]
+        del pair
+        gc.collect()
+        assert [int(x.sum()) for x in kept] == [0, 3000, 6000]
+
+
+def test_writing_to_what_arrived_changes_nothing_else(pair: Ends) -> None:
+    source = torch.ones(100)
+    got = pair.pass_on(source)
+    got.add_(5)
+    assert (source == 1).all()
+    assert (pair.pass_on(source) == 1).all()
+    assert (got == 6).all()
+
+
+def test_channels_do_not_wait_for_each_other(pair: Ends) -> None:
+    many = [pair.send(torch.full((100_000,), float(n))) for n in range(20)]
+    other = pair.send(torch.ones(1), "E")
+    assert pair.receive(other) == 1
+    for n, key in enumerate(many):
+        assert (pair.receive(key) == n).all()
+
+
+def test_a_receiver_that_waits_wakes(pair: Ends) -> None:
+    got: list[Any] = []
+    keys = [pair.key() for _ in range(100)]
+    thread = threading.Thread(target=lambda: got.extend(float(pair.receive(key)) for key in keys))
+    thread.start()
+    for n, key in enumerate(keys):
+        pair.links[0].send(key, torch.tensor(float(n)))
+    thread.join(30)
+    assert got == list(range(100))
+
+
+@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_narrower_wire_narrows_training_alone(kind: str, wire_dtype: torch.dtype) -> None:
+    with ends(kind, wire_dtype) as pair:
+        x = torch.randn(1000, 3, dtype=torch.float64).T
+        for _ in range(4):
+            for name in "FB":
+                got = pair.pass_on(x.clone().requires_grad_(), name)
+                assert got.requires_grad
+                assert torch.equal(got.detach(), x.to(wire_dtype).double())
+            assert torch.equal(pair.pass_on(x, "E"), x)
+
+
+def test_what_cannot_travel_leaves_the_link_in_order(pair: Ends) -> None:
+    pair.pass_on(torch.ones(2))
+    with pytest.raises(TypeError, match="a stage returned a set"):
+        pair.send([torch.ones(2), {1}])
+    assert (pair.pass_on(torch.ones(2)) == 1).all()
+
+
+# ---- the link by shared memory -----------------------------------------------------------------------------------
+
+
+def slots(pair: Ends) -> int:
+    return sum(sender.slots()[0] for sender, _ in pair.links[0]._outgoing.values())
+
+
+def test_slots_in_use_are_as_many_as_messages_kept() -> None:
+    with ends("shm") as pair:
+        for in_flight in (1, 4, 9):
+            kept: list[Any] = []
+            for n in range(200):
+                kept.append(pair.pass_on(torch.full((100,), float(n))))
+                del kept[: max(0, len(kept) - in_flight)]
+            assert slots(pair) == in_flight + 1, "those kept, and the one that is being written"
+            kept.clear()
+
+
+def test_slots_grow_with_messages_and_do_not_multiply() -> None:
+    with ends("shm") as pair:
+        for power in range(6, 21):
+            assert pair.pass_on(torch.ones(1 << power)).shape == (1 << power,)
+        assert slots(pair) == 1
+        sender, _ = next(iter(pair.links[0]._outgoing.values()))
+        assert sender.slots()[1] < 2 * 4 * (1 << 20)
+
+
+# ---- the link by torch.distributed -------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(64, 1 << 20), max_size=50), st.integers(0, 2))
+def test_both_ends_find_the_same_sizes(messages: list[int], behind: int) -> None:
+    """The receiver posts each receive before it knows the message; the sender, ahead by any number, agrees."""
+    sender, receiver = Sizes(), Sizes()
+    posted = [receiver.last] * 2
+    says = [sender.next(size) for size in messages]
+    for n, size in enumerate(messages):
+        room = posted.pop(0)
+        assert room == says[n] == receiver.next(size)
+        assert len(posted) == 1
+        posted.append(receiver.last)
+    assert posted[-1] >= max(messages, default=0)
+
+
+def test_messages_of_a_size_that_was_seen_fit_their_receives() -> None:
+    sizes = Sizes()
+    fits = [sizes.next(100_000) >= 100_000 for _ in range(6)]
+    assert fits == [False, False, True, True, True, True]
+
+
+def test_buffers_are_used_again_and_never_too_small() -> None:
+    pool = Buffers()
+    first = pool.take(100)
+    pool.give(first)
+    assert pool.take(50) is first
+    second = pool.take(50)
+    assert second is not first
+    pool.give(second)
+    assert pool.take(51).numel() >= 51
+
+
+def test_a_lease_gives_its_buffer_back_when_the_last_tensor_is_gone() -> None:
+    pool = Buffers()
+    buffer = pool.take(64)
+    a = torch.frombuffer(lend(buffer, pool), dtype=torch.float32)
+    b = a[4:].view(3, 4)
+    del a
+    assert not pool._free
+    del b
+    assert [x.data_ptr() for x in pool._free] == [buffer.data_ptr()]
+
+
+def test_buffers_are_as_many_as_messages_kept() -> None:
+    with ends("gloo") as pair:
+        receiver = next(r for r in pair.links[1]._receivers if r._channel.kind == "F")
+        made: set[int] = set()
+        take = receiver._buffers.take
+
+        def counted(size: int) -> torch.Tensor:
+            buffer = take(size)
+            made.add(buffer.data_ptr())
+            return buffer
+
+        receiver._buffers.take = counted  # type: ignore[method-assign]
+        kept: list[Any] = []
+        for n in range(100):
+            kept.append(pair.pass_on(torch.full((100,), float(n))))
+            del kept[:-5]
+        assert len(made) <= 5 + 2 + 2, "those kept, those posted, and what was too small"
+
+
+def test_sent_buffers_come_back() -> None:
+    with ends("gloo") as pair:
+        for n in range(50):
+            pair.pass_on(torch.full((5000,), float(n)))
+        outgoing = next(iter(pair.links[0]._outgoing.values()))
+        eventually(lambda: outgoing.buffers._free)
+        assert len(outgoing.buffers._free) <= 3
+
+
+def test_tags_tell_all_channels_apart() -> None:
+    found = [
+        tag + more
+        for stages in (1, 4)
+        for tag in [
+            _tag(Channel(kind, i, a, b), stages)
+            for kind in KINDS
+            for i in range(3)
+            for a in range(stages)
+            for b in range(stages)
+        ]
+        for more in (0, 1)
+        if stages == 4
+    ]
+    assert len(set(found)) == len(found) == len(KINDS) * 3 * 16 * 2
+    assert max(found) < 2**31 - 1
+
+
+# ---- within a process --------------------------------------------------------------------------------------------
+
+
+def test_a_local_link_hands_over_without_a_copy() -> None:
+    box = Mailbox()
+    link = LocalLink(box, CPU)
+    x = (torch.ones(3, requires_grad=True) * 2).exp()
+    for key, value in ((Key("F", 0, 0, 1, 0, 0), x), (Key("F", 0, 0, 1, 0, 1), {"a": x, "b": (1, None)})):
+        link.send(key, value)
+        got = box.take(key)
+        got = got if isinstance(got, torch.Tensor) else got["a"]
+        assert got.data_ptr() == x.data_ptr()
+        assert got.is_leaf
+        assert got.requires_grad
+    with pytest.raises(TypeError, match="a stage returned a set"):
+        link.send(Key("F", 0, 0, 1, 0, 2), [{1}])
+
+
+# ---- which channels there are ------------------------------------------------------------------------------------
+
+
+def sent_by(place: Place, M: int) -> set[Channel]:
+    """What a lane sends for batches of up to M micro-batches, from its steps."""
+    placement, seat, stage, i = place.placement, place.seat, place.stage, place.pipeline
+    last = placement.stages - 1
+    to: list[tuple[str, int]] = []
+    for m in range(M):
+        if placement.at(stage, m) == seat:
+            to += [("F", placement.at(stage + 1, m))] if stage < last else []
+            to += [("B", placement.at(stage - 1, m))] if stage > 0 else []
+    to += [("A", peer) for peer in place.peers]
+    to += [("T", other) for k in place.shared for other in placement.informed(seat, k)]
+    if place.norm and stage < last:
+        to += [("C", other) for other in placement.informed(seat, stage + 1)]
+    if place.norm and stage > 0:
+        to += [("N", other) for other in placement.informed(seat, stage - 1)]
+    to += [("L", other) for other in place.tells_the_loss]
+    return {Channel(kind, i, seat, other) for kind, other in to}
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.integers(1, 3), st.booleans(), st.data())
+def test_receivers_expect_exactly_what_senders_send(
+    replication: list[int], N: int, norm: bool, data: Any
+) -> None:
+    K = len(replication)
+    pairs = data.draw(st.sets(st.tuples(st.integers(0, K - 1), st.integers(0, K - 1)), max_size=4))
+    shared: dict[int, set[int]] = {}
+    for a, b in pairs:
+        if a != b:
+            shared.setdefault(a, set()).add(b)
+            shared.setdefault(b, set()).add(a)
+    ranks = sum(replication)
+    plan = Plan(
+        stages=K, schedule="all-forward-all-backward", micro_batches=6, pipelines=N, replication=replication
+    )
+    placement = Placement.of(plan, ranks)
+    places = {
+        (seat, i): Place(placement, seat, i, tuple(sorted(shared.get(stage, ()))), norm)
+        for seat, (stage, _, _) in enumerate(placement.seats)
+        for i in range(N)
+    }
+    into = [channels_into(r, placement, [places[r, i] for i in range(N)]) for r in range(ranks)]
+    found = [channel for channels in into for channel in channels]
+    assert len(set(found)) == len(found)
+    speakers = [placement.seats_of(k)[0] for k in range(K)]
+    expected = set().union(*(sent_by(place, 6) for place in places.values()))
+    expected |= {Channel("E", 0, a, b) for a, b in pairwise(speakers)}
+    expected |= {Channel("R", 0, speakers[-1], r) for r in range(ranks) if r != speakers[-1]}
+    assert set(found) == expected
+    assert all(channel.seat == r for r, channels in enumerate(into) for channel in channels)
+    assert set(NAMES) == {*KINDS, "Z"}  # the sums of a torch.distributed group come through no link
+
+
+def test_workers_with_several_seats_exchange_nothing_with_themselves() -> None:
+    placement = Placement.of(Plan(stages=4, schedule="interleaved-1f1b", micro_batches=2), 2)
+    assert placement.workers == ((0, 2), (1, 3))
+    into = channels_into(0, placement, [Place(placement, seat, 0, (), False) for seat in (0, 2)])
+    assert set(into) == {
+        *(Channel("B", 0, 1, 0), Channel("F", 0, 1, 2), Channel("B", 0, 3, 2)),
+        *(Channel("E", 0, 1, 2), Channel("R", 0, 3, 0)),
+    }
+
+
+def test_closing_waits_until_the_peer_has_taken_what_was_sent_last() -> None:
+    """Else its memory would end before a slower peer has looked into it."""
+    with ends("shm") as pair:
+        key = pair.send(torch.arange(5.0))
+        closing = threading.Thread(target=pair.links[key.source].close, args=(10,))
+        closing.start()
+        closing.join(0.05)
+        assert closing.is_alive()
+        assert torch.equal(pair.receive(key), torch.arange(5.0))
+        closing.join(20)
+        assert not closing.is_alive()
+        pair.links.pop(key.source)
+
+
+def test_closing_does_not_wait_for_what_the_peer_never_takes() -> None:
+    """Sent before the peer has closed, and after: it lives on, as one that makes its next Pipeline does."""
+    with ends("shm") as pair:
+        pair.send(torch.arange(5.0))
+        pair.links[1].close(10)
+        pair.send(torch.arange(5.0))
+        begin = time.monotonic()
+        pair.links[0].close(10)
+        assert time.monotonic() - begin < 5
+        pair.links.clear()
+
+
+# ---- the end of a link -------------------------------------------------------------------------------------------
+
+
+def gate(receiver: Any) -> threading.Event:
+    """Holds up the thread of a receiver, as a slow line would."""
+    opened, decode = threading.Event(), receiver._decoder.decode
+
+    def late(*args: Any) -> Any:
+        opened.wait(20)
+        return decode(*args)
+
+    receiver._decoder.decode = late
+    return opened
+
+
+def test_what_was_sent_last_arrives_although_the_sender_leaves() -> None:
+    """More than the receives that are posted hold; and the end of another link of the same group changes nothing."""
+    groups_of_3, boxes = groups(3), [Mailbox() for _ in range(3)]
+    from_0, from_1 = [Channel("F", 0, 0, 1)], [Channel("F", 0, 1, 2)]
+
+    def link(here: int, there: int, incoming: list[Channel], outgoing: list[Channel]) -> GroupLink:
+        return GroupLink(groups_of_3[here], there, 3, incoming, outgoing, CPU, boxes[here], PeerLost, None)
+
+    at_0, to_0 = link(0, 1, [], from_0), link(1, 0, from_0, [])
+    to_2, at_2 = link(1, 2, [], from_1), link(2, 1, from_1, [])
+    at_0.leave()
+    opened = gate(at_2._receivers[0])
+    keys = [Key("F", 0, 1, 2, n, 0) for n in range(12)]
+    for n, key in enumerate(keys):
+        to_2.send(key, torch.full((5000,), float(n)))
+    links = Links.__new__(Links)
+    links._by_rank = {0: to_0, 2: to_2}
+    leaving = threading.Thread(target=links.close, args=(30,))
+    leaving.start()
+    leaving.join(1.0)  # it waits now, or has broken what it should have waited for
+    opened.set()
+    box = boxes[2]
+    assert box.wait_until(lambda: keys[-1] in box, 20, lambda: [k for k in keys if k not in box])
+    leaving.join(30)
+    assert [int(box.take(key)[0]) for key in keys] == list(range(12))
+    for end in (at_0, at_2):
+        end.close(10)

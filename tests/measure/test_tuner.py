@@ -1,0 +1,113 @@
+"""The study: what is timed, how rows are ranked, and the baselines."""
+
+import pytest
+
+from avgpipe.errors import PipelineError
+from avgpipe.measure.result import DATA_PARALLEL, MAX_NUM, MAX_SIZE, ONE_DEVICE, PIPELINE, TRAVERSAL
+from avgpipe.measure.search import search
+from avgpipe.measure.shapes import Space
+from avgpipe.measure.traversal import settings
+from avgpipe.measure.trial import Trial
+from avgpipe.measure.tuner import study
+from tests.measure.examples import cluster, heavy
+
+SPACE = Space(2, 4, 4, (1, 2), (1, 2, 4))
+
+
+class Measured:
+    """Times plans at so many times their forecast, in the order of the calls."""
+
+    def __init__(self, *factors):
+        self.factors, self.asked = list(factors), []
+
+    def __call__(self, forecast):
+        self.asked.append(forecast)
+        factor = self.factors.pop(0) if self.factors else 1.0
+        if isinstance(factor, Exception):
+            raise factor
+        return None if factor is None else Trial(factor * forecast.batch_s, (1,) * forecast.plan.workers)
+
+
+def test_without_a_measure_the_rows_are_the_searchs():
+    found = study(heavy(), cluster(2), SPACE)
+    assert [r.forecast for r in found.rows] == list(search(heavy(), cluster(2), SPACE).ranked)
+    assert all(r.trial is None and r.error is None for r in found.rows)
+    assert found.plan == found.rows[0].plan
+    assert set(found.seconds) == {"search_s"}
+
+
+def test_the_best_few_are_timed_and_the_simpler_kinds():
+    measure = Measured()
+    found = study(heavy(), cluster(2), SPACE, measure, trials=1)
+    assert [f.plan.stages for f in measure.asked] == [2, 1, 1]
+    assert {r.what for r in found.rows if r.trial} == {PIPELINE, DATA_PARALLEL, ONE_DEVICE}
+    assert all(r.error == pytest.approx(0) for r in found.rows if r.trial)
+
+
+def test_what_was_measured_decides():
+    measure = Measured(3.0, 1.0)
+    found = study(heavy(), cluster(2), SPACE, measure, trials=2)
+    assert found.best.forecast == measure.asked[1]
+    assert found.best.batch_s == measure.asked[1].batch_s
+
+
+def test_what_was_not_timed_comes_after_what_was():
+    found = study(heavy(), cluster(2), SPACE, Measured(100.0, 100.0, 100.0, 100.0), trials=2)
+    timed = [r.trial is not None for r in found.rows]
+    assert timed == sorted(timed, reverse=True)
+    assert not all(timed)
+
+
+def test_a_trial_that_fails_says_why_and_is_not_taken():
+    found = study(heavy(), cluster(2), SPACE, Measured(PipelineError("worker 0\nfailed")), trials=2)
+    assert found.best.failure == ""
+    assert [r.failure for r in found.rows if r.failure] == ["worker 0 failed"]
+
+
+def test_a_plan_that_cannot_be_timed_here_stays_a_prediction():
+    found = study(heavy(), cluster(2), SPACE, Measured(1.0, None, None), trials=1)
+    assert [r.trial is not None for r in found.rows[:2]] == [True, False]
+
+
+def test_the_extremes_have_all_workers_and_as_many_pipelines_as_fit():
+    found = study(heavy(), cluster(2), SPACE)
+    plans = {r.what: r.plan for r in found.baselines}
+    assert (plans[MAX_NUM].stages, plans[MAX_NUM].pipelines, plans[MAX_NUM].micro_batches) == (2, 2, 4)
+    assert (plans[MAX_SIZE].stages, plans[MAX_SIZE].pipelines, plans[MAX_SIZE].micro_batches) == (2, 2, 1)
+    # Two layers a stage: one pipeline has weights, gradients and optimizer state of 4,000 bytes a layer.
+    tight = study(heavy(), cluster(2, 9000.0), SPACE)
+    assert {r.plan.pipelines for r in tight.baselines} == {1}
+
+
+def test_baselines_are_timed_when_asked_for():
+    found = study(heavy(), cluster(2), SPACE, Measured(), trials=1, baselines=True)
+    assert all(r.trial for r in found.baselines)
+    assert {"search_s", "trials_s", "baselines_s"} == set(found.seconds)
+
+
+def test_traversal_times_every_setting():
+    measure = Measured()
+    found = study(heavy(), cluster(2), SPACE, measure, trials=1, traversal=True)
+    rows = [r for r in found.baselines if r.what == TRAVERSAL]
+    assert [r.forecast for r in rows] == sorted(settings(heavy(), cluster(2), SPACE), key=lambda f: f.batch_s)
+    assert all(r.trial for r in rows)
+
+
+def test_the_settings_of_a_traversal():
+    """Two stages: three cuts of four layers; M = 1 has one schedule, M = 2 two, M = 4 three."""
+    found = settings(heavy(), cluster(2), SPACE)
+    kinds = [(f.plan.pipelines, f.plan.micro_batches, f.plan.advance, tuple(f.plan.partition)) for f in found]
+    assert len(set(kinds)) == len(kinds) == 2 * (1 + 2 + 3) * 3
+    # What does not fit is no setting: three layers on a stage need 12,000 bytes.
+    assert {tuple(f.plan.partition) for f in settings(heavy(), cluster(2, 9000.0), SPACE)} == {(2,)}
+
+
+def test_the_record_has_everything():
+    found = study(heavy(), cluster(2), SPACE, Measured(), trials=1, baselines=True).to_json()
+    assert found["plan"]["stages"] == 2
+    assert found["advice"].startswith("Advice: ")
+    assert len(found["baselines"]) == 2
+    first = found["rows"][0]
+    assert first["what"] == PIPELINE
+    assert first["measured_batch_s"] == first["predicted_batch_s"]
+    assert first["measured_memory_bytes"] == [1, 1]

@@ -1,0 +1,252 @@
+"""A slow simulator, written from the rules alone: at each instant it looks at everything again.
+
+Times are whole ticks (picoseconds). A problem is a `Problem`: plain numbers, from which `Costs` are made too.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from avgpipe.planning import Costs
+from avgpipe.schedule import Action
+
+MS = 10**9  # ticks
+ALONE = 2**20  # the speed of an action that has its device for itself
+
+
+@dataclass
+class Problem:
+    """ms: of F, I, W per stage and micro-batch; of U and the all-reduce per stage; of the links' "there" and "back"
+    per boundary and micro-batch; of latency per boundary. ``groups``: of shared links.
+    """
+
+    ms: dict
+    serial: bool = True
+    groups: tuple = ()
+    gain: tuple = (1.0,)
+    jitter: float = 0.0
+    stragglers: tuple | None = None
+    seed: int = 0
+    held: list = field(default_factory=list)
+
+    def costs(self):
+        ms = {name: _seconds(rows) for name, rows in self.ms.items()}
+        backward = [[i + w for i, w in zip(*rows)] for rows in zip(self.ms["I"], self.ms["W"])]
+        return Costs(
+            ms["F"],
+            _seconds(backward),
+            ms["there"],
+            self.held,
+            link_serial=self.serial,
+            update_s=ms["U"],
+            input_backward_s=ms["I"],
+            gradient_transfer_s=ms["back"],
+            latency_s=ms["latency"],
+            shared_links=self.groups,
+            allreduce_s=ms["sum"],
+            concurrency_gain=self.gain,
+            jitter=self.jitter,
+            stragglers=self.stragglers,
+            seed=self.seed,
+        )
+
+    def action_ticks(self, k, batch, action):
+        m = action.micro_batch or 0
+        if action.kind == "U":
+            ms = self.ms["U"][k]
+        elif action.kind == "B":
+            ms = self.ms["I"][k][m] + self.ms["W"][k][m]
+        else:
+            ms = self.ms[action.kind][k][m]
+        return self._shaken(ms * MS, 8 * k + "FBIWU".index(action.kind), batch, m)
+
+    def transfer_ticks(self, boundary, way, batch, m):
+        what = 8 * boundary + 5 + ("there", "back").index(way)
+        return self._shaken(self.ms[way][boundary][m] * MS, what, batch, m)
+
+    def _shaken(self, ticks, what, batch, m):
+        bits = _mix(_mix(_mix(_mix(self.seed) ^ what) ^ batch) ^ m)
+        total = sum(bits >> shift & 0xFFFF for shift in (0, 16, 32, 48)) - 131070
+        ticks += ticks * total * round(self.jitter / 37837.2 * 2**48) >> 48
+        if self.stragglers is not None and _mix(bits) >> 32 < round(self.stragglers[0] * 2**32):
+            ticks = ticks * round(self.stragglers[1] * 2**16) >> 16
+        return ticks
+
+
+def _seconds(rows):
+    return [[entry / 1000 for entry in row] if isinstance(row, list) else row / 1000 for row in rows]
+
+
+def _mix(x):
+    """SplitMix64."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+class Ran(NamedTuple):
+    stage: int
+    batch: int
+    action: Action
+    start: int
+    end: int
+
+
+@dataclass
+class Running:
+    worker: int
+    stage: int
+    pipeline: int
+    batch: int
+    action: Action
+    start: int
+    work: int  # that is left, in ticks / 2^20
+
+
+class Reference:
+    """``ran``: every action. ``in_flight``: per stage the most held at once; ``held_bytes``: per worker."""
+
+    def __init__(self, schedule, problem, pipelines, batches):
+        self.schedule, self.problem, self.pipelines = schedule, problem, pipelines
+        self.stages = schedule.stages
+        self.todo = {
+            (k, i): [
+                (own * pipelines + i, action)
+                for own, action in row_of(schedule, k, len(range(i, batches, pipelines)))
+            ]
+            for k in range(self.stages)
+            for i in range(pipelines)
+        }
+        self.arrived = {}  # (stage, batch, F or B, micro-batch): when
+        self.summed = {}  # (stage, batch): when the gradients of its replicas are added up
+        self.channel_free = Counter()
+        self.running, self.ran = [], []
+        self.held = [0] * self.stages
+        self.in_flight = [0] * self.stages
+        self.held_bytes = [0] * schedule.workers
+        self._run()
+
+    def _run(self):
+        now = 0
+        while True:
+            for running in sorted(self.running, key=lambda r: (r.worker, r.stage, r.pipeline)):
+                if running.work <= 0:
+                    self._end(running, now)
+            for w in range(self.schedule.workers):
+                while self._start_one(w, now):
+                    pass
+            times = [now + -(-r.work // self._rate(r.worker)) for r in self.running]
+            times += [t for t in (*self.arrived.values(), *self.summed.values()) if t > now]
+            if not times:
+                assert not any(self.todo.values()), "everything runs"
+                return
+            for r in self.running:
+                r.work -= self._rate(r.worker) * (min(times) - now)
+            now = min(times)
+
+    def _rate(self, w):
+        count = sum(r.worker == w for r in self.running)
+        return round(self.problem.gain[count - 1] / count * ALONE)
+
+    def _start_one(self, w, now):
+        if sum(r.worker == w for r in self.running) == len(self.problem.gain):
+            return False
+        ready = []
+        for (k, i), row in self.todo.items():
+            active = any((r.stage, r.pipeline) == (k, i) for r in self.running)
+            if row and worker_of(self.schedule, k) == w and not active and self._is_ready(k, *row[0], now):
+                batch, action = row[0]
+                later = self.pipelines > 1 and action.kind == "F"
+                ready.append((later, batch, place(self.schedule, k, action), k, i, action))
+        if not ready:
+            return False
+        _, batch, _, k, i, action = min(ready, key=lambda urgency: urgency[:3])
+        del self.todo[k, i][0]
+        work = ALONE * self.problem.action_ticks(k, batch, action)
+        self.running.append(Running(w, k, i, batch, action, now, work))
+        if action.kind == "F":
+            self._hold(k, w)
+        return True
+
+    def _is_ready(self, k, batch, action, now):
+        if action.kind == "U":
+            return self.summed[k, batch] <= now
+        source = source_of(k, action, self.stages)
+        kind = "B" if action.kind == "I" else action.kind
+        return source is None or self.arrived.get((k, batch, kind, action.micro_batch), now + 1) <= now
+
+    def _hold(self, k, w):
+        self.held[k] += 1
+        self.in_flight[k] = max(self.in_flight[k], self.held[k])
+        on_worker = [j for j in range(self.stages) if worker_of(self.schedule, j) == w]
+        held_bytes = sum(self.held[j] * self.problem.held[j] for j in on_worker)
+        self.held_bytes[w] = max(self.held_bytes[w], held_bytes)
+
+    def _end(self, r, now):
+        self.running.remove(r)
+        self.ran.append(Ran(r.stage, r.batch, r.action, r.start, now))
+        if r.action.kind in "BW":
+            self.held[r.stage] -= 1
+        row = self.todo[r.stage, r.pipeline]
+        if row and row[0][1].kind == "U":
+            self.summed[r.stage, r.batch] = now + self.problem.ms["sum"][r.stage] * MS
+        if r.action.kind == "F" and r.stage + 1 < self.stages:
+            self._send(r, r.stage + 1, now)
+        elif r.action.kind in "BI" and r.stage > 0:
+            self._send(r, r.stage - 1, now)
+
+    def _send(self, r, to, now):
+        boundary, m = min(r.stage, to), r.action.micro_batch
+        there = now
+        if worker_of(self.schedule, r.stage) != worker_of(self.schedule, to):
+            ticks = self.problem.transfer_ticks(boundary, "there" if to > r.stage else "back", r.batch, m)
+            channel = next((g for g in self.problem.groups if (r.stage, to) in g), (r.stage, to))
+            begin = max(now, self.channel_free[channel]) if self.problem.serial else now
+            self.channel_free[channel] = begin + ticks
+            there = begin + ticks + self.problem.ms["latency"][boundary] * MS
+        self.arrived[to, r.batch, "F" if r.action.kind == "F" else "B", m] = there
+
+
+def source_of(k, action, stages):
+    """Stage and kinds of what an action waits for, or None."""
+    if action.kind == "F":
+        return (k - 1, "F") if k > 0 else None
+    if action.kind in "BI":
+        return (k + 1, "BI") if k < stages - 1 else None
+    return None
+
+
+def row_of(schedule, k, batches):
+    """What stage k does with the batches of a pipeline, in turn: (number of the batch, action)."""
+    if schedule.flush:
+        return [(j, action) for j in range(batches) for action in schedule.columns[k]]
+    per_batch, warm_up = schedule.micro_batches, schedule.stages - k
+    count = batches * per_batch
+    row = []
+    for g in range(count + warm_up):
+        if g < count:
+            row.append((g // per_batch, Action("F", g % per_batch)))
+        oldest = g - warm_up + 1
+        if 0 <= oldest < count:
+            row.append((oldest // per_batch, Action("B", oldest % per_batch)))
+            if oldest % per_batch == per_batch - 1:
+                row.append((oldest // per_batch, Action("U")))
+    return row
+
+
+def worker_of(schedule, k):
+    return k if schedule.order is None else next(w for w, row in enumerate(schedule.order) if k in row)
+
+
+def place(schedule, k, action):
+    """Of the action in its worker's row: where the order names the stage for the right time."""
+    at = schedule.columns[k].index(action)
+    if schedule.order is None:
+        return at
+    seen = Counter()
+    for place, stage in enumerate(schedule.order[worker_of(schedule, k)]):
+        if stage == k and seen[k] == at:
+            return place
+        seen[stage] += 1
+    raise AssertionError("the order lacks an action")
