@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 import avgpipe_ext
-from avgpipe_ext import reference
-from tests.avgpipe_ext import formulas
+from tests.avgpipe_ext import formulas, reference
 from tests.avgpipe_ext.rounding import Rounded, assert_within, zero_of
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

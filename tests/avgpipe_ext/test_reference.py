@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import avgpipe_ext.operators
-from avgpipe_ext import reference
+from tests.avgpipe_ext import reference
 from tests.avgpipe_ext.cases import CASES, FLOATS, OPTIMIZERS, ROUNDS, RULES, arguments, bounds, copies, exact
 from tests.avgpipe_ext.rounding import assert_within
 from tests.avgpipe_ext.torch_steps import torch_step
