@@ -26,7 +26,9 @@ from avgpipe.links.choose import NAMES as LINKS
 from avgpipe.links.choose import ON_CUDA as CUDA_LINKS
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, choose_advance
-from avgpipe.runtime.allocator import keep_freed_memory
+from avgpipe.ranks.allocator import keep_freed_memory
+from avgpipe.ranks.threads import warn_of_threads
+from avgpipe.ranks.world import World
 from avgpipe.runtime.batch import LossFn, loss_weights, pair, plain, sample_count, split
 from avgpipe.runtime.compiled import Compiler, compile_options, described
 from avgpipe.runtime.device import own_device, select
@@ -44,9 +46,7 @@ from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
 from avgpipe.runtime.requirements import check_model
 from avgpipe.runtime.split import layers_of
-from avgpipe.runtime.threads import warn_of_threads
 from avgpipe.runtime.worker import Worker
-from avgpipe.runtime.world import World
 from avgpipe.timeline.timeline import Timeline
 
 _log = logging.getLogger("avgpipe")
@@ -186,7 +186,7 @@ class Pipeline:
         self.world = World(timeout_s)
         self.world.require_same("plan", plan.to_json())
         placement = Placement.of(plan, self.world.size)
-        self.world.holds = placement.describe
+        self.world.describe([placement.describe(rank) for rank in range(self.world.size)])
         self.world.require_same(
             "link, wire_dtype, clip_grad_norm, skip_nonfinite, autocast or loss_scale",
             f"link={link!r}, wire_dtype={wire_dtype}, clip_grad_norm={clip_grad_norm}, {skip_nonfinite=}, "

@@ -15,7 +15,7 @@ from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.checkpoint import Manifest, verify_checkpoint
 from avgpipe.checkpoint.manifest import crc_of
 from avgpipe.runtime.context import Carry
-from tests.ranks import run_ranks
+from tests.runner import run_ranks
 from tests.runtime.cases import adamw, language_model, momentum, token_batches
 
 LOSS = nn.CrossEntropyLoss()

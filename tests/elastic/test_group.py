@@ -12,7 +12,7 @@ from torch import nn
 from avgpipe import ElasticAveraging, Reference
 from tests.elastic.cases import Crew, set_gradients, weights
 from tests.elastic.emulation import AdamW, Momentum, Nesterov
-from tests.ranks import run_ranks
+from tests.runner import run_ranks
 
 STEPS = 7
 CASES = [

@@ -19,7 +19,7 @@ from avgpipe.interop.torch_pipelining import (
     receives_early,
 )
 from tests.interop.torch_stages import RANKS, Plain, without_stages
-from tests.ranks import run_ranks
+from tests.runner import run_ranks
 
 
 def case(stages, micro_batches, **more):

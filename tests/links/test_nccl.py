@@ -9,10 +9,10 @@ import torch
 
 from avgpipe.links.group import GroupLink
 from avgpipe.links.nccl import NcclLink, edge_groups
+from avgpipe.ranks.world import World
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
-from avgpipe.runtime.world import World
-from tests.ranks import run_ranks
+from tests.runner import run_ranks
 from tests.runtime.ends import BACK, CHANNELS, CPU
 
 SENT = 20

@@ -10,7 +10,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime.memory import SavedBytes
-from tests.ranks import run_ranks
+from tests.runner import run_ranks
 from tests.runtime.cases import language_model, momentum, token_batches
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime import streams
 from avgpipe.runtime.streams import LaneStream
-from tests.ranks import run_ranks
+from tests.runner import run_ranks
 from tests.runtime.cases import (
     adamw,
     assert_same_state,

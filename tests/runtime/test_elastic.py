@@ -14,7 +14,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime.lane import Lane
-from tests.ranks import run_ranks
+from tests.runner import run_ranks
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal
 
 OPTIMIZERS = {"momentum": momentum, "adamw": adamw}

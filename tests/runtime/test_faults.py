@@ -15,7 +15,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.checkpoint import verify_checkpoint
-from tests.ranks import Ranks
+from tests.runner import Ranks
 from tests.runtime.cases import language_model, momentum, token_batches
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime import threads
+from avgpipe.ranks import threads
 from tests.runtime.cases import (
     adamw,
     assert_same_state,

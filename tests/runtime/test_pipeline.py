@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan, StageError
-from tests.ranks import run_ranks
+from tests.runner import run_ranks
 from tests.runtime.cases import language_model, momentum, token_batches, train_on_one_device, unequal
 
 LOSS = nn.CrossEntropyLoss()

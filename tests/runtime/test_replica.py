@@ -12,7 +12,7 @@ from torch import nn
 import avgpipe_ext
 from avgpipe import Pipeline, Plan
 from avgpipe.elastic.rounds import Rounds
-from tests.ranks import run_ranks
+from tests.runner import run_ranks
 from tests.runtime.cases import adamw, language_model, momentum, token_batches
 
 LOSS = nn.CrossEntropyLoss()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.ranks import ROOT
+from tests.runner import ROOT
 
 FOLDER = ROOT / ".venv" / "vision"
 NAMES = ["vgg11", "vgg16", "alexnet", "squeezenet1_0", "efficientnet_b0", "mobilenet_v3_small"]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.ranks import torchrun_environment
+from tests.runner import torchrun_environment
 
 _LONG_S = 45  # a rank that runs longer shows where all its threads are
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from avgpipe.errors import CheckpointError, reason
-from avgpipe.runtime.world import World
+from avgpipe.ranks.world import World
 
 T = TypeVar("T")
 

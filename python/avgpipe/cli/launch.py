@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from avgpipe.cli.errors import WRONG_ARGUMENTS
-from avgpipe.runtime.allocator import launch_environment
-from avgpipe.runtime.meeting import private_meeting
+from avgpipe.ranks.allocator import launch_environment
+from avgpipe.ranks.meeting import private_meeting
 
 PEER_LOST = 3  # exit code of a worker that failed only because another one did
 _MONITOR_S = 0.1  # how often the launcher looks after its workers

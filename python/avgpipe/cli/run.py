@@ -12,7 +12,7 @@ import typer
 
 from avgpipe.cli.errors import FAILED, CommandFailed, arguments, reporting
 from avgpipe.cli.launch import Interrupted, launch
-from avgpipe.runtime.meeting import loopback_meeting
+from avgpipe.ranks.meeting import loopback_meeting
 
 
 def run(

@@ -15,7 +15,7 @@ from avgpipe.elastic.centre import Centre
 from avgpipe.elastic.elasticity import Elasticity
 from avgpipe.elastic.replica import Replica
 from avgpipe.elastic.rounds import GroupRounds, Rounds
-from avgpipe.texts import gather_in, gather_texts
+from avgpipe.ranks.texts import gather_in, gather_texts
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # what the operators know

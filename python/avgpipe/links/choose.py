@@ -23,9 +23,9 @@ from avgpipe.links.group import GroupLink
 from avgpipe.links.local import LocalLink
 from avgpipe.links.nccl import Edge, NcclLink, edge_groups
 from avgpipe.links.shared import Inbox, SharedLink
+from avgpipe.ranks.world import World
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.placement import Placement
-from avgpipe.runtime.world import World
 from avgpipe_ext import ring
 
 NAMES = ("auto", "shm", "gloo", "cuda-ipc", "nccl")
@@ -78,7 +78,7 @@ class Links:
         seats = range(len(placement.seats))
         self.by_seat = {seat: self._by_rank[placement.rank_of(seat)] for seat in seats}
         for rank in sorted({placement.rank_of(c.source) for c in into(world.rank) if c.kind in "FB"}):
-            _log.info(LINK_MESSAGE, *map(world.holds, (world.rank, rank)), self._by_rank[rank].name)
+            _log.info(LINK_MESSAGE, *map(world.role, (world.rank, rank)), self._by_rank[rank].name)
 
     def _from(self, peer: int) -> list[Channel]:
         return [c for c in self._into(self._world.rank) if self._placement.rank_of(c.source) == peer]

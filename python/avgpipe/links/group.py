@@ -30,10 +30,10 @@ import torch.distributed as dist
 from avgpipe.errors import PeerLost
 from avgpipe.links.channel import KINDS, Channel
 from avgpipe.links.wire import Decoder, Encoder, narrowed, padded, view
+from avgpipe.ranks.world import transport_reason
 from avgpipe.runtime.device import select
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import NAMES, Key
-from avgpipe.runtime.world import transport_reason
 
 _AHEAD = 2  # receives posted at any time: while one message arrives, the next one may begin
 _FIRST_BYTES = 4096  # what the first of them hold

@@ -24,7 +24,7 @@ from avgpipe.measure.updates import UpdateCosts, Updates
 from avgpipe.measure.workers import WorkerCosts, measure_workers
 from avgpipe.measure.working import measure_working
 from avgpipe.planning.profile import MOST_JITTER, LayerProfile, LinkProfile, Profile, Skip, Tie
-from avgpipe.runtime.allocator import keep_freed_memory
+from avgpipe.ranks.allocator import keep_freed_memory
 from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.device import own_device
 from avgpipe.runtime.model import Model

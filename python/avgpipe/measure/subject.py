@@ -18,9 +18,9 @@ from avgpipe.measure.workers import WorkerCosts, costs_here
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.ranks.rendezvous import open_store
 from avgpipe.runtime.batch import plain
 from avgpipe.runtime.device import own_device, select
-from avgpipe.runtime.rendezvous import open_store
 from avgpipe.workloads import build_workload
 from avgpipe.workloads.workload import Workload
 

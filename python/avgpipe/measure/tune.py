@@ -21,10 +21,10 @@ from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.ranks.world import World
 from avgpipe.runtime.batch import LossFn, plain, sample_count
 from avgpipe.runtime.replica import OptimizerFn
 from avgpipe.runtime.split import layers_of
-from avgpipe.runtime.world import World
 
 _ROUNDS = 3
 _TIMEOUT_S = 900.0  # for ranks that wait while the first one profiles

@@ -20,8 +20,8 @@ from avgpipe.bench.transfers import ways
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile
-from avgpipe.runtime.allocator import return_freed_memory
-from avgpipe.runtime.rendezvous import join
+from avgpipe.ranks.allocator import return_freed_memory
+from avgpipe.ranks.rendezvous import join
 from avgpipe_ext import ring
 
 _TIMEOUT_S = 120.0

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe.errors import PeerLost
+from avgpipe.ranks.world import transport_reason
 from avgpipe.runtime.device import select
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.streams import Handed
-from avgpipe.runtime.world import transport_reason
 
 _PATIENCE_S = 5.0  # for the thread to end
 _BUCKET_BYTES = 8 * 2**20  # large enough for the network, small enough to begin early

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
-from avgpipe.runtime.world import World
 
 _log = logging.getLogger("avgpipe")
 _FEW = 16  # numbers that are read faster one by one than put together

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from avgpipe.errors import PeerLost, PipelineTimeout
+from avgpipe.ranks.watchdog import since
+from avgpipe.ranks.world import World
 from avgpipe.runtime.lane import Lane, Walk
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.streams import DeviceClock, Row
-from avgpipe.runtime.watchdog import since
-from avgpipe.runtime.world import World
 from avgpipe.timeline.timeline import Event
 
 _KEPT_EVENTS = 20_000

@@ -14,6 +14,8 @@ from avgpipe.elastic import Arena, Reference
 from avgpipe.links.channel import Channel
 from avgpipe.links.choose import Links
 from avgpipe.plan import Plan
+from avgpipe.ranks.watchdog import Watchdog
+from avgpipe.ranks.world import SPARE_S, World
 from avgpipe.runtime.exchange import Exchange
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.lane import Lane
@@ -29,8 +31,6 @@ from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.steps import Place, channels_into
 from avgpipe.runtime.streams import Handed, LaneStream, streams_of
-from avgpipe.runtime.watchdog import Watchdog
-from avgpipe.runtime.world import SPARE_S, World
 from avgpipe.schedule.replicated import warm_up
 
 

@@ -20,7 +20,7 @@ def meets():
     import torch
     import torch.distributed as dist
 
-    from avgpipe.runtime.rendezvous import join
+    from avgpipe.ranks.rendezvous import join
 
     join(60.0, "gloo")
     total = torch.tensor(dist.get_rank() + 1.0)

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.bench.transfers import ways
-from avgpipe.runtime.rendezvous import join
+from avgpipe.ranks.rendezvous import join
 
 SIZE = 4096
 

@@ -18,7 +18,7 @@ from avgpipe.bench.schedules.result import ScheduleResult, summarise
 from avgpipe.bench.schedules.rows import Row, Task, Unavailable, measure_rows
 from avgpipe.bench.schedules.settings import CHUNKS, TORCH, ScheduleSettings
 from avgpipe.errors import PipelineError
-from avgpipe.runtime.rendezvous import join
+from avgpipe.ranks.rendezvous import join
 
 _PROBE_BYTES = 16 * 2**20
 _PROBES = 4

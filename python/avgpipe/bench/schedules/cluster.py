@@ -16,8 +16,8 @@ from typing import Any
 
 from avgpipe.bench.schedules.namespaces import Network
 from avgpipe.errors import PipelineError
-from avgpipe.runtime.allocator import launch_environment
-from avgpipe.runtime.meeting import private_meeting
+from avgpipe.ranks.allocator import launch_environment
+from avgpipe.ranks.meeting import private_meeting
 
 PROGRESS = "AVGPIPE_BENCH_PROGRESS"  # names the file in which rank 0 says what it does
 ARGUMENTS = "arguments.json"  # in the folder that only this user may read, as anybody may a command line

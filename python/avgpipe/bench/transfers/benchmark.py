@@ -18,7 +18,7 @@ from avgpipe.bench.transfers import ways
 from avgpipe.bench.transfers.settings import LATENCY_BYTES, TransferSettings
 from avgpipe.bench.transfers.ways import Peers, Read, Through, Way
 from avgpipe.bench.units import spell_bytes
-from avgpipe.runtime.rendezvous import join
+from avgpipe.ranks.rendezvous import join
 from avgpipe_ext import ring
 
 GLOO, MEMCPY = "plain gloo", "memcpy"

@@ -21,9 +21,9 @@ from avgpipe.links.channel import Channel, Link
 from avgpipe.links.group import GroupLink
 from avgpipe.links.local import LocalLink
 from avgpipe.links.shared import Inbox, SharedLink
+from avgpipe.ranks.texts import gather_in, gather_texts
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
-from avgpipe.texts import gather_in, gather_texts
 from avgpipe_ext import ring
 
 _CPU = torch.device("cpu")

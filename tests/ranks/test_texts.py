@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from avgpipe.texts import gather_texts
+from avgpipe.ranks.texts import gather_texts
 
 
 @pytest.mark.parametrize("text", ["", "a", "Übung 日本", "x" * 10_000, "\udc80 as a file's name may be"])
@@ -27,7 +27,7 @@ def test_texts_of_unequal_length_come_back_whole(text: str) -> None:
 
 
 def test_nothing_of_the_package_unpickles() -> None:
-    package = Path(__file__).parents[1] / "python" / "avgpipe"
+    package = Path(__file__).parents[2] / "python" / "avgpipe"
     words = (
         "import pickle",
         "all_gather_object",

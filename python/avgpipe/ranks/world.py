@@ -7,7 +7,7 @@ mix with the caller's nor with those of another pipeline.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
-from avgpipe.runtime.board import Board
-from avgpipe.runtime.rendezvous import attempt, connect, is_launched, join, meet, private_store
-from avgpipe.texts import gather_texts
+from avgpipe.ranks.board import Board
+from avgpipe.ranks.rendezvous import attempt, connect, is_launched, join, meet, private_store
+from avgpipe.ranks.texts import gather_texts
 
 T = TypeVar("T")
 
@@ -36,9 +36,7 @@ class World:
         self.timeout_s = timeout_s
         self.rank, self.size = 0, 1
         self.group: dist.ProcessGroup | None = None
-        self.holds: Callable[[int], str] = lambda rank: (
-            "its stage is not known yet"
-        )  # what a rank does, in words
+        self._roles: tuple[str, ...] = ()
         self._board: Board | None = None
         if not dist.is_initialized() and is_launched():
             join(timeout_s, "gloo" if not torch.cuda.is_available() else None)
@@ -112,8 +110,16 @@ class World:
         at, _, doing = text.partition(" ")
         return f"rank {rank} was last seen {max(0.0, time.time() - float(at)):.0f} s ago: {doing}"
 
+    def describe(self, roles: Sequence[str]) -> None:
+        """Name what each rank does, in rank order, for messages about it."""
+        self._roles = tuple(roles)
+
+    def role(self, rank: int) -> str:
+        """What ``rank`` does, in words, as "stage 1"."""
+        return self._roles[rank] if self._roles else "its stage is not known yet"
+
     def name(self, rank: int) -> str:
-        return f"rank {rank} ({self.holds(rank)})"
+        return f"rank {rank} ({self.role(rank)})"
 
     def lost(self, peer: int, doing: str) -> PeerLost:
         """The error for a broken connection to ``peer``, which names the rank that failed first."""

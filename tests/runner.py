@@ -47,7 +47,7 @@ class Ranks:
             }
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "tests.ranks", target, json.dumps(arguments), self._folder.name],
+                    [sys.executable, "-m", "tests.runner", target, json.dumps(arguments), self._folder.name],
                     env=env,
                     cwd=ROOT,
                     stdout=subprocess.PIPE,

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe import PeerLost, Pipeline, Plan
-from avgpipe.runtime.board import Board, Unanswered, within
-from avgpipe.runtime.meeting import loopback_meeting, private_meeting
-from avgpipe.runtime.rendezvous import connect, meet, open_store, private_store
-from tests.ranks import ROOT
+from avgpipe.ranks.board import Board, Unanswered, within
+from avgpipe.ranks.meeting import loopback_meeting, private_meeting
+from avgpipe.ranks.rendezvous import connect, meet, open_store, private_store
+from tests.runner import ROOT
 from tests.runtime.cases import language_model, momentum, token_batches
 from tests.runtime.workers import Workers, run, touch
 

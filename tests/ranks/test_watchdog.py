@@ -15,9 +15,9 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.errors import PeerLost
+from avgpipe.ranks.watchdog import Watchdog, since
 from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.message import Key
-from avgpipe.runtime.watchdog import Watchdog, since
 from tests.runtime.cases import momentum
 from tests.runtime.ends import LINKS, eventually
 from tests.runtime.workers import Workers, touch

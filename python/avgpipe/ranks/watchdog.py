@@ -11,21 +11,28 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from avgpipe.errors import PeerLost
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.world import World
+from avgpipe.ranks.world import World
 
 _TICK_S = 0.5
 _TELL_S = 5.0
 _CLOSE_S = 5.0
 
 
+class Waits(Protocol):
+    """Where the main thread waits for other ranks."""
+
+    def fail(self, failure: BaseException, source: int | None = None) -> None:
+        """End every wait with ``failure``, or those for the rank ``source``."""
+
+
 class Watchdog:
     """``doing()``: what the main thread is at, in words. ``processes``: those of ranks on this host, by rank."""
 
     def __init__(
-        self, world: World, mailbox: Mailbox, doing: Callable[[], str], processes: Mapping[int, int]
+        self, world: World, mailbox: Waits, doing: Callable[[], str], processes: Mapping[int, int]
     ) -> None:
         self._world, self._mailbox, self._doing = world, mailbox, doing
         self._poll = select.poll()

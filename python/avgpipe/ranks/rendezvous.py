@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, reason
-from avgpipe.runtime.board import Board, Silence, Task
-from avgpipe.runtime.meeting import STORE_FILE
+from avgpipe.ranks.board import Board, Silence, Task
+from avgpipe.ranks.meeting import STORE_FILE
 
 _POLL_S = 0.02
 _LOOK_S = 0.5  # between looks whether another rank has failed to connect
