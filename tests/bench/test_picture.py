@@ -2,7 +2,7 @@
 
 import pytest
 
-from avgpipe.bench.picture import check_picture, plot_results
+from avgpipe.bench.picture import plot_results
 from avgpipe.bench.result import summarise
 from tests.bench.test_result import SAMPLES, VARIANTS, section
 
@@ -39,20 +39,6 @@ def test_it_is_written_in_the_suffix_s_format(result, tmp_path):
     plot_results([result], "a machine", tmp_path / "a.svg")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a.svg").read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("a.gif2", "no picture format"), ("none/a.png", "is no folder")]
-)
-def test_a_path_that_cannot_be_written_is_refused(tmp_path, name, reason):
-    with pytest.raises(ValueError, match=reason):
-        check_picture(tmp_path / name)
-
-
-def test_a_picture_is_no_folder(tmp_path):
-    (tmp_path / "folder.png").mkdir()
-    with pytest.raises(ValueError, match=r"folder.png: cannot be written, name a file"):
-        check_picture(tmp_path / "folder.png")
 
 
 def test_nothing_to_draw_is_refused():

@@ -168,7 +168,7 @@ def test_parsing():
     assert parse_advance("3,2,1,0") == [3, 2, 1, 0]
     assert parse_staleness("0") == 0
     assert parse_staleness("asynchronous") == "asynchronous"
-    with pytest.raises(ValueError, match="'2;1'"):
+    with pytest.raises(ValueError, match="--advance 2;1: write whole numbers"):
         parse_advance("2;1")
 
 

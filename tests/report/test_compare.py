@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from avgpipe.report.compare import DOES_NOT_FIT, FAILED, Figures, Outcome, spell, spell_size
+from avgpipe.report.compare import DOES_NOT_FIT, FAILED, Figures, Outcome, spell
 from tests.report.comparisons import PLAIN, at, compared, reaching
 
 SUMMARY = {
@@ -92,7 +92,3 @@ def test_json_has_a_row_for_every_system():
 )  # fmt: skip
 def test_numbers_have_three_digits(value, text):
     assert spell(value) == text
-
-
-def test_sizes_have_a_unit():
-    assert (spell_size(843 * 2**20), spell_size(1.25 * 2**30)) == ("843 MiB", "1.25 GiB")

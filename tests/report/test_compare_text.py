@@ -111,7 +111,7 @@ def test_the_notes_explain_what_is_left_out():
     said = notes(compared(BIG, BROKEN, gpipe=PLAIN, memory_limit_bytes=2**30))
     assert said[0] == "ea-pipe: does not fit: needs 3.12 GiB; left out of the ranking."
     assert said[1] == "pipedream: out of memory: RuntimeError: CUDA out of memory."
-    assert "Memory limit: 1.00 GiB a worker, against the peak that each run had." in said
+    assert "Memory limit: 1 GiB a worker, against the peak that each run had." in said
 
 
 def test_the_trivial_answer_puts_metrics_into_perspective():

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from avgpipe.timeline.figure import check_format, write_figure
+from avgpipe.timeline.figure import check_format, check_picture, write_figure
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,17 @@ def test_the_suffix_is_the_format(tmp_path, name, begins):
 def test_what_is_no_picture_is_refused_in_the_callers_words():
     with pytest.raises(ValueError, match=r"^--plot a\.txt: no picture format, end it in one of \..*\.png"):
         check_format("--plot a.txt", "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("a.gif2", "no picture format"), ("none/a.png", "is no folder")]
+)
+def test_a_path_that_cannot_be_written_is_refused(tmp_path, name, reason):
+    with pytest.raises(ValueError, match=reason):
+        check_picture(tmp_path / name)
+
+
+def test_a_picture_is_no_folder(tmp_path):
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ValueError, match=r"folder.png: cannot be written, name a file"):
+        check_picture(tmp_path / "folder.png")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from avgpipe.bench.result import SectionResult
-from avgpipe.timeline.figure import check_format, write_figure
+from avgpipe.timeline.figure import write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,16 +16,6 @@ if TYPE_CHECKING:
 _COLORS = {"ours": "#2a6fb0", "baseline": "#b9b9b9", "limit": "#e8e3d9"}
 _INK, _LIMIT = "#333333", "#c0453c"
 _COLUMN_IN, _BAR_IN, _FRAME_IN = 7.6, 0.27, 0.95  # of a panel
-
-
-def check_picture(path: str | os.PathLike[str]) -> None:
-    """ValueError unless `path` ends like a picture and can be written: before minutes of measuring."""
-    option, folder = f"--plot {os.fspath(path)}", Path(path).absolute().parent
-    check_format(option, path)
-    if not folder.is_dir():
-        raise ValueError(f"{option}: {folder} is no folder, make it first")
-    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
-        raise ValueError(f"{option}: cannot be written, name a file in a folder that you may write to")
 
 
 def plot_results(

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from avgpipe.bench.kernels.settings import DTYPES, QUESTIONS, KernelSettings, parse_elements, parse_names
+from avgpipe.bench.kernels.settings import DTYPES, QUESTIONS, KernelSettings, parse_elements
 from avgpipe.bench.schedules.settings import (
     ALL,
     DEFAULT,
     LINKS,
     ROWS,
     ScheduleSettings,
-    parse_bytes,
     parse_pipelines,
     parse_rate,
 )
 from avgpipe.bench.transfers.settings import LINKS as TRANSFER_LINKS
 from avgpipe.bench.transfers.settings import TransferSettings, parse_sizes
 from avgpipe.cli.errors import arguments, reporting, running
+from avgpipe.units import parse_bytes, parse_names
 
 if TYPE_CHECKING:
     from avgpipe.bench.result import SectionResult
@@ -75,8 +75,8 @@ def _check(settings: KernelSettings, plot: str | None) -> list[Section]:
     """What will be measured; everything that can be refused is refused here."""
     from avgpipe.bench.kernels.benchmark import check_memory, kernel_sections
     from avgpipe.bench.machine import memory_available_bytes
-    from avgpipe.bench.picture import check_picture
     from avgpipe.cli.checks import check_device
+    from avgpipe.timeline.figure import check_picture
 
     check_device(settings.device)
 
@@ -156,7 +156,7 @@ def schedules(
                 micro_batches=micro_batches,
                 forward_s=forward_ms / 1e3,
                 backward_s=backward_ms / 1e3,
-                activation_bytes=parse_bytes(activation),
+                activation_bytes=parse_bytes("--activation", activation),
                 rate_bits_per_s=parse_rate(rate),
                 pipelines=parse_pipelines(pipelines),
                 link=link,

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from avgpipe.bench.units import parse_bytes
 from avgpipe.cli import options
 from avgpipe.cli.compare_runs import Question, Runner, Signals, run_all, run_in_process
 from avgpipe.cli.errors import FAILED, arguments, reporting, running, say
@@ -23,6 +22,7 @@ from avgpipe.cli.settings import (
 from avgpipe.errors import nearest
 from avgpipe.report.compare import Comparison
 from avgpipe.systems import SYSTEMS
+from avgpipe.units import parse_bytes, parse_names
 
 _PANEL = "The comparison"
 _FILE_COLUMNS = 120  # of a table that is no terminal's
@@ -135,7 +135,7 @@ def compare(
                 DEFAULT_STAGES if stages is None else stages,
                 {name: value for name, value in asked.items() if value is not None},
                 Path(out or f"runs/compare-{workload}-{time.strftime('%Y%m%d-%H%M%S')}"),
-                None if memory_limit is None else _limit(memory_limit),
+                None if memory_limit is None else parse_bytes("--memory-limit", memory_limit, positive=True),
             )
             check(question)
             question.out.mkdir(parents=True, exist_ok=True)
@@ -145,20 +145,13 @@ def compare(
 
 def parse_systems(text: str) -> tuple[str, ...]:
     """ "all", or names with commas between them. ValueError for one that is unknown or comes twice."""
-    names = tuple(SYSTEMS) if text.strip() == "all" else tuple(name.strip() for name in text.split(","))
+    names = tuple(SYSTEMS) if text.strip() == "all" else parse_names(text)
     for number, name in enumerate(names):
         if name not in SYSTEMS:
             raise ValueError(f"--systems: unknown system {name!r}: {nearest(name, tuple(SYSTEMS))}")
         if name in names[:number]:
             raise ValueError(f"--systems {text}: {name} comes twice, name it once")
     return names
-
-
-def _limit(text: str) -> int:
-    size = parse_bytes("--memory-limit", text)
-    if size == 0:
-        raise ValueError(f"--memory-limit {text}: must be more than 0")
-    return size
 
 
 def check(question: Question) -> None:

@@ -11,12 +11,13 @@ from avgpipe.cli.compare_runs import Ended, Question
 from avgpipe.cli.folder import read_metrics, strict_json
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
-from avgpipe.report.compare import DOES_NOT_FIT, OK, Comparison, Figures, Outcome, spell_size
+from avgpipe.report.compare import DOES_NOT_FIT, OK, Comparison, Figures, Outcome
 from avgpipe.report.compare_advice import advice
 from avgpipe.report.compare_curves import Curve, plot_curves
 from avgpipe.report.compare_text import markdown, notes
 from avgpipe.report.compare_timelines import plot_timelines
 from avgpipe.timeline.timeline import Timeline
+from avgpipe.units import format_bytes
 
 
 def comparison(question: Question, ended: Sequence[Ended]) -> Comparison:
@@ -49,7 +50,7 @@ def _outcome(question: Question, run: Ended, summary: dict[str, Any] | None) -> 
     figures, limit = Figures.of(summary, replicas), question.memory_limit_bytes
     warnings = tuple(summary["warnings"])
     if limit is not None and figures.peak_memory_bytes > limit:
-        needs = f"needs {spell_size(figures.peak_memory_bytes)}"
+        needs = f"needs {format_bytes(figures.peak_memory_bytes)}"
         return Outcome(run.system, DOES_NOT_FIT, figures, needs, warnings)
     return Outcome(run.system, OK, figures, warnings=warnings)
 

@@ -13,6 +13,7 @@ import typer
 from avgpipe import __version__
 from avgpipe.cli.errors import FAILED
 from avgpipe.cli.launch import cores
+from avgpipe.units import format_bytes
 
 
 @dataclass
@@ -169,7 +170,7 @@ def _spell(name: str, value: Any) -> str:
     if value is None or value == [] or value == "":
         return "-"
     if name.endswith("_bytes"):
-        return f"{value / 2**30:.1f} GiB"
+        return format_bytes(value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):

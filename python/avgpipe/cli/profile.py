@@ -16,8 +16,9 @@ from avgpipe.cli.errors import arguments, reporting, running
 from avgpipe.cli.settings import AUTOCAST
 from avgpipe.errors import nearest
 from avgpipe.measure.trial import Subject
-from avgpipe.planning.cluster import parse_rate, parse_time
 from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.timeline.figure import check_picture
+from avgpipe.units import format_bytes, parse_numbers, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -82,7 +83,7 @@ def profile(
             )
             check_file("--out", out)
             if plot is not None:
-                _check_picture(plot)
+                check_picture(plot)
             check_subject(asked.subject)
         with running():
             found = _measure(asked)
@@ -108,15 +109,7 @@ class _Asked:
 
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Sizes as in "1,2,4,8"; ValueError for anything else."""
-    try:
-        sizes = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise ValueError(
-            f"--micro-batch-sizes {text!r}: write whole numbers of at least 1 with commas between, as 1,2,4,8"
-        )
-    return tuple(sorted(set(sizes)))
+    return tuple(sorted(set(parse_numbers("--micro-batch-sizes", text, int, "1,2,4,8", least=1))))
 
 
 def parse_link(bandwidth: str | None, latency: str | None) -> LinkProfile | None:
@@ -127,7 +120,7 @@ def parse_link(bandwidth: str | None, latency: str | None) -> LinkProfile | None
         given = f"--latency {latency}" if bandwidth is None else f"--bandwidth {bandwidth}"
         missing = "--bandwidth" if bandwidth is None else "--latency"
         raise ValueError(f"{given} without {missing}: a link has both, or leave both out to have it measured")
-    return LinkProfile(parse_time("--latency", latency), parse_rate("--bandwidth", bandwidth))
+    return LinkProfile(parse_seconds("--latency", latency), parse_rate("--bandwidth", bandwidth))
 
 
 def checked_device(device: str) -> str:
@@ -171,12 +164,6 @@ def check_file(option: str, out: str) -> None:
     folder = Path(out).absolute().parent
     if Path(out).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{option} {out}: cannot be written, name a file in a folder that you may write to")
-
-
-def _check_picture(plot: str) -> None:
-    from avgpipe.bench.picture import check_picture
-
-    check_picture(plot)
 
 
 def _measure(asked: _Asked) -> Profile:
@@ -245,7 +232,7 @@ def _table(found: Profile, size: int) -> Table:
 def _around(found: Profile) -> str:
     words = [f"the runtime adds {1e6 * found.action_s:.0f} µs to an action"]
     if found.process_bytes:
-        words.append(f"a worker without a model has {found.process_bytes / _MIB:.0f} MiB")
+        words.append(f"a worker without a model has {format_bytes(found.process_bytes)}")
     if found.link is not None:
         rate = found.link.bytes_per_s / 1e9
         words.append(f"link: {1e6 * found.link.latency_s:.0f} µs and {rate:.3g} GB/s")

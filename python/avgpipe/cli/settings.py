@@ -18,6 +18,7 @@ from avgpipe import systems
 from avgpipe.errors import nearest
 from avgpipe.plan import Plan
 from avgpipe.systems import SYSTEMS
+from avgpipe.units import parse_numbers
 from avgpipe.workloads import LR_SCALINGS, BuildOptions, check_workload
 
 PLAN_OPTIONS = tuple(f.name for f in fields(Plan))
@@ -170,25 +171,13 @@ def parse_advance(text: str | None) -> int | list[int] | str | None:
     """ "2" for every stage, "3,2,1,0" for each, or "auto"."""
     if text is None or text == "auto":
         return text
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--advance {text!r}: give a whole number, one per stage separated by commas, or auto"
-        ) from None
-    return numbers if "," in text else numbers[0]
+    numbers = list(parse_numbers("--advance", text, int, "2, 3,2,1,0 for each stage, or auto"))
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def parse_replication(text: str | None) -> list[int] | None:
     """ "2,1,1": of each stage."""
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--replication {text!r}: give a whole number for each stage, separated by commas"
-        ) from None
+    return None if text is None else list(parse_numbers("--replication", text, int, "2,1,1 for each stage"))
 
 
 def parse_staleness(text: str | None) -> int | str | None:

@@ -13,6 +13,8 @@ from avgpipe.cli.settings import parse_advance
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance, steady_batch_s
 from avgpipe.planning import simulate as simulate_schedule
 from avgpipe.schedule import Schedule, build_schedule, schedule_names
+from avgpipe.timeline.figure import check_picture
+from avgpipe.units import parse_numbers
 
 if TYPE_CHECKING:
     from avgpipe.timeline.timeline import Timeline
@@ -78,7 +80,7 @@ def simulate(
                 update_s=_numbers("--update-ms", update_ms, 1e-3),
             )
             if plot is not None:
-                _check_picture(plot)
+                check_picture(plot)
             asked = _Question(
                 stages, micro_batches, costs, schedule, advance, stages_per_worker, pipelines, batches
             )
@@ -138,19 +140,8 @@ def _advance(schedule: Schedule) -> list[int] | None:
 
 def _numbers(option: str, text: str, unit: float) -> float | list[float]:
     """ "10" or "10,12,9", in seconds or bytes."""
-    try:
-        numbers = [float(part) * unit for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{option} {text!r}: give a number, or one per place separated by commas") from None
-    if not all(0 <= number < float("inf") for number in numbers):
-        raise ValueError(f"{option} {text!r}: must be finite and at least 0")
-    return numbers if "," in text else numbers[0]
-
-
-def _check_picture(plot: str) -> None:
-    from avgpipe.bench.picture import check_picture
-
-    check_picture(plot)
+    numbers = [unit * number for number in parse_numbers(option, text, float, "10 or 10,12,9", least=0)]
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def _to_json(asked: _Question, answer: _Answer) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from avgpipe.cli.progress import spell_s
 from avgpipe.cli.settings import TrainSettings
 from avgpipe.plan import Plan
 from avgpipe.timeline.timeline import Timeline
+from avgpipe.units import format_bytes
 
 if TYPE_CHECKING:
     from avgpipe.workloads.workload import Workload
@@ -97,7 +98,7 @@ def describe(out: str | Path) -> str:
     valid = [row["metric"] for row in read_metrics(Path(out)) if row["kind"] == "valid"]
     before = next(iter(valid), None)
     busy = ", ".join(f"{100 * share:.0f} %" for share in s["worker_busy_fraction"])
-    memory = ", ".join(f"{size / 2**20:.0f} MiB" for size in s["peak_memory_bytes"])
+    memory = ", ".join(format_bytes(size) for size in s["peak_memory_bytes"])
     trivial = s.get("trivial_metric")
     to_beat = "" if trivial is None else f"; the trivial answer: {_number(trivial)}"
     lines = [

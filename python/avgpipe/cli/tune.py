@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from avgpipe.bench.units import parse_bytes
 from avgpipe.cli import options
 from avgpipe.cli.errors import arguments, reporting, running
 from avgpipe.cli.profile import check_file, checked_autocast, checked_device, count, parse_link, positive
 from avgpipe.cli.tune_question import Question
 from avgpipe.measure.shapes import PIPELINES
 from avgpipe.measure.trial import Subject
+from avgpipe.units import parse_bytes, parse_numbers
 
 
 def tune(
@@ -119,10 +119,4 @@ def tune(
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise ValueError(f"{option} {text}: write whole numbers of at least 1 with commas between, as 1,2,4")
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(parse_numbers(option, text, int, "1,2,4", least=1))))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from avgpipe.timeline.figure import check_format, write_figure
-from avgpipe.timeline.units import unit_of
+from avgpipe.units import time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ def plot_layers(
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
     seconds, sizes = _seconds(profile, size), _bytes(profile, size)
-    unit, per_s = unit_of(max(map(sum, zip(*(s.values for s in seconds)))))
+    unit, per_s = time_unit(max(map(sum, zip(*(s.values for s in seconds)))))
     _draw(left, seconds, per_s, f"time of a micro-batch, and of an update ({unit})")
     _draw(right, sizes, 2.0**-20, "bytes of a micro-batch, and of the layer (MiB)")
     _name_rows(left, [layer.name for layer in profile.layers])

@@ -9,19 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from avgpipe.bench.units import BYTES, number_with_unit
 from avgpipe.errors import nearest
 from avgpipe.planning.memory import check_limit
 from avgpipe.planning.network import Level, check_workers
 from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.units import parse_bytes, parse_rate, parse_seconds
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # the same, for Python 3.10
 
-BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9, "Tbit": 1e12}
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _DEVICES = ("count", "memory", "speed")
 _LEVELS = ("units", "bandwidth", "latency")
 _FREE = LinkProfile(0.0, math.inf)
@@ -127,22 +125,6 @@ class Cluster:
         return cls(tuple(devices), tuple(levels), _text("name", found.get("name", "")))
 
 
-def parse_rate(where: str, text: Any) -> float:
-    """Bytes a second of "10Gbit"; ValueError, which begins with ``where``, for anything else."""
-    bits = number_with_unit(text, BITS, "") if isinstance(text, str) else None
-    if bits is None or not bits > 0:
-        raise ValueError(f"{where} {text}: write a rate as 10Gbit, 250Mbit or 1e9bit")
-    return bits / 8
-
-
-def parse_time(where: str, text: Any) -> float:
-    """Seconds of "50us"."""
-    seconds = number_with_unit(text, SECONDS, "") if isinstance(text, str) else None
-    if seconds is None:
-        raise ValueError(f"{where} {text}: write a time as 50us, 0.2ms or 0s")
-    return seconds
-
-
 def _rows(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
     rows = found[name]
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -164,7 +146,9 @@ def _devices(where: str, row: dict[str, Any]) -> list[Device]:
     speed = row.get("speed", 1.0)
     if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
         raise ValueError(f"{where}: speed {speed!r}: must be a number above 0, 1.0 for the profiled device's")
-    memory = _size(f"{where}: memory", row["memory"]) if "memory" in row else None
+    memory = (
+        parse_bytes(f"{where}: memory", row["memory"], positive=True, bare=False) if "memory" in row else None
+    )
     return [Device(memory, float(speed))] * _count(f"{where}: count", row["count"])
 
 
@@ -173,15 +157,8 @@ def _level(where: str, row: dict[str, Any]) -> Level:
     return Level(
         _count(f"{where}: units", row["units"]),
         parse_rate(f"{where}: bandwidth", row["bandwidth"]),
-        parse_time(f"{where}: latency", row.get("latency", "0s")),
+        parse_seconds(f"{where}: latency", row.get("latency", "0s")),
     )
-
-
-def _size(where: str, text: Any) -> float:
-    size = number_with_unit(text, BYTES, "") if isinstance(text, str) else None
-    if size is None or not size > 0:
-        raise ValueError(f"{where} {text}: write a size as 80GiB, 512MiB or 24GB")
-    return size
 
 
 def _count(where: str, value: Any) -> int:

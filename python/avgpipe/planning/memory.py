@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from avgpipe.planning.chain import Chain
+from avgpipe.units import format_bytes
 
 
 def stage_bytes(
@@ -52,13 +53,6 @@ def does_not_fit(limit: float, least: float, advice: str) -> ValueError:
     least, limit = math.ceil(least), math.floor(limit)  # what is allowed then is enough
     return ValueError(
         f"memory_limit_bytes={limit:.0f}: nothing fits; the plan that needs least needs {least:.0f} bytes on one "
-        f"worker, {least - limit:.0f} more ({spell(least)} instead of {spell(limit)}): allow that, or {advice}"
+        f"worker, {least - limit:.0f} more ({format_bytes(least)} instead of {format_bytes(limit)}): "
+        f"allow that, or {advice}"
     )
-
-
-def spell(size: float) -> str:
-    """12.3 MiB."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}" if size < 1000 * scale else f"{size / scale:.0f} {unit}"
-    return f"{size:.0f} B"

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from avgpipe.planning.memory import spell
-from avgpipe.timeline.units import in_words
+from avgpipe.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,10 @@ class Partition:
         workers = self.replication[k]
         said = [
             f"{workers} worker{'s' if workers > 1 else ''}",
-            f"{in_words(self.stage_s[k])} per micro-batch",
+            f"{format_seconds(self.stage_s[k])} per micro-batch",
         ]
         if self.memory_bytes:
-            said.append(spell(self.memory_bytes[k]))
+            said.append(format_bytes(self.memory_bytes[k]))
         if self.placement is not None:
             machines = [(m, n) for m, n in enumerate(self.placement[k]) if n]
             said.append("on " + _machines(machines))
@@ -86,10 +85,10 @@ class Partition:
 
     def _value(self) -> str:
         if "bytes" in self.objective:
-            return spell(self.value)
+            return format_bytes(self.value)
         if "per second" in self.objective:
             return f"{self.value:.4g}"
-        return in_words(self.value)
+        return format_seconds(self.value)
 
 
 def _machines(machines: Sequence[tuple[int, int]]) -> str:

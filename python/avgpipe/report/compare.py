@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from avgpipe.units import format_bytes
+
 # What became of a system. Only OK ones are ranked.
 OK, DOES_NOT_FIT, REFUSED, OUT_OF_MEMORY = "ok", "does not fit", "refused", "out of memory"
 KILLED, FAILED, INTERRUPTED, NOT_RUN = "killed", "failed", "interrupted", "not run"
@@ -137,7 +139,7 @@ class Comparison:
             Column("epoch_seconds", "s/epoch", lambda f: f.epoch_s, spell, False),
             Column("samples_per_second", "samples/s", lambda f: f.samples_per_s, spell, True),
             *(target if self.target is not None else []),
-            Column("peak_memory_bytes", "peak memory", lambda f: f.peak_memory_bytes, spell_size, False),
+            Column("peak_memory_bytes", "peak memory", lambda f: f.peak_memory_bytes, format_bytes, False),
             Column("busy_fraction", "busy", lambda f: f.busy_fraction, spell_share, True),
             Column("best_metric", f"best {self.metric_name}", lambda f: f.best_metric, spell, high),
             Column("metric", f"last {self.metric_name}", lambda f: f.metric, spell, high),
@@ -175,8 +177,3 @@ def spell(value: float) -> str:
 
 def spell_share(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def spell_size(size: float) -> str:
-    """Of memory: 843 MiB, 1.25 GiB."""
-    return f"{size / 2**20:.0f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from avgpipe.report.compare import Comparison, Figures, spell, spell_size
+from avgpipe.report.compare import Comparison, Figures, spell
+from avgpipe.units import format_bytes
 
 CLOSE = 0.05  # runs of one system on one machine differ by as much
 _APART = f"less than {100 * CLOSE:.0f} % apart"
@@ -96,4 +97,4 @@ def _least_memory(memory: Mapping[str, int]) -> str:
     others = min(size for name, size in memory.items() if name != least)
     if others <= memory[least] * (1 + CLOSE):
         return "take any of them"
-    return f"use {least}, which needs least memory ({spell_size(memory[least])})"
+    return f"use {least}, which needs least memory ({format_bytes(memory[least])})"

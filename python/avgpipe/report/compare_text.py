@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from avgpipe.report.compare import DOES_NOT_FIT, OK, Comparison, Figures, Outcome, spell, spell_size
+from avgpipe.report.compare import DOES_NOT_FIT, OK, Comparison, Figures, Outcome, spell
 from avgpipe.report.compare_advice import CLOSE, advice, listed
-from avgpipe.timeline.units import in_words
+from avgpipe.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -99,14 +99,14 @@ def notes(comparison: Comparison) -> list[str]:
         return lines
     lines.append(f"Equal for all: {', '.join(_equal(comparison, figures))}.")
     if comparison.memory_limit_bytes is not None:
-        limit = spell_size(comparison.memory_limit_bytes)
+        limit = format_bytes(comparison.memory_limit_bytes)
         lines.append(f"Memory limit: {limit} a worker, against the peak that each run had.")
     lines += _of_learning(comparison)
     least, shortest = min(f.epochs for f in figures), min(f.train_s for f in figures)
     if least < 1:
         lines.append(f"s/epoch is reckoned from {spell(least)} of an epoch.")
     if shortest < _SHORT_S:
-        lines.append(f"The shortest run trained {in_words(shortest)}: its start weighs much in that.")
+        lines.append(f"The shortest run trained {format_seconds(shortest)}: its start weighs much in that.")
     lines.append(
         "Peak memory: of the worker that had most. Busy: mean of the workers. Seconds: without validations."
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from avgpipe.report.compare_curves import COLORS
 from avgpipe.timeline.figure import write_figure
 from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
-from avgpipe.timeline.units import in_words, unit_of
+from avgpipe.units import format_seconds, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,9 +83,9 @@ def plot_timelines(
         )
         for axes, (name, timeline) in zip(panels.flat, shown.items()):
             _draw(axes, timeline, paces[name].typical(span_s), span_s)
-            title = f"{name}: {in_words(paces[name].per_batch_s)} per batch"
+            title = f"{name}: {format_seconds(paces[name].per_batch_s)} per batch"
             axes.set_title(title, loc="left", fontsize=9, color=_INK, pad=3)
-        panels[-1, 0].set_xlabel(f"time ({unit_of(span_s)[0]}), the same scale for all", color=_INK)
+        panels[-1, 0].set_xlabel(f"time ({time_unit(span_s)[0]}), the same scale for all", color=_INK)
         _legend(figure, max(e.pipeline for t in shown.values() for e in t.events))
     if path is not None:
         write_figure(figure, path, dpi=130)
@@ -101,7 +101,7 @@ def _span_s(paces: Mapping[str, _Pace]) -> float:
 
 def _draw(axes: Axes, timeline: Timeline, begin_s: float, span_s: float) -> None:
     """What each worker computed in the stretch; where nothing is drawn it waited, or did other things."""
-    per_s = unit_of(span_s)[1]
+    per_s = time_unit(span_s)[1]
     groups: dict[tuple[int, int, str], list[tuple[float, float]]] = defaultdict(list)
     for event in timeline.events:
         if event.kind in COMPUTE_KINDS and event.end_s > begin_s and event.start_s < begin_s + span_s:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from avgpipe.timeline.breakdown import StageTime, breakdown
 from avgpipe.timeline.critical import Cause, critical_path, messages_of, sender_of, with_waits
 from avgpipe.timeline.timeline import COMPUTE_KINDS, Timeline
-from avgpipe.timeline.units import in_words, unit_of
+from avgpipe.units import format_seconds, time_unit
 
 BUSY = 0.9  # of every worker's time spent computing: schedules of real runs seldom reach more
 WORTH = 0.03  # of the time: smaller gains drown in the differences between one run and the next
@@ -148,8 +148,8 @@ def links(facts: Facts) -> Candidate | None:
     sender = edge[0] + (-1 if edge[1] == "F" else 1)
     return Candidate(
         gain,
-        f"transfers bind, from stage {sender} to stage {edge[0]} at least {in_words(facts.transfers[edge][1])} each: "
-        "use wire_dtype, larger stages, or a faster link",
+        f"transfers bind, from stage {sender} to stage {edge[0]} at least {format_seconds(facts.transfers[edge][1])} "
+        "each: use wire_dtype, larger stages, or a faster link",
     )
 
 
@@ -181,8 +181,8 @@ def overhead(facts: Facts) -> Candidate | None:
     larger = f"larger micro-batches (micro_batches={m // 2} instead of {m})" if m > 1 else "larger batches"
     return Candidate(
         (facts.on_path("runtime") + facts.on_path("send")) / 2,
-        f"the runtime and its sends take {in_words(spent / actions)} per action, which computes "
-        f"{in_words(compute / actions)}: use {larger}",
+        f"the runtime and its sends take {format_seconds(spent / actions)} per action, which computes "
+        f"{format_seconds(compute / actions)}: use {larger}",
     )
 
 
@@ -213,7 +213,8 @@ def explain(timeline: Timeline) -> str:
         return "nothing was recorded"
     batches = max(1, facts.batches)
     head = (
-        f"batches: {facts.batches} in {in_words(facts.makespan_s)}, {in_words(facts.makespan_s / batches)} per batch; "
+        f"batches: {facts.batches} in {format_seconds(facts.makespan_s)}, "
+        f"{format_seconds(facts.makespan_s / batches)} per batch; "
         f"stages: {timeline.stages}, pipelines: {facts.pipelines}, micro-batches: {facts.micro_batches}"
     )
     return "\n".join(
@@ -236,7 +237,7 @@ def _recorded_by_all(timeline: Timeline) -> Timeline:
 
 def _table(rows: Sequence[StageTime], makespan_s: float) -> list[str]:
     """A line per worker, a column for whatever took time anywhere: its time, and percent of the run."""
-    unit, per_s = unit_of(makespan_s)
+    unit, per_s = time_unit(makespan_s)
     digits = 3 if makespan_s * per_s < 100 else 2 if makespan_s * per_s < 1000 else 1
     columns = [[f"worker ({unit}, %)", *(str(row.stage) for row in rows)]]
     for name, values in _columns(rows).items():

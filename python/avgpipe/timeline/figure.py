@@ -23,6 +23,16 @@ def check_format(argument: str, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"{argument}: no picture format, end it in one of .{', .'.join(sorted(known))}")
 
 
+def check_picture(path: str | os.PathLike[str]) -> None:
+    """Refuse a ``--plot`` that is no picture or cannot be written, before minutes of measuring; ValueError."""
+    option, folder = f"--plot {os.fspath(path)}", Path(path).absolute().parent
+    check_format(option, path)
+    if not folder.is_dir():
+        raise ValueError(f"{option}: {folder} is no folder, make it first")
+    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise ValueError(f"{option}: cannot be written, name a file in a folder that you may write to")
+
+
 def write_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int) -> None:
     """In the format of the suffix, atomically."""
     buffer = io.BytesIO()

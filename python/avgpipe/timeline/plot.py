@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from avgpipe.timeline.figure import check_format, write_figure
 from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
-from avgpipe.timeline.units import unit_of
+from avgpipe.units import time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,7 +112,7 @@ def _hue(pipeline: int) -> tuple[str, str]:
 def _draw(axes: Axes, timeline: Timeline, view: _View) -> None:
     pipelines = sorted({event.pipeline for event in timeline.events})
     origin = min((event.start_s for event in timeline.events), default=0.0)
-    unit, per_s = unit_of(view.end_s - view.start_s)
+    unit, per_s = time_unit(view.end_s - view.start_s)
     lanes = pipelines if _share_a_device_at_once(view.timeline.events) else [None]
     _draw_bars(axes, view, lanes, origin, per_s)
     _draw_labels(axes, view, lanes, origin, per_s)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from avgpipe.bench.kernels.settings import KernelSettings, parse_elements, parse_names
+from avgpipe.bench.kernels.settings import KernelSettings, parse_elements
+from avgpipe.units import parse_names
 
 
 def test_elements_are_whole_numbers_in_any_notation():

@@ -6,24 +6,9 @@ from avgpipe.bench.schedules.settings import (
     DEFAULT,
     ROWS,
     ScheduleSettings,
-    parse_bytes,
     parse_pipelines,
     parse_rate,
 )
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("1MiB", 2**20), ("64KiB", 2**16), ("4096", 4096), ("0.5MiB", 2**19), ("1MB", 10**6)],
-)
-def test_sizes_have_units(text, size):
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "1mib", "MiB", "-1MiB", "1.5.2MiB", "0.3B", "inf"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ValueError, match="--activation"):
-        parse_bytes(text)
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,3 @@ def parse_elements(text: str) -> tuple[int, ...]:
             raise ValueError(f"--elements {text}: {word} must be a whole number of at least {MIN_ELEMENTS}")
         sizes.append(int(value))
     return tuple(sizes)
-
-
-def parse_names(text: str | None) -> tuple[str, ...]:
-    """Names with commas between them; none for None."""
-    return () if text is None else tuple(name.strip() for name in text.split(",") if name.strip())

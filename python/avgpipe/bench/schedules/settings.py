@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
-from avgpipe.bench import units
+from avgpipe import units
 
 SCHEDULES = (
     "1f1b",
@@ -25,7 +25,6 @@ DEFAULT = (*SCHEDULES[:3], *(name for name in TORCH if name != "torch-advance-fo
 LINKS = ("auto", "shm", "gloo")
 CHUNKS = 2  # of a rank in the interleaved schedules
 MIN_ACTIVATION_BYTES = 64
-_BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
 
 
 @dataclass(frozen=True)
@@ -127,16 +126,12 @@ class ScheduleSettings:
         )
 
 
-def parse_bytes(text: str) -> int:
-    return units.parse_bytes("--activation", text)
-
-
 def parse_rate(text: str | None) -> float | None:
     """Bits per second, as in "1Gbit" or "250Mbit"; None for None and "none"."""
     if text is None or text == "none":
         return None
-    value = units.number_with_unit(text, _BITS, "bit")
-    if value is None or not 1e5 <= value <= 1e12:
+    value = 8 * units.parse_rate("--rate", text)
+    if not 1e5 <= value <= 1e12:
         raise ValueError(
             f"--rate {text}: write a rate as 1Gbit or 250Mbit, from 100kbit to 1000Gbit, or none"
         )
@@ -144,7 +139,4 @@ def parse_rate(text: str | None) -> float | None:
 
 
 def parse_pipelines(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise ValueError(f"--pipelines {text}: write numbers with commas between them, as 1,2,3") from None
+    return units.parse_numbers("--pipelines", text, int, "1,2,3")

@@ -17,8 +17,8 @@ from avgpipe.bench.section import Role, Section, Skipped, Variant
 from avgpipe.bench.transfers import ways
 from avgpipe.bench.transfers.settings import LATENCY_BYTES, TransferSettings
 from avgpipe.bench.transfers.ways import Peers, Read, Through, Way
-from avgpipe.bench.units import spell_bytes
 from avgpipe.ranks.rendezvous import join
+from avgpipe.units import format_bytes
 from avgpipe_ext import ring
 
 GLOO, MEMCPY = "plain gloo", "memcpy"
@@ -46,7 +46,7 @@ def check(settings: TransferSettings) -> None:
     if free is not None and settings.memory_bytes > _USABLE * free:
         fitting = int(_USABLE * free * max(settings.sizes) / settings.memory_bytes)
         raise ValueError(
-            f"--sizes {spell_bytes(max(settings.sizes))}: needs {settings.memory_bytes / 2**30:.1f} GiB and "
+            f"--sizes {format_bytes(max(settings.sizes))}: needs {settings.memory_bytes / 2**30:.1f} GiB and "
             f"{free / 2**30:.1f} GiB are free; use at most {fitting // 2**20} MiB"
         )
 
@@ -134,7 +134,7 @@ def _own_processor(rank: int) -> Iterator[None]:
 
 def _section(question: str, size: int, rows: Rows, rounds: int, skipped: Sequence[Skipped]) -> SectionResult:
     """Both ranks measure, rank 0 tells what."""
-    progress(f"{question}, {spell_bytes(size)}")
+    progress(f"{question}, {format_bytes(size)}")
     fewest, most = _TRIPS
     trips = _LATENCY_TRIPS if question == LATENCY else min(most, max(fewest, _SAMPLE_BYTES // size))
     samples: list[list[float]] = [[] for _ in rows]
@@ -148,5 +148,5 @@ def _section(question: str, size: int, rows: Rows, rounds: int, skipped: Sequenc
                 way.exchange(1)
                 seconds.append(way.exchange(trips))
     variants = [Variant(name, role, 1.0, lambda way=way: way.exchange(1)) for name, role, way in rows]  # type: ignore[misc]
-    section = Section(question, spell_bytes(size), _ASKS[question], size, 0, lambda: variants)
+    section = Section(question, format_bytes(size), _ASKS[question], size, 0, lambda: variants)
     return summarise(section, variants, samples, skipped)

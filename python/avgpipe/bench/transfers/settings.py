@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from avgpipe.bench.units import parse_bytes
+from avgpipe.units import parse_bytes
 
 LINKS = ("shm", "gloo", "local")
 LATENCY_BYTES = 1024
