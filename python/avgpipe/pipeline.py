@@ -21,6 +21,7 @@ from torch import nn
 
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
 from avgpipe.checkpoint.folder_lock import FolderLocks
+from avgpipe.device import own_device, select
 from avgpipe.errors import CheckpointError, PipelineError, nearest
 from avgpipe.links.choose import NAMES as LINKS
 from avgpipe.links.choose import ON_CUDA as CUDA_LINKS
@@ -31,7 +32,6 @@ from avgpipe.ranks.threads import warn_of_threads
 from avgpipe.ranks.world import World
 from avgpipe.runtime.batch import LossFn, loss_weights, pair, plain, sample_count, split
 from avgpipe.runtime.compiled import Compiler, compile_options, described
-from avgpipe.runtime.device import own_device, select
 from avgpipe.runtime.export import gather_state
 from avgpipe.runtime.flow import BatchResult, Flow
 from avgpipe.runtime.freezing import places_of, set_requires_grad

@@ -9,13 +9,13 @@ import os
 import pytest
 import torch
 
+from avgpipe import device as streams
 from avgpipe.links import cuda_ipc
 from avgpipe.links.cuda_ipc import CudaIpcLink, Slot
+from avgpipe.links.link import Mailbox
 from avgpipe.links.shared import Inbox
-from avgpipe.runtime import streams
-from avgpipe.runtime.mailbox import Mailbox
 from avgpipe_ext import ring
-from tests.runtime.ends import BACK, CHANNELS, CPU, Ends
+from tests.links.ends import BACK, CHANNELS, CPU, Ends
 from tests.runtime.fake_cuda import Event, FakeCuda, Stream
 
 pytestmark = pytest.mark.skipif(not ring.supported(), reason="needs Linux")

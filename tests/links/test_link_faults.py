@@ -18,8 +18,8 @@ from avgpipe import Pipeline, Plan
 from avgpipe.errors import PipelineError
 from avgpipe.links import shared
 from avgpipe_ext import ring
+from tests.links.ends import LINKS
 from tests.runtime.cases import language_model, momentum, token_batches
-from tests.runtime.ends import LINKS
 from tests.runtime.workers import Workers, run, touch
 
 LOSS = nn.CrossEntropyLoss()

@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 
 from avgpipe import Plan
 from avgpipe.errors import PeerLost
-from avgpipe.links.channel import KINDS, Channel
 from avgpipe.links.choose import Links
 from avgpipe.links.group import Buffers, GroupLink, Sizes, _tag, lend
-from avgpipe.links.local import LocalLink
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import NAMES, Key
+from avgpipe.links.link import LocalLink, Mailbox
+from avgpipe.links.message import KINDS, NAMES, Channel, Key
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.steps import Place, channels_into
-from tests.runtime.ends import CPU, LINKS, Ends, ends, eventually, groups
+from tests.links.ends import CPU, LINKS, Ends, ends, eventually, groups
 
 
 @pytest.fixture(params=LINKS)

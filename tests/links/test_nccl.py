@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from avgpipe.links.group import GroupLink
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import Key
 from avgpipe.links.nccl import NcclLink, edge_groups
 from avgpipe.ranks.world import World
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
+from tests.links.ends import BACK, CHANNELS, CPU
 from tests.runner import run_ranks
-from tests.runtime.ends import BACK, CHANNELS, CPU
 
 SENT = 20
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from avgpipe.links.channel import KINDS, Channel
+from avgpipe.links.message import KINDS, Channel
 from avgpipe.links.wire import Decoder, Encoder, narrowed, padded, view
 from avgpipe_ext import pack, unpack_
 from avgpipe_ext.ring import copy

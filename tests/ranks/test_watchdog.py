@@ -15,11 +15,11 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.errors import PeerLost
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import Key
 from avgpipe.ranks.watchdog import Watchdog, since
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
+from tests.links.ends import LINKS, eventually
 from tests.runtime.cases import momentum
-from tests.runtime.ends import LINKS, eventually
 from tests.runtime.workers import Workers, touch
 
 FROM_1, FROM_2 = Key("B", 0, 1, 0, 5, 0), Key("R", 0, 2, 0, 5, 0)

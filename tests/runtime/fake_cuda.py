@@ -99,7 +99,7 @@ class HostWork(Work):
 
 
 class FakeCuda:
-    """Stands for ``torch.cuda`` in avgpipe.runtime.streams. Each thread has a current stream, first the default one."""
+    """Stands for ``torch.cuda`` in avgpipe.device. Each thread has a current stream, first the default one."""
 
     Event, Stream = Event, Stream
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime import streams
-from avgpipe.runtime.streams import LaneStream
+from avgpipe import device as streams
+from avgpipe.device import LaneStream
 from tests.runner import run_ranks
 from tests.runtime.cases import (
     adamw,

@@ -14,10 +14,9 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.links import choose
-from avgpipe.links.local import LocalLink
+from avgpipe.links.link import LocalLink, Mailbox
+from avgpipe.links.message import Key
 from avgpipe.runtime.lane import Walk
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
 from avgpipe.runtime.scheduler import Scheduler
 from tests.runtime.cases import (
     assert_same_state,

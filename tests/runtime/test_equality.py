@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from tests.links.ends import LINKS
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -19,7 +20,6 @@ from tests.runtime.cases import (
     train_on_one_device,
     unequal,
 )
-from tests.runtime.ends import LINKS
 from tests.runtime.workers import run
 
 SCHEDULES = ["all-forward-all-backward", "1f1b", "advance-forward"]

@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe import device as streams
 from avgpipe.errors import PeerLost
 from avgpipe.links.choose import Links, nccl_joins
-from avgpipe.runtime import group_sum, streams, worker
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import Key
+from avgpipe.runtime import group_sum, worker
 from avgpipe.runtime.group_sum import GroupSum, sum_group
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
+from tests.links.ends import eventually
 from tests.runtime.cases import adamw, language_model, token_batches
-from tests.runtime.ends import eventually
 from tests.runtime.fake_cuda import FakeCuda, HostWork, Stream, Work
 from tests.runtime.workers import run
 

@@ -18,8 +18,8 @@ from torch.nn import functional
 from avgpipe import Pipeline, Plan, StageError
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.stage import Stage
+from tests.links.ends import LINKS
 from tests.runtime.cases import assert_same_state, momentum, unequal
-from tests.runtime.ends import LINKS
 from tests.runtime.vision import FOLDER, NAMES, vision_model
 from tests.runtime.workers import run
 

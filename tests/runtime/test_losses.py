@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from avgpipe import Pipeline, Plan, StageError
+from tests.links.ends import LINKS
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -20,7 +21,6 @@ from tests.runtime.cases import (
     train_on_one_device,
     unequal,
 )
-from tests.runtime.ends import LINKS
 from tests.runtime.workers import run
 
 IGNORED = -100

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.links.link import Mailbox
 from avgpipe.links.shared import SharedLink
 from avgpipe.runtime.context import Carry
 from avgpipe.runtime.lane import Lane
-from avgpipe.runtime.mailbox import Mailbox
+from tests.links.ends import LINKS
 from tests.runtime.cases import language_model, momentum, token_batches
-from tests.runtime.ends import LINKS
 from tests.runtime.workers import run
 
 LOSS = nn.CrossEntropyLoss()

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from avgpipe.links.message import Header, assemble, describe
 from avgpipe.runtime.batch import batch_size, concatenate, loss_weights, pair, split
 from avgpipe.runtime.context import Carry, Position, set_position
-from avgpipe.runtime.message import Header, assemble, describe
 from avgpipe.runtime.rng import CallerGenerators, mix, seed_generators
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from tests.links.ends import LINKS
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -18,7 +19,6 @@ from tests.runtime.cases import (
     train_on_one_device,
     unequal,
 )
-from tests.runtime.ends import LINKS
 from tests.runtime.test_equality import train_pipeline
 from tests.runtime.workers import run
 

@@ -16,16 +16,16 @@ from torch.utils._pytree import tree_leaves
 
 from avgpipe import Pipeline, Plan
 from avgpipe.links import choose
-from avgpipe.links.channel import Channel
 from avgpipe.links.group import GroupLink
+from avgpipe.links.message import Channel, Key
 from avgpipe.links.shared import SharedLink
-from avgpipe.runtime.message import Key
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.skips import NO_SKIPS, Route, Skips, Values, join, part, skips
 from avgpipe.runtime.split import layers_of
 from avgpipe.runtime.steps import Place, channels_into
+from tests.links.ends import LINKS
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -34,7 +34,6 @@ from tests.runtime.cases import (
     train_on_one_device,
     unequal,
 )
-from tests.runtime.ends import LINKS
 from tests.runtime.test_deadlock import Shuffled, any_walk
 from tests.runtime.test_pipeline import Branching
 from tests.runtime.workers import run

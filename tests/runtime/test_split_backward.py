@@ -19,9 +19,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from avgpipe.links.message import tensors_of
 from avgpipe.runtime import split_backward
 from avgpipe.runtime.backward import run_backward
-from avgpipe.runtime.message import tensors_of
 from avgpipe.runtime.split_backward import Deferred, input_backward
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe import device as streams
 from avgpipe.elastic.rounds import Rounds
-from avgpipe.links.local import LocalLink
-from avgpipe.runtime import streams, worker
+from avgpipe.links.link import LocalLink
+from avgpipe.runtime import worker
 from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.stage import Stage

@@ -323,8 +323,8 @@ def late_on_ranks(K: int) -> bool:
     import random
     import time
 
+    from avgpipe.links.link import Mailbox
     from avgpipe.runtime.lane import Lane
-    from avgpipe.runtime.mailbox import Mailbox
 
     dice = random.Random(os.urandom(8))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,13 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineError
-from avgpipe.links.channel import Channel, Link
 from avgpipe.links.cuda_ipc import CudaIpcLink, DeviceSlots, device_id
 from avgpipe.links.group import GroupLink
-from avgpipe.links.local import LocalLink
+from avgpipe.links.link import Link, LocalLink, Mailbox
+from avgpipe.links.message import Channel
 from avgpipe.links.nccl import Edge, NcclLink, edge_groups
 from avgpipe.links.shared import Inbox, SharedLink
 from avgpipe.ranks.world import World
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.placement import Placement
 from avgpipe_ext import ring
 
 NAMES = ("auto", "shm", "gloo", "cuda-ipc", "nccl")
@@ -39,20 +37,20 @@ class Links:
     """The links of a worker, by the seat at their other end, and the mailbox that they fill. ``has_nccl``: whether NCCL
     works between the workers; all find the same.
 
-    into(rank): the channels that end at a rank, from others. kind: one of ``NAMES``. processes: ids of the peers on
-    this host, by rank.
+    rank_of: the rank that holds each seat. into: for each rank, the channels that end there, from others. kind: one of
+    ``NAMES``. processes: ids of the peers on this host, by rank.
     """
 
     def __init__(
         self,
         world: World,
-        placement: Placement,
-        into: Callable[[int], list[Channel]],
+        rank_of: Sequence[int],
+        into: Sequence[Sequence[Channel]],
         device: torch.device,
         kind: str,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self._world, self._placement, self._into = world, placement, into
+        self._world, self._rank_of, self._into = world, rank_of, into
         self._device, self._wire_dtype = device, wire_dtype
         self._slots: DeviceSlots | None = None
         self._on_device: set[int] = set()  # ranks that share this one's device
@@ -61,7 +59,7 @@ class Links:
         inbox, outboxes = self._try_shared(kind) if world.size > 1 else (None, {})
         self.processes: dict[int, int] = {rank: pid for rank, (pid, _) in outboxes.items()}
         bell = inbox.bell if inbox is not None and outboxes else None
-        self.mailbox = Mailbox(bell, len(outboxes) + 1, placement.rank_of)
+        self.mailbox = Mailbox(bell, len(outboxes) + 1, rank_of)
         self._by_rank: dict[int, Link] = {}
         for rank in range(world.size):
             if rank == world.rank:
@@ -75,16 +73,15 @@ class Links:
                 self._by_rank[rank] = self._host_link(
                     *(rank, inbox, outboxes.get(rank), device, wire_dtype, self.mailbox)
                 )
-        seats = range(len(placement.seats))
-        self.by_seat = {seat: self._by_rank[placement.rank_of(seat)] for seat in seats}
-        for rank in sorted({placement.rank_of(c.source) for c in into(world.rank) if c.kind in "FB"}):
+        self.by_seat = {seat: self._by_rank[rank] for seat, rank in enumerate(rank_of)}
+        for rank in sorted({rank_of[c.source] for c in into[world.rank] if c.kind in "FB"}):
             _log.info(LINK_MESSAGE, *map(world.role, (world.rank, rank)), self._by_rank[rank].name)
 
     def _from(self, peer: int) -> list[Channel]:
-        return [c for c in self._into(self._world.rank) if self._placement.rank_of(c.source) == peer]
+        return [c for c in self._into[self._world.rank] if self._rank_of[c.source] == peer]
 
     def _to(self, peer: int) -> list[Channel]:
-        return [c for c in self._into(peer) if self._placement.rank_of(c.source) == self._world.rank]
+        return [c for c in self._into[peer] if self._rank_of[c.source] == self._world.rank]
 
     def _host_link(
         self,
@@ -107,8 +104,9 @@ class Links:
 
         assert self._world.group is not None
         channels = self._from(peer), self._to(peer)
-        seats = len(self._placement.seats)
-        return GroupLink(self._world.group, peer, seats, *channels, device, mailbox, lost, wire_dtype)
+        return GroupLink(
+            self._world.group, peer, len(self._rank_of), *channels, device, mailbox, lost, wire_dtype
+        )
 
     def _try_shared(self, kind: str) -> tuple[Inbox | None, dict[int, tuple[int, Inbox]]]:
         """This worker's inbox and those of the peers with which shared memory works, with their process ids."""
@@ -117,7 +115,7 @@ class Links:
         offer: dict[str, Any] = {}
         if kind != "gloo" and ring.supported():
             try:
-                inbox = Inbox.create(self._into(world.rank))
+                inbox = Inbox.create(self._into[world.rank])
                 offer = inbox.offer()
             except (OSError, MemoryError) as error:
                 offer = {"why": str(error)}  # the others wait for an offer
@@ -136,7 +134,7 @@ class Links:
                     raise ValueError(offer.get("why", "this system has no shared memory"))
                 if theirs.get("host") != offer["host"]:
                     raise ValueError(theirs.get("why", "not on this host"))
-                opened[rank] = theirs["pid"], Inbox.open(theirs, self._into(rank))
+                opened[rank] = theirs["pid"], Inbox.open(theirs, self._into[rank])
             except (OSError, ValueError) as error:
                 reasons[str(rank)] = str(error)
         verdicts = [json.loads(text) for text in world.gather_texts(json.dumps(reasons))]
@@ -176,10 +174,8 @@ class Links:
                 f"{len(devices)} between them; use 'auto'"
             )
         if self.has_nccl and kind in ("auto", "nccl"):
-            rank_of = self._placement.rank_of
-            edges = sorted(
-                {(rank_of(c.source), rank_of(c.seat)) for k in range(len(offers)) for c in self._into(k)}
-            )
+            rank_of = self._rank_of
+            edges = sorted({(rank_of[c.source], rank_of[c.seat]) for into in self._into for c in into})
             limit_s = self._world.timeout_s
             self._edges = self._world.connect(lambda: edge_groups(edges, self._device, limit_s))
             return

@@ -22,13 +22,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from avgpipe.links.channel import Channel
+from avgpipe import device as streams
+from avgpipe.device import Handed
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import Channel, Key
 from avgpipe.links.shared import Inbox, SharedLink
 from avgpipe.links.wire import Decoder, Format, padded
-from avgpipe.runtime import streams
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
-from avgpipe.runtime.streams import Handed
 from avgpipe_ext import pack, unpack_
 
 HANDLE_BYTES = 64  # of memory and of an event

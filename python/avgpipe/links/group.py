@@ -27,13 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from avgpipe.device import select
 from avgpipe.errors import PeerLost
-from avgpipe.links.channel import KINDS, Channel
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import KINDS, NAMES, Channel, Key
 from avgpipe.links.wire import Decoder, Encoder, narrowed, padded, view
 from avgpipe.ranks.world import transport_reason
-from avgpipe.runtime.device import select
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import NAMES, Key
 
 _AHEAD = 2  # receives posted at any time: while one message arrives, the next one may begin
 _FIRST_BYTES = 4096  # what the first of them hold

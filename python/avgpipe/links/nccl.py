@@ -18,14 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from avgpipe.links.channel import Channel, Link
+from avgpipe import device as streams
+from avgpipe.device import Handed, select
 from avgpipe.links.cuda_ipc import read, write
+from avgpipe.links.link import Link, Mailbox
+from avgpipe.links.message import Channel, Key
 from avgpipe.links.wire import Decoder, Encoder, Format, narrowed
-from avgpipe.runtime import streams
-from avgpipe.runtime.device import select
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
-from avgpipe.runtime.streams import Handed
 
 Edge = tuple[int, int]  # ranks: from, to
 

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from avgpipe.links.channel import Channel
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import Channel, Key
 from avgpipe.links.wire import Decoder, Encoder, narrowed, padded, view
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy, supported
 
 _POLL_S = 1e-3

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from avgpipe.links.channel import Channel
-from avgpipe.runtime.message import Header, TensorInfo, leaf_info
-from avgpipe.runtime.streams import handed
+from avgpipe.device import handed
+from avgpipe.links.message import Channel, Header, TensorInfo, leaf_info
 from avgpipe_ext import pack, unpack_
 
 _KNOWN = 64  # headers that a channel remembers

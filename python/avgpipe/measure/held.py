@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from avgpipe.links.message import tensors_of
 from avgpipe.measure.examples import Example
 from avgpipe.measure.sweep import InBatch, Sweep
 from avgpipe.runtime.memory import SavedBytes
-from avgpipe.runtime.message import tensors_of
 from avgpipe.runtime.skips import Skips
 from avgpipe.runtime.split import Segment
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from avgpipe.bench.machine import cpu_model
+from avgpipe.device import own_device
 from avgpipe.measure.clock import repeat, typical, undisturbed
 from avgpipe.measure.examples import Example, examples
 from avgpipe.measure.held import Sizes, measure_sizes
@@ -26,7 +27,6 @@ from avgpipe.measure.working import measure_working
 from avgpipe.planning.profile import MOST_JITTER, LayerProfile, LinkProfile, Profile, Skip, Tie
 from avgpipe.ranks.allocator import keep_freed_memory
 from avgpipe.runtime.batch import LossFn
-from avgpipe.runtime.device import own_device
 from avgpipe.runtime.model import Model
 from avgpipe.runtime.replica import OptimizerFn
 from avgpipe.runtime.rng import CallerGenerators

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from avgpipe.bench.schedules.cluster import run_workers
+from avgpipe.device import own_device, select
 from avgpipe.measure.profiler import layer_profile, with_workers
 from avgpipe.measure.trial import Subject
 from avgpipe.measure.workers import WorkerCosts, costs_here
@@ -20,7 +21,6 @@ from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.ranks.rendezvous import open_store
 from avgpipe.runtime.batch import plain
-from avgpipe.runtime.device import own_device, select
 from avgpipe.workloads import build_workload
 from avgpipe.workloads.workload import Workload
 

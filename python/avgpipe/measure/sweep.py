@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from avgpipe.errors import StageError, reason
+from avgpipe.links.message import tensors_of, wanting_gradients
 from avgpipe.measure.clock import Clock
 from avgpipe.measure.examples import Example
 from avgpipe.runtime.backward import run_backward
@@ -25,7 +26,6 @@ from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.context import Position, set_position
 from avgpipe.runtime.inputs import writes_to_a_leaf
 from avgpipe.runtime.loss import loss_of
-from avgpipe.runtime.message import tensors_of, wanting_gradients
 from avgpipe.runtime.rng import mix, seed_generators
 from avgpipe.runtime.split_backward import input_backward
 from avgpipe.runtime.stage import Stage

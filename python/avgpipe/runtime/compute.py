@@ -11,13 +11,13 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from avgpipe.errors import StageError
+from avgpipe.links.message import Key, tensors_of, wanting_gradients
 from avgpipe.runtime.backward import run_backward
 from avgpipe.runtime.batch import to_device
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.loss import MeanCheck, loss_of
 from avgpipe.runtime.memory import SavedBytes
-from avgpipe.runtime.message import Key, tensors_of, wanting_gradients
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.skips import join, part

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from avgpipe.device import LaneStream
 from avgpipe.elastic import Reference
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
-from avgpipe.runtime.streams import LaneStream
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import Key
 
 
 class Exchange:

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from avgpipe.device import Handed
 from avgpipe.plan import Plan
 from avgpipe.runtime.batch import LossFn, loss_weights, sample_count, sizes_of, split
 from avgpipe.runtime.lane import Lane
 from avgpipe.runtime.loader import Prefetch
 from avgpipe.runtime.rng import CallerGenerators
 from avgpipe.runtime.steps import loss_key
-from avgpipe.runtime.streams import Handed
 from avgpipe.runtime.work import Work
 from avgpipe.runtime.worker import Worker
 from avgpipe.schedule.replicated import warm_up

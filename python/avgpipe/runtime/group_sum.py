@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from avgpipe.device import Handed, select
 from avgpipe.errors import PeerLost
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import Key
 from avgpipe.ranks.world import transport_reason
-from avgpipe.runtime.device import select
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
-from avgpipe.runtime.streams import Handed
 
 _PATIENCE_S = 5.0  # for the thread to end
 _BUCKET_BYTES = 8 * 2**20  # large enough for the network, small enough to begin early

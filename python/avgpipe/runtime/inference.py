@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
+from avgpipe.links.message import Key
 from avgpipe.runtime.batch import batch_size, sample_count, split, to_device
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.export import average_buffers
-from avgpipe.runtime.message import Key
 from avgpipe.runtime.skips import join, part
 from avgpipe.runtime.worker import Worker
 

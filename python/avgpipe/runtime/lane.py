@@ -15,19 +15,18 @@ from typing import Any
 
 import torch
 
-from avgpipe.links.channel import Link
+from avgpipe.device import LaneStream
+from avgpipe.links.link import Link, Mailbox
+from avgpipe.links.message import Key
 from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.exchange import Exchange
 from avgpipe.runtime.group_sum import GroupSum
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
 from avgpipe.runtime.nonfinite import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.order import Order
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.stage_sum import StageSum
 from avgpipe.runtime.steps import Place, Step
-from avgpipe.runtime.streams import LaneStream
 from avgpipe.runtime.update import Update
 from avgpipe.runtime.work import Progress, Work
 from avgpipe.schedule.stream import Step as Act

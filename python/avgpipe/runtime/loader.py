@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from avgpipe.device import Handed
 from avgpipe.runtime.batch import pair
-from avgpipe.runtime.streams import Handed
 
 Batch = tuple[Any, Any, Handed | None]
 

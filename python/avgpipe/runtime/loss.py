@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from avgpipe.errors import StageError
+from avgpipe.links.message import tensors_of
 from avgpipe.runtime.batch import LossFn, concatenate, split
-from avgpipe.runtime.message import tensors_of
 
 _log = logging.getLogger("avgpipe")
 _LOOKED_AT = 8  # samples of a micro-batch, at most

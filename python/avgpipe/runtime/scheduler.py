@@ -10,14 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from avgpipe.device import DeviceClock, Row
 from avgpipe.errors import PeerLost, PipelineTimeout
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import Key
 from avgpipe.ranks.watchdog import since
 from avgpipe.ranks.world import World
 from avgpipe.runtime.lane import Lane, Walk
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
 from avgpipe.runtime.placement import Placement
-from avgpipe.runtime.streams import DeviceClock, Row
 from avgpipe.timeline.timeline import Event
 
 _KEPT_EVENTS = 20_000

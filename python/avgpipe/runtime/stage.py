@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from avgpipe.errors import StageError
+from avgpipe.links.message import tensors_of
 from avgpipe.runtime.batch_norm import defer_batch_norms
 from avgpipe.runtime.compiled import Compiler, compiler_error, reason_of
 from avgpipe.runtime.context import Carry, Position, set_position
 from avgpipe.runtime.inputs import Inputs
-from avgpipe.runtime.message import tensors_of
 from avgpipe.runtime.rng import mix, mix_more, seed_generators
 
 

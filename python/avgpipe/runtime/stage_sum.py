@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from avgpipe.links.message import Key
 from avgpipe.runtime.group_sum import GroupSum
-from avgpipe.runtime.message import Key
 from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.steps import Place, Step
 from avgpipe.runtime.work import Progress

@@ -9,8 +9,7 @@ from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
 
-from avgpipe.links.channel import Channel
-from avgpipe.runtime.message import Key
+from avgpipe.links.message import Channel, Key
 from avgpipe.runtime.order import Urgency
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.skips import NO_SKIPS, Skips

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from avgpipe.runtime.message import Key
+from avgpipe.links.message import Key
 from avgpipe.runtime.nonfinite import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.replica import Replica

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from avgpipe.device import Handed
 from avgpipe.errors import StageError
 from avgpipe.runtime.batch import LossWeights
 from avgpipe.runtime.split_backward import Deferred
-from avgpipe.runtime.streams import Handed
 
 
 @dataclass

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from avgpipe.device import Handed, LaneStream, streams_of
 from avgpipe.elastic import Arena, Reference
-from avgpipe.links.channel import Channel
 from avgpipe.links.choose import Links
+from avgpipe.links.message import Channel, Key
 from avgpipe.plan import Plan
 from avgpipe.ranks.watchdog import Watchdog
 from avgpipe.ranks.world import SPARE_S, World
@@ -20,7 +21,6 @@ from avgpipe.runtime.exchange import Exchange
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.lane import Lane
 from avgpipe.runtime.loss_scale import LossScale
-from avgpipe.runtime.message import Key
 from avgpipe.runtime.model import Model, trainable_parameters
 from avgpipe.runtime.nonfinite import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
@@ -30,7 +30,6 @@ from avgpipe.runtime.replica import OptimizerFn, Replica, SchedulerFn
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.steps import Place, channels_into
-from avgpipe.runtime.streams import Handed, LaneStream, streams_of
 from avgpipe.schedule.replicated import warm_up
 
 
@@ -54,7 +53,9 @@ class Worker:
         self.seats = placement.held_by(world.rank)
         self.model, self._plan, self._options, self._seed = model, plan, options, seed
         self._make_optimizer, self._make_lr_scheduler = optimizer, lr_scheduler
-        self._links = Links(world, placement, self._channels_into, device, link, wire_dtype)
+        rank_of = [placement.rank_of(seat) for seat in range(len(placement.seats))]
+        into = [self._channels_into(rank) for rank in range(world.size)]
+        self._links = Links(world, rank_of, into, device, link, wire_dtype)
         self.links, self.mailbox = self._links.by_seat, self._links.mailbox
         self.replicas: dict[tuple[int, int], Replica] = {}  # by (seat, pipeline)
         self.references: dict[int, Reference | None] = {}  # by seat

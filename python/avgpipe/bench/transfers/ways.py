@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineTimeout
-from avgpipe.links.channel import Channel, Link
 from avgpipe.links.group import GroupLink
-from avgpipe.links.local import LocalLink
+from avgpipe.links.link import Link, LocalLink, Mailbox
+from avgpipe.links.message import Channel, Key
 from avgpipe.links.shared import Inbox, SharedLink
 from avgpipe.ranks.texts import gather_in, gather_texts
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
 from avgpipe_ext import ring
 
 _CPU = torch.device("cpu")

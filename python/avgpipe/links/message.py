@@ -27,6 +27,8 @@ class Key(NamedTuple):
         return f"{NAMES[self.kind]}{of} of batch {self.batch}"
 
 
+KINDS = "FBXYTNCERALV"  # of messages that come through links
+
 NAMES = {
     "F": "the activation",
     "B": "the gradient",
@@ -42,6 +44,19 @@ NAMES = {
     "L": "the loss",
     "V": "the update",
 }
+
+
+class Channel(NamedTuple):
+    """Messages of one kind, of one pipeline, from one seat to another. They keep their order."""
+
+    kind: str
+    pipeline: int
+    source: int  # seat
+    seat: int  # destination
+
+    @classmethod
+    def of(cls, key: Key) -> Channel:
+        return cls(*key[:4])
 
 
 @dataclass(frozen=True)

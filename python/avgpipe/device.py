@@ -1,5 +1,10 @@
-"""The one place that knows CUDA streams. On the CPU there are none, and nothing of this is made or called.
+"""What knows CUDA: which device is a process's own, its streams and its events.
 
+CUDA has a current device for each thread, at first device 0. Whoever switches to another one for a moment goes back to
+it afterwards, which makes a context there, of some hundred MB; so a process selects its device in every thread that
+comes near it.
+
+On the CPU there are no streams, and nothing of them is made or called.
 Each lane has a stream. What it makes and another stream reads is handed over with an event:
 
     lane's stream     F3 ── record(ready) ── F4 ─ ...
@@ -18,6 +23,7 @@ read. Nothing else waits, and the host waits for nothing but that loss.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,13 +33,42 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from avgpipe.runtime.message import tensors_of
-
 cuda: Any = torch.cuda  # torch leaves streams and events untyped
 
 _KEPT = 40_000  # rows of a clock
 _UNREAD = 512  # spans that a clock leaves unread before it looks which have ended
 _REBASE_MS = 10_000.0  # events tell the time between them in float32
+
+
+def own_device(device: torch.device | str) -> torch.device:
+    """``device``, of CUDA with its number: where a launcher has numbered the processes of this host, each takes one of
+    its own as long as there are enough; else it is the current one. ValueError where torch sees no CUDA device, and for
+    one that is neither CPU nor CUDA.
+    """
+    asked = device
+    try:
+        device = torch.device(device)
+    except RuntimeError:  # it knows no such type
+        raise ValueError(f"device {asked!r}: use 'cpu' or 'cuda'") from None
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ValueError(f"device {str(device)!r}: use 'cpu' or 'cuda'")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"device {str(device)!r} was asked for, but torch {torch.__version__} sees no CUDA device: use device='cpu'"
+        )
+    if device.index is not None:
+        return device
+    place = os.environ.get("LOCAL_RANK")
+    index = torch.cuda.current_device() if place is None else int(place) % torch.cuda.device_count()
+    return torch.device("cuda", index)
+
+
+def select(device: torch.device) -> None:
+    """Make a CUDA device the calling thread's current one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 class Handed:
@@ -50,9 +85,9 @@ class Handed:
         stream.wait_event(self._ready)
         # Allocated on the stream that recorded ``ready``, read on this one: without this the allocator would give
         # the memory to that stream's next tensor while this one still reads.
-        for tensor in tensors_of(self.value):
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
+        for leaf in pytree.tree_leaves(self.value):
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                leaf.record_stream(stream)
         return self.value
 
 

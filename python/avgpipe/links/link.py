@@ -1,6 +1,7 @@
-"""Where arrived messages wait for the lane that needs them, and what the scheduler sleeps on until one does.
+"""What every link promises, the mailbox that it fills, and the link within a process.
 
-The scheduler's thread alone reads and takes. It looks into the links that have no thread of their own (``sources``)
+In the mailbox arrived messages wait for the lane that needs them; the scheduler sleeps on it until one does. The
+scheduler's thread alone reads and takes. It looks into the links that have no thread of their own (``sources``)
 whenever the bell has rung; threads, and other processes, ring it.
 """
 
@@ -9,14 +10,30 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from avgpipe.runtime.message import Key
-from avgpipe.runtime.streams import Handed
+import torch
+
+from avgpipe.device import Handed, handed
+from avgpipe.links.message import Key, assemble, describe
 from avgpipe_ext import ring
 
 _SPIN_S = 200e-6
+
+
+class Link(Protocol):
+    """This worker's connection to the seats of one other place.
+
+    ``send`` never blocks, and has taken its copy when it returns. What arrives goes into the mailbox.
+    """
+
+    name: str
+
+    def send(self, key: Key, value: object) -> None: ...
+
+    def close(self, patience_s: float) -> None:
+        """``patience_s``: how long the other end may take to receive what was sent last."""
 
 
 class BellLike(Protocol):
@@ -32,14 +49,14 @@ class BellLike(Protocol):
 class Mailbox:
     """``bell``: the one that this worker's peers ring; by default one of this process. ``neighbours``: workers
     that compute on this host at the same time, this one included; spinning is for when there is a processor for
-    each. ``rank_of``: of a seat, the rank that holds it.
+    each. ``rank_of``: the rank that holds each seat; by default seat k is at rank k.
     """
 
     def __init__(
         self,
         bell: BellLike | None = None,
         neighbours: int = 1,
-        rank_of: Callable[[int], int] = lambda seat: seat,
+        rank_of: Sequence[int] | None = None,
     ) -> None:
         self._rank_of = rank_of
         self.messages: dict[Key, Any] = {}
@@ -90,7 +107,8 @@ class Mailbox:
             raise self._failure
         if self._lost:
             for key in awaited():
-                if (rank := self._rank_of(key.source)) in self._lost:
+                rank = key.source if self._rank_of is None else self._rank_of[key.source]
+                if rank in self._lost:
                     raise self._lost[rank]
 
     def wait_until(
@@ -138,3 +156,24 @@ class ThreadBell:
 
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class LocalLink:
+    """Both ends in this process: tensors are detached and shared, not copied; on CUDA they come with the event at which
+    they are ready.
+    """
+
+    name = "local"
+
+    def __init__(self, mailbox: Mailbox, device: torch.device) -> None:
+        self._mailbox, self._device, self._has_streams = mailbox, device, device.type == "cuda"
+
+    def send(self, key: Key, value: Any) -> None:
+        if isinstance(value, torch.Tensor):  # most are
+            value = value.detach().requires_grad_(value.requires_grad)
+        else:
+            value = assemble(*describe(value))
+        self._mailbox.put(key, handed(value, self._device) if self._has_streams else value)
+
+    def close(self, patience_s: float) -> None:
+        pass

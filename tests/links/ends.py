@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost
-from avgpipe.links.channel import Channel
 from avgpipe.links.group import GroupLink
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import Channel, Key
 from avgpipe.links.shared import Inbox, SharedLink
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
 
 LINKS = ["shm", "gloo"]
 CPU = torch.device("cpu")

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan, pipeline
+from avgpipe.device import own_device
 from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
+from avgpipe.links.link import Mailbox
 from avgpipe.measure import clock, profiler, subject, trial
-from avgpipe.runtime.device import own_device
-from avgpipe.runtime.mailbox import Mailbox
 from avgpipe.runtime.memory import peak_memory_bytes
+from tests.links.ends import BACK, CHANNELS, CPU, eventually, groups
 from tests.runtime.cases import adamw, language_model
-from tests.runtime.ends import BACK, CHANNELS, CPU, eventually, groups
 
 CUDA = torch.device("cuda", 3)
 

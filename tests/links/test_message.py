@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from avgpipe.runtime.message import Header, assemble, describe
+from avgpipe.links.message import Header, assemble, describe
 
 
 class Colour(Enum):

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from avgpipe.errors import PeerLost
-from avgpipe.runtime.mailbox import Mailbox
-from avgpipe.runtime.message import Key
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import Key
 
 KEY = Key("F", 0, 0, 1, 5, 2)
 
