@@ -47,7 +47,7 @@ unit: $(VENV)/installed
 $(VENV)/installed: $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2> /dev/null || $(BIN)/pip install -q "$(TORCH)" numpy
-	$(BIN)/pip install -q "setuptools>=77" wheel "cmake>=3.25.2" ninja
+	$(BIN)/pip install -q "setuptools>=77" wheel "cmake>=3.25.2" ninja "pybind11>=3"
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install -q --no-build-isolation -e '.[$(EXTRAS)]'
 	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/vision "$(VISION)"
 	touch $@

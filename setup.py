@@ -20,7 +20,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent.resolve()
 # The build requirements of pyproject.toml, quoted for a shell.
-TOOLS = "'setuptools>=77' wheel 'cmake>=3.25.2' ninja"
+TOOLS = "'setuptools>=77' wheel 'cmake>=3.25.2' ninja 'pybind11>=3'"
 FAILED = "avgpipe: the native build failed, see the messages above"
 if os.environ.get("AVGPIPE_CUDA") != "0":
     FAILED += "; if they are about CUDA, AVGPIPE_CUDA=0 builds without it"
@@ -53,15 +53,12 @@ def tool(name: str) -> str:
     return path
 
 
-def target_of(ext: Extension) -> str:
-    return ext.name.removeprefix("avgpipe_ext.lib")
-
-
 class CMakeBuild(build_ext):
-    """Builds libraries that serve every Python: no ABI tag in their names. libX.so is what the target X makes."""
+    """Builds target X for avgpipe_ext.X, and for avgpipe_ext.libX, which serves every Python: no tag in the name."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return f"{fullname.replace('.', '/')}.so"
+        is_library = fullname.rpartition(".")[2].startswith("lib")
+        return f"{fullname.replace('.', '/')}.so" if is_library else super().get_ext_filename(fullname)
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []
@@ -69,7 +66,8 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         build = ROOT / "build" / "native"
         self.configure(build)
-        if subprocess.run([tool("cmake"), "--build", str(build), "--target", target_of(ext)]).returncode:
+        made = ext.name.removeprefix("avgpipe_ext.").removeprefix("lib")
+        if subprocess.run([tool("cmake"), "--build", str(build), "--target", made]).returncode:
             sys.exit(FAILED)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -100,17 +98,12 @@ class CMakeBuild(build_ext):
         super().copy_extensions_to_source()
 
 
-class AnyPythonWheel(bdist_wheel):
-    """Tags the wheel py3-none-<platform>: the libraries include no Python header."""
-
+class CleanWheel(bdist_wheel):
     def run(self) -> None:
         if not self.skip_build:
             # Modules removed since an earlier build would still be there, and go into the wheel.
             shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
         super().run()
-
-    def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", super().get_tag()[2])
 
 
 # A source distribution needs no torch; nor does egg_info, with which every build begins by asking what it requires.
@@ -120,7 +113,7 @@ setup(
     version=version(),
     packages=[*find_packages("python"), "avgpipe_ext"],
     package_dir={"": "python", "avgpipe_ext": "avgpipe_ext"},
-    package_data={"avgpipe": ["py.typed"], "avgpipe_ext": ["py.typed"]},
-    ext_modules=[Extension(f"avgpipe_ext.lib{name}", sources=[]) for name in ("avgpipe", "simulate")],
-    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
+    package_data={"avgpipe": ["py.typed"], "avgpipe_ext": ["py.typed", "_native.pyi"]},
+    ext_modules=[Extension(f"avgpipe_ext.{name}", sources=[]) for name in ("libavgpipe", "_native")],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": CleanWheel},
 )

@@ -7,7 +7,7 @@ racecheck over the operators, and memcheck over pipelines on streams, where the 
 short training run, and pipelines on streams of one GPU against plain PyTorch with a trace of their kernels, and writes
 one dated record into benchmarks/results/. Without a GPU it says what it leaves out, does the rest on the CPU, and
 writes the record into build/. --only runs some of the steps, for a machine that is lent for minutes. Needs torch,
-pytest, hypothesis, numpy, CMake and ninja; no installation of avgpipe.
+pytest, hypothesis, numpy, CMake and ninja; no installation of avgpipe (pybind11's headers come with torch).
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--no-build", action="store_true", help="use avgpipe_ext/libavgpipe.so as it is")
+    parser.add_argument(
+        "--no-build", action="store_true", help="use the libraries in avgpipe_ext as they are"
+    )
     parser.add_argument("--only", nargs="+", metavar="STEP", help="the steps to run, by name")
     parser.add_argument("--out", type=Path, help="the record's file")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-// What a simulation is asked, and what it answers. avgpipe/simulation/native.py declares the same structs.
+// What a simulation is asked, and what it answers. bindings.cpp names the same fields.
 #pragma once
 
 #include <cstdint>

@@ -1,14 +1,17 @@
-"""Loading the engine."""
+"""Loading the engine, and what it refuses."""
 
-import ctypes
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from avgpipe.planning import native
+from avgpipe.planning.costs import Costs
+from avgpipe.planning.program import compile_schedule
+from avgpipe.schedule import build_schedule
 
 PROGRAM = """
 import sys
@@ -20,6 +23,7 @@ try:
 except ImportError as error:
     print(error)
 """
+FILE = Path(native.engine().__file__)
 
 
 def output_of(folder=None):
@@ -31,26 +35,34 @@ def output_of(folder=None):
 
 
 def copied(tmp_path):
+    """Where the engine belongs in a copy of the package that lacks it."""
     copy = tmp_path / "avgpipe_ext"
-    source = native.path().parent
-    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    return copy / "libsimulate.so"
+    shutil.copytree(FILE.parent, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return copy / FILE.name
 
 
 def test_it_needs_no_torch():
     assert output_of() == "9.0\n"
 
 
-def test_it_needs_neither_torch_nor_python_to_be_linked():
-    listed = subprocess.run(["ldd", native.path()], capture_output=True, text=True, check=True).stdout
+def test_it_is_linked_with_nothing_of_torch():
+    listed = subprocess.run(["ldd", FILE], capture_output=True, text=True, check=True).stdout
     needed = {line.split()[0] for line in listed.splitlines() if "=>" in line}
-    assert not [name for name in needed if name.startswith(("libpython", "libtorch", "libc10", "libcudart"))]
+    assert not [name for name in needed if name.startswith(("libtorch", "libc10", "libcudart"))]
+
+
+def test_it_is_the_module_that_torch_users_import():
+    from avgpipe_ext import _native
+
+    assert _native is native.engine()
 
 
 def test_a_missing_library_is_one_line_that_says_how_to_build(tmp_path):
     place = copied(tmp_path)
     assert output_of(tmp_path) == (
-        f"{place} is missing: build it with `pip install --no-build-isolation -e .` in the folder of setup.py\n"
+        f"{place.parent / '__init__.py'} has no _native module for Python "
+        f"{sys.version_info.major}.{sys.version_info.minor}: "
+        "run `pip install --no-build-isolation -e .` in the folder of setup.py\n"
     )
 
 
@@ -63,24 +75,37 @@ def test_a_damaged_library_is_one_line_too(tmp_path):
     assert "pip install --no-build-isolation" in output
 
 
-@pytest.mark.parametrize("name", ["Question", "Answer"])
-def test_structs_have_the_fields_of_the_header(name):
-    header = Path(__file__).parents[2] / "csrc/simulate/question.h"
-    text = header.read_text().split(f"struct {name} {{")[1].split("};")[0]
-    lines = [line.split("//")[0].strip() for line in text.splitlines()]
-    wanted = []
-    for line in filter(None, lines):
-        kind, names = line.rstrip(";").removeprefix("const ").split(" ", 1)
-        for field in names.split(", "):
-            pointer = kind.endswith("*")
-            wanted.append(
-                (
-                    field,
-                    ctypes.c_void_p if pointer else {"uint64_t": ctypes.c_uint64}.get(kind, ctypes.c_int64),
-                )
-            )
-    assert list(getattr(native, name)._fields_) == wanted
+# ---- what it refuses ----------------------------------------------------------------------------------------
+def simulate(**changes):
+    program = compile_schedule(build_schedule("1f1b", 2, 3), Costs(1, 2))
+    fields = {**program.numbers, **program.arrays, "pipelines": 1, "batches": 1, **changes}
+    return native.engine().simulate(
+        events=False, **{name: value for name, value in fields.items() if value is not None}
+    )
 
 
-def test_records_have_the_size_of_the_header():
-    assert native.RECORD.itemsize == 32
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"worker": None}, TypeError, r"simulate\(\) needs worker"),
+        ({"stages": None}, TypeError, r"simulate\(\) needs stages"),
+        ({"speed": 3}, TypeError, "got .* fields, know"),
+        ({"worker": np.zeros(2, dtype=np.int64)}, TypeError, "worker: use a contiguous array of int32"),
+        ({"worker": [0, 1]}, TypeError, "worker: use a contiguous array of int32"),
+        ({"worker": np.zeros(4, dtype=np.int32)[::2]}, TypeError, "worker: use a contiguous array of int32"),
+        ({"worker": np.zeros(3, dtype=np.int32)}, ValueError, "worker has 3 numbers, not 2"),
+    ],
+)
+def test_fields_that_do_not_fit_are_named(changes, error, words):
+    with pytest.raises(error, match=words):
+        simulate(**changes)
+
+
+def test_a_schedule_that_gets_stuck_is_refused():
+    with pytest.raises(ValueError, match=r"gets stuck: call Schedule.validate\(\)"):
+        simulate(warm_ups=np.array([1, 3], dtype=np.int64))
+
+
+def test_times_too_long_to_count_are_refused():
+    with pytest.raises(OverflowError, match="too long to count"):
+        simulate(sum_ticks=np.full(2, 2**58 - 1), batches=64)

@@ -8,13 +8,13 @@ links, never devices. The work is done by csrc/simulate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from avgpipe.planning.native import RECORD, Answer, Question, address, simulate
+from avgpipe.planning.native import engine, too_long
 from avgpipe.planning.program import Program
 
 _MOST_BATCHES = 2**30
@@ -25,8 +25,8 @@ class Outcome:
     """Times in ticks. busy: per worker, while at least one action ran. batch_end: of each batch, its last action's.
 
     peak_in_flight: per stage, of all pipelines. peak_held_bytes: per worker, the micro-batches in flight on its stages.
-    records: the actions, by their starts (dtype ``native.RECORD``); None if they were not asked for. actions: how many
-    there were.
+    actions: how many there were. records: the actions, by their starts (the fields of Record in
+    csrc/simulate/question.h); None if they were not asked for.
     """
 
     makespan: int
@@ -41,33 +41,19 @@ class Outcome:
 def run(program: Program, pipelines: int, batches: int, *, events: bool = False) -> Outcome:
     """Run ``batches`` batches, batch j on pipeline j % pipelines; ``events``: keep a record of each action.
 
-    Raises as ``native.simulate`` does, and ValueError for more than 2^30 batches.
+    Gives up the GIL meanwhile. Raises ImportError where the library is not built, ValueError for a schedule that gets
+    stuck, for times that are too long to count and for more than 2^30 batches, MemoryError.
     """
     if max(batches, pipelines) > _MOST_BATCHES:
         raise ValueError(f"batches={batches}, pipelines={pipelines}: must be at most {_MOST_BATCHES}")
-    numbers = program.numbers
-    busy = np.empty(numbers["workers"], dtype=np.int64)
-    batch_end = np.empty(batches, dtype=np.int64)
-    peak_in_flight = np.empty(numbers["stages"], dtype=np.int64)
-    peak_held_bytes = np.empty(numbers["workers"], dtype=np.float64)
-    records = np.empty(program.steps * batches if events else 0, dtype=RECORD)
-    answer = Answer(
-        busy=address(busy),
-        batch_end=address(batch_end),
-        peak_in_flight=address(peak_in_flight),
-        peak_held_bytes=address(peak_held_bytes),
-        records=address(records) if events else None,
-    )
-    simulate(Question(pipelines=pipelines, batches=batches, **program.fields()), answer)
-    if events:
-        # Stable: what took no time stays before what began after it on the same device.
-        records = records[np.argsort(records["start"], kind="stable")]
-    return Outcome(
-        int(answer.makespan),
-        busy,
-        batch_end,
-        peak_in_flight,
-        peak_held_bytes,
-        int(answer.count),
-        records if events else None,
-    )
+    try:
+        answer = engine().simulate(
+            **program.numbers, **program.arrays, pipelines=pipelines, batches=batches, events=events
+        )
+    except OverflowError:
+        raise too_long() from None
+    outcome = Outcome(*answer)
+    if outcome.records is None:
+        return outcome
+    # Stable: what took no time stays before what began after it on the same device.
+    return replace(outcome, records=outcome.records[np.argsort(outcome.records["start"], kind="stable")])

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from avgpipe.planning.costs import Costs, StageCosts
-from avgpipe.planning.native import KINDS, LONGEST_STEP, TICKS_PER_S, address, too_long
+from avgpipe.planning.native import KINDS, LONGEST_STEP, TICKS_PER_S, too_long
 from avgpipe.planning.numbers import Each
 from avgpipe.planning.randomness import draws, most_factor
 from avgpipe.schedule.schedule import Schedule
@@ -23,20 +23,16 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Program:
-    """``arrays`` and ``numbers``: the fields of ``native.Question`` by name. ``stage_costs``: what they were made of.
+    """``arrays`` and ``numbers``: the fields of Question in csrc/simulate/question.h by name.
 
-    ``workers``: the worker of each stage. ``steps``: actions of a batch, on all stages.
+    ``stage_costs``: what they were made of. ``workers``: the worker of each stage.
     """
 
     schedule: Schedule
     stage_costs: StageCosts
     workers: list[int]
-    steps: int
     arrays: dict[str, Array]
     numbers: dict[str, int]
-
-    def fields(self) -> dict[str, int]:
-        return {**self.numbers, **{name: address(array) for name, array in self.arrays.items()}}
 
 
 def compile_schedule(schedule: Schedule, costs: Costs) -> Program:
@@ -47,10 +43,9 @@ def compile_schedule(schedule: Schedule, costs: Costs) -> Program:
     stages, micro_batches = schedule.stages, schedule.micro_batches
     each = costs.of_stages(stages, micro_batches)
     workers = workers_of(schedule)
-    order = _order_arrays(schedule)
     widest = most_factor(costs.jitter, costs.stragglers)
     arrays = {
-        **order,
+        **_order_arrays(schedule),
         **_action_arrays(each, widest),
         **_link_arrays(each, workers, widest),
         "worker": np.array(workers, dtype=np.int32),
@@ -73,9 +68,7 @@ def compile_schedule(schedule: Schedule, costs: Costs) -> Program:
         "straggler_threshold": random.threshold,
         "straggler_factor": random.factor,
     }
-    known = "kinds" in order
-    steps = len(order["kinds"]) if known else stages * (2 * micro_batches + 1)
-    return Program(schedule, each, workers, steps, arrays, numbers)
+    return Program(schedule, each, workers, arrays, numbers)
 
 
 def workers_of(schedule: Schedule) -> list[int]:
