@@ -65,7 +65,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:
         ),
         (
             {"stages": 2, "replication": [2, 1], "micro_batches": 2, "schedule": "zero-bubble-h1"},
-            "is for stages without replicas",
+            "zero-bubble-h1 takes none, leave it out or choose",
         ),
         ({"stages": 3, "schedule": "zero-bubble-v"}, "give a multiple of 2"),
         ({"stages": 4, "stages_per_worker": 2}, "takes none"),

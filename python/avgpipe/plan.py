@@ -11,14 +11,12 @@ from typing import Any
 from avgpipe import systems
 from avgpipe.errors import nearest
 from avgpipe.files import write_atomically
-from avgpipe.schedule import Action, Schedule, build_schedule
-from avgpipe.schedule.replicated import replicated_columns, replicated_warm_ups
+from avgpipe.schedule import Action, Schedule, build_schedule, published
 from avgpipe.systems import SYSTEMS
 
 RULES = ("avgpipe", "easgd")
 RECOMPUTE = ("never", "except-last", "always")
 WEIGHTS = ("flush", "stash", "vertical-sync", "double-buffer")
-_PUBLISHED_WEIGHTS = {"pipedream": "stash", "pipedream-2bw": "double-buffer"}  # by schedule; others flush
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,11 @@ class Plan:
         if self.staleness not in (0, 1, "asynchronous") or isinstance(self.staleness, bool):
             raise ValueError(f"staleness must be 0, 1 or 'asynchronous', not {self.staleness!r}")
         self._check_partition()
+        if self.replication is not None:
+            _checked_replication(self.replication, self.stages)
         schedule = self.build_schedule()
         if self.weights is None:
-            object.__setattr__(self, "weights", _PUBLISHED_WEIGHTS.get(schedule.name, "flush"))
+            object.__setattr__(self, "weights", published(self.schedule).weights)
         self._check_weights(schedule)
         if self.replication is not None:
             self._check_replication(schedule)
@@ -115,7 +115,8 @@ class Plan:
             )
 
     def _check_replication(self, schedule: Schedule) -> None:
-        replication = _checked_replication(self.replication, self.stages)
+        replication = self.replication
+        assert replication is not None
         if max(replication) > self.micro_batches:
             raise ValueError(
                 f"replication {replication} with micro_batches {self.micro_batches}: some replicas would have nothing "
@@ -130,29 +131,27 @@ class Plan:
                 f"micro_batches {self.micro_batches} with replication {replication}: without a flush all replicas need "
                 f"as many, use a multiple of {uneven[0]}"
             )
-        self.columns(self.micro_batches)
 
     @property
     def workers(self) -> int:
         """How many processes it takes."""
-        one = sum(self.replication) if self.replication is not None else self.build_schedule().workers
+        one = self.build_schedule().workers
         return one * self.pipelines if self.spread else one
 
     def columns(self, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
         """What each stage, or each replica of each stage in turn, does for a batch of so many micro-batches."""
-        if self.replication is None:
-            return self.build_schedule(micro_batches).columns
-        warm_ups = replicated_warm_ups(self.schedule, self.replication, micro_batches, self.advance)
-        return replicated_columns(warm_ups, self.replication, micro_batches)
+        schedule = self.build_schedule(micro_batches)
+        return schedule.columns if self.replication is None else tuple(map(tuple, schedule.rows))
 
     def build_schedule(self, micro_batches: int | None = None) -> Schedule:
-        """The schedule of one batch, for ``micro_batches`` if a batch has fewer samples than the plan's."""
+        """The schedule, with the replicas of stages; for ``micro_batches`` if a batch has fewer than the plan's."""
         return build_schedule(
             self.schedule,
             self.stages,
             micro_batches or self.micro_batches,
             self.advance,
             self.stages_per_worker,
+            self.replication,
         )
 
     @classmethod

@@ -18,6 +18,7 @@ from avgpipe.planning.cluster import Cluster, Device
 from avgpipe.planning.network import Level
 from avgpipe.planning.profile import Profile
 from avgpipe.planning.search import CutSearch
+from avgpipe.schedule import build_schedule
 from tests.measure.plans import (
     BATCH,
     RECOMPUTE,
@@ -102,7 +103,8 @@ def test_no_cut_is_below_the_bound_of_its_shape(
     bounds = _Search(p, cluster, shapes)
     for shape in shapes.shapes():
         problem = OnCluster(p, shape.plan(), BATCH, cluster)
-        built = shape.plan().build_schedule(-(-shape.micro_batches // shape.width))
+        plan, own = shape.plan(), -(-shape.micro_batches // shape.width)
+        built = build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
         least_s = bounds._least_s(shape)
         for cut in cuts_of(p, shape):
             costs = problem.costs(cut)

@@ -46,16 +46,17 @@ def folded_schedules(draw):
     workers = draw(st.integers(1, plain.stages))
     places = draw(st.permutations([k % workers for k in range(plain.stages)]))
     turns = draw(st.randoms(use_true_random=False))
-    order = [[] for _ in range(workers)]
+    rows = [[] for _ in range(workers)]
     done = [0] * plain.stages
     while any(count < len(column) for count, column in zip(done, plain.columns)):
         able = [
             k for k, column in enumerate(plain.columns) if done[k] < len(column) and _able(plain, done, k)
         ]
         k = turns.choice(able)
-        order[places[k]].append(k)
+        action = plain.columns[k][done[k]]
+        rows[places[k]].append(Action(action.kind, action.micro_batch, k))
         done[k] += 1
-    return Schedule("folded", plain.micro_batches, plain.columns, order=tuple(map(tuple, order)))
+    return Schedule("folded", plain.micro_batches, rows)
 
 
 def _able(schedule, done, k):

@@ -236,17 +236,11 @@ def row_of(schedule, k, batches):
 
 
 def worker_of(schedule, k):
-    return k if schedule.order is None else next(w for w, row in enumerate(schedule.order) if k in row)
+    return schedule.worker_of(k)
 
 
 def place(schedule, k, action):
     """Of the action in its worker's row: where the order names the stage for the right time."""
-    at = schedule.columns[k].index(action)
-    if schedule.order is None:
-        return at
-    seen = Counter()
-    for place, stage in enumerate(schedule.order[worker_of(schedule, k)]):
-        if stage == k and seen[k] == at:
-            return place
-        seen[stage] += 1
-    raise AssertionError("the order lacks an action")
+    row = schedule.rows[worker_of(schedule, k)]
+    wanted = (k, action.kind, action.micro_batch)
+    return [(a.stage, a.kind, a.micro_batch) for a in row].index(wanted) if schedule.flush else 0

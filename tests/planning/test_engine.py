@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from avgpipe.planning import Costs
 from avgpipe.planning.engine import run
 from avgpipe.planning.program import compile_schedule
-from avgpipe.schedule import Action, Schedule, build_schedule
+from avgpipe.schedule import Action, Row, Schedule, build_schedule
 from tests.planning.outcomes import actions_of, outcome_of
 from tests.planning.problems import cases
 from tests.planning.reference import MS, Reference, worker_of
@@ -49,10 +49,10 @@ def test_every_tick_is_that_of_the_reference(case):
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_columns_run_as_the_warm_ups_that_they_come_from(case):
+def test_rows_of_actions_run_as_the_loops_that_they_come_from(case):
     schedule, problem, pipelines, batches = case
-    columns = Schedule("columns", schedule.micro_batches, schedule.columns, schedule.flush, schedule.order)
-    one, two = (outcome_of(s, problem.costs(), pipelines, batches) for s in (schedule, columns))
+    actions = Schedule("actions", schedule.micro_batches, [Row(tuple(row)) for row in schedule.rows])
+    one, two = (outcome_of(s, problem.costs(), pipelines, batches) for s in (schedule, actions))
     assert one.records.tolist() == two.records.tolist()
 
 
@@ -93,8 +93,10 @@ def test_a_split_backward_sends_its_gradient_before_the_weights_part():
 
 
 def folded(order, *columns, micro_batches=1):
-    parsed = tuple(tuple(map(Action.parse, c.split())) for c in columns)
-    return Schedule("folded", micro_batches, parsed, order=order)
+    rest = [iter(column.split()) for column in columns]
+    return Schedule(
+        "folded", micro_batches, [[Action.parse(f"{k}{next(rest[k])}") for k in row] for row in order]
+    )
 
 
 def spell(schedule, outcome, worker):
@@ -117,8 +119,7 @@ def test_a_worker_with_one_pipeline_takes_what_comes_first_in_the_order():
     for order in ((0, 1, 0, 1, 1, 0, 1, 0, 1, 0), (0, 0, 1, 1, 1, 1, 0, 0, 0, 1)):
         schedule = folded((order,), column, column, micro_batches=2)
         done = spell(schedule, outcome_of(schedule, Costs(0.001, 0.002), 1, 2), 0)
-        rows = [schedule.rows().token(cell) for cell in schedule.rows().cells[0]]
-        assert done == [f"{token}/{j}" for j in range(2) for token in rows]
+        assert done == [f"{action}/{j}" for j in range(2) for action in schedule.rows[0]]
 
 
 def test_a_stage_runs_ahead_of_another_of_its_worker_that_waits():

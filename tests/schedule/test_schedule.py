@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 
 from avgpipe.errors import ScheduleError
 from avgpipe.schedule import Action, Schedule, build_schedule, schedule_names
-from avgpipe.schedule.stream import one_batch
+from avgpipe.schedule.builders import from_warm_ups
 
 
 def schedule(*rows, micro_batches=2):
-    columns = tuple(tuple(Action.parse(token) for token in row.split()) for row in rows)
-    return Schedule("test", micro_batches, columns)
+    return Schedule("test", micro_batches, [[Action.parse(token) for token in row.split()] for row in rows])
 
 
 GOOD = "F0 F1 B0 B1 U"
@@ -63,7 +62,7 @@ def test_validate_names_the_wrong_cell_and_the_grid_marks_it(first, second, stag
     )
     assert "\n" not in str(raised.value)
     _, *rows, last = str(candidate).splitlines()
-    length = len(candidate.columns[stage])
+    length = len(candidate.rows[stage])
     assert f"[{action}?]" in rows[stage] if position == length else f"[{action}]" in rows[stage]
     assert str(candidate).count("[") == 1
     cells = rows[stage].split("|")[1].replace("[", "").replace("]", "").split()
@@ -186,43 +185,38 @@ def test_a_schedule_is_a_frozen_value_whose_name_is_a_label():
     assert one.micro_batches == 3
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.name = "other"
-    assert Schedule("lists", 1, [[Action("F", 0)]]).columns == ((Action("F", 0),),)
+    of_lists = Schedule("lists", 1, [[Action("F", 0)]])
+    assert of_lists.columns == ((Action("F", 0),),)
+    assert of_lists.rows[0][0] == Action("F", 0, stage=0)
 
 
 def test_a_schedule_of_something_else_is_refused():
     with pytest.raises(ValueError, match="micro_batches=0"):
         Schedule("none", 0, ((Action("U"),),))
-    with pytest.raises(ValueError, match="columns is empty"):
+    with pytest.raises(ValueError, match="rows is empty"):
         Schedule("none", 1, ())
-    with pytest.raises(TypeError, match=r"columns\[0\]\[1\]='B0': must be an Action"):
+    with pytest.raises(TypeError, match=r"rows\[0\]\[1\]='B0': must be an Action"):
         Schedule("text", 1, ((Action("F", 0), "B0"),))
 
 
-@pytest.mark.parametrize("flush", [True, False])
-def test_warm_ups_make_the_columns_when_they_are_asked_for(flush):
-    schedule = Schedule.from_warm_ups("lazy", 4, [9, 2, 1], flush)
-    assert (schedule.stages, schedule.workers, schedule.warm_ups) == (3, 3, (4, 2, 1))
-    assert schedule.peak_in_flight == ([4, 2, 1] if flush else [3, 2, 1])
-    schedule_of_columns = Schedule("columns", 4, tuple(one_batch(w, 4) for w in (4, 2, 1)), flush)
-    assert "columns" not in vars(schedule)
-    assert schedule == schedule_of_columns
-    assert hash(schedule) == hash(schedule_of_columns)
-    assert schedule.columns is schedule.columns
-    assert schedule_of_columns.warm_ups is None
-
-
-def test_a_schedule_of_warm_ups_is_checked_without_its_columns():
-    schedule = Schedule.from_warm_ups("lazy", 10**6, [3, 2, 1])
+def test_millions_of_actions_are_checked_copied_and_compared_without_listing_them():
+    schedule = from_warm_ups("large", 10**9, [3, 2, 1])
     schedule.validate()
-    assert "columns" not in vars(schedule)
+    assert schedule.peak_in_flight == [3, 2, 1]
+    copied = pickle.loads(pickle.dumps(schedule))
+    assert copied == schedule
+    assert hash(copied) == hash(schedule)
+    copied.validate()
+    assert from_warm_ups("endless", 10**9, [3, 2, 1], flush=False).lookahead == 1
+
+
+def test_what_was_built_is_checked_again_once_it_is_changed():
+    built = build_schedule("1f1b", 2, 2)
+    with pytest.raises(ScheduleError, match="missing"):
+        dataclasses.replace(built, rows=(built.rows[0], built.rows[1][:-1])).validate()
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_warm_ups_that_cannot_be_reached_are_found(flush):
     with pytest.raises(ScheduleError, match="deadlock"):
-        Schedule.from_warm_ups("stuck", 4, [1, 2]).validate()
-    with pytest.raises(ScheduleError, match="without a flush"):
-        Schedule.from_warm_ups("no stream", 4, [3, 1], flush=False).validate()
-
-
-def test_a_schedule_of_warm_ups_is_copied_without_its_columns():
-    schedule = pickle.loads(pickle.dumps(Schedule.from_warm_ups("lazy", 10**6, [2, 1])))
-    assert schedule.warm_ups == (2, 1)
-    assert "columns" not in vars(schedule)
-    assert not hasattr(schedule, "column")
+        from_warm_ups("stuck", 4, [1, 2], flush=flush).validate()

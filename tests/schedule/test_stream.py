@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from avgpipe.schedule import Action, Schedule, Step, Stream, build_schedule
-from avgpipe.schedule.stream import one_batch
+from avgpipe.schedule import Step, Stream
 
 
 def spell(steps):
@@ -107,28 +106,6 @@ def test_no_more_than_the_warm_up_is_in_flight_and_it_is_reached(warm_up, counts
     assert peak == min(warm_up, sum(counts))
 
 
-@given(st.integers(1, 7), st.integers(1, 9))
-def test_a_batch_that_no_other_follows_is_a_column_of_1f1b(warm_up, micro_batches):
-    stream = Stream(warm_up)
-    steps = [*stream.add(0, micro_batches), *stream.drain()]
-    assert one_batch(warm_up, micro_batches) == tuple(
-        Action("U") if s.kind == "U" else Action(s.kind, s.micro_batch) for s in steps
-    )
-
-
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 5))
-def test_the_streams_of_all_stages_can_be_run_together(stages, micro_batches, count):
-    """Numbered through they are a schedule of one long batch."""
-    schedule, columns = build_schedule("pipedream", stages, micro_batches), []
-    for k in range(stages):
-        stream = schedule.stream(k)
-        steps = [step for j in range(count) for step in stream.add(j, micro_batches)]
-        steps += stream.drain()
-        actions = [Action(s.kind, s.batch * micro_batches + s.micro_batch) for s in steps if s.kind != "U"]
-        columns.append((*actions, Action("U")))
-    Schedule("long", count * micro_batches, tuple(columns)).validate()
-
-
 # ---- refusals ----
 
 
@@ -138,8 +115,3 @@ def test_counts_must_be_positive_ints(value):
         Stream(value)
     with pytest.raises(ValueError, match=f"micro_batches={value!r} of batch 3: must be an int of at least 1"):
         Stream(2).add(3, value)
-
-
-def test_a_schedule_with_a_flush_has_no_stream():
-    with pytest.raises(ValueError, match="schedule '1f1b' has a flush: each batch runs columns"):
-        build_schedule("1f1b", 2, 2).stream(0)

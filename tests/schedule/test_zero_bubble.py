@@ -19,7 +19,7 @@ def test_h1_on_3_stages_with_4_micro_batches():
         "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 U",
     ]
     assert schedule.peak_in_flight == [3, 3, 3]
-    assert schedule.order is None
+    assert schedule.is_plain
 
 
 def test_h1_of_fewer_micro_batches_than_stages():

@@ -186,7 +186,7 @@ def _show(asked: _Question, answer: _Answer) -> None:
     screen.print(f", bubbles {100 * timeline.bubble_fraction:.1f} %")
     screen.print(f"steady state: {1000 * answer.steady_batch_s:.1f} ms per batch")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    device = "stage" if answer.schedule.order is None else "worker"
+    device = "stage" if answer.schedule.is_plain else "worker"
     for heading in (device, "busy", "busy ms", "in flight per pipeline", "peak MiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     memory = timeline.peak_memory_bytes

@@ -17,6 +17,7 @@ from avgpipe.planning.network import ring_s
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.planning.search import Cut
 from avgpipe.planning.simulated import Training
+from avgpipe.schedule import build_schedule
 
 _BUCKET_BYTES = (
     8 * 2**20
@@ -72,7 +73,8 @@ class OnCluster(Training):
             )
         self.plan, self.batch_size, self._cluster = plan, batch_size, cluster
         self._width = (plan.replication or [1])[0]
-        schedule = plan.build_schedule(-(-plan.micro_batches // self._width))
+        own = -(-plan.micro_batches // self._width)
+        schedule = build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
         chain = Chain(profile, batch_size / plan.micro_batches)
         super().__init__(chain, schedule, plan.pipelines, plan.recompute)
         worker_of = {k: n for n, stages in enumerate(schedule.placement) for k in stages}

@@ -126,6 +126,5 @@ def _at(cost: Each, m: int | None) -> float:
 
 def _gradient(schedule: Schedule, k: int) -> str:
     """The kind of action that makes the gradient which stage k sends."""
-    if schedule.warm_ups is not None:
-        return "B"
-    return "I" if any(action.kind == "I" for action in schedule.columns[k]) else "B"
+    rows = [schedule.rows[w] for w in schedule.replicas[k]]
+    return "I" if any(a.kind == "I" and a.stage == k for row in rows for a in row.kinds) else "B"

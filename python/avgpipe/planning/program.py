@@ -14,6 +14,7 @@ from avgpipe.planning.costs import Costs, StageCosts
 from avgpipe.planning.native import KINDS, LONGEST_STEP, TICKS_PER_S, too_long
 from avgpipe.planning.numbers import Each
 from avgpipe.planning.randomness import draws, most_factor
+from avgpipe.schedule.builders import from_warm_ups
 from avgpipe.schedule.schedule import Schedule
 
 RATE_ALONE = 2**20  # of an action that has its device for itself
@@ -73,37 +74,32 @@ def compile_schedule(schedule: Schedule, costs: Costs) -> Program:
 
 def workers_of(schedule: Schedule) -> list[int]:
     """The worker of each stage."""
-    if schedule.order is None:
-        return list(range(schedule.stages))
-    worker_of = {k: w for w, stages in enumerate(schedule.placement) for k in stages}
-    return [worker_of[k] for k in range(schedule.stages)]
+    return [schedule.worker_of(k) for k in range(schedule.stages)]
 
 
 def _order_arrays(schedule: Schedule) -> dict[str, Array]:
     """In which order stages run their actions: warm-ups where these say it, else columns."""
+    if any(len(workers) > 1 for workers in schedule.replicas):
+        raise ValueError(f"schedule {schedule.name!r} has stages with replicas, which cannot be simulated")
+    if schedule.is_plain:
+        warm_ups = schedule.peak_in_flight
+        if schedule == from_warm_ups("", schedule.micro_batches, warm_ups, flush=schedule.flush):
+            return {"warm_ups": np.array(warm_ups, dtype=np.int64)}
     if not schedule.flush:
-        stages = schedule.stages
-        return {"warm_ups": np.arange(stages, 0, -1, dtype=np.int64)}
-    if schedule.warm_ups is not None:
-        return {"warm_ups": np.array(schedule.warm_ups, dtype=np.int64)}
+        raise ValueError(f"schedule {schedule.name!r} has no flush and is not 1F1B: it cannot be simulated")
     columns = schedule.columns
     arrays: dict[str, Array] = {
         "column_begin": np.cumsum([0, *map(len, columns)], dtype=np.int64),
         "kinds": np.array([KINDS.index(a.kind) for column in columns for a in column], dtype=np.int8),
         "micro_batch": np.array([a.micro_batch or 0 for column in columns for a in column], dtype=np.int32),
     }
-    if schedule.order is not None:
-        arrays["ranks"] = _ranks(schedule.order, schedule.stages)
+    if not schedule.is_plain:
+        ranks: list[list[int]] = [[] for _ in range(schedule.stages)]
+        for row in schedule.rows:
+            for rank, action in enumerate(row):
+                ranks[action.stage].append(rank)
+        arrays["ranks"] = np.array([rank for own in ranks for rank in own], dtype=np.int32)
     return arrays
-
-
-def _ranks(order: Sequence[Sequence[int]], stages: int) -> Array:
-    """Of each action, stage after stage, its place in its worker's row."""
-    ranks: list[list[int]] = [[] for _ in range(stages)]
-    for row in order:
-        for rank, k in enumerate(row):
-            ranks[k].append(rank)
-    return np.array([rank for own in ranks for rank in own], dtype=np.int32)
 
 
 def _action_arrays(costs: StageCosts, widest: float) -> dict[str, Array]:

@@ -34,7 +34,7 @@ def simulate(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: i
     program = compile_schedule(schedule, costs)
     outcome = run(program, pipelines, batches, events=True)
     memory = program.stage_costs.memory_bytes(outcome.peak_held_bytes.tolist(), schedule.placement, pipelines)
-    labels = () if schedule.order is None else tuple(f"worker {w}" for w in range(schedule.workers))
+    labels = () if schedule.is_plain else tuple(f"worker {w}" for w in range(schedule.workers))
     return Timeline(schedule.workers, _events(program, outcome, pipelines), memory, labels)
 
 
@@ -45,7 +45,7 @@ def _events(program: Program, outcome: Outcome, pipelines: int) -> tuple[Event, 
     kinds = [KINDS[number] for number in rows["kind"].tolist()]
     batches = rows["batch"]
     micro_batches = [None if kind == "U" else m for kind, m in zip(kinds, rows["micro_batch"].tolist())]
-    ordered = program.schedule.order is not None
+    ordered = not program.schedule.is_plain
     return tuple(
         map(
             Event,

@@ -141,9 +141,9 @@ def backwards_first(act: Act, seat: int) -> Urgency:
 def ranks_of(schedule: Schedule) -> Ranks:
     """The place of each action in its worker's order."""
     return {
-        (cell.stage, cell.action.kind, -1 if cell.action.micro_batch is None else cell.action.micro_batch): n
-        for row in schedule.rows().cells
-        for n, cell in enumerate(row)
+        (action.stage, action.kind, -1 if action.micro_batch is None else action.micro_batch): n
+        for row in schedule.rows
+        for n, action in enumerate(row)
     }
 
 

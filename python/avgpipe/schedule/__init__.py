@@ -1,8 +1,20 @@
-"""Schedules as data: what every stage runs, in which order. Pure data; imports no torch."""
+"""Schedules as data: what every worker runs, in which order. Imports no torch."""
 
-from avgpipe.schedule.action import Action
-from avgpipe.schedule.builders import build_schedule, schedule_names, warm_ups
+from avgpipe.schedule.builders import build_schedule, published, schedule_names, warm_ups
+from avgpipe.schedule.row import Action, Kind, Row, RowCursor
 from avgpipe.schedule.schedule import Schedule
 from avgpipe.schedule.stream import Step, Stream
 
-__all__ = ["Action", "Schedule", "Step", "Stream", "build_schedule", "schedule_names", "warm_ups"]
+__all__ = [
+    "Action",
+    "Kind",
+    "Row",
+    "RowCursor",
+    "Schedule",
+    "Step",
+    "Stream",
+    "build_schedule",
+    "published",
+    "schedule_names",
+    "warm_ups",
+]

@@ -1,88 +1,40 @@
-"""Builds the published schedules by name; those of one stage per worker that need no module of their own."""
+"""Builds the published schedules by name. A new one is a builder, and a row of the table of names at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
-from avgpipe.errors import nearest
-from avgpipe.schedule.interleaved import interleaved_1f1b
+from avgpipe.errors import ScheduleError, nearest
+from avgpipe.schedule.row import Action, Kind, Loop, Row
 from avgpipe.schedule.schedule import Schedule
-from avgpipe.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
 
-_NAMES = (
-    "all-forward-all-backward",
-    "1f1b",
-    "advance-forward",
-    "pipedream",
-    "pipedream-2bw",
-    "interleaved-1f1b",
-    "zero-bubble-h1",
-    "zero-bubble-v",
-)
-_ALIASES = {"gpipe": "all-forward-all-backward", "dapple": "1f1b"}
-_NO_FLUSH = ("pipedream", "pipedream-2bw")
+Advance = int | Sequence[int] | str | None
+_F, _B, _I, _W, _U = Kind
 
 
-def schedule_names() -> list[str]:
-    """The names that :func:`build_schedule` knows, without the aliases "gpipe" and "dapple"."""
-    return list(_NAMES)
+class Asked(NamedTuple):
+    """What a schedule is built for: the arguments of :func:`build_schedule`, checked."""
+
+    name: str
+    micro_batches: int
+    replication: tuple[int, ...]  # workers of each stage
+    advance: Advance
+    stages_per_worker: int | None
+
+    @property
+    def stages(self) -> int:
+        return len(self.replication)
 
 
-def build_schedule(
-    name: str,
-    stages: int,
-    micro_batches: int,
-    advance: int | Sequence[int] | str | None = None,
-    stages_per_worker: int | None = None,
-) -> Schedule:
-    """The schedule of one batch of ``micro_batches`` on ``stages`` stages.
-
-    - "all-forward-all-backward", alias "gpipe" (Huang et al. 2019): every forward, then every backward.
-    - "1f1b", alias "dapple" (Fan et al. 2021): stage k runs K-k forwards, then alternates one backward, one
-      forward.
-    - "advance-forward" (Chen et al. 2023): as 1f1b, with ``advance`` more forwards in front: an int for every
-      stage or a list with one int per stage; None means K-1-k on stage k, which makes 7, 5, 3, 1 forwards on
-      4 stages. "auto" is for :func:`avgpipe.planning.choose_advance` to replace by what measurements say; here,
-      without any, it means the same as None.
-    - "pipedream" (Narayanan et al. 2019) and "pipedream-2bw" (Narayanan et al. 2021): 1f1b that goes on over batches
-      without a flush. They differ in their weight versions, which are no part of a schedule.
-    - "interleaved-1f1b" (Narayanan et al. 2021, Megatron-LM): ``stages_per_worker`` stages on each worker, None: 2.
-    - "zero-bubble-h1" (Qi et al. 2024): as 1f1b, with backwards split and their weights part put off.
-    - "zero-bubble-v" (Qi et al., NeurIPS 2024): the same with 2 stages on each worker, which turn back in a V.
-
-    Raises ValueError for an unknown name, counts that are not ints of at least 1, an advance or stages_per_worker that
-    the schedule does not take, stages that do not divide over the workers, and an advance that would deadlock, where
-    a stage wants to start more forwards than the one before sends.
-    """
-    canonical = canonical_name(name)
-    _check_count("stages", stages)
-    _check_count("micro_batches", micro_batches)
-    _check_taken("advance", advance, canonical, "advance-forward")
-    _check_taken("stages_per_worker", stages_per_worker, canonical, "interleaved-1f1b")
-    if canonical == "zero-bubble-h1":
-        return zero_bubble_h1(canonical, stages, micro_batches)
-    if canonical == "zero-bubble-v":
-        _check_multiple(canonical, stages, 2)
-        return zero_bubble_v(canonical, stages, micro_batches)
-    if canonical == "interleaved-1f1b":
-        per_worker = 2 if stages_per_worker is None else _per_worker(stages_per_worker)
-        _check_multiple(canonical, stages, per_worker)
-        return interleaved_1f1b(canonical, stages, micro_batches, per_worker)
-    if canonical == "all-forward-all-backward":
-        forwards = [micro_batches] * stages
-    else:
-        ahead = advance_per_stage(advance, stages) if canonical == "advance-forward" else [0] * stages
-        forwards = warm_ups(stages, micro_batches, ahead)
-        _check_reachable(forwards, ahead)
-    return Schedule.from_warm_ups(canonical, micro_batches, forwards, flush=canonical not in _NO_FLUSH)
+# ---- one stage on each worker --------------------------------------------------------------------------------------
 
 
-def canonical_name(name: str) -> str:
-    """Without aliases; ValueError for an unknown name."""
-    canonical = _ALIASES.get(name, name)
-    if canonical not in _NAMES:
-        raise ValueError(f"unknown schedule {name!r}: {nearest(str(name), [*_NAMES, *_ALIASES])}")
-    return canonical
+def warm_up(replication: Sequence[int], stage: int) -> int:
+    """Micro-batches in flight on each replica of a stage: as many as keep it and all behind it busy in 1F1B."""
+    return -(-sum(replication[stage:]) // replication[stage])
 
 
 def warm_ups(stages: int, micro_batches: int, advance: Sequence[int]) -> list[int]:
@@ -90,33 +42,105 @@ def warm_ups(stages: int, micro_batches: int, advance: Sequence[int]) -> list[in
     return [min(micro_batches, stages - k + a) for k, a in enumerate(advance)]
 
 
-def _check_count(what: str, value: int) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{what}={value!r}: must be an int of at least 1")
+def from_warm_ups(
+    name: str,
+    micro_batches: int,
+    warm_ups: Sequence[int],
+    replication: Sequence[int] | None = None,
+    flush: bool = True,
+) -> Schedule:
+    """Each replica of stage k runs ``warm_ups[k]`` forwards, then one backward, one forward in turn.
+
+    Replica r of R has the micro-batches m with m % R = r. Without a flush the forwards go on over the batches. Raises
+    ValueError where that would deadlock; as rows are made of loops, there may be millions of actions.
+    """
+    counts = replication or [1] * len(warm_ups)
+    build = _flushing_row if flush else _endless_row
+    rows = tuple(
+        build(k, warm_ups[k], range(r, micro_batches, replicas))
+        for k, replicas in enumerate(counts)
+        for r in range(replicas)
+    )
+    forwards = [min(w, micro_batches) for w in warm_ups] if flush else warm_ups
+    falls = all(before >= after for before, after in pairwise(forwards))
+    schedule = Schedule(name, micro_batches, rows, trusted=falls and max(counts) == 1)
+    if max(counts) > 1:
+        try:
+            schedule.validate()
+        except ScheduleError as error:
+            raise ValueError(
+                f"replication {list(counts)}: {error}: use another advance, or 'all-forward-all-backward'"
+            ) from None
+    return schedule
 
 
-def _check_taken(what: str, value: object, name: str, taker: str) -> None:
-    if value is not None and name != taker:
-        raise ValueError(f"{what}={value!r}: {name} takes none, leave it out or choose {taker!r}")
+def _flushing_row(stage: int, warm_up: int, own: range) -> Row:
+    """Forwards first, ``warm_up`` of them; one backward, one forward, in turn; the remaining backwards; the update."""
+    warm_up = min(warm_up, len(own))
+    rest = len(own) - warm_up
+
+    def of(kind: Kind, n: int) -> Action:
+        return Action(kind, own.start + n * own.step, stage)
+
+    return Row(
+        loops=[
+            Loop((of(_F, 0),), warm_up, own.step),
+            Loop((of(_B, 0), of(_F, warm_up)), rest, own.step),
+            Loop((of(_B, rest),), warm_up, own.step),
+            Loop((Action(_U, None, stage),)),
+        ]
+    )
 
 
-def _per_worker(value: int) -> int:
-    if type(value) is not int or value < 2:
-        raise ValueError(
-            f"stages_per_worker={value!r}: must be an int of at least 2; '1f1b' has 1 stage per worker"
-        )
-    return value
+def _endless_row(stage: int, warm_up: int, own: range) -> Row:
+    """One backward, one forward, in turn, the forwards ``warm_up`` micro-batches ahead; the update after a batch's last
+    backward.
+    """
+    if not own:
+        return Row([Action(_U, None, stage)])
+    batches, first = divmod(warm_up, len(own))
+    switch = len(own) - first  # from there on the forwards are of yet another batch
+
+    def of(kind: Kind, n: int, ahead: int = 0) -> Action:
+        return Action(kind, own.start + n * own.step, stage, ahead)
+
+    last = of(_F, first - 1, batches + 1) if first else of(_F, len(own) - 1, batches)
+    return Row(
+        loops=[
+            Loop((of(_B, 0), of(_F, first, batches)), switch if first else switch - 1, own.step),
+            Loop((of(_B, switch), of(_F, 0, batches + 1)), max(0, first - 1), own.step),
+            Loop((of(_B, len(own) - 1), Action(_U, None, stage), last)),
+        ]
+    )
 
 
-def _check_multiple(name: str, stages: int, per_worker: int) -> None:
-    if stages % per_worker:
-        raise ValueError(
-            f"stages={stages}: {name} has {per_worker} stages on each worker, give a multiple of {per_worker}, "
-            f"{max(1, stages // per_worker) * per_worker} for example"
-        )
+def _all_forward_all_backward(asked: Asked) -> Schedule:
+    return from_warm_ups(
+        asked.name, asked.micro_batches, [asked.micro_batches] * asked.stages, asked.replication
+    )
 
 
-def advance_per_stage(advance: int | Sequence[int] | str | None, stages: int) -> list[int]:
+def _one_f_one_b(asked: Asked) -> Schedule:
+    return from_warm_ups(asked.name, asked.micro_batches, _least(asked), asked.replication)
+
+
+def _without_flush(asked: Asked) -> Schedule:
+    return from_warm_ups(asked.name, asked.micro_batches, _least(asked), asked.replication, flush=False)
+
+
+def _advance_forward(asked: Asked) -> Schedule:
+    ahead = advance_per_stage(asked.advance, asked.stages)
+    forwards = [w + a for w, a in zip(_least(asked), ahead)]
+    if max(asked.replication) == 1:
+        _check_reachable([min(w, asked.micro_batches) for w in forwards], ahead)
+    return from_warm_ups(asked.name, asked.micro_batches, forwards, asked.replication)
+
+
+def _least(asked: Asked) -> list[int]:
+    return [warm_up(asked.replication, k) for k in range(asked.stages)]
+
+
+def advance_per_stage(advance: Advance, stages: int) -> list[int]:
     """The a_k that ``advance`` of :func:`build_schedule` means."""
     wanted = (
         "pass None (K-1-k on stage k), 'auto' (the same until there are measurements), an int of at least 0 for all "
@@ -147,3 +171,220 @@ def _check_reachable(forwards: list[int], advance: list[int]) -> None:
                 f"stage {k - 1} sends it only {forwards[k - 1]}; "
                 f"give stage {k} at most {advance[k - 1] + 1}, one more than stage {k - 1}"
             )
+
+
+def _zero_bubble_h1(asked: Asked) -> Schedule:
+    """1F1B in the memory of its first stage: K micro-batches in flight on every stage (Qi et al. 2024, section 2.2.1).
+
+    Stage k needs only K-k of them for 1F1B; the other k are micro-batches whose W is put off until k more I have run.
+    """
+    rows = [_h1_row(k, asked.stages - k, asked.micro_batches) for k in range(asked.stages)]
+    return Schedule(asked.name, asked.micro_batches, tuple(map(Row, rows)))
+
+
+def _h1_row(stage: int, warm_up: int, micro_batches: int) -> list[Action]:
+    delay = stage
+    row = [Action(_F, m, stage) for m in range(min(warm_up, micro_batches))]
+    for m in range(micro_batches):
+        row.append(Action(_I, m, stage))
+        if m >= delay:
+            row.append(Action(_W, m - delay, stage))
+        if warm_up + m < micro_batches:
+            row.append(Action(_F, warm_up + m, stage))
+    row += [Action(_W, m, stage) for m in range(max(0, micro_batches - delay), micro_batches)]
+    return [*row, Action(_U, None, stage)]
+
+
+# ---- several stages on each worker -----------------------------------------------------------------------------------
+
+
+def _interleaved_1f1b(asked: Asked) -> Schedule:
+    """Of W workers, w has the stages w, w+W, w+2W, ... (Narayanan et al. 2021, Megatron-LM, section 2.2).
+
+    Groups of W micro-batches go through the worker's first stage, then through its second, and so on; backwards from
+    the last stage to the first. Worker w begins with 2 (W-1-w) + (V-1) W + 1 forwards, V stages per worker, then
+    alternates one backward, one forward. The published order is of whole groups: where the last one is smaller, the
+    actions of the micro-batches that it lacks are left out, which nothing waits for.
+    """
+    per_worker = asked.stages_per_worker or 2
+    _check_multiple(asked, per_worker)
+    workers = asked.stages // per_worker
+    forwards = [
+        (turn, m)
+        for first in range(0, asked.micro_batches, workers)
+        for turn in range(per_worker)
+        for m in range(first, first + workers)
+    ]
+    rows = []
+    for w in range(workers):
+        own = list(range(w, asked.stages, workers))
+        forward = [Action(_F, m, own[turn]) for turn, m in forwards]
+        backward = [Action(_B, m, own[-1 - turn]) for turn, m in forwards]
+        warm_up = min(len(forward), 2 * (workers - 1 - w) + (per_worker - 1) * workers + 1)
+        row = forward[:warm_up]
+        for index, action in enumerate(backward):
+            row += [action, *forward[warm_up + index : warm_up + index + 1]]
+        rows.append(_existing(row, asked.micro_batches, own))
+    return Schedule(asked.name, asked.micro_batches, tuple(rows))
+
+
+def _zero_bubble_v(asked: Asked) -> Schedule:
+    """W workers in a V: worker w has the stages w and 2W-1-w (ZB-V of Qi et al., NeurIPS 2024, "Pipeline
+    Parallelism with Controllable Memory").
+
+    At most 2W activations are held by a worker, of stages half as large as with one per worker: as much as by the first
+    stage of 1F1B.
+    """
+    _check_multiple(asked, 2)
+    workers = asked.stages // 2
+    rows = [_v_row(w, workers, asked.micro_batches) for w in range(workers)]
+    return Schedule(asked.name, asked.micro_batches, tuple(rows))
+
+
+def _v_row(worker: int, workers: int, micro_batches: int) -> Row:
+    """The phases, each some actions repeated; the n-th time of an action is of micro-batch n.
+
+    The first phases fill the pipeline. With less than 2W-1 micro-batches they have too many actions: those of
+    micro-batches that there are not are left out, which nothing waits for.
+    """
+    down, up = worker, 2 * workers - 1 - worker
+    steady = max(0, micro_batches - workers)
+    phases = [
+        (2 * (workers - worker) - 1, [(down, _F)]),
+        (worker, [(up, _F), (down, _F)]),
+        (workers - worker, [(up, _F), (up, _I), (up, _W)]),
+        (steady, [(down, _F), (down, _I), (down, _W), (up, _F), (up, _I), (up, _W)]),
+        (worker, [(down, _I), (up, _I)]),
+        (workers - worker, [(down, _I), (down, _W)]),
+        (worker, [(up, _W)]),
+        (worker, [(down, _W)]),
+    ]
+    times: Counter[tuple[int, Kind]] = Counter()
+    row = []
+    for repeats, actions in phases:
+        for stage, kind in actions * repeats:
+            row.append(Action(kind, times[stage, kind], stage))
+            times[stage, kind] += 1
+    return _existing(row, micro_batches, (down, up))
+
+
+def _existing(actions: Iterable[Action], micro_batches: int, stages: Iterable[int]) -> Row:
+    """The row of those actions whose micro-batch exists, and of the stages' updates."""
+    row = [action for action in actions if (action.micro_batch or 0) < micro_batches]
+    return Row([*row, *(Action(_U, None, k) for k in stages)])
+
+
+def _check_multiple(asked: Asked, per_worker: int) -> None:
+    if asked.stages % per_worker:
+        raise ValueError(
+            f"stages={asked.stages}: {asked.name} has {per_worker} stages on each worker, give a multiple of "
+            f"{per_worker}, {max(1, asked.stages // per_worker) * per_worker} for example"
+        )
+
+
+# ---- by name ---------------------------------------------------------------------------------------------------------
+
+
+class Published(NamedTuple):
+    """A row of the table of schedules.
+
+    Attributes:
+        build: Its builder.
+        weights: The weight versions that it was published with, see ``Plan.weights``.
+        takes: The options of :func:`build_schedule` that it takes beside stages and micro_batches.
+        alias: Another name for it.
+    """
+
+    build: Callable[[Asked], Schedule]
+    weights: str = "flush"
+    takes: tuple[str, ...] = ()
+    alias: str = ""
+
+
+_SCHEDULES = {
+    "all-forward-all-backward": Published(_all_forward_all_backward, takes=("replication",), alias="gpipe"),
+    "1f1b": Published(_one_f_one_b, takes=("replication",), alias="dapple"),
+    "advance-forward": Published(_advance_forward, takes=("replication", "advance")),
+    "pipedream": Published(_without_flush, "stash", takes=("replication",)),
+    "pipedream-2bw": Published(_without_flush, "double-buffer", takes=("replication",)),
+    "interleaved-1f1b": Published(_interleaved_1f1b, takes=("stages_per_worker",)),
+    "zero-bubble-h1": Published(_zero_bubble_h1),
+    "zero-bubble-v": Published(_zero_bubble_v),
+}
+
+
+def schedule_names() -> list[str]:
+    """The names that :func:`build_schedule` knows, without the aliases "gpipe" and "dapple"."""
+    return list(_SCHEDULES)
+
+
+def published(name: str) -> Published:
+    """The row of a schedule in the table; ValueError for an unknown name."""
+    return _SCHEDULES[canonical_name(name)]
+
+
+def canonical_name(name: str) -> str:
+    """Without aliases; ValueError for an unknown name."""
+    aliases = {row.alias: known for known, row in _SCHEDULES.items() if row.alias}
+    canonical = aliases.get(name, name)
+    if canonical not in _SCHEDULES:
+        raise ValueError(f"unknown schedule {name!r}: {nearest(str(name), [*_SCHEDULES, *aliases])}")
+    return canonical
+
+
+def build_schedule(
+    name: str,
+    stages: int,
+    micro_batches: int,
+    advance: Advance = None,
+    stages_per_worker: int | None = None,
+    replication: Sequence[int] | None = None,
+) -> Schedule:
+    """The schedule of batches of ``micro_batches`` on ``stages`` stages.
+
+    - "all-forward-all-backward", alias "gpipe" (Huang et al. 2019): every forward, then every backward.
+    - "1f1b", alias "dapple" (Fan et al. 2021): stage k runs K-k forwards, then alternates one backward, one
+      forward.
+    - "advance-forward" (Chen et al. 2023): as 1f1b, with ``advance`` more forwards in front: an int for every
+      stage or a list with one int per stage; None means K-1-k on stage k, which makes 7, 5, 3, 1 forwards on
+      4 stages. "auto" is for :func:`avgpipe.planning.choose_advance` to replace by what measurements say; here,
+      without any, it means the same as None.
+    - "pipedream" (Narayanan et al. 2019) and "pipedream-2bw" (Narayanan et al. 2021): 1f1b that goes on over batches
+      without a flush. They differ in their weight versions, which are no part of a schedule.
+    - "interleaved-1f1b" (Narayanan et al. 2021, Megatron-LM): ``stages_per_worker`` stages on each worker, None: 2.
+    - "zero-bubble-h1" (Qi et al. 2024): as 1f1b, with backwards split and their weights part put off.
+    - "zero-bubble-v" (Qi et al., NeurIPS 2024): the same with 2 stages on each worker, which turn back in a V.
+
+    ``replication`` gives stages several workers each, of the first five schedules: micro-batch m goes to number m % R
+    of them (PipeDream: Narayanan et al. 2019, section 3.2; DAPPLE: Fan et al. 2021). ``advance`` then counts each
+    replica's own micro-batches.
+
+    Raises ValueError for an unknown name, counts that are not ints of at least 1, an option that the schedule does not
+    take, stages that do not divide over the workers, and an advance that would deadlock, where a stage wants to start
+    more forwards than the one before sends.
+    """
+    canonical = canonical_name(name)
+    _check_count("stages", stages)
+    _check_count("micro_batches", micro_batches)
+    given = {"advance": advance, "stages_per_worker": stages_per_worker, "replication": replication}
+    for option, value in given.items():
+        if value is not None and option not in _SCHEDULES[canonical].takes:
+            takers = [repr(known) for known, row in _SCHEDULES.items() if option in row.takes]
+            raise ValueError(
+                f"{option}={value!r}: {canonical} takes none, leave it out or choose {' or '.join(takers)}"
+            )
+    if stages_per_worker is not None and (type(stages_per_worker) is not int or stages_per_worker < 2):
+        raise ValueError(
+            f"stages_per_worker={stages_per_worker!r}: must be an int of at least 2; '1f1b' has 1 stage per worker"
+        )
+    workers = (1,) * stages if replication is None else tuple(replication)
+    if len(workers) != stages:
+        raise ValueError(f"replication={replication!r} has {len(workers)} entries for {stages} stages")
+    for count in workers:
+        _check_count("replication", count)
+    return _SCHEDULES[canonical].build(Asked(canonical, micro_batches, workers, advance, stages_per_worker))
+
+
+def _check_count(what: str, value: int) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{what}={value!r}: must be an int of at least 1")

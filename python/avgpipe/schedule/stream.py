@@ -5,18 +5,6 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from avgpipe.schedule.action import Action
-
-
-def one_batch(warm_up: int, micro_batches: int) -> tuple[Action, ...]:
-    """``warm_up`` forwards; one backward, one forward, in turn; the remaining backwards; the update."""
-    actions = [Action("F", m) for m in range(min(warm_up, micro_batches))]
-    for m in range(micro_batches):
-        actions.append(Action("B", m))
-        if warm_up + m < micro_batches:
-            actions.append(Action("F", warm_up + m))
-    return (*actions, Action("U"))
-
 
 class Step(NamedTuple):
     """The forward (F) or backward (B) of a micro-batch, or a batch's update (U, micro_batch -1)."""

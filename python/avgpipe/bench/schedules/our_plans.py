@@ -9,7 +9,7 @@ from avgpipe.bench.schedules.rows import Unavailable
 from avgpipe.bench.schedules.settings import CHUNKS, SYSTEMS, ScheduleSettings
 from avgpipe.plan import Plan
 from avgpipe.planning import Costs, steady_batch_s
-from avgpipe.schedule.schedule import Schedule
+from avgpipe.schedule import Schedule, build_schedule
 
 _SEVERAL_STAGES = ("interleaved-1f1b", "zero-bubble-v")  # CHUNKS of them on each worker
 _WHOLE_BATCHES = ("pipedream-2bw", "data-parallel")  # the other systems' batches are one micro-batch
@@ -91,7 +91,8 @@ def simulated_s(
     the micro-batches, and the sum of gradients is not part of it.
     """
     plan = case.plan
-    schedule = plan.build_schedule(-(-plan.micro_batches // max(plan.replication or [1])))
+    own = -(-plan.micro_batches // max(plan.replication or [1]))
+    schedule = build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
     limited = settings.rate_bits_per_s is not None
     transfer_s = settings.transfer_s
     if limited and line_bytes_per_s is not None:

@@ -1,0 +1,206 @@
+"""Runs a schedule on paper, and finds the first thing that makes it impossible to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from avgpipe.schedule.row import Action, Kind, Row, RowCursor
+
+Replicas = Sequence[Sequence[int]]  # per stage the workers that have it
+Step = tuple[Action, int]  # an action and its batch
+
+
+class Fault(NamedTuple):
+    """A wrong cell of a schedule: its row and index there, how it is written, and what is wrong with it."""
+
+    name: str  # of the row: "stage 2" or "worker 1"
+    row: int
+    position: int  # the length of the row if the cell is missing
+    token: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, position {self.position}, {self.token}: {self.reason}"
+
+
+def row_name(row: int, is_plain: bool) -> str:
+    return f"{'stage' if is_plain else 'worker'} {row}"
+
+
+def token(action: Action, is_plain: bool) -> str:
+    """How an action stands in a grid and in CSV: with its stage in front, as 2F3, unless that is the row's number."""
+    return str(Action(action.kind, action.micro_batch, -1, action.ahead) if is_plain else action)
+
+
+# ---- running on paper ----------------------------------------------------------------------------------------------
+
+
+def steps_of(row: Row, batches: int, micro_batches: int) -> list[Step]:
+    """What the row runs for so many batches, from warm-up to end."""
+    cursor = RowCursor(row)
+    steps = [step for j in range(batches) for step in cursor.begin(j, micro_batches)]
+    return [*steps, *cursor.end()]
+
+
+def dry_run(rows: Sequence[Sequence[Step]], stages: int) -> list[list[int]]:
+    """Run each row in order, each action in the first time slot that has its input, until all end or wait.
+
+    Every action takes one slot, every transfer none. Returns the slots in which actions start, per row; a row that got
+    stuck has fewer than actions.
+    """
+    slots: list[list[int]] = [[] for _ in rows]
+    ends: dict[
+        tuple[int, str, int, int | None], int
+    ] = {}  # (stage, F or B, batch, micro-batch): first slot after it
+
+    def advance(r: int) -> bool:
+        """Start what row r can start now; False if that is nothing."""
+        before = len(slots[r])
+        for action, batch in rows[r][before:]:
+            source = _input_of(action, stages)
+            ready = 0 if source is None else ends.get((*source, batch, action.micro_batch))
+            if ready is None:
+                break
+            slot = max(ready, slots[r][-1] + 1 if slots[r] else 0)
+            slots[r].append(slot)
+            kind = "B" if action.kind is Kind.BACKWARD_INPUT else action.kind.value
+            ends[action.stage, kind, batch, action.micro_batch] = slot + 1
+        return len(slots[r]) > before
+
+    moved = True
+    while moved:
+        moved = sum([advance(r) for r in range(len(slots))]) > 0
+    return slots
+
+
+def _input_of(action: Action, stages: int) -> tuple[int, str] | None:
+    """The stage and kind, F or B, of the action of the same micro-batch that this one waits for.
+
+    None if everything that the action needs is the stage's own. B stands for I too: both send the gradient.
+    """
+    if action.kind is Kind.FORWARD and action.stage > 0:
+        return action.stage - 1, "F"
+    if action.kind in ("B", "I") and action.stage < stages - 1:
+        return action.stage + 1, "B"
+    return None
+
+
+# ---- faults --------------------------------------------------------------------------------------------------------
+
+
+def find_fault(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_plain: bool) -> Fault | None:
+    """The first wrong cell of the first row that is wrong by itself, else one of a deadlock."""
+    for r, row in enumerate(rows):
+        wrong = _wrong_in_row(r, list(row), replicas, micro_batches)
+        if wrong is not None:
+            position, action, reason = wrong
+            return Fault(row_name(r, is_plain), r, position, token(action, is_plain), reason)
+    for k, workers in enumerate(replicas):
+        if not workers:
+            reason = f"missing, no worker has stage {k}"
+            return Fault("worker 0", 0, len(rows[0]), f"{k}F0", reason)
+    return _deadlock(rows, replicas, micro_batches, is_plain)
+
+
+def _wrong_in_row(
+    r: int, row: Sequence[Action], replicas: Replicas, micro_batches: int
+) -> tuple[int, Action, str] | None:
+    """Position, action and reason."""
+    done: dict[int, set[Action]] = {
+        action.stage: set() for action in row
+    }  # per stage, without stage and ahead
+    if not row:
+        return 0, Action(Kind.FORWARD, 0), "missing"
+    for position in sorted(range(len(row)), key=lambda n: -row[n].ahead):  # as a batch meets them
+        action = row[position]
+        plain = Action(action.kind, action.micro_batch)
+        reason = _wrong(plain, done[action.stage], micro_batches)
+        workers, m = replicas[action.stage], action.micro_batch
+        if reason is None and m is not None and workers[m % len(workers)] != r:
+            reason = (
+                f"on worker {r}, though workers {', '.join(map(str, workers))} have stage {action.stage} in turn: "
+                f"micro-batch {m} is for worker {workers[m % len(workers)]}"
+            )
+        if reason is None and m is None and action.ahead:
+            reason = "an update cannot be ahead of its batch"
+        if reason is not None:
+            return position, action, reason
+        done[action.stage].add(plain)
+    for k, of_stage in done.items():
+        own = range(replicas[k].index(r), micro_batches, len(replicas[k]))
+        missing = _missing(of_stage, own)
+        if missing is not None:
+            return len(row), Action(missing.kind, missing.micro_batch, k), "missing"
+    return None
+
+
+def _wrong(action: Action, done: set[Action], micro_batches: int) -> str | None:
+    """Why the action cannot follow what its stage has done for the batch, or None."""
+    m = action.micro_batch
+    if action in done:
+        return "repeated"
+    if m is None:
+        return None
+    if m >= micro_batches:
+        return f"unknown micro-batch, the schedule has {micro_batches}, counted from 0"
+    if Action(Kind.UPDATE) in done:
+        return "out of order, comes after the update U, which must be last"
+    if action.kind in ("B", "I") and Action(Kind.FORWARD, m) not in done:
+        return f"out of order, comes before its own forward F{m}"
+    if action.kind is Kind.BACKWARD_WEIGHT and Action(Kind.BACKWARD_INPUT, m) not in done:
+        return f"out of order, comes before its own input gradient I{m}"
+    other = {Kind.BACKWARD: Kind.BACKWARD_INPUT, Kind.BACKWARD_INPUT: Kind.BACKWARD}.get(action.kind)
+    if other is not None and Action(other, m) in done:
+        return f"repeated, the micro-batch already has the backward {other}{m}"
+    return None
+
+
+def _missing(done: set[Action], micro_batches: Iterable[int]) -> Action | None:
+    for m in micro_batches:
+        if Action(Kind.FORWARD, m) not in done:
+            return Action(Kind.FORWARD, m)
+        if Action(Kind.BACKWARD, m) not in done and Action(Kind.BACKWARD_WEIGHT, m) not in done:
+            split = Action(Kind.BACKWARD_INPUT, m) in done
+            return Action(Kind.BACKWARD_WEIGHT if split else Kind.BACKWARD, m)
+    return None if Action(Kind.UPDATE) in done else Action(Kind.UPDATE)
+
+
+def _deadlock(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_plain: bool) -> Fault | None:
+    """The deadlock of rows that are right each on its own."""
+    ahead = max(row.ahead for row in rows)
+    steps = [steps_of(row, 1 + 2 * ahead, micro_batches) for row in rows]
+    slots = dry_run(steps, len(replicas))
+    heads = {r: steps[r][len(own)][0] for r, own in enumerate(slots) if len(own) < len(steps[r])}
+    if not heads:
+        return None
+    sources = {r: _source(rows, replicas, action) for r, action in heads.items()}
+    waits = [
+        f"{row_name(r, is_plain)} at {token(heads[r], is_plain)} waits for {token(awaited, is_plain)} of "
+        f"{row_name(source, is_plain)}"
+        for r, (source, awaited) in sources.items()
+    ]
+    # What is stuck waits for what is stuck, so one waits, over others or not, for itself.
+    culprit = next(r for r in sources if r in _chain({r: source for r, (source, _) in sources.items()}, r))
+    position = list(rows[culprit]).index(heads[culprit])
+    reason = f"deadlock, {'; '.join(waits)}"
+    return Fault(row_name(culprit, is_plain), culprit, position, token(heads[culprit], is_plain), reason)
+
+
+def _source(rows: Sequence[Row], replicas: Replicas, waiting: Action) -> tuple[int, Action]:
+    """Where a waiting action's input comes from: the worker, and the action there."""
+    source = _input_of(waiting, len(replicas))
+    assert source is not None, "an action without input never waits"
+    stage, kinds = source[0], ("B", "I") if source[1] == "B" else ("F",)
+    m = waiting.micro_batch or 0
+    worker = replicas[stage][m % len(replicas[stage])]
+    wanted = (a for a in rows[worker] if a.stage == stage and a.kind in kinds and a.micro_batch == m)
+    return worker, next(wanted)
+
+
+def _chain(waits_for: dict[int, int], first: int) -> list[int]:
+    """Whatever ``first`` waits for, directly and over others."""
+    chain = [waits_for[first]]
+    while waits_for[chain[-1]] not in chain:
+        chain.append(waits_for[chain[-1]])
+    return chain

@@ -1,0 +1,274 @@
+"""Actions, and the rows of actions that workers run.
+
+A schedule is one row of actions per worker, executed as it stands. Workers may have several stages (their actions stand
+mixed in the row), and a stage several workers, its replicas: micro-batch m is then in the row of replica m % R.
+
+A row is one turn of an endless loop. Turn t runs an action with ``ahead=a`` for batch t + a of the pipeline; actions
+of batches and micro-batches that do not exist are left out. So a row without any ``ahead`` flushes: it runs one batch
+from the first forward to the update. With some, the forwards of later batches stand between the backwards of this one,
+and the warm-up (the turns before batch 0) and the end (the backwards that are left) follow from the same row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple, overload
+
+
+class Kind(str, Enum):
+    """What an action does. A backward is either whole, or split into its input and its weight part."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"  # computes the gradient that the stage before waits for
+    BACKWARD_WEIGHT = "W"  # comes later, needed by nobody but the update
+    UPDATE = "U"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def holds(self) -> int:
+        """By how many micro-batches the action changes those in flight on its stage."""
+        return {"F": 1, "B": -1, "W": -1}.get(self.value, 0)
+
+
+# Nine digits: any real count fits, and a cell of nonsense digits cannot become a gigantic integer.
+_COUNT = "0|[1-9][0-9]{0,8}"
+_TOKEN = re.compile(rf"({_COUNT})?(?:(U)|([FBIW])({_COUNT}))(?:\+([1-9][0-9]{{0,8}}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of a worker: the forward or backward of a micro-batch on a stage, or the stage's update.
+
+    ``str(action)`` is a token such as "F3" or "U", "2F3" with its stage, and "2F3+1" with ``ahead``; :meth:`parse`
+    inverts it.
+
+    Attributes:
+        kind: A :class:`Kind`, or its letter.
+        micro_batch: Counted from 0 in its batch; None for an update.
+        stage: The stage; -1 where the context says it, as in a column of a schedule.
+        ahead: How many batches the action is ahead of the turn in which it runs.
+    """
+
+    kind: Kind
+    micro_batch: int | None = None
+    stage: int = -1
+    ahead: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.kind) is not Kind:
+            if self.kind not in list("FBIWU"):
+                raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(Kind)}")
+            object.__setattr__(self, "kind", Kind(self.kind))
+        if self.kind is Kind.UPDATE:
+            if self.micro_batch is not None:
+                raise ValueError(f"micro_batch={self.micro_batch!r}: an update has none, pass Action('U')")
+        elif type(self.micro_batch) is not int or self.micro_batch < 0:
+            raise ValueError(f"micro_batch={self.micro_batch!r}: {self.kind} needs an int of at least 0")
+        if type(self.stage) is not int or self.stage < -1:
+            raise ValueError(f"stage={self.stage!r}: must be an int of at least 0, or -1 to leave it open")
+        if type(self.ahead) is not int or self.ahead < 0:
+            raise ValueError(f"ahead={self.ahead!r}: must be an int of at least 0")
+
+    def __str__(self) -> str:
+        stage = "" if self.stage < 0 else self.stage
+        micro_batch = "" if self.micro_batch is None else self.micro_batch
+        ahead = f"+{self.ahead}" if self.ahead else ""
+        return f"{stage}{self.kind.value}{micro_batch}{ahead}"
+
+    @classmethod
+    def parse(cls, token: str) -> Action:
+        """Return the action that prints as ``token``; ValueError if there is none."""
+        match = _TOKEN.fullmatch(token)
+        if match is None:
+            raise ValueError(
+                f"{token!r} is not an action: write F, B, I or W with a micro-batch, as F3, or U"
+            )
+        stage, update, kind, micro_batch, ahead = match.groups()
+        number = None if update else int(micro_batch)
+        return cls(Kind(update or kind), number, int(stage or -1), int(ahead or 0))
+
+
+class Loop(NamedTuple):
+    """``actions``, ``repeats`` times; their micro-batches rise by ``stride`` from one time to the next."""
+
+    actions: tuple[Action, ...]
+    repeats: int = 1
+    stride: int = 1
+
+
+class Row(Sequence[Action]):
+    """The actions of a worker in turn. They are kept as loops, so that millions of them take no memory.
+
+    Equal to every row with the same actions, whatever their loops.
+    """
+
+    def __init__(self, actions: Iterable[Action] | None = None, *, loops: Iterable[Loop] = ()) -> None:
+        kept = loops if actions is None else [Loop(tuple(actions))]
+        self.loops = tuple(loop for loop in kept if loop.actions and loop.repeats)
+
+    def __len__(self) -> int:
+        return sum(len(loop.actions) * loop.repeats for loop in self.loops)
+
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Action]: ...
+    def __getitem__(self, index: int | slice) -> Action | Sequence[Action]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        left = index + len(self) if index < 0 else index
+        for loop in self.loops if left >= 0 else ():
+            turn, position = divmod(left, len(loop.actions))
+            if turn < loop.repeats:
+                return _moved(loop.actions[position], turn * loop.stride)
+            left -= len(loop.actions) * loop.repeats
+        raise IndexError(f"index {index}: the row has {len(self)} actions")
+
+    def __iter__(self) -> Iterator[Action]:
+        for loop in self.loops:
+            for turn in range(loop.repeats):
+                for action in loop.actions:
+                    yield _moved(action, turn * loop.stride)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Row):
+            return NotImplemented
+        return self.loops == other.loops or (len(self) == len(other) and all(map(Action.__eq__, self, other)))
+
+    def __hash__(self) -> int:
+        return hash((len(self), self[0], self[-1]) if self.loops else 0)
+
+    def __repr__(self) -> str:
+        return f"Row([{' '.join(map(str, self))}])"
+
+    @cached_property
+    def kinds(self) -> tuple[Action, ...]:
+        """One action of each place in a loop: enough to see which kinds, stages and batches there are."""
+        return tuple(action for loop in self.loops for action in loop.actions)
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that the row has actions of, ascending."""
+        return tuple(sorted({action.stage for action in self.kinds}))
+
+    @cached_property
+    def ahead(self) -> int:
+        """By how many batches the row runs ahead at most; 0 with a flush."""
+        return max((action.ahead for action in self.kinds), default=0)
+
+    def forwards(self, micro_batches: int, stage: int) -> int:
+        """How many micro-batches of a batch of ``micro_batches`` have their forward on ``stage`` in this row."""
+        return sum(
+            a.kind is Kind.FORWARD and a.stage == stage and (a.micro_batch or 0) < micro_batches for a in self
+        )
+
+    def peak_in_flight(self, stage: int | None = None) -> int:
+        """The most micro-batches held at once, on ``stage`` or on all stages of the row, when batches follow."""
+        own = [
+            (
+                loop,
+                [a.kind.holds * (stage in (None, a.stage)) for a in loop.actions],
+                [a.ahead for a in loop.actions],
+            )
+            for loop in self.loops
+        ]
+        held = peak = sum(
+            loop.repeats * h * ahead for loop, holds, aheads in own for h, ahead in zip(holds, aheads)
+        )
+        for loop, holds, _ in own:
+            rise = sum(holds)  # from one time to the next
+            peak = max(peak, held + max(accumulate(holds)) + max(0, (loop.repeats - 1) * rise))
+            held += loop.repeats * rise
+        return peak
+
+
+def _moved(action: Action, by: int) -> Action:
+    if not by or action.micro_batch is None:
+        return action
+    return Action(action.kind, action.micro_batch + by, action.stage, action.ahead)
+
+
+class RowCursor:
+    """The actions of one pipeline on one worker, in order, from batches as they become known.
+
+    Args:
+        row: Its row of the schedule.
+        weights: On which version of the weights a batch runs; a version is counted in updates. "flush": not counted, as
+            each batch runs on the newest. "stash": the newest when the row comes to the batch's first forward on the
+            stage. "vertical-sync": the same of the first stage, on all stages. "double-buffer": version max(t-1, 0) for
+            batch t, counted from 0.
+        first_row: The row of the first stage, for "vertical-sync".
+    """
+
+    def __init__(self, row: Row, weights: str = "flush", first_row: Row | None = None) -> None:
+        self._row, self._weights = tuple(row), weights
+        self._ahead = row.ahead
+        self._first_row = () if first_row is None else tuple(first_row)
+        self.resume(0)
+
+    def resume(self, updates: int) -> None:
+        """Everything has ended, and the weights have seen so many updates: a new warm-up begins."""
+        self._updates = updates  # when turn 0 begins
+        self._begun = 0  # batches since then
+        self._turn, self._index = -self._ahead, 0
+        self._known: dict[int, tuple[int, int]] = {}  # by turn, of batches that may have actions left
+
+    def version(self, stage: int) -> int:
+        """On which version the next batch to begin runs on ``stage``; a later one never runs on a lower version."""
+        if self._weights == "flush":
+            return 0
+        if self._weights == "double-buffer":
+            return max(self._updates + self._begun - 1, 0)
+        row, stage = (self._first_row, 0) if self._weights == "vertical-sync" else (self._row, stage)
+        return self._updates + max(0, self._begun + _updates_before_first_forward(row, stage))
+
+    def begin(self, batch: int, micro_batches: int) -> list[tuple[Action, int]]:
+        """Return the actions that are certain now that ``batch`` follows, each with its batch.
+
+        Those are all up to the first one of a batch that is still unknown; with a flush, all of this batch.
+        """
+        if type(micro_batches) is not int or micro_batches < 1:
+            raise ValueError(
+                f"micro_batches={micro_batches!r} of batch {batch}: must be an int of at least 1"
+            )
+        self._known[self._begun] = batch, micro_batches
+        self._begun += 1
+        return list(self._go_on(until_end=False))
+
+    def end(self) -> list[tuple[Action, int]]:
+        """Return all actions that are left, as no batch follows for now; a later one begins with a new warm-up."""
+        found = list(self._go_on(until_end=True))
+        self.resume(self._updates + self._begun)
+        return found
+
+    def _go_on(self, until_end: bool) -> Iterator[tuple[Action, int]]:
+        while self._turn < self._begun:
+            while self._index < len(self._row):
+                action = self._row[self._index]
+                turn = self._turn + action.ahead
+                if turn >= self._begun and not until_end:
+                    return
+                batch, micro_batches = self._known.get(turn, (-1, 0))
+                if batch >= 0 and (action.micro_batch is None or action.micro_batch < micro_batches):
+                    yield action, batch
+                self._index += 1
+            self._known.pop(self._turn, None)
+            self._turn, self._index = self._turn + 1, 0
+
+
+def _updates_before_first_forward(row: Sequence[Action], stage: int) -> int:
+    """How many turns' updates of the stage precede the first forward of a turn's batch, less that turn's number."""
+    own = [a for a in row if a.stage == stage]
+    forwards = [(-a.ahead, n) for n, a in enumerate(own) if a.kind is Kind.FORWARD]
+    if not forwards:
+        return 0
+    turn, position = min(forwards)
+    return turn + any(a.kind is Kind.UPDATE for a in own[:position])
