@@ -1,9 +1,10 @@
 """Compiled code that is no tensor operator (csrc/bindings.cpp); it needs no torch."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 _Integers = NDArray[np.int64]
 
@@ -20,4 +21,113 @@ def simulate(
         OverflowError: the times are too long to count.
         MemoryError: it does not fit into memory.
         TypeError: a field is missing, unknown, or an array of another dtype.
+    """
+
+class Memory(Buffer):
+    """Anonymous shared memory, a writable buffer until the object and all that lies in it are gone.
+
+    Its size is final.
+    """
+
+    @staticmethod
+    def create(bytes: int) -> Memory:
+        """New memory, zero, all of it there already: MemoryError if there is not as much."""
+    @staticmethod
+    def open(path: str, bytes: int) -> Memory:
+        """A peer's memory. OSError as it comes; with EINVAL if the file has fewer than `bytes` bytes, or may shrink."""
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def path(self) -> str:
+        """Where others open it, as long as the file is open here."""
+    def close_file(self) -> None:
+        """Close the file and keep the mapping: nobody else can open it from now on."""
+
+class Bell:
+    """A counter that any process rings and one sleeps on. It occupies `BYTES`, which are zero to begin with."""
+
+    BYTES: ClassVar[int]
+
+    def __init__(self, memory: Memory, offset: int) -> None: ...
+    @staticmethod
+    def local() -> Bell:
+        """A bell for the threads of this process."""
+    def count(self) -> int:
+        """How often it was rung, modulo 2^32. What was written before a ring is seen after its count."""
+    def ring(self) -> None:
+        """Add one, and wake whoever sleeps; no system call if nobody does."""
+    def wait(self, seen: int, timeout_s: float, spin_s: float = 0.0) -> int:
+        """Wait until count() != seen, for at most `timeout_s` seconds, and return count().
+
+        Spins for `spin_s` seconds first (a busy core, the shortest latency), then sleeps. Returns early on a signal,
+        so that Python's handlers run. Other threads run meanwhile.
+        """
+
+class Sender:
+    """The writing end of a ring; used by one thread at a time.
+
+    Its control block occupies `RING_BYTES` of the receiver's memory, which are zero to begin with.
+    """
+
+    RING_BYTES: ClassVar[int]
+
+    def __init__(self, memory: Memory, offset: int, bell: Bell) -> None:
+        """`bell` is the receiver's."""
+    def reserve(self, bytes: int) -> int:
+        """The address of a slot of at least `bytes`, a multiple of 64; what was reserved before is given up.
+
+        Takes the first free slot that is large enough; else gives the first free one larger memory; else makes one.
+        BufferError if all slots are lent, MemoryError if there is no memory.
+        """
+    def publish(self, bytes: int, a: int, b: int, c: int, d: int) -> None:
+        """Announce `bytes` bytes of the reserved slot with four words (int64), and ring the receiver's bell.
+
+        With 0 bytes the words go alone. BufferError if the receiver has a full queue of messages to take: then the
+        slot stays reserved.
+        """
+    def waiting(self) -> int:
+        """How many messages the receiver has not taken. It cannot take them any more once this process has ended."""
+    def slots(self) -> tuple[int, int]:
+        """How many slots exist, and their bytes in all."""
+
+class Lease(Buffer):
+    """A slot's memory as a writable buffer of the slot's size, for `torch.frombuffer(lease, dtype=...)`.
+
+    When the last reference is gone, in whatever thread, the slot is the sender's again.
+    """
+
+    def __len__(self) -> int: ...
+
+class Receiver:
+    """The reading end of a ring; used by one thread at a time."""
+
+    def __init__(self, memory: Memory, offset: int, sender_pid: int) -> None: ...
+    def take(self) -> tuple[int, int, int, int, int, Lease | None] | None:
+        """The oldest message: its bytes, its four words, and the lease of its slot; None if there is none.
+
+        The lease is None for 0 bytes. OSError if the slot cannot be mapped (the sender is gone, say), RuntimeError if
+        the record has impossible numbers; the message stays then.
+        """
+
+def copy(destination: int, source: int, bytes: int) -> None:
+    """Copy between addresses of this process; other threads run while it copies much."""
+
+def echo(
+    sender: Sender,
+    receiver: Receiver,
+    bell: Bell,
+    *,
+    rounds: int,
+    bytes: int,
+    spin_s: float = 0.0,
+    timeout_s: float = 60.0,
+    is_first: bool = False,
+) -> float:
+    """Send messages of `bytes` to and fro, free of Python; returns the seconds that one takes in one direction.
+
+    Both processes call it with the same `rounds` and `bytes`, one of them with `is_first`. Each message is copied
+    into a slot of the way back. `bell` is this process's own, `spin_s` as for `Bell.wait`. TimeoutError if nothing
+    comes for `timeout_s`.
     """

@@ -11,5 +11,8 @@ namespace avgpipe {
 namespace simulate {
 void bind(py::module_& module);
 }
+namespace transfer {
+void bind(py::module_& module);
+}
 
 }  // namespace avgpipe

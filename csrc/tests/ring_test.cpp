@@ -30,11 +30,13 @@ void expect_equal(const char* what, int64_t seen, int64_t wanted) {
 
 // A bell and a ring in shared memory, with both ends.
 struct Pair {
-    Memory memory = Memory::create(sizeof(Bell) + sizeof(Ring));
-    Bell& bell = *reinterpret_cast<Bell*>(memory.data());
-    Ring& ring = *reinterpret_cast<Ring*>(memory.data() + sizeof(Bell));
-    Sender sender{ring, bell};
-    Receiver receiver{ring, getpid()};
+    std::shared_ptr<Memory> memory = std::make_shared<Memory>(Memory::create(sizeof(Bell) + sizeof(Ring)));
+    std::shared_ptr<Bell> shared_bell{memory, reinterpret_cast<Bell*>(memory->data())};
+    std::shared_ptr<Ring> shared_ring{memory, reinterpret_cast<Ring*>(memory->data() + sizeof(Bell))};
+    Bell& bell = *shared_bell;
+    Ring& ring = *shared_ring;
+    Sender sender{shared_ring, shared_bell};
+    Receiver receiver{shared_ring, getpid()};
 
     int send(int64_t bytes, int64_t word = 0) {
         if (bytes > 0 && sender.reserve(bytes, true) == nullptr) return errno;
@@ -55,21 +57,20 @@ void test_memory() {
     expect_equal("bytes of a memory", memory.bytes(), 10000);
     expect_equal("its first byte", static_cast<int>(memory.data()[0]), 0);
     const std::string path = "/proc/self/fd/" + std::to_string(memory.file());
-    const Memory other = Memory::open(path.c_str(), 10000);
+    const Memory other = Memory::open(path, 10000);
     memory.data()[9999] = std::byte{7};
     expect_equal("what another mapping sees", static_cast<int>(other.data()[9999]), 7);
-    expect_equal("a memory too short", Memory::open(path.c_str(), 10001).data() == nullptr ? errno : 0,
-                 EINVAL);
+    expect_equal("a memory too short", Memory::open(path, 10001).data() == nullptr ? errno : 0, EINVAL);
     expect_equal("a memory cut short", ftruncate(memory.file(), 1) == 0 ? 0 : errno, EPERM);
     const int unsealed = memfd_create("unsealed", MFD_CLOEXEC);
     expect_equal("a file of 10000 bytes", ftruncate(unsealed, 10000), 0);
     const std::string shrinking = "/proc/self/fd/" + std::to_string(unsealed);
     expect_equal("a memory that may be cut short",
-                 Memory::open(shrinking.c_str(), 10000).data() == nullptr ? errno : 0, EINVAL);
+                 Memory::open(shrinking, 10000).data() == nullptr ? errno : 0, EINVAL);
     close(unsealed);
     expect_equal("no folder is a memory", Memory::open("/proc/self", 1).data() == nullptr, 1);
     memory.close_file();
-    expect_equal("a closed file", Memory::open(path.c_str(), 10000).data() == nullptr, 1);
+    expect_equal("a closed file", Memory::open(path, 10000).data() == nullptr, 1);
     expect_equal("no bytes", Memory::create(0).data() == nullptr ? errno : 0, EINVAL);
     expect_equal("more than there is", Memory::create(int64_t{1} << 55).data() == nullptr ? errno : 0,
                  ENOMEM);
@@ -256,7 +257,7 @@ void test_slots_grow() {
     pair.take(second);
     expect_equal("slots", pair.sender.slots(), 2);
     expect_equal("their bytes", pair.sender.slot_bytes(), 4096 + 102400);
-    expect_equal("capacity", second.lease->capacity(), 102400);
+    expect_equal("capacity", second.lease->bytes(), 102400);
     expect_equal("what is still held", static_cast<int>(first.lease->data()[99]), 3);
     expect_equal("bytes that nobody has", pair.send(int64_t{1} << 60), ENOMEM);
     second.lease.reset();

@@ -1,5 +1,4 @@
 // A counter that any process rings and one sleeps on. It lies in shared memory, which is zero to begin with.
-// Linux only.
 #pragma once
 
 #include <linux/futex.h>
@@ -82,8 +81,8 @@ class alignas(kCacheLine) Bell {
                        0);
     }
 
-    std::atomic<uint32_t> count_;
-    std::atomic<uint32_t> sleepers_;
+    std::atomic<uint32_t> count_ = 0;
+    std::atomic<uint32_t> sleepers_ = 0;
 };
 
 static_assert(sizeof(Bell) == kCacheLine);

@@ -1,7 +1,5 @@
 #include "transfer/memory.h"
 
-#ifdef __linux__
-
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -10,6 +8,8 @@
 #include <cerrno>
 #include <cstdio>
 #include <limits>
+
+#include "text.h"
 
 namespace avgpipe::transfer {
 namespace {
@@ -74,12 +74,14 @@ Memory Memory::create(int64_t bytes) {
     memory.file_ = new_file();
     if (memory.file_ < 0 || !allocate(memory.file_, bytes) || !seal(memory.file_) || !memory.map(bytes))
         return {};
+    memory.path_ = text("/proc/", getpid(), "/fd/", memory.file_);
     return memory;
 }
 
-Memory Memory::open(const char* path, int64_t bytes) {
+Memory Memory::open(const std::string& path, int64_t bytes) {
     Memory memory;
-    memory.file_ = ::open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    memory.path_ = path;
+    memory.file_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
     if (memory.file_ < 0) return {};
     const bool keeps_its_size = is_sealed(memory.file_);  // asked before the size
     struct stat facts = {};
@@ -117,5 +119,3 @@ Memory::~Memory() {
 }
 
 }  // namespace avgpipe::transfer
-
-#endif

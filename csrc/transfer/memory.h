@@ -1,9 +1,10 @@
 // Anonymous memory that several processes of one host map. It has no name in any file system, so nothing can
-// be left behind. Linux only.
+// be left behind.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <utility>
 
 namespace avgpipe::transfer {
@@ -15,7 +16,7 @@ class Memory {
     // is an error now and no signal later; zero to begin with. open: EINVAL if the file is shorter than
     // `bytes`, or may become so.
     static Memory create(int64_t bytes);
-    static Memory open(const char* path, int64_t bytes);
+    static Memory open(const std::string& path, int64_t bytes);
 
     Memory() = default;
     Memory(Memory&& other) noexcept { swap(other); }
@@ -29,6 +30,9 @@ class Memory {
     std::byte* data() const { return data_; }
     int64_t bytes() const { return bytes_; }
     int file() const { return file_; }  // -1 when closed
+    const std::string& path() const {
+        return path_;
+    }  // where others open it, as long as the file is open here
     void close_file();
 
   private:
@@ -36,12 +40,14 @@ class Memory {
         std::swap(data_, other.data_);
         std::swap(bytes_, other.bytes_);
         std::swap(file_, other.file_);
+        std::swap(path_, other.path_);
     }
     bool map(int64_t bytes);
 
     std::byte* data_ = nullptr;
     int64_t bytes_ = 0;
     int file_ = -1;
+    std::string path_;
 };
 
 }  // namespace avgpipe::transfer

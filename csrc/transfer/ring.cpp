@@ -1,13 +1,11 @@
-#ifdef __linux__
-
 #include "transfer/ring.h"
 
 #include <pthread.h>
 
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 
+#include "text.h"
 #include "transfer/copy.h"
 
 namespace avgpipe::transfer {
@@ -29,7 +27,7 @@ uint32_t& generation() {
 
 // ---- sender -----------------------------------------------------------------------------------------------
 bool Sender::is_free(size_t index) {
-    if (ring_.lent[index].load(std::memory_order_acquire) != 0) return false;
+    if (ring_->lent[index].load(std::memory_order_acquire) != 0) return false;
     Slot& slot = slots_[index];
     if (slot.sent != 0) slot.memory.close_file();  // it came back, so the receiver has mapped it
     return true;
@@ -55,7 +53,7 @@ std::byte* Sender::reserve(int64_t bytes, bool may_make) {
 
 // Of the slots whose first message was taken, and mapped so: many slots need no many files.
 void Sender::close_files() {
-    taken_ = ring_.taken.load(std::memory_order_acquire);
+    taken_ = ring_->taken.load(std::memory_order_acquire);
     for (Slot& slot : slots_) {
         if (slot.sent != 0 && slot.sent <= taken_) slot.memory.close_file();
     }
@@ -78,10 +76,10 @@ int Sender::publish(int64_t bytes, const int64_t (&words)[kWords]) {
     if (bytes < 0 || (bytes > 0 && (reserved_ < 0 || bytes > slots_[reserved_].memory.bytes())))
         return EINVAL;
     if (sent_ - taken_ >= kRecords) {
-        taken_ = ring_.taken.load(std::memory_order_acquire);
+        taken_ = ring_->taken.load(std::memory_order_acquire);
         if (sent_ - taken_ >= kRecords) return EAGAIN;
     }
-    Record& record = ring_.records[sent_ % kRecords];
+    Record& record = ring_->records[sent_ % kRecords];
     record = {.bytes = bytes, .slot = -1, .file = -1, .serial = 0, .capacity = 0, .words = {}};
     std::memcpy(record.words, words, sizeof words);
     if (bytes > 0) {
@@ -91,12 +89,16 @@ int Sender::publish(int64_t bytes, const int64_t (&words)[kWords]) {
         record.serial = slot.serial;
         record.capacity = slot.memory.bytes();
         if (slot.sent == 0) slot.sent = sent_ + 1;
-        ring_.lent[reserved_].store(1, std::memory_order_relaxed);  // published with the record
+        ring_->lent[reserved_].store(1, std::memory_order_relaxed);  // published with the record
         reserved_ = -1;
     }
-    ring_.sent.store(++sent_, std::memory_order_release);
-    bell_.ring();
+    ring_->sent.store(++sent_, std::memory_order_release);
+    bell_->ring();
     return 0;
+}
+
+uint64_t Sender::waiting() const {
+    return sent_ - ring_->taken.load(std::memory_order_acquire);
 }
 
 int64_t Sender::slot_bytes() const {
@@ -106,11 +108,11 @@ int64_t Sender::slot_bytes() const {
 }
 
 // ---- receiver ---------------------------------------------------------------------------------------------
-Lease::Lease(std::shared_ptr<Memory> memory, std::atomic<uint32_t>& lent, std::shared_ptr<Memory> inbox)
-    : memory_(std::move(memory)), lent_(lent), inbox_(std::move(inbox)), generation_(generation()) {}
+Lease::Lease(std::shared_ptr<Memory> memory, std::shared_ptr<std::atomic<uint32_t>> lent)
+    : memory_(std::move(memory)), lent_(std::move(lent)), generation_(generation()) {}
 
 Lease::~Lease() {
-    if (generation_ == generation()) lent_.store(0, std::memory_order_release);
+    if (generation_ == generation()) lent_->store(0, std::memory_order_release);
 }
 
 // Has the record's slot in slots_ afterwards.
@@ -122,10 +124,8 @@ Taken Receiver::find(bool may_map) {
     Slot& slot = slots_[index];
     if (slot.memory == nullptr || slot.serial != r.serial) {
         if (!may_map) return Taken::kUnmapped;
-        char path[64];
-        std::snprintf(path, sizeof path, "/proc/%lld/fd/%d", static_cast<long long>(sender_), r.file);
         slot.memory.reset();
-        Memory memory = Memory::open(path, r.capacity);
+        Memory memory = Memory::open(text("/proc/", sender_, "/fd/", r.file), r.capacity);
         if (memory.data() == nullptr) return errno == EINVAL ? Taken::kBroken : Taken::kFailed;
         slot = {std::make_shared<Memory>(std::move(memory)), r.serial};
     }
@@ -133,22 +133,22 @@ Taken Receiver::find(bool may_map) {
 }
 
 Taken Receiver::take(Message& message, bool may_map) {
-    const uint64_t waiting = ring_.sent.load(std::memory_order_acquire) - taken_;
+    const uint64_t waiting = ring_->sent.load(std::memory_order_acquire) - taken_;
     if (waiting == 0) return Taken::kNothing;
-    record_ = ring_.records[taken_ % kRecords];
+    record_ = ring_->records[taken_ % kRecords];
     if (waiting > kRecords) return Taken::kBroken;
     message.lease.reset();
     if (record_.slot != -1) {
         const Taken found = find(may_map);
         if (found != Taken::kMessage) return found;
-        message.lease =
-            std::make_unique<Lease>(slots_[record_.slot].memory, ring_.lent[record_.slot], inbox_);
+        std::shared_ptr<std::atomic<uint32_t>> lent(ring_, &ring_->lent[record_.slot]);
+        message.lease = std::make_unique<Lease>(slots_[record_.slot].memory, std::move(lent));
     } else if (record_.bytes != 0) {
         return Taken::kBroken;
     }
     message.bytes = record_.bytes;
     std::memcpy(message.words, record_.words, sizeof message.words);
-    ring_.taken.store(++taken_, std::memory_order_release);
+    ring_->taken.store(++taken_, std::memory_order_release);
     return Taken::kMessage;
 }
 
@@ -195,5 +195,3 @@ double echo(Sender& sender, Receiver& receiver, Bell& bell, const Echo& how) {
 }
 
 }  // namespace avgpipe::transfer
-
-#endif

@@ -3,7 +3,7 @@
 // The receiver owns the control block, a Ring: a queue of records, and for each slot whether it is lent. The
 // sender owns the slots, each a memory of its own, and makes them as they are needed. A message is written to
 // a slot, announced by a record, and lends the slot to the receiver until its lease ends. The receiver maps a
-// slot when it first meets it. One thread at a time sends, one receives, any thread ends a lease. Linux only.
+// slot when it first meets it. One thread at a time sends, one receives, any thread ends a lease.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,7 @@ struct Record {
 };
 static_assert(sizeof(Record) == kCacheLine && (kRecords & (kRecords - 1)) == 0);
 
-// All zero to begin with. avgpipe_ext/ring.py reads the first two members.
+// All zero to begin with.
 struct Ring {
     alignas(kCacheLine) std::atomic<uint64_t> sent;   // records written; written by the sender
     alignas(kCacheLine) std::atomic<uint64_t> taken;  // records read; written by the receiver
@@ -41,7 +41,9 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(std::atomic<u
 
 class Sender {
   public:
-    Sender(Ring& ring, Bell& bell) : ring_(ring), bell_(bell) {}
+    // Both lie in the receiver's memory, which they keep.
+    Sender(std::shared_ptr<Ring> ring, std::shared_ptr<Bell> bell)
+        : ring_(std::move(ring)), bell_(std::move(bell)) {}
 
     // Where to write `bytes`, or null with errno. Of the free slots the first that is large enough, so few
     // stay warm. EAGAIN: there is none, and it may not make one. ENOBUFS: all slots are lent. Else why memory
@@ -52,6 +54,8 @@ class Sender {
     // than were reserved), or EAGAIN (the queue is full: the slot stays reserved).
     int publish(int64_t bytes, const int64_t (&words)[kWords]);
 
+    // Messages that the receiver has not taken. It cannot take them any more once this process has ended.
+    uint64_t waiting() const;
     int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
     int64_t slot_bytes() const;
 
@@ -66,8 +70,8 @@ class Sender {
     void close_files();
     std::byte* make(size_t index, int64_t bytes);
 
-    Ring& ring_;
-    Bell& bell_;
+    std::shared_ptr<Ring> ring_;
+    std::shared_ptr<Bell> bell_;
     std::vector<Slot> slots_;
     uint64_t sent_ = 0;
     uint64_t taken_ = 0;  // at least
@@ -79,18 +83,17 @@ class Sender {
 // it: there its end does nothing.
 class Lease {
   public:
-    Lease(std::shared_ptr<Memory> memory, std::atomic<uint32_t>& lent, std::shared_ptr<Memory> inbox);
+    Lease(std::shared_ptr<Memory> memory, std::shared_ptr<std::atomic<uint32_t>> lent);
     ~Lease();
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
 
     std::byte* data() const { return memory_->data(); }
-    int64_t capacity() const { return memory_->bytes(); }
+    int64_t bytes() const { return memory_->bytes(); }  // of the slot, at least those of the message
 
   private:
     std::shared_ptr<Memory> memory_;
-    std::atomic<uint32_t>& lent_;
-    std::shared_ptr<Memory> inbox_;  // that the line above lies in
+    std::shared_ptr<std::atomic<uint32_t>> lent_;
     uint32_t generation_;
 };
 
@@ -110,9 +113,8 @@ enum class Taken {
 
 class Receiver {
   public:
-    // `inbox`, where the ring lies, lives as long as the last lease; null: the caller sees to that.
-    Receiver(Ring& ring, int64_t sender, std::shared_ptr<Memory> inbox = nullptr)
-        : ring_(ring), sender_(sender), inbox_(std::move(inbox)) {}
+    // The ring keeps the memory it lies in, and leases keep the ring.
+    Receiver(std::shared_ptr<Ring> ring, int64_t sender) : ring_(std::move(ring)), sender_(sender) {}
 
     Taken take(Message& message, bool may_map);
 
@@ -127,9 +129,8 @@ class Receiver {
 
     Taken find(bool may_map);
 
-    Ring& ring_;
+    std::shared_ptr<Ring> ring_;
     int64_t sender_;  // process id
-    std::shared_ptr<Memory> inbox_;
     std::vector<Slot> slots_;
     Record record_ = {};
     uint64_t taken_ = 0;

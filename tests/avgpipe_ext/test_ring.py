@@ -27,13 +27,13 @@ class End:
 
     def __init__(self):
         self.inbox = ring.Memory.create(ring.Bell.BYTES + ring.Sender.RING_BYTES)
-        self.bell = ring.Bell(self.inbox.address, self.inbox)
+        self.bell = ring.Bell(self.inbox, 0)
         self.card = self.inbox.path, self.inbox.bytes, os.getpid()
 
     def meet(self, path, size, pid):
         other = ring.Memory.open(path, size)
-        self.sender = ring.Sender(other.address + ring.Bell.BYTES, ring.Bell(other.address, other), other)
-        self.receiver = ring.Receiver(self.inbox.address + ring.Bell.BYTES, pid, self.inbox)
+        self.sender = ring.Sender(other, ring.Bell.BYTES, ring.Bell(other, 0))
+        self.receiver = ring.Receiver(self.inbox, ring.Bell.BYTES, pid)
 
     def send(self, tensor, *words):
         size = tensor.numel() * tensor.element_size()
@@ -265,7 +265,7 @@ def test_a_lease_is_a_writable_buffer_of_the_slots_capacity():
     whole = torch.frombuffer(lease, dtype=torch.float32, count=16, offset=4096)
     whole.fill_(2.0)
     assert memoryview(lease).cast("B")[4099] == 0x40
-    assert ctypes.addressof(lease) % 64 == 0
+    assert whole.data_ptr() % 64 == 0
 
 
 def test_a_slot_is_used_again_once_its_lease_died_in_any_thread():
@@ -386,11 +386,12 @@ def test_more_bytes_than_reserved_are_refused():
         end.sender.reserve(-1)
 
 
-def test_addresses_that_are_no_multiple_of_64_are_refused():
-    end = loop()
-    for make in (lambda a: ring.Bell(a, None), lambda a: ring.Receiver(a, 1, None)):
-        with pytest.raises(ValueError, match="use a multiple of 64"):
-            make(end.inbox.address + 8)
+@pytest.mark.parametrize("offset", [8, -64, 64 << 20])
+def test_offsets_of_no_line_in_the_memory_are_refused(offset):
+    memory = ring.Memory.create(64 << 20)
+    for make in (lambda: ring.Bell(memory, offset), lambda: ring.Receiver(memory, offset, 1)):
+        with pytest.raises(ValueError, match=rf"at offset {offset} of 67108864 bytes: use a multiple of 64"):
+            make()
 
 
 def test_memory_that_is_not_there_is_an_error():
@@ -413,7 +414,7 @@ def test_memory_that_is_not_there_is_an_error():
 def test_a_memory_is_shared_until_its_file_is_closed():
     memory = ring.Memory.create(5000)
     other = ring.Memory.open(memory.path, 5000)
-    ctypes.memset(memory.address + 4999, 9, 1)
+    memoryview(memory)[4999] = 9
     assert ctypes.string_at(other.address + 4999, 1) == b"\x09"
     with pytest.raises(OSError, match="Invalid argument"):
         ring.Memory.open(memory.path, 5001)
@@ -461,17 +462,23 @@ def test_a_memory_that_could_be_cut_short_is_not_opened():
 def test_a_record_with_impossible_numbers_is_refused():
     end = loop()
     end.send(pattern(0, 100))
-    record = end.inbox.address + ring.Bell.BYTES + 2 * 64
-    ctypes.c_int64.from_address(record).value = 1 << 40
+    record = ring.Bell.BYTES + 2 * 64
+    memoryview(end.inbox)[record : record + 8] = (1 << 40).to_bytes(8, sys.byteorder)
     with pytest.raises(RuntimeError, match=r"1099511627776 bytes in slot 0 of 4096 bytes; .*same version"):
         end.receiver.take()
 
 
-def test_another_system_says_so(monkeypatch):
-    monkeypatch.setattr(ring, "_is_built", False)
+def test_a_system_without_proc_is_not_supported(monkeypatch):
+    monkeypatch.setattr(os.path, "isdir", lambda path: False)
     assert not ring.supported()
-    with pytest.raises(OSError, match="shared-memory rings need Linux: use another link"):
-        ring._entry(ring._short, "memory_create", None)(1, None)
+
+
+def test_ends_that_were_not_made_are_refused():
+    for end in (ring.Lease, ring.Memory):
+        with pytest.raises(TypeError, match="No constructor defined"):
+            end()
+    with pytest.raises(TypeError):
+        ring.Sender(ring.Memory.create(100), 0)
 
 
 # ---- bells and copies ---------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import time
@@ -97,8 +96,10 @@ def refused(link: str, how: str) -> str:
         if how == "limit":
             resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
         else:
-            make = ring._sender_make
-            ring._sender_make = lambda h, size, m: -errno.ENOMEM if size > 4 << 20 else make(h, size, m)
+            reserve = ring.Sender.reserve
+            ring.Sender.reserve = lambda sender, size: reserve(  # type: ignore[method-assign]
+                sender, size if size <= 4 << 20 else 1 << 50
+            )
     model = nn.Sequential(nn.Linear(4, 4), Wide(1 << 20), Narrow())
     plan = Plan(stages=2, micro_batches=2, partition=[2])
     with Pipeline(model, plan, loss_fn=LOSS, optimizer=momentum, link=link, timeout_s=30) as p:

@@ -31,12 +31,16 @@ def try_shared_memory() -> str | None:
         return str(error)
     if reason is not None:
         return reason
-    bell = ring.Bell(mine.address, mine)
+    bell = ring.Bell(mine, 0)
     seen = bell.count()
-    ring.Bell(theirs.address, theirs).ring()
+    ring.Bell(theirs, 0).ring()
     if bell.wait(seen, _PATIENCE_S) == seen:
         return "a bell that was rung is not heard"
-    return None if _tail(mine.address + size) == _GREETING else "what another process writes is not seen"
+    return (
+        None
+        if memoryview(mine)[-len(_GREETING) :] == _GREETING
+        else "what another process writes is not seen"
+    )
 
 
 def _peer_opens(path: str, size: int) -> str | None:
@@ -49,9 +53,3 @@ def _peer_opens(path: str, size: int) -> str | None:
         return None
     lines = peer.stderr.strip().splitlines()
     return f"another process cannot open it: {lines[-1] if lines else f'exit code {peer.returncode}'}"
-
-
-def _tail(end: int) -> bytes:
-    import ctypes
-
-    return ctypes.string_at(end - len(_GREETING), len(_GREETING))

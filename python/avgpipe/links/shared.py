@@ -35,8 +35,8 @@ class Inbox:
 
     def __init__(self, memory: Memory, channels: Sequence[Channel]) -> None:
         self.memory, self._channels = memory, list(channels)
-        self.bell = Bell(memory.address + _HEAD_BYTES, memory)
-        self._left = ctypes.c_uint8.from_address(memory.address + _TOKEN_BYTES)
+        self.bell = Bell(memory, _HEAD_BYTES)
+        self._bytes = memoryview(memory)
 
     @classmethod
     def create(cls, channels: Sequence[Channel]) -> Inbox:
@@ -45,32 +45,35 @@ class Inbox:
     def offer(self) -> dict[str, Any]:
         """What another process of this host needs to open it."""
         token = secrets.token_bytes(_TOKEN_BYTES)
-        ctypes.memmove(self.memory.address, token, _TOKEN_BYTES)
+        self._bytes[:_TOKEN_BYTES] = token
         return {"host": host(), "pid": os.getpid(), "path": self.memory.path, "token": token.hex()}
 
     @classmethod
     def open(cls, offer: dict[str, Any], channels: Sequence[Channel]) -> Inbox:
         """OSError, or ValueError, if that memory is not within reach."""
         memory = Memory.open(offer["path"], _bytes(channels))
-        if ctypes.string_at(memory.address, _TOKEN_BYTES).hex() != offer["token"]:
+        if memoryview(memory)[:_TOKEN_BYTES].hex() != offer["token"]:
             raise ValueError(f"{offer['path']} is not the memory that was offered")
         return cls(memory, channels)
 
     def leave(self) -> None:
         """Its worker takes nothing more from it: nobody need wait for that."""
-        self._left.value = 1
+        self._bytes[_TOKEN_BYTES] = 1
 
     @property
     def is_left(self) -> bool:
-        return bool(self._left.value)
+        return bool(self._bytes[_TOKEN_BYTES])
 
-    def ring(self, channel: Channel) -> int:
-        """The address of a channel's ring."""
-        return self.bell_end + self._channels.index(channel) * Sender.RING_BYTES
+    def sender(self, channel: Channel) -> Sender:
+        """The writing end of a channel."""
+        return Sender(self.memory, self._ring(channel), self.bell)
 
-    @property
-    def bell_end(self) -> int:
-        return self.memory.address + _HEAD_BYTES + padded(Bell.BYTES)
+    def receiver(self, channel: Channel, sender_pid: int) -> Receiver:
+        """The reading end of a channel."""
+        return Receiver(self.memory, self._ring(channel), sender_pid)
+
+    def _ring(self, channel: Channel) -> int:
+        return _HEAD_BYTES + padded(Bell.BYTES) + self._channels.index(channel) * Sender.RING_BYTES
 
 
 def _bytes(channels: Sequence[Channel]) -> int:
@@ -106,7 +109,7 @@ class SharedLink:
         self._incoming = [
             (
                 channel,
-                Receiver(inbox.ring(channel), peer, inbox),
+                inbox.receiver(channel, peer),
                 Decoder(narrowed(channel, wire_dtype), device),
             )
             for channel in incoming
@@ -130,8 +133,8 @@ class SharedLink:
         sender.publish(total, key.batch, key.micro_batch, number, len(text))
 
     def _open(self, channel: Channel) -> tuple[Sender, Encoder]:
-        sender = Sender(self._outbox.ring(channel), self._outbox.bell, self._outbox)
-        ends = self._outgoing[channel] = sender, Encoder(narrowed(channel, self._wire_dtype))
+        encoder = Encoder(narrowed(channel, self._wire_dtype))
+        ends = self._outgoing[channel] = self._outbox.sender(channel), encoder
         return ends
 
     def _collect(self) -> None:

@@ -88,8 +88,8 @@ class RingAlone:
     def __init__(self, peers: Peers, size: int, spin_s: float) -> None:
         mine, pid, theirs = peers.inboxes()
         (into_me,), (into_them,) = peers.into(peers.rank), peers.into(peers.other)
-        self._sender = ring.Sender(theirs.ring(into_them), theirs.bell, theirs)
-        self._receiver = ring.Receiver(mine.ring(into_me), pid, mine)
+        self._sender = theirs.sender(into_them)
+        self._receiver = mine.receiver(into_me, pid)
         self._bell, self._peers, self._size, self._spin_s = mine.bell, peers, size, spin_s
 
     def exchange(self, count: int) -> float:
