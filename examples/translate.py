@@ -10,11 +10,12 @@ from pathlib import Path
 from torch import nn
 
 import avgpipe
-from avgpipe.cli.settings import TrainSettings
+from avgpipe.cli.config import TrainConfig
 from avgpipe.workloads import build_workload, translation
 
 folder, sentences = Path(sys.argv[1]), sys.argv[2:]
-options = TrainSettings.from_json((folder / "run.json").read_text()).build_options()
+config = TrainConfig.from_json((folder / "run.json").read_text())
+options = config.build_options(config.to_plan().pipelines)
 workload, (_, subwords) = build_workload("gnmt", options), translation.read("gnmt", options)
 
 plan = avgpipe.Plan(stages=2)

@@ -18,7 +18,7 @@ WRONG = {
     "recompute": (["awd-lstm", "--recompute", "allways"], ["'allways'", "did you mean 'always'"]),
     "staleness": (["awd-lstm", "--staleness", "3"], ["staleness", "3"]),
     "device": (["awd-lstm", "--device", "gpu"], ["'gpu'", "cpu, cuda"]),
-    "advance": (["awd-lstm", "--advance", "x"], ["'x'", "whole number"]),
+    "advance": (["awd-lstm", "--advance", "x"], ["--advance x", "whole numbers"]),
     "advance of other stages": (["awd-lstm", "--advance", "1,0,0"], ["[1, 0, 0]", "2 stages"]),
     "stages": (["awd-lstm", "--stages", "9"], ["9 stages", "4 layers", "--stages 1 to 4"]),
     "micro-batches": (

@@ -4,14 +4,16 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
 
 from avgpipe.cli import compare_runs
-from avgpipe.cli.compare import answer, check, parse_systems
-from avgpipe.cli.compare_runs import Ended, Job, Question, Signals, run_all, run_in_process, verdict
+from avgpipe.cli.compare import answer, check
+from avgpipe.cli.compare_runs import Job, Signals, SystemRun, run_all, run_in_process, verdict
+from avgpipe.cli.config import CompareConfig
 from avgpipe.plan import Plan
 from avgpipe.systems import SYSTEMS
 from avgpipe.timeline.timeline import Event, Timeline
@@ -68,19 +70,19 @@ class Faked:
         return {} if "micro_batches" in SYSTEMS[system] else {"micro_batches": 4}
 
 
-def question(out, *systems, stages=2, limit=None, **asked):
-    return Question("awd-lstm", systems, stages, asked, out, limit)
+def question(out, *systems, **asked):
+    return CompareConfig.of(workload="awd-lstm", systems=systems, out=str(out), **{"stages": 2, **asked})
 
 
 def compared(capsys, asked, runner, code=0):
     """The object on standard output, and standard error."""
-    asked.out.mkdir(exist_ok=True)
+    Path(asked.out).mkdir(exist_ok=True)
     if code:
         with pytest.raises(typer.Exit) as exit_:
-            answer(asked, True, runner)
+            answer(replace(asked, json=True), runner)
         assert exit_.value.exit_code == code
     else:
-        answer(asked, True, runner)
+        answer(replace(asked, json=True), runner)
     captured = capsys.readouterr()
     return strict(captured.out), captured.err
 
@@ -95,8 +97,8 @@ def words_of(job):
 
 def test_all_systems_get_the_same_options_but_for_what_they_fix(tmp_path):
     asked = {"data": "d", "batch_size": 16, "seed": 3, "micro_batches": 8, "pipelines": 3, "timeout_s": 9.0}
-    found = {s: words_of(question(tmp_path, *SYSTEMS, stages=4, **asked).job(s)) for s in SYSTEMS}
-    same = {"--data": "d", "--batch-size": "16", "--seed": "3", "--timeout": "9.0", "--stages": "4"}
+    found = {s: words_of(Job.of(question(tmp_path, *SYSTEMS, stages=4, **asked), s)) for s in SYSTEMS}
+    same = {"--data": "d", "--batch-size": "16", "--seed": "3", "--timeout": "9", "--stages": "4"}
     assert all(same.items() <= words.items() for words in found.values())
     assert all((words["--system"], words["--out"]) == (s, str(tmp_path / s)) for s, words in found.items())
     assert {s for s, words in found.items() if words.get("--pipelines") == "3"} == {"avgpipe"}
@@ -110,13 +112,8 @@ def test_what_is_given_is_what_train_takes():
     asked = dict.fromkeys(
         ("lr_scaling", "epochs", "max_batches", "target", "device", "link", "autocast"), "1"
     )
-    job = question(Path(), "avgpipe", preset="tiny", timeout_s=1.0, **asked).job("avgpipe")
+    job = Job.of(question(Path(), "avgpipe", preset="tiny", timeout_s=1.0, **asked), "avgpipe")
     assert all(word in help_text for word in job.words if word.startswith("--"))
-
-
-def test_systems_are_names_or_all():
-    assert parse_systems("all") == tuple(SYSTEMS)
-    assert parse_systems("gpipe, avgpipe") == ("gpipe", "avgpipe")
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -150,7 +147,7 @@ def test_each_system_runs_in_turn_and_the_folder_has_table_json_and_pictures(cap
 
 
 def test_the_table_is_printed(capsys, tmp_path):
-    answer(question(tmp_path, "gpipe", "dapple"), False, Faked(summaries={"gpipe": {"train_seconds": 1.0}}))
+    answer(question(tmp_path, "gpipe", "dapple"), Faked(summaries={"gpipe": {"train_seconds": 1.0}}))
     out = capsys.readouterr().out
     assert "64.0*" in out
     assert "Equal for all: awd-lstm tiny (a text), 2 workers, seed 0, batches of 16 samples, 4 batches" in out
@@ -184,7 +181,7 @@ def test_what_a_system_cannot_do_is_a_row_without_a_run(capsys, tmp_path):
 
 def test_more_memory_than_the_limit_does_not_fit_and_is_not_ranked(capsys, tmp_path):
     summaries = {"gpipe": {"train_seconds": 0.1}, "dapple": {"peak_memory_bytes": [300 * MIB]}}
-    asked = question(tmp_path, "gpipe", "dapple", "avgpipe", limit=399 * MIB)
+    asked = question(tmp_path, "gpipe", "dapple", "avgpipe", memory_limit_bytes=399 * MIB)
     summaries["avgpipe"] = {"peak_memory_bytes": [399 * MIB]}
     found, _ = compared(capsys, asked, Faked(summaries=summaries))
     assert [(row["status"], row["reason"]) for row in found["systems"]] == [
@@ -223,7 +220,7 @@ def test_ctrl_c_keeps_what_is_there(capsys, tmp_path):
         (
             1,
             "avgpipe: error: loss is not finite\navgpipe: error: peer lost\n"
-            "avgpipe: error: rank 0 failed with exit code 1; go on from the last checkpoint with: avgpipe ...\n",
+            "avgpipe: error: rank 0 failed with exit code 1; resume from the last checkpoint with: avgpipe ...\n",
             ("failed", "loss is not finite"),
         ),
         (
@@ -232,7 +229,11 @@ def test_ctrl_c_keeps_what_is_there(capsys, tmp_path):
             "avgpipe: error: rank 0 failed with exit code 1\n",
             ("failed", "KeyError: 'y'"),
         ),
-        (2, "avgpipe: error: no data\navgpipe: error: rank 0 refused to begin\n", ("refused", "no data")),
+        (
+            2,
+            "avgpipe: error: no data\navgpipe: error: rank 0 rejected its arguments\n",
+            ("refused", "no data"),
+        ),
         (
             1,
             "avgpipe: error: peer lost\n"
@@ -309,8 +310,8 @@ def test_after_a_signal_nothing_more_is_run(tmp_path):
     signals = Signals()
     signals.note(signal.SIGTERM)
     assert run_all(question(tmp_path, "gpipe", "dapple"), Faked(), signals) == [
-        Ended("gpipe", "not run"),
-        Ended("dapple", "not run"),
+        SystemRun("gpipe", "not run"),
+        SystemRun("dapple", "not run"),
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from avgpipe.checkpoint import verify_checkpoint
-from avgpipe.cli import checks, loop
+from avgpipe.cli import resolve, training
 from avgpipe.cli.folder import RunFolder, read_metrics
 from avgpipe.pipeline import Pipeline
 from tests.cli.command import invoke
@@ -72,8 +72,8 @@ def test_a_run_that_cannot_save_at_all_ends_before_it_trains(text, tmp_path, ful
 
 
 def test_a_run_that_came_to_nan_ends_and_keeps_its_last_good_checkpoint(text, tmp_path, monkeypatch, caplog):
-    def prepare(settings):
-        workload, plan = checks.prepare(settings)
+    def prepare(config):
+        workload, plan = resolve.prepare(config)
         trained = []
 
         def loss_fn(output, target):
@@ -82,7 +82,7 @@ def test_a_run_that_came_to_nan_ends_and_keeps_its_last_good_checkpoint(text, tm
 
         return replace(workload, loss_fn=loss_fn), plan
 
-    monkeypatch.setattr(loop, "prepare", prepare)
+    monkeypatch.setattr(training, "prepare", prepare)
     result = train(text, tmp_path / "run")
     assert result.exit_code == 1
     last = result.stderr.splitlines()[-1]

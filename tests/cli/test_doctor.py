@@ -7,6 +7,8 @@ import torch
 
 import avgpipe_ext
 from avgpipe import __version__
+from avgpipe.cli.doctor import try_shared_memory
+from avgpipe_ext import ring
 from tests.cli.command import invoke, strict
 
 
@@ -52,10 +54,41 @@ def test_without_the_native_operators_it_says_how_to_build_them(monkeypatch):
 
 
 def test_missing_shared_memory_comes_with_a_reason_and_a_remedy(monkeypatch):
-    monkeypatch.setattr("avgpipe.cli.shared_memory.try_shared_memory", lambda: "no such file")
+    monkeypatch.setattr("avgpipe.cli.doctor.try_shared_memory", lambda: "no such file")
     answer = strict(invoke("doctor", "--json").stdout)
     assert answer["links"]["other process of this host"] == "torch.distributed, gloo"
     assert answer["usable"] is True
     lacking = next(item for item in answer["missing"] if "shared memory" in item["what"])
     assert "no such file" in lacking["what"]
     assert "/proc" in lacking["do"]
+
+
+# ---- the try of shared memory ----------------------------------------------------------------------------------------
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
+
+
+@linux
+def test_it_works_where_the_ring_does():
+    assert try_shared_memory() is None
+
+
+@linux
+def test_a_system_without_rings_is_told(monkeypatch):
+    monkeypatch.setattr(ring, "supported", lambda: False)
+    assert "needs Linux" in try_shared_memory()
+
+
+@linux
+def test_no_memory_is_told(monkeypatch):
+    def fails(size):
+        raise MemoryError(f"no {size} bytes of shared memory")
+
+    monkeypatch.setattr(ring.Memory, "create", fails)
+    assert try_shared_memory() == "no 4096 bytes of shared memory"
+
+
+@linux
+def test_a_process_that_may_not_open_it_is_told(monkeypatch):
+    monkeypatch.setattr("avgpipe.cli.doctor._PEER", "raise PermissionError('hidden')")
+    assert try_shared_memory() == "another process cannot open it: PermissionError: hidden"

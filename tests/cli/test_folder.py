@@ -2,7 +2,7 @@
 
 import math
 
-from avgpipe.cli.folder import RunFolder, Tally, note_validation, read_metrics, strict_json, tally
+from avgpipe.cli.folder import Goal, RunFolder, Totals, duration, read_metrics, strict_json
 
 
 def train_row(batch, epoch, seconds):
@@ -58,27 +58,25 @@ def test_no_rows_without_a_file(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-def test_the_tally_goes_on_where_the_rows_end():
-    result = tally(ROWS[:8], 6, 1.0, lower_is_better=True)
+def test_the_totals_go_on_where_the_rows_end():
+    result = Totals.of(ROWS[:8], 6, Goal(True, 1.0))
     assert (result.batches, result.epoch, result.epoch_samples, result.samples) == (6, 1, 8, 24)
     assert (result.seconds, result.best, result.validated, result.metric) == (6.0, 50.0, 4, 50.0)
     assert math.isnan(result.seconds_to_target)
 
 
 def test_the_target_is_reached_once():
-    result = tally(ROWS, 8, 60.0, lower_is_better=True)
+    result = Totals.of(ROWS, 8, Goal(True, 60.0))
     assert (result.seconds_to_target, result.best, result.metric) == (4.0, 50.0, 60.0)
 
 
 def test_untrained_weights_reach_no_target():
-    assert math.isnan(tally(ROWS[:1], 0, 100.0, lower_is_better=True).seconds_to_target)
+    assert math.isnan(Totals.of(ROWS[:1], 0, Goal(True, 100.0)).seconds_to_target)
 
 
 def test_the_best_of_a_metric_that_should_rise():
-    result = Tally()
-    improved = [
-        note_validation(result, j, 0.0, m, None, False) for j, m in [(0, 9.0), (2, 1.0), (4, 3.0), (6, 3.0)]
-    ]
+    result, metrics = Totals(), [(0, 9.0), (2, 1.0), (4, 3.0), (6, 3.0)]
+    improved = [result.note_validation(j, 0.0, m, Goal(lower_is_better=False)) for j, m in metrics]
     assert improved == [False, True, True, False]
 
 
@@ -86,3 +84,7 @@ def test_json_has_no_nan():
     assert strict_json({"a": math.nan, "b": [math.inf, 1.5], "c": {"d": -math.inf}}) == (
         '{"a": null, "b": [null, 1.5], "c": {"d": null}}'
     )
+
+
+def test_durations():
+    assert [duration(s) for s in (0.4, 59, 185, 7620)] == ["0 s", "59 s", "3:05 min", "2:07 h"]

@@ -13,7 +13,8 @@ OPTIONS = {
         *("--data", "--preset", "--batch-size", "--seed", "--system", "--stages", "--pipelines"),
         *("--micro-batches", "--schedule", "--advance", "--rule", "--staleness", "--alpha", "--period"),
         *("--recompute", "--plan", "--epochs", "--max-batches", "--target", "--device", "--out", "--resume"),
-        *("--link", "--wire-dtype", "--weights", "--replication", "--stages-per-worker", "--spread"),
+        *("--pretrained", "--loader-workers", "--lr-scaling", "--autocast", "--skip-nonfinite", "--link"),
+        *("--wire-dtype", "--weights", "--replication", "--stages-per-worker", "--spread"),
         *("--checkpoint-minutes", "--timeout", "--json", "awd-lstm", "model-parallel"),
     ],
     "compare": [
@@ -73,8 +74,8 @@ def test_version():
     assert invoke("--version").stdout == f"avgpipe {__version__}\n"
 
 
-def test_the_app_loads_neither_torch_nor_matplotlib():
-    code = "import sys, avgpipe.cli.main; print(*{'torch', 'matplotlib'} & sys.modules.keys())"
+def test_the_app_loads_neither_torch_nor_numpy_nor_matplotlib():
+    code = "import sys, avgpipe.cli.main; print(*{'torch', 'numpy', 'matplotlib'} & sys.modules.keys())"
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
     )

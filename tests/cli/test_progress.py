@@ -1,9 +1,12 @@
 """What a run says of itself where standard error is not a terminal."""
 
+import logging
+
 import pytest
 
 from avgpipe.cli import progress
-from avgpipe.cli.progress import Progress, Silent, spell_s
+from avgpipe.cli.progress import LogNotes, ProgressBar, Silent, links_line
+from avgpipe.links.choose import LINK_MESSAGE
 
 
 @pytest.fixture
@@ -21,7 +24,7 @@ def clock(monkeypatch):
 
 
 def test_a_line_about_every_ten_seconds(clock, capsys):
-    shown = Progress(total=100, done=0)
+    shown = ProgressBar(total=100, done=0)
     for _ in range(30):
         clock.now += 1.0
         shown.batch(loss=2.0, samples=8, seconds=1.0)
@@ -31,14 +34,14 @@ def test_a_line_about_every_ten_seconds(clock, capsys):
 
 
 def test_a_resumed_run_counts_from_where_it_was(clock, capsys):
-    shown = Progress(total=100, done=90)
+    shown = ProgressBar(total=100, done=90)
     clock.now = 60.0
     shown.batch(loss=2.0, samples=8, seconds=2.0)
     assert capsys.readouterr().err == "batch 91/100  loss 2.000  4.0 samples/s  18 s left\n"
 
 
 def test_one_nan_does_not_hide_the_loss(clock, capsys):
-    shown = Progress(total=10, done=0)
+    shown = ProgressBar(total=10, done=0)
     for loss in (3.0, float("nan"), 3.0):
         clock.now += 20.0
         shown.batch(loss, samples=1, seconds=1.0)
@@ -46,10 +49,42 @@ def test_one_nan_does_not_hide_the_loss(clock, capsys):
 
 
 def test_batches_of_a_validation_pass_unchanged(clock, capsys):
-    assert list(Progress(total=1, done=0).validating([1, 2, 3])) == [1, 2, 3]
+    assert list(ProgressBar(total=1, done=0).validating([1, 2, 3])) == [1, 2, 3]
     assert list(Silent().validating([1, 2, 3])) == [1, 2, 3]
     assert capsys.readouterr().err == ""
 
 
-def test_durations():
-    assert [spell_s(s) for s in (0.4, 59, 185, 7620)] == ["0 s", "59 s", "3:05 min", "2:07 h"]
+# ---- what the runtime logs -------------------------------------------------------------------------------------------
+
+
+def test_notes_of_the_log_are_the_way_to_the_next_stage_and_warnings():
+    log = logging.getLogger("avgpipe")
+    level, handlers = log.level, list(log.handlers)
+    with LogNotes() as notes:
+        log.info(LINK_MESSAGE, "stage 1", "stage 0", "shared memory")
+        log.info(LINK_MESSAGE, "stage 1", "stage 2", "shared memory")
+        log.info("something else")
+        log.warning("%s waits", "somebody")
+    assert notes.links == [
+        ("stage 1", "stage 0", "shared memory"),
+        ("stage 1", "stage 2", "shared memory"),
+    ]
+    assert notes.warnings == ["somebody waits"]
+    assert (log.level, log.handlers) == (level, handlers)
+
+
+FIRST, SECOND = ("stage 0", "stage 1", "shared memory"), ("stage 1", "stage 0", "shared memory")
+
+
+def test_one_line_says_how_workers_are_joined():
+    assert links_line([[FIRST], [SECOND]]) == ["links: stage 0 to stage 1 by shared memory"]
+    alike = ("stage 1", "stage 2", "shared memory")
+    assert links_line([[FIRST], [SECOND, alike], []]) == ["links: all 2 by shared memory"]
+    other = ("stage 1", "stage 2", "torch.distributed (gloo)")
+    assert links_line([[FIRST], [SECOND, other], []]) == [
+        "links: stage 0 to stage 1 by shared memory; stage 1 to stage 2 by torch.distributed (gloo)"
+    ]
+
+
+def test_a_single_process_has_no_links():
+    assert links_line([[]]) == []

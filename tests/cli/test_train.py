@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from avgpipe.checkpoint import verify_checkpoint
-from avgpipe.cli import checks, loop, train
+from avgpipe.cli import resolve, train, training
+from avgpipe.cli.config import CONFIG, TrainConfig
 from avgpipe.cli.launch import Ended
-from avgpipe.cli.settings import SETTINGS, TrainSettings, resolve
 from avgpipe.plan import Plan
 from avgpipe.timeline.timeline import Timeline
 from tests.cli.command import Run, avgpipe, children, environment, invoke, rank_of, rows, strict, wait_for
@@ -180,8 +180,8 @@ def test_settings_are_kept_for_resuming(small, text):
 def test_batches_with_infinities_are_left_out_and_counted(text, tmp_path, monkeypatch):
     """The second batch's loss is infinite."""
 
-    def prepare(settings):
-        workload, plan = checks.prepare(settings)
+    def prepare(config):
+        workload, plan = resolve.prepare(config)
         trained = []
 
         def loss_fn(output, target):
@@ -192,17 +192,18 @@ def test_batches_with_infinities_are_left_out_and_counted(text, tmp_path, monkey
 
         return replace(workload, loss_fn=loss_fn), plan
 
-    monkeypatch.setattr(loop, "prepare", prepare)
+    monkeypatch.setattr(training, "prepare", prepare)
     out = tmp_path / "run"
     arguments = ("--data", str(text), "--batch-size", "4", "--stages", "1", "--micro-batches", "1")
     arguments += ("--max-batches", "4", "--skip-nonfinite", "--out", str(out))
     result = invoke("train", "awd-lstm", *arguments)
     assert result.exit_code == 0, result.output
-    assert "updates left out so far: 1" in result.stderr
-    assert "updates left out, as gradients had infinities or NaN: 1" in result.stdout
+    assert "updates skipped so far: 1" in result.stderr
+    assert "updates skipped because gradients had infinities or NaN: 1" in result.stdout
     assert strict((out / "summary.json").read_text())["skipped_updates"] == 1
     assert strict((out / "run.json").read_text())["skip_nonfinite"] is True
-    assert resolve("awd-lstm", {"out": str(out), "resume": True}).skip_nonfinite
+    resumed = TrainConfig.of(workload="awd-lstm", out=str(out), resume=True)
+    assert resolve.resolve(resumed).skip_nonfinite
 
 
 def test_what_workers_do_is_not_in_their_command_line(tmp_path, monkeypatch):
@@ -214,11 +215,11 @@ def test_what_workers_do_is_not_in_their_command_line(tmp_path, monkeypatch):
         return Ended([0] * workers, None)
 
     monkeypatch.setattr(train, "launch", launch)
-    settings = resolve("awd-lstm", {"out": str(tmp_path / "secret")})
-    train._train_on_workers(settings)
+    config = resolve.resolve(TrainConfig.of(workload="awd-lstm", out=str(tmp_path / "secret")))
+    train.train_on_workers(config)
     command, added = seen
     assert "secret" not in " ".join(command)
-    assert TrainSettings.from_json(added[SETTINGS]) == settings
+    assert TrainConfig.from_json(added[CONFIG]) == config
 
 
 def test_it_joins_torchruns_workers(text, tmp_path):
@@ -245,7 +246,7 @@ def test_torchrun_starts_a_killed_run_again_from_its_checkpoint(text, tmp_path):
         os.kill(victim, signal.SIGKILL)
         stdout, stderr = torchrun.communicate(timeout=100)
     assert torchrun.returncode == 0, stderr
-    assert "goes on after batch 0" in stderr
+    assert "resumes after batch 0" in stderr
     assert Run(out, stdout, stderr).summary["batches"] == 32
     assert [row["batch"] for row in rows(out) if row["kind"] == "train"] == list(range(32))
 
@@ -258,7 +259,7 @@ def test_a_link_and_a_wire_can_be_chosen_and_the_link_is_named(text, tmp_path):
     assert code == 0, stderr
     assert "links: stage 0 to stage 1 by torch.distributed (gloo)\n" in stderr
     stored = strict((out / "run.json").read_text())
-    assert (stored["link"], stored["wire_dtype"], stored["plan"]["advance"]) == ("gloo", "bfloat16", "auto")
+    assert (stored["link"], stored["wire_dtype"], stored["advance"]) == ("gloo", "bfloat16", "auto")
     assert len(strict(stdout)["advance"]) == 2  # what measuring chose
 
 

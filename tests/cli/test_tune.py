@@ -85,8 +85,8 @@ def test_a_workload_is_profiled_and_the_best_plans_are_timed(text, tmp_path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ((), "--workers K, or --cluster FILE"),
-        (("--workers", "0"), "--workers 0: must be at least 1"),
+        ((), "--workers NUMBER, or --cluster FILE"),
+        (("--workers", "0"), "--workers 0: must be more than 0"),
         (("--workers", "2", "--memory-limit", "7 cubits"), "--memory-limit 7 cubits"),
         (("--workers", "2", "--memory-limit", "0"), "--memory-limit 0: must be more than 0"),
         (("--workers", "2", "--memory-limit", "100"), "nothing fits; the plan that needs least needs"),
@@ -96,7 +96,7 @@ def test_a_workload_is_profiled_and_the_best_plans_are_timed(text, tmp_path):
         (("--workers", "2", "--traversal"), "--traversal times plans, but there is no workload"),
         (("--workers", "2", "--bandwidth", "fast", "--latency", "1us"), "--bandwidth fast"),
         (("--cluster", "nowhere.toml"), "nowhere.toml"),
-        (("--cluster", "nowhere.toml", "--workers", "2"), "--workers K, or --cluster FILE"),
+        (("--cluster", "nowhere.toml", "--workers", "2"), "--workers NUMBER, or --cluster FILE"),
         (("--cluster", "nowhere.toml", "--memory-limit", "1GiB"), "--memory-limit with --cluster"),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_cluster_file_that_is_wrong_is_named(profile, tmp_path, text, named):
 def test_without_a_workload_the_profile_and_the_batch_are_needed():
     result = invoke("tune", "--workers", "2")
     assert result.exit_code == 2
-    assert "--profile FILE and --batch-size B" in result.stderr
+    assert "--profile FILE and --batch-size NUMBER" in result.stderr
 
 
 def test_a_profile_that_is_none_is_refused(tmp_path):

@@ -75,7 +75,7 @@ def _check(settings: KernelSettings, plot: str | None) -> list[Section]:
     """What will be measured; everything that can be refused is refused here."""
     from avgpipe.bench.kernels.benchmark import check_memory, kernel_sections
     from avgpipe.bench.machine import memory_available_bytes
-    from avgpipe.cli.checks import check_device
+    from avgpipe.cli.resolve import check_device
     from avgpipe.timeline.figure import check_picture
 
     check_device(settings.device)

@@ -10,16 +10,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import fields
 from pathlib import Path
 from shutil import get_terminal_size
 from types import FrameType
 from typing import Any, NamedTuple
 
-from avgpipe import systems as rows
+from avgpipe import systems
+from avgpipe.cli.config import CompareConfig, TrainConfig, TrainingOptions
 from avgpipe.cli.errors import WRONG_ARGUMENTS
-from avgpipe.cli.settings import resolve
+from avgpipe.cli.folder import duration
+from avgpipe.cli.options import words
+from avgpipe.cli.resolve import resolve
 from avgpipe.report.compare import FAILED, INTERRUPTED, KILLED, NOT_RUN, OK, OUT_OF_MEMORY, REFUSED
+from avgpipe.systems import SYSTEMS
 
 _LOOK_S = 0.25  # how often a run is looked after
 _GRACE_S = {signal.SIGINT: 20.0, signal.SIGTERM: 5.0}  # for a run to end by itself, then SIGKILL
@@ -30,44 +34,37 @@ _NO_MEMORY = re.compile(
 _RAISED = re.compile(r"[\w.]*(Error|Exception)\b")  # the last line of a traceback
 _REASON_LETTERS = 200
 _PROGRAM = (sys.executable, "-m", "avgpipe.cli.main")
+_COMMON = tuple(f.name for f in fields(TrainingOptions) if f.name not in ("json", "given"))
 
 
-@dataclass(frozen=True)
-class Question:
-    """asked: options of ``avgpipe train`` that were given, by the names of ``resolve``. stages: workers of each system.
-    out: the folder of the comparison. memory_limit_bytes: of a worker.
-    """
+# ---- which runs ------------------------------------------------------------------------------------------------------
 
-    workload: str
-    systems: tuple[str, ...]
-    stages: int
-    asked: dict[str, Any] = field(default_factory=dict)
-    out: Path = Path()
-    memory_limit_bytes: int | None = None
 
-    def options(self, system: str) -> dict[str, Any]:
-        """Those of ``asked`` that a system leaves to the caller, and what makes the run the system's."""
-        row, found = rows.SYSTEMS[system], dict(self.asked)
-        if "pipelines" in row:
-            found.pop("pipelines", None)
-        wanted = found.get("micro_batches", 1)
-        if "micro_batches" in row or rows.micro_batches(system, self.stages, None, wanted) < wanted:
-            found.pop("micro_batches", None)  # PipeDream, too, has whole batches under way
-        return {**found, "system": system, "stages": self.stages, "out": str(self.out / system)}
+def common_options(config: CompareConfig) -> dict[str, Any]:
+    """The options of ``avgpipe train`` that were given, and are the same for all systems."""
+    return {name: value for name, value in config.asked.items() if name in _COMMON}
 
-    def refusal(self, system: str) -> str:
-        """Why a system cannot do what was asked; "" if it can, as far as that shows without the data."""
-        try:
-            resolve(self.workload, self.options(system))
-        except (ValueError, TypeError) as error:
-            return str(error)
-        return ""
 
-    def job(self, system: str) -> Job:
-        words = ["train", self.workload]
-        for name, value in self.options(system).items():
-            words += [f"--{name.removesuffix('_s').replace('_', '-')}", str(value)]
-        return Job(system, words, self.out / f"{system}.log")
+def options_of(config: CompareConfig, system: str) -> dict[str, Any]:
+    """Those that were given and that the system leaves to the caller, and what makes the run the system's."""
+    row, found = SYSTEMS[system], common_options(config)
+    if config.pipelines is not None and "pipelines" not in row:
+        found["pipelines"] = config.pipelines
+    wanted = config.micro_batches
+    # PipeDream, too, has whole batches in flight.
+    splits = wanted is not None and systems.micro_batches(system, config.stages, None, wanted) >= wanted
+    if splits and "micro_batches" not in row:
+        found["micro_batches"] = wanted
+    return {**found, "system": system, "stages": config.stages, "out": str(Path(config.out) / system)}
+
+
+def refusal(config: CompareConfig, system: str) -> str:
+    """Why a system cannot do what was asked; "" if it can, as far as that shows without the data."""
+    try:
+        resolve(TrainConfig.of(**options_of(config, system)))
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return ""
 
 
 class Job(NamedTuple):
@@ -77,13 +74,23 @@ class Job(NamedTuple):
     words: list[str]
     log: Path
 
+    @classmethod
+    def of(cls, config: CompareConfig, system: str) -> Job:
+        options = options_of(config, system)
+        return cls(
+            system, ["train", options.pop("workload"), *words(options)], Path(config.out) / f"{system}.log"
+        )
 
-class Ended(NamedTuple):
+
+class SystemRun(NamedTuple):
     """What became of a system's run: one of the words of ``report.compare``, and why."""
 
     system: str
     status: str
     reason: str = ""
+
+
+# ---- one after the other ---------------------------------------------------------------------------------------------
 
 
 class Signals:
@@ -112,45 +119,42 @@ class Signals:
 Runner = Callable[[Job, Signals, Callable[[], None]], int]
 
 
-def run_all(question: Question, runner: Runner, signals: Signals) -> list[Ended]:
+def run_all(config: CompareConfig, runner: Runner, signals: Signals) -> list[SystemRun]:
     """One run after the other; after a signal the rest is NOT_RUN."""
     ended = []
-    for number, system in enumerate(question.systems, 1):
+    for number, system in enumerate(config.systems, 1):
         if signals.caught is not None:
-            ended.append(Ended(system, NOT_RUN))
+            ended.append(SystemRun(system, NOT_RUN))
             continue
-        begun, place = time.monotonic(), f"{number} of {len(question.systems)}: {system}"
-        refusal = question.refusal(system)
-        if refusal:
-            ended.append(Ended(system, REFUSED, refusal))
+        begun, place = time.monotonic(), f"{number} of {len(config.systems)}: {system}"
+        refused = refusal(config, system)
+        if refused:
+            ended.append(SystemRun(system, REFUSED, refused))
         else:
-            ended.append(_run(question, runner, signals, system, place))
-        words = "done" if ended[-1].status == OK else ": ".join(filter(None, ended[-1][1:]))
-        _say(f"{place}: {words} ({_since(begun)})")
+            ended.append(_run(Job.of(config, system), runner, signals, place))
+        result = "done" if ended[-1].status == OK else ": ".join(filter(None, ended[-1][1:]))
+        _say(f"{place}: {result} ({duration(time.monotonic() - begun)})")
     return ended
 
 
-def _run(question: Question, runner: Runner, signals: Signals, system: str, place: str) -> Ended:
-    job, begun = question.job(system), time.monotonic()
+def _run(job: Job, runner: Runner, signals: Signals, place: str) -> SystemRun:
+    begun = time.monotonic()
 
     def tick() -> None:
-        _show(f"{place}, {_since(begun)}: {_last_line(job.log)}")
+        """On a terminal, show a line that the next one replaces."""
+        if sys.stderr.isatty():
+            line = f"{place}, {duration(time.monotonic() - begun)}: {_last_line(job.log)}"
+            print(f"\r\x1b[K{line[: get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
 
     if not sys.stderr.isatty():
         _say(place)
     code = runner(job, signals, tick)
-    if (question.out / system / "summary.json").is_file():  # it ended, whatever came afterwards
-        return Ended(system, OK)
+    if (job.log.parent / job.system / "summary.json").is_file():  # it ended, whatever came afterwards
+        return SystemRun(job.system, OK)
     if signals.caught is not None:
-        return Ended(system, INTERRUPTED)
+        return SystemRun(job.system, INTERRUPTED)
     log = job.log.read_text(errors="replace") if job.log.is_file() else ""
-    return Ended(system, *verdict(code, log))
-
-
-def _since(begun: float) -> str:
-    from avgpipe.cli.progress import spell_s  # which imports rich: the other commands do without
-
-    return spell_s(time.monotonic() - begun)
+    return SystemRun(job.system, *verdict(code, log))
 
 
 def verdict(code: int, log: str) -> tuple[str, str]:
@@ -173,7 +177,7 @@ def verdict(code: int, log: str) -> tuple[str, str]:
 def _plain(line: str) -> str:
     """Without what the end of a message says on resuming, and not too long: the log has it all."""
     line = re.sub(
-        r"; (there is no checkpoint yet|go on from the last checkpoint with: .*)$", "", line.strip()
+        r"; (there is no checkpoint yet|resume from the last checkpoint with: .*)$", "", line.strip()
     )
     line = line.removeprefix(_SAID)
     return line if len(line) <= _REASON_LETTERS else line[: _REASON_LETTERS - 3].rstrip() + "..."
@@ -182,7 +186,7 @@ def _plain(line: str) -> str:
 def run_in_process(
     job: Job, signals: Signals, tick: Callable[[], None], program: Sequence[str] = _PROGRAM
 ) -> int:
-    """As a process in a session of its own, so that Ctrl-C reaches this one alone, which then ends it once."""
+    """Run in a new session, so that Ctrl-C goes to this process only, which then ends the run once."""
     tied = [sys.executable, "-m", "avgpipe.cli.process", str(os.getpid()), "0"]
     command = [*tied, *program, *job.words]
     with job.log.open("wb") as log:
@@ -191,7 +195,7 @@ def run_in_process(
         )
     try:
         while signals.caught is None:
-            if _ended(process, _LOOK_S):
+            if _has_ended(process):
                 return process.returncode
             tick()
         return _end(process, signals)
@@ -206,22 +210,22 @@ def _end(process: subprocess.Popen[bytes], signals: Signals) -> int:
         process.send_signal(number)
         count, deadline = signals.count, time.monotonic() + grace_s
         while signals.count == count and time.monotonic() < deadline:
-            if _ended(process, _LOOK_S):
+            if _has_ended(process):
                 return process.returncode
     _kill(process)
     return process.returncode
 
 
-def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
     try:
-        process.wait(seconds)
+        process.wait(_LOOK_S)
     except subprocess.TimeoutExpired:
         return False
     return True
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The run; its workers are tied to it and end, too."""
+    """End the run; its workers are tied to it and end, too."""
     process.kill()
     process.wait()
 
@@ -229,12 +233,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _say(line: str) -> None:
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     print(f"{clear}{line}", file=sys.stderr, flush=True)
-
-
-def _show(line: str) -> None:
-    """On a terminal a line that the next one replaces."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line[: get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
 
 
 def _last_line(log: Path) -> str:

@@ -1,24 +1,45 @@
-"""``avgpipe doctor``: what was built, what this machine has, and what will be used."""
+"""``avgpipe doctor``: what was built, what this machine has, and what will be used. Works without torch."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import subprocess
+import sys
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from avgpipe import __version__
+from avgpipe.cli.config import DoctorConfig
 from avgpipe.cli.errors import FAILED
 from avgpipe.cli.launch import cores
 from avgpipe.units import format_bytes
 
+_PATIENCE_S = 20.0
+_GREETING = b"here"
+# Another process opens the memory as a peer would, and without torch, which takes seconds to load.
+_PEER = """
+import mmap, os, sys
+file = os.open(sys.argv[1], os.O_RDWR)
+memory = mmap.mmap(file, int(sys.argv[2]))
+memory[-4:] = b"here"
+"""
+
 
 @dataclass
 class Findings:
-    """facts: by section, then by name. missing: what is not there, and what to do. usable: whether training works."""
+    """What was found.
+
+    Attributes:
+        facts: Values by section and name.
+        missing: What is not there, and what to do about it.
+        usable: Whether training works.
+    """
 
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: list[dict[str, str]] = field(default_factory=list)
@@ -29,15 +50,9 @@ class Findings:
         self.usable &= not needed
 
 
-def doctor(
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Say what was built, what this machine has, what will be used, and what is missing.
-
-    The exit code is 1 if training cannot work.
-    """
+def run(config: DoctorConfig) -> None:
     findings = examine()
-    if json_output:
+    if config.json:
         print(json.dumps({**findings.facts, "missing": findings.missing, "usable": findings.usable}))
     else:
         _show(findings)
@@ -115,8 +130,6 @@ def _links(found: Findings) -> None:
     import torch
     import torch.distributed as dist
 
-    from avgpipe.cli.shared_memory import try_shared_memory
-
     gloo = dist.is_available() and dist.is_gloo_available()
     between_hosts = "torch.distributed, gloo" if gloo else None
     problem = try_shared_memory() if "native" in found.facts else "the native operators are missing"
@@ -144,6 +157,42 @@ def _links(found: Findings) -> None:
         found.lacks("a second core", "workers of this host take turns; --stages 1 is as fast")
 
 
+def try_shared_memory() -> str | None:
+    """None if memory made here is seen by another process, and a bell in it rings; else the reason."""
+    from avgpipe_ext import ring
+
+    if not ring.supported():
+        return "needs Linux, with /proc"
+    size = 4096
+    try:
+        mine = ring.Memory.create(size)
+        theirs = ring.Memory.open(mine.path, size)
+        reason = _peer_opens(mine.path, size)
+    except (OSError, MemoryError) as error:
+        return str(error)
+    if reason is not None:
+        return reason
+    bell = ring.Bell(mine, 0)
+    seen = bell.count()
+    ring.Bell(theirs, 0).ring()
+    if bell.wait(seen, _PATIENCE_S) == seen:
+        return "a bell that was rung is not heard"
+    heard = memoryview(mine)[-len(_GREETING) :] == _GREETING
+    return None if heard else "what another process writes is not seen"
+
+
+def _peer_opens(path: str, size: int) -> str | None:
+    command = [sys.executable, "-S", "-c", _PEER, path, str(size)]
+    try:
+        peer = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        return f"another process could not open it within {_PATIENCE_S:g} s"
+    if peer.returncode == 0:
+        return None
+    lines = peer.stderr.strip().splitlines()
+    return f"another process cannot open it: {lines[-1] if lines else f'exit code {peer.returncode}'}"
+
+
 def _memory_bytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -152,13 +201,10 @@ def _memory_bytes() -> int | None:
 
 
 def _show(found: Findings) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table.grid(padding=(0, 2))
     for section, facts in found.facts.items():
         for number, (name, value) in enumerate(facts.items()):
-            table.add_row(section if number == 0 else "", name.removesuffix("_bytes"), _spell(name, value))
+            table.add_row(section if number == 0 else "", name.removesuffix("_bytes"), _words(name, value))
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     for item in found.missing:
@@ -166,7 +212,7 @@ def _show(found: Findings) -> None:
     console.print("ready to train" if found.usable else "not ready to train: see what is missing")
 
 
-def _spell(name: str, value: Any) -> str:
+def _words(name: str, value: Any) -> str:
     if value is None or value == [] or value == "":
         return "-"
     if name.endswith("_bytes"):
@@ -174,7 +220,7 @@ def _spell(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(_spell("", v) for v in value)
+        return ", ".join(_words("", v) for v in value)
     if isinstance(value, dict):
-        return f"{value['name']} ({value['capability']}, {_spell('memory_bytes', value['memory_bytes'])})"
+        return f"{value['name']} ({value['capability']}, {_words('memory_bytes', value['memory_bytes'])})"
     return str(value)

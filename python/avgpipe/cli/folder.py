@@ -1,27 +1,52 @@
-"""The folder of a run: what is written, and what a resumed run reads of it."""
+"""The folder of a run: what is written, what a resumed run reads of it, and what a person is told of it."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
-from avgpipe.cli.settings import RUN_FILE, TrainSettings
+from avgpipe.cli.config import TrainConfig
+from avgpipe.cli.resolve import RUN_FILE
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
+from avgpipe.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a validation metric is compared with."""
+
+    lower_is_better: bool
+    target: float | None = None
+
+    def reaches(self, metric: float, bound: float) -> bool:
+        return metric <= bound if self.lower_is_better else metric >= bound
+
+    def reached(self, metric: float) -> bool:
+        return self.target is not None and self.reaches(metric, self.target)
 
 
 @dataclass
-class Tally:
-    """What a run has done so far; alike on all ranks.
+class Totals:
+    """What a run has done so far; the same on all ranks.
 
-    epoch: of the next batch. epoch_samples: of that epoch. seconds: of training, without validations and checkpoints.
-    best, seconds_to_target: NaN while there is none. validated: the number of batches before the last validation, and
-    loss and metric what it found.
+    Attributes:
+        batches: Batches that were trained.
+        epoch: Epoch of the next batch.
+        epoch_samples: Samples of that epoch that were trained.
+        samples: Samples that were trained.
+        seconds: Time of training, without validations and checkpoints.
+        best: Best metric; NaN while there is none.
+        seconds_to_target: When the target was reached; NaN while it was not.
+        validated: Number of batches before the last validation.
+        loss: What the last validation found.
+        metric: What the last validation found.
     """
 
     batches: int = 0
@@ -35,12 +60,52 @@ class Tally:
     loss: float = math.nan
     metric: float = math.nan
 
+    @classmethod
+    def of(cls, rows: Iterable[dict[str, Any]], batches: int, goal: Goal) -> Totals:
+        """Recover them from the rows of metrics.jsonl up to a checkpoint of so many batches."""
+        result = cls(batches)
+        for row in rows:
+            if row["kind"] == "train":
+                result.enter(row["epoch"])
+                result.epoch_samples += row["samples"] - result.samples
+                result.samples, result.seconds = row["samples"], row["seconds"]
+            else:
+                result.note_validation(row["batch"], row["loss"], row["metric"], goal)
+        return result
+
+    def enter(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.epoch_samples = epoch, 0
+
+    def note_batch(self, samples: int, seconds: float) -> None:
+        self.batches += 1
+        self.samples += samples
+        self.epoch_samples += samples
+        self.seconds += seconds
+
+    def note_validation(self, batches: int, loss: float | None, metric: float | None, goal: Goal) -> bool:
+        """Note a validation after so many batches; whether it is the best. One before training does not count."""
+        self.validated = batches
+        self.loss = math.nan if loss is None else loss
+        self.metric = math.nan if metric is None else metric
+        if batches == 0 or math.isnan(self.metric):
+            return False
+        if goal.reached(self.metric) and math.isnan(self.seconds_to_target):
+            self.seconds_to_target = self.seconds
+        improved = math.isnan(self.best) or (
+            self.metric != self.best and goal.reaches(self.metric, self.best)
+        )
+        if improved:
+            self.best = self.metric
+        return improved
+
 
 class RunFolder:
     """Writes the files of a run, on the rank that ``writes``; on the others every method does nothing."""
 
     def __init__(self, path: Path, writes: bool) -> None:
         self.path, self._writes = path, writes
+        self.is_open = False
         self._metrics: FileIO | None = None
         self._rows = b""  # that the disk has not taken yet
 
@@ -48,15 +113,16 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def open(self, settings: TrainSettings, plan: Plan) -> None:
+    def open(self, config: TrainConfig, plan: Plan) -> None:
         """Make the folder and begin its files."""
+        self.is_open = True
         if not self._writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / RUN_FILE, settings.to_json())
+        write_atomically(self.path / RUN_FILE, config.to_json())
         plan.save(self.path / "plan.json")
         # Line by line: what a killed run has written stays. Of an attempt that saved nothing there may be rows.
-        mode: Literal["ab", "wb"] = "ab" if settings.resume else "wb"
+        mode: Literal["ab", "wb"] = "ab" if config.resume else "wb"
         self._metrics = (self.path / "metrics.jsonl").open(mode, buffering=0)
 
     def row(self, kind: str, **values: Any) -> None:
@@ -71,8 +137,9 @@ class RunFolder:
             write_atomically(self.path / name, content)
 
     def cut(self, batches: int) -> list[dict[str, Any]]:
-        """Drop the rows of metrics.jsonl that came after a checkpoint of ``batches`` batches; the rows that stay."""
-        kept = [row for row in read_metrics(self.path) if _is_before(row, batches)]
+        """Drop the rows of metrics.jsonl after a checkpoint of so many batches; the rows that stay."""
+        # Training rows name a batch, counted from 0; validations the number of batches before them.
+        kept = [r for r in read_metrics(self.path) if r["batch"] + (r["kind"] == "train") <= batches]
         if self._writes:
             write_atomically(self.path / "metrics.jsonl", "".join(strict_json(row) + "\n" for row in kept))
         return kept
@@ -105,52 +172,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def tally(rows: list[dict[str, Any]], batches: int, target: float | None, lower_is_better: bool) -> Tally:
-    """What a run whose checkpoint has ``batches`` batches had done, from the rows that stayed."""
-    result = Tally(batches)
-    for row in rows:
-        if row["kind"] == "train":
-            if row["epoch"] != result.epoch:
-                result.epoch, result.epoch_samples = row["epoch"], 0
-            result.epoch_samples += row["samples"] - result.samples
-            result.samples, result.seconds = row["samples"], row["seconds"]
-        else:
-            note_validation(result, row["batch"], row["loss"], row["metric"], target, lower_is_better)
-    return result
-
-
-def note_validation(
-    result: Tally,
-    batches: int,
-    loss: float | None,
-    metric: float | None,
-    target: float | None,
-    lower_is_better: bool,
-) -> bool:
-    """Note a validation after ``batches`` batches; whether it is the best. One before training does not count."""
-    result.validated = batches
-    result.loss = math.nan if loss is None else loss
-    result.metric = math.nan if metric is None else metric
-    if batches == 0 or metric is None or math.isnan(metric):
-        return False
-    if (
-        target is not None
-        and reaches(metric, target, lower_is_better)
-        and math.isnan(result.seconds_to_target)
-    ):
-        result.seconds_to_target = result.seconds
-    improved = math.isnan(result.best) or (
-        metric != result.best and reaches(metric, result.best, lower_is_better)
-    )
-    if improved:
-        result.best = metric
-    return improved
-
-
-def reaches(metric: float, target: float, lower_is_better: bool) -> bool:
-    return metric <= target if lower_is_better else metric >= target
-
-
 def strict_json(value: Any, indent: int | None = None) -> str:
     """JSON that every parser reads: what is not finite becomes null."""
     return json.dumps(_finite(value), allow_nan=False, indent=indent)
@@ -166,6 +187,42 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _is_before(row: dict[str, Any], batches: int) -> bool:
-    """Training rows name a batch, counted from 0; validations the number of batches before them."""
-    return bool(row["batch"] < batches if row["kind"] == "train" else row["batch"] <= batches)
+# ---- for a reader ----------------------------------------------------------------------------------------------------
+
+
+def describe(out: Path) -> str:
+    """The run in ``out`` in a few lines."""
+    s = json.loads((out / "summary.json").read_text())
+    before = next((row["metric"] for row in read_metrics(out) if row["kind"] == "valid"), None)
+    busy = ", ".join(f"{100 * share:.0f} %" for share in s["worker_busy_fraction"])
+    memory = ", ".join(format_bytes(size) for size in s["peak_memory_bytes"])
+    trivial = s.get("trivial_metric")
+    baseline = "" if trivial is None else f"; baseline, the trivial answer: {_number(trivial)}"
+    lines = [
+        f"{s['metric_name']}: {_number(before)} before, {_number(s['metric'])} after {s['batches']} batches "
+        f"({s['samples']} samples, {s['epochs']:g} epochs) in {duration(s['train_seconds'])} of training{baseline}",
+        f"speed: {_number(s['samples_per_second'])} samples/s; bubbles {100 * s['bubble_fraction']:.0f} %; "
+        f"busy: {busy}; peak memory: {memory}",
+    ]
+    if s.get("skipped_updates"):
+        lines.append(f"updates skipped because gradients had infinities or NaN: {s['skipped_updates']}")
+    if s["target"] is not None:
+        reached = s["seconds_to_target"]
+        when = f"reached after {duration(reached)}" if reached is not None else "not reached"
+        lines.append(f"target {s['target']:g}: {when}")
+    lines.append(f"folder: {out}; picture of the timeline: {out / 'timeline.png'}")
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """A duration to read: 42 s, 3:05 min, 2:07 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

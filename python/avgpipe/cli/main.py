@@ -1,4 +1,8 @@
-"""The ``avgpipe`` command: one typer app. Commands import torch only when they run, so help is quick."""
+"""The ``avgpipe`` command: one typer app.
+
+This module and what it imports load neither torch nor numpy, so help pages are quick; the modules that do a command's
+work import what they need at their top, and are imported when their command runs.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,19 @@ from typing import Annotated
 import typer
 
 from avgpipe import __version__
+from avgpipe.cli import config
 from avgpipe.cli.bench import bench
-from avgpipe.cli.compare import compare
-from avgpipe.cli.doctor import doctor
-from avgpipe.cli.profile import profile
+from avgpipe.cli.options import command
 from avgpipe.cli.run import run
-from avgpipe.cli.simulate import simulate
-from avgpipe.cli.train import train
-from avgpipe.cli.tune import tune
+
+COMMANDS = {
+    "train": config.TrainConfig,
+    "compare": config.CompareConfig,
+    "profile": config.ProfileConfig,
+    "tune": config.TuneConfig,
+    "simulate": config.SimulateConfig,
+    "doctor": config.DoctorConfig,
+}
 
 app = typer.Typer(
     name="avgpipe",
@@ -23,12 +32,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(train)
-app.command()(compare)
-app.command()(profile)
-app.command()(tune)
-app.command()(simulate)
-app.command()(doctor)
+for name, options in COMMANDS.items():
+    app.command(name)(command(options, f"avgpipe.cli.{name}"))
 app.add_typer(bench, name="bench")
 # Everything after SCRIPT belongs to the script, also what looks like an option.
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)

@@ -1,267 +1,220 @@
-"""The options of ``avgpipe train``: types and help. Left out they are None; ``settings`` has the defaults."""
+"""Commands whose options are the fields of a dataclass.
+
+A field's name is the option's, its type says how a value is written, its default holds where the option is not given,
+and the docstring of the class has the help: an option is declared there and nowhere else.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from importlib import import_module
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from avgpipe.cli.settings import (
-    AUTOCAST,
-    DEFAULT_MICRO_BATCHES,
-    DEFAULT_PIPELINES,
-    DEFAULT_STAGES,
-    LINKS,
-    WIRE_DTYPES,
-)
-from avgpipe.plan import RECOMPUTE, RULES, WEIGHTS
-from avgpipe.schedule import schedule_names
-from avgpipe.systems import SYSTEMS
-from avgpipe.workloads import LR_SCALINGS, workload_names
+from avgpipe.cli.errors import arguments, reporting
+from avgpipe.errors import nearest
 
-_DATA, _PLAN, _RUN = "What to train on", "How to train: the plan", "The run"
+_FEW = 5  # choices that a help page has room for beside the option's name
+_O = TypeVar("_O", bound="Options")
 
-Workload = Annotated[
-    str, typer.Argument(metavar="WORKLOAD", help=f"What to train: {', '.join(workload_names())}.")
-]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help="Data folder; a language model wants train.txt, valid.txt and test.txt, and reads the source of Python's "
-        "standard library without. See the reference for the others.",
-        rich_help_panel=_DATA,
-    ),
-]
-Pretrained = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder of a transformers model whose weights to begin with (bert, gpt).",
-        rich_help_panel=_DATA,
-    ),
-]
-LoaderWorkers = Annotated[
-    int | None,
-    typer.Option(
-        metavar="W",
-        help="Processes of each worker that make batches ahead. Default: 0.",
-        rich_help_panel=_DATA,
-    ),
-]
-Preset = Annotated[
-    str | None,
-    typer.Option(metavar="tiny|small|paper", help="Size of the model. Default: tiny.", rich_help_panel=_DATA),
-]
-BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        metavar="B", help="Samples in a pipeline's batch. Default: the preset's.", rich_help_panel=_DATA
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(metavar="S", help="Of weights and dropout. Default: 0.", rich_help_panel=_DATA),
-]
-System = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help=f"{', '.join(SYSTEMS)}. Default: avgpipe.", rich_help_panel=_PLAN),
-]
-Stages = Annotated[
-    int | None,
-    typer.Option(
-        metavar="K",
-        help=f"Workers, one per stage. Default: {DEFAULT_STAGES}, or as many as torchrun started.",
-        rich_help_panel=_PLAN,
-    ),
-]
-Pipelines = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help=f"Pipelines that run side by side. Default: {DEFAULT_PIPELINES}, if the system allows.",
-        rich_help_panel=_PLAN,
-    ),
-]
-MicroBatches = Annotated[
-    int | None,
-    typer.Option(
-        metavar="M",
-        help=f"Parts of a batch. Default: {DEFAULT_MICRO_BATCHES}, if the system and the batch allow.",
-        rich_help_panel=_PLAN,
-    ),
-]
-Schedule = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"{', '.join(schedule_names())}. Default: the system's.",
-        rich_help_panel=_PLAN,
-    ),
-]
-StagesPerWorker = Annotated[
-    int | None,
-    typer.Option(metavar="V", help="Of the schedule interleaved-1f1b. Default: 2.", rich_help_panel=_PLAN),
-]
-Replication = Annotated[
-    str | None,
-    typer.Option(
-        metavar="R,R,...",
-        help="Workers of each stage, which share its micro-batches, as in 2,1,1. Default: one each.",
-        rich_help_panel=_PLAN,
-    ),
-]
-Spread = Annotated[
-    bool,
-    typer.Option(
-        "--spread",
-        help="Give each pipeline workers of its own, which tell one another their updates over the network.",
-        rich_help_panel=_PLAN,
-    ),
-]
-Weights = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(WEIGHTS),
-        help="Which version of the weights a batch runs on. Default: what the schedule was published with.",
-        rich_help_panel=_PLAN,
-    ),
-]
-Advance = Annotated[
-    str | None,
-    typer.Option(
-        metavar="A",
-        help="Forwards that a stage runs ahead: a number, one per stage as in 3,2,1,0, or auto: from the times of "
-        "the first batches. Default: stages that follow.",
-        rich_help_panel=_PLAN,
-    ),
-]
-Rule = Annotated[
-    str | None,
-    typer.Option(metavar="|".join(RULES), help="Averaging rule. Default: avgpipe.", rich_help_panel=_PLAN),
-]
-Staleness = Annotated[
-    str | None,
-    typer.Option(
-        metavar="0|1|asynchronous", help="Rounds that averaging lags. Default: 1.", rich_help_panel=_PLAN
-    ),
-]
-Alpha = Annotated[
-    float | None,
-    typer.Option(
-        metavar="X", help="Pull towards the average, 0 to 1. Default: the rule's.", rich_help_panel=_PLAN
-    ),
-]
-Period = Annotated[
-    int | None,
-    typer.Option(
-        metavar="T", help="Batches of a pipeline between averagings. Default: 1.", rich_help_panel=_PLAN
-    ),
-]
-Recompute = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(RECOMPUTE),
-        help="Micro-batches that run their forward again instead of keeping activations. Default: never.",
-        rich_help_panel=_PLAN,
-    ),
-]
-LrScaling = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(LR_SCALINGS),
-        help="How the learning rate grows with N. Default: the preset's.",
-        rich_help_panel=_PLAN,
-    ),
-]
-Plan = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="A plan.json; options given beside it win.", rich_help_panel=_PLAN),
-]
-Epochs = Annotated[
-    int | None,
-    typer.Option(
-        metavar="E",
-        help="Epochs, of all pipelines together. Default: the preset's.",
-        rich_help_panel=_RUN,
-    ),
-]
-MaxBatches = Annotated[
-    int | None,
-    typer.Option(
-        metavar="J",
-        help="End after so many batches, of all pipelines together. The learning rate's course is stretched over them.",
-        rich_help_panel=_RUN,
-    ),
-]
-Target = Annotated[
-    float | None,
-    typer.Option(
-        metavar="X", help="End when the validation metric after an epoch reaches X.", rich_help_panel=_RUN
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(metavar="cpu|cuda", help="Default: cpu.", rich_help_panel=_RUN),
-]
-Link = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(LINKS),
-        help="How tensors travel between workers. Default: auto.",
-        rich_help_panel=_RUN,
-    ),
-]
-WireDtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(WIRE_DTYPES),
-        help="In which activations and gradients travel between workers; none: their own.",
-        rich_help_panel=_RUN,
-    ),
-]
-Autocast = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(AUTOCAST),
-        help="Lower precision for matrix products; auto: where it makes the workload faster. Default: auto.",
-        rich_help_panel=_RUN,
-    ),
-]
-SkipNonfinite = Annotated[
-    bool,
-    typer.Option(
-        "--skip-nonfinite",
-        help="Leave out batches whose gradients have infinities or NaN.",
-        rich_help_panel=_RUN,
-    ),
-]
-Out = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR", help="The run's folder. Default: runs/WORKLOAD-DATE-TIME.", rich_help_panel=_RUN
-    ),
-]
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume",
-        help="Go on from the last checkpoint in --out; what is not given stays as it was.",
-        rich_help_panel=_RUN,
-    ),
-]
-CheckpointMinutes = Annotated[
-    float | None,
-    typer.Option(
-        metavar="T",
-        help="Minutes between checkpoints within an epoch. Default: 10.",
-        rich_help_panel=_RUN,
-    ),
-]
-Timeout = Annotated[
-    float | None,
-    typer.Option(metavar="S", help="Seconds to wait for another worker. Default: 300.", rich_help_panel=_RUN),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print summary.json and nothing else.", rich_help_panel=_RUN)
-]
+
+@dataclass(frozen=True)
+class Value:
+    """How an option's value is written; the metadata of ``Annotated``.
+
+    Attributes:
+        metavar: What stands for the value in help pages.
+        parse: Makes the value from the option's name and the text; None keeps the text.
+        choices: The texts that are accepted; None accepts all.
+        positional: Whether the value stands alone, without the option's name.
+    """
+
+    metavar: str = "TEXT"
+    parse: Callable[[str, str], Any] | None = None
+    choices: tuple[str, ...] | None = None
+    positional: bool = False
+
+    def read(self, name: str, text: str) -> Any:
+        if self.choices is not None and text not in self.choices:
+            raise ValueError(f"unknown {name.lstrip('-')} {text!r}: {nearest(text, self.choices)}")
+        return text if self.parse is None else self.parse(name, text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every command takes.
+
+    Attributes:
+        json: Print one JSON object and nothing else.
+    """
+
+    json: bool = False
+    given: tuple[str, ...] = field(
+        default=(), metadata={"internal": True}
+    )  # names of options that are no defaults
+
+    @classmethod
+    def of(cls: type[_O], **given: Any) -> _O:
+        """Make the options of a command from those that were given."""
+        return cls(**given, given=tuple(given))
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The options that were given, by name."""
+        return {name: getattr(self, name) for name in self.given}
+
+
+def flag(name: str) -> str:
+    """The option that fills the field ``name``; it says its unit in its help instead."""
+    return "--" + re.sub("_(s|bytes)$", "", name).replace("_", "-")
+
+
+def internal(default: Any) -> Any:
+    """A field that is no option."""
+    return field(default=default, metadata={"internal": True})
+
+
+def words(options: Mapping[str, Any]) -> list[str]:
+    """The command line that gives ``options``."""
+    found: list[str] = []
+    for name, value in options.items():
+        found += [flag(name)] if value is True else [flag(name), _text(value)]
+    return found
+
+
+def command(config: type[Options], module: str) -> Callable[..., None]:
+    """Make the function of a typer command: it passes a ``config`` to the function ``run`` of ``module``.
+
+    The module is imported when its command runs, so that help pages and refusals are quick.
+    """
+    hints = get_type_hints(config, include_extras=True)
+    shown = sorted(
+        (f for f in fields(config) if "internal" not in f.metadata), key=lambda f: f.name == "json"
+    )
+    values = {f.name: _value(hints[f.name]) for f in shown}
+
+    def run(**texts: Any) -> None:
+        with reporting(texts["json"]):
+            with arguments():
+                given = {
+                    n: _read(values[n], n, text) for n, text in texts.items() if text not in (None, False)
+                }
+                asked = config.of(**given)
+                answer = import_module(module).run
+            answer(asked)
+
+    helps = _helps(config)
+    parameters = [_parameter(f, values[f.name], helps[f.name], _panel(config, f.name)) for f in shown]
+    run.__doc__ = _about(config)
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _value(annotation: Any) -> Value | None:
+    """How values of a type are written; None for a flag."""
+    if annotation is bool:
+        return None
+    if get_origin(annotation) in (Union, UnionType):
+        (annotation,) = (a for a in get_args(annotation) if a is not type(None))
+    if get_origin(annotation) is Annotated:
+        (value,) = annotation.__metadata__
+        return value if isinstance(value, Value) else Value(value)
+    if get_origin(annotation) is Literal:
+        names = get_args(annotation)
+        return Value("|".join(names), choices=names)
+    return {int: Value("NUMBER", parse_whole), float: Value("NUMBER", parse_number), str: Value()}[annotation]
+
+
+def _read(value: Value | None, name: str, text: Any) -> Any:
+    return text if value is None else value.read(flag(name), text)
+
+
+def _parameter(f: Field[Any], value: Value | None, text: str, panel: str | None) -> inspect.Parameter:
+    default = inspect.Parameter.empty if f.default is MISSING else (None if value else False)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    if value is None:
+        option = typer.Option(flag(f.name), help=text, rich_help_panel=panel)
+        return inspect.Parameter(f.name, kind, default=default, annotation=Annotated[bool, option])
+    text, to, otherwise = text.partition(" Default: ")
+    if value.choices is not None and len(value.choices) > _FEW:
+        text += f" One of {', '.join(value.choices)}."
+    if f.default not in (MISSING, None, ""):
+        to, otherwise = " Default: ", f"{_text(f.default)}."
+    text += to + otherwise
+    info = (
+        typer.Argument(metavar=value.metavar, help=text)
+        if value.positional
+        else typer.Option(flag(f.name), metavar=value.metavar, help=text, rich_help_panel=panel)
+    )
+    return inspect.Parameter(f.name, kind, default=default, annotation=Annotated[str | None, info])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_text, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _about(config: type[Options]) -> str:
+    return inspect.cleandoc(config.__doc__ or "").partition("Attributes:")[0].strip()
+
+
+def _helps(config: type[Options]) -> dict[str, str]:
+    """The help of each option, from the docstrings of the class and its bases."""
+    found = {}
+    for base in reversed(config.__mro__):
+        entries = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
+        for name, text in re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", entries, re.MULTILINE | re.DOTALL):
+            found[name] = " ".join(text.split())
+    return found
+
+
+def _panel(config: type[Options], name: str) -> str | None:
+    """The heading over an option: what the docstring of its group calls the group."""
+    group = next(base for base in config.__mro__ if name in base.__annotations__)
+    return None if group in (config, Options) else _about(group).partition("\n")[0].rstrip(".")
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def parse_whole(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} {text}: write a whole number") from None
+
+
+def parse_number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{name} {text}: write a number") from None
+    if not math.isfinite(value):
+        raise ValueError(f"{name} {text}: must be a finite number")
+    return value
+
+
+def parse_count(name: str, text: str) -> int:
+    """Read a whole number of at least 1."""
+    return _above_0(name, text, parse_whole(name, text))
+
+
+def parse_positive(name: str, text: str) -> float:
+    return _above_0(name, text, parse_number(name, text))
+
+
+_N = TypeVar("_N", int, float)
+
+
+def _above_0(name: str, text: str, value: _N) -> _N:
+    if value <= 0:
+        raise ValueError(f"{name} {text}: must be more than 0")
+    return value

@@ -1,18 +1,23 @@
-"""How far a run is, on standard error: a bar on a terminal, else a line every now and then."""
+"""How far a run is, on standard error: a bar on a terminal, else a line every now and then; and what its log says."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from avgpipe.cli.folder import duration
+from avgpipe.links.choose import LINK_MESSAGE
 
 _LINE_EVERY_S = 10.0
 _SMOOTHING = 0.95  # of the loss shown, per batch
+_LOG = "avgpipe"
 
 
 class Sized(Protocol):
@@ -22,13 +27,13 @@ class Sized(Protocol):
 
 
 class Silent:
-    """Of the ranks other than the first."""
+    """The progress of the ranks other than the first: nothing is shown."""
 
     def batch(self, loss: float, samples: int, seconds: float) -> None:
-        """A batch is done; ``seconds`` of training it took since the one before."""
+        """A batch is done; it took so many seconds of training since the one before."""
 
     def validating(self, batches: Sized) -> Iterable[Any]:
-        """``batches``, with their progress shown as they are taken."""
+        """The batches, with their progress shown as they are taken."""
         return batches
 
     def note(self, text: str) -> None:
@@ -37,15 +42,15 @@ class Silent:
     def close(self) -> None: ...
 
 
-class Progress(Silent):
-    """``done`` of ``total`` batches at the beginning."""
+class ProgressBar(Silent):
+    """Shows a run of ``total`` batches of which ``done`` were done before."""
 
     def __init__(self, total: int, done: int) -> None:
         self._total, self._done, self._begun = total, done, done
         self._loss = self._weight = 0.0
         self._samples = self._seconds = 0.0
         self._last_line = time.monotonic()
-        self._bar: Bar | None = None
+        self._bar: Progress | None = None
         if sys.stderr.isatty():
             columns = (
                 TextColumn("{task.description:<8}"),
@@ -53,7 +58,7 @@ class Progress(Silent):
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[facts]}"),
             )
-            self._bar = Bar(*columns, console=Console(stderr=True), refresh_per_second=4)
+            self._bar = Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
             self._training = self._bar.add_task("training", total=total, completed=done, facts="")
             self._bar.start()
 
@@ -69,10 +74,18 @@ class Progress(Silent):
         elif self._line_is_due():
             self.note(f"batch {self._done}/{self._total}  {self._facts()}")
 
-    def validating(self, batches: Sized) -> Iterable[Any]:
-        if self._bar is None:
-            return self._validating_lines(batches)
-        return self._validating_bar(self._bar, batches)
+    def validating(self, batches: Sized) -> Iterator[Any]:
+        task = (
+            self._bar.add_task("validation", total=len(batches), facts="") if self._bar is not None else None
+        )
+        for number, batch in enumerate(batches):
+            if self._bar is None and self._line_is_due():
+                self.note(f"validation {number}/{len(batches)}")
+            yield batch
+            if self._bar is not None and task is not None:
+                self._bar.advance(task)
+        if self._bar is not None and task is not None:
+            self._bar.remove_task(task)
 
     def note(self, text: str) -> None:
         self._last_line = time.monotonic()
@@ -85,19 +98,6 @@ class Progress(Silent):
         if self._bar is not None:
             self._bar.stop()
 
-    def _validating_bar(self, bar: Bar, batches: Sized) -> Iterator[Any]:
-        task = bar.add_task("validation", total=len(batches), facts="")
-        for batch in batches:
-            yield batch
-            bar.advance(task)
-        bar.remove_task(task)
-
-    def _validating_lines(self, batches: Sized) -> Iterator[Any]:
-        for number, batch in enumerate(batches):
-            if self._line_is_due():
-                self.note(f"validation {number}/{len(batches)}")
-            yield batch
-
     def _line_is_due(self) -> bool:
         return time.monotonic() - self._last_line >= _LINE_EVERY_S
 
@@ -105,14 +105,59 @@ class Progress(Silent):
         loss = self._loss / self._weight if self._weight else float("nan")
         rate = self._samples / self._seconds if self._seconds else 0.0
         per_batch = self._seconds / (self._done - self._begun)
-        return f"loss {loss:.3f}  {rate:.1f} samples/s  {spell_s(per_batch * max(0, self._total - self._done))} left"
+        left = duration(per_batch * max(0, self._total - self._done))
+        return f"loss {loss:.3f}  {rate:.1f} samples/s  {left} left"
 
 
-def spell_s(seconds: float) -> str:
-    """A duration to read: 42 s, 3:05 min, 2:07 h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+# ---- what the runtime logs -------------------------------------------------------------------------------------------
+
+
+class LogNotes(logging.Handler):
+    """Collects, inside its block, what the runtime warns of and by which links this rank reaches others.
+
+    Attributes:
+        warnings: Texts of the warnings.
+        links: What is here, what is there, and the link, of each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.warnings: list[str] = []
+        self.links: list[tuple[str, ...]] = []
+        self._level_before = logging.NOTSET
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == LINK_MESSAGE and isinstance(record.args, tuple):
+            self.links.append(tuple(map(str, record.args)))
+        elif record.levelno >= logging.WARNING:
+            self.warnings.append(record.getMessage())
+
+    def __enter__(self) -> LogNotes:
+        log = logging.getLogger(_LOG)
+        self._level_before = log.level
+        if not log.isEnabledFor(logging.INFO):
+            log.setLevel(logging.INFO)
+        log.addHandler(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        log = logging.getLogger(_LOG)
+        log.removeHandler(self)
+        log.setLevel(self._level_before)
+
+
+def links_line(links: Iterable[Sequence[Sequence[str]]]) -> list[str]:
+    """One line from the links of all ranks; none where a single process has all stages."""
+    by_link: dict[str, list[str]] = {}
+    seen: set[frozenset[str]] = set()
+    for here, there, link in (entry for rank in links for entry in rank):
+        if {here, there} not in seen:  # both ends say so
+            seen.add(frozenset((here, there)))
+            by_link.setdefault(link, []).append(f"{here} to {there}")
+    if not by_link:
+        return []
+    if len(by_link) == 1 and len(seen) > 1:
+        return [f"links: all {len(seen)} by {next(iter(by_link))}"]
+    return ["links: " + "; ".join(f"{', '.join(pairs)} by {link}" for link, pairs in by_link.items())]

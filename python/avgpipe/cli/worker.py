@@ -7,21 +7,21 @@ import signal
 import sys
 import traceback
 
+from avgpipe.cli.config import CONFIG, TrainConfig
 from avgpipe.cli.errors import FAILED, CommandFailed, arguments, running, say
 from avgpipe.cli.launch import PEER_LOST
 from avgpipe.cli.process import die_with_parent, ending_on_signals
-from avgpipe.cli.settings import SETTINGS, TrainSettings
 from avgpipe.errors import PeerLost
 
 GRACE_S = 3.0  # after SIGTERM, to see the closed connection of the worker that died and name it
 
 
-def run_rank(settings: TrainSettings) -> None:
+def run_rank(config: TrainConfig) -> None:
     """Train as this rank; raises CommandFailed."""
     with arguments():
-        from avgpipe.cli.loop import TrainingRun
+        from avgpipe.cli.training import TrainingRun
 
-        run = TrainingRun(settings)
+        run = TrainingRun(config)
     try:
         with running():
             run.train()
@@ -34,11 +34,11 @@ def run_rank(settings: TrainSettings) -> None:
 def main() -> None:
     (parent,) = sys.argv[1:]
     die_with_parent(int(parent))
-    text = os.environ.pop(SETTINGS)
+    text = os.environ.pop(CONFIG)
     os.dup2(2, 1)  # standard output belongs to the command
     with ending_on_signals(_nothing, GRACE_S):
         try:
-            run_rank(TrainSettings.from_json(text))
+            run_rank(TrainConfig.from_json(text))
             leave_group()
             code = 0
         except CommandFailed as failure:

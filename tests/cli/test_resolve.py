@@ -1,12 +1,14 @@
 """Where the value of an option comes from."""
 
 import json
+from dataclasses import fields
 
 import pytest
 
-from avgpipe.cli.checks import check_folder
+from avgpipe.cli.config import LINKS, TrainConfig
 from avgpipe.cli.folder import RunFolder
-from avgpipe.cli.settings import LINKS, TrainSettings, parse_advance, parse_staleness, resolve
+from avgpipe.cli.resolve import check_folder
+from avgpipe.cli.resolve import resolve as complete
 from avgpipe.plan import Plan
 
 
@@ -16,31 +18,35 @@ def alone(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
+def resolve(**asked):
+    return complete(TrainConfig.of(workload="awd-lstm", **asked))
+
+
 def plan_of(**asked):
-    return resolve("awd-lstm", asked).plan
+    return resolve(**asked).to_plan()
 
 
 def test_defaults():
-    settings = resolve("awd-lstm", {})
+    settings = resolve()
     assert (settings.preset, settings.device, settings.seed, settings.epochs) == ("tiny", "cpu", 0, 1)
-    plan = settings.plan
-    assert (plan["system"], plan["stages"], plan["pipelines"], plan["micro_batches"]) == ("avgpipe", 2, 2, 4)
+    plan = settings.to_plan()
+    assert (plan.system, plan.stages, plan.pipelines, plan.micro_batches) == ("avgpipe", 2, 2, 4)
     assert settings.out.startswith("runs/awd-lstm-")
 
 
 def test_settings_survive_json():
-    settings = resolve("awd-lstm", {"target": 100.0, "advance": [1, 0]})
-    assert TrainSettings.from_json(settings.to_json()) == settings
+    settings = resolve(target=100.0, advance=(1, 0))
+    assert TrainConfig.from_json(settings.to_json()) == settings
 
 
 def test_a_system_brings_its_options():
     plan = plan_of(system="gpipe")
-    assert (plan["pipelines"], plan["schedule"]) == (1, "all-forward-all-backward")
-    assert plan_of(system="model-parallel")["micro_batches"] == 1
+    assert (plan.pipelines, plan.schedule) == (1, "all-forward-all-backward")
+    assert plan_of(system="model-parallel").micro_batches == 1
 
 
 def test_a_small_batch_makes_fewer_micro_batches_by_default():
-    assert plan_of(batch_size=3)["micro_batches"] == 3
+    assert plan_of(batch_size=3).micro_batches == 3
 
 
 def test_an_option_wins_over_the_plan_file(tmp_path):
@@ -48,43 +54,43 @@ def test_an_option_wins_over_the_plan_file(tmp_path):
     Plan(stages=4, pipelines=3, micro_batches=8, partition=[1, 2, 3], advance=[2, 2, 1, 0], period=5).save(
         file
     )
-    plan = resolve("awd-lstm", {"pipelines": 1}, str(file)).plan
-    assert (plan["stages"], plan["pipelines"], plan["micro_batches"], plan["period"]) == (4, 1, 8, 5)
-    assert (plan["partition"], plan["advance"]) == ([1, 2, 3], [2, 2, 1, 0])
+    plan = resolve(pipelines=1, plan=str(file)).to_plan()
+    assert (plan.stages, plan.pipelines, plan.micro_batches, plan.period) == (4, 1, 8, 5)
+    assert (plan.partition, plan.advance) == ([1, 2, 3], [2, 2, 1, 0])
 
 
 def test_what_was_chosen_for_other_stages_is_forgotten(tmp_path):
     file = tmp_path / "plan.json"
     Plan(stages=4, micro_batches=8, partition=[1, 2, 3], advance=[2, 2, 1, 0]).save(file)
-    plan = resolve("awd-lstm", {"stages": 2}, str(file)).plan
-    assert (plan["partition"], plan["advance"]) == (None, None)
+    plan = resolve(stages=2, plan=str(file)).to_plan()
+    assert (plan.partition, plan.advance) == (None, None)
 
 
 def test_another_system_replaces_what_the_plan_files_system_chose(tmp_path):
     file = tmp_path / "plan.json"
     Plan(stages=2, pipelines=2, micro_batches=4, advance=1).save(file)
-    plan = resolve("awd-lstm", {"system": "dapple"}, str(file)).plan
-    assert (plan["schedule"], plan["pipelines"], plan["advance"], plan["stages"]) == ("1f1b", 1, None, 2)
+    plan = resolve(system="dapple", plan=str(file)).to_plan()
+    assert (plan.schedule, plan.pipelines, plan.advance, plan.stages) == ("1f1b", 1, None, 2)
 
 
 def stored_run(folder, **values):
     folder.mkdir()
-    settings = resolve("awd-lstm", {"seed": 7, "batch_size": 8, "pipelines": 3, **values})
+    settings = resolve(seed=7, batch_size=8, pipelines=3, **values)
     (folder / "run.json").write_text(settings.to_json())
     return settings
 
 
 def test_a_resumed_run_keeps_its_settings(tmp_path):
     before = stored_run(tmp_path / "run", target=50.0)
-    after = resolve("awd-lstm", {"out": str(tmp_path / "run"), "resume": True, "epochs": 9})
-    assert (after.seed, after.batch_size, after.target, after.plan) == (7, 8, 50.0, before.plan)
+    after = resolve(out=str(tmp_path / "run"), resume=True, epochs=9)
+    assert (after.seed, after.batch_size, after.target, after.to_plan()) == (7, 8, 50.0, before.to_plan())
     assert (after.epochs, after.resume) == (9, True)
 
 
 def test_a_resumed_run_may_change_its_layout(tmp_path):
     stored_run(tmp_path / "run")
-    plan = resolve("awd-lstm", {"out": str(tmp_path / "run"), "resume": True, "stages": 1}).plan
-    assert (plan["stages"], plan["pipelines"]) == (1, 3)
+    plan = resolve(out=str(tmp_path / "run"), resume=True, stages=1).to_plan()
+    assert (plan.stages, plan.pipelines) == (1, 3)
 
 
 def under_torchrun(monkeypatch, attempt, launch="abc"):
@@ -97,7 +103,7 @@ def under_torchrun(monkeypatch, attempt, launch="abc"):
 def begun(out):
     """The folder of a run that torchrun's first attempt has begun."""
     out.mkdir()
-    (out / "run.json").write_text(resolve("awd-lstm", {"out": str(out)}).to_json())
+    (out / "run.json").write_text(resolve(out=str(out)).to_json())
 
 
 def test_an_attempt_of_torchrun_goes_on_from_the_checkpoint_of_the_one_before(tmp_path, monkeypatch):
@@ -108,11 +114,11 @@ def test_an_attempt_of_torchrun_goes_on_from_the_checkpoint_of_the_one_before(tm
     (out / "checkpoints" / "last" / "manifest.json").touch()
     for attempt in (0, 1, 2):
         under_torchrun(monkeypatch, attempt)
-        assert resolve("awd-lstm", {"out": str(out)}).resume == (attempt > 0)
+        assert resolve(out=str(out)).resume == (attempt > 0)
     under_torchrun(monkeypatch, 1, launch="another")
-    assert not resolve("awd-lstm", {"out": str(out)}).resume
+    assert not resolve(out=str(out)).resume
     monkeypatch.delenv("RANK")
-    assert not resolve("awd-lstm", {"out": str(out)}).resume
+    assert not resolve(out=str(out)).resume
 
 
 def test_launches_without_a_name_are_told_apart_by_their_process(tmp_path, monkeypatch):
@@ -121,9 +127,9 @@ def test_launches_without_a_name_are_told_apart_by_their_process(tmp_path, monke
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     begun(out)
     under_torchrun(monkeypatch, 1, launch="none")
-    assert resolve("awd-lstm", {"out": str(out)}).restarts
+    assert resolve(out=str(out)).restarts
     monkeypatch.setattr("os.getppid", lambda: 1)
-    assert not resolve("awd-lstm", {"out": str(out)}).restarts
+    assert not resolve(out=str(out)).restarts
 
 
 def test_an_attempt_of_torchrun_begins_anew_where_the_one_before_saved_nothing(tmp_path, monkeypatch):
@@ -132,16 +138,16 @@ def test_an_attempt_of_torchrun_begins_anew_where_the_one_before_saved_nothing(t
     begun(out)
     (out / "metrics.jsonl").write_text('{"kind": "train", "batch": 0}\n')
     with pytest.raises(ValueError, match="holds another run"):
-        check_folder(resolve("awd-lstm", {"out": str(out)}))
+        check_folder(resolve(out=str(out)))
     under_torchrun(monkeypatch, 1, launch="another")
     with pytest.raises(ValueError, match="holds another run"):
-        check_folder(resolve("awd-lstm", {"out": str(out)}))
+        check_folder(resolve(out=str(out)))
     under_torchrun(monkeypatch, 1)
-    settings = resolve("awd-lstm", {"out": str(out)})
+    settings = resolve(out=str(out))
     check_folder(settings)
     assert not settings.resume
     folder = RunFolder(out, writes=True)
-    folder.open(settings, Plan(**settings.plan))
+    folder.open(settings, settings.to_plan())
     folder.close()
     assert (out / "metrics.jsonl").read_text() == ""
 
@@ -151,30 +157,19 @@ def test_a_run_of_another_workload_is_not_resumed(tmp_path):
     values = json.loads((tmp_path / "run" / "run.json").read_text())
     (tmp_path / "run" / "run.json").write_text(json.dumps({**values, "workload": "gnmt"}))
     with pytest.raises(ValueError, match=r"is a run of 'gnmt', not of 'awd-lstm'"):
-        resolve("awd-lstm", {"out": str(tmp_path / "run"), "resume": True})
+        resolve(out=str(tmp_path / "run"), resume=True)
 
 
 def test_the_launcher_decides_the_stages(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert plan_of()["stages"] == 3
+    assert plan_of().stages == 3
     with pytest.raises(ValueError, match="3 workers were started for a plan of 2"):
         plan_of(stages=2)
 
 
-def test_parsing():
-    assert parse_advance(None) is None
-    assert parse_advance("2") == 2
-    assert parse_advance("3,2,1,0") == [3, 2, 1, 0]
-    assert parse_staleness("0") == 0
-    assert parse_staleness("asynchronous") == "asynchronous"
-    with pytest.raises(ValueError, match="--advance 2;1: write whole numbers"):
-        parse_advance("2;1")
-
-
 def test_advance_may_be_chosen_by_measuring():
-    assert parse_advance("auto") == "auto"
-    assert plan_of(advance="auto")["advance"] == "auto"
+    assert plan_of(advance="auto").advance == "auto"
 
 
 def test_the_links_are_those_of_the_runtime():
@@ -183,17 +178,9 @@ def test_the_links_are_those_of_the_runtime():
     assert LINKS == NAMES
 
 
-@pytest.mark.parametrize(
-    ("asked", "named"),
-    [
-        ({"link": "smh"}, "unknown link 'smh': .*shm"),
-        ({"wire_dtype": "int8"}, "unknown wire-dtype 'int8'"),
-        ({"link": "nccl"}, "--link nccl joins CUDA devices: add --device cuda"),
-    ],
-)
-def test_unknown_links_and_wires_are_refused(asked, named):
-    with pytest.raises(ValueError, match=named):
-        resolve("awd-lstm", asked)
+def test_links_between_cuda_devices_need_some():
+    with pytest.raises(ValueError, match="--link nccl joins CUDA devices: add --device cuda"):
+        resolve(link="nccl")
 
 
 def test_a_run_from_before_there_were_links_is_resumed(tmp_path):
@@ -201,15 +188,24 @@ def test_a_run_from_before_there_were_links_is_resumed(tmp_path):
     values = json.loads((tmp_path / "run" / "run.json").read_text())
     old = {name: value for name, value in values.items() if name not in ("link", "wire_dtype")}
     (tmp_path / "run" / "run.json").write_text(json.dumps(old))
-    settings = resolve("awd-lstm", {"out": str(tmp_path / "run"), "resume": True})
+    settings = resolve(out=str(tmp_path / "run"), resume=True)
     assert (settings.link, settings.wire_dtype) == ("auto", "none")
+
+
+def test_a_run_whose_plan_was_stored_apart_is_resumed(tmp_path):
+    before = stored_run(tmp_path / "run")
+    values = json.loads((tmp_path / "run" / "run.json").read_text())
+    plan = {f.name: values.pop(f.name) for f in fields(Plan)}
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**values, "plan": plan}))
+    settings = resolve(out=str(tmp_path / "run"), resume=True)
+    assert (settings.to_plan(), settings.seed) == (before.to_plan(), 7)
 
 
 def test_what_the_workload_is_asked_survives_the_way_to_the_workers(tmp_path):
     asked = {"data": str(tmp_path), "lr_scaling": "linear", "loader_workers": 2, "seed": 3, "pipelines": 3}
     for split in ("train", "valid", "test"):
         (tmp_path / f"{split}.txt").write_text("a b\n")
-    options = TrainSettings.from_json(resolve("awd-lstm", asked).to_json()).build_options()
+    options = TrainConfig.from_json(resolve(**asked).to_json()).build_options(3)
     assert (options.data, options.pretrained) == (tmp_path, None)
     assert (options.lr_scaling, options.loader_workers, options.pipelines) == ("linear", 2, 3)
     assert (options.seed, options.batch_size, options.epochs) == (3, 16, 1)

@@ -1,0 +1,375 @@
+"""The options of the commands, each declared once: its name, type, default and help."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from avgpipe.cli.options import Options, Value, internal, parse_count, parse_positive
+from avgpipe.errors import nearest
+from avgpipe.plan import RECOMPUTE, RULES, WEIGHTS, Plan
+from avgpipe.schedule import schedule_names
+from avgpipe.systems import SYSTEMS
+from avgpipe.units import parse_bytes, parse_names, parse_numbers, parse_rate, parse_seconds
+from avgpipe.workloads import LR_SCALINGS, BuildOptions, workload_names
+
+DEFAULT_STAGES, DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 2, 4
+# The variable of the environment in which workers get theirs: anybody may read a command line, with its paths.
+CONFIG = "AVGPIPE_CONFIG"
+LINKS = ("auto", "shm", "gloo", "cuda-ipc", "nccl")  # the runtime's, which needs torch
+
+
+def _parse_advance(name: str, text: str) -> int | tuple[int, ...] | str:
+    if text == "auto":
+        return text
+    numbers = parse_numbers(name, text, int, "2, as 3,2,1,0 for each stage, or auto")
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _parse_staleness(name: str, text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def _parse_replication(name: str, text: str) -> tuple[int, ...]:
+    return parse_numbers(name, text, int, "2,1,1 for each stage")
+
+
+def _parse_counts(name: str, text: str) -> tuple[int, ...]:
+    return tuple(sorted(set(parse_numbers(name, text, int, "1,2,4", least=1))))
+
+
+def _parse_amounts(name: str, text: str) -> tuple[float, ...]:
+    return parse_numbers(name, text, float, "10 or 10,12,9", least=0)
+
+
+def _parse_size(name: str, text: str) -> int:
+    return parse_bytes(name, text, positive=True)
+
+
+def _parse_systems(name: str, text: str) -> tuple[str, ...]:
+    names = tuple(SYSTEMS) if text.strip() == "all" else parse_names(text) or ("",)
+    for number, system in enumerate(names):
+        if system not in SYSTEMS:
+            raise ValueError(f"{name}: unknown system {system!r}: {nearest(system, tuple(SYSTEMS))}")
+        if system in names[:number]:
+            raise ValueError(f"{name} {text}: {system} comes twice, name it once")
+    return names
+
+
+Folder = Annotated[str, Value("DIR")]
+File = Annotated[str, Value("FILE")]
+Count = Annotated[int, Value("NUMBER", parse_count)]
+Counts = Annotated[tuple[int, ...], Value("NUMBER,...", _parse_counts)]
+Positive = Annotated[float, Value("NUMBER", parse_positive)]
+Amounts = Annotated[tuple[float, ...], Value("NUMBER,...", _parse_amounts)]
+Size = Annotated[int, Value("SIZE", _parse_size)]
+Schedule = Annotated[str, Value("NAME", choices=tuple(schedule_names()))]
+Advance = Annotated[int | tuple[int, ...] | str | None, Value("NUMBER,...|auto", _parse_advance)]
+Workload = Annotated[str, Value("WORKLOAD", choices=workload_names(), positional=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions(Options):
+    """The workload.
+
+    Attributes:
+        workload: Model and task.
+        data: Data folder. A language model needs train.txt, valid.txt and test.txt in it; without a folder it reads
+            the source of Python's standard library. The reference has the other workloads.
+        preset: Size of the model.
+        batch_size: Samples in a batch of one pipeline. Default: the preset's.
+        device: Where to compute.
+        autocast: Precision of matrix products; auto: lower where that makes the workload faster.
+    """
+
+    workload: Workload
+    data: Folder | None = None
+    preset: Annotated[str, Value("tiny|small|paper")] = "tiny"
+    batch_size: Count | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
+    autocast: Literal["auto", "none", "bfloat16", "float16"] = "auto"
+
+    def build_options(self, pipelines: int = 1) -> BuildOptions:
+        """What is asked of the workload."""
+        asked = {f.name: getattr(self, f.name) for f in fields(BuildOptions) if hasattr(self, f.name)}
+        for name in ("data", "pretrained"):
+            if asked.get(name) is not None:
+                asked[name] = Path(asked[name])
+        return BuildOptions(**{**asked, "pipelines": pipelines})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(WorkloadOptions):
+    """The training.
+
+    Attributes:
+        pretrained: Folder of a transformers model whose weights to start from (bert, gpt).
+        loader_workers: Processes of each worker that prepare batches ahead.
+        seed: Random seed (weights, dropout).
+        lr_scaling: How the learning rate grows with the number of pipelines. Default: the preset's.
+        epochs: Epochs, over all pipelines. Default: the preset's.
+        max_batches: Stop after this many batches, over all pipelines; the learning rate's course is stretched over
+            them.
+        target: Stop when the validation metric after an epoch reaches this value.
+        link: How tensors travel between workers.
+        wire_dtype: Wire dtype for activations and gradients; none keeps their dtype.
+        skip_nonfinite: Skip updates whose gradients have infinities or NaN.
+        timeout_s: Seconds to wait for another worker.
+    """
+
+    pretrained: Folder | None = None
+    loader_workers: int = 0
+    seed: int = 0
+    lr_scaling: Annotated[str | None, Value("|".join(LR_SCALINGS), choices=LR_SCALINGS)] = None
+    epochs: Count | None = None
+    max_batches: Count | None = None
+    target: float | None = None
+    link: Annotated[str, Value("|".join(LINKS), choices=LINKS)] = "auto"
+    wire_dtype: Literal["none", "bfloat16", "float16"] = "none"
+    skip_nonfinite: bool = False
+    timeout_s: Positive = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Options):
+    """The plan.
+
+    Attributes:
+        plan: A plan.json to start from; options given beside it take precedence.
+        system: Published system whose schedule, weights and averaging to use. Default: avgpipe.
+        stages: Number of pipeline stages, each on a worker of its own. Default: 2, or as many as torchrun started.
+        pipelines: Number of pipelines that run side by side. Default: 2, if the system allows.
+        micro_batches: Micro-batches per batch. Default: 4, if the system and the batch allow.
+        schedule: Order of the work. Default: the system's.
+        stages_per_worker: Stages on each worker, with the schedule interleaved-1f1b. Default: 2.
+        replication: Workers of each stage, which share its micro-batches, as in 2,1,1. Default: one each.
+        spread: Give each pipeline workers of its own; updates then travel over the network.
+        weights: Version of the weights that a batch runs on. Default: what the schedule was published with.
+        advance: Forward passes that a stage runs ahead: a number, one per stage as in 3,2,1,0, or auto to choose by
+            the times of the first batches. Default: the number of stages that follow.
+        rule: Averaging rule. Default: avgpipe.
+        staleness: Rounds by which averaging lags behind. Default: 1.
+        alpha: Strength of the pull towards the average, 0 to 1. Default: the rule's.
+        period: Batches of a pipeline between two averagings. Default: 1.
+        recompute: Micro-batches that run their forward pass again instead of saving activations. Default: never.
+    """
+
+    plan: File | None = None
+    system: Annotated[str | None, Value("NAME", choices=tuple(SYSTEMS))] = None
+    stages: Count | None = None
+    pipelines: Count | None = None
+    micro_batches: Count | None = None
+    schedule: Schedule | None = None
+    stages_per_worker: int | None = None
+    replication: Annotated[tuple[int, ...] | None, Value("NUMBER,...", _parse_replication)] = None
+    spread: bool = False
+    weights: Annotated[str | None, Value("|".join(WEIGHTS), choices=WEIGHTS)] = None
+    advance: Advance = None
+    rule: Annotated[str | None, Value("|".join(RULES), choices=RULES)] = None
+    staleness: Annotated[int | str | None, Value("0|1|asynchronous", _parse_staleness)] = None
+    alpha: float | None = None
+    period: Count | None = None
+    recompute: Annotated[str | None, Value("|".join(RECOMPUTE), choices=RECOMPUTE)] = None
+    partition: tuple[int, ...] | tuple[str, ...] | None = internal(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(TrainingOptions, PlanOptions):
+    """Train WORKLOAD: start the plan's workers on this machine, or join those that torchrun started.
+
+    Writes plan.json, metrics.jsonl, timeline.json, timeline.png, checkpoints/ and summary.json to the run's folder.
+
+    Attributes:
+        out: Folder of the run. Default: runs/WORKLOAD-DATE-TIME.
+        resume: Continue from the last checkpoint in --out; options that are not given stay as they were.
+        checkpoint_minutes: Minutes between checkpoints within an epoch.
+        launch: torchrun's name for what started the workers.
+        restarts: Whether torchrun has started the workers before, and they began this run.
+    """
+
+    out: Folder = ""
+    resume: bool = False
+    checkpoint_minutes: Positive = 10.0
+    launch: str | None = internal(None)
+    restarts: bool = internal(False)
+
+    def to_plan(self) -> Plan:
+        """The plan of a complete configuration, see ``resolve``."""
+        return Plan(**as_lists({f.name: getattr(self, f.name) for f in fields(Plan)}))
+
+    @property
+    def last_checkpoint(self) -> Path:
+        return Path(self.out) / "checkpoints" / "last"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(replace(self, given=())), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainConfig:
+        return cls(**read_values(json.loads(text)))
+
+
+def as_lists(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a plan, which holds lists."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def as_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def read_values(stored: dict[str, Any]) -> dict[str, Any]:
+    """The fields in the content of a run.json; older ones had the plan's in an object of their own."""
+    plan = stored.get("plan")
+    values = {**stored, **plan, "plan": None} if isinstance(plan, dict) else stored
+    known = {f.name for f in fields(TrainConfig)} - {"given"}
+    return as_tuples({name: value for name, value in values.items() if name in known})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(TrainingOptions):
+    """Train WORKLOAD with each system in turn, on the same data, seed and number of workers, and compare.
+
+    Prints a table and a sentence of advice. A system that fails is a row that says why, and the others go on.
+
+    Writes compare.md, compare.json, curves.png, timelines.png, and each system's run and log, to one folder.
+
+    Attributes:
+        systems: "all", or names separated by commas: avgpipe, gpipe, dapple, pipedream, ...
+        stages: Workers of each system: its stages, or its replicas where it has no stages.
+        pipelines: Number of pipelines of avgpipe; the other systems have their own. Default: 2.
+        micro_batches: Micro-batches per batch of the systems that split batches. Default: 4, or what a system needs.
+        memory_limit_bytes: Memory of a worker, as 2GiB. It is not enforced: a system whose peak was above it (on the
+            CPU, of the whole process) does not fit and is not ranked.
+        out: New folder for the results and the runs. Default: runs/compare-WORKLOAD-DATE-TIME.
+    """
+
+    systems: Annotated[tuple[str, ...], Value("NAMES", _parse_systems)]
+    stages: Count = DEFAULT_STAGES
+    pipelines: Count | None = None
+    micro_batches: Count | None = None
+    memory_limit_bytes: Size | None = None
+    out: Folder = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilingOptions(WorkloadOptions):
+    """The measurement.
+
+    Attributes:
+        bandwidth: Bandwidth of the link between two workers, as 10Gbit; goes with --latency. Default: measured between
+            two processes.
+        latency: Latency of that link, as 50us.
+        budget_s: About how many seconds to measure.
+    """
+
+    bandwidth: Annotated[float | None, Value("RATE", parse_rate)] = None
+    latency: Annotated[float | None, Value("TIME", parse_seconds)] = None
+    budget_s: Positive = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(ProfilingOptions):
+    """Time every layer of WORKLOAD, forward, backward and update, and count its bytes: what plans are made from.
+
+    Writes the profile as JSON.
+
+    Attributes:
+        micro_batch_sizes: Sizes of the micro-batches that are timed, in samples.
+        workers: Processes that profile at the same time, as workers of this machine would compute.
+        threads: Threads of torch, on the CPU.
+        out: Where to write the profile.
+        plot: Draw a picture.
+    """
+
+    micro_batch_sizes: Counts = (1, 2, 4, 8)
+    workers: Count = 1
+    threads: Count = 1
+    out: File = "profile.json"
+    plot: File | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig(ProfilingOptions):
+    """Find a good plan for WORKLOAD on a number of workers, without trying them all.
+
+    Profiles the layers, simulates plans of many sizes, leaves out what does not fit into the memory, and times the best
+    few where the devices are here. Prints predicted and measured times and memory; writes the plan.
+
+    Attributes:
+        workload: Model and task; without it give --profile and --batch-size.
+        workers: Number of devices, or on the CPU of processes with one thread.
+        memory_limit_bytes: Memory of a worker, as 2GiB; on the CPU of its whole process. Default: no limit.
+        pipelines: Numbers of pipelines to try.
+        micro_batches: Numbers of micro-batches to try. Default: up to one for each sample.
+        profile: Profile written by `avgpipe profile`. Default: the workload is profiled first.
+        cluster: TOML file with the devices and links to plan for, instead of --workers. Plans are then not timed.
+        bandwidth: Bandwidth of the link between two workers, as 10Gbit; goes with --latency. Plans are then not timed.
+        trials: How many of the best plans to time.
+        baselines: Also time max-num and max-size of the AvgPipe paper.
+        traversal: Also time every setting: this takes very long.
+        out: Where to write the plan.
+    """
+
+    workload: Workload = ""
+    workers: Count | None = None
+    memory_limit_bytes: Size | None = None
+    pipelines: Counts = (1, 2, 3)
+    micro_batches: Counts | None = None
+    profile: File | None = None
+    cluster: File | None = None
+    trials: int = 3
+    baselines: bool = False
+    traversal: bool = False
+    out: File = "plan.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig(Options):
+    """Say when a schedule would finish, how long a batch takes in steady state, and what memory it needs.
+
+    A device runs one action at a time, with several pipelines backwards first, then the oldest batch; transfers occupy
+    links, one tensor at a time in each direction.
+
+    Attributes:
+        stages: Number of stages, in most schedules with a device each.
+        micro_batches: Micro-batches per batch.
+        forward_ms: Forward time of a micro-batch in milliseconds; one value, or one per stage as in 10,12,9.
+        backward_ms: Backward time of a micro-batch in milliseconds; one value, or one per stage.
+        transfer_ms: Transfer time of one tensor in milliseconds; one value, or one per boundary.
+        update_ms: Time of a batch's update in milliseconds; one value, or one per stage.
+        activation_mib: MiB of activations saved for a micro-batch; one value, or one per stage.
+        weight_mib: MiB of weights and optimizer state of a pipeline; one value, or one per stage.
+        schedule: Order of the work.
+        advance: Forward passes that a stage runs ahead: a number, one per stage as in 3,2,1,0, or auto for the least
+            memory within 1 % of the best time. Default: the number of stages that follow.
+        stages_per_worker: Stages on each device, with the schedule interleaved-1f1b. Default: 2.
+        pipelines: Number of pipelines on the same devices.
+        batches: Batches, over all pipelines. Default: one per pipeline.
+        plot: Draw a picture.
+    """
+
+    stages: Count
+    micro_batches: Count
+    forward_ms: Amounts
+    backward_ms: Amounts
+    transfer_ms: Amounts = (0.0,)
+    update_ms: Amounts = (0.0,)
+    activation_mib: Amounts | None = None
+    weight_mib: Amounts | None = None
+    schedule: Schedule = "advance-forward"
+    advance: Advance = None
+    stages_per_worker: int | None = None
+    pipelines: Count = 1
+    batches: Count | None = None
+    plot: File | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig(Options):
+    """Say what was built, what this machine has, what will be used, and what is missing.
+
+    The exit code is 1 if training cannot work.
+    """

@@ -1,0 +1,251 @@
+"""Completes what was asked of ``avgpipe train``, and refuses what would fail later.
+
+An option comes from the command line, else from the plan file (those of the plan), else from the run that is resumed,
+else it has its default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from avgpipe import systems
+from avgpipe.checkpoint.manifest import Manifest, verify_checkpoint
+from avgpipe.cli.config import (
+    DEFAULT_MICRO_BATCHES,
+    DEFAULT_PIPELINES,
+    DEFAULT_STAGES,
+    TrainConfig,
+    as_lists,
+    as_tuples,
+    read_values,
+)
+from avgpipe.errors import CheckpointError
+from avgpipe.plan import Plan
+from avgpipe.planning import balance
+from avgpipe.systems import SYSTEMS
+from avgpipe.workloads import check_workload
+
+if TYPE_CHECKING:
+    from avgpipe.workloads import Workload
+
+RUN_FILE = "run.json"
+_PARTS_OF_A_RUN = (RUN_FILE, "plan.json", "metrics.jsonl", "summary.json", "timeline.json", "checkpoints")
+_ON_CUDA = ("cuda-ipc", "nccl")
+
+
+def resolve(asked: TrainConfig) -> TrainConfig:
+    """Complete the configuration of a run.
+
+    Reads at most the plan file and the resumed run's ``run.json``. Raises ValueError, TypeError or OSError for what
+    cannot be, cheap checks only.
+    """
+    if asked.resume and not asked.out:
+        raise ValueError("--resume needs --out DIR, the folder of the run to continue")
+    launch = _launch()
+    restarts = bool(asked.out) and _is_restart(Path(asked.out), launch)
+    resume = asked.resume or (restarts and has_checkpoint(asked.out))
+    stored = _stored(Path(asked.out), asked.workload) if resume else {}
+    config = TrainConfig.of(**{**stored, **asked.asked})
+    _check_link(config)
+    config = replace(config, data=_absolute(config.data), pretrained=_absolute(config.pretrained))
+    facts = check_workload(config.workload, config.build_options())
+    plan = _plan(asked, stored, facts.batch_size)
+    if plan.stages > facts.layers:
+        raise ValueError(
+            f"{plan.stages} stages are more than the {facts.layers} layers of {config.workload} {facts.preset}: "
+            f"choose --stages 1 to {facts.layers}"
+        )
+    if plan.micro_batches > facts.batch_size:
+        raise ValueError(
+            f"a batch of {facts.batch_size} samples cannot be split into {plan.micro_batches} micro-batches: "
+            "use a larger --batch-size or fewer --micro-batches"
+        )
+    return replace(
+        config,
+        **as_tuples(asdict(plan)),
+        plan=None,
+        batch_size=facts.batch_size,
+        epochs=facts.epochs,
+        out=config.out or f"runs/{config.workload}-{time.strftime('%Y%m%d-%H%M%S')}",
+        resume=resume,
+        launch=launch,
+        restarts=restarts,
+        given=(),
+    )
+
+
+def _absolute(path: str | None) -> str | None:
+    """The run may be resumed from elsewhere."""
+    return None if path is None else str(Path(path).absolute())
+
+
+def _check_link(config: TrainConfig) -> None:
+    if config.link in _ON_CUDA and config.device != "cuda":
+        raise ValueError(f"--link {config.link} joins CUDA devices: add --device cuda, or use --link auto")
+
+
+# ---- torchrun --------------------------------------------------------------------------------------------------------
+
+
+def joined_ranks() -> int | None:
+    """The number of workers that torchrun, or a launcher with its environment variables, has started, if any."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _launch() -> str | None:
+    """torchrun's name for what started the workers. Launches that were given none are all called "none": on one host
+    their processes tell them apart.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name == "none" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return f"none-{os.getppid()}"
+    return name
+
+
+def _is_restart(out: Path, launch: str | None) -> bool:
+    """Whether torchrun has started the workers again, and an earlier attempt began the run in ``out``."""
+    if joined_ranks() is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return False
+    values = _read(out)
+    return values is not None and values.get("launch") == launch
+
+
+# ---- the run that is resumed -----------------------------------------------------------------------------------------
+
+
+def has_checkpoint(out: str | os.PathLike[str]) -> bool:
+    return (Path(out) / "checkpoints" / "last" / "manifest.json").is_file()
+
+
+def _read(out: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads((out / RUN_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _stored(out: Path, workload: str) -> dict[str, Any]:
+    """The configuration of the run in ``out``; none if it cannot be read, for the checkpoint is what matters."""
+    values = _read(out)
+    if values is None:
+        return {}
+    if values.get("workload") != workload:
+        raise ValueError(
+            f"{out} is a run of {values.get('workload')!r}, not of {workload!r}: name that workload"
+        )
+    return read_values(values)
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def _plan(asked: TrainConfig, stored: dict[str, Any], batch_size: int) -> Plan:
+    names = [f.name for f in fields(Plan)]
+    loaded = stored if asked.plan is None else asdict(Plan.load(asked.plan))
+    base = as_lists({name: value for name, value in loaded.items() if name in names})
+    explicit = as_lists({name: value for name, value in asked.asked.items() if name in names})
+    _drop_what_depends(base, explicit)
+    ranks = joined_ranks()
+    chosen = {**base, **explicit}
+    system = chosen.pop("system", "avgpipe")
+    row = SYSTEMS[system]
+    stages = chosen.setdefault("stages", ranks if ranks is not None and ranks > 1 else DEFAULT_STAGES)
+    if "pipelines" not in row:
+        chosen.setdefault("pipelines", DEFAULT_PIPELINES)
+    if "micro_batches" not in row:
+        wanted = 1 if "stages" in row else min(DEFAULT_MICRO_BATCHES, batch_size)  # they serve to fill stages
+        replication = chosen.get("replication", systems.row(system, stages).get("replication"))
+        chosen.setdefault("micro_batches", systems.micro_batches(system, stages, replication, wanted))
+    plan = Plan.for_system(system, **chosen)
+    if ranks is not None and ranks not in (1, plan.workers):
+        raise ValueError(f"{ranks} workers were started for a plan of {plan.workers}: start one for each")
+    return plan
+
+
+def _drop_what_depends(base: dict[str, Any], explicit: dict[str, Any]) -> None:
+    """Forget choices of a stored plan that were made for a system, schedule or number of stages that is overridden."""
+
+    def overridden(name: str) -> bool:
+        return name in explicit and name in base and explicit[name] != base[name]
+
+    stages, schedule, system = (overridden(n) for n in ("stages", "schedule", "system"))
+    if system:
+        for name in ("schedule", "weights", "replication", *SYSTEMS[explicit["system"]]):
+            base.pop(name, None)
+    if stages:
+        base.pop("partition", None)
+        base.pop("replication", None)
+    if schedule:
+        base.pop("weights", None)
+    if system or schedule or (stages and isinstance(base.get("advance"), list | tuple)):
+        base.pop("advance", None)
+
+
+# ---- what is refused before a worker starts and before anything is written -------------------------------------------
+
+
+def check_run(config: TrainConfig) -> None:
+    """Refuse what would fail later: folder, device, data, model, checkpoint. ValueError, CheckpointError or OSError."""
+    check_folder(config)
+    check_device(config.device)
+    from avgpipe.runtime.model import Model
+
+    workload, plan = prepare(config)
+    model = Model.split(workload.layers, plan.stages, plan.partition)
+    if config.resume:
+        verify_checkpoint(config.last_checkpoint, model.signature())
+
+
+def prepare(config: TrainConfig) -> tuple[Workload, Plan]:
+    """The workload, and the plan with the stages' layers: as configured, else balanced by the workload's costs."""
+    from avgpipe.workloads import build_workload
+
+    plan = config.to_plan()
+    workload = build_workload(config.workload, config.build_options(plan.pipelines))
+    if plan.partition is None and workload.layer_costs is not None:
+        plan = replace(plan, partition=balance(workload.layer_costs, plan.stages))
+    return workload, plan
+
+
+def check_folder(config: TrainConfig) -> None:
+    """Refuse a folder that cannot be written to, or that holds something else than the run that is asked for."""
+    out = Path(config.out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: name a folder")
+    if config.resume:
+        if not has_checkpoint(out):
+            raise CheckpointError(
+                f"--resume: no checkpoint in {config.last_checkpoint}; "
+                "leave out --resume and name a new --out to start a new run"
+            )
+        Manifest.read(config.last_checkpoint)
+        return
+    if config.restarts:
+        return
+    found = next((name for name in _PARTS_OF_A_RUN if (out / name).exists()), None)
+    if found is not None:
+        raise ValueError(
+            f"--out {out} holds another run ({found}): add --resume to continue it, or name another folder"
+        )
+    nearest_folder = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not nearest_folder.is_dir() or not os.access(nearest_folder, os.W_OK):
+        raise ValueError(
+            f"--out {out} cannot be made: {nearest_folder} is not a folder that you may write to"
+        )
+
+
+def check_device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"--device cuda: torch {torch.__version__} sees no CUDA device; use --device cpu, or see avgpipe doctor"
+        )

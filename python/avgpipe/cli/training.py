@@ -1,0 +1,401 @@
+"""The training loop of ``avgpipe train``: the same on every rank; only the first writes files and shows progress."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from avgpipe import __version__
+from avgpipe.checkpoint.agreement import NotFinite
+from avgpipe.cli.config import TrainConfig
+from avgpipe.cli.folder import Goal, RunFolder, Totals, strict_json
+from avgpipe.cli.progress import LogNotes, ProgressBar, Silent, links_line
+from avgpipe.cli.resolve import prepare
+from avgpipe.errors import CheckpointError
+from avgpipe.pipeline import Pipeline
+from avgpipe.runtime.memory import peak_memory_bytes
+from avgpipe.timeline.timeline import Timeline
+
+
+class TrainingRun:
+    """A run from its first validation, or from its last checkpoint, to its summary.
+
+    Making one builds the pipeline, loads the checkpoint or validates the initial weights, and then makes the run's
+    folder: whatever the model refuses, it refuses before anything is written. Raises ValueError, TypeError, OSError or
+    PipelineError.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.workload, self.plan = prepare(config)
+        self.goal = Goal(self.workload.lower_is_better, config.target)
+        with LogNotes() as log:
+            self.pipeline = self._make_pipeline()
+        self._world = self.pipeline.world
+        first = self._world.rank == 0
+        # Workers that were started one by one may have named their folder at different times.
+        self.out = Path(self._of_first(config.out))
+        self.folder = RunFolder(self.out, writes=first)
+        self.done = Totals()
+        self._epoch_batches = len(self.workload.train_batches(0))
+        if config.resume:
+            self.pipeline.load(self.folder.checkpoints / "last")
+            self._recall()
+        self.progress = ProgressBar(self._total(), self.done.batches) if first else Silent()
+        self.progress.note(self._title())
+        if self.workload.trivial is not None:
+            answer, score = self.workload.trivial
+            self.progress.note(f"baseline: {answer}, {self.workload.metric_name} {score:.2f}")
+        self._warnings = log.warnings
+        for note in (*links_line(self._of_all(log.links)), *self._warnings):
+            self.progress.note(note)
+        self._saved_at = time.monotonic()
+        self._unsaved: CheckpointError | None = None  # why the last checkpoint was not written
+        self._stretches: list[tuple[int, int]] = []  # batches, first and last, without a pause between them
+        self._resumed_at = self.done.batches
+        if config.resume:
+            self.folder.open(config, self.plan)
+        else:
+            self._validate()  # opens the folder once it has succeeded
+            self._save()
+            if self._unsaved is not None:  # before hours of training
+                raise self._unsaved
+        self._pace = Pace(config.checkpoint_minutes * 60, self.plan.pipelines)
+
+    def _make_pipeline(self) -> Pipeline:
+        config, workload = self.config, self.workload
+        autocast = (
+            workload.autocast.get(config.device) if config.autocast == "auto" else _dtype(config.autocast)
+        )
+        return Pipeline(
+            workload.layers,
+            self.plan,
+            loss_fn=workload.loss_fn,
+            optimizer=workload.optimizer,
+            lr_scheduler=workload.lr_scheduler,
+            clip_grad_norm=workload.clip_grad_norm,
+            skip_nonfinite=config.skip_nonfinite,
+            loss_weight=workload.loss_weight,
+            autocast=autocast,
+            device=config.device,
+            seed=config.seed,
+            timeout_s=config.timeout_s,
+            link=config.link,
+            wire_dtype=_dtype(config.wire_dtype),
+        )
+
+    def train(self) -> None:
+        """Train to the end and write the summary."""
+        epoch, start = self._position()
+        while epoch < self.workload.epochs and self._left():
+            self._train_epoch(epoch, start)
+            self._validate()
+            self._observe()
+            self._save()
+            if self.done.batches and self.goal.reached(self.done.metric):
+                self.progress.note(f"target {self.config.target:g} reached")
+                break
+            epoch, start = epoch + 1, 0
+        self.progress.close()
+        if self.done.batches > self._resumed_at or not (self.out / "summary.json").is_file():
+            self._finish()
+        self.folder.close()
+        if self._unsaved is not None:
+            raise self._unsaved
+
+    def close(self) -> None:
+        self.progress.close()
+        self.pipeline.close()
+
+    # ---- what ranks tell each other ----------------------------------------------------------------------------------
+
+    def _of_all(self, value: Any) -> list[Any]:
+        """The value of every rank, in rank order."""
+        return [json.loads(text) for text in self._world.gather_texts(json.dumps(value))]
+
+    def _of_first(self, value: Any) -> Any:
+        return self._of_all(value)[0]
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def _train_epoch(self, epoch: int, start: int) -> None:
+        batches = self.workload.train_batches(epoch, start)
+        left = min(len(batches), self._left())
+        source = iter(batches)
+        self.done.enter(epoch)
+        first = self.done.batches
+        while left > 0:
+            count = min(left, self._pace.batches())
+            self._train_batches(islice(source, count))
+            left -= count
+            if left > 0 and self._checkpoint_is_due(count):
+                self._stretches.append((first, self.done.batches - 1))
+                self._save()
+                first = self.done.batches
+        if self.done.batches > first:
+            self._stretches.append((first, self.done.batches - 1))
+
+    def _train_batches(self, batches: Iterator[tuple[object, object]]) -> None:
+        done = self.done
+        clock = time.perf_counter()
+        for result in self.pipeline.train(batches):
+            now = time.perf_counter()
+            done.note_batch(result.samples, now - clock)
+            self.folder.row(
+                "train",
+                batch=result.batch,
+                pipeline=result.pipeline,
+                epoch=done.epoch,
+                samples=done.samples,
+                loss=result.loss,
+                seconds=round(done.seconds, 6),
+            )
+            self.progress.batch(result.loss, result.samples, now - clock)
+            clock = now
+
+    def _validate(self) -> None:
+        """Validate the reference weights, note what came out, and keep them if they are the best so far."""
+        loss, metrics = self._evaluate()
+        metric = metrics[self.workload.metric_name]
+        if not self.folder.is_open:
+            self.folder.open(self.config, self.plan)
+        done = self.done
+        best = done.note_validation(done.batches, loss, metric, self.goal)
+        self.folder.row(
+            "valid",
+            epoch=done.epoch,
+            batch=done.batches,
+            loss=loss,
+            metric=metric,
+            metrics=metrics,
+            seconds=round(done.seconds, 6),
+        )
+        when = f"after {done.batches} batches" if done.batches else "before training"
+        values = ", ".join(f"{name} {value:.2f}" for name, value in metrics.items())
+        skipped = self._skipped_updates()
+        note = f"; updates skipped so far: {skipped}" if skipped else ""
+        self.progress.note(f"validation {when}: {values}, loss {loss:.4f}{note}")
+        if best:
+            self._try_to_save("best")
+
+    def _evaluate(self) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of the reference's weights; once optimizers keep running means, of those of the first
+        pipeline: replicas stay near their reference, and the mean evens out the rest.
+        """
+        self.pipeline.drain()  # nothing may be in flight while the parameters hold something else
+        batches = self.progress.validating(self.workload.valid_batches())
+        with ExitStack() as swapped:
+            weights: str | int = "reference"
+            averaged = self.workload.averaged or (lambda _: None)
+            for optimizer in self.pipeline.optimizers:
+                mean = averaged(getattr(optimizer, "inner", optimizer))
+                if mean is not None:
+                    swapped.enter_context(mean)
+                    weights = 0
+            result = self.pipeline.evaluate(batches, self.workload.metric_fn, weights=weights)
+            means = result.metric if isinstance(result.metric, dict) else {}
+            found = self.workload.metrics(result.loss, means)
+            if self.workload.decode is not None:
+                found |= self.workload.decode(partial(self.pipeline.predict, weights=weights))
+        return result.loss, found
+
+    def _observe(self) -> None:
+        """Let the workload's optimizers react to the validation, before the checkpoint that holds their state."""
+        react = self.workload.after_validation
+        if react is not None:
+            for optimizer in self.pipeline.optimizers:
+                react(getattr(optimizer, "inner", optimizer), self.done.loss)
+
+    def _skipped_updates(self) -> int:
+        """All pipelines' since the run began or was resumed; every rank with a part in one counts it."""
+        apart = self.plan.pipelines if self.plan.spread and self._world.size > 1 else 1
+        return int(sum(self._of_all(self.pipeline.skipped_updates))) * apart // self._world.size
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        self._unsaved = self._try_to_save("last")
+        self._saved_at = time.monotonic()
+
+    def _try_to_save(self, name: str) -> CheckpointError | None:
+        """A disk that is full for a while does not end a run. Weights that are not finite do: they would stay so."""
+        try:
+            self.pipeline.save(self.folder.checkpoints / name)
+        except NotFinite:
+            raise
+        except CheckpointError as error:
+            self.progress.note(f"warning: {error}; training goes on, and tries again at its next checkpoint")
+            return error
+        return None
+
+    def _checkpoint_is_due(self, batches: int) -> bool:
+        """Whether the first rank's clock says so; a short agreement of all ranks."""
+        elapsed_s: float = self._of_first(time.monotonic() - self._saved_at)
+        return self._pace.due(batches, elapsed_s)
+
+    def _recall(self) -> None:
+        """Read what the run had done on the first rank, and tell the others."""
+        batches = self.pipeline.batches
+        if self._world.rank == 0:
+            self.done = Totals.of(self.folder.cut(batches), batches, self.goal)
+        self.done = Totals(**self._of_first(asdict(self.done)))
+
+    def _position(self) -> tuple[int, int]:
+        """Epoch and first batch to continue with.
+
+        With another number of pipelines or batch size, where about as many samples of the epoch have been used; batch j
+        of an epoch is for pipeline j % N, as the pipeline counts on.
+        """
+        done, n = self.done, self.plan.pipelines
+        start = -(-done.epoch_samples // self.workload.batch_size)
+        start += (done.batches - start) % n
+        if start >= len(self.workload.train_batches(done.epoch)):
+            return done.epoch + 1, done.batches % n
+        return done.epoch, start
+
+    def _left(self) -> int:
+        limit = self.config.max_batches
+        return max(0, limit - self.done.batches) if limit is not None else 1 << 62
+
+    def _total(self) -> int:
+        """Batches of the whole run; epochs of other lengths than the first one are not looked at."""
+        total: int = self.workload.epochs * self._epoch_batches
+        return min(total, self.config.max_batches or total)
+
+    # ---- what is told and written ------------------------------------------------------------------------------------
+
+    def _title(self) -> str:
+        s, p = self.config, self.plan
+        what = f"{s.workload} {s.preset}" + (f" ({self.workload.title})" if self.workload.title else "")
+        action = f"resumes after batch {self.done.batches}" if s.resume else "begins"
+        return (
+            f"{what} {action}: {p.system}, {p.schedule}; {_several(p.stages, 'stage')}, "
+            f"{_several(p.pipelines, 'pipeline')}, {_several(p.micro_batches, 'micro-batch')} per batch of "
+            f"{_several(self.workload.batch_size, 'sample')}; {s.device}; writes {self.out}"
+        )
+
+    def _finish(self) -> None:
+        """Write what the run came to: summary, trace and picture."""
+        timeline = self.pipeline.timeline()
+        peaks = self._of_all(peak_memory_bytes(self.pipeline.device))
+        skipped = self._skipped_updates()
+        if self._world.rank != 0:
+            return
+        longest = unbroken(timeline, self._stretches)
+        self.folder.write(
+            "summary.json", strict_json(self._summary(longest, peaks, skipped), indent=2) + "\n"
+        )
+        if timeline.events:
+            timeline.to_chrome_trace(self.out / "timeline.json")
+            longest.plot(self.out / "timeline.png")
+
+    def _summary(self, timeline: Timeline, peaks: Sequence[int], skipped: int) -> dict[str, Any]:
+        """The content of summary.json; times are of training, without validations and checkpoints."""
+        config, plan, done, workload = self.config, self.plan, self.done, self.workload
+        chosen = self.pipeline.advance  # what advance="auto" came to
+        layers = workload.layers
+        whole = layers if isinstance(layers, nn.Module) else nn.ModuleList(layers)
+        return {
+            "workload": config.workload,
+            "system": plan.system,
+            "stages": plan.stages,
+            "pipelines": plan.pipelines,
+            "micro_batches": plan.micro_batches,
+            "batch_size": workload.batch_size,
+            "schedule": plan.schedule,
+            "advance": plan.advance if chosen is None else chosen.advance,
+            "epochs": round(done.epoch + self._epoch_share(), 4),
+            "batches": done.batches,
+            "samples": done.samples,
+            "train_seconds": done.seconds,
+            "samples_per_second": done.samples / done.seconds if done.seconds > 0 else None,
+            "metric_name": workload.metric_name,
+            "lower_is_better": workload.lower_is_better,
+            "metric": done.metric,
+            "target": config.target,
+            "seconds_to_target": done.seconds_to_target,
+            "worker_busy_fraction": timeline.worker_busy_fraction,
+            "bubble_fraction": timeline.bubble_fraction,
+            "peak_memory_bytes": peaks,
+            "parameters": sum(p.numel() for p in whole.parameters()),
+            "seed": config.seed,
+            "versions": {
+                "avgpipe": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "preset": config.preset,
+            "title": workload.title,
+            "best_metric": done.best,
+            "trivial_metric": workload.trivial[1] if workload.trivial else None,
+            "warnings": self._warnings,
+            "skipped_updates": skipped,
+        }
+
+    def _epoch_share(self) -> float:
+        """How much of the current epoch is done, 0 to 1."""
+        whole = len(self.workload.train_batches(self.done.epoch)) * self.workload.batch_size
+        return min(1.0, self.done.epoch_samples / whole) if whole else math.nan
+
+
+class Pace:
+    """When the ranks agree on whether a checkpoint is due: seldom, since each time their pipelines run empty.
+
+    The segments between agreements double in length at first; later they last as long as the checkpoint interval.
+    Everything follows from numbers that are the same on all ranks, so all make the same decisions.
+    """
+
+    def __init__(self, interval_s: float, pipelines: int) -> None:
+        self._interval_s, self._pipelines = interval_s, pipelines
+        self._rounds = 4  # a round is a batch of every pipeline
+        self._since_save = 0
+
+    def batches(self) -> int:
+        """Batches of the next segment."""
+        return self._rounds * self._pipelines
+
+    def due(self, batches: int, elapsed_s: float) -> bool:
+        """Whether to save now, after a segment of ``batches``, ``elapsed_s`` after the last checkpoint was saved."""
+        self._since_save += batches
+        per_round_s = elapsed_s * self._pipelines / self._since_save
+        save = elapsed_s >= self._interval_s
+        left_s = self._interval_s if save else self._interval_s - elapsed_s
+        longest = left_s / per_round_s if per_round_s > 0 else 2.0 * self._rounds
+        self._rounds = max(1, min(2 * self._rounds, int(longest) + 1))
+        if save:
+            self._since_save = 0
+        return save
+
+
+def unbroken(timeline: Timeline, stretches: Sequence[tuple[int, int]]) -> Timeline:
+    """The part of a timeline with the longest stretch of batches that all stages still have: pauses are no bubbles."""
+    begins: dict[int, int] = {}
+    for event in timeline.events:
+        begins[event.stage] = min(begins.get(event.stage, event.batch), event.batch)
+    oldest = max(begins.values(), default=0)
+    kept = [(max(first, oldest), last) for first, last in stretches if last >= oldest]
+    if not kept:
+        return timeline
+    return timeline.window(*max(kept, key=lambda s: s[1] - s[0]))
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    dtype: torch.dtype | None = None if name == "none" else getattr(torch, name)
+    return dtype
+
+
+def _several(count: int, what: str) -> str:
+    plural = what + ("es" if what.endswith("ch") else "s")
+    return f"{count} {what if count == 1 else plural}"

@@ -1,0 +1,73 @@
+"""What is evaluated, and how often a run is saved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from avgpipe.cli.config import TrainConfig
+from avgpipe.cli.resolve import resolve
+from avgpipe.cli.training import Pace, TrainingRun
+from avgpipe.workloads import language
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_running_means_are_evaluated_once_there_are_some(pipelines, text, tmp_path, monkeypatch):
+    presets = language.PRESETS["awd-lstm"]
+    training = replace(presets["tiny"].training, lr=0.5, decay="none", warmup=0.0)
+    monkeypatch.setitem(presets, "tiny", replace(presets["tiny"], averaged=True, training=training))
+    sizes = {"batch_size": 4, "stages": 1, "pipelines": pipelines, "max_batches": 8}
+    asked = TrainConfig.of(workload="awd-lstm", data=str(text), out=str(tmp_path / "run"), **sizes)
+    run = TrainingRun(resolve(asked))
+    try:
+        batches = list(run.workload.train_batches(0))
+        list(run.pipeline.train(batches[:4]))
+        before = run._evaluate()[0]
+        assert before == run.pipeline.evaluate(run.workload.valid_batches()).loss
+        for optimizer in run.pipeline.optimizers:
+            getattr(optimizer, "inner", optimizer).trigger()
+        list(run.pipeline.train(batches[4:12]))
+        own = run.pipeline.evaluate(run.workload.valid_batches(), weights=0).loss
+        mean = run._evaluate()[0]
+        assert mean != own
+        assert run.pipeline.evaluate(run.workload.valid_batches(), weights=0).loss == own
+    finally:
+        run.close()
+
+
+# ---- when ranks agree on checkpoints, and how often -----------------------------------------------------------------
+
+
+def simulate(interval_s, batch_s, batches, pipelines=2):
+    """Times of the checkpoints of a run, and the number of agreements."""
+    pace, now, saved, saves, agreements = Pace(interval_s, pipelines), 0.0, 0.0, [], 0
+    done = 0
+    while done < batches:
+        count = pace.batches()
+        assert count % pipelines == 0
+        done += count
+        now += count * batch_s
+        agreements += 1
+        if pace.due(count, now - saved):
+            saves.append(now)
+            saved = now
+    return saves, agreements
+
+
+def test_checkpoints_come_at_about_the_interval():
+    saves, _ = simulate(interval_s=600, batch_s=0.1, batches=40_000)
+    gaps = [b - a for a, b in zip([0.0, *saves], saves)]
+    assert len(saves) == 6
+    assert all(600 <= gap < 602 for gap in gaps)
+
+
+def test_agreements_are_few():
+    _, agreements = simulate(interval_s=600, batch_s=0.1, batches=40_000)
+    assert agreements < 40
+
+
+def test_batches_slower_than_the_interval_are_each_followed_by_a_checkpoint():
+    saves, agreements = simulate(interval_s=1, batch_s=5.0, batches=100)
+    assert len(saves) == agreements
+    assert agreements >= 46
