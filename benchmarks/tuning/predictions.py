@@ -112,7 +112,7 @@ def settings_of(model: str, preset: str, slices: int) -> list[Setting]:
     from avgpipe.measure.subject import loaded, profile_of, workload_of
     from avgpipe.measure.trial import Subject
     from avgpipe.measure.workers import measure_workers
-    from avgpipe.runtime.split import layers_of
+    from avgpipe.runtime.model import layers_of
 
     subject = Subject(model, preset)
     workload = workload_of(subject)

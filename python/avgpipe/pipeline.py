@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -22,9 +19,7 @@ from torch import nn
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
 from avgpipe.checkpoint.folder_lock import FolderLocks
 from avgpipe.device import own_device, select
-from avgpipe.errors import CheckpointError, PipelineError, nearest
-from avgpipe.links.choose import NAMES as LINKS
-from avgpipe.links.choose import ON_CUDA as CUDA_LINKS
+from avgpipe.errors import CheckpointError
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, choose_advance
 from avgpipe.ranks.allocator import keep_freed_memory
@@ -32,27 +27,20 @@ from avgpipe.ranks.threads import warn_of_threads
 from avgpipe.ranks.world import World
 from avgpipe.runtime.batch import LossFn, loss_weights, pair, plain, sample_count, split
 from avgpipe.runtime.compiled import Compiler, compile_options, described
-from avgpipe.runtime.export import gather_state
-from avgpipe.runtime.flow import BatchResult, Flow
-from avgpipe.runtime.freezing import places_of, set_requires_grad
-from avgpipe.runtime.inference import Inference
-from avgpipe.runtime.loader import Prefetch
+from avgpipe.runtime.evaluate import MetricSums, OutputCollector, run_evaluation
+from avgpipe.runtime.feed import BatchResult, Feed, Prefetch
 from avgpipe.runtime.loss import Loss, loss_of
 from avgpipe.runtime.measure import gather_timeline, measured_costs
-from avgpipe.runtime.model import Model
-from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.outputs import Evaluation, Prediction
+from avgpipe.runtime.model import Model, layers_of
+from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions
 from avgpipe.runtime.placement import Placement
-from avgpipe.runtime.replica import OptimizerFn, SchedulerFn
-from avgpipe.runtime.requirements import check_model
-from avgpipe.runtime.split import layers_of
+from avgpipe.runtime.requirements import check_device, check_model, check_options, warn_of_waits
+from avgpipe.runtime.weights import find_parameters, gather_state, set_requires_grad
 from avgpipe.runtime.worker import Worker
 from avgpipe.timeline.timeline import Timeline
 
-_log = logging.getLogger("avgpipe")
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
 _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count
-_WIRE_DTYPES = (None, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -141,44 +129,36 @@ class Pipeline:
             raise TypeError(f"plan must be an avgpipe.Plan, not {plan!r}")
         if not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s must be positive and finite, not {timeout_s}")
-        if clip_grad_norm is not None and not clip_grad_norm > 0:
-            raise ValueError(f"clip_grad_norm must be positive, not {clip_grad_norm}")
-        if link not in LINKS:
-            raise ValueError(f"unknown link {link!r}: {nearest(str(link), LINKS)}")
         if memory_limit_bytes is not None and (plan.advance != "auto" or not memory_limit_bytes > 0):
             raise ValueError(
                 f"memory_limit_bytes={memory_limit_bytes!r}: a number of bytes above 0, for a plan with "
                 f'advance="auto" (this one has {plan.advance!r}); leave it out elsewhere'
             )
-        if loss_scale is None and autocast is torch.float16:
-            loss_scale = "dynamic"
-        _check_loss_scale(loss_scale)
-        if wire_dtype not in _WIRE_DTYPES:
-            raise ValueError(f"wire_dtype must be None, torch.bfloat16 or torch.float16, not {wire_dtype}")
         compiling = compile_options(compile, plan.recompute)
-        self.plan = plan
+        options = TrainingOptions(
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            clip_grad_norm=clip_grad_norm,
+            autocast=autocast,
+            recompute=plan.recompute,
+            cuda_graphs=cuda_graphs,
+            skip_nonfinite=skip_nonfinite,
+            weighs=loss_weight is not None,
+            loss_scale="dynamic" if loss_scale is None and autocast is torch.float16 else loss_scale,
+            compiler=Compiler(compiling, model),
+            link=link,
+            wire_dtype=wire_dtype,
+            measures=plan.advance == "auto",
+        )
+        check_options(options)
         check_model(model)
-        compiler = Compiler(compiling, model)
-        layers = layers_of(model)
+        self.plan, layers = plan, layers_of(model)
         self._model = Model.cut(model, layers, plan.stages, plan.partition)
         self._device = _device(device, layers)
+        check_device(options, plan.weights, self._device, layers)
         if self._device.type == "cpu":
             keep_freed_memory()
-        if link in CUDA_LINKS and self._device.type != "cuda":
-            raise ValueError(
-                f"link {link!r} needs CUDA, not device {str(self._device)!r}: use 'auto', 'shm' or 'gloo'"
-            )
-        if cuda_graphs and plan.recompute != "never":
-            raise ValueError(f"cuda_graphs=True cannot recompute={plan.recompute!r}: use one of the two")
-        if cuda_graphs and plan.weights != "flush":  # a graph reads where its capture found the weights
-            raise ValueError(
-                f"cuda_graphs=True cannot follow weights={plan.weights!r}, which keeps several versions: use a "
-                "schedule that flushes, or leave cuda_graphs out"
-            )
-        if cuda_graphs and self._device.type != "cuda":
-            raise ValueError(f"cuda_graphs=True needs CUDA, not device {str(self._device)!r}: leave it out")
-        if self._device.type == "cuda":
-            compiler.refuse_cuda_graphs(layers)
         select(self._device)
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         if isinstance(loss_fn, nn.Module):
@@ -187,38 +167,24 @@ class Pipeline:
         self.world.require_same("plan", plan.to_json())
         placement = Placement.of(plan, self.world.size)
         self.world.describe([placement.describe(rank) for rank in range(self.world.size)])
-        self.world.require_same(
-            "link, wire_dtype, clip_grad_norm, skip_nonfinite, autocast or loss_scale",
-            f"link={link!r}, wire_dtype={wire_dtype}, clip_grad_norm={clip_grad_norm}, {skip_nonfinite=}, "
-            f"{autocast=}, {loss_scale=}",
-        )
+        self.world.require_same(*options.shared_text())
         self.world.require_same("compile", described(compiling))
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
         self.world.require_same(
             "initial value of shared parameters", json.dumps(self._model.shared_values(layers))
         )
-        options = TrainingOptions(
-            *(loss_fn, clip_grad_norm, autocast, plan.recompute, cuda_graphs, skip_nonfinite),
-            *(loss_weight is not None, loss_scale, compiler),
-        )
-        self._advise(options.needs_norm)
+        if not self.world.rank:
+            warn_of_waits(options, plan, any(self._model.shared))
         if self.world.size == 1 and self._device.type == "cpu":
             warn_of_threads()
-        self._worker = Worker(
-            *(self._model, layers, plan, placement, self.world, self._device, seed, options),
-            *(optimizer, lr_scheduler, link, wire_dtype),
-        )
+        self._worker = Worker(self._model, layers, plan, placement, self.world, self._device, seed, options)
         self._memory_limit_bytes, self._cuda_graphs = memory_limit_bytes, cuda_graphs
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
         self._choose_at = _MEASURED_BATCHES * plan.pipelines if plan.advance == "auto" else None
-        for lane in self._worker.lanes.values():
-            lane.compute.measures = plan.advance == "auto"
         self._loader = Prefetch(self._worker.copy_ahead)
-        self._flow = Flow(self._worker, plan, self._loader, loss_fn, loss_weight, self._running)
-        self._failed: BaseException | None = None
+        self._feed = Feed(self._worker, plan, self._loader, loss_fn, loss_weight)
         self._folders = FolderLocks()
-        self._closed = False
         atexit.register(_close, weakref.ref(self))
 
     # ---- training ------------------------------------------------------------------------------------------------
@@ -226,28 +192,28 @@ class Pipeline:
     def train(self, loader: Iterable[Any]) -> Iterator[BatchResult]:
         """Train on the batches of ``loader``, pairs (inputs, targets), and yield their results in order.
 
-        Pipelines stream: when the result of batch j is yielded, the next N - 1 batches are under way. Whatever is
+        Pipelines stream: when the result of batch j is yielded, the next N - 1 batches are in flight. Whatever is
         called then (``evaluate``, ``save``) finishes them first.
         """
-        flow = self._flow
+        feed = self._feed
         self.drain()
-        flow.results.clear()  # of batches that an abandoned loop left under way
+        feed.results.clear()  # of batches that an abandoned loop left in flight
         self._loader.open(loader)
         while True:
             self._choose_advance()
-            while flow.takes_more() and not flow.results and flow.fetch():
+            while feed.takes_more() and not feed.results and feed.fetch():
                 pass
-            if not flow.results:
-                if not flow.in_hand:
+            if not feed.results:
+                if feed.is_empty:
                     return
-                flow.finish_oldest(prefetch=True)
-            yield flow.results.popleft()
+                feed.finish_oldest(prefetch=True)
+            yield feed.results.popleft()
 
     def step(self, inputs: Any, targets: Any) -> float:
         """Train every pipeline on its share of the samples and wait; the mean loss over all of them."""
-        flow, n = self._flow, self.plan.pipelines
+        feed, n = self._feed, self.plan.pipelines
         self.drain()
-        flow.results.clear()
+        feed.results.clear()
         self._choose_advance()
         inputs, targets = plain(inputs), plain(targets)
         samples = sample_count(inputs, targets)
@@ -256,51 +222,38 @@ class Pipeline:
                 f"{samples} samples are too few for {n} pipelines, each of which trains on a share of them"
             )
         for x, y in zip(split(inputs, n), split(targets, n)):
-            flow.begin(x, y, self._worker.copy_ahead(x, y))
-        flow.end()
+            feed.begin(x, y, self._worker.copy_ahead(x, y))
+        feed.end()
         total = weight = 0.0
         for _ in range(n):
-            flow.finish_oldest()
-            total += flow.results.popleft().loss * flow.weight
-            weight += flow.weight
+            feed.finish_oldest()
+            total += feed.results.popleft().loss * feed.weight
+            weight += feed.weight
         self.drain()
         return total / weight
 
     def drain(self) -> None:
-        """Finish the batches that are under way."""
-        self._flow.drain()
-
-    def _advise(self, needs_norm: bool) -> None:
-        shares = any(self._model.shared)
-        if (
-            self.plan.weights == "stash"
-            and self.plan.stages > 1
-            and (needs_norm or shares)
-            and not self.world.rank
-        ):
-            why = "the norm of all gradients" if needs_norm else "parameters that stages share"
-            _log.warning(
-                "weights='stash' with %s: a stage's next forward waits for the first stage's backward; "
-                "weights='vertical-sync' does not wait",
-                why,
-            )
+        """Finish the batches that are in flight."""
+        self._feed.drain()
 
     def _choose_advance(self) -> None:
         """Once, after the first batches, where the plan says "auto": every rank measures, and all choose alike."""
-        if self._choose_at is None or self._flow.begun < self._choose_at:
+        if self._choose_at is None or self._feed.begun < self._choose_at:
             return
         self._choose_at = None
         self.drain()
         plan = self.plan
-        with self._running():
-            costs = measured_costs(self._worker, plan.stages)
+        with self._worker.running():
+            costs = measured_costs(self._worker)
         chosen = choose_advance(
-            *(plan.stages, plan.micro_batches, costs),
+            plan.stages,
+            plan.micro_batches,
+            costs,
             pipelines=plan.pipelines,
             memory_limit_bytes=self._memory_limit_bytes,
         )
         self.advance = chosen
-        self._worker.columns = lru_cache(maxsize=None)(replace(plan, advance=chosen.advance).columns)
+        self._worker.follow(replace(plan, advance=chosen.advance).build_schedule())
         if self.world.rank == 0:
             print(f"avgpipe: {chosen}", file=sys.stderr)
 
@@ -330,9 +283,16 @@ class Pipeline:
         batches = map(pair, _not_empty(loader))
         if isinstance(self._loss_fn, nn.Module):
             self._loss_fn.eval()
-        passes = Inference(self._worker, self.plan.micro_batches, which)
-        with self._running():
-            parts = list(passes.run(batches, lambda: Evaluation(loss, weight, metric_fn)))
+        with self._worker.running():
+            parts = list(
+                run_evaluation(
+                    self._worker,
+                    self.plan.micro_batches,
+                    which,
+                    batches,
+                    lambda: MetricSums(loss, weight, metric_fn),
+                )
+            )
         names = parts[0][1]
         total, weighed, samples, *metrics = sum(part.cpu() for part, _ in parts).tolist()
         means = {name: value / samples for name, value in zip(names, metrics)}
@@ -349,16 +309,17 @@ class Pipeline:
         which = self._which(weights)
         inputs = plain(inputs)
         sample_count(inputs)  # raises what is wrong with them before the pipeline is at it
-        passes = Inference(self._worker, self.plan.micro_batches, which)
-        with self._running():
-            (output,) = passes.run([(inputs, None)], Prediction)
+        with self._worker.running():
+            (output,) = run_evaluation(
+                self._worker, self.plan.micro_batches, which, [(inputs, None)], OutputCollector
+            )
         return output
 
     def state_dict(self, weights: str | int = "reference") -> dict[str, torch.Tensor]:
         """Weights and buffers under the names of the unsplit model, into which they load with ``strict=True``."""
         self.drain()
         which = self._which(weights)
-        with self._running():
+        with self._worker.running():
             return gather_state(self._model, self._worker, which)
 
     def save(self, directory: str | Path) -> None:
@@ -368,8 +329,8 @@ class Pipeline:
         infinities or NaN: what was there stays, and training may go on.
         """
         self.drain()
-        with self._running(CheckpointError):
-            batches = self._flow.next_batch
+        with self._worker.running(CheckpointError):
+            batches = self._feed.next_batch
             save_checkpoint(Path(directory), self._model, self._worker, self.plan, batches, self._folders)
 
     def load(self, directory: str | Path) -> None:
@@ -378,12 +339,12 @@ class Pipeline:
         CheckpointError, on every rank, for one that is missing, damaged or another model's: nothing has changed then.
         """
         self.drain()
-        with self._running(CheckpointError):
+        with self._worker.running(CheckpointError):
             found = read_checkpoint(Path(directory), self._model, self._worker, self.plan)
-        with self._running():
-            self._flow.next_batch = restore_checkpoint(found, self._model, self._worker)
-            for lane in self._worker.lanes.values():
-                lane.resume(self._flow.next_batch)
+        with self._worker.running():
+            self._feed.next_batch = restore_checkpoint(found, self._model, self._worker)
+            for row in self._worker.rows:
+                row.resume(self._feed.next_batch)
 
     def requires_grad_(self, names: str | Sequence[str], flag: bool = True) -> None:
         """Freeze parameters (``flag`` False), or let them train again, from the next batch on; on every rank alike.
@@ -397,11 +358,11 @@ class Pipeline:
             raise ValueError(
                 "cuda_graphs=True has captured which gradients are wanted: leave cuda_graphs out"
             )
-        places = places_of(self._model, names)
+        indices = find_parameters(self._model, names)
         self.drain()
-        with self._running():
+        with self._worker.running():
             self.world.require_same("argument of requires_grad_", json.dumps([names, flag]))
-            set_requires_grad(self._worker, places, flag)
+            set_requires_grad(self._worker, indices, flag)
 
     @property
     def device(self) -> torch.device:
@@ -411,13 +372,13 @@ class Pipeline:
     @property
     def batches(self) -> int:
         """Batches begun so far, over all pipelines; the next one goes to pipeline ``batches % N``."""
-        return self._flow.next_batch
+        return self._feed.next_batch
 
     def loader_state(self, loader: Any) -> Any:
         """``loader.state_dict()`` as it was after the batches that were trained on, to be saved beside :meth:`save`.
 
         The loader itself may be a batch ahead. ``loader`` is what was given to :meth:`train`, and has a ``state_dict``,
-        as torchdata's StatefulDataLoader. Batches that are under way are finished first.
+        as torchdata's StatefulDataLoader. Batches that are in flight are finished first.
         """
         self.drain()
         return self._loader.state(loader)
@@ -425,27 +386,26 @@ class Pipeline:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of this rank: one per pipeline and stage that has trainable parameters."""
-        return [r.optimizer for r in self._worker.replicas.values() if r.optimizer is not None]
+        return [r.optimizer for r in self._worker.trained.values() if r.optimizer is not None]
 
     @property
     def skipped_updates(self) -> int:
         """Updates that ``skip_nonfinite`` or ``loss_scale`` has left out, of pipelines that this rank has a part in."""
-        return sum({i: lane.skipped for (_, i), lane in self._worker.lanes.items()}.values())
+        return sum({i: lane.update.skipped for (_, i), lane in self._worker.lanes.items()}.values())
 
     def timeline(self) -> Timeline:
         """When what ran in the last steps, on all ranks; times in seconds from the first of them."""
         self.drain()
-        with self._running():
+        with self._worker.running():
             return gather_timeline(self._worker)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Let the other workers have what was sent last, and end the threads. The process group stays."""
-        if not self._closed:
-            self._closed = True
-            self._folders.release()
-            self._worker.close(_FAILED_PATIENCE_S if self._failed else min(self.world.timeout_s, _PATIENCE_S))
+        self._folders.release()
+        failed = self._worker.failure is not None
+        self._worker.close(_FAILED_PATIENCE_S if failed else min(self.world.timeout_s, _PATIENCE_S))
 
     def __enter__(self) -> Pipeline:
         return self
@@ -457,24 +417,6 @@ class Pipeline:
         bounds = self._model.bounds
         cut = ", ".join(f"{a}..{b - 1}" for a, b in pairwise(bounds))
         return f"Pipeline({asdict(self.plan)}, layers of the stages: {cut}, device={self._device})"
-
-    @contextmanager
-    def _running(self, harmless: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-        """Whatever fails inside is told to the other ranks, and ends this pipeline, but for what is ``harmless``, which
-        all ranks raise.
-        """
-        if self._closed:
-            raise PipelineError("this Pipeline is closed")
-        if self._failed is not None:
-            raise PipelineError(f"this Pipeline has failed before: {self._failed}") from self._failed
-        try:
-            yield
-        except harmless:
-            raise
-        except Exception as error:
-            self._failed = error
-            self.world.report(error)
-            raise
 
     def _which(self, weights: str | int) -> str | int:
         if weights == "reference" or (
@@ -500,13 +442,6 @@ def _not_empty(loader: Iterable[Any]) -> Iterator[Any]:
     except StopIteration:
         raise ValueError("evaluate needs at least one batch: the loader is empty") from None
     return chain([first], source)
-
-
-def _check_loss_scale(scale: Any) -> None:
-    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if scale in (None, "dynamic") or (is_number and scale > 0 and math.isfinite(scale)):
-        return
-    raise ValueError(f"loss_scale must be None, 'dynamic' or a number above 0, not {scale!r}")
 
 
 def _device(device: torch.device | str | None, layers: Sequence[nn.Module]) -> torch.device:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.split import layers_of
+from avgpipe.runtime.model import layers_of
 from tests.workloads.equality import sgd
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from avgpipe import StageError
-from avgpipe.runtime.split import Segment, layers_of, stage_bounds
+from avgpipe.runtime.model import layers_of, stage_bounds
+from avgpipe.runtime.tracing import TracedLayer
 from tests.interop.models import (
     CLASSES,
     LANGUAGE_MODELS,
@@ -230,7 +231,7 @@ def test_a_subclass_is_split_by_whose_forward_it_has():
 
     config = build("BertModel").config
     assert len(layers_of(Mine(config))) == 5
-    assert all(isinstance(layer, Segment) for layer in layers_of(Traced(config)))
+    assert all(isinstance(layer, TracedLayer) for layer in layers_of(Traced(config)))
 
 
 def test_what_the_layers_do_not_do_is_refused():

@@ -6,7 +6,6 @@ import gc
 import random
 import threading
 import time
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,14 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from avgpipe import Plan
 from avgpipe.errors import PeerLost
 from avgpipe.links.choose import Links
 from avgpipe.links.group import Buffers, GroupLink, Sizes, _tag, lend
 from avgpipe.links.link import LocalLink, Mailbox
-from avgpipe.links.message import KINDS, NAMES, Channel, Key
-from avgpipe.runtime.placement import Placement
-from avgpipe.runtime.steps import Place, channels_into
+from avgpipe.links.message import KINDS, Channel, Key
 from tests.links.ends import CPU, LINKS, Ends, ends, eventually, groups
 
 
@@ -303,69 +299,7 @@ def test_a_local_link_hands_over_without_a_copy() -> None:
         link.send(Key("F", 0, 0, 1, 0, 2), [{1}])
 
 
-# ---- which channels there are ------------------------------------------------------------------------------------
-
-
-def sent_by(place: Place, M: int) -> set[Channel]:
-    """What a lane sends for batches of up to M micro-batches, from its steps."""
-    placement, seat, stage, i = place.placement, place.seat, place.stage, place.pipeline
-    last = placement.stages - 1
-    to: list[tuple[str, int]] = []
-    for m in range(M):
-        if placement.at(stage, m) == seat:
-            to += [("F", placement.at(stage + 1, m))] if stage < last else []
-            to += [("B", placement.at(stage - 1, m))] if stage > 0 else []
-    to += [("A", peer) for peer in place.peers]
-    to += [("T", other) for k in place.shared for other in placement.informed(seat, k)]
-    if place.norm and stage < last:
-        to += [("C", other) for other in placement.informed(seat, stage + 1)]
-    if place.norm and stage > 0:
-        to += [("N", other) for other in placement.informed(seat, stage - 1)]
-    to += [("L", other) for other in place.tells_the_loss]
-    return {Channel(kind, i, seat, other) for kind, other in to}
-
-
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.integers(1, 3), st.booleans(), st.data())
-def test_receivers_expect_exactly_what_senders_send(
-    replication: list[int], N: int, norm: bool, data: Any
-) -> None:
-    K = len(replication)
-    pairs = data.draw(st.sets(st.tuples(st.integers(0, K - 1), st.integers(0, K - 1)), max_size=4))
-    shared: dict[int, set[int]] = {}
-    for a, b in pairs:
-        if a != b:
-            shared.setdefault(a, set()).add(b)
-            shared.setdefault(b, set()).add(a)
-    ranks = sum(replication)
-    plan = Plan(
-        stages=K, schedule="all-forward-all-backward", micro_batches=6, pipelines=N, replication=replication
-    )
-    placement = Placement.of(plan, ranks)
-    places = {
-        (seat, i): Place(placement, seat, i, tuple(sorted(shared.get(stage, ()))), norm)
-        for seat, (stage, _, _) in enumerate(placement.seats)
-        for i in range(N)
-    }
-    into = [channels_into(r, placement, [places[r, i] for i in range(N)]) for r in range(ranks)]
-    found = [channel for channels in into for channel in channels]
-    assert len(set(found)) == len(found)
-    speakers = [placement.seats_of(k)[0] for k in range(K)]
-    expected = set().union(*(sent_by(place, 6) for place in places.values()))
-    expected |= {Channel("E", 0, a, b) for a, b in pairwise(speakers)}
-    expected |= {Channel("R", 0, speakers[-1], r) for r in range(ranks) if r != speakers[-1]}
-    assert set(found) == expected
-    assert all(channel.seat == r for r, channels in enumerate(into) for channel in channels)
-    assert set(NAMES) == {*KINDS, "Z"}  # the sums of a torch.distributed group come through no link
-
-
-def test_workers_with_several_seats_exchange_nothing_with_themselves() -> None:
-    placement = Placement.of(Plan(stages=4, schedule="interleaved-1f1b", micro_batches=2), 2)
-    assert placement.workers == ((0, 2), (1, 3))
-    into = channels_into(0, placement, [Place(placement, seat, 0, (), False) for seat in (0, 2)])
-    assert set(into) == {
-        *(Channel("B", 0, 1, 0), Channel("F", 0, 1, 2), Channel("B", 0, 3, 2)),
-        *(Channel("E", 0, 1, 2), Channel("R", 0, 3, 0)),
-    }
+# ---- closing -----------------------------------------------------------------------------------------------------
 
 
 def test_closing_waits_until_the_peer_has_taken_what_was_sent_last() -> None:

@@ -16,8 +16,8 @@ from avgpipe.errors import StageError
 from avgpipe.runtime.batch_norm import DeferredBatchNorm, DeferredBatchNorm2d, defer_batch_norms
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.graphs import StageGraphs
-from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.stage import Stage
+from avgpipe.runtime.trained_stage import TrainedStage
 from tests.runtime.cases import adamw, assert_same_state, momentum, train_on_one_device, unequal
 from tests.runtime.norms import LOSS, image_batches, image_model, slow_norms, slow_training
 from tests.runtime.workers import run
@@ -363,7 +363,7 @@ def test_a_graph_s_statistics_are_read_from_its_memory(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
     stage, model = stage_of(nn.BatchNorm2d(4)), nn.BatchNorm2d(4)
     graphs, slow = StageGraphs(stage), slow_norms(nn.Sequential(model))[0]
-    replica = Replica(stage, 0, momentum, None, None, Arena(stage.parameters()))
+    replica = TrainedStage(stage, 0, momentum, None, None, Arena(stage.parameters()))
     for batch in range(3):
         # the last micro-batch of the last batch is short, and so runs without its graph
         for m, x in enumerate(torch.randn(8 - (batch == 2), 4, 3, 3).split(4)):

@@ -17,10 +17,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from avgpipe import Pipeline, Plan, StageError
-from avgpipe.runtime import lane
 from avgpipe.runtime.compiled import Compiler, compile_options, described, is_compiled
 from avgpipe.runtime.context import Carry
-from avgpipe.runtime.split import Segment, layers_of
+from avgpipe.runtime.model import layers_of
+from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.tracing import TracedLayer
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal
 from tests.runtime.norms import image_batches, image_model, slow_training
 from tests.runtime.workers import run
@@ -333,12 +334,12 @@ def test_capturing_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
     plan, batches = Plan(stages=2, micro_batches=3), token_batches(3, 6)
     expected = train(language_model(), plan, batches)
-    options = lane.TrainingOptions
 
-    def with_graphs(*given: Any) -> Any:
-        return options(*given[:4], cuda_graphs=True, compiler=given[-1])
+    def with_graphs(**given: Any) -> TrainingOptions:
+        return TrainingOptions(**{**given, "cuda_graphs": True})
 
     monkeypatch.setattr("avgpipe.pipeline.TrainingOptions", with_graphs)
+    monkeypatch.setattr("avgpipe.pipeline.check_device", lambda *given: None)
     backend = Backend()
     losses, state = train(language_model(), plan, batches, compile={"backend": backend})
     assert backend.graphs > 0
@@ -479,7 +480,7 @@ def test_traced_models_that_come_compiled(way: str) -> None:
         model.compile(backend=backend)
     else:
         given = torch.compile(model, backend=backend)
-    assert all(isinstance(layer, Segment) for layer in layers_of(given))
+    assert all(isinstance(layer, TracedLayer) for layer in layers_of(given))
     _, state = train(given, plan, batches)
     assert backend.graphs
     for value, theirs in zip(state.values(), expected.values()):

@@ -16,7 +16,7 @@ from avgpipe import Pipeline, Plan
 from avgpipe.links import choose
 from avgpipe.links.link import LocalLink, Mailbox
 from avgpipe.links.message import Key
-from avgpipe.runtime.lane import Walk
+from avgpipe.runtime.lane import Queue
 from avgpipe.runtime.scheduler import Scheduler
 from tests.runtime.cases import (
     assert_same_state,
@@ -56,16 +56,16 @@ class Shuffled(LocalLink):
             self._real.bell.ring()  # look here again
 
 
-def any_walk(scheduler: Scheduler) -> Walk | None:
+def any_queue(scheduler: Scheduler) -> Queue | None:
     """As if every lane's device were slower or faster than the others', differently at every step."""
-    ready = [walk for walk in scheduler._walks if walk.ready()]
+    ready = [queue for queue in scheduler._queues if queue.head is not None and queue.head.is_ready()]
     return Shuffled.dice.choice(ready) if ready else None
 
 
 @pytest.fixture
 def shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "LocalLink", Shuffled)
-    monkeypatch.setattr(Scheduler, "_most_urgent", any_walk)
+    monkeypatch.setattr(Scheduler, "_most_urgent", any_queue)
 
 
 @cache

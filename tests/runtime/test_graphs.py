@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime import lane
 from avgpipe.runtime.context import Carry, Position
 from avgpipe.runtime.graphs import StageGraphs
+from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.stage import Stage
 from tests.runtime.cases import adamw, language_model, token_batches
 
@@ -92,12 +92,12 @@ def test_versions_of_the_weights_are_refused(plan):
 
 def train(batches, graphs, monkeypatch):
     if graphs:
-        options = lane.TrainingOptions
 
-        def with_graphs(*arguments):
-            return options(*arguments[:4], cuda_graphs=True)
+        def with_graphs(**arguments):
+            return TrainingOptions(**{**arguments, "cuda_graphs": True})
 
         monkeypatch.setattr("avgpipe.pipeline.TrainingOptions", with_graphs)
+        monkeypatch.setattr("avgpipe.pipeline.check_device", lambda *arguments: None)
     plan = Plan(stages=3, pipelines=2, micro_batches=3)
     with Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=adamw) as p:
         return [r.loss for r in p.train(batches)], p.evaluate(batches).loss, p.state_dict()

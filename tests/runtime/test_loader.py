@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.loader import Prefetch
+from avgpipe.runtime.feed import Prefetch
 from avgpipe.runtime.scheduler import Scheduler
 from tests.runtime.cases import language_model, momentum, token_batches
 
@@ -146,12 +146,12 @@ def idle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     run_until = Scheduler.run_until
     asked: list[bool] = []
 
-    def always(self: Scheduler, done: Any, work: Any = lambda: False, told: Any = ()) -> None:
+    def always(self: Scheduler, done: Any, work: Any = lambda: False, *rest: Any, **named: Any) -> None:
         asked.append(work())
-        run_until(self, done, work, told)
+        run_until(self, done, work, *rest, **named)
 
-    def never(self: Scheduler, done: Any, work: Any = lambda: False, told: Any = ()) -> None:
-        run_until(self, done, told=told)
+    def never(self: Scheduler, done: Any, work: Any = lambda: False, *rest: Any, **named: Any) -> None:
+        run_until(self, done, lambda: False, *rest, **named)
 
     monkeypatch.setattr(Scheduler, "run_until", always if request.param == "idle" else never)
     return str(request.param)

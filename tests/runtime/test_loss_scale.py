@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import avgpipe.runtime.loss_scale
+import avgpipe.runtime.loss
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.loss_scale import LossScale
+from avgpipe.runtime.loss import LossScale
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal
 from tests.runtime.workers import run
 
@@ -23,7 +23,7 @@ INTERVAL = 3  # updates without an overflow until the scale grows; 2,000 otherwi
 
 @pytest.fixture(autouse=True)
 def _grows_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(avgpipe.runtime.loss_scale, "_GROWTH_INTERVAL", INTERVAL)
+    monkeypatch.setattr(avgpipe.runtime.loss, "_GROWTH_INTERVAL", INTERVAL)
 
 
 class _Narrow(torch.autograd.Function):
@@ -83,7 +83,7 @@ def on_one_device(
 
 
 def in_a_pipeline(layers: nn.Module, batches: list[Any], optimizer: Any, plan: Plan, **options: Any) -> Any:
-    avgpipe.runtime.loss_scale._GROWTH_INTERVAL = INTERVAL  # in other processes too
+    avgpipe.runtime.loss._GROWTH_INTERVAL = INTERVAL  # in other processes too
     scales = []
     with Pipeline(
         layers, plan, loss_fn=LOSS, optimizer=optimizer, autocast=torch.float16, **options
@@ -91,7 +91,7 @@ def in_a_pipeline(layers: nn.Module, batches: list[Any], optimizer: Any, plan: P
         losses = []
         for result in pipeline.train(batches):
             losses.append(result.loss)
-            held = [r.loss_scale for r in pipeline._worker.replicas.values() if r.loss_scale is not None]
+            held = [r.loss_scale for r in pipeline._worker.trained.values() if r.loss_scale is not None]
             scales += [state.state_dict()["scale"] for state in held[:1]]
         return losses, pipeline.state_dict(), scales, pipeline.skipped_updates
 
@@ -210,7 +210,7 @@ def test_each_pipeline_has_a_scale_of_its_own() -> None:
     with Pipeline(layers, plan, loss_fn=LOSS, optimizer=momentum, autocast=torch.float16) as p:
         list(p.train(batches))
         assert p.skipped_updates == 1
-        held = {i: r.loss_scale for (_, i), r in p._worker.replicas.items() if r.loss_scale is not None}
+        held = {i: r.loss_scale for (_, i), r in p._worker.trained.items() if r.loss_scale is not None}
         assert {i: scale.state_dict()["scale"] for i, scale in held.items()} == {0: 65536.0, 1: 32768.0}
         assert all(bool(t.isfinite().all()) for t in p.state_dict().values())
 

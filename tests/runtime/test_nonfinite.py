@@ -11,7 +11,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime.context import Carry
-from avgpipe.runtime.export import average
+from avgpipe.runtime.weights import average
 from tests.runtime.cases import adamw, assert_same_state, momentum, train_on_one_device
 from tests.runtime.workers import Workers, run
 

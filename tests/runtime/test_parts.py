@@ -13,8 +13,7 @@ from torch import nn
 
 from avgpipe.links.message import Header, assemble, describe
 from avgpipe.runtime.batch import batch_size, concatenate, loss_weights, pair, split
-from avgpipe.runtime.context import Carry, Position, set_position
-from avgpipe.runtime.rng import CallerGenerators, mix, seed_generators
+from avgpipe.runtime.context import CallerGenerators, Carry, Position, mix, seed_generators, set_position
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

@@ -17,14 +17,20 @@ from torch.utils._pytree import tree_leaves
 from avgpipe import Pipeline, Plan
 from avgpipe.links import choose
 from avgpipe.links.group import GroupLink
-from avgpipe.links.message import Channel, Key
+from avgpipe.links.message import Key
 from avgpipe.links.shared import SharedLink
-from avgpipe.runtime.model import Model
-from avgpipe.runtime.placement import Placement
+from avgpipe.runtime.model import (
+    NO_SKIPS,
+    Model,
+    SkipRoute,
+    Skips,
+    extract_skips,
+    insert_skips,
+    layers_of,
+    skips_of,
+)
 from avgpipe.runtime.scheduler import Scheduler
-from avgpipe.runtime.skips import NO_SKIPS, Route, Skips, Values, join, part, skips
-from avgpipe.runtime.split import layers_of
-from avgpipe.runtime.steps import Place, channels_into
+from avgpipe.runtime.tracing import Values
 from tests.links.ends import LINKS
 from tests.runtime.cases import (
     adamw,
@@ -34,7 +40,7 @@ from tests.runtime.cases import (
     train_on_one_device,
     unequal,
 )
-from tests.runtime.test_deadlock import Shuffled, any_walk
+from tests.runtime.test_deadlock import Shuffled, any_queue
 from tests.runtime.test_pipeline import Branching
 from tests.runtime.workers import run
 from tests.systems import emulation
@@ -54,55 +60,55 @@ U_NET = chain("", "e e", "ed d", "edc c", "edcb b", "edcf cf", "edg dg", "eh eh"
 
 
 def test_a_u_net_sends_each_skip_straight_to_its_other_side() -> None:
-    assert skips(U_NET, range(9)) == [
+    assert skips_of(U_NET, range(9)) == [
         Skips((), ()),
-        Skips((), (Route(7, (0,)),)),
-        Skips((), (Route(6, (1,)),)),
-        Skips((), (Route(5, (2,)),)),
+        Skips((), (SkipRoute(7, (0,)),)),
+        Skips((), (SkipRoute(6, (1,)),)),
+        Skips((), (SkipRoute(5, (2,)),)),
         Skips((), ()),
-        Skips((Route(3, (2,)),), ()),
-        Skips((Route(2, (1,)),), ()),
-        Skips((Route(1, (0,)),), ()),
+        Skips((SkipRoute(3, (2,)),), ()),
+        Skips((SkipRoute(2, (1,)),), ()),
+        Skips((SkipRoute(1, (0,)),), ()),
     ]
 
 
 def test_stages_of_several_pieces_hold_what_any_of_them_uses() -> None:
-    assert skips(U_NET, [0, 2, 4, 6, 8]) == [
-        Skips((), (Route(3, (0,)),)),  # e; its stage gives e and d
-        Skips((), (Route(3, (1,)),)),  # d; the next stage uses c
+    assert skips_of(U_NET, [0, 2, 4, 6, 8]) == [
+        Skips((), (SkipRoute(3, (0,)),)),  # e; its stage gives e and d
+        Skips((), (SkipRoute(3, (1,)),)),  # d; the next stage uses c
         Skips((), ()),
-        Skips((Route(0, (0,)), Route(1, (1,))), ()),
+        Skips((SkipRoute(0, (0,)), SkipRoute(1, (1,))), ()),
     ]
-    assert skips(U_NET, [0, 4, 8]) == [NO_SKIPS] * 2
-    assert skips(U_NET, [0, 8]) == [NO_SKIPS]
+    assert skips_of(U_NET, [0, 4, 8]) == [NO_SKIPS] * 2
+    assert skips_of(U_NET, [0, 8]) == [NO_SKIPS]
 
 
 def test_a_value_that_several_stages_use_is_handed_on_by_each() -> None:
     hops = chain("", "ax x", "ax ax", "ax x", "ax x", "ax ax", "ax x", "ax ax")
-    assert skips(hops, range(9)) == [
-        Skips((), (Route(2, (0,)),)),
+    assert skips_of(hops, range(9)) == [
+        Skips((), (SkipRoute(2, (0,)),)),
         NO_SKIPS,
-        Skips((Route(0, (0,)),), (Route(5, (0,)),)),
+        Skips((SkipRoute(0, (0,)),), (SkipRoute(5, (0,)),)),
         NO_SKIPS,
         NO_SKIPS,
-        Skips((Route(2, (0,)),), (Route(7, (0,)),)),
+        Skips((SkipRoute(2, (0,)),), (SkipRoute(7, (0,)),)),
         NO_SKIPS,
-        Skips((Route(5, (0,)),), ()),
+        Skips((SkipRoute(5, (0,)),), ()),
     ]
 
 
 def test_values_with_one_way_share_a_message() -> None:
     both = chain("", "axb x", "axb x", "axb axb")
-    assert skips(both, range(5)) == [
-        Skips((), (Route(3, (0, 2)),)),
+    assert skips_of(both, range(5)) == [
+        Skips((), (SkipRoute(3, (0, 2)),)),
         NO_SKIPS,
         NO_SKIPS,
-        Skips((Route(0, (0, 2)),), ()),
+        Skips((SkipRoute(0, (0, 2)),), ()),
     ]
 
 
 def test_a_chain_without_skips_has_none() -> None:
-    assert skips(chain("", "a a", "b b", "cd cd"), range(5)) == [NO_SKIPS] * 4
+    assert skips_of(chain("", "a a", "b b", "cd cd"), range(5)) == [NO_SKIPS] * 4
 
 
 PIECES = st.integers(2, 9).flatmap(
@@ -128,19 +134,19 @@ def test_whoever_uses_a_value_has_it_and_no_other_stage_does(
     ]
     cuts = sorted(data.draw(st.sets(st.integers(1, n - 1))))
     bounds = [0, *cuts, n]
-    found = skips(pieces, bounds)
+    found = skips_of(pieces, bounds)
     sent: dict[tuple[int, int], list[Any]] = {}
     given_on: tuple[Any, ...] = ()
     for k, (a, b) in enumerate(pairwise(bounds)):
         arrivals, departures = found[k]
         assert [r.stage for r in arrivals] == sorted({r.stage for r in arrivals})
-        held = join(given_on, arrivals, [sent.pop((r.stage, k)) for r in arrivals])
+        held = insert_skips(given_on, arrivals, [sent.pop((r.stage, k)) for r in arrivals])
         for name, value in zip(takes[a], held, strict=True):
             needed = any(name in piece.uses for piece in pieces[a:b])
             assert value == (name if needed else None)
         has = {v for v in held if v is not None} | {v for v, (at, _) in born.items() if a <= at < b}
         output = tuple(name if name in has else None for name in pieces[b - 1].gives)
-        given_on, parts = part(output, departures)
+        given_on, parts = extract_skips(output, departures)
         sent |= {(k, r.stage): values for r, values in zip(departures, parts, strict=True)}
         assert all(r.stage > k + 1 for r in departures)
     assert not sent
@@ -254,12 +260,12 @@ def test_the_models_output_uses_what_it_holds() -> None:
     """``mul``, of which the last piece itself computes nothing."""
     layers = layers_of(Branching())
     assert layers[-1].values == Values(("mul", "add_3"), (), frozenset({"mul", "add_3"}))
-    assert skips([layer.values for layer in layers], range(7)) == [
-        Skips((), (Route(4, (0,)),)),
-        Skips((), (Route(4, (1,)),)),  # its second use
+    assert skips_of([layer.values for layer in layers], range(7)) == [
+        Skips((), (SkipRoute(4, (0,)),)),
+        Skips((), (SkipRoute(4, (1,)),)),  # its second use
         NO_SKIPS,
         NO_SKIPS,
-        Skips((Route(0, (0,)), Route(1, (1,))), ()),
+        Skips((SkipRoute(0, (0,)), SkipRoute(1, (1,))), ()),
         NO_SKIPS,
     ]
 
@@ -337,33 +343,13 @@ def test_overlapping_batches_equal_their_emulation(plan: Plan) -> None:
 
 def test_any_order_of_delivery_and_of_devices_ends_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "LocalLink", Shuffled)
-    monkeypatch.setattr(Scheduler, "_most_urgent", any_walk)
+    monkeypatch.setattr(Scheduler, "_most_urgent", any_queue)
     for seed, schedule in enumerate(["1f1b", "advance-forward", "zero-bubble-h1", "interleaved-1f1b"] * 2):
         Shuffled.dice.seed(seed)
         compare(plan_of(4, 3, schedule=schedule))
 
 
 # ---- what travels ------------------------------------------------------------------------------------------------
-
-
-def test_channels_are_those_of_the_stages_and_replicas_that_skips_join() -> None:
-    placement = Placement.of(plan_of(4, 2, replication=[1, 1, 2, 2]), 6)  # seats 0, 1, 2 and 3, 4 and 5
-    found = skips(U_NET, [0, 2, 4, 6, 8])
-    places = [
-        Place(placement, seat, 0, (), False, found[stage])
-        for seat, (stage, _, _) in enumerate(placement.seats)
-    ]
-    into = [channels_into(seat, placement, [places[seat]]) for seat in range(6)]
-    assert into[4] == [
-        *(Channel("F", 0, 2, 4), Channel("X", 0, 0, 4), Channel("X", 0, 1, 4)),
-        Channel("A", 0, 5, 4),
-        *(Channel("E", 0, 2, 4), Channel("E", 0, 0, 4), Channel("E", 0, 1, 4)),
-    ]
-    skipping = {channel for channels in into for channel in channels if channel.kind in "XY"}
-    assert skipping == {
-        *(Channel("X", 0, a, b) for a in (0, 1) for b in (4, 5)),
-        *(Channel("Y", 0, b, a) for a in (0, 1) for b in (4, 5)),
-    }
 
 
 def test_errors_say_what_was_awaited() -> None:
@@ -424,11 +410,11 @@ def check_crossing(**options: Any) -> None:
 
 
 def test_a_stage_may_give_the_next_one_nothing() -> None:
-    assert skips([layer.values for layer in layers_of(Crossing())], [0, 1, 2, 3, 5]) == [
-        Skips((), (Route(2, (1,)),)),
-        Skips((), (Route(3, (1,)),)),
-        Skips((Route(0, (0,)),), ()),
-        Skips((Route(1, (0,)),), ()),
+    assert skips_of([layer.values for layer in layers_of(Crossing())], [0, 1, 2, 3, 5]) == [
+        Skips((), (SkipRoute(2, (1,)),)),
+        Skips((), (SkipRoute(3, (1,)),)),
+        Skips((SkipRoute(0, (0,)),), ()),
+        Skips((SkipRoute(1, (0,)),), ()),
     ]
     check_crossing()
 

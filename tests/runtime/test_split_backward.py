@@ -21,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from avgpipe.links.message import tensors_of
 from avgpipe.runtime import split_backward
-from avgpipe.runtime.backward import run_backward
-from avgpipe.runtime.split_backward import Deferred, input_backward
+from avgpipe.runtime.split_backward import Deferred, input_backward, run_backward
 
 
 class Call(nn.Module):

@@ -15,8 +15,8 @@ from avgpipe.elastic.rounds import Rounds
 from avgpipe.links.link import LocalLink
 from avgpipe.runtime import worker
 from avgpipe.runtime.compute import Compute
-from avgpipe.runtime.replica import Replica
 from avgpipe.runtime.stage import Stage
+from avgpipe.runtime.trained_stage import TrainedStage
 from tests.runtime.cases import adamw, language_model, token_batches
 from tests.runtime.fake_cuda import Event, FakeCuda
 from tests.runtime.workers import run
@@ -55,7 +55,7 @@ class Account:
 
     def __init__(self, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[tuple[str, int, int, tuple[str, int], Any]] = []
-        forward, step, backward, accept = Stage.forward, Replica.step, Compute.backward, Rounds.accept
+        forward, step, backward, accept = Stage.forward, TrainedStage.step, Compute.backward, Rounds.accept
 
         def note(what: str, stage: int, pipeline: int) -> None:
             stream = fake.current_stream()
@@ -70,10 +70,10 @@ class Account:
             return step(replica, *arguments)
 
         def noted_backward(compute, now, step_):
-            place = compute._place
-            note("begin of B", place.stage, place.pipeline)
+            route = compute._route
+            note("begin of B", route.stage, route.pipeline)
             backward(compute, now, step_)
-            note("B", place.stage, place.pipeline)
+            note("B", route.stage, route.pipeline)
 
         def noted_accept(rounds, pipeline, update):
             note("V", 0, pipeline)  # of which stage a round does not know; tests that look have one
@@ -81,7 +81,7 @@ class Account:
 
         monkeypatch.setattr(Rounds, "accept", noted_accept)
         monkeypatch.setattr(Stage, "forward", noted_forward)
-        monkeypatch.setattr(Replica, "step", noted_step)
+        monkeypatch.setattr(TrainedStage, "step", noted_step)
         monkeypatch.setattr(Compute, "backward", noted_backward)
 
     def of(self, what: str, stage: int, pipeline: int | None = None):

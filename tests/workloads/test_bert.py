@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="the workload bert needs transformers
 pytest.importorskip("tokenizers", reason="the workload bert needs tokenizers")
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.split import layers_of, stage_bounds
+from avgpipe.runtime.model import layers_of, stage_bounds
 from avgpipe.workloads import bert
 from avgpipe.workloads.bert import (
     MASKED_MODEL,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.split import layers_of, stage_bounds
+from avgpipe.runtime.model import layers_of, stage_bounds
 from avgpipe.workloads.gpt import (
     MODEL,
     PRESETS,

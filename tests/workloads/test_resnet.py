@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.split import stage_bounds
+from avgpipe.runtime.model import stage_bounds
 from avgpipe.workloads.resnet import PaddedShortcut, ResidualBlock, ResNetConfig, resnet_layers
 from tests.workloads.equality import assert_equal_to_one_device, one_device, sgd
 

@@ -24,7 +24,7 @@ from avgpipe.elastic import ElasticAveraging, Layout
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.plan import Plan
 from avgpipe.runtime.model import Model
-from avgpipe.runtime.replica import Replica
+from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker
 
 _log = logging.getLogger("avgpipe")
@@ -87,7 +87,7 @@ def _read_all(
     manifest.check_model(model.signature(), directory)
     same = manifest.bounds == model.bounds and all(manifest.plan[n] == getattr(plan, n) for n in _SAME)
     if exactly and same:
-        contents = {seat: _read_whole(manifest, directory, worker, seat) for seat in worker.seats}
+        contents = {seat: _read_whole(manifest, directory, worker, seat) for seat in worker.held}
         return Found(manifest, directory, contents, None)
     saved = _Saved([_read(manifest, directory, n, lazily=True) for n in range(len(manifest.files))])
     return Found(manifest, directory, None, saved)
@@ -100,7 +100,7 @@ def _is_finite(weights: dict[str, torch.Tensor]) -> bool:
 def restore_checkpoint(found: Found, model: Model, worker: Worker) -> int:
     """Returns the number of batches that the saved run had begun. A failure leaves ``worker`` half restored."""
     try:
-        for seat in worker.seats:
+        for seat in worker.held:
             if found.contents is not None:
                 _restore_exactly(found.contents[seat], model, worker, seat)
             else:
@@ -117,8 +117,8 @@ def restore_checkpoint(found: Found, model: Model, worker: Worker) -> int:
 
 def _read_whole(manifest: Manifest, directory: Path, worker: Worker, seat: int) -> dict[str, Any]:
     """All that a seat needs: its own file's, and the first replica's if it is another one."""
-    stage, _, group = worker.placement.seats[seat]
-    first = worker.placement.seats_of(stage, group)[0]
+    stage, _, group = worker.placement.replicas[seat]
+    first = worker.placement.replicas_of(stage, group)[0]
     content = _read(manifest, directory, first, lazily=False)
     if seat != first:
         own = _read(manifest, directory, seat, lazily=False)
@@ -145,13 +145,13 @@ def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> 
 
 @torch.no_grad()
 def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, seat: int) -> None:
-    k, reference = worker.placement.seats[seat].stage, worker.references[seat]
+    k, reference = worker.placement.stage_of(seat), worker.references[seat]
     if reference is not None:
         pipeline = worker.placement.pipelines_of(seat)[0]
-        _put_in_place(content, worker.replicas[seat, pipeline].arena.layout)
+        _put_in_place(content, worker.trained[seat, pipeline].arena.layout)
         reference.load_state_dict(content["reference"]["state"])
     for i, saved in content["replicas"].items():
-        replica = worker.replicas[seat, i]
+        replica = worker.trained[seat, i]
         if replica.optimizer is not None:  # first: another optimizer than the saved one may refuse its state
             replica.optimizer.load_state_dict(saved["optimizer"]["state"])
         if replica.lr_scheduler is not None and saved["lr_scheduler"] is not None:
@@ -238,17 +238,17 @@ class _Saved:
 
 @torch.no_grad()
 def _restore_by_name(saved: _Saved, model: Model, worker: Worker, seat: int) -> None:
-    k = worker.placement.seats[seat].stage
+    k = worker.placement.stage_of(seat)
     names = model.trainable[k]
     reference, weights = worker.references[seat], saved.reference()
     pipelines = worker.placement.pipelines_of(seat)
     of_all = worker.placement.pipelines
     if reference is not None:
-        views = worker.replicas[seat, pipelines[0]].arena.layout.tensors(reference.parameters)
+        views = worker.trained[seat, pipelines[0]].arena.layout.tensors(reference.parameters)
         for name, view in zip(names, views):
             view.copy_(weights[name])
     for i in pipelines:
-        replica, source = worker.replicas[seat, i], i % saved.pipelines
+        replica, source = worker.trained[seat, i], i % saved.pipelines
         goes_on = of_all == saved.pipelines and source in saved.finite
         if source not in saved.finite:
             source = next(iter(saved.finite), source)
@@ -263,7 +263,7 @@ def _restore_by_name(saved: _Saved, model: Model, worker: Worker, seat: int) -> 
 
 
 def _restore_optimizer(
-    replica: Replica,
+    replica: TrainedStage,
     names: list[str],
     states: dict[str, Any],
     groups: list[dict[str, Any]],
@@ -284,12 +284,14 @@ def _restore_optimizer(
         replica.lr_scheduler.load_state_dict(lr_scheduler)
 
 
-def _copy_weights(replica: Replica, names: list[str], values: dict[str, torch.Tensor]) -> None:
+def _copy_weights(replica: TrainedStage, names: list[str], values: dict[str, torch.Tensor]) -> None:
     for name, view in zip(names, replica.arena.layout.tensors(replica.arena.weights)):
         view.copy_(values[name])
 
 
-def _restore_versions(replica: Replica, names: list[str], older: dict[int, dict[str, torch.Tensor]]) -> None:
+def _restore_versions(
+    replica: TrainedStage, names: list[str], older: dict[int, dict[str, torch.Tensor]]
+) -> None:
     if replica.versions is None:
         return
     layout = replica.arena.layout
@@ -300,7 +302,7 @@ def _restore_versions(replica: Replica, names: list[str], older: dict[int, dict[
     replica.versions.restore({behind: buffer.flats for behind, buffer in buffers.items()})
 
 
-def _copy_rest(replica: Replica, model: Model, k: int, values: dict[str, torch.Tensor]) -> None:
+def _copy_rest(replica: TrainedStage, model: Model, k: int, values: dict[str, torch.Tensor]) -> None:
     """Frozen parameters and buffers."""
     state = replica.stage.layers.state_dict(keep_vars=True)
     for entry in model.entries[k]:
@@ -308,12 +310,12 @@ def _copy_rest(replica: Replica, model: Model, k: int, values: dict[str, torch.T
             state[entry.local].data.copy_(values[entry.names[0]])
 
 
-def _restore_loss_scale(replica: Replica, state: dict[str, Any] | None) -> None:
+def _restore_loss_scale(replica: TrainedStage, state: dict[str, Any] | None) -> None:
     if replica.loss_scale is not None and state is not None:
         replica.loss_scale.load_state_dict(state)
 
 
-def _restore_carries(replica: Replica, values: dict[str, Any]) -> None:
+def _restore_carries(replica: TrainedStage, values: dict[str, Any]) -> None:
     device = replica.stage.device
     for place, carry in carries(replica).items():
         carry.values = {

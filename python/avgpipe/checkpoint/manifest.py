@@ -22,7 +22,7 @@ import torch
 from avgpipe.errors import CheckpointError
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
-from avgpipe.runtime.placement import Seat
+from avgpipe.runtime.placement import StageReplica
 
 NAME = "manifest.json"
 _FORMAT = 2
@@ -79,11 +79,13 @@ class Manifest:
         return found
 
     @property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[StageReplica]:
         """Of the files, in their order."""
         replication = self.plan["replication"] or [1] * self.plan["stages"]
         groups = range(self.plan["pipelines"] if self.plan["spread"] else 1)
-        return [Seat(k, r, g) for g in groups for k, count in enumerate(replication) for r in range(count)]
+        return [
+            StageReplica(k, r, g) for g in groups for k, count in enumerate(replication) for r in range(count)
+        ]
 
     def pipelines_in(self, number: int) -> Sequence[int]:
         """Whose replicas one of the files has."""
@@ -229,11 +231,11 @@ class _Fields:
             raise self.damaged(f"{name!r} is {_short(value)}, not {what}")
 
 
-def file_name(seat: Seat, token: int) -> str:
+def file_name(seat: StageReplica, token: int) -> str:
     return f"stage-{seat.stage}-{seat.replica}-{seat.group}-{token:012x}.pt"
 
 
-def is_file_of(name: str, seat: Seat) -> bool:
+def is_file_of(name: str, seat: StageReplica) -> bool:
     """So no name leads out of the folder."""
     return (
         re.fullmatch(f"stage-{seat.stage}-{seat.replica}-{seat.group}-[0-9a-f]{{12}}\\.pt", name) is not None

@@ -19,9 +19,9 @@ from avgpipe.elastic import Layout, Reference
 from avgpipe.errors import CheckpointError
 from avgpipe.plan import Plan
 from avgpipe.runtime.context import Carry
-from avgpipe.runtime.export import seat_state
 from avgpipe.runtime.model import Model
-from avgpipe.runtime.replica import Replica
+from avgpipe.runtime.trained_stage import TrainedStage
+from avgpipe.runtime.weights import stage_state
 from avgpipe.runtime.worker import Worker
 
 
@@ -32,7 +32,7 @@ def save_checkpoint(
     world = worker.world
     # all ranks name their files alike, and never as the files of the checkpoint that is there now
     token = int(world.broadcast(torch.tensor(secrets.randbits(48)), 0))
-    seats = worker.placement.seats
+    seats = worker.placement.replicas
     written: list[Path] = []
     held = ExitStack()
 
@@ -41,7 +41,7 @@ def save_checkpoint(
         if world.rank == 0:
             held.enter_context(locks.saving(directory))
         rows = []
-        for seat in worker.seats:
+        for seat in worker.held:
             content = _seat_content(model, worker, seat)
             _refuse_nonfinite(content, worker, seat)
             path = directory / file_name(seats[seat], token)
@@ -143,8 +143,8 @@ def _seat_content(model: Model, worker: Worker, seat: int) -> dict[str, Any]:
     The workers of a replicated stage hold the same, but for what they carry from batch to batch: the first one's file
     has all, the others' that alone.
     """
-    k, number, _ = worker.placement.seats[seat]
-    replicas = {i: worker.replicas[seat, i] for i in worker.placement.pipelines_of(seat)}
+    k, number, _ = worker.placement.replicas[seat]
+    replicas = {i: worker.trained[seat, i] for i in worker.placement.pipelines_of(seat)}
     if number > 0:
         return {"replicas": {i: {"carry": _carried(r)} for i, r in replicas.items()}}
     layout = next(iter(replicas.values())).arena.layout
@@ -155,7 +155,7 @@ def _seat_content(model: Model, worker: Worker, seat: int) -> dict[str, Any]:
     }
 
 
-def _carried(replica: Replica) -> dict[str, dict[int, Any]]:
+def _carried(replica: TrainedStage) -> dict[str, dict[int, Any]]:
     return {place: dict(carry.values) for place, carry in carries(replica).items()}
 
 
@@ -164,10 +164,10 @@ def _reference_content(model: Model, reference: Reference, layout: Layout, k: in
     return {"weights": dict(zip(model.trainable[k], views)), "state": reference.state_dict()}
 
 
-def _replica_content(model: Model, worker: Worker, seat: int, replica: Replica) -> dict[str, Any]:
-    k = worker.placement.seats[seat].stage
+def _replica_content(model: Model, worker: Worker, seat: int, replica: TrainedStage) -> dict[str, Any]:
+    k = worker.placement.stage_of(seat)
     names = model.trainable[k]
-    rest = seat_state(worker, seat, replica.pipeline)
+    rest = stage_state(worker, seat, replica.pipeline)
     content: dict[str, Any] = {
         "weights": dict(zip(names, replica.arena.layout.tensors(replica.arena.weights))),
         "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},
@@ -193,7 +193,7 @@ def _replica_content(model: Model, worker: Worker, seat: int, replica: Replica) 
     return content
 
 
-def carries(replica: Replica) -> dict[str, Carry]:
+def carries(replica: TrainedStage) -> dict[str, Carry]:
     """Carried states by place in the unsplit model: layer number, and number within the layer."""
     found = {}
     for number, layer in enumerate(replica.stage.layers, replica.stage.first):
@@ -202,7 +202,7 @@ def carries(replica: Replica) -> dict[str, Carry]:
     return found
 
 
-def parameter_names(replica: Replica, names: list[str]) -> list[str]:
+def parameter_names(replica: TrainedStage, names: list[str]) -> list[str]:
     """First names of the optimizer's parameters, in the order in which its ``state_dict`` numbers them."""
     assert replica.optimizer is not None
     by_id = {id(p): name for p, name in zip(replica.arena.parameters, names)}

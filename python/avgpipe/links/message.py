@@ -12,10 +12,30 @@ import torch
 from torch.utils import _pytree as pytree
 
 
+class Message(str, Enum):
+    """What travels between stages."""
+
+    ACTIVATION = "F"
+    GRADIENT = "B"
+    SKIP_ACTIVATION = "X"
+    SKIP_GRADIENT = "Y"
+    TIED_GRADIENTS = "T"
+    NORM_PART = "N"
+    TOTAL_NORM = "C"
+    EVALUATION = "E"
+    RESULT = "R"
+    REPLICA_PART = "A"
+    SUMS_READY = "Z"
+    LOSS = "L"
+    REFERENCE_UPDATE = "V"
+
+    __hash__ = str.__hash__  # an Enum's own is slow
+
+
 class Key(NamedTuple):
     """Names a message: what it is, whose it is, and which stage it is for."""
 
-    kind: str  # a letter of NAMES
+    kind: Message
     pipeline: int
     source: int  # seat
     seat: int  # destination
@@ -49,7 +69,7 @@ NAMES = {
 class Channel(NamedTuple):
     """Messages of one kind, of one pipeline, from one seat to another. They keep their order."""
 
-    kind: str
+    kind: Message
     pipeline: int
     source: int  # seat
     seat: int  # destination

@@ -12,8 +12,7 @@ from avgpipe.links.message import tensors_of
 from avgpipe.measure.examples import Example
 from avgpipe.measure.sweep import InBatch, Sweep
 from avgpipe.runtime.memory import SavedBytes
-from avgpipe.runtime.skips import Skips
-from avgpipe.runtime.split import Segment
+from avgpipe.runtime.model import Skips, TracedLayer
 
 
 @dataclass
@@ -76,7 +75,7 @@ def measure_sizes(sweep: Sweep, example: Example, skips: Sequence[Skips]) -> Siz
 
 def _measure_output(sizes: Sizes, layers: Any, n: int, output: Any, skips: Sequence[Skips]) -> None:
     layer, following = layers[n], layers[n + 1]
-    if not (isinstance(layer, Segment) and isinstance(following, Segment)):
+    if not (isinstance(layer, TracedLayer) and isinstance(following, TracedLayer)):
         sizes.output[n] = _bytes(output)
         return
     takes = following.values.takes

@@ -27,11 +27,9 @@ from avgpipe.measure.working import measure_working
 from avgpipe.planning.profile import MOST_JITTER, LayerProfile, LinkProfile, Profile, Skip, Tie
 from avgpipe.ranks.allocator import keep_freed_memory
 from avgpipe.runtime.batch import LossFn
-from avgpipe.runtime.model import Model
-from avgpipe.runtime.replica import OptimizerFn
-from avgpipe.runtime.rng import CallerGenerators
-from avgpipe.runtime.skips import Skips
-from avgpipe.runtime.split import layers_of
+from avgpipe.runtime.context import CallerGenerators
+from avgpipe.runtime.model import Model, Skips, layers_of
+from avgpipe.runtime.options import OptimizerFn
 from avgpipe.runtime.stage import Stage
 
 _SWEEPS_SHARE, _UPDATES_SHARE, _LANES_SHARE = 0.6, 0.3, 0.1  # of the time

@@ -21,14 +21,11 @@ from avgpipe.errors import StageError, reason
 from avgpipe.links.message import tensors_of, wanting_gradients
 from avgpipe.measure.clock import Clock
 from avgpipe.measure.examples import Example
-from avgpipe.runtime.backward import run_backward
 from avgpipe.runtime.batch import LossFn
-from avgpipe.runtime.context import Position, set_position
-from avgpipe.runtime.inputs import writes_to_a_leaf
+from avgpipe.runtime.context import Position, mix, seed_generators, set_position
 from avgpipe.runtime.loss import loss_of
-from avgpipe.runtime.rng import mix, seed_generators
-from avgpipe.runtime.split_backward import input_backward
-from avgpipe.runtime.stage import Stage
+from avgpipe.runtime.split_backward import input_backward, run_backward
+from avgpipe.runtime.stage import Stage, writes_to_a_leaf
 
 
 class Times(NamedTuple):

@@ -23,8 +23,8 @@ from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.ranks.world import World
 from avgpipe.runtime.batch import LossFn, plain, sample_count
-from avgpipe.runtime.replica import OptimizerFn
-from avgpipe.runtime.split import layers_of
+from avgpipe.runtime.model import layers_of
+from avgpipe.runtime.options import OptimizerFn
 
 _ROUNDS = 3
 _TIMEOUT_S = 900.0  # for ranks that wait while the first one profiles

@@ -11,8 +11,9 @@ from torch import nn
 
 from avgpipe.elastic import Arena, Reference
 from avgpipe.measure.clock import Clock, repeat, typical
-from avgpipe.runtime.replica import OptimizerFn, Replica
+from avgpipe.runtime.options import OptimizerFn
 from avgpipe.runtime.stage import Stage
+from avgpipe.runtime.trained_stage import TrainedStage
 
 _SCRATCH_BYTES = 2**25  # written between samples: when a batch ends, weights and state are in no cache
 _PIPELINES = 2
@@ -74,31 +75,31 @@ class Updates:
         elastic_s = self._step_s(self._replicas(layer, _PIPELINES), grads, budget_s / 2) - update_s
         return UpdateCosts(state, update_s, max(0.0, elastic_s), accumulate_s)
 
-    def _replicas(self, layer: nn.Module, pipelines: int) -> list[Replica]:
+    def _replicas(self, layer: nn.Module, pipelines: int) -> list[TrainedStage]:
         assert self._optimizer is not None
         stages = [Stage([layer], 0, 0, 0, self._device) for _ in range(pipelines)]
         arenas = [Arena(p for p in stage.parameters() if p.requires_grad) for stage in stages]
         reference = Reference(arenas[0].weights, pipelines, staleness=1) if pipelines > 1 else None
         return [
-            Replica(stage, i, self._optimizer, None, reference, arena)
+            TrainedStage(stage, i, self._optimizer, None, reference, arena)
             for i, (stage, arena) in enumerate(zip(stages, arenas))
         ]
 
-    def _step_s(self, replicas: list[Replica], grads: list[torch.Tensor], budget_s: float) -> float:
+    def _step_s(self, replicas: list[TrainedStage], grads: list[torch.Tensor], budget_s: float) -> float:
         """Seconds of a step, with what it does for the others."""
 
         def prepare() -> None:
             for replica in replicas:
                 replica.put_grads(list(grads))
 
-        def step(replica: Replica) -> None:
+        def step(replica: TrainedStage) -> None:
             if self._limit is not None:
                 self._clip(replica, self._limit)
             replica.step(0, 0)
 
         return self._timed([partial(step, replica) for replica in replicas], prepare, budget_s)
 
-    def _clip(self, replica: Replica, limit: float) -> None:
+    def _clip(self, replica: TrainedStage, limit: float) -> None:
         """As a stage does whose gradients are all there are."""
         norms = torch.stack([n.double() for n in torch._foreach_norm(replica.arena.grads)])
         replica.scale_grads((limit / (norms.square().sum().sqrt() + 1e-6)).clamp(max=1.0))

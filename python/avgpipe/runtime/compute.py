@@ -1,144 +1,323 @@
-"""The forwards and backwards of micro-batches on one stage: what they take, keep and send."""
+"""The forwards and backwards of micro-batches on one stage: what they take, save and send."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from avgpipe.device import Handed
 from avgpipe.errors import StageError
-from avgpipe.links.message import Key, tensors_of, wanting_gradients
-from avgpipe.runtime.backward import run_backward
-from avgpipe.runtime.batch import to_device
+from avgpipe.links.link import Link, Mailbox
+from avgpipe.links.message import Key, Message, tensors_of, wanting_gradients
+from avgpipe.runtime.batch import LossWeights, batch_size, to_device
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.graphs import StageGraphs
+from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.loss import MeanCheck, loss_of
 from avgpipe.runtime.memory import SavedBytes
+from avgpipe.runtime.model import extract_skips, insert_skips
 from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.replica import Replica
-from avgpipe.runtime.skips import join, part
-from avgpipe.runtime.split_backward import input_backward
-from avgpipe.runtime.steps import Place, Step
-from avgpipe.runtime.work import Progress, Saved
+from avgpipe.runtime.route import Route, StepKind
+from avgpipe.runtime.split_backward import Deferred, input_backward, run_backward
+from avgpipe.runtime.trained_stage import TrainedStage
 
 _KEPT_SEEDS = 64
 
 
+class Collector(Protocol):
+    """What the last stage does with an evaluated batch."""
+
+    def add(self, output: Any, target: Any, samples: int) -> None:
+        """See the output of a micro-batch."""
+
+    def result(self) -> Any:
+        """Return what every rank gets."""
+
+
+@dataclass
+class Work:
+    """A batch that a stage trains on, or evaluates.
+
+    Attributes:
+        inputs: of micro-batches; they matter on the first stage.
+        targets: of micro-batches; they and ``weights`` matter on the last stage.
+        copied: inputs and targets, if they are on their way to a device.
+        collector: takes an evaluation's outputs, on the last stage.
+    """
+
+    batch: int
+    micro_batches: int
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    weights: LossWeights | None = None
+    copied: Handed | None = None
+    trains: bool = True
+    collector: Collector | None = None
+
+
+class Saved(NamedTuple):
+    """What a forward leaves for its backward.
+
+    Not the outputs themselves: of those, autograd keeps what it needs.
+
+    Attributes:
+        inputs: inputs that want gradients.
+        outputs: where the gradients of the outputs go in.
+        grads: of the outputs, where this stage knows them, as the last one does.
+        arrived: inputs that skipped stages, by arrival; see :class:`avgpipe.runtime.model.Skips`.
+        departed: where the gradients of outputs that skip stages go in, in the order of departures.
+    """
+
+    inputs: list[torch.Tensor]
+    outputs: list[GradientEdge]
+    grads: list[torch.Tensor] | None = None
+    arrived: Sequence[list[torch.Tensor]] = ()
+    departed: Sequence[GradientEdge] = ()
+
+
+@dataclass
+class BatchState:
+    """How far an in-flight batch is on one stage.
+
+    Attributes:
+        version: of the weights that the batch runs on.
+        backwards_left: micro-batches whose backward has not run.
+        computing_left: forwards and backwards, or parts of these, that have not run.
+        losses: of micro-batches, with their factors.
+        counts: what the losses are sums of, where the loss function says it.
+        without_loss: micro-batches whose loss is the mean over nothing.
+        loss_scale: what the losses' gradients are multiplied with until the update.
+        part: what this replica of the last stage knows of the loss.
+        outcome: of the whole batch, float64, known after the last backward: the loss; or, where gradients must be
+            multiplied with something before anybody looks at them, three numbers: the loss, that factor, and what the
+            loss weighs.
+        grads: of parameters, while they wait for the update.
+        norm: of the gradients of all stages, float64, where somebody asks for it.
+    """
+
+    work: Work
+    version: int
+    backwards_left: int
+    computing_left: int
+    saved: dict[int, Saved] = field(default_factory=dict)
+    deferred: dict[int, Deferred] = field(default_factory=dict)
+    losses: list[tuple[torch.Tensor, float]] = field(default_factory=list)
+    counts: list[torch.Tensor | float] = field(default_factory=list)
+    without_loss: int = 0
+    loss_scale: float = 1.0
+    part: torch.Tensor | None = None
+    outcome: torch.Tensor | None = None
+    outcome_is_sent: bool = False
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+    grads_are_scaled: bool = False
+    norm: torch.Tensor | None = None
+    updated: bool = False
+
+    def sum_losses(self) -> torch.Tensor:
+        """Return what this replica of the last stage adds to the loss: the loss, or sum and count."""
+        device = self.losses[0][0].device if self.losses else None
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if self.without_loss and not self.losses:
+            total.fill_(math.nan)
+        for loss, factor in self.losses:
+            total.add_(loss, alpha=factor)
+        if not self.counts:
+            return total
+        if len(self.counts) < len(self.losses):
+            raise StageError("loss_fn returns (sum, count) for some micro-batches and one number for others")
+        count = torch.zeros_like(total)
+        for of_one in self.counts:
+            count.add_(of_one)
+        return torch.stack((total, count))
+
+    def set_outcome(self, part: torch.Tensor) -> None:
+        """Take the sum of all replicas' parts of the loss."""
+        assert self.work.weights is not None
+        weight = self.work.weights.total
+        if part.dim():
+            total, count = part.unbind()
+            self.outcome = torch.stack((total / count, weight / (count * self.loss_scale), count))
+        elif self.loss_scale != 1.0:
+            rest = torch.tensor([1 / self.loss_scale, weight], dtype=part.dtype, device=part.device)
+            self.outcome = torch.cat((part[None], rest))
+        else:
+            self.outcome = part
+
+
+class Step(NamedTuple):
+    """What a stage does next. ``micro_batch``: -1 if it is of none. ``begins``: the batch's first forward here."""
+
+    kind: StepKind
+    batch: int
+    micro_batch: int
+    needs: tuple[Key, ...]
+    begins: bool = False
+
+    def __str__(self) -> str:
+        action = self.kind.value if self.micro_batch < 0 else f"{self.kind.value}{self.micro_batch}"
+        return f"{action} of batch {self.batch}"
+
+
+class Port:
+    """Takes and sends one stage replica's messages. ``sent_at``: when the step began to send (time.perf_counter)."""
+
+    def __init__(self, route: Route, mailbox: Mailbox, links: Mapping[int, Link]) -> None:
+        self.take, self.messages = mailbox.take, mailbox.messages
+        self._links, self._pipeline, self._replica = links, route.pipeline, route.replica
+        self.sent_at: float | None = None
+
+    def send(self, message: Message, to: int, batch: int, micro_batch: int, value: Any) -> None:
+        self.send_as(Key(message, self._pipeline, self._replica, to, batch, micro_batch), value)
+
+    def send_as(self, key: Key, value: Any) -> None:
+        if self.sent_at is None:
+            self.sent_at = time.perf_counter()
+        self._links[key.seat].send(key, value)
+
+
 class Compute:
-    """``send``: a kind, seat, step and value. ``take``: a message. ``last_backward``: called before the last one of a
-    batch.
+    """Runs one stage's forwards and backwards. ``group_sum``: sums gradients over the ranks of the stage's replicas.
+
+    Attributes:
+        measures: whether the next forward counts what is saved for its backward.
+        saved_bytes: what one micro-batch saves, as counted.
     """
 
     def __init__(
         self,
-        replica: Replica,
-        place: Place,
+        trained: TrainedStage,
+        route: Route,
         options: TrainingOptions,
-        send: Callable[[str, int, Step, Any], None],
-        take: Callable[[Key], Any],
-        last_backward: Callable[[], None],
+        port: Port,
+        group_sum: GroupSum | None,
     ) -> None:
-        self._replica, self._place, self._options = replica, place, options
-        self._send, self._take, self._last_backward = send, take, last_backward
-        self._device, self._on_cpu = replica.stage.device, replica.stage.device.type == "cpu"
-        self._layers = StageGraphs(replica.stage) if options.cuda_graphs else replica.stage.forward
-        self._arrivals, self._departures = place.skips
-        self._check = MeanCheck(options.loss_fn) if place.last and options.may_be_no_mean else None
+        self._trained, self._route, self._options = trained, route, options
+        self._port, self._group_sum = port, group_sum
+        self._device, self._on_cpu = trained.stage.device, trained.stage.device.type == "cpu"
+        self._layers = StageGraphs(trained.stage) if options.cuda_graphs else trained.stage.forward
+        self._arrivals, self._departures = route.skips
+        self._check = MeanCheck(options.loss_fn) if route.last and options.may_be_no_mean else None
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches have the same
-        self.measures = False  # whether the next forward counts what is held for its backward
-        self.held_bytes = 0  # what one micro-batch holds, as counted
+        self.measures = False
+        self.saved_bytes = 0
 
-    def forward(self, now: Progress, step: Step) -> None:
-        m = step.micro_batch
-        value = (
-            to_device(now.work.inputs[m], self._device) if self._place.first else self._take(step.needs[0])
-        )
-        inputs, arrived = wanting_gradients(value), []
-        if self._arrivals:
-            parts = self._taken_past(step)
-            value = join(value, self._arrivals, parts)
-            arrived = [wanting_gradients(values) for values in parts]
-            del parts
-        measures = self.measures and self._replica.stage.inputs.known  # the first forward holds copies
+    # ---- forwards ------------------------------------------------------------------------------------------------
+
+    def forward(self, state: BatchState, step: Step) -> None:
+        m, route, batch = step.micro_batch, self._route, step.batch
+        value, inputs, arrived = self._take_input(state, step)
+        measures = self.measures and self._trained.stage.inputs.known  # the first forward saves copies
         run = self._measured_run if measures else self._run
         autocast = self._options.autocast
         if autocast is None:
-            output = run(now, m, value)
+            output = run(state, m, value)
         else:
             with torch.autocast(self._device.type, dtype=autocast):
-                output = run(now, m, value)
+                output = run(state, m, value)
         del value  # the message's memory is free again once nothing needs it
-        if self._place.last:
+        if route.last:
             edges = _edges(output)
-            now.saved[m] = Saved(inputs, edges, [self._seed(now, m, output)] if edges else [], arrived)
-        elif not self._departures:
-            now.saved[m] = Saved(inputs, _edges(output), None, arrived)
-            self._send("F", self._place.at(self._place.stage + 1, m), step, output)
+            state.saved[m] = Saved(inputs, edges, [self._seed(state, m, output)] if edges else [], arrived)
+            return
+        output, parts = extract_skips(output, self._departures) if self._departures else (output, [])
+        state.saved[m] = Saved(inputs, _edges(output), None, arrived, _edges(parts) if parts else ())
+        self._port.send(Message.ACTIVATION, route.at(route.stage + 1, m), batch, m, output)
+        for skip, values in zip(self._departures, parts):
+            self._port.send(Message.SKIP_ACTIVATION, route.at(skip.stage, m), batch, m, values)
+
+    def evaluate(self, state: BatchState, step: Step) -> None:
+        """Run a forward alone, and pass its output on, or to the collector."""
+        m, route, work, stage = step.micro_batch, self._route, state.work, self._trained.stage
+        value, _, _ = self._take_input(state, step)
+        output = stage(to_device(value, self._device), Position(route.pipeline, step.batch, m))
+        if route.last:
+            if work.collector is not None:
+                target = to_device(work.targets[m], self._device)
+                work.collector.add(output, target, batch_size(work.inputs[m]))
+            return
+        output, parts = extract_skips(output, self._departures) if self._departures else (output, [])
+        self._port.send_as(route.evaluation_key(route.stage, route.stage + 1, step.batch, m), output)
+        for skip, values in zip(self._departures, parts):
+            self._port.send_as(route.evaluation_key(route.stage, skip.stage, step.batch, m), values)
+
+    def _take_input(
+        self, state: BatchState, step: Step
+    ) -> tuple[Any, list[torch.Tensor], list[list[torch.Tensor]]]:
+        """Return a micro-batch's input, and its tensors that want gradients: the neighbour's, and those that skipped."""
+        if self._route.first:
+            value = to_device(state.work.inputs[step.micro_batch], self._device)
         else:
-            output, parts = part(output, self._departures)
-            now.saved[m] = Saved(inputs, _edges(output), None, arrived, _edges(parts))
-            self._send("F", self._place.at(self._place.stage + 1, m), step, output)
-            for route, values in zip(self._departures, parts):
-                self._send("X", self._place.at(route.stage, m), step, values)
+            value = self._port.take(step.needs[0])
+        inputs = wanting_gradients(value)
+        if not self._arrivals:
+            return value, inputs, []
+        parts = [self._port.take(key) for key in step.needs[1:]]
+        return (
+            insert_skips(value, self._arrivals, parts),
+            inputs,
+            [wanting_gradients(values) for values in parts],
+        )
 
-    def _taken_past(self, step: Step) -> list[Any]:
-        """The messages that came past other stages, which a step names behind its neighbour's."""
-        return [self._take(key) for key in step.needs[1:]]
+    def _run(self, state: BatchState, m: int, value: Any) -> Any:
+        position = Position(self._route.pipeline, state.work.batch, m)
+        run = self._trained.stage.recomputed if self._recomputes(state, m) else self._layers
+        output = run(value, position)
+        return self._loss(state, m, output) if self._route.last else output
 
-    def _run(self, now: Progress, m: int, value: Any) -> Any:
-        place = Position(self._replica.pipeline, now.work.batch, m)
-        run = self._replica.stage.recomputed if self._recomputes(now, m) else self._layers
-        output = run(value, place)
-        return self._loss(now, m, output) if self._place.last else output
-
-    def _measured_run(self, now: Progress, m: int, value: Any) -> Any:
-        """As _run, counting what the micro-batch holds until its backward."""
+    def _measured_run(self, state: BatchState, m: int, value: Any) -> Any:
+        """Run and count what the micro-batch saves until its backward."""
         self.measures = False
-        saved = SavedBytes(w.untyped_storage().data_ptr() for w in self._replica.arena.weights)
+        saved = SavedBytes(w.untyped_storage().data_ptr() for w in self._trained.arena.weights)
         with saved.counting():
-            output = self._run(now, m, value)
-            for tensor in () if self._place.first else tensors_of(value):
+            output = self._run(state, m, value)
+            for tensor in () if self._route.first else tensors_of(value):
                 saved.count(tensor)  # held in any case: its gradient is wanted
-        self.held_bytes = saved.bytes
+        self.saved_bytes = saved.bytes
         return output
 
-    def _recomputes(self, now: Progress, m: int) -> bool:
+    def _recomputes(self, state: BatchState, m: int) -> bool:
         how = self._options.recompute
-        return how == "always" or (how == "except-last" and m < now.work.micro_batches - 1)
+        return how == "always" or (how == "except-last" and m < state.work.micro_batches - 1)
 
-    def _loss(self, now: Progress, m: int, output: Any) -> torch.Tensor | None:
-        """This micro-batch's loss; None when nothing in it counts."""
-        factor = now.work.weights.factors[m]
+    def _loss(self, state: BatchState, m: int, output: Any) -> torch.Tensor | None:
+        """Return this micro-batch's loss; None when nothing in it counts."""
+        work = state.work
+        assert work.weights is not None
+        factor = work.weights.factors[m]
         if factor == 0.0:  # a mean over nothing is 0/0, and so would its gradient be
             return None
-        target = to_device(now.work.targets[m], self._device)
+        target = to_device(work.targets[m], self._device)
         loss, count = loss_of(self._options.loss_fn, output, target)
         if count is not None:
             if self._options.weighs:
                 raise StageError(
                     "loss_fn returns (sum, count), which says what it weighs: leave out loss_weight"
                 )
-            now.counts.append(count)
+            state.counts.append(count)
             factor = 1.0
         elif self._check is not None:
             # Asked on the CPU alone, where nobody waits for the answer.
             if self._on_cpu and math.isnan(loss.item()) and self._check.counts_nothing(output):
-                now.without_loss += 1
+                state.without_loss += 1
                 return None
-            if not self._check.done and now.work.micro_batches > 1:
-                self._check.look(now.work.batch, output, target)
-        now.losses.append((loss.detach(), factor))
+            if not self._check.done and work.micro_batches > 1:
+                self._check.look(work.batch, output, target)
+        state.losses.append((loss.detach(), factor))
         return loss
 
-    def _seed(self, now: Progress, m: int, loss: torch.Tensor) -> torch.Tensor:
-        """The gradient of the batch's loss by a micro-batch's, as far as it is known; times the scale."""
-        weights = now.work.weights
+    def _seed(self, state: BatchState, m: int, loss: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the batch's loss by a micro-batch's, as far as it is known, times the scale."""
+        weights = state.work.weights
+        assert weights is not None
         # A sum over what all micro-batches count is divided by the samples until that is known.
-        factor = (1 / weights.total if now.counts else weights.factors[m]) * now.loss_scale
+        factor = (1 / weights.total if state.counts else weights.factors[m]) * state.loss_scale
         seed = self._seeds.get((factor, loss.dtype))
         if seed is None:
             if len(self._seeds) == _KEPT_SEEDS:
@@ -147,42 +326,52 @@ class Compute:
             self._seeds[factor, loss.dtype] = seed
         return seed
 
-    def backward(self, now: Progress, step: Step) -> None:
-        m = step.micro_batch
-        saved = now.saved.pop(m)
+    # ---- backwards -----------------------------------------------------------------------------------------------
+
+    def backward(self, state: BatchState, step: Step) -> None:
+        """Run a micro-batch's backward, or its part for the inputs, and send the gradients of these."""
+        m, route = step.micro_batch, self._route
+        saved = state.saved.pop(m)
         roots, grads = saved.outputs, saved.grads
         if grads is None:
-            # Gradients of the outputs that wanted one, and after the last backward what is told of the batch.
-            received = self._take(step.needs[0])
-            if len(received) > len(saved.outputs):
-                now.told = received.pop()
-            if self._departures:
-                roots = [*roots, *saved.departed]
-                received = [*received, *chain.from_iterable(self._taken_past(step))]
-            pairs = [(edge, g) for edge, g in zip(roots, received) if g is not None]
-            roots, grads = [p[0] for p in pairs], [p[1] for p in pairs]
-            del received, pairs
-        now.backwards_left -= 1
-        if now.backwards_left == 0:
-            self._last_backward()
-        if step.kind == "I":
-            now.deferred[m] = input_backward(roots, grads, saved.all_inputs)
+            roots, grads = self._take_gradients(state, step, saved)
+        state.backwards_left -= 1
+        is_last = state.backwards_left == 0
+        if is_last and self._group_sum is not None:
+            self._group_sum.arm()
+        if step.kind is StepKind.BACKWARD_INPUT:
+            state.deferred[m] = input_backward(roots, grads, [*saved.inputs, *chain(*saved.arrived)])
         elif roots:
             run_backward(roots, grads)
-        if now.backwards_left == 0 and self._place.last:
-            now.part = now.sum_losses()
-            if not self._place.peers:
-                now.tell(now.part)
-        if not self._place.first:
+        if is_last and route.last:
+            state.part = state.sum_losses()
+            if not route.peers:
+                state.set_outcome(state.part)
+        if not route.first:
             message = [x.grad for x in saved.inputs]
-            if now.backwards_left == 0 and not self._place.placement.is_replicated:
+            if is_last and not route.placement.is_replicated:
                 # the batch's loss rides on its last gradient, so that every stage learns it without a message more
-                message.append(now.told)
-            self._send("B", self._place.at(self._place.stage - 1, m), step, message)
-        for route, tensors in zip(self._arrivals, saved.arrived):
-            self._send("Y", self._place.at(route.stage, m), step, [x.grad for x in tensors])
+                message.append(state.outcome)
+            self._port.send(Message.GRADIENT, route.at(route.stage - 1, m), step.batch, m, message)
+        for skip, tensors in zip(self._arrivals, saved.arrived):
+            to = route.at(skip.stage, m)
+            self._port.send(Message.SKIP_GRADIENT, to, step.batch, m, [x.grad for x in tensors])
+
+    def _take_gradients(
+        self, state: BatchState, step: Step, saved: Saved
+    ) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Return where gradients of the outputs go in, and these; after the last one comes the batch's outcome."""
+        roots = saved.outputs
+        received = self._port.take(step.needs[0])
+        if len(received) > len(roots):
+            state.outcome = received.pop()
+        if self._departures:
+            roots = [*roots, *saved.departed]
+            received = [*received, *chain(*(self._port.take(key) for key in step.needs[1:]))]
+        pairs = [(edge, grad) for edge, grad in zip(roots, received) if grad is not None]
+        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
 
 def _edges(value: Any) -> list[GradientEdge]:
-    """Where the gradients of a value's tensors go in."""
+    """Return where the gradients of a value's tensors go in."""
     return [get_gradient_edge(t) for t in wanting_gradients(value)]

@@ -1,247 +1,281 @@
-"""One pipeline's walk through its schedule on one stage.
+"""One pipeline on one worker: its stages' steps, queued in the order of the schedule's row.
 
-Steps are the schedule's F m and B m, and those around the update, see :mod:`avgpipe.runtime.update`. Where no batch
-needs an update at once, updates are a walk of their own, beside that of forwards and backwards: they may have to wait
-for other stages, as for the norm of all gradients.
+A row's forwards and backwards are one queue. Updates are a queue of their own on each stage: they may have to wait for
+other stages, as for the norm of all gradients, while forwards and backwards of later batches go on where no batch needs
+the update at once.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from avgpipe.device import LaneStream
-from avgpipe.links.link import Link, Mailbox
-from avgpipe.links.message import Key
-from avgpipe.runtime.compute import Compute
-from avgpipe.runtime.exchange import Exchange
-from avgpipe.runtime.group_sum import GroupSum
-from avgpipe.runtime.nonfinite import NonfiniteNotice
-from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.order import Order
-from avgpipe.runtime.replica import Replica
-from avgpipe.runtime.stage_sum import StageSum
-from avgpipe.runtime.steps import Place, Step
-from avgpipe.runtime.update import Update
-from avgpipe.runtime.work import Progress, Work
-from avgpipe.schedule.stream import Step as Act
+from avgpipe.links.message import Key, Message
+from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
+from avgpipe.runtime.route import Route, StepKind
+from avgpipe.runtime.trained_stage import TrainedStage
+from avgpipe.runtime.update import RemoteUpdates, Update
+from avgpipe.schedule import Action, Kind, Row, RowCursor
 
-
-class Walk:
-    """Steps of a lane, one after another. ``missing``: what the next one still waits for; ``advance`` performs it."""
-
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self.step: Step | None = None  # the next one
-        self._queue: deque[Step] = deque()
-
-    def add(self, step: Step) -> None:
-        if self.step is None:
-            self.step = step
-        else:
-            self._queue.append(step)
-
-    def ready(self) -> bool:
-        return self.step is not None and self.lane.ready(self.step)
-
-    def missing(self) -> list[Key]:
-        """Messages that the next step still waits for."""
-        return self.lane.missing(self.step) if self.step is not None else []
-
-    def advance(self) -> None:
-        assert self.step is not None
-        self.lane.advance(self.step)
-        self.step = self._queue.popleft() if self._queue else None
+Priority = tuple[bool, int, int]  # the scheduler runs the smallest
 
 
 class Lane:
-    """``shared``: for every other stage, which of this stage's parameters it holds too (indices into the arena,
-    in an order that both agree on). ``links``: by seat. ``summing``: see :class:`StageSum`.
-    ``exchange``: with spread pipelines of other processes. ``stream``: where the steps run, None for a CPU.
+    """One pipeline's part of one stage replica: what it computes, its updates, and the batches in flight.
+
+    Args:
+        overlaps: whether forwards and backwards may go on while an update waits, as no batch in flight needs it.
+        remote: dedicated pipelines of other processes; None without any.
+        stream: where the steps run; None for a CPU.
     """
 
     def __init__(
         self,
-        replica: Replica,
-        place: Place,
-        options: TrainingOptions,
-        order: Order,
-        mailbox: Mailbox,
-        links: Mapping[int, Link],
-        shared: dict[int, list[int]],
-        notice: NonfiniteNotice,
-        summing: GroupSum | None = None,
-        exchange: Exchange | None = None,
+        trained: TrainedStage,
+        route: Route,
+        port: Port,
+        compute: Compute,
+        update: Update,
+        overlaps: bool,
+        remote: RemoteUpdates | None = None,
         stream: LaneStream | None = None,
     ) -> None:
-        self.replica, self._order, self.stream = replica, order, stream
-        self.place, self.exchange = place, exchange
-        self._messages, self._take, self._links = mailbox.messages, mailbox.take, links
-        self.pipeline = replica.pipeline
-        self._sum = StageSum(replica, place, summing, self._send, mailbox.take)
-        self._update = Update(replica, place, shared, options, self._send, mailbox.take, notice)
-        self.compute = Compute(replica, place, options, self._send, mailbox.take, self._sum.last_backward)
-        self._hand: dict[int, Progress] = {}  # by batch, oldest first
-        self._computing = Walk(self)
-        self._updates_late = order.updates_late
-        self._updating = Walk(self) if self._updates_late else self._computing
-        self.walks = [self._computing, self._updating] if self._updates_late else [self._computing]
-        self._tells = place.tells_the_loss
-        self.sent_at: float | None = None  # when the last step began to send, on the clock time.perf_counter
+        self.trained, self.route, self.port = trained, route, port
+        self.compute, self.update, self.remote, self.stream = compute, update, remote, stream
+        self.pipeline = route.pipeline
+        self.updates = Queue()
+        self._overlaps = overlaps
+        self._in_flight: dict[int, BatchState] = {}  # by batch, oldest first
+        self.next_version = 0  # the lowest that a batch which is not in flight yet may run on
+        self._place = route.replica, route.pipeline
 
-    # ---- taking on a batch ---------------------------------------------------------------------------------------
+    # ---- batches -------------------------------------------------------------------------------------------------
 
     @property
-    def batch(self) -> int | None:
-        """The oldest batch in hand."""
-        return next(iter(self._hand), None)
+    def oldest_batch(self) -> int | None:
+        return next(iter(self._in_flight), None)
 
-    def start(self, work: Work) -> None:
-        version = self._order.version()
-        acts = self._order.begin(work.batch, work.micro_batches)
-        self._hand[work.batch] = Progress(work, version, self._order.own(work.micro_batches))
-        self._enqueue(acts)
-        self.replica.stage.train()
+    def start(self, work: Work, version: int, computing: Sequence[Action]) -> None:
+        """Take on a batch that runs on a ``version`` of the weights. ``computing``: its forwards and backwards here."""
+        forwards = sum(action.kind is Kind.FORWARD for action in computing)
+        self._in_flight[work.batch] = BatchState(work, version, forwards, len(computing))
+        self.trained.stage.train()
         if self.stream is not None:
             self.stream.begin(work.copied)
 
-    def drain(self) -> None:
-        """No other batch comes for now."""
-        self._enqueue(self._order.end())
-
-    def _enqueue(self, acts: Iterable[Act]) -> None:
-        for step in self.place.steps(acts, self._order.urgency):
-            (self._computing if step.kind in "FBIW" else self._updating).add(step)
+    def start_evaluation(self, work: Work) -> None:
+        self._in_flight[work.batch] = BatchState(work, 0, 0, work.micro_batches)
+        if self.stream is not None:
+            self.stream.begin(None)
 
     def has_ended(self, batch: int) -> bool:
-        now = self._hand[batch]
-        return now.updated and now.told is not None
+        state = self._in_flight[batch]
+        return state.updated and state.outcome is not None
 
-    def finish(self, batch: int) -> torch.Tensor:
-        """What is told of a batch that has ended: see :class:`Progress`."""
-        now = self._hand.pop(batch)
+    def has_evaluated(self, batch: int) -> bool:
+        return self._in_flight[batch].computing_left == 0
+
+    def finish(self, batch: int) -> torch.Tensor | None:
+        """Forget a batch that has ended, and return its outcome: see :class:`BatchState`."""
         if self.stream is not None:
             self.stream.end()
-        assert now.told is not None
-        return now.told
-
-    @property
-    def skipped(self) -> int:
-        """Updates that ``skip_nonfinite`` has left out."""
-        return self._update.skipped
-
-    def resume(self, batches: int) -> None:
-        """The weights were replaced; no batch is in hand, and ``batches`` have begun in all."""
-        self._order.resume(self.replica.updates)
-        if self.replica.loss_scale is not None:
-            self.replica.loss_scale.resume(self.replica.updates)
-        if self.exchange is not None:
-            self.exchange.resume(batches)
-
-    # ---- readiness -----------------------------------------------------------------------------------------------
-
-    def missing(self, step: Step) -> list[Key]:
-        found = [k for k in step.needs if k not in self._messages]
-        return found if found or self.exchange is None else self.exchange.missing()
-
-    def ready(self, step: Step) -> bool:
-        for key in step.needs:
-            if key not in self._messages:
-                return False
-        if self.exchange is not None:
-            self.exchange.collect()
-        if self._updates_late and step.kind not in "FB" and self._hand[step.batch].backwards_left:
-            return False
-        if step.kind == "U":
-            return self.replica.settled and self.replica.ready
-        if not step.begins:
-            return True
-        return self.replica.settled and self.replica.has_made(self._hand[step.batch].version)
-
-    def _send(self, kind: str, to: int, step: Step, value: Any) -> None:
-        if self.sent_at is None:
-            self.sent_at = time.perf_counter()
-        key = Key(kind, self.pipeline, self.place.seat, to, step.batch, step.micro_batch)
-        self._links[to].send(key, value)
+        return self._in_flight.pop(batch).outcome
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
+    def queue_update(self, batch: int) -> None:
+        for kind in self.route.update_steps:
+            self.updates.add(self, Step(kind, batch, -1, self.route.needs(kind, batch, -1)))
+
+    def missing(self, step: Step) -> list[Key]:
+        found = [k for k in step.needs if k not in self.port.messages]
+        return found if found or self.remote is None else self.remote.missing()
+
+    def is_ready(self, step: Step) -> bool:
+        for key in step.needs:
+            if key not in self.port.messages:
+                return False
+        if self.remote is not None:
+            self.remote.collect()
+        if step.micro_batch < 0:
+            if self._in_flight[step.batch].computing_left:
+                return False
+            return step.kind is not StepKind.UPDATE or (self.trained.settled and self.trained.ready)
+        if not self._overlaps and self._must_update(step.batch):
+            return False
+        if not step.begins:
+            return True
+        return self.trained.settled and self.trained.has_made(self._in_flight[step.batch].version)
+
+    def _must_update(self, batch: int) -> bool:
+        """Whether an earlier batch has only its update left."""
+        head = self.updates.head
+        if head is None or head.step.batch >= batch:
+            return False
+        return not self._in_flight[head.step.batch].computing_left
+
     def advance(self, step: Step) -> None:
         """Perform a step; what it needs must be there."""
-        now = self._hand[step.batch]
-        self.sent_at = None
+        state = self._in_flight[step.batch]
+        self.port.sent_at = None
         if self.stream is None:
-            self._perform(now, step)
+            self._perform(state, step)
         else:
-            place = self.place.seat, self.pipeline, step.batch, step.micro_batch, step.kind
+            place = *self._place, step.batch, step.micro_batch, step.kind.value
             with self.stream.step(place, step.begins):
-                self._perform(now, step)
+                self._perform(state, step)
 
-    def _perform(self, now: Progress, step: Step) -> None:
+    def _perform(self, state: BatchState, step: Step) -> None:
         kind = step.kind
-        if kind == "F":
-            self.replica.show(now.version)
-            if step.begins and self.replica.loss_scale is not None:
-                now.loss_scale = self.replica.loss_scale.at(now.version)
-            self.compute.forward(now, step)
-        elif kind in "BI":
-            self.replica.show(now.version)
-            self.compute.backward(now, step)
-        elif kind == "W":
-            self.replica.show(now.version)
-            now.deferred.pop(step.micro_batch).run()
+        if step.micro_batch < 0:
+            with self._gradients_of(state):
+                others = [s.version for s in self._in_flight.values() if not s.updated and s is not state]
+                self.update.perform(state, step, min([*others, self.next_version]))
+        elif not state.work.trains:
+            self.compute.evaluate(state, step)
+            state.computing_left -= 1
         else:
-            with self._gradients_of(now):
-                self._perform_update(now, step)
-        if self._tells and now.told is not None:
-            self._tell(now, step)
-        if self._updates_late and kind == "B" and now.backwards_left == 0:
-            now.grads = self.replica.take_grads()  # before the next batch adds its own
-
-    def _tell(self, now: Progress, step: Step) -> None:
-        """Those who learn the loss by a message of its own, once."""
-        if not now.has_told:
-            now.has_told = True
-            for seat in self._tells:
-                self._send("L", seat, step._replace(micro_batch=-1), now.told)
+            self.trained.show(state.version)
+            if kind is StepKind.FORWARD:
+                if step.begins and self.trained.loss_scale is not None:
+                    state.loss_scale = self.trained.loss_scale.at(state.version)
+                self.compute.forward(state, step)
+            elif kind is StepKind.BACKWARD_WEIGHT:
+                state.deferred.pop(step.micro_batch).run()
+            else:
+                self.compute.backward(state, step)
+            state.computing_left -= 1
+            if self._overlaps and state.computing_left == 0:
+                state.grads = self.trained.take_grads()  # before the next batch adds its own
+        if state.outcome is not None and not state.outcome_is_sent:
+            state.outcome_is_sent = True
+            for to in self.route.loss_receivers:
+                self.port.send(Message.LOSS, to, step.batch, -1, state.outcome)
 
     @contextmanager
-    def _gradients_of(self, now: Progress) -> Iterator[None]:
+    def _gradients_of(self, state: BatchState) -> Iterator[None]:
         """Parameters have the gradients of this batch inside, where those of a later one may be there already."""
-        if not self._updates_late:
+        if not self._overlaps:
             yield
             return
-        newer = self.replica.take_grads()
-        self.replica.put_grads(now.grads)
+        newer = self.trained.take_grads()
+        self.trained.put_grads(state.grads)
         yield
-        now.grads = self.replica.take_grads()
-        self.replica.put_grads(newer)
+        state.grads = self.trained.take_grads()
+        self.trained.put_grads(newer)
 
-    def _perform_update(self, now: Progress, step: Step) -> None:
-        kind = step.kind
-        if kind in "TNU" and not now.is_scaled:
-            self._update.scale(now)
-        if kind == "A":
-            self._sum.begin(now, step)
-        elif kind == "G":
-            self._sum.finish(now, step)
-        elif kind == "T":
-            self._update.send_shared(now, step)
-        elif kind == "S":
-            self._update.sum_shared(now, step)
-        elif kind == "N":
-            self._update.norm(now, step)
-        elif kind == "U":
-            others = [p.version for p in self._hand.values() if not p.updated and p is not now]
-            self._update.update(now, step, min([*others, self._order.version()]))
-            self.sent_at = None  # the norm is told on before the step, which is no sending
-            now.updated = True
-            for _, seat in self.place.others if self.exchange is not None else ():
-                self._send("V", seat, step, self.replica.update)
+    def resume(self, batches: int) -> None:
+        """Go on with weights that were replaced, after ``batches`` in all; none is in flight."""
+        if self.trained.loss_scale is not None:
+            self.trained.loss_scale.resume(self.trained.updates)
+        if self.remote is not None:
+            self.remote.resume(batches)
+
+
+class Queued(NamedTuple):
+    """A step in a queue, and whose it is."""
+
+    lane: Lane
+    step: Step
+    priority: Priority
+
+    def is_ready(self) -> bool:
+        return self.lane.is_ready(self.step)
+
+    def missing(self) -> list[Key]:
+        """Return the messages that the step still waits for."""
+        return self.lane.missing(self.step)
+
+
+class Queue:
+    """Steps of one pipeline that run in turn. ``head``: the next one."""
+
+    def __init__(self) -> None:
+        self.head: Queued | None = None
+        self._rest: deque[Queued] = deque()
+
+    def add(self, lane: Lane, step: Step) -> None:
+        # Backwards and updates before forwards, then the oldest batch; of several stages the later.
+        priority = step.kind is StepKind.FORWARD, step.batch, -lane.route.replica
+        queued = Queued(lane, step, priority)
+        if self.head is None:
+            self.head = queued
         else:
-            now.told = self._take(step.needs[0])
+            self._rest.append(queued)
+
+    def pop(self) -> None:
+        self.head = self._rest.popleft() if self._rest else None
+
+
+class PipelineRow:
+    """One pipeline's row of the schedule on one worker.
+
+    Args:
+        lanes: of the worker's stages.
+        row: what the worker runs in turn.
+        weights: which version of the weights a batch runs on; see :class:`avgpipe.schedule.RowCursor`.
+        first_row: of the first stage's worker.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], row: Row, weights: str, first_row: Row) -> None:
+        self.pipeline = lanes[0].pipeline
+        self.lanes = {lane.route.stage: lane for lane in lanes}
+        self.computing = Queue()
+        self._weights = weights
+        self.follow(row, first_row)
+
+    def follow(self, row: Row, first_row: Row) -> None:
+        """Go on by another row; no batch is in flight."""
+        self._cursor = RowCursor(row, self._weights, first_row)
+        self._actions = {
+            stage: [a for a in row if a.stage == stage and a.micro_batch is not None] for stage in self.lanes
+        }
+
+    @property
+    def queues(self) -> list[Queue]:
+        return [self.computing, *(lane.updates for lane in self.lanes.values())]
+
+    def start(self, work: Work) -> None:
+        """Take on a batch, and queue the steps that are certain now."""
+        for stage, lane in self.lanes.items():
+            own = range(work.micro_batches)
+            computing = [action for action in self._actions[stage] if action.micro_batch in own]
+            lane.start(work, self._cursor.version(stage), computing)
+        self._enqueue(self._cursor.begin(work.batch, work.micro_batches))
+
+    def drain(self) -> None:
+        """Queue what is left, as no other batch comes for now."""
+        self._enqueue(self._cursor.end())
+
+    def evaluate(self, work: Work) -> None:
+        """Queue the forwards of an evaluated batch, on the stages that this worker evaluates."""
+        lanes = [lane for lane in self.lanes.values() if lane.route.evaluates]
+        for lane in lanes:
+            lane.start_evaluation(work)
+        for m in range(work.micro_batches):
+            for lane in lanes:
+                needs = lane.route.evaluation_needs(work.batch, m)
+                self.computing.add(lane, Step(StepKind.FORWARD, work.batch, m, needs))
+
+    def resume(self, batches: int) -> None:
+        """Go on with weights that were replaced, after ``batches`` in all; none is in flight."""
+        self._cursor.resume(max(lane.trained.updates for lane in self.lanes.values()))
+        for lane in self.lanes.values():
+            lane.resume(batches)
+
+    def _enqueue(self, actions: Iterable[tuple[Action, int]]) -> None:
+        for action, batch in actions:
+            lane, m = self.lanes[action.stage], action.micro_batch
+            if m is None:
+                lane.queue_update(batch)
+                continue
+            kind = StepKind(action.kind.value)
+            begins = kind is StepKind.FORWARD and m <= len(lane.route.peers)
+            self.computing.add(lane, Step(kind, batch, m, lane.route.needs(kind, batch, m), begins))
+        for stage, lane in self.lanes.items():
+            lane.next_version = self._cursor.version(stage)

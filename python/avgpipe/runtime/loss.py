@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.errors import StageError
 from avgpipe.links.message import tensors_of
+from avgpipe.ranks.world import World
 from avgpipe.runtime.batch import LossFn, concatenate, split
+from avgpipe.runtime.placement import Placement
 
 _log = logging.getLogger("avgpipe")
 _LOOKED_AT = 8  # samples of a micro-batch, at most
@@ -139,3 +142,112 @@ def _samples(part: tuple[Any, Any]) -> int:
 def _near(a: float, b: float, parts: list[float]) -> bool:
     """Within what rounding may do, in 16 bits too. False for NaN."""
     return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b), sum(map(abs, parts)) / len(parts))
+
+
+# Those of torch.amp.GradScaler.
+_INITIAL, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000
+_KEPT = 256  # versions of the weights, more than are ever under way
+
+
+class LossScale:
+    """``fixed``: a scale that never changes; None: dynamic.
+
+    versioned: whether batches run on weights that are not the newest. A batch's scale is then the one that was there
+    when its weights were made, or it would depend on timing.
+    """
+
+    _scale: float
+    _first: float  # for weights that are older than this run
+    _tracker: int
+    _updates: int
+    _scales: dict[int, float]  # by updates that the weights had seen
+
+    def __init__(self, fixed: float | None, versioned: bool) -> None:
+        self._fixed, self._versioned = fixed, versioned
+        self.load_state_dict({"scale": _INITIAL if fixed is None else fixed, "growth_tracker": 0})
+
+    def at(self, version: int) -> float:
+        """The scale for a batch that runs on this version of the weights, counted in updates."""
+        return self._scales.get(version, self._first) if self._versioned else self._scale
+
+    def update(self, overflowed: bool) -> None:
+        """A batch is done; ``overflowed``: a gradient of it, on any stage, was not finite."""
+        if self._fixed is None:
+            self._tracker = 0 if overflowed else self._tracker + 1
+            if overflowed:
+                self._scale *= _BACKOFF
+            elif self._tracker == _GROWTH_INTERVAL:
+                self._scale, self._tracker = self._scale * _GROWTH, 0
+        self._updates += 1
+        self._scales[self._updates] = self._scale
+        self._scales.pop(self._updates - _KEPT, None)
+
+    def resume(self, updates: int) -> None:
+        """The weights were replaced by those after so many updates."""
+        self._updates, self._first = updates, self._scale
+        self._scales = {updates: self._scale}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self._scale, "growth_tracker": self._tracker}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scale = float(state["scale"]) if self._fixed is None else self._fixed
+        self._tracker = int(state["growth_tracker"])
+        self.resume(0)
+
+
+_log = logging.getLogger("avgpipe")
+_FEW = 16  # numbers that are read faster one by one than put together
+_REMEDY = (
+    "training goes on with what that makes of the weights. To leave such batches out, train with skip_nonfinite=True; "
+    "else lower the learning rate, or limit gradients by clip_grad_norm. The option of avgpipe train is "
+    "--skip-nonfinite. This is told once"
+)
+
+
+class NonfiniteNotice:
+    """``watches``: whether nothing else sees to it, as ``skip_nonfinite`` does."""
+
+    def __init__(self, world: World, placement: Placement, watches: bool) -> None:
+        self._world, self._placement = world, placement
+        self.watches = watches
+
+    def loss(self, loss: float, batch: int, pipeline: int) -> None:
+        """Of a whole batch; on every rank."""
+        if self.watches and not math.isfinite(loss):
+            replica = self._placement.first_replicas(pipeline)[-1]
+            if self._placement.rank_of(replica) == self._world.rank:
+                self._tell(f"the loss on {self._placement.name(replica)} is {loss}", batch, pipeline)
+
+    def gradients(
+        self,
+        grads: Sequence[torch.Tensor],
+        told: torch.Tensor | None,
+        replica: int,
+        batch: int,
+        pipeline: int,
+    ) -> None:
+        """Of a stage, on the CPU. ``told``: its batch's loss, if it knows that, which may be the cause."""
+        if _are_finite(grads):
+            return
+        if told is not None:
+            self.loss(float(told.reshape(-1)[0]), batch, pipeline)
+        if self.watches:
+            what = f"gradients on {self._placement.name(replica)} have infinities or NaN"
+            self._tell(what, batch, pipeline)
+
+    def _tell(self, what: str, batch: int, pipeline: int) -> None:
+        self.watches = False
+        rank = self._world.rank
+        if self._world.is_first("nonfinite"):
+            _log.warning("rank %d: %s, in batch %d of pipeline %d; %s", rank, what, batch, pipeline, _REMEDY)
+
+
+def _are_finite(grads: Sequence[torch.Tensor]) -> bool:
+    grads = [grad._values() if grad.is_sparse else grad for grad in grads]
+    if not grads:
+        return True
+    # A number that is finite if all are, and an exact look only if it is not.
+    norms = torch._foreach_norm(grads)
+    total = sum(map(float, norms)) if len(norms) <= _FEW else float(torch.stack(norms).sum())
+    return math.isfinite(total) or all(bool(grad.isfinite().all()) for grad in grads)

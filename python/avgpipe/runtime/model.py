@@ -1,8 +1,20 @@
-"""The unsplit model as the runtime sees it: layers, the cut into stages, and the names of everything in it."""
+"""The unsplit model as the runtime sees it: a chain of layers, its cut into stages, and the names of all in it.
+
+Each layer receives what the one before returned. The chain does not depend on the number of stages, so random numbers
+keyed by layer do not either.
+
+Values of a traced model may skip stages that do not need them. Such a value stands there as None. It goes by a message
+of its own from the stage that made it, or used it last, to the next one that uses it, and its gradient goes back the
+same way; so a stage that uses it adds its part of the gradient, and the maker receives the sum::
+
+    stage      0         1         2         3
+    v          made      -         used      used
+                 └── skips stage 1 ──┘ └── F ──┘      from 2 to 3 with all else that a stage gives the next
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
@@ -11,8 +23,158 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from avgpipe.runtime.skips import NO_SKIPS, Skips, skips
-from avgpipe.runtime.split import Segment, layers_of, named_tensors, stage_bounds
+from avgpipe.planning import balance
+from avgpipe.runtime.compiled import original, unwrapped
+from avgpipe.runtime.tracing import TracedLayer, Values, traced
+
+
+class SkipRoute(NamedTuple):
+    """One end of a way past other stages. ``stage``: the other end. ``places``: of the values, in this end's tuple."""
+
+    stage: int
+    places: tuple[int, ...]
+
+
+class Skips(NamedTuple):
+    """Of a stage: where values of its input come from, and where values of its output go, each in stage order."""
+
+    arrivals: tuple[SkipRoute, ...] = ()
+    departures: tuple[SkipRoute, ...] = ()
+
+
+NO_SKIPS = Skips()
+
+
+def skips_of(pieces: Sequence[Values], bounds: Sequence[int]) -> list[Skips]:
+    """Of every stage. ``bounds``: first piece of each stage, then the number of pieces."""
+    stages = [pieces[a:b] for a, b in pairwise(bounds)]
+    ways: dict[tuple[int, int], list[str]] = {}  # by both ends, what goes there
+    holders = dict.fromkeys(stages[0][-1].gives, 0)  # by value, the stage that made it or used it last
+    for k, stage in enumerate(stages[1:], 1):
+        used = frozenset[str]().union(*(piece.uses for piece in stage))
+        for name in stage[0].takes:
+            if name in used:
+                if holders[name] < k - 1:
+                    ways.setdefault((holders[name], k), []).append(name)
+                holders[name] = k
+        for name in stage[-1].gives:
+            holders.setdefault(name, k)
+    return [
+        Skips(
+            tuple(SkipRoute(a, _places(stage[0].takes, ways[a, b])) for a, b in sorted(ways) if b == k),
+            tuple(SkipRoute(b, _places(stage[-1].gives, ways[a, b])) for a, b in sorted(ways) if a == k),
+        )
+        for k, stage in enumerate(stages)
+    ]
+
+
+def _places(names: tuple[str, ...], found: Iterable[str]) -> tuple[int, ...]:
+    return tuple(names.index(name) for name in found)
+
+
+def extract_skips(
+    output: tuple[Any, ...], departures: Sequence[SkipRoute]
+) -> tuple[tuple[Any, ...], list[list[Any]]]:
+    """A stage's output as the next stage gets it, and for each departure the values that go there."""
+    parts = [[output[n] for n in route.places] for route in departures]
+    gone = {n for route in departures for n in route.places}
+    return tuple(None if n in gone else value for n, value in enumerate(output)), parts
+
+
+def insert_skips(
+    given: tuple[Any, ...], arrivals: Sequence[SkipRoute], parts: Sequence[Sequence[Any]]
+) -> tuple[Any, ...]:
+    """A stage's input, from what the stage before gave and for each arrival what came from there."""
+    whole = list(given)
+    for route, values in zip(arrivals, parts):
+        for n, value in zip(route.places, values):
+            whole[n] = value
+    return tuple(whole)
+
+
+# ---- the chain of layers and its cut -----------------------------------------------------------
+
+
+def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The chain that computes ``model``: its children if it is sequential, the adapter's layers if its forward is
+    one of the transformers library, else segments of its traced graph.
+    """
+    model = original(model)
+    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
+        return _of_transformers(model) if _forward_module(model) == "transformers" else list(traced(model))
+    layers = list(model)
+    for n, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"layer {n} of the model is a {type(layer).__name__}, not a torch.nn.Module")
+    if not layers:
+        raise ValueError("the model has no layers")
+    memo: dict[int, nn.Module] = {}
+    return [unwrapped(layer, memo) for layer in layers]
+
+
+def stage_bounds(layers: Sequence[nn.Module], stages: int, partition: Sequence[Any] | None) -> list[int]:
+    """First layer of every stage, then the number of layers. ``partition``: as in ``Plan``."""
+    count = len(layers)
+    if stages > count:
+        raise ValueError(
+            f"{stages} stages need at least as many layers, and the model has {count}: use fewer stages"
+        )
+    if partition is None:
+        return [0, *balance([_cost(layer) for layer in layers], stages), count]
+    first = [p if isinstance(p, int) else _named(layers, p) for p in partition]
+    bounds = [0, *first, count]
+    if any(a >= b for a, b in pairwise(bounds)):
+        raise ValueError(
+            f"partition {list(partition)} leaves a stage without layers: the first layers {first} "
+            "of stages 1.. must rise "
+            f"and stay below {count}"
+        )
+    return bounds
+
+
+def _named(layers: Sequence[nn.Module], name: str) -> int:
+    """The first layer that calls the module ``name`` or one inside of it; a layer's ``calls`` says which it calls."""
+    stated = [getattr(layer, "calls", None) for layer in layers]
+    called = [calls if isinstance(calls, str) else str(n) for n, calls in enumerate(stated)]
+    for n, target in enumerate(called):
+        if (target + ".").startswith(name + "."):
+            return n
+    raise ValueError(f"split point {name!r} is no module that the model calls; it calls {', '.join(called)}")
+
+
+def _cost(layer: nn.Module) -> float:
+    """A rough estimate of a layer's compute before anything is measured: its weights, each used once per sample.
+
+    An embedding only looks up; a layer may state its own ``compute_cost``.
+    """
+    stated = getattr(layer, "compute_cost", None)
+    if isinstance(stated, int | float):
+        return float(stated)
+    tables = [m for m in layer.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    looked_up = {id(p) for m in tables for p in m.parameters()}
+    return 1.0 + sum(p.numel() for p in layer.parameters() if id(p) not in looked_up)
+
+
+def _forward_module(model: nn.Module) -> str:
+    """The package whose code ``model.forward`` is."""
+    owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
+    return owner.__module__.split(".")[0]
+
+
+def _of_transformers(model: nn.Module) -> list[nn.Module]:
+    from avgpipe.interop import transformers  # only now: it imports the library, which takes seconds
+
+    return transformers.layers(model)
+
+
+def named_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """The ``state_dict`` of the unsplit model, with the very tensors (tied ones stand there under each name)."""
+    whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+    state = whole.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+
+
+# ---- everything in the model, by name -----------------------------------------------------------
 
 
 class Entry(NamedTuple):
@@ -141,5 +303,5 @@ def _shared(trainable: Sequence[Sequence[nn.Parameter]], k: int) -> dict[int, li
 
 
 def _skips(layers: Sequence[nn.Module], bounds: Sequence[int]) -> list[Skips]:
-    pieces = [layer.values for layer in layers if isinstance(layer, Segment)]
-    return skips(pieces, bounds) if len(pieces) == len(layers) else [NO_SKIPS] * (len(bounds) - 1)
+    pieces = [layer.values for layer in layers if isinstance(layer, TracedLayer)]
+    return skips_of(pieces, bounds) if len(pieces) == len(layers) else [NO_SKIPS] * (len(bounds) - 1)

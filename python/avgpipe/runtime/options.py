@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
 from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.compiled import Compiler
 from avgpipe.runtime.loss import is_mean_by_kind
 
+OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFn = Callable[[torch.optim.Optimizer], Any]
+
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """``weighs``: whether the caller says what micro-batches weigh. ``loss_scale``: a number,
-    "dynamic" or None.
+    """What a Pipeline was asked for, beside its plan; see there.
+
+    Attributes:
+        weighs: whether the caller says what micro-batches weigh.
+        measures: whether one forward of each stage counts what it saves for its backward.
     """
 
     loss_fn: LossFn
-    clip_grad_norm: float | None
-    autocast: torch.dtype | None
-    recompute: str
+    optimizer: OptimizerFn
+    lr_scheduler: SchedulerFn | None = None
+    clip_grad_norm: float | None = None
+    autocast: torch.dtype | None = None
+    recompute: str = "never"
     cuda_graphs: bool = False
     skip_nonfinite: bool = False
     weighs: bool = False
     loss_scale: float | str | None = None
     compiler: Compiler = field(default_factory=Compiler)
+    link: str = "auto"
+    wire_dtype: torch.dtype | None = None
+    measures: bool = False
 
     @property
     def needs_norm(self) -> bool:
-        """Of the gradients of all stages."""
+        """Whether somebody asks for the norm of the gradients of all stages."""
         return self.clip_grad_norm is not None or self.skip_nonfinite or self.loss_scale is not None
 
     @property
@@ -41,3 +55,9 @@ class TrainingOptions:
     def scales_late(self) -> bool:
         """Whether what gradients must be multiplied with may be known after the backwards only."""
         return self.loss_scale is not None or self.may_be_no_mean
+
+    def shared_text(self) -> tuple[str, str]:
+        """Name the options that must be alike on all ranks, and write them down."""
+        names = ("link", "wire_dtype", "clip_grad_norm", "skip_nonfinite", "autocast", "loss_scale")
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return "link, wire_dtype, clip_grad_norm, skip_nonfinite, autocast or loss_scale", values

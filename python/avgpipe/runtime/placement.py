@@ -1,8 +1,9 @@
-"""Who runs what: seats, and the workers that hold them.
+"""Placement: which worker and process runs which stage, for which pipelines.
 
-A seat is a replica of a stage; with one replica of each stage, seat k is stage k. Micro-batches go round robin, m to
-replica m % R of each stage, and back through the same ones. Pipelines share all seats, or are spread: each has its own.
-A worker holds one seat, or those that the schedule gives it; a process is a worker, or all of them.
+A *stage replica* is one copy of a stage. Replicas are numbered through all stages; where each stage has one, replica k is
+stage k. Micro-batches go round robin, m to replica m % R of each stage, and back through the same ones. Pipelines share
+all replicas, or have dedicated ones. A worker holds one replica, or those that the schedule gives it; a process (rank) is
+a worker, or all of them.
 """
 
 from __future__ import annotations
@@ -14,111 +15,128 @@ from typing import NamedTuple
 from avgpipe.plan import Plan
 
 
-class Seat(NamedTuple):
+class StageReplica(NamedTuple):
     stage: int
-    replica: int
-    group: int  # of pipelines: 0, or the pipeline where each has its own seats
+    replica: int  # among those of the stage
+    group: int  # of pipelines: 0, or the pipeline where each has replicas of its own
 
 
 @dataclass(frozen=True)
 class Placement:
-    """``workers``: the seats of each. ``ranks``: processes, one or as many as workers. ``pipelines``: N."""
+    """Where the stage replicas of a plan live.
 
-    seats: tuple[Seat, ...]
+    Attributes:
+        replicas: all of them, by their numbers.
+        workers: the numbers that each worker holds.
+        ranks: processes, one or as many as workers.
+        pipelines: N.
+    """
+
+    replicas: tuple[StageReplica, ...]
     workers: tuple[tuple[int, ...], ...]
     ranks: int
     pipelines: int
 
     @classmethod
     def of(cls, plan: Plan, ranks: int) -> Placement:
-        """ValueError for a number of ranks that is neither one nor that of the plan's workers."""
-        replication = plan.replication or [1] * plan.stages
-        groups = range(plan.pipelines if plan.spread else 1)
-        seats = tuple(
-            Seat(k, r, g) for g in groups for k, count in enumerate(replication) for r in range(count)
-        )
+        """Place ``plan`` on ``ranks`` processes; ValueError unless they are one, or as many as it has workers."""
         if ranks not in (1, plan.workers):
             raise ValueError(
                 f"the plan is for {plan.workers} workers and there are {ranks} ranks: start one rank per worker, "
                 "or a single process for all"
             )
-        size = len(seats) // len(groups)
-        of_one = [(seat,) for seat in range(size)] if plan.replication else plan.build_schedule().placement
-        workers = tuple(tuple(g * size + seat for seat in held) for g in groups for held in of_one)
-        return cls(seats, workers, ranks, plan.pipelines)
+        schedule = plan.build_schedule()
+        groups = range(plan.pipelines if plan.spread else 1)
+        replicas, workers = [], [[] for _ in range(len(groups) * schedule.workers)]
+        for g in groups:
+            for k, of_stage in enumerate(schedule.replicas):
+                for r, worker in enumerate(of_stage):
+                    workers[g * schedule.workers + worker].append(len(replicas))
+                    replicas.append(StageReplica(k, r, g))
+        return cls(tuple(replicas), tuple(map(tuple, workers)), ranks, plan.pipelines)
 
     @property
     def stages(self) -> int:
-        return self.seats[-1].stage + 1
+        return self.replicas[-1].stage + 1
 
     @property
-    def is_spread(self) -> bool:
-        return self.seats[-1].group > 0
+    def is_dedicated(self) -> bool:
+        """Whether each pipeline has replicas, and workers, of its own."""
+        return self.replicas[-1].group > 0
 
     @property
     def is_replicated(self) -> bool:
-        return any(seat.replica for seat in self.seats)
+        return any(replica.replica for replica in self.replicas)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether worker k is stage k."""
+        return len(self.replicas) == self.stages == len(self.workers)
 
     @cached_property
-    def _seats_of(self) -> dict[tuple[int, int], list[int]]:
-        """By group and stage."""
+    def _by_stage(self) -> dict[tuple[int, int], list[int]]:
         found: dict[tuple[int, int], list[int]] = {}
-        for n, seat in enumerate(self.seats):
-            found.setdefault((seat.group, seat.stage), []).append(n)
+        for n, replica in enumerate(self.replicas):
+            found.setdefault((replica.group, replica.stage), []).append(n)
         return found
 
     @cached_property
     def _worker_of(self) -> dict[int, int]:
-        return {seat: worker for worker, seats in enumerate(self.workers) for seat in seats}
+        return {n: worker for worker, held in enumerate(self.workers) for n in held}
 
     def held_by(self, rank: int) -> list[int]:
-        """The seats of a process."""
-        return list(range(len(self.seats))) if self.ranks == 1 else list(self.workers[rank])
+        """The replicas of a process."""
+        return list(range(len(self.replicas))) if self.ranks == 1 else list(self.workers[rank])
 
-    def rank_of(self, seat: int) -> int:
-        return 0 if self.ranks == 1 else self._worker_of[seat]
+    def rank_of(self, replica: int) -> int:
+        return 0 if self.ranks == 1 else self._worker_of[replica]
 
-    def worker_of(self, seat: int) -> int:
-        return self._worker_of[seat]
+    def worker_of(self, replica: int) -> int:
+        return self._worker_of[replica]
 
-    def pipelines_of(self, seat: int) -> list[int]:
-        """Those that have a lane there."""
-        return [self.seats[seat].group] if self.is_spread else list(range(self.pipelines))
+    def stage_of(self, replica: int) -> int:
+        return self.replicas[replica].stage
 
-    def seats_of(self, stage: int, pipeline: int = 0) -> list[int]:
-        """The stage's replicas."""
-        return self._seats_of[pipeline if self.is_spread else 0, stage]
+    def pipelines_of(self, replica: int) -> list[int]:
+        """The pipelines that train there."""
+        return [self.replicas[replica].group] if self.is_dedicated else list(range(self.pipelines))
 
-    def at(self, stage: int, micro_batch: int, pipeline: int = 0) -> int:
-        """The seat of a stage that a micro-batch goes to."""
-        seats = self.seats_of(stage, pipeline)
-        return seats[micro_batch % len(seats)]
+    def replicas_of(self, stage: int, pipeline: int = 0) -> list[int]:
+        return self._by_stage[pipeline if self.is_dedicated else 0, stage]
 
-    def speakers(self, pipeline: int = 0) -> list[int]:
-        """Of each stage, the seat that speaks for it."""
-        return [self.seats_of(stage, pipeline)[0] for stage in range(self.stages)]
+    def replica_for(self, stage: int, micro_batch: int, pipeline: int = 0) -> int:
+        """The replica of a stage that a micro-batch goes to."""
+        replicas = self.replicas_of(stage, pipeline)
+        return replicas[micro_batch % len(replicas)]
 
-    def informant(self, seat: int, stage: int) -> int:
-        """Which seat of another stage of its pipelines tells ``seat`` what all of them know."""
-        _, replica, group = self.seats[seat]
-        return self.at(stage, replica, group)
+    def first_replicas(self, pipeline: int = 0) -> list[int]:
+        """The first replica of each stage: it evaluates, and tells what all replicas of its stage know."""
+        return [self.replicas_of(stage, pipeline)[0] for stage in range(self.stages)]
 
-    def informed(self, seat: int, stage: int) -> list[int]:
-        """The seats of another stage that ``seat`` tells what all of its stage know."""
-        own, _, group = self.seats[seat]
-        return [other for other in self.seats_of(stage, group) if self.informant(other, own) == seat]
+    def source_for(self, replica: int, stage: int) -> int:
+        """The replica of another stage that tells ``replica`` what all of that stage know."""
+        _, number, group = self.replicas[replica]
+        return self.replica_for(stage, number, group)
+
+    def receivers_of(self, replica: int, stage: int) -> list[int]:
+        """The replicas of another stage that ``replica`` tells what all of its stage know."""
+        own, _, group = self.replicas[replica]
+        return [other for other in self.replicas_of(stage, group) if self.source_for(other, own) == replica]
+
+    def has_part_in(self, rank: int, pipeline: int) -> bool:
+        return any(pipeline in self.pipelines_of(replica) for replica in self.held_by(rank))
 
     def label(self, worker: int) -> str:
-        """Of a row of a picture."""
-        seats = self.workers[worker]
-        return self.name(seats[0]) if len(seats) == 1 else f"worker {worker}"
+        """Name a worker's row in a picture."""
+        held = self.workers[worker]
+        return self.name(held[0]) if len(held) == 1 else f"worker {worker}"
 
     def describe(self, rank: int) -> str:
-        """What a process does, in words."""
+        """Say in words what a process does."""
         return "; ".join(map(self.name, self.held_by(rank)))
 
-    def name(self, seat: int) -> str:
-        stage, replica, group = self.seats[seat]
-        alone = len(self.seats_of(stage, group)) == 1
-        parts = [f"pipeline {group}"] if self.is_spread else []
-        return ", ".join([*parts, f"stage {stage}", *([] if alone else [f"replica {replica}"])])
+    def name(self, replica: int) -> str:
+        stage, number, group = self.replicas[replica]
+        alone = len(self.replicas_of(stage, group)) == 1
+        parts = [f"pipeline {group}"] if self.is_dedicated else []
+        return ", ".join([*parts, f"stage {stage}", *([] if alone else [f"replica {number}"])])

@@ -1,8 +1,10 @@
-"""What a model, an optimizer and a learning-rate schedule must be. Each refusal says the way out."""
+"""What a model, an optimizer, a learning-rate schedule and options must be. Each refusal says the way out."""
 
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from avgpipe.errors import nearest
+from avgpipe.links.choose import NAMES as LINKS
+from avgpipe.links.choose import ON_CUDA as CUDA_LINKS
+from avgpipe.plan import Plan
+from avgpipe.runtime.options import TrainingOptions
+
+_log = logging.getLogger("avgpipe")
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 # By name: their packages take long to import.
@@ -56,6 +66,55 @@ def check_model(model: nn.Module | Sequence[nn.Module]) -> None:
                 f"parameter {name!r} has a hook that runs after gradients are accumulated; a Pipeline accumulates "
                 "them over micro-batches, on a copy: remove it (register_hook sees the gradient of the whole batch)"
             )
+
+
+def check_options(options: TrainingOptions) -> None:
+    """Refuse values that no model and device could do with."""
+    limit, scale = options.clip_grad_norm, options.loss_scale
+    if limit is not None and not limit > 0:
+        raise ValueError(f"clip_grad_norm must be positive, not {limit}")
+    if options.link not in LINKS:
+        raise ValueError(f"unknown link {options.link!r}: {nearest(str(options.link), LINKS)}")
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if scale not in (None, "dynamic") and not (is_number and 0 < float(scale) < math.inf):
+        raise ValueError(f"loss_scale must be None, 'dynamic' or a number above 0, not {scale!r}")
+    if options.wire_dtype not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"wire_dtype must be None, torch.bfloat16 or torch.float16, not {options.wire_dtype}"
+        )
+
+
+def check_device(
+    options: TrainingOptions, weights: str | None, device: torch.device, layers: Sequence[nn.Module]
+) -> None:
+    """Refuse options that ``device`` or the plan's ``weights`` cannot have."""
+    if device.type == "cuda":
+        options.compiler.refuse_cuda_graphs(layers)
+    elif options.link in CUDA_LINKS:
+        raise ValueError(
+            f"link {options.link!r} needs CUDA, not device {str(device)!r}: use 'auto', 'shm' or 'gloo'"
+        )
+    if not options.cuda_graphs:
+        return
+    if options.recompute != "never":
+        raise ValueError(f"cuda_graphs=True cannot recompute={options.recompute!r}: use one of the two")
+    if weights != "flush":  # a graph reads where its capture found the weights
+        raise ValueError(
+            f"cuda_graphs=True cannot follow weights={weights!r}, which keeps several versions: use a "
+            "schedule that flushes, or leave cuda_graphs out"
+        )
+    if device.type != "cuda":
+        raise ValueError(f"cuda_graphs=True needs CUDA, not device {str(device)!r}: leave it out")
+
+
+def warn_of_waits(options: TrainingOptions, plan: Plan, shares: bool) -> None:
+    """Warn where updates wait for other stages, and forwards for updates. ``shares``: whether stages share weights."""
+    if plan.weights == "stash" and plan.stages > 1 and (options.needs_norm or shares):
+        _log.warning(
+            "weights='stash' with %s: a stage's next forward waits for the first stage's backward; "
+            "weights='vertical-sync' does not wait",
+            "the norm of all gradients" if options.needs_norm else "parameters that stages share",
+        )
 
 
 def check_optimizer(made: Any) -> None:

@@ -1,4 +1,4 @@
-"""Multiplexes a worker's lanes on its device: of the steps whose inputs are there, the most urgent runs.
+"""Multiplexes a worker's pipelines on its device: of the steps whose inputs are there, the most urgent runs.
 
 One thread issues all work, so there is no lock on the hot path and a run's order is explainable. Backwards go before
 forwards, for they free memory and unblock the stages before; among equals the oldest batch goes first.
@@ -16,33 +16,39 @@ from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.ranks.watchdog import since
 from avgpipe.ranks.world import World
-from avgpipe.runtime.lane import Lane, Walk
+from avgpipe.runtime.lane import Lane, Queue, Queued
 from avgpipe.runtime.placement import Placement
+from avgpipe.runtime.route import StepKind
 from avgpipe.timeline.timeline import Event
 
 _KEPT_EVENTS = 20_000
-# A lane's steps in a Timeline.
-_SHOWN = {kind: kind for kind in "FBIWU"} | dict.fromkeys("TA", "send") | dict.fromkeys("SNGL", "host")
-_SEEN = 4  # ranks that an error says more of
+# How a step is shown in a Timeline, where not by its own kind.
+_SHOWN = {kind.value: kind.value for kind in StepKind}
+_SHOWN.update(dict.fromkeys((StepKind.SEND_TIED.value, StepKind.SHARE_PART.value), "send"))
+_HOST = (StepKind.SUM_TIED, StepKind.ADD_NORM, StepKind.SUM_REPLICAS, StepKind.RECEIVE_LOSS)
+_SHOWN.update(dict.fromkeys((kind.value for kind in _HOST), "host"))
+_DESCRIBED_RANKS = 4  # whose last action an error adds
 _SHORTEST_HOST_S = 20e-6  # less between two steps is the scheduler itself
 
 
 class Scheduler:
+    """Runs the steps of ``lanes``, which wait in ``queues``."""
+
     def __init__(
         self,
         lanes: Sequence[Lane],
+        queues: Sequence[Queue],
         mailbox: Mailbox,
         world: World,
         placement: Placement,
         device_clock: DeviceClock | None = None,
     ) -> None:
-        self._lanes, self._mailbox, self._world, self._device_clock = lanes, mailbox, world, device_clock
-        self._placement = placement
-        self._walks = [walk for lane in lanes for walk in lane.walks]
+        self._lanes, self._queues, self._mailbox, self._world = lanes, queues, mailbox, world
+        self._placement, self._device_clock = placement, device_clock
         self._clock_offset = time.time() - time.perf_counter()  # ranks share the wall clock, not the counter
         self._left_at: float | None = None  # when run_until last returned to its caller
         self._doing: tuple[str, float] = ("nothing yet", time.monotonic())
-        self._walk: Walk | None = None  # the one whose step runs now
+        self._running: Queued | None = None
         # As Event, but on the clock of time.perf_counter, and made by the ten thousand.
         self._events: deque[Row] = deque(maxlen=_KEPT_EVENTS)
 
@@ -50,59 +56,69 @@ class Scheduler:
         self,
         done: Callable[[], bool],
         idle: Callable[[], bool] = lambda: False,
-        told: Sequence[Key] = (),
+        awaited: Sequence[Key] = (),
+        recorded: bool = True,
     ) -> None:
-        """Run steps until ``done()``. When nothing can run, ``idle()`` may do a piece of other work, and says if
-        it did. ``told``: messages that may end the run, beside those that steps wait for.
+        """Run steps until ``done()``.
+
+        Args:
+            done: asked before every step.
+            idle: called when nothing can run; may do a piece of other work, and says if it did.
+            awaited: messages that may end the run, beside those that steps wait for.
+            recorded: whether :meth:`events` shows the steps; it shows training.
         """
         mailbox, clock, note = self._mailbox, time.perf_counter, self._events.append
-        self._note_caller()
+        if recorded:
+            self._note_caller()
         while not done():
             mailbox.collect()
-            walk = self._most_urgent()
-            if walk is None:
+            queue = self._most_urgent()
+            if queue is None or queue.head is None:
                 if not idle():
-                    self._wait(told)
+                    self._wait(awaited, recorded)
                 continue
-            lane, step = walk.lane, walk.step
-            assert step is not None
-            self._walk = walk
+            self._running = queue.head
+            lane, step, _ = queue.head
             start = clock()
-            walk.advance()
-            if lane.stream is not None:  # only issued: the device's clock tells when it ran
+            lane.advance(step)
+            queue.pop()
+            if (
+                lane.stream is not None or not recorded
+            ):  # if only issued, the device's clock tells when it ran
                 continue
             end = clock()
-            computed = end if lane.sent_at is None else lane.sent_at
-            kind, m, batch = _SHOWN[step.kind], step.micro_batch, step.batch
-            note((lane.place.seat, lane.pipeline, batch, m, kind, start, computed, ""))
+            sent_at = lane.port.sent_at
+            computed = end if sent_at is None else sent_at
+            place = lane.route.replica, lane.pipeline, step.batch, step.micro_batch
+            note((*place, _SHOWN[step.kind.value], start, computed, ""))
             if computed < end:
-                note((lane.place.seat, lane.pipeline, batch, m, "send", computed, end, ""))
-        self._walk = None
+                note((*place, "send", computed, end, ""))
+        self._running = None
         self._rest("the caller's code")
-        self._left_at = clock()
+        self._left_at = clock() if recorded else None
 
     def stalled(self) -> bool:
-        """Whether every lane waits for something, or has nothing to do."""
+        """Whether every pipeline waits for something, or has nothing to do."""
         return self._most_urgent() is None
 
     def note_host(self, what: str, batch: int, start: float, end: float) -> None:
-        """Time of other work in this thread, for a batch, on the clock of time.perf_counter."""
+        """Record other work in this thread, for a batch, on the clock of time.perf_counter."""
         lane = self._lanes[0]
         if end - start >= _SHORTEST_HOST_S:
-            self._events.append((lane.place.seat, lane.pipeline, batch, -1, "host", start, end, what))
+            self._events.append((lane.route.replica, lane.pipeline, batch, -1, "host", start, end, what))
 
     def pause(self) -> None:
-        """What happens until the next run is not part of training."""
+        """Leave what happens until the next run out of the record: it is not part of training."""
         self._left_at = None
 
     def _note_caller(self) -> None:
         if self._left_at is not None:
-            newest = max(lane.batch or 0 for lane in self._lanes)
+            newest = max(lane.oldest_batch or 0 for lane in self._lanes)
             self.note_host("caller", newest, self._left_at, time.perf_counter())
             self._left_at = None
 
     def events(self) -> list[Event]:
-        """What ran, in seconds on a clock that all ranks share."""
+        """Return what ran, in seconds on a clock that all ranks share."""
         offset = self._clock_offset
         return [
             Event(k, i, j, m if m >= 0 else None, kind, start + offset, end + offset, detail)
@@ -113,42 +129,38 @@ class Scheduler:
         rows = self._device_clock.rows() if self._device_clock is not None else []
         return [(k, i, j, m, _SHOWN[kind], *times) for k, i, j, m, kind, *times in rows]  # type: ignore[misc]
 
-    def _most_urgent(self) -> Walk | None:
-        best: Walk | None = None
+    def _most_urgent(self) -> Queue | None:
+        best: Queue | None = None
         least = (True, 0, 0)
-        for walk in self._walks:
-            if walk.ready():
-                urgency = walk.step.urgency  # type: ignore[union-attr]  # who is ready has a step
-                if best is None or urgency < least:
-                    best, least = walk, urgency
+        for queue in self._queues:
+            head = queue.head
+            if head is not None and (best is None or head.priority < least) and head.is_ready():
+                best, least = queue, head.priority
         return best
 
     # ---- waiting -------------------------------------------------------------------------------------------------
 
-    def _wait(self, told: Sequence[Key]) -> None:
-        """Wait until a lane can go on, or all of ``told`` are there."""
-        waiting = [walk for walk in self._walks if walk.step is not None]
-        oldest = min(waiting, key=lambda walk: walk.lane.batch or 0, default=None)
-        assert oldest or told, "the scheduler was asked to wait while no lane has work"
+    def _wait(self, awaited: Sequence[Key], recorded: bool) -> None:
+        """Wait until a step can run, or all of ``awaited`` are there."""
+        waiting = [queue.head for queue in self._queues if queue.head is not None]
+        oldest = min(waiting, key=lambda head: head.step.batch, default=None)
+        assert oldest or awaited, "the scheduler was asked to wait while nothing has work"
         start = time.perf_counter()
         self.wait_for(
-            told if oldest is None else oldest.missing(),
+            awaited if oldest is None else oldest.missing(),
             lambda: (
-                any(walk.ready() for walk in waiting) or bool(told and all(k in self._mailbox for k in told))
+                any(head.is_ready() for head in waiting)
+                or bool(awaited and all(k in self._mailbox for k in awaited))
             ),
-            lambda: [*(key for walk in waiting for key in walk.missing()), *told],
+            lambda: [*(key for head in waiting for key in head.missing()), *awaited],
         )
-        walk = self._most_urgent()
-        if walk is None:
+        queue = self._most_urgent()
+        if queue is None or queue.head is None or not recorded:
             return
-        lane, step = walk.lane, walk.step
-        assert step is not None
-        self._events.append(
-            (
-                *(lane.place.seat, lane.pipeline, step.batch, step.micro_batch),
-                *("recv", start, time.perf_counter(), step.needs[0].kind if step.needs else "average"),
-            )
-        )
+        lane, step, _ = queue.head
+        what = step.needs[0].kind.value if step.needs else "average"
+        place = lane.route.replica, lane.pipeline, step.batch, step.micro_batch
+        self._events.append((*place, "recv", start, time.perf_counter(), what))
 
     def wait_for(
         self,
@@ -164,7 +176,7 @@ class Scheduler:
             awaited = lambda: [k for k in keys if k not in self._mailbox]  # noqa: E731
         if arrived is None:
             arrived = lambda: not awaited()  # noqa: E731
-        self._walk = None
+        self._running = None
         self._rest(f"waiting for {self._awaited(keys)}")
         try:
             if self._mailbox.wait_until(arrived, self._world.timeout_s, awaited):
@@ -174,7 +186,7 @@ class Scheduler:
         raise PipelineTimeout(self._describe(keys))
 
     def _final_loss(self, loss: PeerLost) -> PeerLost:
-        """The first connection to break may belong to a rank that itself only follows: prefer the first report."""
+        """Prefer the first report: the first connection to break may belong to a rank that itself only follows."""
         deadline = time.monotonic() + 1.0
         while (failure := self._world.reported()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -190,20 +202,21 @@ class Scheduler:
         seen = [self._world.told(rank)]
         # That rank may wait too, for another one: where the chain ends, something else is done, or hangs.
         others = [r for r in range(self._world.size) if r not in (rank, self._world.rank)]
-        seen += [text for text in map(self._world.told, others) if "waiting for" not in text][:_SEEN]
+        seen += [text for text in map(self._world.told, others) if "waiting for" not in text][
+            :_DESCRIBED_RANKS
+        ]
         return f"{head}; {'; '.join(seen)}. Raise timeout_s if stages are that slow"
 
     def _rest(self, doing: str) -> None:
         self._doing = doing, time.monotonic()
 
     def doing(self) -> str:
-        """What this worker is at, for the other ranks; asked from another thread."""
-        walk = self._walk
-        step = walk.step if walk is not None else None
-        if walk is None or step is None:
+        """Say what this worker is at, for the other ranks; asked from another thread."""
+        running = self._running
+        if running is None:
             return since(*self._doing)
-        lane = walk.lane
-        return f"{step}, pipeline {lane.pipeline}, {self._placement.name(lane.place.seat)}"
+        lane, step, _ = running
+        return f"{step}, pipeline {lane.pipeline}, {self._placement.name(lane.route.replica)}"
 
     def _awaited(self, keys: Sequence[Key]) -> str:
         if not keys:

@@ -1,133 +1,251 @@
-"""What a lane does between a batch's last backward and the next forwards.
+"""What a stage does between a batch's last backward and the next forwards; see :class:`StepKind` for the steps.
 
-A   tell the other replicas of the stage this one's part of gradients, loss and statistics
-G   add up theirs, in the order of replicas
-T   send the gradients of parameters that other stages hold too
-S   receive theirs and add up, in stage order, so all holders step alike
-N   add this stage's squared gradient norm to that of the stages behind it (only when somebody asks for it); before S
-    where earlier stages count all that is shared
-U   scale the gradients by the norm of all stages, or drop them, step the optimizer, average
-L   learn the batch's loss, where it did not come with a gradient
+Replicas of a stage add up gradients, loss and statistics. Between processes torch.distributed adds up the gradients,
+bucket after bucket while the last backward still computes those of the layers before; the rest is small and travels by
+message. Within a process all of it does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from avgpipe.links.message import Key
-from avgpipe.runtime.nonfinite import NonfiniteNotice
+from avgpipe.device import LaneStream
+from avgpipe.elastic import Reference
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import Key, Message
+from avgpipe.runtime.compute import BatchState, Port, Step
+from avgpipe.runtime.group_sum import GroupSum
+from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.replica import Replica
-from avgpipe.runtime.steps import Place, Step
-from avgpipe.runtime.work import Progress
-
-Send = Callable[[str, int, Step, Any], None]  # kind, seat, step and value
-Take = Callable[[Key], Any]
+from avgpipe.runtime.route import Route, StepKind
+from avgpipe.runtime.trained_stage import TrainedStage
 
 
 class Update:
-    """``shared``: for every other stage, which of this stage's parameters it holds too (indices into the arena, in an
-    order that both agree on).
+    """Runs one stage's steps of an update.
+
+    Args:
+        shared: for every other stage, which of this stage's parameters it holds too: indices into its flat buffers'
+            parameters, in an order that both agree on.
+        group_sum: sums gradients over ranks; None where the stage's replicas are all in this process.
     """
 
     def __init__(
         self,
-        replica: Replica,
-        place: Place,
+        trained: TrainedStage,
+        route: Route,
         shared: Mapping[int, list[int]],
         options: TrainingOptions,
-        send: Send,
-        take: Take,
+        port: Port,
+        group_sum: GroupSum | None,
         notice: NonfiniteNotice,
     ) -> None:
-        self._notice, self._on_cpu = notice, replica.stage.device.type == "cpu"
-        self._replica, self._place, self._shared = replica, place, shared
-        self._limit, self._send, self._take = options.clip_grad_norm, send, take
+        self._trained, self._route, self._shared, self._port = trained, route, shared, port
+        self._group_sum, self._notice = group_sum, notice
+        self._limit, self._on_cpu = options.clip_grad_norm, trained.stage.device.type == "cpu"
         # Gradients with infinities or NaN, on whichever stage, are dropped; and all traces of their batch.
         self._skips = options.skip_nonfinite or options.loss_scale is not None
         self._forgets = options.skip_nonfinite
         self.skipped = 0  # updates
         # Parameters whose gradient norm another, earlier stage counts.
-        self._foreign = {p for other, mine in shared.items() if other < place.stage for p in mine}
+        self._foreign = {p for other, mine in shared.items() if other < route.stage for p in mine}
 
-    def scale(self, now: Progress) -> None:
-        """Multiply the batch's gradients with what was not known before all backwards, if there is such a thing. Then
-        they are what one device has, and the caller's hooks may see them.
+    def perform(self, state: BatchState, step: Step, needed_from: int) -> None:
+        """Perform a step. ``needed_from``: the lowest version of the weights that other batches need."""
+        kind = step.kind
+        scales = kind in (StepKind.SEND_TIED, StepKind.ADD_NORM, StepKind.UPDATE)
+        if scales and not state.grads_are_scaled:
+            self._scale(state)
+        if kind is StepKind.UPDATE:
+            self._update(state, step, needed_from)
+        elif kind is StepKind.SHARE_PART:
+            self._share_part(state, step)
+        elif kind is StepKind.SUM_REPLICAS:
+            self._sum_replicas(state, step)
+        elif kind is StepKind.SEND_TIED:
+            self._send_tied(step)
+        elif kind is StepKind.SUM_TIED:
+            self._sum_tied(step)
+        elif kind is StepKind.ADD_NORM:
+            self._add_norm(state, step)
+        else:
+            state.outcome = self._port.take(step.needs[0])
+
+    def _scale(self, state: BatchState) -> None:
+        """Multiply the gradients with what was not known before all backwards, if there is such a thing.
+
+        Then they are what one device has, and the caller's hooks may see them.
         """
-        now.is_scaled = True
-        if now.told is not None and now.told.dim():
-            self._replica.scale_grads(now.told[1])
-        self._replica.run_hooks()
+        state.grads_are_scaled = True
+        if state.outcome is not None and state.outcome.dim():
+            self._trained.scale_grads(state.outcome[1])
+        self._trained.run_hooks()
 
-    def send_shared(self, now: Progress, step: Step) -> None:
-        grads = [p.grad for p in self._replica.arena.parameters]
+    # ---- replicas of the stage -----------------------------------------------------------------------------------
+
+    def _share_part(self, state: BatchState, step: Step) -> None:
+        part = self._part(state)
+        part["moments"] = self._trained.stage.statistics.noted(step.batch)
+        if self._group_sum is not None:
+            part["grads"] = None
+        for peer in self._route.peers:
+            # copies: the sums are written over these before a neighbour in this process has read them
+            copy = tree_map_only(torch.Tensor, torch.clone, part)
+            self._port.send(Message.REPLICA_PART, peer, step.batch, step.micro_batch, copy)
+        if self._group_sum is not None:
+            self._group_sum.complete(step.batch)
+
+    def _sum_replicas(self, state: BatchState, step: Step) -> None:
+        """Take over the sums; what no replica has is zero."""
+        parts = {self._route.replica: self._part(state)}
+        for key in step.needs:
+            message = self._port.take(key)
+            if key.kind is Message.REPLICA_PART:
+                parts[key.source] = message
+                self._trained.stage.statistics.add(step.batch, message["moments"])
+        ordered = [part for _, part in sorted(parts.items())]  # all replicas add up alike
+        losses = [part["loss"] for part in ordered if part["loss"] is not None]
+        if losses:
+            state.set_outcome(torch.stack(losses).sum(0))
+        for n, p in enumerate(self._trained.arena.parameters):
+            if not any(part["has_grad"][n] for part in ordered):
+                p.grad = None
+            elif self._group_sum is not None:
+                p.grad = self._group_sum.total(n)
+            else:
+                p.grad = _sum([part["grads"][n] for part in ordered])
+
+    def _part(self, state: BatchState) -> dict[str, Any]:
+        grads = [p.grad for p in self._trained.arena.parameters]
+        return {"loss": state.part, "has_grad": [g is not None for g in grads], "grads": grads}
+
+    # ---- parameters that stages share ----------------------------------------------------------------------------
+
+    def _send_tied(self, step: Step) -> None:
+        grads = [p.grad for p in self._trained.arena.parameters]
         for other, mine in self._shared.items():
-            for seat in self._place.placement.informed(self._place.seat, other):
+            for to in self._route.placement.receivers_of(self._route.replica, other):
                 # a copy: the sum is written over these before a neighbour in this process has read them
-                self._send("T", seat, step, [_copy(grads[p]) for p in mine])
+                copies = [None if (grad := grads[p]) is None else grad.clone() for p in mine]
+                self._port.send(Message.TIED_GRADIENTS, to, step.batch, step.micro_batch, copies)
 
-    def sum_shared(self, now: Progress, step: Step) -> None:
-        parameters = self._replica.arena.parameters
+    def _sum_tied(self, step: Step) -> None:
+        parameters = self._trained.arena.parameters
         parts: dict[int, dict[int, torch.Tensor | None]] = {}
         for p in {p for mine in self._shared.values() for p in mine}:
-            parts[p] = {self._place.stage: parameters[p].grad}
+            parts[p] = {self._route.stage: parameters[p].grad}
         for key in step.needs:
-            other = self._place.placement.seats[key.source].stage
-            for p, grad in zip(self._shared[other], self._take(key)):
+            other = self._route.placement.stage_of(key.source)
+            for p, grad in zip(self._shared[other], self._port.take(key)):
                 parts[p][other] = grad
         for p, by_stage in parts.items():
-            grads = [g for _, g in sorted(by_stage.items(), key=lambda item: item[0]) if g is not None]
-            if grads:
-                total = grads[0].clone()
-                for g in grads[1:]:
-                    total.add_(g)
-                parameters[p].grad = total
+            grads = [by_stage[stage] for stage in sorted(by_stage)]
+            if any(g is not None for g in grads):
+                parameters[p].grad = _sum(grads)
 
-    def norm(self, now: Progress, step: Step) -> None:
-        parameters = enumerate(self._replica.arena.parameters)
+    # ---- norm and step -------------------------------------------------------------------------------------------
+
+    def _add_norm(self, state: BatchState, step: Step) -> None:
+        parameters = enumerate(self._trained.arena.parameters)
         own = [p.grad for n, p in parameters if n not in self._foreign and p.grad is not None]
-        total = torch.zeros((), dtype=torch.float64, device=self._replica.stage.device)
+        total = torch.zeros((), dtype=torch.float64, device=self._trained.stage.device)
         if own:
             norms = torch.stack([n.double() for n in torch._foreach_norm(own)])
             total = norms.square().sum()
-        if not self._place.last:
-            total = total + self._take(step.needs[0])
-        if self._place.first:
-            now.norm = total.sqrt()
+        if not self._route.last:
+            total = total + self._port.take(step.needs[0])
+        if self._route.first:
+            state.norm = total.sqrt()
         else:
-            for seat in self._place.placement.informed(self._place.seat, self._place.stage - 1):
-                self._send("N", seat, step, total)
+            self._send_to_stage(self._route.stage - 1, Message.NORM_PART, step, total)
 
-    def update(self, now: Progress, step: Step, needed_from: int) -> None:
-        """``needed_from``: the lowest version of the weights that other batches need."""
-        skips = False
-        if self._place.norm:
-            if not self._place.first:
-                now.norm = self._take(step.needs[0])
-            assert now.norm is not None
-            if not self._place.last:
-                for seat in self._place.placement.informed(self._place.seat, self._place.stage + 1):
-                    self._send("C", seat, step, now.norm)
+    def _update(self, state: BatchState, step: Step, needed_from: int) -> None:
+        if self._route.norm:
+            if not self._route.first:
+                state.norm = self._port.take(step.needs[0])
+            if not self._route.last:
+                self._send_to_stage(self._route.stage + 1, Message.TOTAL_NORM, step, state.norm)
+        norm = state.norm
         if self._notice.watches and self._on_cpu:  # a device would have to be waited for
-            self._watch(now)
-        if now.norm is not None:
-            skips = self._skips and not bool(now.norm.isfinite())
-            if self._limit is not None and not skips:
-                factor = (self._limit / (now.norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ of torch
-                self._replica.scale_grads(factor)
+            self._watch(state, step)
+        skips = norm is not None and self._skips and not bool(norm.isfinite())
+        if norm is not None and self._limit is not None and not skips:
+            # as clip_grad_norm_ of torch
+            self._trained.scale_grads((self._limit / (norm + 1e-6)).clamp(max=1.0))
         self.skipped += skips
-        self._replica.step(now.work.batch, needed_from, skips, self._forgets)
+        self._port.sent_at = None  # the norm is passed on before the step, which is no sending
+        self._trained.step(step.batch, needed_from, skips, self._forgets)
+        state.updated = True
+        for _, replica in self._route.remote:
+            update = self._trained.reference_update
+            self._port.send(Message.REFERENCE_UPDATE, replica, step.batch, step.micro_batch, update)
 
-    def _watch(self, now: Progress) -> None:
-        if self._skips or (now.norm is not None and bool(now.norm.isfinite())):
+    def _send_to_stage(self, stage: int, message: Message, step: Step, value: Any) -> None:
+        for to in self._route.placement.receivers_of(self._route.replica, stage):
+            self._port.send(message, to, step.batch, step.micro_batch, value)
+
+    def _watch(self, state: BatchState, step: Step) -> None:
+        if self._skips or (state.norm is not None and bool(state.norm.isfinite())):
             return
-        place, told = self._place, now.told if self._place.last else None
-        grads = self._replica.arena.grads
-        self._notice.gradients(grads, told, place.seat, now.work.batch, place.pipeline)
+        route, outcome = self._route, state.outcome if self._route.last else None
+        grads = self._trained.arena.grads
+        self._notice.gradients(grads, outcome, route.replica, step.batch, route.pipeline)
 
 
-def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()
+def _sum(grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    first, *others = [g for g in grads if g is not None]
+    total = first.clone()
+    for g in others:
+        total.add_(g)
+    return total
+
+
+class RemoteUpdates:
+    """Takes in what dedicated pipelines of other processes add to the reference: a message for each of their batches.
+
+    So every worker has the whole of each round, and the rules of averaging are those of pipelines that share a worker:
+    sums in the order of pipelines, rounds of any staleness, and a last round that is left unfinished.
+
+    Args:
+        route: of this process's replica.
+        stream: of its lane; None on a CPU.
+    """
+
+    def __init__(
+        self, reference: Reference, mailbox: Mailbox, route: Route, stream: LaneStream | None = None
+    ) -> None:
+        self._rounds, self._mailbox = reference.rounds, mailbox
+        self._pipelines = reference.replicas
+        self._next = {
+            i: Key(Message.REFERENCE_UPDATE, i, replica, route.replica, i, -1) for i, replica in route.remote
+        }
+        self._averaging: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if stream is None else stream.averaging
+        )
+
+    def resume(self, batches: int) -> None:
+        """Go on after ``batches`` in all, whose updates are in the reference."""
+        n = self._pipelines
+        self._next = {i: key._replace(batch=batches + (i - batches) % n) for i, key in self._next.items()}
+
+    def collect(self) -> None:
+        """Take in what is there and whose turn it is."""
+        for i, key in self._next.items():
+            while key in self._mailbox and self._rounds.ready(i, True):
+                # The scheduler asks between steps, when the current stream is the caller's: that one comes neither
+                # after the updates that a round is made of nor before the steps that read what it makes.
+                with self._averaging():
+                    update = self._mailbox.take(key)
+                    if update is not None:  # else it was not the last batch of a period
+                        self._rounds.accept(i, update)
+                key = self._next[i] = key._replace(batch=key.batch + self._pipelines)
+
+    def missing(self, batches: int | None = None) -> list[Key]:
+        """Return what is awaited next of each pipeline, of the first ``batches`` alone if they are given."""
+        keys = [key for key in self._next.values() if key not in self._mailbox]
+        return [key for key in keys if batches is None or key.batch < batches]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from avgpipe.runtime.rng import mix
+from avgpipe.runtime.context import mix
 
 MakeBatch = Callable[[Tensor, torch.Generator], tuple[Any, Any]]
 

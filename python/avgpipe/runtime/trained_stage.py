@@ -1,26 +1,24 @@
-"""One pipeline's replica of one stage: its layers, their weights in an arena, and the optimizer that moves them."""
+"""One pipeline's copy of one stage: its layers, their weights in flat buffers, and the optimizer that moves them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 
 from avgpipe.elastic import Arena, ElasticAveraging, Reference, Versions
 from avgpipe.elastic.hidden import refuse_hidden_weights
-from avgpipe.runtime.loss_scale import LossScale
+from avgpipe.runtime.loss import LossScale
+from avgpipe.runtime.options import OptimizerFn, SchedulerFn
 from avgpipe.runtime.requirements import check_lr_scheduler, check_optimizer
 from avgpipe.runtime.stage import Stage
 
-OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
-class Replica:
+class TrainedStage:
     """``reference`` is None when there is one pipeline: the replica is then itself what is evaluated and saved.
 
     ``versioned``: whether batches run on older weights than the newest. ``loss_scale``: of a last stage, where losses
@@ -119,8 +117,8 @@ class Replica:
             self.versions.show(version)
 
     @property
-    def update(self) -> list[torch.Tensor] | None:
-        """What the last step has told the reference; None if it was not the last of a period."""
+    def reference_update(self) -> list[torch.Tensor] | None:
+        """What the last step has added to the reference; None if it was not the last of a period."""
         return self.elastic.update if self.elastic is not None else None
 
     def step(self, batch: int, needed_from: int, skips: bool = False, forgets: bool = True) -> None:

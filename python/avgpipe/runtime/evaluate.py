@@ -1,0 +1,134 @@
+"""Evaluation and prediction: passes of forwards alone through all stages.
+
+The stages form a pipeline here too. A stage may run ahead of the last one by a few batches only: each process asks for
+the result of an earlier batch, which all receive anyway, before it begins the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from avgpipe.runtime.batch import concatenate, sample_count, split
+from avgpipe.runtime.compute import Collector, Work
+from avgpipe.runtime.loss import Loss
+from avgpipe.runtime.route import result_key
+from avgpipe.runtime.weights import average_buffers
+from avgpipe.runtime.worker import Worker
+
+_AHEAD = 4  # batches that the first stage may be ahead of the last one's results
+
+
+def run_evaluation(
+    worker: Worker,
+    micro_batches: int,
+    which: str | int,
+    batches: Iterable[tuple[Any, Any]],
+    collector: Callable[[], Collector],
+) -> Iterator[Any]:
+    """Yield the results of ``batches`` of (inputs, targets), in order, on every rank.
+
+    Args:
+        micro_batches: of each batch, if it has as many samples.
+        which: the weights: "reference", or those of a pipeline.
+        collector: makes what turns the outputs of a batch into its result.
+    """
+    placement = worker.placement
+    pipeline = 0 if which == "reference" else int(which)
+    first_replicas = placement.first_replicas(pipeline)
+    with ExitStack() as stack:
+        for stage, replica in enumerate(first_replicas):
+            is_reference = which == "reference"
+            buffers = average_buffers(worker, stage) if is_reference else {}
+            if replica in worker.held:
+                reference = worker.references[replica] if is_reference else None
+                stack.enter_context(worker.trained[replica, pipeline].inference(reference, buffers))
+        pending: list[tuple[int, Collector | None]] = []
+        for batch, (inputs, targets) in enumerate(batches):
+            parts = min(micro_batches, sample_count(inputs))
+            collecting = collector() if first_replicas[-1] in worker.held else None
+            work = Work(
+                batch, parts, split(inputs, parts), split(targets, parts), collector=collecting, trains=False
+            )
+            for row in worker.rows_of(pipeline):
+                row.evaluate(work)
+            pending.append((batch, collecting))
+            if len(pending) > _AHEAD:
+                yield _result(worker, pipeline, *pending.pop(0))
+        for item in pending:
+            yield _result(worker, pipeline, *item)
+
+
+def _result(worker: Worker, pipeline: int, batch: int, collector: Collector | None) -> Any:
+    """Return the result of a batch, once it is made here, or has come from the last stage."""
+    lanes = [lane for row in worker.rows_of(pipeline) for lane in row.lanes.values() if lane.route.evaluates]
+    key = result_key(worker.placement, worker.world.rank, pipeline, batch)
+    awaited = [] if collector is not None else [key]
+    worker.scheduler.run_until(
+        lambda: (
+            all(lane.has_evaluated(batch) for lane in lanes)
+            and (collector is not None or key in worker.mailbox)
+        ),
+        awaited=awaited,
+        recorded=False,
+    )
+    for lane in lanes:
+        lane.finish(batch)
+    if collector is None:
+        return worker.mailbox.take(key)
+    result = collector.result()
+    for rank in range(worker.world.size):
+        if rank != worker.world.rank:
+            sent = result_key(worker.placement, rank, pipeline, batch)
+            worker.links[sent.seat].send(sent, result)
+    return result
+
+
+class OutputCollector:
+    """Collects the last stage's outputs."""
+
+    def __init__(self) -> None:
+        self._outputs: list[Any] = []
+
+    def add(self, output: Any, target: Any, samples: int) -> None:
+        self._outputs.append(output)
+
+    def result(self) -> Any:
+        return concatenate(self._outputs)
+
+
+class MetricSums:
+    """Sums loss and metrics over a batch.
+
+    The result is one float64 tensor (loss, weight of the loss, samples, metrics...) and the names of the metrics: None
+    without any, "" for one without a name.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], Loss],
+        weight: Callable[[Any, int], float],
+        metric: Callable[[Any, Any], Any] | None,
+    ) -> None:
+        self._loss, self._weight, self._metric = loss, weight, metric
+        self._sums = torch.zeros(3, dtype=torch.float64)
+        self._means: dict[str, float] = {}
+
+    def add(self, output: Any, target: Any, samples: int) -> None:
+        weight = self._weight(target, samples)
+        loss = 0.0
+        if weight:
+            value, count = self._loss(output, target)
+            weight, loss = (weight, float(value) * weight) if count is None else (float(count), float(value))
+        self._sums += torch.tensor([loss, weight, samples], dtype=torch.float64)
+        if self._metric is not None:
+            metric = self._metric(output, target)
+            for name, value in (metric if isinstance(metric, dict) else {"": metric}).items():
+                self._means[name] = self._means.get(name, 0.0) + float(value) * samples
+
+    def result(self) -> tuple[torch.Tensor, list[str]]:
+        means = torch.tensor(list(self._means.values()), dtype=torch.float64)
+        return torch.cat([self._sums, means]), list(self._means)

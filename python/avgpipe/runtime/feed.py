@@ -1,0 +1,262 @@
+"""Feeds a pipeline: the caller's batches, one of them fetched ahead, those in flight, and their results."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from avgpipe.device import Handed
+from avgpipe.plan import Plan
+from avgpipe.runtime.batch import LossFn, loss_weights, pair, sample_count, sizes_of, split
+from avgpipe.runtime.compute import Work
+from avgpipe.runtime.context import CallerGenerators
+from avgpipe.runtime.route import loss_key
+from avgpipe.runtime.worker import Worker
+
+_log = logging.getLogger("avgpipe")
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What a batch came to; alike on every rank. ``loss`` is that of the whole batch before its update."""
+
+    loss: float
+    batch: int  # counted over the life of the pipeline
+    pipeline: int
+    samples: int
+
+
+class InFlight(NamedTuple):
+    """A batch that has begun. ``weight``: of its loss among others, unless its loss function says it."""
+
+    batch: int
+    samples: int
+    weight: float
+
+
+class Feed:
+    """Begins batches, finishes them in order, and keeps their results.
+
+    Attributes:
+        next_batch: the number of the next batch to begin, over the life of the pipeline.
+        begun: batches begun by this object.
+        results: of batches that have ended and nobody has taken yet.
+        weight: of the newest result's loss among others.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        plan: Plan,
+        loader: Prefetch,
+        loss_fn: LossFn,
+        loss_weight: Callable[[Any], Any] | None,
+    ) -> None:
+        self._worker, self._plan, self._loader = worker, plan, loader
+        self._loss_fn, self._loss_weight = loss_fn, loss_weight
+        schedule = plan.build_schedule()
+        # With a flush each pipeline has one batch in flight; else as many as it takes for the oldest to end.
+        self._most_in_flight = plan.pipelines if schedule.flush else 1 + schedule.lookahead
+        self.next_batch = self.begun = 0
+        self.results: deque[BatchResult] = deque()
+        self.weight = 0.0
+        self._in_flight: deque[InFlight] = deque()  # oldest first
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._in_flight
+
+    def takes_more(self) -> bool:
+        """Whether the oldest batch cannot end, or a pipeline has nothing to do, unless another batch begins."""
+        return len(self._in_flight) < self._most_in_flight
+
+    def begin(self, inputs: Any, targets: Any, copied: Handed | None) -> None:
+        batch, pipeline = self.next_batch, self.next_batch % self._plan.pipelines
+        samples = sample_count(inputs, targets)
+        parts = self._plan.micro_batches
+        if samples < parts and not self.begun and not self._worker.world.rank:
+            _log.warning(
+                "the first batch has %d samples, which make %d micro-batches and not %d: stages idle more; use larger "
+                "batches or fewer micro_batches if the others are as short",
+                samples,
+                samples,
+                parts,
+            )
+        parts = min(parts, samples)  # as a short last batch does
+        answers = split(targets, parts)
+        weights = loss_weights(self._loss_fn, answers, sizes_of(samples, parts), self._loss_weight)
+        if copied is not None:
+            inputs, targets = copied.value
+            answers = split(targets, parts)
+        work = Work(batch, parts, split(inputs, parts), answers, weights, copied)
+        if isinstance(self._loss_fn, nn.Module):
+            self._loss_fn.train()
+        with self._worker.running():
+            for row in self._worker.rows_of(pipeline):
+                row.start(work)
+        self.next_batch += 1
+        self.begun += 1
+        self._in_flight.append(InFlight(batch, samples, weights.total))
+        if self._is_too_short(parts):
+            self.end()
+
+    def _is_too_short(self, micro_batches: int) -> bool:
+        """Whether a batch makes so few that without a flush those behind it would meet wrong versions.
+
+        Too early for the one that they run on, or not the same on all replicas of a stage.
+        """
+        plan = self._plan
+        if plan.weights == "flush":
+            return False
+        uneven = any(micro_batches % r for r in plan.replication or ())
+        return uneven or (plan.weights == "double-buffer" and micro_batches < plan.stages)
+
+    def end(self) -> None:
+        """Let the pipelines run dry, as no other batch comes for now."""
+        with self._worker.running():
+            for row in self._worker.rows:
+                row.drain()
+
+    def drain(self) -> None:
+        """Finish all batches."""
+        self.end()
+        while self._in_flight:
+            self.finish_oldest()
+        with self._worker.running():
+            self._worker.settle(self.next_batch)
+        self._worker.scheduler.pause()
+
+    def fetch(self) -> bool:
+        """Begin the loader's next batch; False, and the end of all, if there is none."""
+        start = time.perf_counter()
+        batch = self._loader.next()
+        if batch is None:
+            self.end()
+            return False
+        self._worker.scheduler.note_host("loader", self.next_batch, start, time.perf_counter())
+        self.begin(*batch)
+        return True
+
+    def finish_oldest(self, prefetch: bool = False) -> None:
+        """Run until the oldest batch's result is there. ``prefetch``: fetch the loader's next batch meanwhile."""
+        batch, samples, weight = self._in_flight[0]
+        worker, pipeline = self._worker, batch % self._plan.pipelines
+        lanes = [lane for row in worker.rows_of(pipeline) for lane in row.lanes.values()]
+        scheduler, mailbox = worker.scheduler, worker.mailbox
+        loss_message = loss_key(worker.placement, worker.world.rank, pipeline, batch)
+
+        def ended() -> bool:
+            return all(lane.has_ended(batch) for lane in lanes) if lanes else loss_message in mailbox
+
+        with worker.running(), CallerGenerators(worker.device) as generators:
+
+            def fetch() -> bool:
+                start = time.perf_counter()
+                fetched = self._loader.fetch(generators.given_back)
+                scheduler.note_host("loader", self.next_batch - 1, start, time.perf_counter())
+                return fetched
+
+            scheduler.run_until(ended, fetch if prefetch else lambda: False, [] if lanes else [loss_message])
+            if worker.streams is not None:
+                # All is only issued. Issue what the other batches can do, and see to the next one, before the host
+                # waits for the device to tell this one's loss.
+                scheduler.run_until(scheduler.stalled)
+            if prefetch:
+                fetch()  # before the caller goes on, had there been time or not: see Prefetch
+            outcomes = [lane.finish(batch) for lane in lanes] or [mailbox.take(loss_message)]
+        self._in_flight.popleft()
+        numbers = outcomes[0].reshape(-1).tolist()  # the host waits for them
+        loss, self.weight = numbers[0], numbers[2] if len(numbers) > 1 else weight
+        worker.notice.loss(loss, batch, pipeline)
+        self.results.append(BatchResult(loss, batch, pipeline, samples))
+
+
+Batch = tuple[Any, Any, Handed | None]
+
+_LEFT = 4  # iterators left with a batch ahead that are remembered, for they may be given again
+
+
+class Prefetch:
+    """Pairs (inputs, targets) of the loaders that are opened one after another, with what ``copy`` made of each.
+
+    Fetching happens in the scheduler's thread, when it would wait otherwise, so loaders need to know nothing of
+    threads and their calls keep their order. What a loader raises comes out of :meth:`next`, where it would have
+    without. A batch is always ahead when a result is handed out, had there been time to fetch it or not: what the
+    loader and the caller draw from one generator must not depend on timing.
+    """
+
+    def __init__(self, copy: Callable[[Any, Any], Handed | None]) -> None:
+        self._copy = copy
+        self._source: Iterator[Any] = iter(())
+        self._loader: Any = None
+        self._state: Any = None  # of the loader, before the newest batch was fetched from it
+        self._ahead: list[Any] = []  # at most one: a batch, or what was raised instead
+        self._left: deque[tuple[Iterator[Any], list[Any]]] = deque(maxlen=_LEFT)
+        self._ended = False
+
+    def open(self, loader: Iterable[Any]) -> None:
+        source = iter(loader)
+        self._loader, self._state = loader, None
+        # An iterator that is given again goes on with the batch that was fetched from it already.
+        if source is not self._source:
+            if self._ahead:
+                self._left.append((self._source, self._ahead))
+            ahead = next((ahead for left, ahead in self._left if left is source), [])
+            self._left = deque((item for item in self._left if item[0] is not source), _LEFT)
+            self._source, self._ahead = source, ahead
+        self._ended = False
+
+    def fetch(self, outside: Callable[[], AbstractContextManager[None]]) -> bool:
+        """Fetch a batch unless one is there, inside ``outside()``; whether there was something to do."""
+        if self._ahead or self._ended:
+            return False
+        with outside():
+            self._fetch()
+        return True
+
+    def _fetch(self) -> None:
+        tell = getattr(self._loader, "state_dict", None)
+        try:
+            # What it would give next if it began anew: the batch that is fetched now may never be trained on.
+            self._state = tell() if callable(tell) else None
+            inputs, targets = pair(next(self._source))
+            self._ahead.append((inputs, targets, self._copy(inputs, targets)))
+        except StopIteration:
+            self._ended = True
+        except Exception as error:
+            self._ahead.append(error)
+            self._ended = True
+
+    def state(self, loader: Any) -> Any:
+        """The state of ``loader`` after the batches that were taken from it here."""
+        tell = getattr(loader, "state_dict", None)
+        if not callable(tell):
+            raise TypeError(
+                f"a {type(loader).__name__} has no state_dict: use a loader that has one, such as torchdata's "
+                "StatefulDataLoader, or skip pipeline.batches batches of the same order"
+            )
+        if self._loader is not None and self._loader is not loader:
+            raise ValueError(
+                f"train was given a {type(self._loader).__name__} and not this {type(loader).__name__}, whose place it "
+                "cannot tell: give it the loader itself"
+            )
+        return self._state if self._ahead else tell()
+
+    def next(self) -> Batch | None:
+        """The next batch, or None at the end."""
+        if not self._ahead and not self._ended:
+            self._fetch()
+        if not self._ahead:
+            return None
+        batch = self._ahead.pop()
+        if isinstance(batch, BaseException):
+            raise batch
+        inputs, targets, copied = batch
+        return inputs, targets, copied

@@ -1,0 +1,244 @@
+"""Steps of a stage replica, and the messages that they need, send and receive.
+
+A schedule's update is several steps; see :class:`StepKind`. Which of them a plan takes, and where each step's messages
+come from, follows from the placement alone, so every rank computes the same channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from math import lcm
+
+from avgpipe.links.message import Channel, Key, Message
+from avgpipe.runtime.model import NO_SKIPS, Skips
+from avgpipe.runtime.placement import Placement
+
+
+class StepKind(str, Enum):
+    """What a stage replica does in one go: a schedule's actions, and what an update is made of.
+
+    Attributes:
+        SHARE_PART: tell the other replicas of the stage this one's part of gradients, loss and statistics.
+        SUM_REPLICAS: add up theirs, in the order of replicas.
+        SEND_TIED: send the gradients of parameters that other stages hold too.
+        SUM_TIED: receive theirs and add up, in stage order, so that all holders step alike.
+        ADD_NORM: add this stage's squared gradient norm to that of the stages behind it, when somebody asks for the
+            norm; before SUM_TIED where earlier stages count all that is shared.
+        UPDATE: scale the gradients by the norm of all stages, or drop them; step the optimizer, average.
+        RECEIVE_LOSS: learn the batch's loss, where it did not come with a gradient.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    UPDATE = "U"
+    SHARE_PART = "share part"
+    SUM_REPLICAS = "sum replicas"
+    SEND_TIED = "send tied gradients"
+    SUM_TIED = "sum tied gradients"
+    ADD_NORM = "norm"
+    RECEIVE_LOSS = "receive loss"
+
+    __hash__ = str.__hash__  # an Enum's own is slow
+
+
+@dataclass(frozen=True)
+class Route:
+    """One pipeline's stage replica, and where its messages come from and go to.
+
+    Attributes:
+        shared: the other stages that hold parameters of this one.
+        norm: whether the norm of all stages' gradients is asked for.
+        skips: what comes and goes past other stages.
+        scales_late: whether what gradients must be multiplied with may come with the loss.
+    """
+
+    placement: Placement
+    replica: int
+    pipeline: int
+    shared: tuple[int, ...] = ()
+    norm: bool = False
+    skips: Skips = NO_SKIPS
+    scales_late: bool = False
+
+    @cached_property
+    def stage(self) -> int:
+        return self.placement.stage_of(self.replica)
+
+    @cached_property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @cached_property
+    def last(self) -> bool:
+        return self.stage == self.placement.stages - 1
+
+    def at(self, stage: int, micro_batch: int) -> int:
+        """The replica of another stage that has to do with a micro-batch of this pipeline."""
+        return self.placement.replica_for(stage, micro_batch, self.pipeline)
+
+    @cached_property
+    def peers(self) -> list[int]:
+        """The other replicas of this stage."""
+        return [n for n in self.placement.replicas_of(self.stage, self.pipeline) if n != self.replica]
+
+    @cached_property
+    def evaluates(self) -> bool:
+        return self.replica == self.placement.first_replicas(self.pipeline)[self.stage]
+
+    @cached_property
+    def learns_the_loss(self) -> bool:
+        """Whether by a message of its own: it cannot ride on the last gradient where several replicas know parts."""
+        return self.placement.is_replicated and not self.last
+
+    @cached_property
+    def loss_source(self) -> int:
+        return self.placement.first_replicas(self.pipeline)[-1]
+
+    @cached_property
+    def loss_receivers(self) -> list[int]:
+        """The replicas that learn the loss from this one by a message.
+
+        Those of stages before whose gradients do not bring it, and one of each process that has no part in the batch.
+        """
+        placement, pipeline = self.placement, self.pipeline
+        if self.replica != self.loss_source:
+            return []
+        before = range(self.stage) if placement.is_replicated else ()
+        return [n for k in before for n in placement.replicas_of(k, pipeline)] + [
+            placement.held_by(rank)[0]
+            for rank in range(placement.ranks)
+            if not placement.has_part_in(rank, pipeline)
+        ]
+
+    @cached_property
+    def remote(self) -> list[tuple[int, int]]:
+        """Dedicated pipelines of other processes, each with its replica of this stage."""
+        placement = self.placement
+        if not placement.is_dedicated or placement.ranks == 1:
+            return []
+        stage, number, own = placement.replicas[self.replica]
+        return [(i, placement.replicas_of(stage, i)[number]) for i in range(placement.pipelines) if i != own]
+
+    @cached_property
+    def update_steps(self) -> tuple[StepKind, ...]:
+        """What an update takes, in order."""
+        K = StepKind
+        # An earlier stage counts the norm of what both hold: where that is so of all that is shared, this stage's part
+        # need not wait for the sums, and the first stage, whose backward ends last, need not wait for anybody.
+        early = self.norm and bool(self.shared) and max(self.shared) < self.stage
+        norm, tied = [K.ADD_NORM] * self.norm, bool(self.shared)
+        learns = [K.RECEIVE_LOSS] * self.learns_the_loss
+        return (
+            *([K.SHARE_PART, K.SUM_REPLICAS] if self.peers else []),
+            *(learns if self.scales_late else []),
+            *([K.SEND_TIED] if tied else []),
+            *(norm if early else []),
+            *([K.SUM_TIED] if tied else []),
+            *([] if early else norm),
+            K.UPDATE,
+            *([] if self.scales_late else learns),
+        )
+
+    # ---- messages ------------------------------------------------------------------------------------------------
+
+    def needs(self, kind: StepKind, batch: int, micro_batch: int) -> tuple[Key, ...]:
+        """The messages that a step of training consumes; a neighbour's before those that skip stages."""
+        found = self._sources(kind, micro_batch)
+        keys = [Key(message, self.pipeline, n, self.replica, batch, micro_batch) for message, n in found]
+        if kind is StepKind.SUM_REPLICAS and self.placement.ranks > 1:
+            keys.append(self.sums_key(batch))
+        return tuple(keys)
+
+    def sums_key(self, batch: int) -> Key:
+        """Names the message that a group's sums of gradients are there."""
+        return Key(Message.SUMS_READY, self.pipeline, self.replica, self.replica, batch, -1)
+
+    def evaluation_needs(self, batch: int, micro_batch: int) -> tuple[Key, ...]:
+        """The messages that an evaluation's forward consumes."""
+        sources = [] if self.first else [self.stage - 1]
+        sources += [stage for stage, _ in self.skips.arrivals]
+        return tuple(self.evaluation_key(k, self.stage, batch, micro_batch) for k in sources)
+
+    def evaluation_key(self, source: int, target: int, batch: int, micro_batch: int) -> Key:
+        """Names the activation of an evaluation that goes from one stage to another."""
+        replicas = self.placement.first_replicas(self.pipeline)
+        pipeline = evaluation_pipeline(self.placement, self.pipeline)
+        return Key(Message.EVALUATION, pipeline, replicas[source], replicas[target], batch, micro_batch)
+
+    def _sources(self, kind: StepKind, m: int) -> list[tuple[Message, int]]:
+        """The kinds of the messages that a step takes, each with the replica that it comes from."""
+        placement, stage, K = self.placement, self.stage, StepKind
+        if kind is K.FORWARD:
+            before = [] if self.first else [(Message.ACTIVATION, self.at(stage - 1, m))]
+            return before + [
+                (Message.SKIP_ACTIVATION, self.at(route.stage, m)) for route in self.skips.arrivals
+            ]
+        if kind in (K.BACKWARD, K.BACKWARD_INPUT):
+            behind = [] if self.last else [(Message.GRADIENT, self.at(stage + 1, m))]
+            return behind + [
+                (Message.SKIP_GRADIENT, self.at(route.stage, m)) for route in self.skips.departures
+            ]
+        if kind is K.SUM_REPLICAS:
+            return [(Message.REPLICA_PART, n) for n in self.peers]
+        if kind is K.SUM_TIED:
+            return [
+                (Message.TIED_GRADIENTS, placement.source_for(self.replica, other)) for other in self.shared
+            ]
+        if kind is K.ADD_NORM and not self.last:
+            return [(Message.NORM_PART, placement.source_for(self.replica, stage + 1))]
+        if kind is K.UPDATE and self.norm and not self.first:
+            return [(Message.TOTAL_NORM, placement.source_for(self.replica, stage - 1))]
+        if kind is K.RECEIVE_LOSS:
+            return [(Message.LOSS, self.loss_source)]
+        return []
+
+    def channels(self) -> list[Channel]:
+        """List the channels that end here, in an order that every rank computes alike."""
+        replicas = [len(self.placement.replicas_of(k, self.pipeline)) for k in range(self.placement.stages)]
+        own = self.placement.replicas[self.replica].replica
+        # as many micro-batches as it takes to meet everybody
+        mine = range(own, lcm(*replicas), replicas[self.stage])
+        steps = [(kind, m) for kind in (StepKind.FORWARD, StepKind.BACKWARD) for m in mine]
+        steps += [(kind, -1) for kind in self.update_steps]
+        found = [
+            Channel(message, self.pipeline, source, self.replica)
+            for kind, m in steps
+            for message, source in self._sources(kind, m)
+        ]
+        found += [Channel(Message.REFERENCE_UPDATE, i, source, self.replica) for i, source in self.remote]
+        if self.evaluates and (self.placement.is_dedicated or self.pipeline == 0):
+            found += [Channel.of(key) for key in self.evaluation_needs(0, 0)]
+        return list(dict.fromkeys(found))
+
+
+def loss_key(placement: Placement, rank: int, pipeline: int, batch: int) -> Key:
+    """Name the message by which a process that has no part in a batch learns its loss."""
+    source, target = placement.first_replicas(pipeline)[-1], placement.held_by(rank)[0]
+    return Key(Message.LOSS, pipeline, source, target, batch, -1)
+
+
+def result_key(placement: Placement, rank: int, pipeline: int, batch: int) -> Key:
+    """Name the message by which a process learns an evaluation's result."""
+    source, target = placement.first_replicas(pipeline)[-1], placement.held_by(rank)[0]
+    return Key(Message.RESULT, evaluation_pipeline(placement, pipeline), source, target, batch, -1)
+
+
+def evaluation_pipeline(placement: Placement, pipeline: int) -> int:
+    """The pipeline that messages of an evaluation name: one serves all that share their replicas."""
+    return pipeline if placement.is_dedicated else 0
+
+
+def channels_into(rank: int, placement: Placement, routes: Sequence[Route]) -> list[Channel]:
+    """List the channels from other processes into ``rank``, whose routes are given; every rank finds the same order."""
+    found = [channel for route in routes for channel in route.channels()]
+    for i in range(placement.pipelines if placement.is_dedicated else 1):
+        found.append(Channel.of(result_key(placement, rank, i, 0)))
+    for i in range(placement.pipelines):
+        if not placement.has_part_in(rank, i):
+            found.append(Channel.of(loss_key(placement, rank, i, 0)))
+    return [channel for channel in found if placement.rank_of(channel.source) != rank]

@@ -1,0 +1,149 @@
+"""The unsplit model's weights and buffers: gathered from the stages, averaged over pipelines, and frozen midway."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+import torch
+
+from avgpipe.elastic import Layout
+from avgpipe.runtime.model import Model
+from avgpipe.runtime.worker import Worker
+
+
+def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, torch.Tensor]:
+    """Copy all under the unsplit model's names, in its order, on every rank. Buffers of the reference are averages."""
+    found: dict[str, torch.Tensor] = {}
+    placement = worker.placement
+    pipelines = range(placement.pipelines) if which == "reference" else [int(which)]
+    for k, entries in enumerate(model.entries):
+        replica = placement.replicas_of(k, pipelines[0])[0]
+        layout = Layout(model.shapes[k], worker.device)
+        flats = worker.weights(replica, which) if replica in worker.held else layout.zeros().flats
+        source = placement.rank_of(replica)
+        views = layout.tensors([worker.world.broadcast(flat, source) for flat in flats])
+        states = [_broadcast_state(worker, k, i) for i in pipelines]
+        for entry in entries:
+            if entry.arena is not None:
+                tensor = views[entry.arena].detach().clone()
+            else:
+                tensor = average([state[entry.local] for state in states])
+            found.update(dict.fromkeys(entry.names, tensor))
+    return {name: found[name] if name in found else model.unused[name].clone() for name in model.names}
+
+
+def _broadcast_state(worker: Worker, k: int, pipeline: int) -> dict[str, torch.Tensor]:
+    """Return :func:`stage_state` of a stage of a pipeline, on every rank."""
+    replica = worker.placement.replicas_of(k, pipeline)[0]
+    if replica in worker.held:
+        own = stage_state(worker, replica, pipeline)
+    else:
+        rest = [e for e in worker.model.entries[k] if e.arena is None]
+        own = {e.local: torch.empty(e.shape, dtype=e.dtype, device=worker.device) for e in rest}
+    source = worker.placement.rank_of(replica)
+    return {name: worker.world.broadcast(tensor, source) for name, tensor in own.items()}
+
+
+def stage_state(worker: Worker, replica: int, pipeline: int) -> dict[str, torch.Tensor]:
+    """Copy frozen parameters and buffers of a stage replica of this process, by their names in the stage."""
+    state = worker.trained[replica, pipeline].stage.layers.state_dict()
+    entries = worker.model.entries[worker.placement.stage_of(replica)]
+    return {e.local: state[e.local].detach().clone() for e in entries if e.arena is None}
+
+
+def average(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of replicas' values.
+
+    Counters and other whole numbers are those of the first. Values that agree stay what they are, and tensors with more
+    infinities and NaN than others have do not count.
+    """
+    if not tensors[0].is_floating_point() or len(tensors) == 1:
+        return tensors[0].detach().clone()
+    # Without those of replicas that have come to infinities or NaN. A mask has as many in all of them.
+    bad = [int(t.detach().isfinite().logical_not().sum()) for t in tensors]
+    tensors = [t for t, count in zip(tensors, bad) if count == min(bad)]
+    first = tensors[0].detach().clone()
+    stacked = torch.stack([t.detach() for t in tensors])
+    return torch.where((stacked == first).all(dim=0), first, stacked.mean(dim=0))
+
+
+def average_buffers(worker: Worker, k: int) -> dict[str, torch.Tensor]:
+    """Return floating-point buffers of the reference of a stage, by their names in it, if they are averages.
+
+    Empty where the stage is not. Every rank calls this: dedicated pipelines must tell each other.
+    """
+    placement = worker.placement
+    if placement.pipelines == 1:
+        return {}
+    if placement.is_dedicated:
+        states = [_broadcast_state(worker, k, i) for i in range(placement.pipelines)]
+    replica = placement.replicas_of(k)[0]
+    if replica not in worker.held:
+        return {}
+    own = worker.trained[replica, 0].buffers()
+    if not placement.is_dedicated:
+        states = [worker.trained[replica, i].buffers() for i in range(placement.pipelines)]
+    floating = [name for name, buffer in own.items() if buffer.is_floating_point()]
+    return {name: average([buffers[name] for buffers in states]) for name in floating}
+
+
+def find_parameters(model: Model, names: Sequence[str]) -> list[list[int]]:
+    """Return, by stage, the indices of the parameters that ``names`` mean: their own names, or modules that hold them.
+
+    Raises:
+        ValueError: for a name of something that no optimizer has.
+    """
+    found: list[set[int]] = [set() for _ in range(model.stages)]
+    for name in names:
+        entries = [
+            (k, entry)
+            for k, stage in enumerate(model.entries)
+            for entry in stage
+            if any(f"{full}.".startswith(f"{name}.") for full in entry.names)
+        ]
+        if not entries:
+            close = get_close_matches(name, [first for stage in model.trainable for first in stage], n=1)
+            hint = f"did you mean {close[0]!r}" if close else "names are those of state_dict()"
+            raise ValueError(
+                f"the model has no parameter, and no module with parameters, named {name!r}: {hint}"
+            )
+        trainable = [(k, entry.arena) for k, entry in entries if entry.arena is not None]
+        if not trainable:
+            raise ValueError(
+                f"{name!r} did not require a gradient when this Pipeline was made, so no optimizer has it: make the "
+                "Pipeline with it trainable and freeze it by requires_grad_(names, False), or save(), make another "
+                "Pipeline and load()"
+            )
+        for k, index in trainable:
+            found[k].add(index)
+    return [sorted(indices) for indices in found]
+
+
+@torch.no_grad()
+def set_requires_grad(worker: Worker, indices: Sequence[Sequence[int]], flag: bool) -> None:
+    """Freeze parameters of all pipelines, or let them train; no batch is in flight.
+
+    What is frozen takes the reference's values in every pipeline, or averaging would go on moving it.
+    """
+    frozen = []
+    for (replica, _), trained in worker.trained.items():
+        here = indices[worker.placement.stage_of(replica)]
+        for n in here:
+            trained.arena.parameters[n].requires_grad_(flag)
+        reference = worker.references[replica]
+        if reference is not None and not flag:
+            # by now the steps that wait for a round's others are done
+            frozen.append((trained, reference, here))
+    for trained, reference, here in frozen:
+        layout, rounds = trained.arena.layout, reference.rounds
+        z = layout.tensors(reference.parameters)
+        started = rounds.replicas[trained.pipeline].before
+        for flats in [trained.arena.weights] + ([started.flats] if started is not None else []):
+            values = layout.tensors(flats)
+            for n in here:
+                values[n].copy_(z[n])
+        for update in rounds.updates.values():  # what is told already in an unfinished round
+            values = layout.tensors(update.flats)
+            for n in here:
+                values[n].zero_()
