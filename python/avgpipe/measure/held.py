@@ -12,7 +12,8 @@ from avgpipe.links.message import tensors_of
 from avgpipe.measure.examples import Example
 from avgpipe.measure.sweep import InBatch, Sweep
 from avgpipe.runtime.memory import SavedBytes
-from avgpipe.runtime.model import Skips, TracedLayer
+from avgpipe.runtime.model import Skips
+from avgpipe.runtime.tracing import TracedLayer
 
 
 @dataclass

@@ -250,7 +250,7 @@ class Compute:
     def _take_input(
         self, state: BatchState, step: Step
     ) -> tuple[Any, list[torch.Tensor], list[list[torch.Tensor]]]:
-        """Return a micro-batch's input, and its tensors that want gradients: the neighbour's, and those that skipped."""
+        """Return a micro-batch's input, and its tensors that want gradients: from the neighbour, and from skips."""
         if self._route.first:
             value = to_device(state.work.inputs[step.micro_batch], self._device)
         else:

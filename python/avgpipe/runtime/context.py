@@ -1,7 +1,7 @@
 """Where in a run the code that executes now stands: the keys of random numbers, and what layers carry over.
 
-What a layer draws depends on (seed, pipeline, batch, micro-batch, layer) alone. So dropout depends neither on timing nor
-on the number of stages, recomputation repeats it, and a run can be replayed.
+What a layer draws depends on (seed, pipeline, batch, micro-batch, layer) alone. So dropout depends neither on timing
+nor on the number of stages, recomputation repeats it, and a run can be replayed.
 
 A recurrent layer whose hidden state goes on from one batch to the next keeps it in a :class:`Carry`, which holds one
 value per micro-batch and stays right under recomputation. Other layers need nothing of this.

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
-
-import torch
+from typing import Any, NamedTuple
 
 from avgpipe.device import LaneStream
 from avgpipe.links.message import Key, Message
@@ -80,7 +78,7 @@ class Lane:
     def has_evaluated(self, batch: int) -> bool:
         return self._in_flight[batch].computing_left == 0
 
-    def finish(self, batch: int) -> torch.Tensor | None:
+    def finish(self, batch: int) -> Any:
         """Forget a batch that has ended, and return its outcome: see :class:`BatchState`."""
         if self.stream is not None:
             self.stream.end()

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 
 from avgpipe.links.message import Message
 from avgpipe.planning import Costs
@@ -44,7 +45,7 @@ def measured_costs(worker: Worker) -> Costs:
     rows = sorted((row for text in texts for row in json.loads(text)), key=lambda row: row["stage"])
     # The ends' clocks differ by what forwards gain and gradients lose: the mean of both is the time of either.
     transfers = [
-        max(0.0, (after["activation_s"] + before["gradient_s"]) / 2) for before, after in zip(rows, rows[1:])
+        max(0.0, (after["activation_s"] + before["gradient_s"]) / 2) for before, after in pairwise(rows)
     ]
     return Costs(
         [row["F"] for row in rows],
@@ -87,4 +88,4 @@ def _action_seconds(events: Iterable[Event]) -> dict[str, float]:
 def _latency_s(worker: Worker, source: int, message: Message) -> float:
     """Return how long a message from a neighbour takes; 0 in shared memory, where arrival is immediate."""
     link = worker.links.get(source)
-    return link.latency_s.get(message, 0.0) if link is not None else 0.0
+    return float(getattr(link, "latency_s", {}).get(message, 0.0))

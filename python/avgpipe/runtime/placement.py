@@ -1,9 +1,9 @@
 """Placement: which worker and process runs which stage, for which pipelines.
 
-A *stage replica* is one copy of a stage. Replicas are numbered through all stages; where each stage has one, replica k is
-stage k. Micro-batches go round robin, m to replica m % R of each stage, and back through the same ones. Pipelines share
-all replicas, or have dedicated ones. A worker holds one replica, or those that the schedule gives it; a process (rank) is
-a worker, or all of them.
+A *stage replica* is one copy of a stage. Replicas are numbered through all stages; where each stage has one, replica k
+is stage k. Micro-batches go round robin, m to replica m % R of each stage, and back through the same ones. Pipelines
+share all replicas, or have dedicated ones. A worker holds one replica, or those that the schedule gives it; a process
+(rank) is a worker, or all of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Placement:
             )
         schedule = plan.build_schedule()
         groups = range(plan.pipelines if plan.spread else 1)
-        replicas, workers = [], [[] for _ in range(len(groups) * schedule.workers)]
+        replicas: list[StageReplica] = []
+        workers: list[list[int]] = [[] for _ in range(len(groups) * schedule.workers)]
         for g in groups:
             for k, of_stage in enumerate(schedule.replicas):
                 for r, worker in enumerate(of_stage):

@@ -236,9 +236,8 @@ def evaluation_pipeline(placement: Placement, pipeline: int) -> int:
 def channels_into(rank: int, placement: Placement, routes: Sequence[Route]) -> list[Channel]:
     """List the channels from other processes into ``rank``, whose routes are given; every rank finds the same order."""
     found = [channel for route in routes for channel in route.channels()]
-    for i in range(placement.pipelines if placement.is_dedicated else 1):
-        found.append(Channel.of(result_key(placement, rank, i, 0)))
-    for i in range(placement.pipelines):
-        if not placement.has_part_in(rank, i):
-            found.append(Channel.of(loss_key(placement, rank, i, 0)))
+    evaluated = range(placement.pipelines if placement.is_dedicated else 1)
+    found += [Channel.of(result_key(placement, rank, i, 0)) for i in evaluated]
+    absent = [i for i in range(placement.pipelines) if not placement.has_part_in(rank, i)]
+    found += [Channel.of(loss_key(placement, rank, i, 0)) for i in absent]
     return [channel for channel in found if placement.rank_of(channel.source) != rank]

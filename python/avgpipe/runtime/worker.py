@@ -1,4 +1,4 @@
-"""The part of a pipeline that one process runs: its stage replicas, a lane for each pipeline, and the links to others."""
+"""The part of a pipeline that one process runs: its stage replicas, their lanes, and the links to others."""
 
 from __future__ import annotations
 
@@ -258,23 +258,20 @@ class Worker:
 
     def settle(self, batches: int) -> None:
         """Wait until this process has what all of the first ``batches`` have added to the references."""
-        lanes = [lane for lane in self.lanes.values() if lane.remote is not None]
-        for lane in lanes:
-            if lane.stream is not None:
-                lane.stream.begin(
-                    None
-                )  # after what the caller did to the reference since the lane's last batch
+        remotes = [lane.remote for lane in self.lanes.values() if lane.remote is not None]
+        streams = [lane.stream for lane in self.lanes.values() if lane.remote and lane.stream]
+        for stream in streams:
+            stream.begin(None)  # after what the caller did to the reference since the lane's last batch
 
         def missing() -> list[Key]:
-            for lane in lanes:
-                lane.remote.collect()
-            return [key for lane in lanes for key in lane.remote.missing(batches)]
+            for remote in remotes:
+                remote.collect()
+            return [key for remote in remotes for key in remote.missing(batches)]
 
-        if lanes and (keys := missing()):
+        if remotes and (keys := missing()):
             self.scheduler.wait_for(keys, lambda: not missing(), missing)
-        for lane in lanes:
-            if lane.stream is not None:
-                lane.stream.end()
+        for stream in streams:
+            stream.end()
 
     @contextmanager
     def running(self, harmless: type[Exception] | tuple[()] = ()) -> Iterator[None]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Link, LocalLink, Mailbox
-from avgpipe.links.message import Channel, Key
+from avgpipe.links.message import Channel, Key, Message
 from avgpipe.links.shared import Inbox, SharedLink
 from avgpipe.ranks.texts import gather_in, gather_texts
 from avgpipe_ext import ring
@@ -63,7 +63,7 @@ class Peers:
 
     def into(self, rank: int) -> list[Channel]:
         """The one channel that ends there: activations go up, gradients go down."""
-        return [Channel("FB"[1 - rank], 0, 1 - rank, rank)]
+        return [Channel(Message("FB"[1 - rank]), 0, 1 - rank, rank)]
 
     def key(self, rank: int, number: int) -> Key:
         """Of message ``number`` to a rank."""
