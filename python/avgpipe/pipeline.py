@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
-from avgpipe.checkpoint.folder_lock import FolderLocks
+from avgpipe.checkpoint.folder import FolderLocks
 from avgpipe.device import own_device, select
 from avgpipe.errors import CheckpointError
 from avgpipe.plan import Plan

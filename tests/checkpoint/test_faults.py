@@ -265,7 +265,7 @@ def test_a_thread_that_looks_all_the_time_always_finds_a_whole_one(saved: Path) 
 OTHER_RUN = """
 import sys
 from pathlib import Path
-from avgpipe.checkpoint.folder_lock import FolderLocks
+from avgpipe.checkpoint.folder import FolderLocks
 with FolderLocks().saving(Path(sys.argv[1])):
     print("held", flush=True)
 sys.stdin.read()
@@ -305,7 +305,7 @@ def test_a_run_that_ends_lets_the_next_one_save(saved: Path) -> None:
 
 def test_a_folder_is_held_while_one_of_its_pipelines_lives(tmp_path: Path) -> None:
     look = (
-        "import sys\nfrom pathlib import Path\nfrom avgpipe.checkpoint.folder_lock import FolderLocks\n"
+        "import sys\nfrom pathlib import Path\nfrom avgpipe.checkpoint.folder import FolderLocks\n"
         "with FolderLocks().saving(Path(sys.argv[1])): pass"
     )
 

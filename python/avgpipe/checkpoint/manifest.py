@@ -27,13 +27,20 @@ from avgpipe.runtime.placement import StageReplica
 NAME = "manifest.json"
 _FORMAT = 2
 _CHUNK = 1 << 20
+_LATER_OPTIONS = {"placement"}  # of a plan, which checkpoints of this format may lack
 _TRIES = 20  # of opening the files of a checkpoint that is replaced again and again meanwhile
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """batches: begun so far. bounds: see ``Model``. signature: shape and dtype by tensor name. files: one per
-    replica of each stage, with size in bytes and CRC-32.
+    """What a checkpoint is.
+
+    Attributes:
+        plan: the options of the plan that wrote it.
+        batches: begun so far.
+        bounds: see :class:`avgpipe.runtime.model.Model`.
+        signature: shape and dtype by tensor name.
+        files: one per replica of each stage, with size in bytes and CRC-32.
     """
 
     plan: dict[str, Any]
@@ -43,7 +50,7 @@ class Manifest:
     files: list[list[Any]]
 
     def to_json(self) -> str:
-        """With a CRC-32 of what comes before it. ``parse`` takes exactly this text, to the last blank."""
+        """Write it down, with a CRC-32 of what comes before it. ``parse`` takes exactly this text, to the last blank."""
         body = {"format": _FORMAT, **asdict(self)}
         return json.dumps({**body, "crc32": zlib.crc32(json.dumps(body).encode())}) + "\n"
 
@@ -56,7 +63,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str, directory: Path) -> Manifest:
-        """CheckpointError names the field that is wrong."""
+        """Invert :meth:`to_json`; CheckpointError names the field that is wrong."""
         check = _Fields(directory / NAME)
         try:
             values = json.loads(text)
@@ -79,8 +86,8 @@ class Manifest:
         return found
 
     @property
-    def seats(self) -> list[StageReplica]:
-        """Of the files, in their order."""
+    def replicas(self) -> list[StageReplica]:
+        """The stage replicas that the files hold, in their order."""
         replication = self.plan["replication"] or [1] * self.plan["stages"]
         groups = range(self.plan["pipelines"] if self.plan["spread"] else 1)
         return [
@@ -88,8 +95,8 @@ class Manifest:
         ]
 
     def pipelines_in(self, number: int) -> Sequence[int]:
-        """Whose replicas one of the files has."""
-        return [self.seats[number].group] if self.plan["spread"] else range(self.plan["pipelines"])
+        """Return the pipelines that one of the files has."""
+        return [self.replicas[number].group] if self.plan["spread"] else range(self.plan["pipelines"])
 
     def check_model(self, signature: Mapping[str, list[Any]], directory: Path) -> None:
         """Refuse a checkpoint whose tensors are not the model's."""
@@ -97,12 +104,12 @@ class Manifest:
             theirs, ours = self.signature.get(name), signature.get(name)
             if theirs != ours:
                 raise CheckpointError(
-                    f"{directory} is the checkpoint of another model: {name!r} is {_spell(theirs)} there and "
-                    f"{_spell(ours)} here; build the model that was saved, or choose another checkpoint"
+                    f"{directory} is the checkpoint of another model: {name!r} is {_in_words(theirs)} there and "
+                    f"{_in_words(ours)} here; build the model that was saved, or choose another checkpoint"
                 )
 
     def open(self, directory: Path, number: int) -> IO[bytes]:
-        """One of the files; refused if it is missing, short or altered. Open, it stays readable if it is replaced."""
+        """Open a file; refused if it is missing, short or altered. Open, it stays readable if it is replaced."""
         name, size, crc = self.files[number]
         path = directory / str(name)
         try:
@@ -167,7 +174,7 @@ def verify_checkpoint(directory: str | Path, signature: Mapping[str, list[Any]] 
 
 
 class _Fields:
-    """What the fields of the manifest at ``path`` may be."""
+    """Checks the fields of the manifest at ``path``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -194,7 +201,7 @@ class _Fields:
     def _plan(self, plan: Any) -> None:
         self._is("plan", plan, isinstance(plan, dict), "an object")
         names = {field.name for field in fields(Plan)}
-        for name in sorted(names ^ plan.keys()):
+        for name in sorted((names ^ plan.keys()) - _LATER_OPTIONS):
             raise self.damaged(f"'plan' has {'no' if name in names else 'an unknown'} {name!r}")
         for name in ("stages", "pipelines", "micro_batches"):
             self._is(
@@ -216,11 +223,11 @@ class _Fields:
         self._is(
             "files", files, len(files) == count, f"{count} of them, as the plan's stages and replicas are"
         )
-        for entry, seat in zip(files, manifest.seats):
+        for entry, replica in zip(files, manifest.replicas):
             fits = isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str)
-            fits = fits and is_file_of(entry[0], seat) and all(map(_is_count, entry[1:]))
+            fits = fits and is_file_of(entry[0], replica) and all(map(_is_count, entry[1:]))
             self._is(
-                f"file of {'-'.join(map(str, seat))}",
+                f"file of {'-'.join(map(str, replica))}",
                 entry,
                 fits,
                 "the name of its file, its size and its CRC-32",
@@ -231,15 +238,13 @@ class _Fields:
             raise self.damaged(f"{name!r} is {_short(value)}, not {what}")
 
 
-def file_name(seat: StageReplica, token: int) -> str:
-    return f"stage-{seat.stage}-{seat.replica}-{seat.group}-{token:012x}.pt"
+def file_name(of: StageReplica, token: int) -> str:
+    return f"stage-{of.stage}-{of.replica}-{of.group}-{token:012x}.pt"
 
 
-def is_file_of(name: str, seat: StageReplica) -> bool:
-    """So no name leads out of the folder."""
-    return (
-        re.fullmatch(f"stage-{seat.stage}-{seat.replica}-{seat.group}-[0-9a-f]{{12}}\\.pt", name) is not None
-    )
+def is_file_of(name: str, of: StageReplica) -> bool:
+    """Whether this is a name that :func:`file_name` gives, so that none leads out of the folder."""
+    return re.fullmatch(rf"stage-{of.stage}-{of.replica}-{of.group}-[0-9a-f]{{12}}\.pt", name) is not None
 
 
 def crc_of(path: Path) -> int:
@@ -248,7 +253,7 @@ def crc_of(path: Path) -> int:
 
 
 def _open_file(path: Path) -> IO[bytes]:
-    """Refuses what is no file: a pipe would keep the reader for ever, a device has no end."""
+    """Open, and refuse what is no file: a pipe would keep the reader for ever, a device has no end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -280,5 +285,5 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _spell(entry: list[Any] | None) -> str:
+def _in_words(entry: list[Any] | None) -> str:
     return "absent" if entry is None else f"{entry[1]} of shape {tuple(entry[0])}"

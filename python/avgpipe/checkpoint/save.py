@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank writes the files of its seats, then the first rank the manifest."""
+"""Writing a checkpoint: every rank writes the files of its stage replicas, then the first rank the manifest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from avgpipe.checkpoint.agreement import NotFinite, agreed
-from avgpipe.checkpoint.folder_lock import FolderLocks
+from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
 from avgpipe.checkpoint.manifest import NAME, Manifest, crc_of, file_name
 from avgpipe.elastic import Layout, Reference
 from avgpipe.errors import CheckpointError
@@ -28,11 +27,11 @@ from avgpipe.runtime.worker import Worker
 def save_checkpoint(
     directory: Path, model: Model, worker: Worker, plan: Plan, batches: int, locks: FolderLocks
 ) -> None:
-    """CheckpointError on every rank where one of them fails; then the folder keeps the checkpoint that it has."""
+    """Write a checkpoint; where one rank fails, CheckpointError on every rank, and the folder keeps what it has."""
     world = worker.world
     # all ranks name their files alike, and never as the files of the checkpoint that is there now
     token = int(world.broadcast(torch.tensor(secrets.randbits(48)), 0))
-    seats = worker.placement.replicas
+    replicas = worker.placement.replicas
     written: list[Path] = []
     held = ExitStack()
 
@@ -41,18 +40,18 @@ def save_checkpoint(
         if world.rank == 0:
             held.enter_context(locks.saving(directory))
         rows = []
-        for seat in worker.held:
-            content = _seat_content(model, worker, seat)
-            _refuse_nonfinite(content, worker, seat)
-            path = directory / file_name(seats[seat], token)
+        for number in worker.held:
+            content = _content_of(model, worker, number)
+            _refuse_nonfinite(content, worker, number)
+            path = directory / file_name(replicas[number], token)
             written.append(path)
             _write(path, content)
-            rows.append([seat, path.stat().st_size, crc_of(path)])
+            rows.append([number, path.stat().st_size, crc_of(path)])
         return rows
 
     def write_manifest() -> None:
         if world.rank == 0:
-            files = [[file_name(seats[seat], token), size, crc] for seat, size, crc in table]
+            files = [[file_name(replicas[number], token), size, crc] for number, size, crc in table]
             Manifest(asdict(plan), batches, model.bounds, model.signature(), files).write(directory)
             _remove_others(directory, {name for name, _, _ in files})
 
@@ -66,7 +65,7 @@ def save_checkpoint(
             raise
 
 
-def _refuse_nonfinite(content: dict[str, Any], worker: Worker, seat: int) -> None:
+def _refuse_nonfinite(content: dict[str, Any], worker: Worker, number: int) -> None:
     """A run that has come to infinities or NaN must not replace the checkpoint from which it could go on."""
     if "reference" not in content:
         return
@@ -74,7 +73,7 @@ def _refuse_nonfinite(content: dict[str, Any], worker: Worker, seat: int) -> Non
     bad = next((name for name, value in source["weights"].items() if not bool(value.isfinite().all())), None)
     if bad is not None:
         raise NotFinite(
-            f"{bad!r} on {worker.placement.name(seat)} has infinities or NaN; load an earlier checkpoint, and train "
+            f"{bad!r} on {worker.placement.name(number)} has infinities or NaN; load an earlier checkpoint, and train "
             "with skip_nonfinite=True, clip_grad_norm or a lower learning rate"
         )
 
@@ -93,7 +92,7 @@ class _Disk:
         self._tried(self._file.flush)
 
     def end(self) -> None:
-        """All of it on the disk."""
+        """Bring all of it to the disk."""
         self._tried(self._file.flush)
         self._tried(lambda: os.fsync(self._file.fileno()))
 
@@ -137,26 +136,26 @@ def _remove(paths: list[Path]) -> None:
             pass  # the next save tries again
 
 
-def _seat_content(model: Model, worker: Worker, seat: int) -> dict[str, Any]:
-    """Plain containers and tensors only, so that it loads with ``weights_only=True``. Names are first names.
+def _content_of(model: Model, worker: Worker, number: int) -> dict[str, Any]:
+    """Return plain containers and tensors only, so that they load with ``weights_only=True``. Names are first names.
 
     The workers of a replicated stage hold the same, but for what they carry from batch to batch: the first one's file
     has all, the others' that alone.
     """
-    k, number, _ = worker.placement.replicas[seat]
-    replicas = {i: worker.trained[seat, i] for i in worker.placement.pipelines_of(seat)}
-    if number > 0:
+    k, copy, _ = worker.placement.replicas[number]
+    replicas = {i: worker.trained[number, i] for i in worker.placement.pipelines_of(number)}
+    if copy > 0:
         return {"replicas": {i: {"carry": _carried(r)} for i, r in replicas.items()}}
     layout = next(iter(replicas.values())).arena.layout
-    reference = worker.references[seat]
+    reference = worker.references[number]
     return {
         "reference": None if reference is None else _reference_content(model, reference, layout, k),
-        "replicas": {i: _replica_content(model, worker, seat, r) for i, r in replicas.items()},
+        "replicas": {i: _replica_content(model, worker, number, r) for i, r in replicas.items()},
     }
 
 
-def _carried(replica: TrainedStage) -> dict[str, dict[int, Any]]:
-    return {place: dict(carry.values) for place, carry in carries(replica).items()}
+def _carried(trained: TrainedStage) -> dict[str, dict[int, Any]]:
+    return {place: dict(carry.values) for place, carry in carries(trained).items()}
 
 
 def _reference_content(model: Model, reference: Reference, layout: Layout, k: int) -> dict[str, Any]:
@@ -164,46 +163,46 @@ def _reference_content(model: Model, reference: Reference, layout: Layout, k: in
     return {"weights": dict(zip(model.trainable[k], views)), "state": reference.state_dict()}
 
 
-def _replica_content(model: Model, worker: Worker, seat: int, replica: TrainedStage) -> dict[str, Any]:
-    k = worker.placement.stage_of(seat)
+def _replica_content(model: Model, worker: Worker, number: int, trained: TrainedStage) -> dict[str, Any]:
+    k = worker.placement.stage_of(number)
     names = model.trainable[k]
-    rest = stage_state(worker, seat, replica.pipeline)
+    rest = stage_state(worker, number, trained.pipeline)
     content: dict[str, Any] = {
-        "weights": dict(zip(names, replica.arena.layout.tensors(replica.arena.weights))),
+        "weights": dict(zip(names, trained.arena.layout.tensors(trained.arena.weights))),
         "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},
-        "carry": _carried(replica),
+        "carry": _carried(trained),
         "older": {},  # versions that the next batches run on, by how many updates they lie behind
         "optimizer": None,
         "lr_scheduler": None,
-        "loss_scale": replica.loss_scale.state_dict() if replica.loss_scale is not None else None,
+        "loss_scale": trained.loss_scale.state_dict() if trained.loss_scale is not None else None,
     }
-    if replica.versions is not None:
-        layout = replica.arena.layout
+    if trained.versions is not None:
+        layout = trained.arena.layout
         content["older"] = {
             behind: dict(zip(names, layout.tensors(flats)))
-            for behind, flats in replica.versions.older().items()
+            for behind, flats in trained.versions.older().items()
         }
-    if replica.optimizer is not None:
+    if trained.optimizer is not None:
         content["optimizer"] = {
-            "state": replica.optimizer.state_dict(),
-            "names": parameter_names(replica, names),
+            "state": trained.optimizer.state_dict(),
+            "names": parameter_names(trained, names),
         }
-    if replica.lr_scheduler is not None:
-        content["lr_scheduler"] = replica.lr_scheduler.state_dict()
+    if trained.lr_scheduler is not None:
+        content["lr_scheduler"] = trained.lr_scheduler.state_dict()
     return content
 
 
-def carries(replica: TrainedStage) -> dict[str, Carry]:
+def carries(trained: TrainedStage) -> dict[str, Carry]:
     """Carried states by place in the unsplit model: layer number, and number within the layer."""
     found = {}
-    for number, layer in enumerate(replica.stage.layers, replica.stage.first):
+    for number, layer in enumerate(trained.stage.layers, trained.stage.first):
         for n, carry in enumerate(m for m in layer.modules() if isinstance(m, Carry)):
             found[f"{number}.{n}"] = carry
     return found
 
 
-def parameter_names(replica: TrainedStage, names: list[str]) -> list[str]:
+def parameter_names(trained: TrainedStage, names: list[str]) -> list[str]:
     """First names of the optimizer's parameters, in the order in which its ``state_dict`` numbers them."""
-    assert replica.optimizer is not None
-    by_id = {id(p): name for p, name in zip(replica.arena.parameters, names)}
-    return [by_id[id(p)] for group in replica.optimizer.param_groups for p in group["params"]]
+    assert trained.optimizer is not None
+    by_id = {id(p): name for p, name in zip(trained.arena.parameters, names)}
+    return [by_id[id(p)] for group in trained.optimizer.param_groups for p in group["params"]]

@@ -1,58 +1,103 @@
-"""One run saves into a folder: each would delete the files that the other one has not named yet."""
+"""Who writes into a checkpoint's folder: all ranks of a run or none, and one run only.
+
+Another run's save would delete the files that this one has not named yet.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from avgpipe.errors import CheckpointError
+from avgpipe.errors import CheckpointError, reason
+from avgpipe.ranks.world import World
 
 try:
     import fcntl
 except ImportError:  # not a POSIX system: nothing is locked there
     fcntl = None  # type: ignore[assignment]
 
-_NAME = ".lock"
+_LOCK = ".lock"
+
+
+# ---- all ranks or none --------------------------------------------------------------------------------------------
+
+
+class NotFinite(CheckpointError):
+    """Weights with infinities or NaN, which no other disk would take either."""
+
+
+def agreed(world: World, what: str, action: Callable[[], Any]) -> list[Any]:
+    """Return what ``action`` returns on every rank, in rank order, as JSON carries it.
+
+    Where it fails on one rank, CheckpointError on all, with the first one's reason behind ``what``. Collectives inside
+    would hang.
+    """
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = action()
+    except Exception as failure:
+        error = failure
+    mine = ["" if error is None else _in_one_line(error), isinstance(error, NotFinite), result]
+    outcomes = [json.loads(text) for text in world.gather_texts(json.dumps(mine))]
+    for rank, (failed, is_not_finite, _) in enumerate(outcomes):
+        if failed:
+            where = f"{what} (rank {rank})" if world.size > 1 else what
+            raise (NotFinite if is_not_finite else CheckpointError)(f"{where}: {failed}") from error
+    return [value for _, _, value in outcomes]
+
+
+def _in_one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return reason(error)
+
+
+# ---- one run ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Held:
-    """By this process. ``holders``: how many of its Pipelines save there."""
+class _FolderLock:
+    """A folder that this process has locked. ``holders``: how many of its Pipelines save there."""
 
     descriptor: int
     holders: int = 0
     saving: threading.Lock = field(default_factory=threading.Lock)
 
 
-_held: dict[tuple[int, int], _Held] = {}  # by device and number of the locked file
+_held: dict[tuple[int, int], _FolderLock] = {}  # by device and number of the locked file
 _guard = threading.Lock()
 
 
 class FolderLocks:
-    """The folders that one Pipeline saves into, until ``release``. A process that ends releases what it holds."""
+    """Keeps the folders that one Pipeline saves into, until ``release``. A process that ends releases what it holds."""
 
     def __init__(self) -> None:
         self._keys: set[tuple[int, int]] = set()
 
     @contextmanager
     def saving(self, folder: Path) -> Iterator[None]:
-        """Inside nobody else saves into ``folder``, and no other process until ``release`` unless this is left by an
-        error. CheckpointError if somebody else does. Where the file system has no locks, nobody is kept out.
+        """Keep everybody else from saving into ``folder`` inside, and other processes until ``release``.
+
+        Left by an error, it lets go at once. CheckpointError if somebody else saves there. Where the file system has no
+        locks, nobody is kept out.
         """
         key, is_new = self._take(folder)
-        held = _held[key]
+        lock = _held[key]
         try:
-            if not held.saving.acquire(blocking=False):
+            if not lock.saving.acquire(blocking=False):
                 raise CheckpointError(f"another Pipeline of this process saves into {folder} at this moment")
             try:
                 yield
             finally:
-                held.saving.release()
+                lock.saving.release()
         except BaseException:
             if is_new:
                 self._drop(key)
@@ -63,7 +108,7 @@ class FolderLocks:
             self._drop(key)
 
     def _take(self, folder: Path) -> tuple[tuple[int, int], bool]:
-        """What is held, and whether it was not before."""
+        """Return the key of a folder's lock, and whether this is new."""
         with _guard:
             descriptor = _open(folder, os.O_RDONLY)
             status = os.fstat(descriptor)
@@ -72,7 +117,7 @@ class FolderLocks:
                 os.close(descriptor)
             else:
                 _lock(descriptor, folder)
-                _held[key] = _Held(descriptor)
+                _held[key] = _FolderLock(descriptor)
             is_new = key not in self._keys
             if is_new:
                 _held[key].holders += 1
@@ -89,7 +134,7 @@ class FolderLocks:
 
 def _open(folder: Path, mode: int) -> int:
     # Closed to other users, who might lock it to keep this one out; the folder itself they may be able to read.
-    return os.open(folder / _NAME, mode | os.O_CREAT, 0o600)
+    return os.open(folder / _LOCK, mode | os.O_CREAT, 0o600)
 
 
 def _lock(descriptor: int, folder: Path) -> None:
