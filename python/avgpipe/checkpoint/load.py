@@ -325,7 +325,7 @@ def _restore_carries(trained: TrainedStage, values: dict[str, Any]) -> None:
         }
 
 
-# ---- what a file may hold ---------------------------------------------------------------------------------------------
+# ---- what a file may hold ----------------------------------------------------------------------------------------
 
 _REPLICA = {"weights", "rest", "carry", "older", "optimizer", "lr_scheduler", "loss_scale"}
 

@@ -50,7 +50,7 @@ class Manifest:
     files: list[list[Any]]
 
     def to_json(self) -> str:
-        """Write it down, with a CRC-32 of what comes before it. ``parse`` takes exactly this text, to the last blank."""
+        """Write it down, with a CRC-32 of the rest. ``parse`` takes exactly this text, to the last blank."""
         body = {"format": _FORMAT, **asdict(self)}
         return json.dumps({**body, "crc32": zlib.crc32(json.dumps(body).encode())}) + "\n"
 
