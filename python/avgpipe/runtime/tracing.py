@@ -1,9 +1,9 @@
 """Traced models: the graph of a module, cut into pieces that run one after another.
 
 Pieces take and give tuples of all values that they or later pieces need. Some must stay together: where a value is
-changed in place that shares memory with another. On one device ``left = x[:, :4]; left.mul_(2)`` changes ``x``; behind
-a cut they would be two tensors, each with memory of its own. A changed value itself may cross: the pieces that change it
-hand it on as it then is.
+changed in place that shares memory with another. On one device ``left = x[:, :4]; left.mul_(2)`` changes ``x``;
+behind a cut they would be two tensors, each with memory of its own. A changed value itself may cross: the pieces that
+change it hand it on as it then is.
 """
 
 from __future__ import annotations
