@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from avgpipe import __version__
-from avgpipe.checkpoint.agreement import NotFinite
+from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import Goal, RunFolder, Totals, strict_json
 from avgpipe.cli.progress import LogNotes, ProgressBar, Silent, links_line
