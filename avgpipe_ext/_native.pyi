@@ -1,5 +1,6 @@
 """Compiled code that is no tensor operator (csrc/bindings.cpp); it needs no torch."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -131,3 +132,28 @@ def echo(
     into a slot of the way back. `bell` is this process's own, `spin_s` as for `Bell.wait`. TimeoutError if nothing
     comes for `timeout_s`.
     """
+
+# `path` is that of libavgpipe.so, which torch has loaded; ImportError if it has not.
+
+def build_info(path: str) -> dict[str, Any]:
+    """What was built, and what this processor offers to it: see `avgpipe_ext.build_info`."""
+
+def cpu_path(path: str) -> str:
+    """The instruction set of the CPU kernels in use."""
+
+def set_launcher(path: str, launcher: Callable[[str, memoryview, int, int], object] | None) -> None:
+    """Let a function launch all CUDA kernels from now on; with None those that are compiled in.
+
+    It is called with the kernel's definition, its only parameter, to be passed by value and gone after the call, the
+    pieces of work, from which the grid's size follows, and the index of the device. What it raises becomes a
+    RuntimeError of the operator.
+    """
+
+KERNEL_SOURCE: str
+"""For NVRTC; a line AVGPIPE_DEFINE_KERNEL(definition) behind it makes a kernel."""
+KERNEL_DEFINITIONS: tuple[str, ...]
+KERNEL_THREADS: int
+"""Of a block of threads."""
+
+def grid_size(chunks: int, processors: int) -> int:
+    """Blocks of threads for so many pieces of work on a device with so many multiprocessors."""

@@ -1,6 +1,6 @@
 // Names no CUDA symbol of libtorch at link time, so that the library also loads beside a CPU-only torch.
 #include "execute.h"
-#include "launcher.h"
+#include "library.h"
 
 #ifdef AVGPIPE_WITH_CUDA
 #include <dlfcn.h>

@@ -5,7 +5,7 @@
 
 #include "checks.h"
 #include "execute.h"
-#include "launcher.h"
+#include "library.h"
 
 namespace avgpipe {
 namespace {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "launcher.h"
+#include "library.h"
 
 namespace {
 
@@ -202,34 +202,31 @@ void test_each_tensor_gets_the_kernel_of_its_dtypes() {
 }
 
 // What a launcher set from outside was told.
-std::string outside_definition;
 std::vector<int64_t> outside_numbers;
 
-int32_t record(const char* definition, const void* block, int64_t block_bytes, int64_t chunks, int32_t device,
-               char* message, int64_t message_bytes) {
-    outside_definition = definition;
-    outside_numbers = {static_cast<const LaunchBlock*>(block)->head.tensors, block_bytes, chunks, device};
-    std::snprintf(message, static_cast<size_t>(message_bytes), "device %d is lost", device);
-    return device == 7 ? 1 : 0;
+void record(const Launch& launch, int32_t device) {
+    outside_numbers = {launch.kernel, launch.block.head.tensors, launch.block.head.chunks, device};
+    if (device == 7) throw std::runtime_error("device 7 is lost");
 }
 
 void test_a_launcher_from_outside_is_told_all_and_its_failure_is_thrown() {
     const Example example(Kernel::kAdam, {kChunk + 1, 5});
-    std::string failure;
+    std::string failure, definition;
     for_each_launch(example.job, nullptr, [&](const Launch& launch) {
+        definition = kernel_definition(launch.kernel);
         expect(!launch_outside(launch, 0), "launched by nobody", 1, 0);
-        avgpipe_set_launcher(record);
+        avgpipe_library()->set_launcher(record);
         expect(has_cuda_kernels() && launch_outside(launch, 3), "launched", 0, 1);
+        expect(outside_numbers == std::vector<int64_t>{launch.kernel, 2, 3, 3}, "numbers", 0, 1);
         try {
             launch_outside(launch, 7);
         } catch (const std::runtime_error& error) {
             failure = error.what();
         }
-        avgpipe_set_launcher(nullptr);
+        avgpipe_library()->set_launcher(nullptr);
     });
-    expect(outside_definition == "adam_float, kAdam, float, false", "definition", 0, 1);
-    expect(outside_numbers == std::vector<int64_t>{2, kBlockBytes, 3, 7}, "numbers", 0, 1);
-    expect(failure == "avgpipe: device 7 is lost", "message", 0, 1);
+    expect(definition == "adam_float, kAdam, float, false", "definition", 0, 1);
+    expect(failure == "device 7 is lost", "message", 0, 1);
 }
 
 void test_grid_size() {

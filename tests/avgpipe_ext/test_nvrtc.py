@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import importlib.util
 import re
 import types
+import weakref
 
 import pytest
 import torch
 
 import avgpipe_ext
-from avgpipe_ext import nvrtc
+from avgpipe_ext import _library, _native, nvrtc
 
 needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 DEFINITION = "adam_mixed, kAdam, float, true"
 
 
 @needs_cupy
-@pytest.mark.parametrize("definition", nvrtc.definitions())
+@pytest.mark.parametrize("definition", _native.KERNEL_DEFINITIONS)
 def test_every_kernel_compiles_for_hopper(definition):
     code = nvrtc.compile_kernel(definition, "sm_90")
     assert code[:4] == b"\x7fELF"
@@ -27,7 +28,9 @@ def test_every_kernel_compiles_for_hopper(definition):
 
 
 @needs_cupy
-@pytest.mark.parametrize("definition", [d for d in nvrtc.definitions() if "_float" in d or "copy" in d])
+@pytest.mark.parametrize(
+    "definition", [d for d in _native.KERNEL_DEFINITIONS if "_float" in d or "copy" in d]
+)
 def test_float_kernels_compile_for_ampere_without_contraction_or_flushing(definition):
     ptx = nvrtc.compile_kernel(definition, "compute_80").decode()
     assert f".entry {nvrtc.kernel_name(definition)}(" in ptx
@@ -38,10 +41,10 @@ def test_float_kernels_compile_for_ampere_without_contraction_or_flushing(defini
 
 
 def test_definitions_name_every_kernel_once():
-    names = [nvrtc.kernel_name(definition) for definition in nvrtc.definitions()]
+    names = [nvrtc.kernel_name(definition) for definition in _native.KERNEL_DEFINITIONS]
     assert len(set(names)) == len(names) == 34
     assert {"avgpipe_pull_float", "avgpipe_adam_round_double", "avgpipe_copy_mixed_double"} <= set(names)
-    assert DEFINITION in nvrtc.definitions()
+    assert DEFINITION in _native.KERNEL_DEFINITIONS
 
 
 def test_the_source_needs_no_file():
@@ -134,60 +137,54 @@ def cupy(monkeypatch):
     return fake
 
 
-def call(callback, block, chunks, device, capacity=300):
-    """As the library calls it; the status and the message."""
-    buffer = ctypes.create_string_buffer(block, len(block))
-    message = ctypes.create_string_buffer(capacity)
-    status = callback(
-        DEFINITION.encode(),
-        ctypes.addressof(buffer),
-        len(block),
-        chunks,
-        device,
-        ctypes.addressof(message),
-        capacity,
-    )
-    return status, message.value.decode()
-
-
 def test_a_launch_passes_the_block_by_value_on_torchs_current_stream(cupy):
-    callback = nvrtc._callback(nvrtc.CupyKernels())
     block = bytes(range(256)) * 64
-    assert call(callback, block, chunks=5, device=3) == (0, "")
+    nvrtc.CupyLauncher()(DEFINITION, memoryview(block), 5, 3)
     assert cupy.launches == [("avgpipe_adam_mixed", 3, 0xABC3, (5,), (256,), block)]
 
 
 def test_a_kernel_is_loaded_once_per_device(cupy):
-    callback = nvrtc._callback(nvrtc.CupyKernels())
+    launcher = nvrtc.CupyLauncher()
     for device in (0, 1, 0, 1):
-        assert call(callback, bytes(16384), chunks=1, device=device) == (0, "")
+        launcher(DEFINITION, memoryview(bytes(16384)), 1, device)
     assert cupy.modules == [(f"{DEFINITION} sm_90", 0), (f"{DEFINITION} sm_90", 1)]
     assert [launch[1] for launch in cupy.launches] == [0, 1, 0, 1]
 
 
 def test_the_grid_is_limited_by_the_device(cupy):
-    callback = nvrtc._callback(nvrtc.CupyKernels())
-    call(callback, bytes(16384), chunks=10**9, device=0)
+    nvrtc.CupyLauncher()(DEFINITION, memoryview(bytes(16384)), 10**9, 0)
     assert cupy.launches[0][3] == (132 * 32,)
 
 
-def test_a_failure_becomes_a_message_that_fits(cupy, monkeypatch):
+def test_a_kernel_that_could_not_be_compiled_is_tried_again(cupy, monkeypatch):
     def fail(definition, architecture):
-        raise RuntimeError("no such device; " + "x" * 1000)
+        raise RuntimeError("no such device")
 
-    monkeypatch.setattr(nvrtc, "compiled_file", fail)
-    callback = nvrtc._callback(nvrtc.CupyKernels())
-    status, message = call(callback, bytes(16384), chunks=1, device=0)
-    assert status != 0
-    assert message.startswith("RuntimeError: no such device; xxx")
-    assert len(message) == 299
-    assert cupy.launches == []
+    launcher = nvrtc.CupyLauncher()
+    with monkeypatch.context() as failing:
+        failing.setattr(nvrtc, "compiled_file", fail)
+        with pytest.raises(RuntimeError, match="no such device"):
+            launcher(DEFINITION, memoryview(bytes(16384)), 1, 0)
+    launcher(DEFINITION, memoryview(bytes(16384)), 1, 0)
+    assert len(cupy.launches) == 1
 
 
-def test_install_and_uninstall():
-    nvrtc.install(types.SimpleNamespace(launch=None))
+def test_a_launcher_is_kept_until_it_is_uninstalled():
+    launcher = torch.nn.Identity()
+    kept = weakref.ref(launcher)
+    nvrtc.install(functools.partial(print, launcher))
+    del launcher
+    assert kept() is not None
     nvrtc.uninstall()
-    assert nvrtc._installed is None
+    assert kept() is None
+    nvrtc.install_if_needed()
+
+
+def test_another_library_is_refused():
+    assert _library.build_info()["version"]
+    for path in ("/nowhere/libavgpipe.so", torch._C.__file__):
+        with pytest.raises(ImportError, match="is not loaded, or not of this version of avgpipe"):
+            _native.build_info(path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+// What libavgpipe.so has beside its operators: what it is, and who launches CUDA kernels where none are
+// compiled in. Free of torch.
+#pragma once
+
+#include "elastic/launch.h"
+
+namespace avgpipe {
+
+// Whether CUDA tensors can be served; if not, operators refuse them.
+bool has_cuda_kernels();
+
+// Does the launch, on torch's current stream of the device, or throws std::runtime_error. The block is the
+// caller's again after the call.
+using Launcher = void (*)(const Launch& launch, int32_t device);
+
+// Hands the launch to the function that was set; false if none was.
+bool launch_outside(const Launch& launch, int32_t device);
+
+// Lists are separated by commas.
+struct Library {
+    const char* version;         // of avgpipe
+    const char* torch;           // built against
+    const char* cuda_arch_list;  // of the kernels compiled in
+    const char*
+        cpu_features;  // instruction sets, among those that kernels are built for, that this processor has
+    const char* cpu_path;                     // that of the CPU kernels in use
+    void (*set_launcher)(Launcher launcher);  // null for none again
+};
+
+}  // namespace avgpipe
+
+// Found by its name in the library that torch has loaded: see bindings.cpp.
+extern "C" __attribute__((visibility("default"))) const avgpipe::Library* avgpipe_library();
