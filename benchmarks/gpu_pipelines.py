@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import avgpipe
-from avgpipe.workloads import AWDLSTMConfig, AWDLSTMLoss, awd_lstm_layers
+from avgpipe.workloads.awd_lstm import AWDLSTMConfig, AWDLSTMLoss, awd_lstm_layers
 from benchmarks.overlap import models
 
 STAGES, MICRO_BATCHES = 4, 4

@@ -11,21 +11,21 @@ from torch import nn
 
 import avgpipe
 from avgpipe.cli.config import TrainConfig
-from avgpipe.workloads import build_workload, translation
+from avgpipe.workloads import build_workload, gnmt
 
 folder, sentences = Path(sys.argv[1]), sys.argv[2:]
 config = TrainConfig.from_json((folder / "run.json").read_text())
 options = config.build_options(config.to_plan().pipelines)
-workload, (_, subwords) = build_workload("gnmt", options), translation.read("gnmt", options)
+workload, (_, subwords) = build_workload("gnmt", options), gnmt.read("gnmt", options)
 
 plan = avgpipe.Plan(stages=2)
 with avgpipe.Pipeline(
     workload.layers, plan, loss_fn=workload.loss_fn, optimizer=workload.optimizer
 ) as pipeline:
     pipeline.load(folder / "checkpoints" / "best")
-    translated = translation.translate(pipeline.predict, sentences, subwords, beam=5)
+    translated = gnmt.translate(pipeline.predict, sentences, subwords, beam=5)
     plain = nn.Sequential(*workload.layers).eval()
     plain.load_state_dict(pipeline.state_dict())
-    assert translation.translate(plain, sentences, subwords, beam=5) == translated
+    assert gnmt.translate(plain, sentences, subwords, beam=5) == translated
     if pipeline.world.rank == 0:
         print("\n".join(translated))

@@ -2,13 +2,12 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
 from avgpipe.measure import subject
 from avgpipe.planning.profile import LinkProfile, Profile
-from avgpipe.workloads import language
+from avgpipe.workloads import awd_lstm
 from tests.cli.command import invoke, strict
 
 LINK = ("--bandwidth", "1Gbit", "--latency", "250us")
@@ -24,8 +23,8 @@ def quick(monkeypatch, text):
         return json.loads(json.dumps([subject.profiled(**arguments)]))
 
     monkeypatch.setattr(subject, "run_workers", run_here)
-    presets = language.PRESETS["awd-lstm"]
-    small = replace(presets["tiny"], model=partial(presets["tiny"].model, embedding=8, hidden=12), length=5)
+    presets = awd_lstm.PRESETS["awd-lstm"]
+    small = replace(presets["tiny"], model=replace(presets["tiny"].model, embedding=8, hidden=12), length=5)
     monkeypatch.setitem(presets, "tiny", small)
     options = ("--data", str(text), "--batch-size", "4", "--micro-batch-sizes", "1,2,4")
     return ["profile", "awd-lstm", *options, "--budget", "0.1", *LINK]

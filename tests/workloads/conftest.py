@@ -18,7 +18,7 @@ def text_folder(tmp_path):
     """A folder with a small text of 40 types in which each word decides most of the next."""
     draw = random.Random(1)
     word = 0
-    for split, lines in (("train", 300), ("valid", 40), ("test", 40)):
+    for split, lines in (("train", 300), ("valid", 40)):
         text = []
         for _ in range(lines):
             line = []

@@ -43,19 +43,18 @@ def write_tar(file: Path, members: list[tuple[str, bytes | None]]) -> None:
                 archive.addfile(info, io.BytesIO(content))
 
 
-def jpeg_members(split: str, per_class: int, seed: int = 1) -> list[tuple[str, bytes | None]]:
-    draw = np.random.default_rng(seed)
+def jpeg_members(per_class: int) -> list[tuple[str, bytes | None]]:
+    draw = np.random.default_rng(1)
     return [
-        (f"{split}/{name}/{n:04d}.jpg", jpeg(picture(label, draw)))
+        (f"train/{name}/{n:04d}.jpg", jpeg(picture(label, draw)))
         for label, name in enumerate(CLASSES)
         for n in range(per_class)
     ]
 
 
-def jpeg_folder(folder: Path, train: int = 15, test: int = 5) -> Path:
+def jpeg_folder(folder: Path, per_class: int = 15) -> Path:
     """So many images of each class."""
-    write_tar(folder / "train.tar.gz", jpeg_members("train", train))
-    write_tar(folder / "test.tar.gz", jpeg_members("test", test, seed=2))
+    write_tar(folder / "train.tar.gz", jpeg_members(per_class))
     return folder
 
 
@@ -64,13 +63,12 @@ def idx_bytes(array: np.ndarray) -> bytes:
     return header + array.astype(np.uint8).tobytes()
 
 
-def idx_folder(folder: Path, train: int = 60, test: int = 20, *, suffix: str = ".gz") -> Path:
+def idx_folder(folder: Path, count: int = 60, *, suffix: str = ".gz") -> Path:
     """So many images of four classes, 28 x 28."""
     draw = np.random.default_rng(3)
-    for split, n in (("train", train), ("t10k", test)):
-        labels = np.arange(n) % 4
-        images = np.stack([picture(label, draw, 28) for label in labels])
-        for name, array in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", labels)):
-            raw = idx_bytes(array)
-            (folder / f"{split}-{name}{suffix}").write_bytes(gzip.compress(raw, 1) if suffix else raw)
+    labels = np.arange(count) % 4
+    images = np.stack([picture(label, draw, 28) for label in labels])
+    for name, array in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", labels)):
+        raw = idx_bytes(array)
+        (folder / f"train-{name}{suffix}").write_bytes(gzip.compress(raw, 1) if suffix else raw)
     return folder

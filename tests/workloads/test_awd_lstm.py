@@ -9,7 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from avgpipe.runtime.context import Position, set_position
+from avgpipe.workloads import build_workload
 from avgpipe.workloads.awd_lstm import (
+    PRESETS,
     AWDLSTMConfig,
     AWDLSTMLoss,
     DroppedEmbedding,
@@ -18,6 +20,8 @@ from avgpipe.workloads.awd_lstm import (
     awd_lstm_layers,
     locked_dropout,
 )
+from avgpipe.workloads.tokens import log_frequencies, perplexity
+from avgpipe.workloads.training import NTASGD
 from tests.workloads.lowprec import needs_bfloat16_lstm
 
 NO_DROPOUT = {f"{name}_dropout": 0.0 for name in ("embedding", "input", "hidden", "output", "weight")}
@@ -41,9 +45,10 @@ def tokens(rows, length, vocabulary=11):
 
 
 def lstm(inputs=3, hidden=5, **options):
-    return WeightDropLSTM(
-        inputs, hidden, lambda shape, b: nn.Parameter(torch.randn(shape) * b), **options
-    ).double()
+    def normal(*shape, bound):
+        return nn.Parameter(torch.randn(shape) * bound)
+
+    return WeightDropLSTM(inputs, hidden, normal, **options).double()
 
 
 def slow_lstm(layer, x, state, weight_hh):
@@ -237,20 +242,12 @@ def test_decoder_and_embedding_share_one_parameter():
     assert torch.all(copied[0].weight.grad != 0)  # also words that are not in x, by the decoder
 
 
-def test_each_parameter_is_there_once_and_the_paper_has_33_million():
-    config = AWDLSTMConfig(vocabulary=33_278, embedding=400, hidden=1150, lstm_layers=3)
-    expected = 33_278 * 401 + 4 * 1150 * (1550 + 2) + 4 * 1150 * (2300 + 2) + 4 * 400 * (1550 + 2)
+def test_the_paper_has_33_million_parameters():
+    config = AWDLSTMConfig(33_278, embedding=400, hidden=1150, lstm_layers=3)
     with torch.device("meta"):
-        layers = nn.Sequential(
-            DroppedEmbedding(nn.Parameter(torch.empty(33_278, 400))),
-            *(
-                WeightDropLSTM(i, h, lambda shape, _: nn.Parameter(torch.empty(shape)))
-                for i, h in config.lstm_sizes()
-            ),
-        )
-    assert sum(p.numel() for p in layers.parameters()) + 33_278 == expected
-    assert round(expected / 1e6, 1) == 33.6
-    assert len(dict(model().named_parameters())) == 1 + 2 * 4 + 1
+        count = sum(p.numel() for p in nn.Sequential(*awd_lstm_layers(config)).parameters())
+    assert count == 33_278 * 401 + 4 * 1150 * (1550 + 2) + 4 * 1150 * (2300 + 2) + 4 * 400 * (1550 + 2)
+    assert round(count / 1e6, 1) == 33.6
 
 
 def test_initial_weights_depend_on_the_seed_alone():
@@ -306,19 +303,6 @@ def test_costs_are_the_multiply_adds_of_the_matrices():
         for layer in awd_lstm_layers(config)
     ]
     assert awd_lstm_costs(config) == [4, *matrices[1:]]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"hidden": 0}, "hidden must be at least 1, got 0"),
-        ({"weight_dropout": 1.0}, r"weight_dropout must be in \[0, 1\), got 1.0"),
-        ({"input_dropout": -0.1}, r"input_dropout must be in \[0, 1\), got -0.1"),
-    ],
-)
-def test_bad_configurations_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        AWDLSTMConfig(**{**SMALL, **options})
 
 
 # ---- the loss ----------------------------------------------------------------------------------------------
@@ -380,3 +364,128 @@ def test_a_few_steps_learn_a_repeating_text():
         losses.append(loss.item())
     assert losses[0] > math.log(11) - 0.1
     assert losses[-1] < 1
+
+
+# ---- the workload --------------------------------------------------------------------------------------------------
+
+
+def test_a_built_workload_trains(text_folder):
+    workload = build_workload("awd-lstm", data=text_folder, batch_size=4, seed=3, max_batches=44)
+    model, loss_fn = nn.Sequential(*workload.layers), workload.loss_fn
+    optimizer = workload.optimizer(model.parameters())
+    scheduler = workload.lr_scheduler(optimizer)
+    before = evaluate(model, loss_fn, workload.valid_batches())
+    for inputs, targets in [*workload.train_batches(0), *workload.train_batches(1)]:
+        loss_fn(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), workload.clip_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    after = evaluate(model, loss_fn, workload.valid_batches())
+    assert workload.metric_name == "perplexity"
+    assert workload.lower_is_better
+    assert perplexity_of(workload, before) > 30
+    assert perplexity_of(workload, after) < 0.8 * perplexity_of(workload, before)
+
+
+def perplexity_of(workload, loss):
+    return workload.metrics(loss, {})["perplexity"]
+
+
+def evaluate(model, loss_fn, batches):
+    model.eval(), loss_fn.eval()
+    with torch.no_grad():
+        losses = [loss_fn(model(x), y).item() for x, y in batches]
+    model.train(), loss_fn.train()
+    return sum(losses) / len(losses)
+
+
+def test_weights_and_batches_depend_on_the_seed_and_not_on_the_caller(text_folder):
+    def built(caller, **options):
+        torch.manual_seed(caller)
+        workload = build_workload("awd-lstm", data=text_folder, batch_size=4, **options)
+        assert torch.initial_seed() == caller
+        return torch.cat([p.detach().flatten() for p in nn.Sequential(*workload.layers).parameters()])
+
+    assert torch.equal(built(1, seed=2), built(5, seed=2, pipelines=3))
+    assert not torch.equal(built(1, seed=2), built(1, seed=3))
+
+
+def test_training_is_divided_among_pipelines_and_evaluation_is_not(text_folder):
+    one, two = (build_workload("awd-lstm", data=text_folder, batch_size=4, pipelines=n) for n in (1, 2))
+    assert next(iter(two.train_batches(0)))[0].shape == (4, 35)
+    assert abs(len(one.train_batches(0)) - len(two.train_batches(0))) <= 2
+    assert len(one.valid_batches()) == len(two.valid_batches())
+    assert len(two.train_batches(0, start=5)) == len(two.train_batches(0)) - 5
+
+
+def test_a_text_too_short_for_the_rows_is_refused_when_built(text_folder):
+    with pytest.raises(
+        ValueError, match=r"valid has 4\d\d tokens, but 1 pipeline\(s\) x 300 rows need at least 600"
+    ):
+        build_workload("awd-lstm", data=text_folder, batch_size=300)
+
+
+def test_optimizer_has_the_learning_rate_of_the_pipelines(text_folder):
+    def rate(**options):
+        workload = build_workload("awd-lstm", data=text_folder, batch_size=4, **options)
+        return workload.optimizer([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"]
+
+    lr = PRESETS["awd-lstm"]["tiny"].training.lr
+    assert rate() == lr
+    assert rate(pipelines=2) == pytest.approx(lr * math.sqrt(2))
+    assert rate(pipelines=2, lr_scaling="linear") == 2 * lr
+    assert rate(pipelines=2, lr_scaling="none") == lr
+
+
+def test_paper_preset_scales_the_rate_with_the_length_of_the_segment(text_folder):
+    workload = build_workload("awd-lstm", preset="paper", data=text_folder, batch_size=2, pipelines=2, seed=4)
+    optimizer = workload.optimizer([nn.Parameter(torch.zeros(1))])
+    scheduler = workload.lr_scheduler(optimizer)
+    lengths = [x.shape[1] for epoch in range(2) for x, _ in workload.train_batches(epoch)][::2]
+    assert len(set(lengths)) > 3
+    for length in lengths:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(30 * length / 70)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_paper_preset_averages_when_validation_stops_improving(text_folder):
+    workload = build_workload("awd-lstm", preset="paper", data=text_folder, batch_size=2)
+    optimizer = workload.optimizer([nn.Parameter(torch.zeros(1))])
+    assert isinstance(optimizer, NTASGD)
+    said = [workload.after_validation(optimizer, loss) for loss in (6, 5, 4, 3, 2, 1, 7)]
+    assert said == [False] * 6 + [True]
+    assert workload.averaged(optimizer) is not None
+
+
+def test_tiny_has_nothing_to_do_after_validation(text_folder):
+    assert build_workload("awd-lstm", data=text_folder, batch_size=2).after_validation is None
+
+
+def test_without_data_the_standard_library_is_read():
+    workload = build_workload("awd-lstm")
+    inputs, targets = next(iter(workload.train_batches(0)))
+    assert inputs.shape == targets.shape == (workload.batch_size, 35)
+    assert workload.layers[0].weight.shape == (PRESETS["awd-lstm"]["tiny"].vocabulary, 128)
+
+
+def test_decoder_begins_with_the_frequencies_where_the_preset_says_so(text_folder):
+    tiny, paper = (
+        build_workload("awd-lstm", preset=preset, data=text_folder, batch_size=4).layers[-1].bias.detach()
+        for preset in ("tiny", "paper")
+    )
+    assert tiny.exp().sum() == pytest.approx(1)
+    assert tiny.max() - tiny.min() > 0.5
+    assert not paper.any()
+
+
+def test_log_frequencies_add_one():
+    expected = torch.tensor([3 / 7, 1 / 7, 2 / 7, 1 / 7]).log()
+    torch.testing.assert_close(log_frequencies(torch.tensor([0, 2, 0]), 4), expected)
+
+
+def test_perplexity():
+    assert perplexity(math.log(50)) == pytest.approx(50)
+    assert perplexity(1e9) == math.inf
+    assert math.isnan(perplexity(math.nan))

@@ -1,17 +1,97 @@
+from __future__ import annotations
+
+from functools import partial
+
 import pytest
 import torch
 
-from avgpipe.workloads.batches import LanguageBatches, jittered_lengths, segment_lengths
+from avgpipe.workloads.batches import (
+    ContinuedBatches,
+    SampleBatches,
+    TensorRows,
+    by_length,
+    generator,
+    segment_lengths,
+    shuffled,
+)
 
 
-def batches(tokens=1000, batch_size=3, length=7, **options):
-    return LanguageBatches(torch.arange(tokens), batch_size, length, **options)
+def numbers(data, indices, draws):
+    return data[indices] + torch.rand(len(indices), generator=draws, dtype=torch.float64), indices
+
+
+def batches(order, size=4, **options):
+    return SampleBatches(order, size, partial(numbers, torch.arange(100.0, dtype=torch.float64)), **options)
+
+
+def equal(some, others):
+    return len(some) == len(others) and all(
+        torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(some, others)
+    )
+
+
+def test_an_epoch_has_every_sample_once_and_a_short_last_batch():
+    made = list(batches(shuffled(10, seed=1, epoch=0)))
+    assert [len(y) for _, y in made] == [4, 4, 2]
+    assert sorted(torch.cat([y for _, y in made]).tolist()) == list(range(10))
+
+
+def test_a_batch_depends_on_seed_epoch_and_number_alone():
+    order = shuffled(10, seed=1, epoch=2)
+    whole = list(batches(order, seed=1, epoch=2))
+    torch.manual_seed(99)  # the caller's draws play no part
+    assert equal(whole, list(batches(order, seed=1, epoch=2)))
+    late = batches(order, seed=1, epoch=2, start=1)
+    assert len(late) == 2
+    assert equal(whole[1:], list(late))
+    assert not equal(whole, list(batches(order, seed=2, epoch=2)))
+    assert not equal(whole, list(batches(order, seed=1, epoch=3)))
+
+
+def test_workers_make_the_same_batches_in_the_same_order():
+    order = shuffled(30, seed=1, epoch=0)
+    assert equal(list(batches(order, start=2)), list(batches(order, start=2, workers=2)))
+
+
+def test_orders_differ_from_epoch_to_epoch():
+    assert not torch.equal(shuffled(50, 1, 0), shuffled(50, 1, 1))
+    assert not torch.equal(shuffled(50, 1, 0), shuffled(50, 2, 0))
+
+
+def test_by_length_puts_like_with_like():
+    lengths = torch.randint(1, 60, (403,), generator=generator(5))
+    order = by_length(lengths, 8, seed=1, epoch=0)
+    assert sorted(order.tolist()) == list(range(403))
+    spread = [int(lengths[b].max() - lengths[b].min()) for b in order.split(8)]
+    assert sum(spread) / len(spread) < 6
+    means = [float(lengths[b].double().mean()) for b in order.split(8)]
+    assert means != sorted(means)
+    assert not torch.equal(order, by_length(lengths, 8, seed=1, epoch=1))
+
+
+def test_no_samples_are_refused():
+    with pytest.raises(ValueError, match="no samples"):
+        batches(torch.arange(0))
+
+
+def test_rows_of_nested_tensors_make_a_batch():
+    rows = TensorRows((torch.arange(5), (torch.arange(5.0), torch.eye(5))))
+    inputs, (targets, more) = rows(torch.tensor([3, 1]), generator(0))
+    assert (inputs.tolist(), targets.tolist()) == ([3, 1], [3.0, 1.0])
+    assert torch.equal(more, torch.eye(5)[[3, 1]])
+
+
+# ---- rows of a text that continue ----------------------------------------------------------------------------------
+
+
+def continued(tokens=1000, batch_size=3, length=7, **options):
+    return ContinuedBatches(torch.arange(tokens), batch_size, length, **options)
 
 
 @pytest.mark.parametrize("pipelines", [1, 2, 3])
 @pytest.mark.parametrize("jitter", [False, True])
 def test_rows_continue_from_segment_to_segment_of_their_pipeline(pipelines, jitter):
-    read = batches(pipelines=pipelines, length=20 if jitter else 7, jitter=jitter)
+    read = continued(pipelines=pipelines, length=20 if jitter else 7, jitter=jitter)
     previous = {}
     for j, (inputs, targets) in enumerate(read):
         assert inputs.shape == targets.shape == (3, read.lengths[j // pipelines])
@@ -23,13 +103,13 @@ def test_rows_continue_from_segment_to_segment_of_their_pipeline(pipelines, jitt
 
 
 def test_pipelines_own_contiguous_rows_and_take_turns():
-    read = list(batches(tokens=4 * 11, batch_size=2, length=5, pipelines=2))
+    read = list(continued(tokens=4 * 11, batch_size=2, length=5, pipelines=2))
     assert [x[:, 0].tolist() for x, _ in read] == [[0, 11], [22, 33], [5, 16], [27, 38]]
 
 
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_every_token_is_read_once(pipelines):
-    read = batches(tokens=600, batch_size=3, pipelines=pipelines)
+    read = continued(tokens=600, batch_size=3, pipelines=pipelines)
     row = 600 // (3 * pipelines)
     seen = torch.cat([x.flatten() for x, _ in read]).sort().values
     assert torch.equal(seen, torch.tensor([t for t in range(600) if t % row != row - 1]))
@@ -38,7 +118,7 @@ def test_every_token_is_read_once(pipelines):
 @pytest.mark.parametrize("start", [0, 1, 4, 7])
 def test_resuming_gives_what_was_left(start):
     options = {"pipelines": 2, "length": 20, "jitter": True, "seed": 3, "epoch": 5}
-    whole, rest = list(batches(**options)), batches(start=start, **options)
+    whole, rest = list(continued(**options)), continued(start=start, **options)
     assert len(rest) == len(whole) - start
     for (x, y), (x_rest, y_rest) in zip(whole[start:], rest, strict=True):
         assert torch.equal(x, x_rest)
@@ -46,11 +126,11 @@ def test_resuming_gives_what_was_left(start):
 
 
 def test_resuming_at_the_end_gives_nothing():
-    assert list(batches(start=len(batches()))) == []
+    assert list(continued(start=len(continued()))) == []
 
 
 def test_batches_can_be_read_twice():
-    read = batches()
+    read = continued()
     assert all(torch.equal(a[0], b[0]) for a, b in zip(read, read, strict=True))
 
 
@@ -66,7 +146,7 @@ def test_even_lengths_differ_by_at_most_one(total, base):
 
 
 def test_jittered_lengths_follow_the_published_distribution():
-    lengths = jittered_lengths(700_000, 70, seed=1)
+    lengths = segment_lengths(700_000, 70, jitter=True, seed=1)
     assert sum(lengths) == 700_000
     body = torch.tensor(lengths[:-1], dtype=torch.float64)
     assert body.min() >= 5
@@ -80,16 +160,19 @@ def test_jittered_lengths_follow_the_published_distribution():
 
 
 def test_jittered_lengths_depend_on_seed_and_epoch_alone():
-    assert jittered_lengths(5000, 70, seed=1, epoch=2) == jittered_lengths(5000, 70, seed=1, epoch=2)
+    assert segment_lengths(5000, 70, jitter=True, seed=1, epoch=2) == segment_lengths(
+        5000, 70, jitter=True, seed=1, epoch=2
+    )
     others = [
-        jittered_lengths(5000, 70, seed=s, epoch=e) for s, e in ((1, 2), (2, 2), (1, 3), (2, 1), (12, 0))
+        segment_lengths(5000, 70, jitter=True, seed=s, epoch=e)
+        for s, e in ((1, 2), (2, 2), (1, 3), (2, 1), (12, 0))
     ]
     assert len({tuple(x) for x in others}) == len(others)
 
 
 @pytest.mark.parametrize("base", [1, 2, 6])
 def test_short_jittered_lengths_stay_positive(base):
-    lengths = jittered_lengths(300, base)
+    lengths = segment_lengths(300, base, jitter=True)
     assert sum(lengths) == 300
     assert min(lengths) >= 1
 
@@ -97,22 +180,5 @@ def test_short_jittered_lengths_stay_positive(base):
 def test_too_little_text_is_refused_with_the_way_out():
     message = r"valid has 23 tokens, but 2 pipeline\(s\) x 6 rows need at least 24; use a smaller batch size"
     with pytest.raises(ValueError, match=message):
-        batches(tokens=23, batch_size=6, pipelines=2, name="valid")
-    assert [x.shape for x, _ in batches(tokens=24, batch_size=6, pipelines=2)] == [(6, 1)] * 2
-
-
-def test_an_empty_text_is_refused():
-    with pytest.raises(ValueError, match="text has 0 tokens"):
-        batches(tokens=0)
-
-
-@pytest.mark.parametrize("what", ["batch_size", "length", "pipelines"])
-def test_counts_must_be_positive(what):
-    with pytest.raises(ValueError, match=f"{what} must be at least 1, got 0"):
-        batches(**{what: 0})
-
-
-@pytest.mark.parametrize("start", [-1, 1000])
-def test_start_must_lie_in_the_epoch(start):
-    with pytest.raises(ValueError, match=rf"start must be a batch of the epoch, 0 to \d+, got {start}"):
-        batches(start=start)
+        continued(tokens=23, batch_size=6, pipelines=2, name="valid")
+    assert [x.shape for x, _ in continued(tokens=24, batch_size=6, pipelines=2)] == [(6, 1)] * 2

@@ -8,7 +8,8 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.workloads.beam import beam_search
-from avgpipe.workloads.gnmt import GNMTConfig, TranslationLoss, gnmt_costs, gnmt_layers, reverse
+from avgpipe.workloads.gnmt import GNMTConfig, gnmt_costs, gnmt_layers, reverse
+from avgpipe.workloads.tokens import TokenLoss
 from tests.workloads.equality import assert_equal_to_one_device, sgd
 
 PAD, BEGIN, END = 0, 1, 2
@@ -155,7 +156,7 @@ def test_loss_is_the_mean_over_real_pieces_and_smooth_in_training_alone():
     real = [log_p[0, 0], log_p[0, 1], log_p[1, 0]]
     hard = -(real[0][4] + real[1][2] + real[2][2]) / 3
     even = -sum(row.mean() for row in real) / 3
-    loss = TranslationLoss(PAD, smoothing=0.1)
+    loss = TokenLoss(PAD, smoothing=0.1)
     assert float(loss(logits, target)) == pytest.approx(float(0.9 * hard + 0.1 * even), abs=1e-12)
     assert float(loss.eval()(logits, target)) == pytest.approx(float(hard), abs=1e-12)
     assert loss.weight(target) == 3.0
@@ -164,7 +165,7 @@ def test_loss_is_the_mean_over_real_pieces_and_smooth_in_training_alone():
 def test_loss_of_bfloat16_logits_is_taken_in_float32():
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
     target = torch.tensor([[4, 2, 0], [2, 0, 0]])
-    loss = TranslationLoss(PAD).eval()
+    loss = TokenLoss(PAD).eval()
     assert loss(logits, target).dtype == torch.float32
     assert torch.equal(loss(logits, target), loss(logits.float(), target))
 
@@ -174,7 +175,7 @@ def test_loss_of_bfloat16_logits_is_taken_in_float32():
 
 @pytest.mark.parametrize("tied_output", [True, False])
 def test_stages_train_as_one_device_does(tied_output):
-    loss = TranslationLoss(PAD)
+    loss = TokenLoss(PAD)
     batches = [batch(pairs(7 - j, longest=4 + j, seed=j)) for j in range(3)]
     model = layers_in_double(tied_output, encoder_layers=2, decoder_layers=2)
     assert_equal_to_one_device(model, batches, loss, loss_weight=loss.weight)
@@ -187,7 +188,7 @@ def test_translations_are_alike_from_any_stages_and_from_the_plain_model():
     options = {"begin": BEGIN, "end": END, "beam": 3, "max_length": 7}
     found = []
     for K in (1, 2, 3):
-        model, loss = layers_in_double(embedding_bound=2.0), TranslationLoss(PAD)
+        model, loss = layers_in_double(embedding_bound=2.0), TokenLoss(PAD)
         with torch.no_grad():
             model[-1].bias[END] = -3.0  # so that sentences are translated at some length
         plan = Plan(stages=K, pipelines=2, micro_batches=2)
@@ -243,13 +244,13 @@ def test_paper_sizes_run_in_stages_on_meta(bounds):
     for first, last in pairwise(bounds):
         value = run(layers[first:last], value)
     assert value.shape == (4, 9, 32_000)
-    TranslationLoss(PAD)(value, tokens[:, :9]).backward()
+    TokenLoss(PAD)(value, tokens[:, :9]).backward()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in nn.ModuleList(layers).parameters())
 
 
 def test_one_step_at_paper_depth_lowers_the_loss():
     layers = gnmt_layers(GNMTConfig(V, 16))
-    loss, (inputs, targets) = TranslationLoss(PAD), batch(pairs(6))
+    loss, (inputs, targets) = TokenLoss(PAD), batch(pairs(6))
     before = copy.deepcopy(layers)
     optimizer = torch.optim.Adam(nn.ModuleList(layers).parameters(), lr=0.01)
     loss(run(layers, inputs), targets).backward()
@@ -314,23 +315,3 @@ def test_small_attention_costs_more_than_its_weights():
     costs = gnmt_costs(GNMTConfig(2_000, 128, 2, 2))
     assert costs[3] == max(costs)
     assert gnmt_costs(GNMTConfig(2_000, 128, 2, 2), length=40)[3] > 1.4 * costs[3]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vocabulary": 0}, "vocabulary must be at least 1, got 0"),
-        ({"decoder_layers": 1}, "decoder_layers must be at least 2, got 1"),
-        ({"encoder_layers": 0}, "encoder_layers must be at least 1, got 0"),
-        ({"embedding_bound": 0.0}, r"embedding_bound must be positive, got 0\.0"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1\.0"),
-    ],
-)
-def test_wrong_sizes_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        GNMTConfig(**{"vocabulary": V, **changes})
-
-
-def test_wrong_smoothing_is_refused():
-    with pytest.raises(ValueError, match=r"smoothing must be in \[0, 1\), got 1"):
-        TranslationLoss(PAD, 1.0)

@@ -1,30 +1,32 @@
 import copy
 import dataclasses
 import math
+import os
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime.model import layers_of, stage_bounds
+from avgpipe.workloads import DataNotFound, build_workload, check_workload
+from avgpipe.workloads.data import load_text, read_text
 from avgpipe.workloads.gpt import (
     MODEL,
     PRESETS,
     PieceLoss,
+    Pieces,
     blind_perplexity,
-    build,
-    check,
     pieces_and_words,
-    predicted_pieces,
+    pieces_of,
+    segments,
     word_perplexity,
 )
-from avgpipe.workloads.options import BuildOptions
-from avgpipe.workloads.pretrained import GPT2, load_pretrained
-from avgpipe.workloads.pretrained import new_model as new_model_of
-from avgpipe.workloads.segments import IGNORED, Pieces
-from avgpipe.workloads.text import DataNotFound, load_text
+from avgpipe.workloads.huggingface import Subwords, load_pretrained
+from avgpipe.workloads.huggingface import new_model as new_model_of
+from avgpipe.workloads.tokens import IGNORED
 from tests.workloads.equality import assert_equal_to_one_device
 
 transformers = pytest.importorskip("transformers")
@@ -32,7 +34,8 @@ pytest.importorskip("tokenizers")
 
 new_model = partial(new_model_of, MODEL)
 TINY = PRESETS["gpt"]["tiny"]
-REDUCED = dataclasses.replace(TINY, hidden=16, layers=2, heads=2, vocabulary=300, length=12)
+SIZES = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 300, "n_positions": 12}
+REDUCED = dataclasses.replace(TINY, model={**TINY.model, **SIZES})
 
 
 @pytest.fixture
@@ -66,9 +69,9 @@ def pretrained_folder(folder, pieces=None, **config):
 
 
 def test_a_built_workload_reads_every_word_and_learns(text_folder, reduced):
-    options = BuildOptions(data=text_folder, batch_size=25, epochs=2, pipelines=2)
-    workload = build("gpt", options)
-    facts = check("gpt", options)
+    options = {"data": text_folder, "batch_size": 25, "epochs": 2, "pipelines": 2}
+    workload = build_workload("gpt", **options)
+    facts = check_workload("gpt", **options)
     assert (facts.layers, facts.batch_size, facts.epochs) == (len(layers_of(workload.layers)), 25, 2)
     model = workload.layers.eval()
     words = pieces = 0.0
@@ -109,8 +112,8 @@ def test_a_built_workload_reads_every_word_and_learns(text_folder, reduced):
 
 
 def test_the_same_batches_and_weights_in_every_process(text_folder, reduced):
-    first, second = (build("gpt", BuildOptions(data=text_folder, seed=3, pipelines=n)) for n in (1, 2))
-    other = build("gpt", BuildOptions(data=text_folder, seed=4))
+    first, second = (build_workload("gpt", data=text_folder, seed=3, pipelines=n) for n in (1, 2))
+    other = build_workload("gpt", data=text_folder, seed=4)
     for (x, y), (u, v) in zip(first.train_batches(1), second.train_batches(1), strict=True):
         assert torch.equal(x, u)
         assert torch.equal(y, v)
@@ -129,9 +132,9 @@ def test_initial_weights_leave_the_callers_random_state():
 
 def test_the_standard_library_is_read_without_a_folder(monkeypatch):
     monkeypatch.setitem(PRESETS["gpt"], "tiny", dataclasses.replace(REDUCED, max_bytes=60_000))
-    workload = build("gpt", BuildOptions())
-    inputs, (target, words) = next(iter(workload.test_batches()))
-    assert inputs.shape == target.shape == (TINY.training.batch_size, REDUCED.length)
+    workload = build_workload("gpt")
+    inputs, (target, words) = next(iter(workload.valid_batches()))
+    assert inputs.shape == target.shape == (TINY.training.batch_size, 12)
     assert 0 < float(words.sum()) < target.numel()
     assert "Python" in workload.title
 
@@ -148,7 +151,7 @@ def test_the_loss_is_the_mean_over_what_is_predicted():
     assert float(loss(logits, target)) == pytest.approx(float(sum(expected)) / 5, rel=1e-12)
     assert torch.equal(loss(logits, (target, torch.ones(2))), loss(logits, target))
     assert loss(logits.bfloat16(), target).dtype == torch.float32
-    assert predicted_pieces(target) == predicted_pieces((target, torch.ones(2))) == 5
+    assert loss.weight(target) == loss.weight((target, torch.ones(2))) == 5
 
 
 def test_perplexity_is_per_word():
@@ -171,11 +174,11 @@ def test_stages_train_as_one_device():
     draw = torch.Generator().manual_seed(1)
     batches = []
     for rows in (6, 5, 4):
-        numbers = torch.randint(4, REDUCED.vocabulary, (rows, REDUCED.length + 1), generator=draw)
+        numbers = torch.randint(4, 300, (rows, 12 + 1), generator=draw)
         targets = numbers[:, 1:].clone()
         targets[-1, 3:] = IGNORED
         batches.append((numbers[:, :-1], targets))
-    assert_equal_to_one_device(model, batches, PieceLoss(), loss_weight=predicted_pieces)
+    assert_equal_to_one_device(model, batches, PieceLoss(), loss_weight=PieceLoss().weight)
 
 
 def test_paper_size_is_gpt_2_small():
@@ -200,10 +203,9 @@ def test_paper_size_is_gpt_2_small():
 
 def test_presets_name_what_their_facts_say():
     for preset, chosen in PRESETS["gpt"].items():
-        facts = check("gpt", BuildOptions(preset=preset))
+        facts = check_workload("gpt", preset=preset)
         assert (facts.name, facts.preset) == ("gpt", preset)
-        assert facts.layers == chosen.layers + 2
-        assert chosen.autocast["cuda"] == torch.bfloat16
+        assert facts.layers == chosen.model["n_layer"] + 2
 
 
 # ---- pretrained ----------------------------------------------------------------------------------------------------
@@ -211,9 +213,9 @@ def test_presets_name_what_their_facts_say():
 
 def test_a_pretrained_folder_brings_its_weights_and_its_pieces(text_folder, tmp_path):
     original = pretrained_folder(tmp_path / "gpt")
-    options = BuildOptions(data=text_folder, pretrained=tmp_path / "gpt")
-    workload = build("gpt", options)
-    assert check("gpt", options).layers == len(layers_of(workload.layers)) == 3 + 2
+    options = {"data": text_folder, "pretrained": tmp_path / "gpt"}
+    workload = build_workload("gpt", **options)
+    assert check_workload("gpt", **options).layers == len(layers_of(workload.layers)) == 3 + 2
     state = original.state_dict()
     assert all(torch.equal(v, state[k]) for k, v in workload.layers.state_dict().items())
     inputs, _ = next(iter(workload.valid_batches()))
@@ -226,15 +228,15 @@ def test_a_pretrained_folder_brings_its_weights_and_its_pieces(text_folder, tmp_
 def test_bad_pretrained_folders_are_refused_in_one_line(tmp_path):
     def refused(folder, message, error=ValueError):
         with pytest.raises(error, match=message) as caught:
-            load_pretrained(GPT2, MODEL, folder)
+            load_pretrained(MODEL, folder, "gpt2")
         assert "\n" not in str(caught.value)
 
     refused(tmp_path / "nowhere", "nowhere does not exist; give one that save_pretrained", DataNotFound)
-    refused(tmp_path, r"lacks the configuration: config\.json", DataNotFound)
+    refused(tmp_path, r"lacks config\.json, model\.safetensors, tokenizer\.json", DataNotFound)
     pretrained_folder(tmp_path / "other")
     config = tmp_path / "other" / "config.json"
     config.write_text(config.read_text().replace('"gpt2"', '"bert"'))
-    refused(tmp_path / "other", "holds a model of type 'bert', not a GPT-2")
+    refused(tmp_path / "other", "holds a model of type 'bert', not 'gpt2'")
     config.write_text("{")
     refused(tmp_path / "other", r"config\.json cannot be read")
     pretrained_folder(tmp_path / "small", pieces=200)
@@ -242,7 +244,7 @@ def test_bad_pretrained_folders_are_refused_in_one_line(tmp_path):
     pretrained_folder(tmp_path / "deeper")
     config = tmp_path / "deeper" / "config.json"
     config.write_text(config.read_text().replace('"n_layer": 3', '"n_layer": 4'))
-    refused(tmp_path / "deeper", r"lack \d+ of a GPT-2's tensors, such as transformer\.h\.3")
+    refused(tmp_path / "deeper", r"lack \d+ of a gpt2's tensors, such as transformer\.h\.3")
     weights = tmp_path / "deeper" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     refused(tmp_path / "deeper", "cannot be loaded as GPT2LMHeadModel: ")
@@ -250,14 +252,14 @@ def test_bad_pretrained_folders_are_refused_in_one_line(tmp_path):
 
 def test_bad_data_is_refused_in_one_line(text_folder, tmp_path):
     with pytest.raises(DataNotFound, match="does not exist"):
-        check("gpt", BuildOptions(data=tmp_path / "nowhere"))
-    (text_folder / "test.txt").write_text("")
-    with pytest.raises(ValueError, match=r"test\.txt has no words") as caught:
-        build("gpt", BuildOptions(data=text_folder))
+        check_workload("gpt", data=tmp_path / "nowhere")
+    (text_folder / "valid.txt").write_text("")
+    with pytest.raises(ValueError, match=r"valid\.txt has no words") as caught:
+        build_workload("gpt", data=text_folder)
     assert "\n" not in str(caught.value)
-    (text_folder / "test.txt").unlink()
-    with pytest.raises(DataNotFound, match=r"lacks test\.txt"):
-        check("gpt", BuildOptions(data=text_folder))
+    (text_folder / "valid.txt").unlink()
+    with pytest.raises(DataNotFound, match=r"lacks valid\.txt"):
+        check_workload("gpt", data=text_folder)
 
 
 def test_the_trivial_answer_knows_the_frequencies_alone():
@@ -265,3 +267,73 @@ def test_the_trivial_answer_knows_the_frequencies_alone():
     held_out = Pieces(torch.tensor([0, 2]), torch.tensor([0.5, 0.5]))  # one word
     # counts plus one: 3, 2, 1 of 6
     assert blind_perplexity(train, held_out) == pytest.approx(6 / 3 * 6 / 1, rel=1e-5)
+
+
+# ---- the text ------------------------------------------------------------------------------------------------------
+
+
+def pieces(count):
+    return Pieces(torch.arange(100, 100 + count), torch.full((count,), 0.5))
+
+
+def letters(lines):
+    return [[ord(sign) for sign in line + "\n"] for line in lines]
+
+
+@pytest.mark.parametrize(("count", "length"), [(13, 4), (13, 1), (13, 12), (13, 40), (14, 4), (2, 3)])
+def test_every_piece_but_the_first_is_predicted_once_from_the_one_before(count, length):
+    inputs, targets, words = segments(pieces(count), length)
+    assert inputs.shape == targets.shape == (-(-(count - 1) // length), length)
+    there = targets != IGNORED
+    assert torch.equal(targets[there], torch.arange(101, 100 + count))
+    assert torch.equal(inputs[there] + 1, targets[there])
+    assert inputs.min() >= 100  # what fills the last segment up is a piece too
+    assert bool(there[:-1].all())
+    assert float(words.sum()) == (count - 1) / 2
+
+
+def test_words_go_with_the_pieces_that_are_predicted():
+    _, targets, words = segments(Pieces(torch.arange(6), torch.tensor([9.0, 1, 2, 3, 4, 5])), 3)
+    assert targets.tolist() == [[1, 2, 3], [4, 5, IGNORED]]
+    assert words.tolist() == [6.0, 9.0]
+
+
+def test_a_text_with_nothing_to_predict_is_refused():
+    with pytest.raises(ValueError, match="at least 2 pieces to predict one, and this has 1"):
+        segments(pieces(1), 4)
+
+
+def test_words_are_spread_over_the_pieces_of_their_line():
+    text = pieces_of("ab c\n\nd\n", letters)
+    assert text.numbers.tolist() == [ord(sign) for sign in "ab c\n\nd\n"]
+    assert text.words.tolist() == pytest.approx([3 / 5] * 5 + [1.0] + [1.0, 1.0])
+
+
+def test_words_of_a_program_are_those_of_its_corpus():
+    text = pieces_of("def f(x):\n\n    return x\n", letters, source=True)
+    # def f ( x ) : <eos>, nothing, indentation return x <eos>
+    assert float(text.words.sum()) == pytest.approx(7 + 0 + 4)
+    assert text.words[10] == 0
+
+
+def test_batches_spell_the_text(text_folder, reduced):
+    workload = build_workload("gpt", data=text_folder)
+    text = (text_folder / "train.txt").read_text()
+    subwords = Subwords.learn(text.split("\n"), 300)
+    rows, row = [], []
+    for inputs, (targets, _) in workload.valid_batches():
+        for number in (inputs[:1, 0].tolist() if not rows else []) + targets.flatten().tolist():
+            if number == Subwords.end:
+                rows, row = [*rows, row], []
+            elif number != IGNORED:
+                row.append(number)
+    assert not row
+    assert "\n".join(subwords.decode(rows)) + "\n" == (text_folder / "valid.txt").read_text()
+
+
+def test_wikitext_2_has_its_published_words():
+    data = os.environ.get("AVGPIPE_DATA")
+    if not data:
+        pytest.skip("set AVGPIPE_DATA to the folder with wikitext-2")
+    words = pieces_of(read_text(Path(data) / "wikitext-2")["valid"], letters).words.double().sum()
+    assert float(words) == pytest.approx(217_646, abs=0.5)

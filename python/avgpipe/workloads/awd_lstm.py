@@ -1,24 +1,39 @@
-"""The AWD-LSTM language model as a list of layers (Merity, Keskar, Socher, ICLR 2018, arXiv 1708.02182).
+"""The workload ``awd-lstm``: a word-level language model on a text, AWD-LSTM, in three sizes.
 
-Batch first everywhere: T is the length of a segment, b the rows. Between layers travels one tensor [b, T,
-features]; only the last LSTM adds its activation penalties, two numbers per row, which take less room than
-the outputs from which they are made.
+Merity, Keskar, Socher, ICLR 2018, arXiv 1708.02182. The model is a list of layers, batch first everywhere: T is the
+length of a segment, b the rows. Between layers travels one tensor [b, T, features]; only the last LSTM adds its
+activation penalties, two numbers per row, which take less room than the outputs from which they are made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from avgpipe.runtime.context import Carry
-
-State = tuple[Tensor, Tensor]
+from avgpipe.workloads.batches import ContinuedBatches, segment_lengths
+from avgpipe.workloads.data import find_text, load_text
+from avgpipe.workloads.tokens import (
+    LSTM,
+    Projection,
+    TokenLoss,
+    Uniform,
+    at_least_float32,
+    log_frequencies,
+    perplexity,
+    run_lstm,
+    uniform_from,
+)
+from avgpipe.workloads.training import NTASGD, Training
+from avgpipe.workloads.workload import BuildOptions, Workload
 
 
 @dataclass(frozen=True)
@@ -37,25 +52,161 @@ class AWDLSTMConfig:
     alpha: float = 2.0  # activation regularisation
     beta: float = 1.0  # temporal activation regularisation
 
-    def __post_init__(self) -> None:
-        for name in ("vocabulary", "embedding", "hidden", "lstm_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("embedding", "input", "hidden", "output", "weight"):
-            p = getattr(self, f"{name}_dropout")
-            if not 0 <= p < 1:
-                raise ValueError(f"{name}_dropout must be in [0, 1), got {p}")
-
     def lstm_sizes(self) -> list[tuple[int, int]]:
-        """Input and hidden features of each LSTM; the last gives the tied decoder its input."""
-        widths = [self.embedding, *[self.hidden] * (self.lstm_layers - 1), self.embedding]
-        return list(pairwise(widths))
+        """Return input and hidden features of each LSTM; the last gives the tied decoder its input."""
+        return list(pairwise([self.embedding, *[self.hidden] * (self.lstm_layers - 1), self.embedding]))
+
+
+@dataclass(frozen=True)
+class LanguagePreset:
+    """A size of model and how it is trained.
+
+    Attributes:
+        model: its vocabulary is that of the data.
+        training: batches are of rows.
+        length: tokens per row of one pipeline's batch.
+        published: train as in the paper: with NT-ASGD instead of the optimizer that ``training`` names, with lengths
+            that vary and the learning rate with them, and from a decoder's bias of zero. Otherwise the bias begins
+            with the words' frequencies: from zero it takes some thousand small steps to get there, and meanwhile the
+            LSTMs saturate to do its work; in a short run that is most of the loss.
+        source_bytes: how much of the standard library to read when there is no data folder.
+        vocabulary: how many types to keep; None: all.
+        train_tokens, valid_tokens: how many of each split to read, from its beginning; None: all.
+    """
+
+    model: AWDLSTMConfig
+    training: Training
+    length: int
+    published: bool = False
+    source_bytes: int = 8_000_000
+    vocabulary: int | None = None
+    train_tokens: int | None = None
+    valid_tokens: int | None = None
+
+
+_LIGHT = partial(
+    AWDLSTMConfig,
+    0,
+    embedding_dropout=0.0,
+    input_dropout=0.1,
+    hidden_dropout=0.1,
+    output_dropout=0.1,
+    weight_dropout=0.1,
+)
+_ADAMW = partial(Training, optimizer="adamw", betas=(0.9, 0.99), weight_decay=0.01, clip_grad_norm=0.25)
+
+PRESETS = {
+    "awd-lstm": {
+        "tiny": LanguagePreset(
+            model=_LIGHT(embedding=128, hidden=256, lstm_layers=2),
+            training=_ADAMW(batch_size=16, epochs=1, lr=0.02, warmup=0.01),
+            length=35,
+            source_bytes=2_000_000,
+            vocabulary=5_000,
+            train_tokens=500_000,
+            valid_tokens=50_000,
+        ),
+        "small": LanguagePreset(
+            model=_LIGHT(embedding=128, hidden=640, lstm_layers=2),
+            # With a warm-up of 1 % two pipelines at sqrt(2) times the rate learnt nothing.
+            training=_ADAMW(batch_size=24, epochs=1, lr=0.007, warmup=0.05),
+            length=35,
+        ),
+        # The values of the paper's WikiText-2 model, 33.6 M parameters.
+        "paper": LanguagePreset(
+            model=AWDLSTMConfig(0, embedding=400, hidden=1150, lstm_layers=3),
+            training=Training(
+                80, 750, "sgd", lr=30.0, lr_scaling="none", weight_decay=1.2e-6, clip_grad_norm=0.25
+            ),
+            length=70,
+            published=True,
+        ),
+    }
+}
+
+
+def check(name: str, options: BuildOptions) -> tuple[int, Training]:
+    chosen = PRESETS[name][options.preset]
+    if options.data is not None:
+        find_text(options.data)
+    return chosen.model.lstm_layers + 2, chosen.training
+
+
+def build(name: str, options: BuildOptions) -> Workload:
+    chosen = PRESETS[name][options.preset]
+    training = chosen.training.asked(options)
+    pipelines, seed = options.pipelines, options.seed
+    corpus = load_text(options.data, vocabulary_size=chosen.vocabulary, max_bytes=chosen.source_bytes)
+    train, valid = corpus.train[: chosen.train_tokens], corpus.valid[: chosen.valid_tokens]
+    config = replace(chosen.model, vocabulary=len(corpus.vocabulary))
+    log_shares = log_frequencies(train, config.vocabulary)
+    valid_batches = partial(ContinuedBatches, valid, training.batch_size, chosen.length, name="valid")
+    valid_batches()  # too short a text is refused now, not after an epoch
+
+    def train_batches(epoch: int, start: int = 0) -> ContinuedBatches:
+        where = {"pipelines": pipelines, "seed": seed, "epoch": epoch, "start": start}
+        return ContinuedBatches(
+            train, training.batch_size, chosen.length, jitter=chosen.published, name="train", **where
+        )
+
+    first_epoch = train_batches(0)
+    source = "the standard library's source" if options.data is None else options.data.name
+    course: dict[str, Any] = {
+        "optimizer": training.optimizer_for(pipelines),
+        "lr_scheduler": training.lr_scheduler_for(len(first_epoch), options),
+    }
+    if chosen.published:
+        lr, decay = training.scaled_lr(pipelines), training.weight_decay
+        factor = length_factor(sum(first_epoch.lengths), chosen.length, seed)
+        course = {
+            "optimizer": partial(NTASGD, lr=lr, weight_decay=decay),
+            "lr_scheduler": partial(LambdaLR, lr_lambda=factor),
+            "after_validation": NTASGD.observe,
+            "averaged": NTASGD.averages,
+        }
+    return Workload(
+        name=name,
+        preset=options.preset,
+        layers=awd_lstm_layers(config, seed=seed, decoder_bias=None if chosen.published else log_shares),
+        loss_fn=AWDLSTMLoss(config.alpha, config.beta),
+        clip_grad_norm=training.clip_grad_norm,
+        train_batches=train_batches,
+        valid_batches=valid_batches,
+        metrics=lambda loss, _: {"perplexity": perplexity(loss)},
+        metric_name="perplexity",
+        lower_is_better=True,
+        batch_size=training.batch_size,
+        epochs=training.epochs,
+        layer_costs=awd_lstm_costs(config),
+        trivial=("word frequencies", perplexity(-float(log_shares[valid].double().mean()))),
+        title=f"{source}, {train.numel():,} words of {len(corpus.vocabulary):,} types",
+        **course,
+    )
+
+
+def length_factor(row_tokens: int, length: int, seed: int) -> Callable[[int], float]:
+    """Return what the learning rate is multiplied with at a step of one pipeline when lengths are jittered.
+
+    It is a segment's length over the preset's: a longer segment has more tokens for its mean gradient.
+    """
+    lengths: list[int] = []
+    epochs = count()
+
+    def factor(step: int) -> float:
+        while len(lengths) <= step:
+            lengths.extend(segment_lengths(row_tokens, length, True, seed, next(epochs)))
+        return lengths[step] / length
+
+    return factor
+
+
+# ---- the model -----------------------------------------------------------------------------------------------------
 
 
 def awd_lstm_layers(
     config: AWDLSTMConfig, *, seed: int = 0, decoder_bias: Tensor | None = None
 ) -> list[nn.Module]:
-    """[embedding, LSTM, ..., LSTM, decoder]: int64 tokens [b, T] to logits [b, T, vocabulary].
+    """Make [embedding, LSTM, ..., LSTM, decoder]: int64 tokens [b, T] to logits [b, T, vocabulary].
 
     The decoder's weight is the embedding's weight, the same Parameter. In training, with alpha or beta, the
     output is ``(logits, penalties)`` as :class:`AWDLSTMLoss` wants it. Initial weights depend on the seed
@@ -63,46 +214,29 @@ def awd_lstm_layers(
 
     ``decoder_bias``: where the decoder's bias begins, [vocabulary]; None: zero, as in the paper.
     """
-    if decoder_bias is None:
-        decoder_bias = torch.zeros(config.vocabulary)
-    generator = torch.Generator().manual_seed(seed)
-
-    def uniform(shape: tuple[int, ...], bound: float) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape).uniform_(-bound, bound, generator=generator))
-
-    embedding = DroppedEmbedding(
-        uniform((config.vocabulary, config.embedding), 0.1),
-        word_dropout=config.embedding_dropout,
-        dropout=config.input_dropout,
-    )
-    layers: list[nn.Module] = [embedding]
-    for index, (inputs, hidden) in enumerate(config.lstm_sizes()):
-        last = index == config.lstm_layers - 1
-        layers.append(
-            WeightDropLSTM(
-                inputs,
-                hidden,
-                uniform,
-                weight_dropout=config.weight_dropout,
-                dropout=config.output_dropout if last else config.hidden_dropout,
-                penalties=last and (config.alpha != 0 or config.beta != 0),
-            )
-        )
-    return [*layers, TiedDecoder(embedding.weight, decoder_bias)]
+    uniform = uniform_from(seed)
+    weight = uniform(config.vocabulary, config.embedding, bound=0.1)
+    layers: list[nn.Module] = [DroppedEmbedding(weight, config.embedding_dropout, config.input_dropout)]
+    for inputs, hidden in config.lstm_sizes():
+        last = len(layers) == config.lstm_layers
+        dropout = config.output_dropout if last else config.hidden_dropout
+        penalties = last and (config.alpha != 0 or config.beta != 0)
+        layers.append(WeightDropLSTM(inputs, hidden, uniform, config.weight_dropout, dropout, penalties))
+    bias = torch.zeros(config.vocabulary) if decoder_bias is None else decoder_bias
+    return [*layers, TiedDecoder(weight, bias)]
 
 
 def awd_lstm_costs(config: AWDLSTMConfig) -> list[float]:
-    """Multiply-adds per token of each layer; the embedding's look-up counts one per feature."""
+    """Return the multiply-adds per token of each layer; the embedding's look-up counts one per feature."""
     lstms = [4.0 * hidden * (inputs + hidden) for inputs, hidden in config.lstm_sizes()]
     return [float(config.embedding), *lstms, float(config.embedding * config.vocabulary)]
 
 
 def locked_dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """Dropout of [b, T, features] with one mask [b, 1, features] for all T (variational dropout)."""
+    """Drop features of [b, T, features] with one mask [b, 1, features] for all T (variational dropout)."""
     if not training or p == 0:
         return x
-    mask = x.new_empty(x.shape[0], 1, x.shape[2]).bernoulli_(1 - p).div_(1 - p)
-    return x * mask
+    return x * x.new_empty(x.shape[0], 1, x.shape[2]).bernoulli_(1 - p).div_(1 - p)
 
 
 class DroppedEmbedding(nn.Module):
@@ -112,7 +246,7 @@ class DroppedEmbedding(nn.Module):
     equals masking the rows of the weight, and touches T * b rows instead of the whole vocabulary.
     """
 
-    def __init__(self, weight: nn.Parameter, *, word_dropout: float = 0.0, dropout: float = 0.0) -> None:
+    def __init__(self, weight: nn.Parameter, word_dropout: float = 0.0, dropout: float = 0.0) -> None:
         super().__init__()
         self.weight = weight
         self.word_dropout = word_dropout
@@ -127,7 +261,7 @@ class DroppedEmbedding(nn.Module):
         return locked_dropout(x, self.dropout, self.training)
 
 
-class WeightDropLSTM(nn.Module):
+class WeightDropLSTM(LSTM):
     """One LSTM layer, [b, T, inputs] to [b, T, hidden], with DropConnect on its hidden-to-hidden weights.
 
     One weight mask serves a whole forward; locked dropout follows the output. The hidden state is carried
@@ -142,21 +276,13 @@ class WeightDropLSTM(nn.Module):
         self,
         inputs: int,
         hidden: int,
-        uniform: Callable[[tuple[int, ...], float], nn.Parameter],
-        *,
+        uniform: Uniform,
         weight_dropout: float = 0.0,
         dropout: float = 0.0,
         penalties: bool = False,
     ) -> None:
-        super().__init__()
-        bound = hidden**-0.5
-        # gates in torch's order: input, forget, cell, output
-        self.weight_ih = uniform((4 * hidden, inputs), bound)
-        self.weight_hh = uniform((4 * hidden, hidden), bound)
-        self.bias_ih = uniform((4 * hidden,), bound)
-        self.bias_hh = uniform((4 * hidden,), bound)
+        super().__init__(inputs, hidden, uniform, dropout=dropout)
         self.weight_dropout = weight_dropout
-        self.dropout = dropout
         self.penalties = penalties
         self.training_carry = Carry()
         self.evaluation_carry = Carry()
@@ -169,52 +295,39 @@ class WeightDropLSTM(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         carry = self.training_carry if self.training else self.evaluation_carry
+        state = carry.get()
+        if state is not None:
+            fits = state[0].shape[1] == x.shape[0]
+            state = (state[0].to(x), state[1].to(x)) if fits else None
         weight_hh = F.dropout(self.weight_hh, self.weight_dropout, self.training)
         weights = [self.weight_ih, weight_hh, self.bias_ih, self.bias_hh]
-        # nn.LSTM calls the same operator; called here, it takes the masked weight as it is, with its gradient
-        raw, h, c = torch.lstm(x, self._state(carry, x), weights, True, 1, 0.0, self.training, False, True)
+        raw, (h, c) = run_lstm(x, weights, self.training, state)
         carry.set((h.detach(), c.detach()))
         dropped = locked_dropout(raw, self.dropout, self.training)
         if self.training and self.penalties:
             return dropped, _penalties(raw, dropped)
         return dropped
 
-    def _state(self, carry: Carry, x: Tensor) -> State:
-        state: State | None = carry.get()
-        if state is None or state[0].shape[1] != x.shape[0]:
-            zeros = x.new_zeros(1, x.shape[0], self.weight_hh.shape[1])
-            return zeros, zeros
-        return state[0].to(x), state[1].to(x)
-
 
 def _penalties(raw: Tensor, dropped: Tensor) -> Tensor:
-    dtype = torch.promote_types(raw.dtype, torch.float32)  # under autocast, squares want more than 8 bits
-    activation = dropped.to(dtype).square().mean((1, 2))
+    activation = at_least_float32(dropped).square().mean((1, 2))
     if raw.shape[1] == 1:
         return torch.stack((activation, torch.zeros_like(activation)), 1)
-    raw = raw.to(dtype)
+    raw = at_least_float32(raw)
     return torch.stack((activation, (raw[:, 1:] - raw[:, :-1]).square().mean((1, 2))), 1)
 
 
-class TiedDecoder(nn.Module):
+class TiedDecoder(Projection):
     """Features [b, T, embedding] to logits [b, T, vocabulary] by the embedding's weight; penalties pass."""
 
-    def __init__(self, weight: nn.Parameter, bias: Tensor) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = nn.Parameter(bias.clone())
-
-    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        if isinstance(x, Tensor):
-            return F.linear(x, self.weight, self.bias)
-        features, penalties = x
-        return F.linear(features, self.weight, self.bias), penalties
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Any:
+        return super().forward(x) if isinstance(x, Tensor) else (super().forward(x[0]), x[1])
 
 
-class AWDLSTMLoss(nn.Module):
+class AWDLSTMLoss(TokenLoss):
     """Mean cross entropy in nats per token; in training plus alpha AR and beta TAR (section 4.6).
 
-    ``output``: logits [b, T, vocabulary] or ``(logits, penalties [b, 2])``. ``target``: int64 [b, T].
+    ``output``: logits [b, T, vocabulary] or ``(logits, penalties [b, 2])``. ``targets``: int64 [b, T].
     Evaluation ignores penalties.
     """
 
@@ -223,11 +336,12 @@ class AWDLSTMLoss(nn.Module):
         self.alpha = alpha
         self.beta = beta
 
-    def forward(self, output: Any, target: Tensor) -> Tensor:
-        logits, penalties = (output, None) if isinstance(output, Tensor) else output
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
-        if self.training and penalties is not None:
+    def forward(self, output: Any, targets: Tensor) -> Tensor:
+        if isinstance(output, Tensor):
+            return super().forward(output, targets)
+        logits, penalties = output
+        loss = super().forward(logits, targets)
+        if self.training:
             activation, temporal = penalties.mean(0)
             loss = loss + self.alpha * activation + self.beta * temporal
         return loss

@@ -1,108 +1,186 @@
-"""Batches for truncated back-propagation through time: rows continue from batch to batch of a pipeline."""
+"""Batches: of independent samples, or of rows of a text that continue from batch to batch."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset
 
-_SHORTEST = 5  # of the jittered lengths
-_LONGEST_OVER_BASE = 10
+from avgpipe.runtime.context import mix
+
+MakeBatch = Callable[[Tensor, torch.Generator], tuple[Any, Any]]
+
+_ORDER, _DRAW = 1, 2  # what a generator is for
+_POOL_BATCHES = 50
 
 
-class LanguageBatches:
-    """A text cut into ``pipelines * batch_size`` contiguous rows, read segment by segment.
+@dataclass(frozen=True)
+class SampleBatches(Dataset[tuple[Any, Any]]):
+    """Batch j holds the samples ``order[j * batch_size : (j + 1) * batch_size]``; the last may be shorter.
 
-    Pipeline i owns rows ``i * batch_size`` to ``(i + 1) * batch_size - 1``. Batch j is segment ``j //
-    pipelines`` of pipeline ``j % pipelines``, and row r of a pipeline's batch goes on where row r of its
-    previous batch ended, so a recurrent layer can carry its state. Yields ``(inputs, targets)``, both int64
-    [batch_size, T]; targets are the next tokens. What does not fill the rows, less than one token per row, is
-    left out.
-
-    Args:
-        tokens: int64 [tokens].
-        batch_size: rows of one pipeline's batch.
-        length: the longest T; all T differ by at most one, so the mean of the batches' losses is the mean
-            over tokens.
-        pipelines: how many pipelines read side by side.
-        jitter: vary T as in Merity, Keskar, Socher 2018, section 4.1; see :func:`jittered_lengths`.
-        seed, epoch: of the jittered lengths.
+    Attributes:
+        order: int64 [samples], the indices of an epoch in their order; see :func:`shuffled` and :func:`by_length`.
+        batch_size: samples in a batch.
+        make: of indices, int64 [n], and a generator for what is drawn, makes ``(inputs, targets)``. The generator
+            follows from seed, epoch and batch alone. With workers it must be picklable.
+        seed, epoch: what the generators are made from.
         start: the first batch to yield, for going on in the middle of an epoch.
-        name: of the text, for messages.
+        workers: processes that make batches ahead; 0: they are made when they are asked for.
     """
 
-    def __init__(
-        self,
-        tokens: torch.Tensor,
-        batch_size: int,
-        length: int,
-        *,
-        pipelines: int = 1,
-        jitter: bool = False,
-        seed: int = 0,
-        epoch: int = 0,
-        start: int = 0,
-        name: str = "text",
-    ) -> None:
-        for what, value in (("batch_size", batch_size), ("length", length), ("pipelines", pipelines)):
-            if value < 1:
-                raise ValueError(f"{what} must be at least 1, got {value}")
-        row_count = batch_size * pipelines
-        row_length = tokens.numel() // row_count
-        if row_length < 2:
-            raise ValueError(
-                f"{name} has {tokens.numel()} tokens, but {pipelines} pipeline(s) x {batch_size} rows "
-                f"need at least {2 * row_count}; use a smaller batch size, fewer pipelines or more text"
-            )
-        self.batch_size = batch_size
-        self.pipelines = pipelines
-        self.lengths = segment_lengths(row_length - 1, length, jitter=jitter, seed=seed, epoch=epoch)
-        self._rows = tokens[: row_count * row_length].view(row_count, row_length)
-        self._offsets = [0, *accumulate(self.lengths)]
-        total = len(self.lengths) * pipelines
-        if not 0 <= start <= total:
-            raise ValueError(f"start must be a batch of the epoch, 0 to {total}, got {start}")
-        self.start = start
-        self.total = total
+    order: Tensor
+    batch_size: int
+    make: MakeBatch
+    seed: int = 0
+    epoch: int = 0
+    start: int = 0
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.order) == 0:
+            raise ValueError("there are no samples to make batches of")
 
     def __len__(self) -> int:
-        return self.total - self.start
+        return -(-len(self.order) // self.batch_size) - self.start
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for batch in range(self.start, self.total):
-            segment, pipeline = divmod(batch, self.pipelines)
-            rows = self._rows[pipeline * self.batch_size : (pipeline + 1) * self.batch_size]
-            begin, end = self._offsets[segment], self._offsets[segment + 1]
-            yield rows[:, begin:end].contiguous(), rows[:, begin + 1 : end + 1].contiguous()
+    def __getitem__(self, batch: int) -> tuple[Any, Any]:
+        """Make batch ``batch`` of the epoch, whatever ``start`` is."""
+        indices = self.order[batch * self.batch_size : (batch + 1) * self.batch_size]
+        return self.make(indices, generator(_DRAW, self.seed, self.epoch, batch))
 
-
-def segment_lengths(
-    total: int, base: int, *, jitter: bool = False, seed: int = 0, epoch: int = 0
-) -> list[int]:
-    """Lengths that sum to ``total``: as even as possible and at most ``base``, or jittered around it."""
-    if jitter:
-        return jittered_lengths(total, base, seed=seed, epoch=epoch)
-    count = -(-total // base)
-    short, longer = divmod(total, count)
-    return [short + 1] * longer + [short] * (count - longer)
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        wanted = range(self.start, self.start + len(self))
+        if not self.workers:
+            return map(self.__getitem__, wanted)
+        # A batch here is what the loader calls a sample, so its workers make whole batches, in order.
+        workers = min(self.workers, max(1, len(wanted)))
+        draw = generator(_DRAW, self.seed, self.epoch, -1)
+        return iter(DataLoader(self, batch_size=None, sampler=wanted, num_workers=workers, generator=draw))
 
 
-def jittered_lengths(total: int, base: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
-    """Random segment lengths that sum to ``total``, so that epochs cut a text at different places.
+@dataclass(frozen=True)
+class TensorRows:
+    """Makes batches of the rows of tensors: ``data`` is a pytree ``(inputs, targets)`` of them; nothing is drawn."""
 
-    Each is drawn around ``base`` with probability 0.95, else around ``base / 2``, from a normal distribution
-    of deviation 5 (Merity, Keskar, Socher 2018, section 4.1), and kept between 5 and ``base + 10``; the last
-    is what remains.
+    data: tuple[Any, Any]
+
+    def __call__(self, indices: Tensor, draw: torch.Generator) -> Any:
+        return tree_map(lambda tensor: tensor[indices], self.data)
+
+
+def generator(*words: int) -> torch.Generator:
+    """Return a generator of these numbers alone."""
+    return torch.Generator().manual_seed(mix(*words))
+
+
+def shuffled(samples: int, seed: int, epoch: int) -> Tensor:
+    """Return a permutation of ``range(samples)``, another one in each epoch."""
+    return torch.randperm(samples, generator=generator(_ORDER, seed, epoch))
+
+
+def by_length(lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
+    """Return a permutation in which a batch's samples are of similar length, so that little of it is padding.
+
+    Samples are shuffled, those of 50 batches at a time are sorted by length, and then the batches are shuffled;
+    what does not fill a batch comes last.
     """
+    draw = generator(_ORDER, seed, epoch)
+    pools = torch.split(torch.randperm(len(lengths), generator=draw), _POOL_BATCHES * batch_size)
+    order = torch.cat([pool[lengths[pool].argsort(stable=True)] for pool in pools])
+    whole = order.numel() // batch_size * batch_size
+    batches = order[:whole].view(-1, batch_size)
+    shuffle = torch.randperm(batches.shape[0], generator=draw)
+    return torch.cat([batches[shuffle].reshape(-1), order[whole:]])
+
+
+@dataclass(frozen=True)
+class ContinuedBatches:
+    """A text cut into ``pipelines * batch_size`` contiguous rows, read segment by segment, for truncated
+    back-propagation through time.
+
+    Pipeline i owns rows ``i * batch_size`` to ``(i + 1) * batch_size - 1``. Batch j is segment ``j // pipelines`` of
+    pipeline ``j % pipelines``, and row r of a pipeline's batch goes on where row r of its previous batch ended, so a
+    recurrent layer can carry its state. Yields ``(inputs, targets)``, both int64 [batch_size, T]; targets are the
+    next tokens. What does not fill the rows, less than one token per row, is left out.
+
+    Attributes:
+        tokens: int64 [tokens].
+        batch_size: rows of one pipeline's batch.
+        length: the longest T; all T differ by at most one, so the mean of the batches' losses is the mean over tokens.
+        pipelines: how many pipelines read side by side.
+        jitter: vary T, see :func:`segment_lengths`.
+        seed, epoch: what the jittered lengths are drawn from.
+        start: the first batch to yield, for going on in the middle of an epoch.
+        name: what messages call the text.
+    """
+
+    tokens: Tensor
+    batch_size: int
+    length: int
+    pipelines: int = 1
+    jitter: bool = False
+    seed: int = 0
+    epoch: int = 0
+    start: int = 0
+    name: str = "text"
+
+    def __post_init__(self) -> None:
+        if self._row_length < 2:
+            raise ValueError(
+                f"{self.name} has {len(self.tokens)} tokens, but {self.pipelines} pipeline(s) x {self.batch_size} rows "
+                f"need at least {2 * self.pipelines * self.batch_size}; use a smaller batch size, fewer pipelines or "
+                "more text"
+            )
+
+    @property
+    def _row_length(self) -> int:
+        return len(self.tokens) // (self.pipelines * self.batch_size)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """T of each segment."""
+        return segment_lengths(self._row_length - 1, self.length, self.jitter, self.seed, self.epoch)
+
+    def __len__(self) -> int:
+        return len(self.lengths) * self.pipelines - self.start
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        shape = self.pipelines, self.batch_size, self._row_length
+        rows = self.tokens[: math.prod(shape)].view(shape)
+        begins = [0, *accumulate(self.lengths)]
+        for batch in range(self.start, self.start + len(self)):
+            segment, pipeline = divmod(batch, self.pipelines)
+            begin, end = begins[segment : segment + 2]
+            yield (
+                rows[pipeline, :, begin:end].contiguous(),
+                rows[pipeline, :, begin + 1 : end + 1].contiguous(),
+            )
+
+
+def segment_lengths(total: int, base: int, jitter: bool = False, seed: int = 0, epoch: int = 0) -> list[int]:
+    """Return lengths that sum to ``total``: as even as possible and at most ``base``, or jittered around it.
+
+    With jitter epochs cut a text at different places: each length is drawn around ``base`` with probability 0.95, else
+    around ``base / 2``, from a normal distribution of deviation 5 (Merity, Keskar, Socher 2018, section 4.1), and
+    kept between 5 and ``base + 10``; the last is what remains.
+    """
+    if not jitter:
+        count = -(-total // base)
+        short, longer = divmod(total, count)
+        return [short + 1] * longer + [short] * (count - longer)
     draw = random.Random(f"segment lengths {seed} {epoch}")
     lengths: list[int] = []
-    left = total
-    while left > 0:
-        centre = base if draw.random() < 0.95 else base / 2
-        length = int(draw.gauss(centre, 5))
-        length = min(max(length, min(_SHORTEST, base)), base + _LONGEST_OVER_BASE, left)
-        lengths.append(length)
-        left -= length
+    while total > 0:
+        length = int(draw.gauss(base if draw.random() < 0.95 else base / 2, 5))
+        lengths.append(min(max(length, min(5, base)), base + 10, total))
+        total -= lengths[-1]
     return lengths

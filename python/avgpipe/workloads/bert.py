@@ -7,7 +7,7 @@ Model and sizes: Devlin, Chang, Lee, Toutanova, NAACL 2019, arXiv 1810.04805.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,41 +15,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from avgpipe.workloads.language import log_frequencies
-from avgpipe.workloads.libraries import library
-from avgpipe.workloads.masked import (
-    HiddenAnew,
-    HiddenOnce,
-    MaskedLoss,
-    Vocabulary,
-    blind_perplexity,
-    hidden_pieces,
-    masked_metrics,
-    segments,
-    told_pieces,
+from avgpipe.workloads.batches import TensorRows, by_length, generator, shuffled
+from avgpipe.workloads.data import (
+    MRPC_FILES,
+    TEXT_FOLDER,
+    Paraphrase,
+    find_paraphrases,
+    find_text,
+    has_paraphrases,
+    read_paraphrases,
+    read_text,
 )
-from avgpipe.workloads.options import BuildOptions
-from avgpipe.workloads.pretrained import BERT, check_pretrained, load_pretrained, new_model
-from avgpipe.workloads.samples import MakeBatch, SampleBatches, by_length, in_order, shuffled
-from avgpipe.workloads.sentence_pairs import (
-    PAIR_FILES,
-    Encode,
-    PairRows,
-    confusion,
-    find_pairs,
-    has_pairs,
-    pair_metrics,
-    read_pairs,
-)
-from avgpipe.workloads.subwords import Subwords
-from avgpipe.workloads.text import SPLITS, DataNotFound, find_text, read_text
-from avgpipe.workloads.training import Training, lr_scheduler_of, optimizer_of
-from avgpipe.workloads.workload import Workload, WorkloadFacts
+from avgpipe.workloads.huggingface import Subwords, Vocabulary, check_pretrained, load_pretrained, new_model
+from avgpipe.workloads.tokens import IGNORED, TokenLoss, log_frequencies, perplexity, told_metrics
+from avgpipe.workloads.training import Training, sample_workload
+from avgpipe.workloads.workload import BuildOptions, Workload, library
 
-Order = Callable[[int, int, int], Tensor]  # of batch size, seed and epoch
+Encode = Callable[[Sequence[str]], list[list[int]]]
 
+PRETRAINED = True
 PAIRS_MODEL, MASKED_MODEL = "BertForSequenceClassification", "BertForMaskedLM"
+
+_HIDDEN, _MASK, _RANDOM = (
+    0.15,
+    0.8,
+    0.1,
+)  # of pieces; of hidden ones those replaced by <mask> and by any piece
 
 
 @dataclass(frozen=True)
@@ -57,41 +50,35 @@ class BertTask:
     """A size of model and how it is trained for one task.
 
     Attributes:
-        hidden, layers, heads: of the encoder; its feed-forward layers are four times as wide.
+        model: sizes of the encoder, fields of ``transformers.BertConfig``; feed-forward layers are four times as wide.
+        training: batches are of segments of text, or of pairs.
         pieces: how many subwords to learn from the training text.
         length: pieces of a segment of text, or of a pair at most.
-        positions: the longest input that the model has embeddings for.
         dropout: everywhere.
         max_bytes: how much of a text to read, None: all.
         frequency_bias: begin with the pieces' frequencies in the decoder's bias. From zero, a short run spends most
             of its steps on learning them.
     """
 
-    hidden: int
-    layers: int
-    heads: int
+    model: dict[str, int]
+    training: Training
     pieces: int
     length: int
-    positions: int
-    training: Training
     dropout: float = 0.1
     max_bytes: int | None = None
     frequency_bias: bool = False
 
-    def config(self, pieces: int, pad: int = 0) -> Any:
-        """The ``transformers.BertConfig`` for so many pieces."""
+    def config(self, pieces: int) -> Any:
+        """Make the ``transformers.BertConfig`` for so many pieces."""
         return library("transformers", "bert").BertConfig(
+            **self.model,
             vocab_size=pieces,
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            intermediate_size=4 * self.hidden,
+            intermediate_size=4 * self.model["hidden_size"],
             hidden_dropout_prob=self.dropout,
             attention_probs_dropout_prob=self.dropout,
-            max_position_embeddings=self.positions,
             # the paper's 0.02 at its 768; so that a narrower model's attention begins as sharp as there
-            initializer_range=0.02 * math.sqrt(768 / self.hidden),
-            pad_token_id=pad,
+            initializer_range=0.02 * math.sqrt(768 / self.model["hidden_size"]),
+            pad_token_id=Subwords.pad,
         )
 
 
@@ -102,188 +89,114 @@ class BertPreset:
     pairs: BertTask
     masked: BertTask
 
+    def task(self, data: Path | None) -> BertTask:
+        """Choose the task of a data folder."""
+        return self.pairs if has_paraphrases(data) else self.masked
 
+
+def _sizes(hidden: int, layers: int, heads: int, positions: int) -> dict[str, int]:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return {**sizes, "max_position_embeddings": positions}
+
+
+_TINY, _SMALL, _BASE = _sizes(128, 2, 4, 128), _sizes(256, 4, 4, 128), _sizes(768, 12, 12, 512)
 _ADAMW = partial(Training, optimizer="adamw", weight_decay=0.01, clip_grad_norm=1.0, warmup=0.1)
-_TINY = partial(BertTask, hidden=128, layers=2, heads=4, positions=128)
-_SMALL = partial(BertTask, hidden=256, layers=4, heads=4, positions=128)
-_BASE = partial(BertTask, hidden=768, layers=12, heads=12, positions=512, pieces=30_522)
+_PAIRS = partial(BertTask, pieces=12_000, length=128, dropout=0.2)
+_TEXT = partial(BertTask, dropout=0.0, frequency_bias=True)
 
-_BERT: dict[str, BertPreset] = {
-    "tiny": BertPreset(
-        pairs=_TINY(
-            pieces=12_000,
-            length=128,
-            training=_ADAMW(batch_size=32, epochs=4, lr=5e-4),
-            dropout=0.2,
+PRESETS = {
+    "bert": {
+        "tiny": BertPreset(
+            _PAIRS(_TINY, _ADAMW(batch_size=32, epochs=4, lr=5e-4)),
+            _TEXT(_TINY, _ADAMW(16, 1, lr=2e-3), pieces=1_000, length=64, max_bytes=2_000_000),
         ),
-        masked=_TINY(
-            pieces=1_000,
-            length=64,
-            training=_ADAMW(batch_size=16, epochs=1, lr=2e-3),
-            dropout=0.0,
-            max_bytes=2_000_000,
-            frequency_bias=True,
+        "small": BertPreset(
+            _PAIRS(_SMALL, _ADAMW(batch_size=32, epochs=4, lr=3e-4)),
+            _TEXT(_SMALL, _ADAMW(16, 1, lr=1e-3), pieces=4_000, length=128, max_bytes=8_000_000),
         ),
-    ),
-    "small": BertPreset(
-        pairs=_SMALL(
-            pieces=12_000,
-            length=128,
-            training=_ADAMW(batch_size=32, epochs=4, lr=3e-4),
-            dropout=0.2,
+        # BERT-base. Fine-tuning: appendix A.3, with the settings that were published beside the code. Pre-training:
+        # appendix A.2, all of it at the full length and without next sentences, as a plain text has no documents.
+        "paper": BertPreset(
+            BertTask(_BASE, _ADAMW(32, 3, lr=2e-5), pieces=30_522, length=128),
+            BertTask(_BASE, _ADAMW(256, 40, lr=1e-4, warmup=0.01), pieces=30_522, length=512),
         ),
-        masked=_SMALL(
-            pieces=4_000,
-            length=128,
-            training=_ADAMW(batch_size=16, epochs=1, lr=1e-3),
-            dropout=0.0,
-            max_bytes=8_000_000,
-            frequency_bias=True,
-        ),
-    ),
-    # BERT-base. Fine-tuning: appendix A.3, with the settings that were published beside the code. Pre-training:
-    # appendix A.2, all of it at the full length and without next sentences, for which a plain text has no documents.
-    "paper": BertPreset(
-        pairs=_BASE(length=128, training=_ADAMW(batch_size=32, epochs=3, lr=2e-5)),
-        masked=_BASE(length=512, training=_ADAMW(batch_size=256, epochs=40, lr=1e-4, warmup=0.01)),
-    ),
+    }
 }
-PRESETS = {"bert": _BERT}
 
 
-def check(name: str, options: BuildOptions) -> WorkloadFacts:
-    """Refuse what cannot be built, without reading the data."""
+def check(name: str, options: BuildOptions) -> tuple[int, Training]:
     library("transformers", name)
-    task = _task(name, options)
-    training = task.training.asked(options)
-    layers = task.layers
+    task = PRESETS[name][options.preset].task(options.data)
+    layers = task.model["num_hidden_layers"]
     if options.pretrained is not None:
-        layers = int(check_pretrained(BERT, options.pretrained).get("num_hidden_layers", layers))
-    if options.data is not None:
-        _find(options.data)
-    return WorkloadFacts(
-        name=name,
-        preset=options.preset,
-        layers=layers + 2,  # embeddings before and a head behind the encoder
-        batch_size=training.batch_size,
-        epochs=training.epochs,
-    )
+        layers = int(check_pretrained(options.pretrained, "bert").get("num_hidden_layers", layers))
+    if options.data is not None and has_paraphrases(options.data):
+        find_paraphrases(options.data)
+    elif options.data is not None:
+        find_text(options.data, f"{TEXT_FOLDER}, or with sentence pairs: {', '.join(MRPC_FILES)}")
+    return layers + 2, task.training  # embeddings before and a head behind the encoder
 
 
 def build(name: str, options: BuildOptions) -> Workload:
-    """Read the data, learn the pieces and make the model, the same in every process."""
-    check(name, options)
-    return (_pairs if _is_pairs(options.data) else _masked)(name, options)
+    task = PRESETS[name][options.preset].task(options.data)
+    return (_pairs if has_paraphrases(options.data) else _masked)(name, options, task)
 
 
-def _find(data: Path) -> None:
-    if has_pairs(data):
-        find_pairs(data)
-        return
-    try:
-        find_text(data)
-    except DataNotFound as error:
-        raise DataNotFound(f"{error}; or give sentence pairs: {', '.join(PAIR_FILES)}") from None
-
-
-def _task(name: str, options: BuildOptions) -> BertTask:
-    preset = PRESETS[name][options.preset]
-    return preset.pairs if _is_pairs(options.data) else preset.masked
-
-
-def _is_pairs(data: Path | None) -> bool:
-    return data is not None and has_pairs(data)
-
-
-def _pairs(name: str, options: BuildOptions) -> Workload:
-    task = _task(name, options)
+def _pairs(name: str, options: BuildOptions, task: BertTask) -> Workload:
     assert options.data is not None
-    data = read_pairs(options.data)
-    lines = [sentence for pair in data.train for sentence in (pair.first, pair.second)]
+    pairs = read_paraphrases(options.data)
+    lines = [sentence for pair in pairs["train"] for sentence in (pair.first, pair.second)]
     model, encode, vocabulary = _model(PAIRS_MODEL, task, lines, options)
     length = min(task.length, model.config.max_position_embeddings)
-    rows = {split: PairRows.of(getattr(data, split), encode, vocabulary, length) for split in SPLITS}
-    order = partial(by_length, rows["train"].lengths)
-    return Workload(
+    train, valid = (PairRows.of(pairs[s], encode, vocabulary, length) for s in ("train", "valid"))
+    return sample_workload(
+        name,
+        options,
+        task.training,
+        order=partial(by_length, train.lengths),
+        train=train,
+        valid=valid,
+        valid_order=torch.arange(len(valid.labels)),
         layers=model,
         loss_fn=nn.CrossEntropyLoss(),
         metrics=pair_metrics,
         metric_fn=confusion,
         metric_name="accuracy",
-        lower_is_better=False,
-        title=f"paraphrases told among {len(data.train):,} sentence pairs of {options.data.resolve().name}",
-        trivial=("always a paraphrase", 100 * float(rows["valid"].labels.double().mean())),
-        **_course(name, task, options, order, {split: (len(r.labels), r) for split, r in rows.items()}),
+        title=f"paraphrases told among {len(train.labels):,} sentence pairs of {options.data.resolve().name}",
+        trivial=("always a paraphrase", 100 * float(valid.labels.double().mean())),
     )
 
 
-def _masked(name: str, options: BuildOptions) -> Workload:
-    task = _task(name, options)
-    texts = read_text(options.data, task.max_bytes)
-    lines = {split: text.split("\n") for split, text in texts.items()}
+def _masked(name: str, options: BuildOptions, task: BertTask) -> Workload:
+    lines = {split: text.split("\n") for split, text in read_text(options.data, task.max_bytes).items()}
     model, encode, vocabulary = _model(MASKED_MODEL, task, lines["train"], options)
     length = min(task.length, model.config.max_position_embeddings)
-    rows = {split: segments(encode(lines[split]), length, vocabulary) for split in SPLITS}
-    log_shares = log_frequencies(rows["train"][:, 1:-1].flatten(), vocabulary.size)
+    rows, valid_rows = (segments(encode(lines[split]), length, vocabulary) for split in ("train", "valid"))
+    log_shares = log_frequencies(rows[:, 1:-1].flatten(), vocabulary.size)
     if task.frequency_bias and options.pretrained is None:
         with torch.no_grad():
             model.cls.predictions.bias.copy_(log_shares)
-    samples = rows["train"].shape[0]
-    held_out = {split: HiddenOnce.of(rows[split], vocabulary) for split in ("valid", "test")}
-    made: dict[str, tuple[int, MakeBatch]] = {
-        "train": (samples, HiddenAnew(rows["train"], vocabulary)),
-        **{split: (make.read.shape[0], make) for split, make in held_out.items()},
-    }
+    read, targets = hide(valid_rows, vocabulary, generator(0))  # the same whatever seed and batch size are
+    blind = -float(log_shares[targets[targets != IGNORED]].double().mean())
     source = "Python's standard library" if options.data is None else options.data.resolve().name
-    return Workload(
+    loss = TokenLoss()
+    return sample_workload(
+        name,
+        options,
+        task.training,
+        order=lambda _, seed, epoch: shuffled(len(rows), seed, epoch),
+        train=HiddenAnew(rows, vocabulary),
+        valid=TensorRows((read, targets)),
+        valid_order=torch.arange(len(read)),
         layers=model,
-        loss_fn=MaskedLoss(),
-        loss_weight=hidden_pieces,
-        metrics=masked_metrics,
-        metric_fn=told_pieces,
+        loss_fn=loss,
+        metrics=told_metrics,
+        metric_fn=loss.told,
         metric_name="perplexity",
         lower_is_better=True,
         title=f"masked pieces told in the text of {source}",
-        trivial=("the pieces' frequencies", blind_perplexity(log_shares, held_out["valid"].targets)),
-        **_course(name, task, options, lambda _, seed, epoch: shuffled(samples, seed, epoch), made),
+        trivial=("the pieces' frequencies", perplexity(blind)),
     )
-
-
-def _course(
-    name: str, task: BertTask, options: BuildOptions, order: Order, made: dict[str, tuple[int, MakeBatch]]
-) -> dict[str, Any]:
-    """What both tasks have alike. ``made``: of each split, the samples and what makes batches of them."""
-    training = task.training.asked(options)
-    workers = options.loader_workers
-
-    def train_batches(epoch: int, start: int = 0) -> SampleBatches:
-        indices = order(training.batch_size, options.seed, epoch)
-        return SampleBatches(
-            indices,
-            training.batch_size,
-            made["train"][1],
-            seed=options.seed,
-            epoch=epoch,
-            start=start,
-            workers=workers,
-        )
-
-    def held_out(split: str) -> SampleBatches:
-        samples, make = made[split]
-        return SampleBatches(in_order(samples), training.batch_size, make, workers=workers)
-
-    return {
-        "name": name,
-        "preset": options.preset,
-        "optimizer": optimizer_of(training, options.pipelines),
-        "lr_scheduler": lr_scheduler_of(training, len(train_batches(0)), options),
-        "clip_grad_norm": training.clip_grad_norm,
-        "train_batches": train_batches,
-        "valid_batches": partial(held_out, "valid"),
-        "test_batches": partial(held_out, "test"),
-        "batch_size": training.batch_size,
-        "epochs": training.epochs,
-    }
 
 
 # ---- the model and its pieces --------------------------------------------------------------------------------------
@@ -295,28 +208,153 @@ def _model(
     if options.pretrained is not None:
         return pretrained_model(kind, options.pretrained, options.seed)
     learnt = Subwords.learn(lines, task.pieces, lowercase=True)
-    vocabulary = Vocabulary(len(learnt), learnt.pad, learnt.begin, learnt.end, learnt.mask)
-    return new_model(kind, task.config(len(learnt), learnt.pad), options.seed), learnt.encode, vocabulary
+    return new_model(kind, task.config(len(learnt)), options.seed), learnt.encode, learnt.vocabulary
 
 
 def pretrained_model(kind: str, folder: Path, seed: int = 0) -> tuple[Any, Encode, Vocabulary]:
-    """A model of class ``kind`` with a folder's weights, what makes lines into its pieces, and which those are.
+    """Load a model of class ``kind`` with a folder's weights, what makes lines into its pieces, and which those are.
 
-    Raises: as :func:`load_pretrained`, and ValueError for a tokenizer without the pieces that BERT needs.
+    Raises:
+        ValueError: as :func:`load_pretrained`, and for a tokenizer without the pieces that BERT needs.
     """
     head = {"num_labels": 2} if kind == PAIRS_MODEL else {}
-    model, tokenizer = load_pretrained(BERT, kind, folder, seed=seed, **head)
-    return model, partial(_encode, tokenizer), _vocabulary(tokenizer, folder)
-
-
-def _vocabulary(tokenizer: Any, folder: Path) -> Vocabulary:
+    model, tokenizer = load_pretrained(kind, folder, "bert", seed=seed, **head)
     names = ("pad_token", "cls_token", "sep_token", "mask_token")
     numbers: list[Any] = [getattr(tokenizer, f"{name}_id", None) for name in names]
     if None in numbers:
         raise ValueError(f"the tokenizer in {folder} has no {names[numbers.index(None)]}")
-    return Vocabulary(len(tokenizer), *numbers)
+
+    def encode(lines: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = tokenizer(list(lines), add_special_tokens=False)["input_ids"]
+        return ids
+
+    return model, encode, Vocabulary(len(tokenizer), *numbers)
 
 
-def _encode(tokenizer: Any, lines: Sequence[str]) -> list[list[int]]:
-    ids: list[list[int]] = tokenizer(list(lines), add_special_tokens=False)["input_ids"] if lines else []
-    return ids
+# ---- masked text (section 3.1 and appendix A.1) --------------------------------------------------------------------
+
+
+def segments(lines: Iterable[list[int]], length: int, vocabulary: Vocabulary) -> Tensor:
+    """Cut a text's pieces, line after line, into rows ``<s> piece ... piece </s>``; int64 [rows, length].
+
+    What is left at the end and fills no row is left out: so nothing is padded, and no attention needs a mask. Raises
+    ValueError for a text that fills no row.
+    """
+    pieces = torch.tensor([piece for line in lines for piece in line], dtype=torch.int64)
+    room = length - 2
+    count = pieces.numel() // room
+    if count == 0:
+        raise ValueError(f"a text of {pieces.numel()} pieces fills no segment of {room}: give a longer one")
+    ends = torch.tensor([vocabulary.begin, vocabulary.end]).expand(count, 2)
+    return torch.cat([ends[:, :1], pieces[: count * room].view(count, room), ends[:, 1:]], 1)
+
+
+def hide(rows: Tensor, vocabulary: Vocabulary, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Hide 15 % of each row's pieces, rounded and at least one: 80 % of them become ``<mask>``, 10 % any piece, 10 %
+    stay as they are.
+
+    Args:
+        rows: int64 [n, T] with at least one piece each.
+        vocabulary: the pieces.
+        draw: all that is drawn comes from it.
+
+    Returns:
+        Of the same shape, the rows to read and the targets: the hidden pieces, elsewhere ``IGNORED``.
+    """
+    special = torch.isin(rows, torch.tensor([vocabulary.pad, vocabulary.begin, vocabulary.end]))
+    # Different pieces of a row: those with the smallest of its random numbers.
+    order = torch.rand(rows.shape, generator=draw).masked_fill(special, 2.0).argsort(1)
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(rows.shape[1]).expand_as(order))
+    wanted = ((~special).sum(1, keepdim=True) * _HIDDEN).round().clamp(min=1)
+    hidden = (rank < wanted) & ~special
+    fate = torch.rand(rows.shape, generator=draw)
+    any_piece = torch.randint(vocabulary.size, rows.shape, generator=draw)
+    read = rows.masked_fill(hidden & (fate < _MASK), vocabulary.mask)
+    read = torch.where(hidden & (fate >= 1 - _RANDOM), any_piece, read)
+    return read, rows.masked_fill(~hidden, IGNORED)
+
+
+@dataclass(frozen=True)
+class HiddenAnew:
+    """Makes training batches of segments, each time with other pieces hidden; inputs and targets int64 [n, T]."""
+
+    rows: Tensor
+    vocabulary: Vocabulary
+
+    def __call__(self, indices: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        return hide(self.rows[indices], self.vocabulary, draw)
+
+
+# ---- sentence pairs ------------------------------------------------------------------------------------------------
+
+
+def joined(
+    first: list[int], second: list[int], vocabulary: Vocabulary, length: int
+) -> tuple[list[int], list[int]]:
+    """Make pieces ``<s> first </s> second </s>``, at most ``length`` (5 or more) of them, and for each 0 or 1: which
+    sentence it is of.
+
+    A pair that is too long loses pieces from the end of its longer sentence, one at a time, as in BERT's own
+    fine-tuning: so neither sentence is lost while both still fit in part.
+    """
+    room = length - 3
+    n = min(len(first), max(room - len(second), (room + 1) // 2))
+    m = min(len(second), room - n)
+    pieces = [vocabulary.begin, *first[:n], vocabulary.end, *second[:m], vocabulary.end]
+    return pieces, [0] * (n + 2) + [1] * (m + 1)
+
+
+@dataclass(frozen=True)
+class PairRows:
+    """Makes batches of joined pairs, padded to the longest of the batch.
+
+    Inputs: what BERT reads, ``input_ids``, ``attention_mask`` and ``token_type_ids``, int64 [n, T]. Targets: the
+    labels, int64 [n].
+    """
+
+    # Of all pairs, one after another: thousands of small tensors would be slow to hand to loader workers.
+    pieces: Tensor
+    types: Tensor
+    lengths: Tensor  # pieces of each pair, int64 [pairs]
+    labels: Tensor
+    pad: int
+
+    @classmethod
+    def of(cls, pairs: Sequence[Paraphrase], encode: Encode, vocabulary: Vocabulary, length: int) -> PairRows:
+        firsts, seconds = encode([pair.first for pair in pairs]), encode([pair.second for pair in pairs])
+        rows = [joined(first, second, vocabulary, length) for first, second in zip(firsts, seconds)]
+        return cls(
+            torch.tensor([piece for pieces, _ in rows for piece in pieces]),
+            torch.tensor([which for _, types in rows for which in types]),
+            torch.tensor([len(pieces) for pieces, _ in rows]),
+            torch.tensor([pair.label for pair in pairs]),
+            vocabulary.pad,
+        )
+
+    def __call__(self, indices: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        ends = self.lengths.cumsum(0)[indices].tolist()
+        places = [slice(end - n, end) for end, n in zip(ends, self.lengths[indices].tolist())]
+        rows = pad_sequence([self.pieces[p] for p in places], batch_first=True, padding_value=self.pad)
+        types = pad_sequence([self.types[p] for p in places], batch_first=True)
+        inputs = {"input_ids": rows, "attention_mask": (rows != self.pad).long(), "token_type_ids": types}
+        return inputs, self.labels[indices]
+
+
+def confusion(logits: Tensor, labels: Tensor) -> dict[str, Any]:
+    """Return the shares of pairs told rightly, and of each kind that F1 is made of; logits [n, 2], labels [n]."""
+    told, true = logits.argmax(-1) == 1, labels == 1
+    shares = {
+        "correct": told == true,
+        "true_positive": told & true,
+        "false_positive": told & ~true,
+        "false_negative": ~told & true,
+    }
+    return {name: share.double().mean() for name, share in shares.items()}
+
+
+def pair_metrics(loss: float, means: dict[str, float]) -> dict[str, float]:
+    """Make accuracy and F1 of the paraphrases, in percent; F1 is 0 where there are none and none is told."""
+    wrong = means["false_positive"] + means["false_negative"]
+    counted = means["true_positive"] + wrong / 2
+    f1 = 100 * means["true_positive"] / counted if counted else 0.0
+    return {"accuracy": 100 * means["correct"], "f1": f1}

@@ -1,9 +1,10 @@
-"""Google's neural machine translation model as a list of layers (Wu et al. 2016, arXiv 1609.08144, section 3).
+"""The workload ``gnmt``: translation from English to German with Google's model, in three sizes.
 
-In the form that most train: the first encoder layer is bidirectional, residual connections begin with the third
-layer of either side, and the decoder's first layer asks the encoder by normalised additive attention (Bahdanau,
-Cho, Bengio, ICLR 2015, arXiv 1409.0473; weight norm as in Luong, Brevdo, Zhao 2017). The answer, the context, is
-an input of every later decoder layer; it is not fed back into the first, so that layer needs no loop over time.
+Wu et al. 2016, arXiv 1609.08144, section 3, in the form that most train: the first encoder layer is bidirectional,
+residual connections begin with the third layer of either side, and the decoder's first layer asks the encoder by
+normalised additive attention (Bahdanau, Cho, Bengio, ICLR 2015, arXiv 1409.0473; weight norm as in Luong, Brevdo, Zhao
+2017). The answer, the context, is an input of every later decoder layer; it is not fed back into the first, so that
+layer needs no loop over time.
 
 Batch first everywhere: b sentence pairs, S source pieces, T target pieces, H features. Between layers travels a
 dict with what later layers need:
@@ -19,15 +20,31 @@ sentence reversed by its own length, the attention sees no source padding, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Uniform = Callable[[tuple[int, ...]], nn.Parameter]
+from avgpipe.workloads.batches import by_length
+from avgpipe.workloads.beam import beam_search
+from avgpipe.workloads.data import TRANSLATIONS_FOLDER, find_translations, read_translations
+from avgpipe.workloads.huggingface import Subwords
+from avgpipe.workloads.tokens import (
+    LSTM,
+    Projection,
+    TokenLoss,
+    Uniform,
+    log_frequencies,
+    perplexity,
+    uniform_from,
+)
+from avgpipe.workloads.training import Training, sample_workload
+from avgpipe.workloads.workload import BuildOptions, DataNotFound, Predict, Workload, library
+
 Value = dict[str, Any]
 
 
@@ -53,26 +70,230 @@ class GNMTConfig:
     tied_output: bool = False
     embedding_bound: float = 0.1
 
-    def __post_init__(self) -> None:
-        for name, least in (("vocabulary", 1), ("hidden", 1), ("encoder_layers", 1), ("decoder_layers", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-        if not self.embedding_bound > 0:
-            raise ValueError(f"embedding_bound must be positive, got {self.embedding_bound}")
-
     def encoder_inputs(self) -> list[int]:
-        """Input features of each encoder layer."""
+        """Return the input features of each encoder layer."""
         return [self.hidden, 2 * self.hidden, *[self.hidden] * self.encoder_layers][: self.encoder_layers]
 
     def memory(self) -> int:
-        """Features of the encoder's output, and of the contexts."""
+        """Return the features of the encoder's output, and of the contexts."""
         return self.hidden * (2 if self.encoder_layers == 1 else 1)
 
 
+@dataclass(frozen=True)
+class TranslationPreset:
+    """A size of model and how it is trained and judged.
+
+    Attributes:
+        model: its vocabulary is that of the pieces.
+        training: batches are of sentence pairs.
+        vocabulary: pieces to learn from both languages of the training text together.
+        pairs: how many sentence pairs to train on, from the beginning of the data; None: all.
+        max_length: pieces of the longest sentence to train on. Longer pairs are left out and counted in the
+            workload's title; evaluation takes all.
+        unigram_bias: begin with the pieces' frequencies in the output's bias, which a short run would otherwise
+            spend most of its steps on learning.
+        decoded: how many validation sentences are translated for BLEU, from the first on; None: all.
+        beam: of that translation, see :func:`beam_search`.
+    """
+
+    model: GNMTConfig
+    training: Training
+    vocabulary: int
+    decoded: int | None
+    beam: int
+    pairs: int | None = None
+    max_length: int = 60
+    unigram_bias: bool = True
+
+
+_ADAM = partial(Training, optimizer="adam", clip_grad_norm=5.0)
+_SMALL = partial(GNMTConfig, 0, encoder_layers=2, decoder_layers=2, tied_output=True, embedding_bound=1.0)
+
+PRESETS = {
+    "gnmt": {
+        "tiny": TranslationPreset(
+            model=_SMALL(hidden=128, dropout=0.1),
+            training=_ADAM(batch_size=32, epochs=2, lr=0.008, warmup=0.05),
+            vocabulary=2_000,
+            decoded=64,
+            beam=1,
+            pairs=12_000,
+        ),
+        "small": TranslationPreset(
+            model=_SMALL(hidden=192, dropout=0.2),
+            training=_ADAM(batch_size=32, epochs=4, lr=0.004, warmup=0.02),
+            vocabulary=4_000,
+            decoded=300,
+            beam=2,
+        ),
+        # Sizes, Adam, clipping, label smoothing, dropout and beam as NVIDIA publishes its GNMT v2 for WMT16; the
+        # halvings of the learning rate in the last third are two steps of a tenth here.
+        "paper": TranslationPreset(
+            model=GNMTConfig(0),
+            training=_ADAM(
+                batch_size=128, epochs=6, lr=0.001, warmup=0.01, decay="steps", milestones=(0.67, 0.83)
+            ),
+            vocabulary=32_000,
+            decoded=None,
+            beam=5,
+            max_length=50,
+            unigram_bias=False,
+        ),
+    }
+}
+
+
+def check(name: str, options: BuildOptions) -> tuple[int, Training]:
+    chosen = PRESETS[name][options.preset]
+    if options.data is None:
+        raise DataNotFound(f"{name} needs a data folder: {TRANSLATIONS_FOLDER}")
+    find_translations(options.data)
+    for needed in ("tokenizers", "sacrebleu"):
+        library(needed, name)
+    return chosen.model.encoder_layers + chosen.model.decoder_layers + 2, chosen.training
+
+
+def build(name: str, options: BuildOptions) -> Workload:
+    chosen = PRESETS[name][options.preset]
+    pairs, subwords = read(name, options)
+    everything, valid = (PairBatch.of(pairs[split], subwords) for split in ("train", "valid"))
+    train = everything.up_to(chosen.max_length)
+    if not train.source:
+        raise ValueError(f"every training pair is longer than {chosen.max_length} pieces")
+    config = replace(chosen.model, vocabulary=len(subwords))
+    bias = log_frequencies(train.predicted(), len(subwords)) if chosen.unigram_bias else None
+    left_out = len(everything.source) - len(train.source)
+    without = f", {left_out} longer than {chosen.max_length} pieces left out" if left_out else ""
+    return sample_workload(
+        name,
+        options,
+        chosen.training,
+        order=partial(by_length, train.lengths()),
+        train=train,
+        valid=valid,
+        valid_order=valid.lengths().argsort(stable=True),
+        layers=gnmt_layers(config, seed=options.seed, output_bias=bias),
+        loss_fn=TokenLoss(subwords.pad, smoothing=0.1),
+        metrics=lambda loss, _: {"perplexity": perplexity(loss)},
+        metric_name="bleu",
+        layer_costs=gnmt_costs(config),
+        decode=partial(bleu, pairs["valid"][: chosen.decoded], subwords, chosen.beam),
+        title=f"translation from English to German, {len(train.source):,} sentence pairs{without}",
+    )
+
+
+def read(name: str, options: BuildOptions) -> tuple[dict[str, list[tuple[str, str]]], Subwords]:
+    """Read the sentence pairs, and learn pieces from them: those of any run with these options."""
+    check(name, options)
+    assert options.data is not None
+    chosen = PRESETS[name][options.preset]
+    pairs = read_translations(options.data)
+    pairs["train"] = pairs["train"][: chosen.pairs]
+    lines = [sentence for side in zip(*pairs["train"]) for sentence in side]
+    return pairs, Subwords.learn(lines, chosen.vocabulary)
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """Makes padded batches of sentence pairs, given as the numbers of their pieces.
+
+    The inputs: ``source`` int64 [b, S], which ends with the end, ``lengths`` int64 [b] of it, and ``target``
+    int64 [b, T], which begins with the begin. The targets: int64 [b, T], the pieces that follow, with the end.
+    """
+
+    source: list[list[int]]
+    target: list[list[int]]
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[str, str]], subwords: Subwords) -> PairBatch:
+        source, target = zip(*pairs)
+        return cls(subwords.encode(source), subwords.encode(target))
+
+    def __call__(self, indices: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        rows = indices.tolist()
+        targets = [self.target[row] for row in rows]
+        inputs = source_batch([self.source[row] for row in rows])
+        inputs["target"] = _padded([[Subwords.begin, *row] for row in targets])
+        return inputs, _padded([[*row, Subwords.end] for row in targets])
+
+    def lengths(self) -> Tensor:
+        """Return the pieces of each pair in both languages, int64 [pairs]."""
+        return torch.tensor([len(s) + len(t) for s, t in zip(self.source, self.target)])
+
+    def predicted(self) -> Tensor:
+        """Return all pieces that are to be predicted, with the ends, int64 [pieces]."""
+        return torch.tensor([piece for row in self.target for piece in (*row, Subwords.end)])
+
+    def up_to(self, pieces: int) -> PairBatch:
+        """Leave out the pairs of which a sentence has more than ``pieces``."""
+        kept = [pair for pair in zip(self.source, self.target) if max(map(len, pair)) <= pieces]
+        return PairBatch([s for s, _ in kept], [t for _, t in kept])
+
+
+def source_batch(rows: Iterable[Sequence[int]]) -> dict[str, Tensor]:
+    """Make ``source`` and ``lengths`` of sentences given as the numbers of their pieces."""
+    ended = [[*row, Subwords.end] for row in rows]
+    return {"source": _padded(ended), "lengths": torch.tensor([len(row) for row in ended])}
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[Subwords.pad] * (width - len(row))] for row in rows])
+
+
+def translate(
+    predict: Predict,
+    sentences: Sequence[str],
+    subwords: Subwords,
+    *,
+    beam: int = 5,
+    length_penalty: float = 0.6,
+    batch_size: int = 64,
+) -> list[str]:
+    """Translate any number of sentences of any length.
+
+    Args:
+        predict: ``Pipeline.predict`` (then every rank must call this, and gets the same), or a module of
+            :func:`gnmt_layers` in evaluation mode, such as ``nn.Sequential(*layers).eval()``.
+        sentences: what to translate.
+        subwords: the pieces that the model was trained with.
+        beam, length_penalty: see :func:`beam_search`.
+        batch_size: sentences that are translated together; similar lengths are.
+    """
+    rows = subwords.encode(sentences)
+    order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+    pieces: dict[int, list[int]] = {}
+    for first in range(0, len(order), batch_size):
+        chunk = order[first : first + batch_size]
+        longest = len(rows[chunk[-1]])
+        found = beam_search(
+            predict,
+            source_batch(rows[row] for row in chunk),
+            begin=subwords.begin,
+            end=subwords.end,
+            beam=beam,
+            max_length=longest + longest // 2 + 5,  # half as many pieces again, and five
+            length_penalty=length_penalty,
+        )
+        pieces.update((row, hypothesis.pieces) for row, hypothesis in zip(chunk, found))
+    return subwords.decode([pieces[row] for row in range(len(rows))])
+
+
+def bleu(
+    pairs: Sequence[tuple[str, str]], subwords: Subwords, beam: int, predict: Predict
+) -> dict[str, float]:
+    """Translate the first of each pair, and compare with the second."""
+    sources, references = zip(*pairs)
+    translations = translate(predict, sources, subwords, beam=beam)
+    score = library("sacrebleu", "the workload gnmt").corpus_bleu(translations, [references]).score
+    return {"bleu": float(score)}
+
+
+# ---- the model -----------------------------------------------------------------------------------------------------
+
+
 def gnmt_layers(config: GNMTConfig, *, seed: int = 0, output_bias: Tensor | None = None) -> list[nn.Module]:
-    """[embedding, encoder LSTMs, decoder LSTMs, output]: a dict of tokens to logits [b, T, vocabulary].
+    """Make [embedding, encoder LSTMs, decoder LSTMs, output]: a dict of tokens to logits [b, T, vocabulary].
 
     The input has ``source`` int64 [b, S], whatever beyond ``lengths`` int64 [b] (1 to S), and ``target`` int64
     [b, T], the pieces before those to be predicted. With an int ``at`` only the logits of that target position
@@ -83,13 +304,8 @@ def gnmt_layers(config: GNMTConfig, *, seed: int = 0, output_bias: Tensor | None
     ``output_bias``: where the projection's bias begins, [vocabulary]; None: zero.
     """
     H, p = config.hidden, config.dropout
-    generator = torch.Generator().manual_seed(seed)
-    bias = torch.zeros(config.vocabulary) if output_bias is None else output_bias
-
-    def uniform(shape: tuple[int, ...], bound: float = H**-0.5) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape).uniform_(-bound, bound, generator=generator))
-
-    embedding = uniform((config.vocabulary, H), config.embedding_bound)
+    uniform = uniform_from(seed)
+    embedding = uniform(config.vocabulary, H, bound=config.embedding_bound)
     layers: list[nn.Module] = [SourceEmbedding(embedding)]
     for index, inputs in enumerate(config.encoder_inputs()):
         kind = EncoderLSTM if index else BidirectionalLSTM
@@ -98,12 +314,12 @@ def gnmt_layers(config: GNMTConfig, *, seed: int = 0, output_bias: Tensor | None
     for index in range(1, config.decoder_layers):
         last = index == config.decoder_layers - 1
         layers.append(DecoderLSTM(H, config.memory(), uniform, dropout=p, residual=index >= 2, last=last))
-    weight = embedding if config.tied_output else uniform((config.vocabulary, H))
-    return [*layers, Output(weight, bias)]
+    weight = embedding if config.tied_output else uniform(config.vocabulary, H, bound=H**-0.5)
+    return [*layers, Output(weight, torch.zeros(config.vocabulary) if output_bias is None else output_bias)]
 
 
 def gnmt_costs(config: GNMTConfig, length: int = 20) -> list[float]:
-    """Work per token of each layer in multiply-adds, when sentences have ``length`` pieces in both languages.
+    """Return the work per token of each layer in multiply-adds, when sentences have ``length`` pieces.
 
     Element-wise work counts as the multiply-adds that take a CPU as long, forward and backward: it is a third of
     a small model's time.
@@ -124,33 +340,12 @@ def gnmt_costs(config: GNMTConfig, length: int = 20) -> list[float]:
 _PER_DROPPED, _PER_ATTENTION_UNIT, _PER_LOGIT = 100.0, 115.0, 50.0
 
 
-class LSTM(nn.Module):
-    """One LSTM layer from a zero state, [b, T, inputs] to [b, T, hidden]; dropout of its input."""
-
-    def __init__(self, inputs: int, hidden: int, uniform: Uniform, *, dropout: float) -> None:
-        super().__init__()
-        # gates in torch's order: input, forget, cell, output
-        self.weight_ih = uniform((4 * hidden, inputs))
-        self.weight_hh = uniform((4 * hidden, hidden))
-        self.bias_ih = uniform((4 * hidden,))
-        self.bias_hh = uniform((4 * hidden,))
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(x, self.dropout, self.training)
-        zero = x.new_zeros(1, x.shape[0], self.weight_hh.shape[1])
-        weights: list[Tensor] = [self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh]
-        output, _, _ = torch.lstm(x, (zero, zero), weights, True, 1, 0.0, self.training, False, True)
-        return output
-
-
 class SourceEmbedding(nn.Module):
     """``source`` [b, S] to ``x`` [b, S, H]."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
-        self.compute_cost = float(weight.shape[1])
 
     def forward(self, value: Value) -> Value:
         rest = {name: part for name, part in value.items() if name != "source"}
@@ -184,7 +379,7 @@ class BidirectionalLSTM(EncoderLSTM):
 
 
 def reverse(x: Tensor, lengths: Tensor) -> Tensor:
-    """The first ``lengths`` [b] positions of [b, S, features] in reverse order; the others stay."""
+    """Reverse the first ``lengths`` [b] positions of [b, S, features]; the others stay."""
     at = torch.arange(x.shape[1], device=x.device)
     mirrored = lengths[:, None] - 1 - at
     index = torch.where(mirrored >= 0, mirrored, at)
@@ -199,14 +394,15 @@ class Attention(nn.Module):
 
     def __init__(self, queries: int, memory: int, units: int, uniform: Uniform) -> None:
         super().__init__()
-        self.query_weight = uniform((units, queries))
-        self.memory_weight = uniform((units, memory))
-        self.v = uniform((units,))
-        self.g = nn.Parameter(torch.full((1,), units**-0.5))
+        bound = units**-0.5
+        self.query_weight = uniform(units, queries, bound=bound)
+        self.memory_weight = uniform(units, memory, bound=bound)
+        self.v = uniform(units, bound=bound)
+        self.g = nn.Parameter(torch.full((1,), bound))
         self.bias = nn.Parameter(torch.zeros(units))
 
     def forward(self, queries: Tensor, memory: Tensor, lengths: Tensor) -> Tensor:
-        """queries [b, T, queries], memory [b, S, memory], lengths [b] to contexts [b, T, memory]."""
+        """Map queries [b, T, queries], memory [b, S, memory] and lengths [b] to contexts [b, T, memory]."""
         keys = F.linear(memory, self.memory_weight, self.bias)
         sums = F.linear(queries, self.query_weight)[:, :, None] + keys[:, None]  # [b, T, S, units]
         scores = torch.tanh(sums) @ (self.g * self.v / self.v.norm())
@@ -225,8 +421,6 @@ class AttentionLSTM(nn.Module):
         self.embedding = embedding
         self.lstm = LSTM(hidden, hidden, uniform, dropout=dropout)
         self.attention = Attention(hidden, memory, hidden, uniform)
-        own = (p.numel() for p in (*self.lstm.parameters(), *self.attention.parameters()))
-        self.compute_cost = float(sum(own))  # not the embedding, which is only looked up
 
     def forward(self, value: Value) -> Value:
         x = self.lstm(F.embedding(value["target"], self.embedding))
@@ -251,41 +445,9 @@ class DecoderLSTM(nn.Module):
         return {**kept, "x": x + value["x"] if self.residual else x}
 
 
-class Output(nn.Module):
+class Output(Projection):
     """``x`` [b, T, H] to logits [b, T, vocabulary], or of position ``at`` alone [b, vocabulary]."""
 
-    def __init__(self, weight: nn.Parameter, bias: Tensor) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = nn.Parameter(bias.clone())
-
-    def forward(self, value: Value) -> Tensor:
-        x: Tensor = value["x"]
-        return F.linear(x[:, value["at"]] if "at" in value else x, self.weight, self.bias)
-
-
-class TranslationLoss(nn.Module):
-    """Mean cross entropy in nats per piece of the target; padding does not count.
-
-    Training smooths the labels: so much of each label's probability is spread over the vocabulary (Szegedy et
-    al., CVPR 2016, section 7). ``output``: logits [b, T, vocabulary]; ``target``: int64 [b, T].
-    """
-
-    def __init__(self, pad: int, smoothing: float = 0.1) -> None:
-        super().__init__()
-        if not 0 <= smoothing < 1:
-            raise ValueError(f"smoothing must be in [0, 1), got {smoothing}")
-        self.pad = pad
-        self.smoothing = smoothing
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(
-            output.flatten(0, 1).to(torch.promote_types(output.dtype, torch.float32)),
-            target.flatten(),
-            ignore_index=self.pad,
-            label_smoothing=self.smoothing if self.training else 0.0,
-        )
-
-    def weight(self, target: Tensor) -> float:
-        """How many pieces a loss is the mean of."""
-        return float((target != self.pad).sum())
+    def forward(self, value: Value) -> Any:
+        x = value["x"]
+        return super().forward(x[:, value["at"]] if "at" in value else x)

@@ -6,27 +6,24 @@ embedding is the output layer's weight too, the same Parameter in the first and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
-from avgpipe.workloads.language import log_frequencies, perplexity
-from avgpipe.workloads.libraries import library
-from avgpipe.workloads.options import BuildOptions
-from avgpipe.workloads.pretrained import GPT2, check_pretrained, load_pretrained, new_model
-from avgpipe.workloads.samples import SampleBatches, in_order, shuffled
-from avgpipe.workloads.segments import IGNORED, Pieces, Segments, load_pieces, pieces_of
-from avgpipe.workloads.subwords import Subwords
-from avgpipe.workloads.text import find_text, read_text
-from avgpipe.workloads.training import Training, lr_scheduler_of, optimizer_of
-from avgpipe.workloads.workload import Workload, WorkloadFacts
+from avgpipe.workloads.batches import TensorRows, shuffled
+from avgpipe.workloads.data import find_text, read_text, split_words
+from avgpipe.workloads.huggingface import Subwords, check_pretrained, load_pretrained, new_model
+from avgpipe.workloads.tokens import IGNORED, TokenLoss, log_frequencies, perplexity
+from avgpipe.workloads.training import Training, sample_workload
+from avgpipe.workloads.workload import BuildOptions, Workload, library
 
+PRETRAINED = True
 MODEL = "GPT2LMHeadModel"
-_HELD_OUT = ("valid", "test")
 
 
 @dataclass(frozen=True)
@@ -34,226 +31,183 @@ class GPTPreset:
     """A size of model and how it is trained.
 
     Attributes:
-        hidden, layers, heads: of the decoder; its feed-forward layers are four times as wide.
-        vocabulary: pieces of the model; as many are learnt from the training text, or fewer where it is short.
-        length: T, pieces of a segment and the longest input.
-        dropout: of embeddings, attention and residual branches.
-        initializer_range: standard deviation of the initial weights; GPT-2's 0.02 suits its width, and small models
-            want more.
+        model: fields of ``transformers.GPT2Config``. As many pieces as its vocabulary are learnt from the training
+            text, or fewer where it is short; a segment has as many as the model has positions.
+        training: batches are of segments.
         max_bytes: how much of the text to read, None: all.
-        autocast: of a device type, the dtype of ``torch.autocast`` that makes training there faster. On CPUs bfloat16
-            pays only where they have instructions for it.
     """
 
-    hidden: int
-    layers: int
-    heads: int
-    vocabulary: int
-    length: int
+    model: dict[str, Any]
     training: Training
-    dropout: float = 0.0
-    initializer_range: float = 0.02
     max_bytes: int | None = None
-    autocast: Mapping[str, torch.dtype] = field(default_factory=lambda: {"cuda": torch.bfloat16})
 
     def config(self) -> Any:
-        """The ``transformers.GPT2Config``."""
-        return library("transformers", "gpt").GPT2Config(
-            vocab_size=self.vocabulary,
-            n_positions=self.length,
-            n_embd=self.hidden,
-            n_layer=self.layers,
-            n_head=self.heads,
-            resid_pdrop=self.dropout,
-            embd_pdrop=self.dropout,
-            attn_pdrop=self.dropout,
-            initializer_range=self.initializer_range,
-            bos_token_id=Subwords.begin,
-            eos_token_id=Subwords.end,
-            pad_token_id=Subwords.pad,
-            use_cache=False,
-        )
+        """Make the ``transformers.GPT2Config``."""
+        ends = {"bos_token_id": Subwords.begin, "eos_token_id": Subwords.end, "pad_token_id": Subwords.pad}
+        return library("transformers", "gpt").GPT2Config(**self.model, **ends, use_cache=False)
 
 
-def _training(batch_size: int, lr: float) -> Training:
-    return Training(
-        batch_size,
-        1,
-        "adamw",
-        lr=lr,
-        weight_decay=0.1,
-        betas=(0.9, 0.95),
-        clip_grad_norm=1.0,
-        warmup=0.05,
-        decay="cosine",
-    )
+_TINY = {"n_embd": 64, "n_layer": 4, "n_head": 2, "vocab_size": 4096, "n_positions": 64}
+_SMALL = {"n_embd": 192, "n_layer": 4, "n_head": 4, "vocab_size": 8192, "n_positions": 128}
+_PAPER = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50_257, "n_positions": 1024}
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_COSINE = partial(Training, optimizer="adamw", clip_grad_norm=1.0, warmup=0.05, decay="cosine")
+_ONCE = partial(_COSINE, batch_size=16, epochs=1, weight_decay=0.1, betas=(0.9, 0.95))
 
-
-_GPT: dict[str, GPTPreset] = {
-    # One pass over little text: what counts is how many pieces are seen in the time, so the models are narrow.
-    "tiny": GPTPreset(
-        hidden=64,
-        layers=4,
-        heads=2,
-        vocabulary=4096,
-        length=64,
-        training=_training(batch_size=16, lr=8e-3),
-        initializer_range=0.06,
-        max_bytes=4_000_000,
-    ),
-    "small": GPTPreset(
-        hidden=192,
-        layers=4,
-        heads=4,
-        vocabulary=8192,
-        length=128,
-        training=_training(batch_size=16, lr=2e-3),
-        initializer_range=0.04,
-    ),
-    # GPT-2's smallest model, 124.4 M parameters. GPT-2's training is not published in full; this is GPT's (section
-    # 4.1): batches of 32,768 pieces, Adam at 2.5e-4 with decoupled decay 0.01, dropout 0.1 and a cosine to zero. Its
-    # warm-up of 2,000 steps and its 100 epochs were for a far longer text than WikiText-2.
-    "paper": GPTPreset(
-        hidden=768,
-        layers=12,
-        heads=12,
-        vocabulary=50_257,
-        length=1024,
-        training=Training(
-            32, 20, "adamw", lr=2.5e-4, weight_decay=0.01, clip_grad_norm=1.0, warmup=0.05, decay="cosine"
+PRESETS = {
+    "gpt": {
+        # One pass over little text: what counts is how many pieces are seen in the time, so the models are narrow. They
+        # want larger initial weights than the 0.02 that suits GPT-2's width, and no dropout.
+        "tiny": GPTPreset(
+            {**_TINY, **_NO_DROPOUT, "initializer_range": 0.06}, _ONCE(lr=8e-3), max_bytes=4_000_000
         ),
-        dropout=0.1,
-    ),
+        "small": GPTPreset({**_SMALL, **_NO_DROPOUT, "initializer_range": 0.04}, _ONCE(lr=2e-3)),
+        # GPT-2's smallest model, 124.4 M parameters. GPT-2's training is not published in full; this is GPT's (section
+        # 4.1): batches of 32,768 pieces, Adam at 2.5e-4 with decoupled decay 0.01, dropout 0.1 and a cosine to zero.
+        # Its warm-up of 2,000 steps and its 100 epochs were for a far longer text than WikiText-2.
+        "paper": GPTPreset(_PAPER, _COSINE(32, 20, lr=2.5e-4, weight_decay=0.01)),
+    }
 }
-PRESETS = {"gpt": _GPT}
 
 
-def check(name: str, options: BuildOptions) -> WorkloadFacts:
-    """Refuse what cannot be built, without reading the data."""
+def check(name: str, options: BuildOptions) -> tuple[int, Training]:
     preset = PRESETS[name][options.preset]
-    training = preset.training.asked(options)
-    layers = preset.layers
+    layers = preset.model["n_layer"]
     if options.pretrained is not None:
-        layers = int(check_pretrained(GPT2, options.pretrained).get("n_layer", layers))
+        layers = int(check_pretrained(options.pretrained, "gpt2").get("n_layer", layers))
     if options.data is not None:
         find_text(options.data)
-    return WorkloadFacts(
-        name=name,
-        preset=options.preset,
-        layers=layers + 2,  # the embedding before the blocks, the output layer behind
-        batch_size=training.batch_size,
-        epochs=training.epochs,
-    )
+    return layers + 2, preset.training  # the embedding before the blocks, the output layer behind
 
 
 def build(name: str, options: BuildOptions) -> Workload:
-    """Read the data, learn the pieces and make the model, the same in every process."""
-    check(name, options)
     preset = PRESETS[name][options.preset]
-    training = preset.training.asked(options)
-    model, pieces = _model_and_pieces(preset, options)
-    length = min(preset.length, model.config.n_positions)
-    train = Segments(pieces["train"], length)
-    held_out = {split: Segments(pieces[split], length, count_words=True) for split in _HELD_OUT}
-
-    def train_batches(epoch: int, start: int = 0) -> SampleBatches:
-        order = shuffled(len(train), options.seed, epoch)
-        return SampleBatches(
-            order, training.batch_size, train, epoch=epoch, start=start, workers=options.loader_workers
-        )
-
-    def held_out_batches(split: str) -> SampleBatches:
-        segments = held_out[split]
-        order = in_order(len(segments))
-        return SampleBatches(order, training.batch_size, segments, workers=options.loader_workers)
-
-    return Workload(
-        name=name,
-        preset=options.preset,
+    texts = read_text(options.data, preset.max_bytes)
+    model, encode = _model(preset, options, texts["train"])
+    train, valid = (pieces_of(texts[s], encode, source=options.data is None) for s in ("train", "valid"))
+    length = min(preset.model["n_positions"], model.config.n_positions)
+    (inputs, targets, _), (valid_inputs, *valid_targets) = segments(train, length), segments(valid, length)
+    return sample_workload(
+        name,
+        options,
+        preset.training,
+        order=lambda _, seed, epoch: shuffled(len(inputs), seed, epoch),
+        train=TensorRows((inputs, targets)),
+        valid=TensorRows((valid_inputs, tuple(valid_targets))),
+        valid_order=torch.arange(len(valid_inputs)),
         layers=model,
         loss_fn=PieceLoss(),
-        loss_weight=predicted_pieces,
-        optimizer=optimizer_of(training, options.pipelines),
-        lr_scheduler=lr_scheduler_of(training, len(train_batches(0)), options),
-        clip_grad_norm=training.clip_grad_norm,
-        train_batches=train_batches,
-        valid_batches=partial(held_out_batches, "valid"),
-        test_batches=partial(held_out_batches, "test"),
         metrics=word_perplexity,
         metric_fn=pieces_and_words,
         metric_name="perplexity",
         lower_is_better=True,
-        batch_size=training.batch_size,
-        epochs=training.epochs,
-        autocast=preset.autocast,
-        trivial=("the pieces' frequencies", blind_perplexity(pieces["train"], pieces["valid"])),
+        autocast={"cuda": torch.bfloat16},  # CPUs gain only where they have instructions for it
+        trivial=("the pieces' frequencies", blind_perplexity(train, valid)),
         title=f"the next piece of the text of {'Python' if options.data is None else options.data.name}",
     )
+
+
+def _model(preset: GPTPreset, options: BuildOptions, train: str) -> tuple[Any, Encode]:
+    """The model, and what makes lines, each with its end, into its pieces."""
+    if options.pretrained is None:
+        subwords = Subwords.learn(train.split("\n"), preset.model["vocab_size"])
+        model = new_model(MODEL, preset.config(), options.seed)
+        return model, lambda lines: [[*row, Subwords.end] for row in subwords.encode(lines)]
+    model, tokenizer = load_pretrained(MODEL, options.pretrained, "gpt2", use_cache=False)
+
+    def encode(lines: Sequence[str]) -> list[list[int]]:
+        rows: list[list[int]] = tokenizer([line + "\n" for line in lines], add_special_tokens=False)[
+            "input_ids"
+        ]
+        return rows
+
+    return model, encode
+
+
+# ---- a text as segments of a fixed number of pieces ----------------------------------------------------------------
+
+Encode = Callable[[Sequence[str]], list[list[int]]]
+
+
+class Pieces(NamedTuple):
+    """A text as numbers of pieces.
+
+    Attributes:
+        numbers: int64 [pieces].
+        words: float32 [pieces], the words of a piece's line, its end among them, over its pieces: the sum is the
+            number of words in the text.
+    """
+
+    numbers: Tensor
+    words: Tensor
+
+
+def pieces_of(text: str, encode: Encode, *, source: bool = False) -> Pieces:
+    """Write a text in the pieces that ``encode`` makes of its lines, each line's end among them.
+
+    ``source``: words are counted as in a program, see :func:`avgpipe.workloads.data.split_words`.
+    """
+    lines = text.removesuffix("\n").split("\n")
+    rows = encode(lines)
+    counts = torch.tensor([len(row) for row in rows])
+    of_lines = [
+        0 if source and not line.strip() else len(split_words(line + "\n", source=source)) for line in lines
+    ]
+    words = torch.tensor(of_lines, dtype=torch.float32)
+    numbers = torch.tensor([number for row in rows for number in row], dtype=torch.int64)
+    return Pieces(numbers, (words / counts.clamp(min=1)).repeat_interleave(counts))
+
+
+def segments(pieces: Pieces, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut a text into segments: segment s reads the pieces ``s T`` to ``(s + 1) T - 1`` and predicts each one's next.
+
+    So every piece but the very first is predicted once. The last segment is filled up with targets ``IGNORED``.
+
+    Returns:
+        Inputs and targets, int64 [segments, T], and the words of the predicted pieces, float32 [segments].
+
+    Raises:
+        ValueError: a text of less than two pieces.
+    """
+    numbers, words = pieces
+    if len(numbers) < 2:
+        raise ValueError(f"a text needs at least 2 pieces to predict one, and this has {len(numbers)}")
+    fill = (0, -(len(numbers) - 1) % length)
+    inputs = F.pad(numbers[:-1], fill, value=int(numbers[-1])).view(-1, length)
+    targets = F.pad(numbers[1:], fill, value=IGNORED).view(-1, length)
+    return inputs, targets, F.pad(words[1:], fill).view(-1, length).sum(1)
 
 
 # ---- loss and metric -----------------------------------------------------------------------------------------------
 
 
-class PieceLoss(nn.CrossEntropyLoss):
-    """Mean cross entropy in nats per predicted piece, of logits [b, T, V].
+class PieceLoss(TokenLoss):
+    """Mean cross entropy in nats per predicted piece; the targets may come with the words that they stand for."""
 
-    ``target``: int64 [b, T], of which ``IGNORED`` does not count; or a pair of it and the words that it stands for.
-    """
+    def forward(self, output: Tensor, targets: Any) -> Tensor:
+        return super().forward(output, targets if isinstance(targets, Tensor) else targets[0])
 
-    def __init__(self) -> None:
-        super().__init__(ignore_index=IGNORED)
-
-    def forward(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        logits = output.to(torch.promote_types(output.dtype, torch.float32))  # autocast leaves 8 bits
-        return super().forward(logits.flatten(0, 1), _numbers(target).flatten())
+    def weight(self, targets: Any) -> float:
+        return super().weight(targets if isinstance(targets, Tensor) else targets[0])
 
 
-def predicted_pieces(target: Tensor | tuple[Tensor, Tensor]) -> float:
-    """How many pieces the loss is the mean of."""
-    return float((_numbers(target) != IGNORED).sum())
-
-
-def pieces_and_words(output: Tensor, target: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Predicted pieces, and the words that they are, per segment."""
-    numbers, words = target
+def pieces_and_words(output: Tensor, targets: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Return the predicted pieces, and the words that they are, per segment."""
+    numbers, words = targets
     return {"pieces": (numbers != IGNORED).sum(1).double().mean(), "words": words.double().mean()}
 
 
 def word_perplexity(loss: float, means: dict[str, float]) -> dict[str, float]:
-    """Perplexity per word, each line's end one of them: exp of all nats over all words.
+    """Make the perplexity per word, each line's end one of them: exp of all nats over all words.
 
     So texts in other pieces, or in whole words, have comparable values. ``piece_perplexity`` is that per piece.
     """
-    return {
-        "perplexity": perplexity(loss * means["pieces"] / means["words"]),
-        "piece_perplexity": perplexity(loss),
-    }
+    per_word = loss * means["pieces"] / means["words"]
+    return {"perplexity": perplexity(per_word), "piece_perplexity": perplexity(loss)}
 
 
-def blind_perplexity(train: Pieces, held_out: Pieces) -> float:
-    """Perplexity per word of always telling the frequencies of the pieces of ``train``, one added to each count."""
-    size = 1 + int(max(train.numbers.max(), held_out.numbers.max()))
-    nats = -log_frequencies(train.numbers, size)[held_out.numbers].double().sum()
-    return perplexity(float(nats / held_out.words.double().sum()))
-
-
-def _numbers(target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    return target if isinstance(target, Tensor) else target[0]
-
-
-# ---- the model and its pieces --------------------------------------------------------------------------------------
-
-
-def _model_and_pieces(preset: GPTPreset, options: BuildOptions) -> tuple[Any, dict[str, Pieces]]:
-    if options.pretrained is None:
-        _, pieces = load_pieces(options.data, preset.vocabulary, max_bytes=preset.max_bytes)
-        return new_model(MODEL, preset.config(), options.seed), pieces
-    model, tokenizer = load_pretrained(GPT2, MODEL, options.pretrained, use_cache=False)
-    texts, encode = read_text(options.data, preset.max_bytes), partial(_encode, tokenizer)
-    source = options.data is None
-    return model, {split: pieces_of(text, encode, source=source) for split, text in texts.items()}
-
-
-def _encode(tokenizer: Any, lines: Sequence[str]) -> list[list[int]]:
-    rows: list[list[int]] = tokenizer([line + "\n" for line in lines], add_special_tokens=False)["input_ids"]
-    return rows
+def blind_perplexity(train: Pieces, valid: Pieces) -> float:
+    """Return the perplexity per word of telling the frequencies of the pieces of ``train``, one added to each count."""
+    size = 1 + int(max(train.numbers.max(), valid.numbers.max()))
+    nats = -log_frequencies(train.numbers, size)[valid.numbers].double().sum()
+    return perplexity(float(nats / valid.words.double().sum()))

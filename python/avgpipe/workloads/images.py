@@ -1,13 +1,11 @@
-"""Labelled images: CIFAR-10 as JPEG archives and MNIST's idx files, and batches of them."""
+"""Labelled images, and batches of them: CIFAR-10 as an archive of JPEG files, and MNIST's idx files."""
 
 from __future__ import annotations
 
-import gzip
 import io
+import math
 import re
-import struct
 import tarfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,25 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avgpipe.workloads.libraries import library
-from avgpipe.workloads.samples import generator
-from avgpipe.workloads.text import DataNotFound
+from avgpipe.workloads.batches import generator
+from avgpipe.workloads.data import find_files, read_bytes
+from avgpipe.workloads.workload import library
 
-WHAT_WORKS = (
-    "a folder with CIFAR-10's train.tar.gz and test.tar.gz (members train/<class>/<n>.jpg), or with MNIST's "
-    "train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz and the same of t10k"
+IMAGE_FOLDER = (
+    "a folder with CIFAR-10's train.tar.gz (members train/<class>/<n>.jpg), or with MNIST's "
+    "train-images-idx3-ubyte.gz and train-labels-idx1-ubyte.gz"
 )
 
-# Each format's files; every one may be there without its .gz too.
-_TARS = ("train.tar", "test.tar")
-_IDX = tuple(
-    f"{split}-{what}" for split in ("train", "t10k") for what in ("images-idx3-ubyte", "labels-idx1-ubyte")
-)
-_IDX_IMAGES, _IDX_LABELS = 2051, 2049  # unsigned bytes of three dimensions and of one
+_IDX = {"train-images-idx3-ubyte": 2051, "train-labels-idx1-ubyte": 2049}  # the magic number of each file
+_MEMBER = re.compile(r"(?:\./)?train/([\w-]+)/[\w-]+\.jpe?g")
 
-_HELD_OUT = 10  # one image of so many of train is kept for validation
+_HELD_OUT = 10  # one image of so many is kept for validation
 _SPLIT_KEY = 20090408  # fixed: every seed of training keeps the same images for validation
-_MEMBER = re.compile(r"(?:\./)?([\w-]+)/([\w-]+)(?:/([\w-]+\.jpe?g))?/?")
 
 
 class ImageSet(NamedTuple):
@@ -51,7 +44,7 @@ class ImageData:
     """Labelled images.
 
     Attributes:
-        train, valid, test: the splits; valid is a part of the official training images that train lacks.
+        train, valid: the splits.
         classes: the name of each label.
         mean, std: of train's pixels by channel, float32 [C], pixels being 0 to 1.
         mirrored: whether a mirrored image is one of the same class.
@@ -59,7 +52,6 @@ class ImageData:
 
     train: ImageSet
     valid: ImageSet
-    test: ImageSet
     classes: tuple[str, ...]
     mean: Tensor
     std: Tensor
@@ -72,81 +64,61 @@ class ImageData:
         return channels, height, width
 
 
-class ImageFiles(NamedTuple):
-    """The files of a data folder: two archives, or images and labels of train and of test."""
-
-    kind: str  # "jpeg" or "idx"
-    files: tuple[Path, ...]
+# The label of each image, the names of the classes, and what decodes the images at indices [n] to [n, C, H, W].
+_Encoded = tuple[Tensor, list[str], Callable[[Tensor], Tensor]]
 
 
-class _Split(NamedTuple):
-    """An official split before its images are decoded."""
+def find_images(folder: str | Path) -> tuple[Path, ...]:
+    """Find the archive, or the idx files of images and labels, without reading them.
 
-    file: Path
-    labels: Tensor
-    classes: list[str]
-    decode: Callable[[Tensor], Tensor]  # indices [n] to images [n, C, H, W]
-
-
-def find_images(folder: str | Path) -> ImageFiles:
-    """The files of images in a folder, without reading them. Raises DataNotFound."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise DataNotFound(f"data folder {folder} {what}; give {WHAT_WORKS}")
-    for kind, names in (("jpeg", _TARS), ("idx", _IDX)):
-        candidates = [(folder / f"{name}.gz", folder / name) for name in names]
-        found = [next((file for file in pair if file.is_file()), None) for pair in candidates]
-        missing = [f"{name}.gz" for name, file in zip(names, found) if file is None]
-        if not missing:
-            return ImageFiles(kind, tuple(file for file in found if file is not None))
-        if len(missing) < len(names):
-            raise DataNotFound(f"data folder {folder} lacks {', '.join(missing)}")
-    raise DataNotFound(f"data folder {folder} has no images that are known here; give {WHAT_WORKS}")
+    Raises:
+        DataNotFound: the folder, or one of the files, is not there.
+        LibraryNotFound: an archive needs Pillow.
+    """
+    wanted = {name: (f"{name}.gz", name) for name in _IDX}
+    if not any((Path(folder) / name).is_file() for names in wanted.values() for name in names):
+        wanted = {"train.tar": ("train.tar.gz", "train.tar")}
+    files = tuple(find_files(folder, wanted, IMAGE_FOLDER).values())
+    if len(files) == 1:
+        library("PIL.Image", "reading JPEG images")
+    return files
 
 
-def read_images(
-    folder: str | Path, *, limit: int | None = None, held_out_limit: int | None = None
-) -> ImageData:
+def read_images(folder: str | Path, limit: int | None = None, held_out_limit: int | None = None) -> ImageData:
     """Read a folder's images into memory; nothing is unpacked to disk.
 
-    A tenth of the official training images, the same whatever the limits, is for validation: the end of a fixed
-    permutation, in which the others come first.
+    A tenth of them, the same whatever the limits, is for validation: the end of a fixed permutation, in which the
+    others come first.
 
     Args:
+        folder: what :func:`find_images` finds files in.
         limit: train on the first so many of the permutation; the others are not decoded. None: all.
-        held_out_limit: at most so many images for validation, and for the test, drawn in the same way.
+        held_out_limit: at most so many images for validation.
 
     Raises:
         DataNotFound: the folder, or one of its files, is not there.
-        ValueError: a file is damaged or of another format, a split is empty, or a class has no images.
-        avgpipe.workloads.libraries.LibraryNotFound: JPEG archives need Pillow.
+        ValueError: a file is damaged or of another format, or has less than two images.
+        LibraryNotFound: an archive needs Pillow.
     """
-    for name, value in (("limit", limit), ("held_out_limit", held_out_limit)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    kind, files = find_images(folder)
-    if kind == "jpeg":
-        train, test = (_archive(file, split) for file, split in zip(files, ("train", "test")))
-    else:
-        train, test = _idx(*files[:2]), _idx(*files[2:])
-    _check_classes(train, test)
-    order, test_order = _order(train), _order(test)
-    held_out = max(1, order.numel() // _HELD_OUT)
-    kept = order[:-held_out][:limit]
-    train_images = train.decode(kept)
-    mean, std = _mean_and_std(train_images)
-    data = ImageData(
-        ImageSet(train_images, train.labels[kept]),
-        _decoded(train, order[-held_out:][:held_out_limit]),
-        _decoded(test, test_order[:held_out_limit]),
-        tuple(train.classes),
+    files = find_images(folder)
+    labels, classes, decode = _archive(*files) if len(files) == 1 else _idx(*files)
+    if len(labels) < 2:
+        raise ValueError(
+            f"{files[0]} has {len(labels)} images: give two or more, as a part is for validation"
+        )
+    order = torch.randperm(len(labels), generator=generator(_SPLIT_KEY))
+    held_out = max(1, len(order) // _HELD_OUT)
+    train, valid = order[:-held_out][:limit], order[-held_out:][:held_out_limit]
+    images = decode(torch.cat((train, valid)))
+    mean, std = _mean_and_std(images[: len(train)])
+    return ImageData(
+        ImageSet(images[: len(train)], labels[train]),
+        ImageSet(images[len(train) :], labels[valid]),
+        tuple(classes),
         mean,
         std,
-        mirrored=kind == "jpeg",  # a mirrored digit is none
+        mirrored=len(files) == 1,  # a mirrored digit is none
     )
-    _check_shapes(data, train.file, test.file)
-    return data
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +146,7 @@ class ImageBatch:
 
 
 def shifted(images: Tensor, padding: int, mirrored: bool, draw: torch.Generator) -> Tensor:
-    """A random crop of each image [n, C, H, W] with ``padding`` zeros around, mirrored or not at random."""
+    """Crop each image [n, C, H, W] at random with ``padding`` zeros around, mirrored or not at random."""
     n, channels, height, width = images.shape
     top, left = torch.randint(2 * padding + 1, (2, n, 1), generator=draw)
     rows, columns = top + torch.arange(height), left + torch.arange(width)
@@ -187,142 +159,60 @@ def shifted(images: Tensor, padding: int, mirrored: bool, draw: torch.Generator)
     return images[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
-# ---- archives of JPEG images ---------------------------------------------------------------------------------------
-
-
-def _archive(file: Path, split: str) -> _Split:
-    raw = _bytes(file)
+def _archive(file: Path) -> _Encoded:
+    raw = memoryview(read_bytes(file))
     try:
         with tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as archive:
-            members = archive.getmembers()
+            members = [member for member in archive.getmembers() if not member.isdir()]
     except tarfile.TarError as error:
         raise ValueError(f"{file} is not a whole tar archive: {error}") from None
-    found: list[tuple[str, str, memoryview]] = []  # class, name, JPEG file
-    classes: set[str] = set()
+    found = []
     for member in members:
-        name = _member_class(file, split, member)
-        if name is None:
-            continue
-        classes.add(name)
-        if member.isfile():
-            found.append((name, member.name, memoryview(raw)[member.offset_data :][: member.size]))
-    names = sorted(classes)
-    number = {name: label for label, name in enumerate(names)}
+        match = _MEMBER.fullmatch(member.name)
+        if match is None or not member.isfile():
+            raise ValueError(f"{file}: member {member.name!r} is not train/<class>/<n>.jpg")
+        found.append((match[1], member.name, raw[member.offset_data :][: member.size]))
+    classes = sorted({name for name, _, _ in found})
+    number = {name: label for label, name in enumerate(classes)}
     labels = torch.tensor([number[name] for name, _, _ in found], dtype=torch.int64)
-
-    def decode(indices: Tensor) -> Tensor:
-        return _decode_jpegs(file, [found[n][1:] for n in indices.tolist()])
-
-    return _Split(file, labels, names, decode)
+    return labels, classes, lambda indices: _decode(file, [found[n][1:] for n in indices.tolist()])
 
 
-def _member_class(file: Path, split: str, member: tarfile.TarInfo) -> str | None:
-    """The class of an image or of a folder of images; None: the folder of all."""
-    if member.isdir() and member.name in (".", split, f"./{split}"):
-        return None
-    match = _MEMBER.fullmatch(member.name)
-    if match is None or match[1] != split or not (member.isfile() if match[3] else member.isdir()):
-        raise ValueError(f"{file}: member {member.name!r} is not {split}/<class>/<n>.jpg")
-    return match[2]
-
-
-def _decode_jpegs(file: Path, jpegs: list[tuple[str, memoryview]]) -> Tensor:
-    """RGB images uint8 [n, 3, H, W], all of the first one's size."""
+def _decode(file: Path, jpegs: list[tuple[str, memoryview]]) -> Tensor:
+    """RGB images uint8 [n, 3, H, W]."""
     image_module = library("PIL.Image", "reading JPEG images")
-    images: np.ndarray | None = None
-    for n, (name, jpeg) in enumerate(jpegs):
+    images = []
+    for name, jpeg in jpegs:
         try:
             with image_module.open(io.BytesIO(jpeg), formats=("JPEG",)) as image:
-                pixels = np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+                images.append(np.asarray(image.convert("RGB")))
         except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError):
             raise ValueError(f"{file}: member {name!r} is not a whole JPEG image") from None
-        if images is None:
-            images = np.empty((len(jpegs), *pixels.shape), dtype=np.uint8)
-        if pixels.shape != images.shape[1:]:
-            raise ValueError(
-                f"{file}: member {name!r} has {_pixels(pixels.shape)} pixels, others have {_pixels(images.shape[1:])}"
-            )
-        images[n] = pixels
-    assert images is not None  # no split is empty
-    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+    sizes = {" x ".join(map(str, image.shape[:2])) for image in images}
+    if len(sizes) > 1:
+        raise ValueError(f"{file} has images of different sizes: {', '.join(sorted(sizes))}")
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
 
 
-def _pixels(shape: tuple[int, ...]) -> str:
-    return f"{shape[0]} x {shape[1]}"
-
-
-# ---- idx files -----------------------------------------------------------------------------------------------------
-
-
-def _idx(images_file: Path, labels_file: Path) -> _Split:
-    images = _idx_array(images_file, _IDX_IMAGES, "images")
-    labels = _idx_array(labels_file, _IDX_LABELS, "labels").long()
+def _idx(images_file: Path, labels_file: Path) -> _Encoded:
+    images, labels = (_idx_array(f, magic) for f, magic in zip((images_file, labels_file), _IDX.values()))
     if len(images) != len(labels):
         raise ValueError(f"{images_file} has {len(images)} images, but {labels_file} {len(labels)} labels")
     classes = [str(label) for label in range(int(labels.max()) + 1)] if len(labels) else []
-    return _Split(images_file, labels, classes, lambda indices: images[indices].unsqueeze(1))
+    return labels.long(), classes, lambda indices: images[indices].unsqueeze(1)
 
 
-def _idx_array(file: Path, magic: int, what: str) -> Tensor:
+def _idx_array(file: Path, magic: int) -> Tensor:
     """uint8, with as many dimensions as the magic number's last byte says."""
-    raw = _bytes(file)
-    header = struct.Struct(f">{1 + magic % 256}I")
-    if len(raw) < header.size or struct.unpack_from(">I", raw)[0] != magic:
+    raw = read_bytes(file)
+    begin = 4 * (1 + magic % 256)
+    found, *shape = np.frombuffer(raw[:begin].ljust(begin, b"\0"), ">i4").tolist()
+    if found != magic or len(raw) - begin != math.prod(shape):
         raise ValueError(
-            f"{file} is no idx file of {what}: it begins with {raw[:4].hex() or 'nothing'}, not with {magic:08x}"
+            f"{file} is not a whole idx file of type {magic}: its header has type {found} and sizes {shape}, and "
+            f"{len(raw) - begin} bytes follow"
         )
-    shape = header.unpack_from(raw)[1:]
-    if len(raw) - header.size != int(np.prod(shape, dtype=np.float64)):
-        sizes = " x ".join(map(str, shape))
-        raise ValueError(
-            f"{file} has {len(raw) - header.size} bytes after its header, which promises {sizes} {what}"
-        )
-    return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=header.size).reshape(shape).copy())
-
-
-# ---- of both -------------------------------------------------------------------------------------------------------
-
-
-def _bytes(file: Path) -> bytes:
-    try:
-        raw = file.read_bytes()
-        return gzip.decompress(raw) if file.suffix == ".gz" else raw
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
-
-
-def _check_classes(train: _Split, test: _Split) -> None:
-    for split in (train, test):
-        if split.labels.numel() == 0:
-            raise ValueError(f"{split.file} has no images")
-    unknown = sorted(set(test.classes) - set(train.classes))
-    if unknown:
-        raise ValueError(f"{train.file} has no images of {', '.join(unknown)}, which {test.file} has")
-    for split in (train, test):
-        present = {split.classes[label] for label in set(split.labels.tolist())}
-        missing = [name for name in train.classes if name not in present]
-        if missing:
-            raise ValueError(f"{split.file} has no images of {', '.join(missing)}")
-    if train.labels.numel() < 2:
-        raise ValueError(f"{train.file} has one image only: nothing is left for validation")
-
-
-def _check_shapes(data: ImageData, train: Path, test: Path) -> None:
-    for images in (data.valid.images, data.test.images):
-        if images.shape[1:] != data.train.images.shape[1:]:
-            file = test if images is data.test.images else train
-            raise ValueError(
-                f"{file} has images of {_pixels(images.shape[2:])} pixels, the training images have "
-                f"{_pixels(data.train.images.shape[2:])}"
-            )
-
-
-def _order(split: _Split) -> Tensor:
-    return torch.randperm(split.labels.numel(), generator=generator(_SPLIT_KEY))
-
-
-def _decoded(split: _Split, indices: Tensor) -> ImageSet:
-    return ImageSet(split.decode(indices), split.labels[indices])
+    return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=begin).reshape(shape).copy())
 
 
 def _mean_and_std(images: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,18 +1,22 @@
-"""How a preset is trained: sizes of batches, optimizer, and the course of its learning rate."""
+"""How presets are trained: sizes of batches, optimizers, and the course of the learning rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from avgpipe.workloads.options import LR_SCALINGS, BuildOptions
+from avgpipe.workloads.batches import MakeBatch, SampleBatches
+from avgpipe.workloads.tokens import TokenLoss
+from avgpipe.workloads.workload import BuildOptions, Workload
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,12 @@ class Training:
     """The numbers that one pipeline trains with.
 
     Attributes:
-        batch_size: samples of one pipeline's batch.
+        batch_size: samples in one pipeline's batch.
         epochs: of all pipelines together.
-        optimizer: which; SGD has ``momentum``, the others ``betas``.
-        lr: of one pipeline, at its highest.
-        lr_scaling: how lr grows with the number of pipelines, see :func:`scaled_lr`.
+        optimizer: SGD has ``momentum``, the others ``betas``.
+        lr: learning rate of a single pipeline, at its highest.
+        lr_scaling: how the learning rate grows with the number of pipelines. The reference moves by the mean of N
+            updates, so N pipelines want a learning rate like that of an N-fold batch.
         weight_decay: of parameters of two and more dimensions; biases and the weights of norms have none.
         clip_grad_norm: the largest norm of all gradients together, or None.
         warmup: linear warm-up over this share of the steps.
@@ -45,60 +50,46 @@ class Training:
     milestones: tuple[float, ...] = (0.5, 0.75)
 
     def asked(self, options: BuildOptions) -> Training:
-        """With what the options override."""
-        asked: dict[str, Any] = {
-            "batch_size": options.batch_size,
-            "epochs": options.epochs,
-            "lr_scaling": options.lr_scaling,
-        }
-        return replace(self, **{name: value for name, value in asked.items() if value is not None})
+        """Return this with what the options override."""
+        names = ("batch_size", "epochs", "lr_scaling")
+        given: dict[str, Any] = {name: getattr(options, name) for name in names}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
 
+    def scaled_lr(self, pipelines: int) -> float:
+        """Return the learning rate of each of N pipelines: lr, lr sqrt(N) or lr N."""
+        return (
+            self.lr * {"none": 1.0, "sqrt": math.sqrt(pipelines), "linear": float(pipelines)}[self.lr_scaling]
+        )
 
-def scaled_lr(lr: float, scaling: str, pipelines: int) -> float:
-    """The learning rate of each of N pipelines: lr, lr sqrt(N) or lr N.
+    def lr_factor(self, steps: int, step: int) -> float:
+        """Return what the learning rate is multiplied with at ``step`` (from 0) of ``steps``."""
+        warmup = math.ceil(self.warmup * steps)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if self.decay == "none":
+            return 1.0
+        if self.decay == "steps":
+            return float(0.1 ** sum(step >= share * steps for share in self.milestones))
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
 
-    The reference moves by the mean of N updates, so N pipelines want a learning rate like that of an N-fold batch.
-    """
-    if scaling not in LR_SCALINGS:
-        raise ValueError(f"lr_scaling must be one of {', '.join(LR_SCALINGS)}, got {scaling!r}")
-    return lr * {"none": 1.0, "sqrt": math.sqrt(pipelines), "linear": float(pipelines)}[scaling]
+    def optimizer_for(self, pipelines: int) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+        """Return what makes the optimizer of some parameters, when there are so many pipelines."""
+        return partial(_optimizer, self, self.scaled_lr(pipelines))
 
+    def lr_scheduler_for(
+        self, epoch_batches: int, options: BuildOptions
+    ) -> Callable[[Optimizer], LRScheduler] | None:
+        """Return what makes the scheduler of an optimizer; None: the rate stays as it is.
 
-def optimizer_of(training: Training, pipelines: int) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """Makes the optimizer of some parameters of each of ``pipelines``."""
-    return partial(_optimizer, training, scaled_lr(training.lr, training.lr_scaling, pipelines))
-
-
-def lr_scheduler_of(
-    training: Training, epoch_batches: int, options: BuildOptions
-) -> Callable[[Optimizer], LRScheduler] | None:
-    """Makes the scheduler of an optimizer, to step once after each of its steps; None: the rate stays as it is.
-
-    epoch_batches: of all pipelines together. The course ends with the last epoch, or with ``options.max_batches``.
-    """
-    if training.warmup == 0 and training.decay == "none":
-        return None
-    batches = training.epochs * epoch_batches
-    if options.max_batches is not None:
-        batches = min(batches, options.max_batches)
-    return partial(_scheduler, training, max(1, -(-batches // options.pipelines)))
-
-
-def lr_factor(training: Training, steps: int, step: int) -> float:
-    """What to multiply the learning rate with at ``step`` (from 0) of ``steps``."""
-    warmup = math.ceil(training.warmup * steps)
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if training.decay == "none":
-        return 1.0
-    if training.decay == "steps":
-        return float(0.1 ** sum(step >= share * steps for share in training.milestones))
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return 1 - done if training.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
-
-
-def _scheduler(training: Training, steps: int, optimizer: Optimizer) -> LRScheduler:
-    return LambdaLR(optimizer, partial(lr_factor, training, steps))
+        The course ends with the last epoch, each of ``epoch_batches`` of all pipelines together, or with
+        ``options.max_batches``.
+        """
+        if self.warmup == 0 and self.decay == "none":
+            return None
+        batches = min(self.epochs * epoch_batches, options.max_batches or math.inf)
+        steps = max(1, math.ceil(batches / options.pipelines))
+        return partial(LambdaLR, lr_lambda=partial(self.lr_factor, steps))
 
 
 def _optimizer(training: Training, lr: float, params: Iterable[nn.Parameter]) -> Optimizer:
@@ -112,3 +103,130 @@ def _optimizer(training: Training, lr: float, params: Iterable[nn.Parameter]) ->
         return SGD(groups, lr=lr, momentum=training.momentum)
     kind = Adam if training.optimizer == "adam" else AdamW
     return kind(groups, lr=lr, betas=training.betas)
+
+
+def sample_workload(
+    name: str,
+    options: BuildOptions,
+    training: Training,
+    *,
+    order: Callable[[int, int, int], Tensor],
+    train: MakeBatch,
+    valid: MakeBatch,
+    valid_order: Tensor,
+    **rest: Any,
+) -> Workload:
+    """Make a workload of independent samples, whose batches are the same for any number of stages and pipelines.
+
+    Args:
+        name, options: as of ``build``.
+        training: the preset's; the options are applied to it here.
+        order: of batch size, seed and epoch, the order in which an epoch trains on its samples.
+        train, valid: make batches of samples.
+        valid_order: the samples of the validation in their order.
+        rest: further fields of ``Workload``; ``loss_weight`` is that of a :class:`TokenLoss`.
+    """
+    training = training.asked(options)
+    size, workers = training.batch_size, options.loader_workers
+
+    def train_batches(epoch: int, start: int = 0) -> SampleBatches:
+        indices = order(size, options.seed, epoch)
+        return SampleBatches(
+            indices, size, train, seed=options.seed, epoch=epoch, start=start, workers=workers
+        )
+
+    loss = rest["loss_fn"]
+    return Workload(
+        name=name,
+        preset=options.preset,
+        optimizer=training.optimizer_for(options.pipelines),
+        lr_scheduler=training.lr_scheduler_for(len(train_batches(0)), options),
+        clip_grad_norm=training.clip_grad_norm,
+        train_batches=train_batches,
+        valid_batches=lambda: SampleBatches(valid_order, size, valid, workers=workers),
+        batch_size=size,
+        epochs=training.epochs,
+        loss_weight=loss.weight if isinstance(loss, TokenLoss) else None,
+        **rest,
+    )
+
+
+class NTASGD(SGD):
+    """SGD that, once triggered, keeps the running mean of its weights in ``state[p]["ax"]``: non-monotonically
+    triggered averaged SGD (Merity, Keskar, Socher, ICLR 2018, section 3, algorithm 1).
+
+    The mean counts the weights at the trigger and after every later step, ``param_groups[...]["averaged"]`` in all (0
+    before the trigger). Training goes on with the plain weights; :meth:`averages` puts the means in their place.
+    torch's ASGD with ``t0`` computes nearly this, but it applies a change of the learning rate one step late, which
+    spoils learning rates that follow the length of a segment.
+
+    Losses seen by :meth:`observe` are in ``param_groups[0]``, so ``state_dict`` holds all there is.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float, *, weight_decay: float = 0.0, window: int = 5
+    ) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+        for group in self.param_groups:
+            group.update(averaged=0, window=window, validation_losses=[])
+        self.register_step_post_hook(_average)
+
+    @property
+    def triggered(self) -> bool:
+        return bool(self.param_groups[0]["averaged"] > 0)
+
+    @torch.no_grad()
+    def trigger(self) -> None:
+        """Begin to average, with the weights as they are; nothing happens the second time."""
+        if self.triggered:
+            return
+        for group in self.param_groups:
+            group["averaged"] = 1
+            for p in group["params"]:
+                if p.requires_grad:
+                    self.state[p]["ax"] = p.detach().clone()
+
+    def observe(self, loss: float) -> bool:
+        """Note a validation loss; trigger, and return True, when it is the first that is worse than the best one that
+        is at least ``window`` losses older.
+        """
+        group = self.param_groups[0]
+        losses = group["validation_losses"]
+        old = losses[: max(0, len(losses) - group["window"])]
+        group["validation_losses"] = [*losses, loss]
+        if self.triggered or not old or not loss > min(old):
+            return False
+        self.trigger()
+        return True
+
+    def averages(self) -> AbstractContextManager[None] | None:
+        """Return a context in which the parameters hold their means, or None before the trigger."""
+        return self._swapped() if self.triggered else None
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for p, mean in _means(self):
+            own = p.clone()
+            p.copy_(mean)
+            mean.copy_(own)
+
+
+@torch.no_grad()
+def _average(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        group["averaged"] += group["averaged"] > 0
+    for p, mean in _means(optimizer):
+        mean.lerp_(p, 1 / optimizer.param_groups[0]["averaged"])
+
+
+def _means(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter that has a running mean, and the mean."""
+    return [(p, state["ax"]) for p, state in optimizer.state.items() if "ax" in state]

@@ -1,18 +1,92 @@
-"""What a training run needs to know of a model and its data."""
+"""Workloads by name: a model of the papers, its data, and how it is trained. Nothing here loads torch."""
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from avgpipe.errors import nearest
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+# The module of each workload. It has
+#   PRESETS     the presets of each of its workloads by name, smallest first
+#   check()     of name and options: (number of layers, Training); refuses what cannot be built, reading no data
+#   build()     of name and options: the Workload, the same in every process
+#   PRETRAINED  True where a folder of weights can be given
+_MODULES = {
+    "awd-lstm": "awd_lstm",
+    "gnmt": "gnmt",
+    "bert": "bert",
+    "gpt": "gpt",
+    "resnet": "cnn",
+    "vgg": "cnn",
+    "alexnet": "cnn",
+    "captioning": "captioning",
+}
+
+LR_SCALINGS = ("none", "sqrt", "linear")
 
 Predict = Callable[[Any], Any]
+
+
+class DataNotFound(FileNotFoundError, ValueError):
+    """The data that a workload should read is not there. The message names the folder and what is missing."""
+
+
+class LibraryNotFound(ImportError, ValueError):
+    """A workload needs a library that is not installed. The message names it and how to get it."""
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What can be asked of a workload. None stands for the preset's value.
+
+    Attributes:
+        preset: the size.
+        data: the data folder; None: what the workload reads without one.
+        pretrained: a folder of weights to begin with, for workloads that can.
+        pipelines: how many train side by side.
+        batch_size: samples in one pipeline's batch.
+        seed: seed of the initial weights and of everything else that is drawn.
+        epochs: how many to train.
+        max_batches: how many batches all pipelines together train at most, when the run ends before its epochs do; a
+            learning rate that decays reaches its end there.
+        lr_scaling: how the learning rate grows with the pipelines, one of ``LR_SCALINGS``.
+        loader_workers: processes that make batches ahead.
+    """
+
+    preset: str = "tiny"
+    data: Path | None = None
+    pretrained: Path | None = None
+    pipelines: int = 1
+    batch_size: int | None = None
+    seed: int = 0
+    epochs: int | None = None
+    max_batches: int | None = None
+    lr_scaling: str | None = None
+    loader_workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("pipelines", "batch_size", "epochs", "max_batches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("seed", "loader_workers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.lr_scaling is not None and self.lr_scaling not in LR_SCALINGS:
+            raise ValueError(f"lr_scaling must be one of {', '.join(LR_SCALINGS)}, got {self.lr_scaling!r}")
 
 
 class Batches(Protocol):
@@ -21,11 +95,6 @@ class Batches(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]: ...
-
-
-class TrainBatches(Protocol):
-    def __call__(self, epoch: int, start: int = 0) -> Batches:
-        """The batches of an epoch (from 0) from batch ``start`` on; batch j is for pipeline j % N."""
 
 
 @dataclass(frozen=True)
@@ -38,29 +107,28 @@ class Workload:
             that the runtime splits into such layers itself.
         loss_fn: ``(output, targets)`` to a scalar, the mean over samples or over what ``loss_weight`` counts.
         optimizer: makes the optimizer of some parameters; its learning rate fits the number of pipelines.
-        lr_scheduler: makes the scheduler of one of these optimizers, to step once after each of its steps; or
-            None.
+        lr_scheduler: makes the scheduler of one of these optimizers, to step once after each of its steps; or None.
         clip_grad_norm: the largest norm of all gradients together, or None.
-        train_batches: ``(epoch, start=0)`` to the epoch's batches.
-        valid_batches, test_batches: for evaluation, in order, for one pipeline.
+        train_batches: ``(epoch, start=0)`` to the batches of an epoch (from 0) from batch ``start`` on; batch j is for
+            pipeline j % N.
+        valid_batches: for evaluation, in order, for one pipeline.
         metrics: what is reported of an evaluation, by name, from its mean loss and the means per sample of what
-            ``metric_fn`` returned; ``metric_name`` among them unless ``decode`` makes it. Shares are in percent.
+            ``metric_fn`` returned; ``metric_name`` is among them unless ``decode`` makes it. Shares are in percent.
         metric_name, lower_is_better: the metric by which runs are judged.
         batch_size: samples in one pipeline's batch.
         epochs: how many to train.
         layer_costs: relative computing cost of each layer; None: estimated from the weights.
         loss_weight: of targets, how many things the loss is the mean of; None: the samples.
         metric_fn: ``(output, targets)`` to means over samples, by name; None: the loss says all.
-        decode: further metrics, by name, from translating or generating with the ``predict`` it is given; None:
-            there are none.
-        autocast: of a device type, the dtype of ``torch.autocast`` that makes training there faster.
-        trivial: the best answer that looks at no input, and what it scores on the validation data, by ``metric_name``;
-            None: such an answer scores nothing.
+        decode: further metrics, by name, from translating or generating with the ``predict`` it is given, or None.
+        autocast: by device type, the dtype of ``torch.autocast`` that makes training there faster.
+        trivial: the best answer that looks at no input, and its ``metric_name`` on the validation data; None: it
+            scores nothing.
         title: what is learnt from which data, where that depends on the data; or "".
-        after_validation: to call with each optimizer and the loss after each validation; says whether it
-            changed the optimizer. None: nothing to do.
-        averaged: of an optimizer that keeps a running mean of its weights, a context in which the parameters
-            hold it, or None while there is none yet. None: the weights themselves are evaluated.
+        after_validation: to call with each optimizer and the loss after each validation; returns whether it changed
+            the optimizer. None: nothing to do.
+        averaged: of an optimizer that keeps a running mean of its weights, a context in which the parameters hold
+            it, or None while there is none yet. None: the weights themselves are evaluated.
     """
 
     name: str
@@ -70,14 +138,13 @@ class Workload:
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     lr_scheduler: Callable[[Optimizer], LRScheduler] | None
     clip_grad_norm: float | None
-    train_batches: TrainBatches
+    train_batches: Callable[..., Batches]
     valid_batches: Callable[[], Batches]
-    test_batches: Callable[[], Batches]
     metrics: Callable[[float, dict[str, float]], dict[str, float]]
     metric_name: str
-    lower_is_better: bool
     batch_size: int
     epochs: int
+    lower_is_better: bool = False
     layer_costs: list[float] | None = None
     loss_weight: Callable[[Any], float] | None = None
     metric_fn: Callable[[Any, Any], dict[str, Any]] | None = None
@@ -98,3 +165,76 @@ class WorkloadFacts:
     layers: int
     batch_size: int
     epochs: int
+
+
+def workload_names() -> tuple[str, ...]:
+    return tuple(_MODULES)
+
+
+def preset_names(name: str) -> tuple[str, ...]:
+    """Return the presets of a workload, smallest first. Raises ValueError for an unknown workload."""
+    return tuple(_module(name).PRESETS[name])
+
+
+def check_workload(name: str, options: BuildOptions | None = None, **asked: Any) -> WorkloadFacts:
+    """Refuse what :func:`build_workload` would refuse, without reading the data.
+
+    Args:
+        name: one of :func:`workload_names`.
+        options: None: the defaults.
+        asked: fields of ``BuildOptions``, over those of ``options``.
+
+    Raises:
+        ValueError: an unknown name or preset, or a number out of range.
+        DataNotFound: a ValueError that names the folder and the missing files.
+        LibraryNotFound: a ValueError that names a library that is not installed.
+    """
+    module, options = _module(name), _options(options, asked)
+    presets = module.PRESETS[name]
+    if options.preset not in presets:
+        raise ValueError(
+            f"unknown preset {options.preset!r} of {name}: {nearest(options.preset, tuple(presets))}"
+        )
+    if options.pretrained is not None and not getattr(module, "PRETRAINED", False):
+        raise ValueError(f"{name} has no pretrained weights to begin with: leave pretrained out")
+    layers, training = module.check(name, options)
+    training = training.asked(options)
+    return WorkloadFacts(name, options.preset, layers, training.batch_size, training.epochs)
+
+
+def build_workload(name: str, options: BuildOptions | None = None, **asked: Any) -> Workload:
+    """Read the data and make the model with its initial weights, the same on every rank.
+
+    The caller's random state stays as it is. Arguments and errors are those of :func:`check_workload`; ValueError is
+    raised for data that are not what they should be, too.
+    """
+    options = _options(options, asked)
+    check_workload(name, options)
+    workload: Workload = _module(name).build(name, options)
+    return workload
+
+
+def library(name: str, user: str) -> Any:
+    """Import the module ``name``, which ``user`` needs. Raises LibraryNotFound."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise LibraryNotFound(
+            f"{user} needs {name.split('.')[0]}, which cannot be imported ({error}): "
+            "pip install 'avgpipe[workloads]'"
+        ) from None
+    logging.getLogger(name.split(".")[0]).setLevel(logging.ERROR)  # its hints are not for our users
+    return module
+
+
+def _options(options: BuildOptions | None, asked: dict[str, Any]) -> BuildOptions:
+    for name in ("data", "pretrained"):
+        if asked.get(name) is not None:
+            asked[name] = Path(asked[name])
+    return replace(options or BuildOptions(), **asked)
+
+
+def _module(name: str) -> Any:
+    if name not in _MODULES:
+        raise ValueError(f"unknown workload {name!r}: {nearest(name, workload_names())}")
+    return importlib.import_module(f"avgpipe.workloads.{_MODULES[name]}")

@@ -1,4 +1,3 @@
-import pickle
 import subprocess
 import sys
 
@@ -8,13 +7,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tokenizers")
 
-from avgpipe.workloads.subwords import Subwords
+from avgpipe.workloads.huggingface import Subwords
 
 LINES = [f"The {a} dog sees {b} cats in the garden of house {a * b}." for a in range(9) for b in range(9)]
 
 _PROGRAM = """
-from avgpipe.workloads.subwords import Subwords
-from tests.workloads.test_subwords import LINES
+from avgpipe.workloads.huggingface import Subwords
+from tests.workloads.test_huggingface import LINES
 print(Subwords.learn(LINES, 320).encode(LINES))
 """
 
@@ -82,13 +81,3 @@ def test_every_process_learns_the_same(subwords):
         for seed, threads in (("1", "1"), ("2", "3"))
     }
     assert outputs == {str(subwords.encode(LINES))}
-
-
-def test_it_can_be_pickled(subwords):
-    again = pickle.loads(pickle.dumps(subwords))
-    assert again.encode(["a <s> dog"]) == subwords.encode(["a <s> dog"])
-
-
-def test_a_size_without_room_for_the_bytes_is_refused():
-    with pytest.raises(ValueError, match=r"at least 260, .* got 259"):
-        Subwords.learn(LINES, 259)
