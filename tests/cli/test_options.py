@@ -78,7 +78,7 @@ def test_what_is_not_given_has_its_default(bake):
     found = bake("bread")
     assert found == BakeConfig.of(what="bread")
     assert (found.heat_s, found.fan, found.kind, found.loaves, found.json) == (1.5, False, "rye", None, False)
-    assert found.asked == {"what": "bread"}
+    assert found.explicit == {"what": "bread"}
 
 
 def test_what_is_given_is_read_by_its_type(bake):
@@ -199,4 +199,4 @@ def test_values_of_several_kinds(monkeypatch, options, expected):
     app = typer.Typer()
     app.command()(command(TrainConfig, "tests.cli.oven"))
     CliRunner().invoke(app, ["awd-lstm", *options])
-    assert asked[0].asked == {"workload": "awd-lstm", **expected}
+    assert asked[0].explicit == {"workload": "awd-lstm", **expected}

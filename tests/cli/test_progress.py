@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from avgpipe.cli import progress
-from avgpipe.cli.progress import LogNotes, ProgressBar, Silent, links_line
+from avgpipe.cli.progress import ProgressBar, Silent, links_line, log_notes
 from avgpipe.links.choose import LINK_MESSAGE
 
 
@@ -60,7 +60,7 @@ def test_batches_of_a_validation_pass_unchanged(clock, capsys):
 def test_notes_of_the_log_are_the_way_to_the_next_stage_and_warnings():
     log = logging.getLogger("avgpipe")
     level, handlers = log.level, list(log.handlers)
-    with LogNotes() as notes:
+    with log_notes() as notes:
         log.info(LINK_MESSAGE, "stage 1", "stage 0", "shared memory")
         log.info(LINK_MESSAGE, "stage 1", "stage 2", "shared memory")
         log.info("something else")

@@ -42,7 +42,7 @@ _COMMON = tuple(f.name for f in fields(TrainingOptions) if f.name not in ("json"
 
 def common_options(config: CompareConfig) -> dict[str, Any]:
     """The options of ``avgpipe train`` that were given, and are the same for all systems."""
-    return {name: value for name, value in config.asked.items() if name in _COMMON}
+    return {name: value for name, value in config.explicit.items() if name in _COMMON}
 
 
 def options_of(config: CompareConfig, system: str) -> dict[str, Any]:

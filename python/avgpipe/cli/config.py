@@ -237,7 +237,7 @@ class CompareConfig(TrainingOptions):
     Writes compare.md, compare.json, curves.png, timelines.png, and each system's run and log, to one folder.
 
     Attributes:
-        systems: "all", or names separated by commas: avgpipe, gpipe, dapple, pipedream, ...
+        systems: Names of systems separated by commas, or all; `avgpipe train --help` lists them.
         stages: Workers of each system: its stages, or its replicas where it has no stages.
         pipelines: Number of pipelines of avgpipe; the other systems have their own. Default: 2.
         micro_batches: Micro-batches per batch of the systems that split batches. Default: 4, or what a system needs.

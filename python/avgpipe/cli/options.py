@@ -65,7 +65,7 @@ class Options:
         return cls(**given, given=tuple(given))
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def explicit(self) -> dict[str, Any]:
         """The options that were given, by name."""
         return {name: getattr(self, name) for name in self.given}
 

@@ -6,24 +6,19 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from avgpipe.cli.folder import duration
 from avgpipe.links.choose import LINK_MESSAGE
+from avgpipe.workloads.workload import Batches
 
 _LINE_EVERY_S = 10.0
 _SMOOTHING = 0.95  # of the loss shown, per batch
 _LOG = "avgpipe"
-
-
-class Sized(Protocol):
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
 
 
 class Silent:
@@ -32,7 +27,7 @@ class Silent:
     def batch(self, loss: float, samples: int, seconds: float) -> None:
         """A batch is done; it took so many seconds of training since the one before."""
 
-    def validating(self, batches: Sized) -> Iterable[Any]:
+    def validating(self, batches: Batches) -> Iterable[Any]:
         """The batches, with their progress shown as they are taken."""
         return batches
 
@@ -74,7 +69,7 @@ class ProgressBar(Silent):
         elif self._line_is_due():
             self.note(f"batch {self._done}/{self._total}  {self._facts()}")
 
-    def validating(self, batches: Sized) -> Iterator[Any]:
+    def validating(self, batches: Batches) -> Iterator[Any]:
         task = (
             self._bar.add_task("validation", total=len(batches), facts="") if self._bar is not None else None
         )
@@ -113,7 +108,7 @@ class ProgressBar(Silent):
 
 
 class LogNotes(logging.Handler):
-    """Collects, inside its block, what the runtime warns of and by which links this rank reaches others.
+    """Collects what the runtime warns of and by which links this rank reaches others.
 
     Attributes:
         warnings: Texts of the warnings.
@@ -124,7 +119,6 @@ class LogNotes(logging.Handler):
         super().__init__(logging.INFO)
         self.warnings: list[str] = []
         self.links: list[tuple[str, ...]] = []
-        self._level_before = logging.NOTSET
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.msg == LINK_MESSAGE and isinstance(record.args, tuple):
@@ -132,20 +126,20 @@ class LogNotes(logging.Handler):
         elif record.levelno >= logging.WARNING:
             self.warnings.append(record.getMessage())
 
-    def __enter__(self) -> LogNotes:
-        log = logging.getLogger(_LOG)
-        self._level_before = log.level
-        if not log.isEnabledFor(logging.INFO):
-            log.setLevel(logging.INFO)
-        log.addHandler(self)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        log = logging.getLogger(_LOG)
-        log.removeHandler(self)
-        log.setLevel(self._level_before)
+@contextmanager
+def log_notes() -> Iterator[LogNotes]:
+    """Collect what the runtime logs inside the block."""
+    log, notes = logging.getLogger(_LOG), LogNotes()
+    level = log.level
+    if not log.isEnabledFor(logging.INFO):
+        log.setLevel(logging.INFO)
+    log.addHandler(notes)
+    try:
+        yield notes
+    finally:
+        log.removeHandler(notes)
+        log.setLevel(level)
 
 
 def links_line(links: Iterable[Sequence[Sequence[str]]]) -> list[str]:

@@ -50,7 +50,7 @@ def resolve(asked: TrainConfig) -> TrainConfig:
     restarts = bool(asked.out) and _is_restart(Path(asked.out), launch)
     resume = asked.resume or (restarts and has_checkpoint(asked.out))
     stored = _stored(Path(asked.out), asked.workload) if resume else {}
-    config = TrainConfig.of(**{**stored, **asked.asked})
+    config = TrainConfig.of(**{**stored, **asked.explicit})
     _check_link(config)
     config = replace(config, data=_absolute(config.data), pretrained=_absolute(config.pretrained))
     facts = check_workload(config.workload, config.build_options())
@@ -100,8 +100,9 @@ def joined_ranks() -> int | None:
 
 
 def _launch() -> str | None:
-    """torchrun's name for what started the workers. Launches that were given none are all called "none": on one host
-    their processes tell them apart.
+    """Name what started the workers as torchrun does.
+
+    Launches that were given no name are all called "none": on one host their processes tell them apart.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     if name == "none" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
@@ -151,7 +152,7 @@ def _plan(asked: TrainConfig, stored: dict[str, Any], batch_size: int) -> Plan:
     names = [f.name for f in fields(Plan)]
     loaded = stored if asked.plan is None else asdict(Plan.load(asked.plan))
     base = as_lists({name: value for name, value in loaded.items() if name in names})
-    explicit = as_lists({name: value for name, value in asked.asked.items() if name in names})
+    explicit = as_lists({name: value for name, value in asked.explicit.items() if name in names})
     _drop_what_depends(base, explicit)
     ranks = joined_ranks()
     chosen = {**base, **explicit}

@@ -21,7 +21,7 @@ from avgpipe import __version__
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import Goal, RunFolder, Totals, strict_json
-from avgpipe.cli.progress import LogNotes, ProgressBar, Silent, links_line
+from avgpipe.cli.progress import ProgressBar, Silent, links_line, log_notes
 from avgpipe.cli.resolve import prepare
 from avgpipe.errors import CheckpointError
 from avgpipe.pipeline import Pipeline
@@ -41,7 +41,7 @@ class TrainingRun:
         self.config = config
         self.workload, self.plan = prepare(config)
         self.goal = Goal(self.workload.lower_is_better, config.target)
-        with LogNotes() as log:
+        with log_notes() as log:
             self.pipeline = self._make_pipeline()
         self._world = self.pipeline.world
         first = self._world.rank == 0
@@ -191,8 +191,9 @@ class TrainingRun:
             self._try_to_save("best")
 
     def _evaluate(self) -> tuple[float, dict[str, float]]:
-        """Loss and metrics of the reference's weights; once optimizers keep running means, of those of the first
-        pipeline: replicas stay near their reference, and the mean evens out the rest.
+        """Evaluate the reference's weights, or once optimizers keep running means, those of the first pipeline.
+
+        Replicas stay near their reference, and the mean evens out the rest.
         """
         self.pipeline.drain()  # nothing may be in flight while the parameters hold something else
         batches = self.progress.validating(self.workload.valid_batches())

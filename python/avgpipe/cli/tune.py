@@ -85,9 +85,7 @@ class _Tuning:
         )
 
     def profiled(self) -> tuple[Profile, float | None]:
-        """The profile that was given, else a new one, and the seconds that it took. Raises PipelineError for a process
-        that fails.
-        """
+        """The profile that was given, else a new one and the seconds it took. PipelineError for a failed process."""
         if self.profile is not None:
             return self.profile, None
         config = self.config
