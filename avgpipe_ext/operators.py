@@ -106,14 +106,16 @@ def elastic_step_(
     alpha: float,
     staleness: int,
     *,
+    from_step: float = 1.0,
+    from_force: float = 0.0,
     accumulate: bool = True,
     check_finite: bool = False,
 ) -> Tensor:
-    """Rule `avgpipe`, after any optimizer's step, in place: collect the step, then apply the elastic force.
+    """A linear averaging rule after any optimizer's step d = x - x_before, in place.
 
-    update += x - x_before; then x += alpha (z - x) for staleness 0, with z the reference after the round, or
-    x += alpha (z - x_before) for staleness 1, with both from the beginning of the round (Chen et al., PPoPP
-    2023, reconstructed; this form of staleness 1 does not lag behind the reference).
+    The force f = alpha (x - z) for staleness 0, alpha (x_before - z) for staleness 1; then x -= f and
+    update += from_step d + from_force f. The default is rule `avgpipe` (Chen et al., PPoPP 2023, reconstructed; this
+    form of staleness 1, with x and z from the beginning of the round, does not lag behind the reference).
 
     Args:
         x: replica weights after the optimizer's step, any shape; written.
@@ -122,6 +124,7 @@ def elastic_step_(
         update: sum of the replica's steps so far, of x's shape; written.
         alpha: elasticity, finite.
         staleness: 0 or 1.
+        from_step, from_force: what `update` gets of the step and of the force, finite.
         accumulate: add to `update`; else overwrite it, without reading it.
         check_finite: count the elements whose new x or new update is not finite.
 
@@ -133,6 +136,8 @@ def elastic_step_(
         _ops.elastic_step_,
         (x, x_before, z, update),
         *(alpha, staleness),
+        from_step=from_step,
+        from_force=from_force,
         accumulate=accumulate,
         check_finite=check_finite,
     )
@@ -144,16 +149,20 @@ def easgd_step_(
     update: Tensors,
     alpha: float,
     *,
+    from_force: float = 1.0,
     accumulate: bool = True,
     check_finite: bool = False,
 ) -> Tensor:
     """Rule `easgd`, in place: e = alpha (x - z); x -= e; update += e (Zhang, Choromanska, LeCun 2015).
+
+    This is `elastic_step_` where there is no step: with another from_force, update += from_force e.
 
     Args:
         x: replica weights, any shape; written.
         z: reference weights, of x's shape.
         update: sum of the e so far, of x's shape; written.
         alpha: beta/N with 0 <= beta <= 1 for N replicas; finite.
+        from_force: what `update` gets of e, finite.
         accumulate: add to `update`; else overwrite it, without reading it.
         check_finite: count the elements whose new x or new update is not finite.
 
@@ -161,7 +170,8 @@ def easgd_step_(
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
-    return _call(_ops.easgd_step_, (x, z, update), alpha, accumulate=accumulate, check_finite=check_finite)
+    options = {"from_force": from_force, "accumulate": accumulate, "check_finite": check_finite}
+    return _call(_ops.easgd_step_, (x, z, update), alpha, **options)
 
 
 def elastic_sgd_(
@@ -180,7 +190,8 @@ def elastic_sgd_(
     nesterov: bool = False,
     maximize: bool = False,
     first_step: bool = False,
-    rule: str = "avgpipe",
+    from_step: float = 1.0,
+    from_force: float = 0.0,
     accumulate: bool = True,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -188,19 +199,18 @@ def elastic_sgd_(
 ) -> Tensor:
     """`torch.optim.SGD`'s step and then the averaging rule, in place and in one pass.
 
-    Equals SGD's step from x_before to x, then `elastic_step_` (rule "avgpipe") or `easgd_step_` ("easgd");
-    with a 16-bit x, what lies between is not rounded to 16 bits.
+    Equals SGD's step from x_before to x, then `elastic_step_`; with a 16-bit x, what lies between is not rounded to
+    16 bits. Rule `easgd` is staleness 0, from_step 0 and from_force 1.
 
     Args:
         x: replica weights, any shape; written.
         grad: gradients, of x's shape; read only, also with grad_scale.
         momentum: SGD's momentum buffer, of x's shape; written. None if and only if mu is 0.
-        z, update, alpha, staleness, accumulate: as of `elastic_step_`.
+        z, update, alpha, staleness, from_step, from_force, accumulate: as of `elastic_step_`.
         lr: learning rate.
         mu: momentum factor.
         dampening, weight_decay, nesterov, maximize: as of `torch.optim.SGD`.
         first_step: the momentum buffer holds nothing yet and becomes the gradient, as in SGD's first step.
-        rule: "avgpipe" or "easgd", which knows no staleness.
         grad_scale: float32 of one element: what the loss was multiplied by. Gradients are multiplied by its
             reciprocal, as `torch.amp.GradScaler.unscale_` does.
         found_inf: float32 of one element: unless it is 0 the optimizer's step is left out, and only the averaging
@@ -220,7 +230,8 @@ def elastic_sgd_(
         "nesterov": nesterov,
         "maximize": maximize,
         "first_step": first_step,
-        "rule": rule,
+        "from_step": from_step,
+        "from_force": from_force,
         "accumulate": accumulate,
         "grad_scale": grad_scale,
         "found_inf": found_inf,
@@ -252,7 +263,8 @@ def elastic_adamw_(
     weight_decay: float = 1e-2,
     decoupled: bool = True,
     maximize: bool = False,
-    rule: str = "avgpipe",
+    from_step: float = 1.0,
+    from_force: float = 0.0,
     accumulate: bool = True,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -260,19 +272,19 @@ def elastic_adamw_(
 ) -> Tensor:
     """`torch.optim.AdamW`'s step (Adam's, unless `decoupled`) and then the averaging rule, in place, in one pass.
 
-    Equals the optimizer's step from x_before to x, then `elastic_step_` (rule "avgpipe") or `easgd_step_`
-    ("easgd"); with a 16-bit x, what lies between is not rounded to 16 bits. Without amsgrad.
+    Equals the optimizer's step from x_before to x, then `elastic_step_`; with a 16-bit x, what lies between is not
+    rounded to 16 bits. Without amsgrad.
 
     Args:
         x: replica weights, any shape; written.
         grad: gradients, of x's shape; read only, also with grad_scale.
         exp_avg, exp_avg_sq: the optimizer's state, of x's shape; written.
-        z, update, alpha, staleness, accumulate: as of `elastic_step_`.
+        z, update, alpha, staleness, from_step, from_force, accumulate: as of `elastic_step_`.
         step: the number of this step, from 1: a number, or a float32 or float64 tensor of one element, on
             the CPU or on x's device. The caller counts.
         lr, beta1, beta2, eps, weight_decay, maximize: as of `torch.optim.AdamW`.
         decoupled: decay weights as AdamW does, else through the gradient, as Adam does.
-        rule, grad_scale, found_inf, check_finite: as of `elastic_sgd_`.
+        grad_scale, found_inf, check_finite: as of `elastic_sgd_`.
 
     grad, exp_avg, exp_avg_sq, z and update have x's dtype, or float32 beside a 16-bit x.
 
@@ -290,7 +302,8 @@ def elastic_adamw_(
         weight_decay=weight_decay,
         decoupled=decoupled,
         maximize=maximize,
-        rule=rule,
+        from_step=from_step,
+        from_force=from_force,
         accumulate=accumulate,
         grad_scale=grad_scale,
         found_inf=found_inf,

@@ -1,14 +1,25 @@
-#include "operators.h"
-
-#include <algorithm>
+// The operators: one template each, checked arguments in front of a kernel, and at the end every schema in
+// one block.
 #include <cmath>
+#include <optional>
+#include <regex>
 
 #include "checks.h"
 #include "execute.h"
 #include "library.h"
+#include "torch_abi.h"
 
 namespace avgpipe {
 namespace {
+
+// Where a call was dispatched to. kOther takes what no other kernel does: empty lists, and devices to refuse.
+enum class Backend { kCpu, kCuda, kOther };
+
+using OptionalTensor = std::optional<Tensor>;
+
+// One tensor, or a list of them.
+template <class T>
+using Maybe = std::conditional_t<std::is_same_v<T, Tensor>, OptionalTensor, Tensors>;
 
 Tensors as_list(Tensor tensor) {
     return {std::move(tensor)};
@@ -57,9 +68,13 @@ void execute(const Job& job, const Tensor& lost) {
 template <Backend kBackend>
 Tensor run(const CallSite& site, Kernel kernel, const Settings& settings, std::span<const Argument> arguments,
            Mixing mixing = Mixing::kFloat32Master) {
-    const std::vector<Work> works = checked_work(site, arguments, mixing);
+    std::vector<Work> works = checked_work(site, arguments, mixing);
     const Tensors& first = *arguments.front().tensors;
     if (!can_run<kBackend>(first)) return run_nowhere(site, first, settings.check_finite);
+    if (kernel == Kernel::kStep) {  // without x_before, x has made no step
+        for (Work& work : works)
+            if (work[Slot::kBefore].data == nullptr) work[Slot::kBefore] = work[Slot::kX];
+    }
     Job job{kernel, settings, works.data(), static_cast<int64_t>(works.size())};
     for (const Argument& argument : arguments) {
         if (argument.is_shared) job.tensors = static_cast<int64_t>(argument.tensors->size());
@@ -70,17 +85,18 @@ Tensor run(const CallSite& site, Kernel kernel, const Settings& settings, std::s
     return lost;
 }
 
-void set_alpha(const CallSite& site, Settings& settings, double alpha) {
+// The averaging rule: see elastic_step_ in avgpipe_ext/operators.py.
+void set_rule(const CallSite& site, Settings& settings, double alpha, int64_t staleness, double from_step,
+              double from_force, bool accumulate) {
     check_finite_number(site, "alpha", alpha);
-    settings.alpha = alpha;
-}
-
-void set_rule(const CallSite& site, Settings& settings, const std::string& rule, int64_t staleness) {
-    if (rule != "avgpipe" && rule != "easgd")
-        refuse(site, text("rule is '", rule, "'; pass 'avgpipe' or 'easgd'"));
+    check_finite_number(site, "from_step", from_step);
+    check_finite_number(site, "from_force", from_force);
     if (staleness != 0 && staleness != 1) refuse(site, text("staleness is ", staleness, "; pass 0 or 1"));
-    settings.is_easgd = rule == "easgd";
-    settings.lags = staleness == 1 && !settings.is_easgd;
+    settings.alpha = alpha;
+    settings.lags = staleness == 1;
+    settings.from_step = from_step;
+    settings.from_force = from_force;
+    settings.accumulates = accumulate;
 }
 
 // The options of GradScaler; the first tensor tells the device.
@@ -161,28 +177,26 @@ CallSite site_of(const char* name) {
     return {name, std::is_same_v<T, Tensors>};
 }
 
-}  // namespace
+// ---- the operators. Each returns the number of lost elements (int64, shape ()) with check_finite, else an
+// int64 placeholder of shape (0,). T is Tensor, or Tensors for lists.
+// --------------------------------------------------------
 
 template <Backend kBackend, class T>
 Tensor elastic_pull(T x, T z, double alpha, bool check_finite) {
     const CallSite site = site_of<T>("elastic_pull_");
-    Settings settings;
-    settings.check_finite = check_finite;
-    set_alpha(site, settings, alpha);
+    check_finite_number(site, "alpha", alpha);
+    const Settings settings{.alpha = alpha, .check_finite = check_finite};
     const Tensors xs = as_list(std::move(x)), zs = as_list(std::move(z));
     const Argument arguments[] = {{"x", &xs, Slot::kX, true}, {"z", &zs, Slot::kZ, false}};
     return run<kBackend>(site, Kernel::kPull, settings, arguments);
 }
 
 template <Backend kBackend, class T>
-Tensor elastic_step(T x, T x_before, T z, T update, double alpha, int64_t staleness, bool accumulate,
-                    bool check_finite) {
+Tensor elastic_step(T x, T x_before, T z, T update, double alpha, int64_t staleness, double from_step,
+                    double from_force, bool accumulate, bool check_finite) {
     const CallSite site = site_of<T>("elastic_step_");
-    Settings settings;
-    settings.check_finite = check_finite;
-    settings.accumulates = accumulate;
-    set_alpha(site, settings, alpha);
-    set_rule(site, settings, "avgpipe", staleness);
+    Settings settings{.check_finite = check_finite};
+    set_rule(site, settings, alpha, staleness, from_step, from_force, accumulate);
     const Tensors xs = as_list(std::move(x)), befores = as_list(std::move(x_before)),
                   zs = as_list(std::move(z)), updates = as_list(std::move(update));
     const Argument arguments[] = {{"x", &xs, Slot::kX, true},
@@ -193,34 +207,28 @@ Tensor elastic_step(T x, T x_before, T z, T update, double alpha, int64_t stalen
 }
 
 template <Backend kBackend, class T>
-Tensor easgd_step(T x, T z, T update, double alpha, bool accumulate, bool check_finite) {
+Tensor easgd_step(T x, T z, T update, double alpha, double from_force, bool accumulate, bool check_finite) {
     const CallSite site = site_of<T>("easgd_step_");
-    Settings settings;
-    settings.check_finite = check_finite;
-    settings.accumulates = accumulate;
-    set_alpha(site, settings, alpha);
+    Settings settings{.check_finite = check_finite};
+    set_rule(site, settings, alpha, 0, 0.0, from_force, accumulate);
     const Tensors xs = as_list(std::move(x)), zs = as_list(std::move(z)),
                   updates = as_list(std::move(update));
     const Argument arguments[] = {
         {"x", &xs, Slot::kX, true}, {"z", &zs, Slot::kZ, false}, {"update", &updates, Slot::kUpdate, true}};
-    return run<kBackend>(site, Kernel::kEasgd, settings, arguments);
+    return run<kBackend>(site, Kernel::kStep, settings, arguments);
 }
 
 template <Backend kBackend, class T>
 Tensor elastic_sgd(T x, T grad, Maybe<T> momentum, T z, T update, double alpha, int64_t staleness, double lr,
                    double mu, double dampening, double weight_decay, bool nesterov, bool maximize,
-                   bool first_step, String rule_name, bool accumulate, OptionalTensor grad_scale,
-                   OptionalTensor found_inf, bool check_finite) {
-    const std::string rule = take(rule_name);
+                   bool first_step, double from_step, double from_force, bool accumulate,
+                   OptionalTensor grad_scale, OptionalTensor found_inf, bool check_finite) {
     const CallSite site = site_of<T>("elastic_sgd_");
     const Tensors xs = as_list(std::move(x)), grads = as_list(std::move(grad)),
                   momenta = as_list(std::move(momentum)), zs = as_list(std::move(z)),
                   updates = as_list(std::move(update));
-    Settings settings;
-    settings.check_finite = check_finite;
-    settings.accumulates = accumulate;
-    set_alpha(site, settings, alpha);
-    set_rule(site, settings, rule, staleness);
+    Settings settings{.check_finite = check_finite};
+    set_rule(site, settings, alpha, staleness, from_step, from_force, accumulate);
     set_sgd(site, settings, lr, mu, dampening, weight_decay, nesterov, maximize, first_step);
     set_scaling(site, settings, xs, grad_scale, found_inf);
     const bool has_buffers = has_momentum(site, mu, momenta.size(), xs.size());
@@ -236,18 +244,14 @@ Tensor elastic_sgd(T x, T grad, Maybe<T> momentum, T z, T update, double alpha, 
 template <Backend kBackend, class T>
 Tensor elastic_adamw(T x, T grad, T exp_avg, T exp_avg_sq, T z, T update, double alpha, int64_t staleness,
                      Tensor step, double lr, double beta1, double beta2, double eps, double weight_decay,
-                     bool decoupled, bool maximize, String rule_name, bool accumulate,
+                     bool decoupled, bool maximize, double from_step, double from_force, bool accumulate,
                      OptionalTensor grad_scale, OptionalTensor found_inf, bool check_finite) {
-    const std::string rule = take(rule_name);
     const CallSite site = site_of<T>("elastic_adamw_");
     const Tensors xs = as_list(std::move(x)), grads = as_list(std::move(grad)),
                   firsts = as_list(std::move(exp_avg)), seconds = as_list(std::move(exp_avg_sq)),
                   zs = as_list(std::move(z)), updates = as_list(std::move(update));
-    Settings settings;
-    settings.check_finite = check_finite;
-    settings.accumulates = accumulate;
-    set_alpha(site, settings, alpha);
-    set_rule(site, settings, rule, staleness);
+    Settings settings{.check_finite = check_finite};
+    set_rule(site, settings, alpha, staleness, from_step, from_force, accumulate);
     set_adam(site, settings, xs, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize);
     set_scaling(site, settings, xs, grad_scale, found_inf);
     const Argument arguments[] = {{"x", &xs, Slot::kX, true},
@@ -270,9 +274,8 @@ Tensor elastic_round(Tensors xs, Tensors grads, Tensors states, T z, double alph
     const bool is_sgd = optimizer == "sgd";
     if (!is_sgd && optimizer != "adam" && optimizer != "adamw")
         refuse(site, text("optimizer is '", optimizer, "'; pass 'sgd', 'adam' or 'adamw'"));
-    Settings settings;
-    settings.check_finite = check_finite;
-    set_alpha(site, settings, alpha);
+    check_finite_number(site, "alpha", alpha);
+    Settings settings{.alpha = alpha, .check_finite = check_finite};
     if (is_sgd) {
         set_sgd(site, settings, lr, mu, dampening, weight_decay, nesterov, maximize, first_step);
     } else {
@@ -303,17 +306,12 @@ template <Backend kBackend, class T>
 Tensor reference_apply(T z, T update, double scale, bool zero, bool check_finite) {
     const CallSite site = site_of<T>("reference_apply_");
     check_finite_number(site, "scale", scale);
-    Settings settings;
-    settings.check_finite = check_finite;
-    settings.scale = scale;
-    settings.zeroes = zero;
+    const Settings settings{.scale = scale, .zeroes = zero, .check_finite = check_finite};
     const Tensors zs = as_list(std::move(z)), updates = as_list(std::move(update));
     const Argument arguments[] = {{"z", &zs, Slot::kZ, true, true},
                                   {"update", &updates, Slot::kUpdate, zero}};
     return run<kBackend>(site, Kernel::kApply, settings, arguments, Mixing::kEitherFloat32);
 }
-
-namespace {
 
 int64_t total_count(const Tensors& tensors) {
     int64_t total = 0;
@@ -346,8 +344,6 @@ void check_buffer(const CallSite& site, const char* name, const Tensor& buffer, 
                       " elements, the tensors together ", total,
                       "; pass a contiguous one of one dimension and as many elements"));
 }
-
-}  // namespace
 
 template <Backend kBackend>
 Tensor pack(Tensors tensors, std::optional<ScalarType> dtype) {
@@ -416,32 +412,85 @@ void unpack(Tensor buffer, Tensors tensors) {
     }
 }
 
-#define AVGPIPE_INSTANTIATE_FOR(backend, T)                                                                 \
-    template Tensor elastic_pull<backend, T>(T, T, double, bool);                                           \
-    template Tensor elastic_step<backend, T>(T, T, T, T, double, int64_t, bool, bool);                      \
-    template Tensor easgd_step<backend, T>(T, T, T, double, bool, bool);                                    \
-    template Tensor elastic_sgd<backend, T>(T, T, Maybe<T>, T, T, double, int64_t, double, double, double,  \
-                                            double, bool, bool, bool, String, bool, OptionalTensor,         \
-                                            OptionalTensor, bool);                                          \
-    template Tensor elastic_adamw<backend, T>(T, T, T, T, T, T, double, int64_t, Tensor, double, double,    \
-                                              double, double, double, bool, bool, String, bool,             \
-                                              OptionalTensor, OptionalTensor, bool);                        \
-    template Tensor elastic_round<backend, T>(Tensors, Tensors, Tensors, T, double, String, double, Tensor, \
-                                              double, double, bool, bool, double, double, double, double,   \
-                                              bool, OptionalTensor, OptionalTensor, bool);                  \
-    template Tensor reference_apply<backend, T>(T, T, double, bool, bool)
+// ---- registration
+// ----------------------------------------------------------------------------------------------------
 
-#define AVGPIPE_INSTANTIATE(backend)                                   \
-    AVGPIPE_INSTANTIATE_FOR(backend, Tensor);                          \
-    AVGPIPE_INSTANTIATE_FOR(backend, Tensors);                         \
-    template Tensor pack<backend>(Tensors, std::optional<ScalarType>); \
-    template void pack_out<backend>(Tensors, Tensor);                  \
-    template void unpack<backend>(Tensor, Tensors)
+// Both overloads of one schema: T is a tensor, and in the overload .list a list of them.
+template <class Library>
+void define(Library& m, const std::string& name, const std::string& arguments) {
+    static const std::regex kind(R"(\bT(\(\w!\))?(\?)? )");
+    m.def((name + "(" + std::regex_replace(arguments, kind, "Tensor$1$2 ") + ") -> Tensor").c_str());
+    m.def((name + ".list(" + std::regex_replace(arguments, kind, "Tensor$1[] ") + ") -> Tensor").c_str());
+}
 
-AVGPIPE_INSTANTIATE(Backend::kCpu);
-AVGPIPE_INSTANTIATE(Backend::kOther);
+template <Backend kBackend, class T, class Library>
+void implement(Library& m, const std::string& overload) {
+    const auto name = [&](const char* base) { return base + overload; };
+    m.impl(name("elastic_pull_").c_str(), AVGPIPE_KERNEL((&elastic_pull<kBackend, T>)));
+    m.impl(name("elastic_step_").c_str(), AVGPIPE_KERNEL((&elastic_step<kBackend, T>)));
+    m.impl(name("easgd_step_").c_str(), AVGPIPE_KERNEL((&easgd_step<kBackend, T>)));
+    m.impl(name("elastic_sgd_").c_str(), AVGPIPE_KERNEL((&elastic_sgd<kBackend, T>)));
+    m.impl(name("elastic_adamw_").c_str(), AVGPIPE_KERNEL((&elastic_adamw<kBackend, T>)));
+    m.impl(name("elastic_round_").c_str(), AVGPIPE_KERNEL((&elastic_round<kBackend, T>)));
+    m.impl(name("reference_apply_").c_str(), AVGPIPE_KERNEL((&reference_apply<kBackend, T>)));
+}
+
+template <Backend kBackend, class Library>
+void implement_all(Library& m) {
+    implement<kBackend, Tensor>(m, "");
+    implement<kBackend, Tensors>(m, ".list");
+    m.impl("pack", AVGPIPE_KERNEL(&pack<kBackend>));
+    m.impl("pack.out", AVGPIPE_KERNEL(&pack_out<kBackend>));
+    m.impl("unpack_", AVGPIPE_KERNEL(&unpack<kBackend>));
+}
+
+}  // namespace
+}  // namespace avgpipe
+
+AVGPIPE_SCHEMAS(m) {
+    using avgpipe::define;
+    const std::string check = ", bool check_finite=False";
+    const std::string rule = ", float from_step=1.0, float from_force=0.0, bool accumulate=True";
+    const std::string scaling = ", Tensor? grad_scale=None, Tensor? found_inf=None" + check;
+    define(m, "elastic_pull_", "T(a!) x, T z, float alpha, *" + check);
+    define(m, "elastic_step_",
+           "T(a!) x, T x_before, T z, T(b!) update, float alpha, int staleness, *" + rule + check);
+    define(m, "easgd_step_",
+           "T(a!) x, T z, T(b!) update, float alpha, *, float from_force=1.0, bool accumulate=True" + check);
+    define(m, "elastic_sgd_",
+           "T(a!) x, T grad, T(b!)? momentum, T z, T(c!) update, float alpha, int staleness, *, float lr, "
+           "float mu=0.0, float dampening=0.0, float weight_decay=0.0, bool nesterov=False, "
+           "bool maximize=False, bool first_step=False" +
+               rule + scaling);
+    define(
+        m, "elastic_adamw_",
+        "T(a!) x, T grad, T(b!) exp_avg, T(c!) exp_avg_sq, T z, T(d!) update, float alpha, int staleness, *, "
+        "Tensor step, float lr, float beta1=0.9, float beta2=0.999, float eps=1e-08, "
+        "float weight_decay=0.01, bool decoupled=True, bool maximize=False" +
+            rule + scaling);
+    define(m, "elastic_round_",
+           "Tensor(a!)[] xs, Tensor[] grads, Tensor(b!)[] states, T(c!) z, float alpha, *, str optimizer, "
+           "float lr, Tensor step, float mu=0.0, float dampening=0.0, bool nesterov=False, "
+           "bool first_step=False, float beta1=0.9, float beta2=0.999, float eps=1e-08, "
+           "float weight_decay=0.0, bool maximize=False" +
+               scaling);
+    define(m, "reference_apply_", "T(a!) z, T(b!) update, float scale, *, bool zero=True" + check);
+    m.def("pack(Tensor[] tensors, *, ScalarType? dtype=None) -> Tensor");
+    m.def("pack.out(Tensor[] tensors, *, Tensor(a!) out) -> ()");
+    m.def("unpack_(Tensor buffer, Tensor(a!)[] tensors) -> ()");
+}
+
+AVGPIPE_KERNELS(CPU, m) {
+    avgpipe::implement_all<avgpipe::Backend::kCpu>(m);
+}
+
 #ifdef AVGPIPE_WITH_CUDA
-AVGPIPE_INSTANTIATE(Backend::kCuda);
+AVGPIPE_KERNELS(CUDA, m) {
+    avgpipe::implement_all<avgpipe::Backend::kCuda>(m);
+}
 #endif
 
-}  // namespace avgpipe
+// Called for devices without a kernel and for empty lists, which have no device.
+AVGPIPE_KERNELS(CompositeExplicitAutograd, m) {
+    avgpipe::implement_all<avgpipe::Backend::kOther>(m);
+}

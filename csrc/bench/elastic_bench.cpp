@@ -39,7 +39,6 @@ struct Case {
 constexpr Case kCases[] = {
     {"pull", Kernel::kPull, 1, true},
     {"step", Kernel::kStep, 1, true},
-    {"easgd", Kernel::kEasgd, 1, true},
     {"apply/8", Kernel::kApply, 8, true},
     {"apply_keep/8", Kernel::kApply, 8, false},
     {"sgd", Kernel::kSgd, 1, true},

@@ -56,7 +56,6 @@ constexpr AVGPIPE_HD int64_t words_of_tensor(Kernel kernel, int64_t replicas) {
 #define AVGPIPE_CUDA_KERNELS(X)                           \
     AVGPIPE_PRECISIONS(X, pull, kPull)                    \
     AVGPIPE_PRECISIONS(X, step, kStep)                    \
-    AVGPIPE_PRECISIONS(X, easgd, kEasgd)                  \
     AVGPIPE_PRECISIONS(X, apply, kApply)                  \
     AVGPIPE_PRECISIONS(X, sgd, kSgd)                      \
     AVGPIPE_PRECISIONS(X, momentum, kMomentum)            \

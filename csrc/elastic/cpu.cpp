@@ -352,8 +352,6 @@ int64_t run_typed(const Job& job, int64_t tensor, int64_t begin, int64_t end) {
             return run_kernel<Kernel::kPull, A>(job, tensor, begin, end);
         case Kernel::kStep:
             return run_kernel<Kernel::kStep, A>(job, tensor, begin, end);
-        case Kernel::kEasgd:
-            return run_kernel<Kernel::kEasgd, A>(job, tensor, begin, end);
         case Kernel::kApply:
             return run_kernel<Kernel::kApply, A>(job, tensor, begin, end);
         case Kernel::kSgd:

@@ -8,12 +8,11 @@
 
 namespace avgpipe {
 
-// What one pass over the operands does. An optimizer's pass goes on with the rule of elastic averaging, of
-// which Scalars tell; in a round the optimizer's step goes straight into z, and pulls follow.
+// What one pass over the operands does. An optimizer's pass goes on with the averaging rule, whose
+// coefficients are in Scalars; in a round the optimizer's step goes straight into z, and pulls follow.
 enum class Kernel : int32_t {
     kPull,           // x += alpha (z - x)
-    kStep,           // the rule `avgpipe`, after a step from x_before to x
-    kEasgd,          // the rule `easgd`
+    kStep,           // the rule, after a step from x_before to x
     kApply,          // z += scale update; update = 0
     kSgd,            // SGD without momentum, then the rule
     kMomentum,       // SGD with momentum, then the rule
@@ -100,10 +99,10 @@ struct Limits {
 // What is the same for every element, as the host was told it (see Scalars for the meanings). `step`,
 // `grad_scale` and `found_inf` are read on the device where they are not null, and replace the values.
 struct Settings {
-    double alpha = 0.0, scale = 1.0;
+    double alpha = 0.0, from_step = 1.0, from_force = 0.0, scale = 1.0;
     double lr = 0.0, weight_decay = 0.0, beta1 = 0.0, beta2 = 0.0, eps = 0.0, dampening = 0.0;
     double step_count = 1.0, unscale = 1.0;
-    bool lags = false, is_easgd = false, accumulates = true, zeroes = true, check_finite = false;
+    bool lags = false, accumulates = true, zeroes = true, check_finite = false;
     bool is_decoupled = false, is_nesterov = false, maximizes = false, is_first = false, skips = false;
     bool step_is_double = false;
     const void* step = nullptr;
@@ -118,6 +117,8 @@ using Mask = std::conditional_t<sizeof(A) == sizeof(uint64_t), uint64_t, uint32_
 template <class A>
 struct Scalars {
     A alpha;         // elasticity
+    A from_step;     // what the update gets of the step
+    A from_force;    // what the update gets of the force, negated
     A scale;         // of an update on its way into z
     A unscale;       // of gradients
     A decay;         // Adam: factor 1 - lr weight_decay of x, else 1
@@ -129,7 +130,6 @@ struct Scalars {
     A unbias2;       // Adam: 1 / sqrt(1 - beta2^step)
     A eps;
     Mask<A> lags;         // the force is alpha (z - x_before), else alpha (z - x)
-    Mask<A> is_easgd;     // what the force takes from x goes to the update, else the step does
     Mask<A> accumulates;  // update += ..., else update = ...
     Mask<A> zeroes;       // kApply leaves update = 0, else as it was
     Mask<A> decays, is_nesterov, is_first, skips;
@@ -148,6 +148,8 @@ AVGPIPE_HD Scalars<A> scalars_of(const Settings& s, Optimizer optimizer) {
     const double bias2 = is_adam ? 1.0 - pow(s.beta2, s.step_count) : 1.0;
     Scalars<A> t;
     t.alpha = static_cast<A>(s.alpha);
+    t.from_step = static_cast<A>(s.from_step);
+    t.from_force = static_cast<A>(s.from_force);
     t.scale = static_cast<A>(s.scale);
     t.unscale = static_cast<A>(s.maximizes ? -s.unscale : s.unscale);
     t.decay = static_cast<A>(decays_x ? 1.0 - s.lr * s.weight_decay : 1.0);
@@ -160,7 +162,6 @@ AVGPIPE_HD Scalars<A> scalars_of(const Settings& s, Optimizer optimizer) {
     t.unbias2 = static_cast<A>(1.0 / sqrt(bias2));
     t.eps = static_cast<A>(s.eps);
     t.lags = mask_of<A>(s.lags);
-    t.is_easgd = mask_of<A>(s.is_easgd);
     t.accumulates = mask_of<A>(s.accumulates);
     t.zeroes = mask_of<A>(s.zeroes);
     t.decays = mask_of<A>(!decays_x && s.weight_decay != 0.0);
@@ -230,14 +231,10 @@ AVGPIPE_HD void advance(Element<A>& e, const Scalars<A>& s) {
         e.z += s.scale * (e.x - e.before);
     } else if constexpr (kKernel == Kernel::kPull) {
         e.x += s.alpha * (e.z - e.x);
-    } else if constexpr (kKernel == Kernel::kEasgd) {
-        const A force = s.alpha * (e.z - e.x);
-        e.update = select(s.accumulates, e.update, A(0)) - force;
-        e.x += force;
     } else {
         const A step = e.x - e.before;
         const A force = s.alpha * (e.z - select(s.lags, e.before, e.x));
-        e.update = select(s.accumulates, e.update, A(0)) + select(s.is_easgd, -force, step);
+        e.update = select(s.accumulates, e.update, A(0)) + (s.from_step * step - s.from_force * force);
         e.x += force;
     }
 }

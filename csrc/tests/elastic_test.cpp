@@ -12,9 +12,9 @@ namespace {
 using namespace avgpipe;
 using namespace avgpipe::tests;
 
-constexpr Kernel kKernels[] = {Kernel::kPull,          Kernel::kStep,     Kernel::kEasgd, Kernel::kApply,
-                               Kernel::kSgd,           Kernel::kMomentum, Kernel::kAdam,  Kernel::kSgdRound,
-                               Kernel::kMomentumRound, Kernel::kAdamRound};
+constexpr Kernel kKernels[] = {Kernel::kPull,     Kernel::kStep,          Kernel::kApply,
+                               Kernel::kSgd,      Kernel::kMomentum,      Kernel::kAdam,
+                               Kernel::kSgdRound, Kernel::kMomentumRound, Kernel::kAdamRound};
 
 std::vector<CpuKernel> instruction_sets() {
     std::vector<CpuKernel> sets{baseline::run};
@@ -124,13 +124,10 @@ void follow(Kernel kernel, const Settings& s, Row& r, double& z) {
         r.update = s.zeroes ? 0 : r.update;
     } else if (is_round(kernel)) {
         z += s.scale * (r.x - before);
-    } else if (kernel == Kernel::kEasgd || s.is_easgd) {
-        const double pulled = s.alpha * (r.x - z);
-        r.x -= pulled;
-        r.update = old_update + pulled;
     } else {
-        r.update = old_update + (r.x - before);
-        r.x += s.alpha * (z - (s.lags ? before : r.x));
+        const double force = s.alpha * (z - (s.lags ? before : r.x));
+        r.update = old_update + s.from_step * (r.x - before) - s.from_force * force;
+        r.x += force;
     }
 }
 
@@ -224,7 +221,7 @@ Settings usual() {
 std::vector<Settings> all_settings() {
     std::vector<Settings> all(10, usual());
     all[1].lags = true;
-    all[2].is_easgd = true;
+    all[2].from_step = 0.25, all[2].from_force = 0.75;
     all[3].accumulates = false;
     all[4].zeroes = false;
     all[5].check_finite = true;

@@ -174,7 +174,7 @@ std::vector<Settings> variants(Kernel kernel) {
     all.push_back(s);
     s.accumulates = false, s.zeroes = false, s.lags = true, s.is_nesterov = true, s.is_decoupled = true;
     all.push_back(s);
-    s.is_easgd = true, s.maximizes = true, s.is_first = true, s.unscale = 0.25;
+    s.from_step = 0.0, s.from_force = 1.0, s.maximizes = true, s.is_first = true, s.unscale = 0.25;
     all.push_back(s);
     s.skips = true;
     all.push_back(s);

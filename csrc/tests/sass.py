@@ -27,7 +27,6 @@ SKIPPED = 77
 OPERANDS = {
     "pull": (2, 1),
     "step": (4, 2),
-    "easgd": (3, 2),
     "apply": (5, 5),  # z, and the updates of 4 replicas at once
     "sgd": (4, 2),
     "momentum": (5, 3),

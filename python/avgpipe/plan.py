@@ -11,10 +11,10 @@ from typing import Any
 from avgpipe import systems
 from avgpipe.errors import nearest
 from avgpipe.files import write_atomically
+from avgpipe.rules import RULES
 from avgpipe.schedule import Action, Schedule, build_schedule, published
 from avgpipe.systems import SYSTEMS
 
-RULES = ("avgpipe", "easgd")
 RECOMPUTE = ("never", "except-last", "always")
 WEIGHTS = ("flush", "stash", "vertical-sync", "double-buffer")
 
@@ -60,7 +60,7 @@ class Plan:
         for name in ("stages", "pipelines", "micro_batches", "period"):
             _check_count(name, getattr(self, name))
         _one_of("system", self.system, tuple(SYSTEMS))
-        _one_of("rule", self.rule, RULES)
+        _one_of("rule", self.rule, tuple(RULES))
         _one_of("recompute", self.recompute, RECOMPUTE)
         if self.staleness not in (0, 1, "asynchronous") or isinstance(self.staleness, bool):
             raise ValueError(f"staleness must be 0, 1 or 'asynchronous', not {self.staleness!r}")

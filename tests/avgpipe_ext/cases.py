@@ -93,14 +93,17 @@ class Case:
 
 
 RULE = ("z", "update")
+EMPTY: dict[str, Any] = {}
+EASGD_RULE = {"from_step": 0.0, "from_force": 1.0}
+MIXED_RULE = {"from_step": 0.25, "from_force": -1.5}
 
 
 def _pull(x, z, alpha, **stores):
     return formulas.pull(x, z, alpha), z
 
 
-def _step(x, x_before, z, update, alpha, staleness, **stores):
-    new, grown = formulas.step(x, x_before, z, update, alpha, staleness)
+def _step(x, x_before, z, update, alpha, staleness, rule=EMPTY, **stores):
+    new, grown = formulas.step(x, x_before, z, update, alpha, staleness, **rule)
     return new, x_before, z, grown
 
 
@@ -113,10 +116,10 @@ def _apply(z, update, scale, **stores):
     return formulas.apply(z, [update], scale), zero_of(update)
 
 
-def _optimized(x, grad, *rest, optimizer, rule="avgpipe", accumulate=True, **stores):
+def _optimized(x, grad, *rest, optimizer, rule=EMPTY, **stores):
     *state, z, update, alpha, staleness = rest
     new, new_state = optimizer(x, grad, state)
-    new, grown = formulas.follow(rule, new, x, z, update, alpha, staleness, accumulate)
+    new, grown = formulas.step(new, x, z, update, alpha, staleness, **rule)
     return new, grad, *new_state, z, grown
 
 
@@ -127,16 +130,20 @@ def _rounds(*rest, optimizer, **stores):
     return *xs, *grads, *states, z
 
 
-def _split(options, rule_options=("rule", "accumulate")):
-    own = {k: v for k, v in options.items() if k in rule_options}
-    return own, {k: v for k, v in options.items() if k not in rule_options}
+def rule_options(options):
+    """Those of the averaging rule."""
+    return {k: v for k, v in options.items() if k in ("from_step", "from_force", "accumulate")}
+
+
+def _optimizer_options(options):
+    return {k: v for k, v in options.items() if k not in rule_options(options)}
 
 
 def sgd(label="", staleness=0, alpha=0.3, **options):
     """A case of `elastic_sgd_`."""
-    own, steps = _split(options)
     state = ("momentum",) if options.get("mu") else ()
-    formula = partial(_optimized, optimizer=partial(formulas.sgd, **steps), **own)
+    optimizer = partial(formulas.sgd, **_optimizer_options(options))
+    formula = partial(_optimized, optimizer=optimizer, rule=rule_options(options))
     names = ("x", "grad", *state, *RULE)
     return Case(
         "elastic_sgd_", names, (alpha, staleness), formula, ("x", *state, "update"), options, "-" + label
@@ -145,8 +152,8 @@ def sgd(label="", staleness=0, alpha=0.3, **options):
 
 def adam(label="", staleness=0, alpha=0.3, **options):
     """A case of `elastic_adamw_`."""
-    own, steps = _split(options)
-    formula = partial(_optimized, optimizer=partial(formulas.adam, **steps), **own)
+    optimizer = partial(formulas.adam, **_optimizer_options(options))
+    formula = partial(_optimized, optimizer=optimizer, rule=rule_options(options))
     state = ("exp_avg", "exp_avg_sq")
     names = ("x", "grad", *state, *RULE)
     return Case(
@@ -177,13 +184,22 @@ PULL = Case("elastic_pull_", ("x", "z"), (0.3,), _pull, ("x",))
 STEP = Case("elastic_step_", ("x", "x_before", *RULE), (0.3, 0), _step, ("x", "update"), label="-staleness0")
 STALE_STEP = Case("elastic_step_", STEP.tensors, (0.3, 1), _step, STEP.written, label="-staleness1")
 EASGD = Case("easgd_step_", ("x", *RULE), (0.3,), _easgd, ("x", "update"))
+MIXED = Case(
+    "elastic_step_",
+    STEP.tensors,
+    (0.3, 1),
+    partial(_step, rule=MIXED_RULE),
+    STEP.written,
+    MIXED_RULE,
+    "-mixed",
+)
 APPLY = Case("reference_apply_", RULE, (0.3,), _apply, RULE)
-RULES = (PULL, STEP, STALE_STEP, EASGD, APPLY)
+RULES = (PULL, STEP, STALE_STEP, MIXED, EASGD, APPLY)
 NESTEROV = {"mu": 0.9, "nesterov": True, "weight_decay": 0.01}
 OPTIMIZERS = (
     sgd("plain", lr=0.1, weight_decay=0.01),
     sgd("nesterov-staleness1", staleness=1, lr=0.1, **NESTEROV),
-    sgd("easgd", lr=0.1, mu=0.9, dampening=0.1, maximize=True, rule="easgd", accumulate=False),
+    sgd("easgd", lr=0.1, mu=0.9, dampening=0.1, maximize=True, accumulate=False, **EASGD_RULE),
     adam("decoupled", step=3, lr=0.01),
     adam("coupled-staleness1", staleness=1, step=7, lr=0.01, decoupled=False, weight_decay=0.1),
 )

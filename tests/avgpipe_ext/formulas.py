@@ -11,6 +11,8 @@ import math
 
 import torch
 
+from tests.avgpipe_ext.rounding import plus_nothing_of
+
 
 def root(value):
     """Correctly rounded, which torch's own float32 roots are not: through float64, which has enough digits."""
@@ -24,23 +26,22 @@ def pull(x, z, alpha):
     return x + alpha * (z - x)
 
 
-def step(x, x_before, z, update, alpha, staleness, accumulate=True):
-    """longest 4 of x, 2 of the update."""
-    grown = x - x_before
-    force = alpha * (z - (x_before if staleness else x))
+def step(x, x_before, z, update, alpha, staleness, accumulate=True, from_step=1.0, from_force=0.0):
+    """longest 4 of x; of the update 2 with the step alone, 4 with the force alone, else 6: products with 0 and 1, and
+    sums with 0, are exact."""
+    step, force = x - x_before, alpha * (z - (x_before if staleness else x))
+    if from_force == 0:
+        grown = plus_nothing_of(step if from_step == 1 else from_step * step, force)
+    elif from_step == 0:
+        grown = plus_nothing_of(-force if from_force == 1 else from_force * -force, step)
+    else:
+        grown = from_step * step - from_force * force
     return x + force, update + grown if accumulate else grown
 
 
 def easgd(x, z, update, alpha, accumulate=True):
     """longest 4."""
-    force = alpha * (z - x)
-    return x + force, update - force if accumulate else -force
-
-
-def follow(rule, x, x_before, z, update, alpha, staleness, accumulate=True):
-    if rule == "easgd":
-        return easgd(x, z, update, alpha, accumulate)
-    return step(x, x_before, z, update, alpha, staleness, accumulate)
+    return step(x, x, z, update, alpha, 0, accumulate, 0.0, 1.0)
 
 
 def apply(z, updates, scale):

@@ -37,13 +37,17 @@ def _count(lost: list[Tensor], like: Tensors, check_finite: bool) -> Tensor:
 
 
 def _follow_rule(
-    before: Tensor, after: Tensor, z: Tensor, alpha: float, staleness: int, rule: str
+    before: Tensor,
+    after: Tensor,
+    z: Tensor,
+    alpha: float,
+    staleness: int,
+    from_step: float = 1.0,
+    from_force: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """What the rule makes of a step from before to after: the new x, and what the update grows by."""
-    if rule == "easgd":
-        pulled = alpha * (after - z)
-        return after - pulled, pulled
-    return after + alpha * (z - (before if staleness == 1 else after)), after - before
+    force = alpha * ((before if staleness == 1 else after) - z)
+    return after - force, from_step * (after - before) + from_force * force
 
 
 def _store(x: Tensor, update: Tensor, new_x: Tensor, grown: Tensor, accumulate: bool) -> Tensor:
@@ -146,13 +150,15 @@ def elastic_step_(
     alpha: float,
     staleness: int,
     *,
+    from_step: float = 1.0,
+    from_force: float = 0.0,
     accumulate: bool = True,
     check_finite: bool = False,
 ) -> Tensor:
     """update += x - x_before, then the elastic force. See `avgpipe_ext.elastic_step_`."""
     lost = []
     for xt, bt, zt, ut in _tuples(x, x_before, z, update):
-        new = _follow_rule(bt.double(), xt.double(), zt.double(), alpha, staleness, "avgpipe")
+        new = _follow_rule(bt.double(), xt.double(), zt.double(), alpha, staleness, from_step, from_force)
         lost.append(_store(xt, ut, *new, accumulate))
     return _count(lost, x, check_finite)
 
@@ -164,13 +170,14 @@ def easgd_step_(
     update: Tensors,
     alpha: float,
     *,
+    from_force: float = 1.0,
     accumulate: bool = True,
     check_finite: bool = False,
 ) -> Tensor:
     """e = alpha (x - z); x -= e; update += e. See `avgpipe_ext.easgd_step_`."""
     lost = []
     for xt, zt, ut in _tuples(x, z, update):
-        new = _follow_rule(xt.double(), xt.double(), zt.double(), alpha, 0, "easgd")
+        new = _follow_rule(xt.double(), xt.double(), zt.double(), alpha, 0, 0.0, from_force)
         lost.append(_store(xt, ut, *new, accumulate))
     return _count(lost, x, check_finite)
 
@@ -192,7 +199,8 @@ def elastic_sgd_(
     nesterov: bool = False,
     maximize: bool = False,
     first_step: bool = False,
-    rule: str = "avgpipe",
+    from_step: float = 1.0,
+    from_force: float = 0.0,
     accumulate: bool = True,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -203,7 +211,7 @@ def elastic_sgd_(
     lost = []
     for xt, gt, zt, ut, *state in _tuples(x, grad, z, update, *([] if momentum is None else [momentum])):
         before, after = _optimize(_unless(found_inf, sgd), xt, gt, state)
-        new = _follow_rule(before, after, zt.double(), alpha, staleness, rule)
+        new = _follow_rule(before, after, zt.double(), alpha, staleness, from_step, from_force)
         lost.append(_store(xt, ut, *new, accumulate))
     return _count(lost, x, check_finite)
 
@@ -227,7 +235,8 @@ def elastic_adamw_(
     weight_decay: float = 1e-2,
     decoupled: bool = True,
     maximize: bool = False,
-    rule: str = "avgpipe",
+    from_step: float = 1.0,
+    from_force: float = 0.0,
     accumulate: bool = True,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -238,7 +247,7 @@ def elastic_adamw_(
     lost = []
     for xt, gt, zt, ut, *state in _tuples(x, grad, z, update, exp_avg, exp_avg_sq):
         before, after = _optimize(_unless(found_inf, adam), xt, gt, state)
-        new = _follow_rule(before, after, zt.double(), alpha, staleness, rule)
+        new = _follow_rule(before, after, zt.double(), alpha, staleness, from_step, from_force)
         lost.append(_store(xt, ut, *new, accumulate))
     return _count(lost, x, check_finite)
 

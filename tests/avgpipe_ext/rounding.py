@@ -82,6 +82,14 @@ def zero_of(number):
     return torch.zeros_like(number)
 
 
+def plus_nothing_of(number, other):
+    """number + 0 * other: the number itself, unless the other one is not finite."""
+    if isinstance(number, Rounded):
+        value = number.value + 0 * other.value
+        return Rounded(value, number.arithmetic, number.error, number.fits & other.fits)
+    return number + 0 * other
+
+
 def assert_within(result, expected, bound, times=1):
     """|result - expected| <= times * bound wherever there is one; the value is the bound's own unless given."""
     wanted = bound.value if expected is None else expected.double()

@@ -11,7 +11,10 @@ import avgpipe_ext
 from tests.avgpipe_ext.cases import (
     APPLY,
     CASES,
+    EASGD_RULE,
+    EMPTY,
     FLOATS,
+    MIXED_RULE,
     RULES,
     SIXTEEN_BIT,
     adam,
@@ -120,8 +123,7 @@ def optimizer_cases(draw):
         "maximize": draw(st.booleans()),
         "accumulate": draw(st.booleans()),
     }
-    if draw(st.booleans()):
-        common |= {"rule": "easgd", "staleness": 0}
+    common |= draw(st.sampled_from([EMPTY, EASGD_RULE, MIXED_RULE]))
     if draw(st.booleans()):
         betas = {
             "beta1": draw(st.sampled_from([0.0, 0.5, 0.9])),

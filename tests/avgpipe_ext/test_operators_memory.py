@@ -62,7 +62,9 @@ def test_packing_leaves_nothing_behind():
 
 
 @needs_mallinfo2
-@pytest.mark.parametrize("wrong", [{"rule": "other"}, {"staleness": 2}, {"alpha": float("nan")}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"from_force": float("inf")}, {"staleness": 2}, {"alpha": float("nan")}], ids=str
+)
 def test_a_refused_call_leaves_nothing_behind(wrong):
     x, grad, z, update = (torch.randn(3) for _ in range(4))
     given = {"alpha": 0.5, "staleness": 0, "lr": 0.1, **wrong}

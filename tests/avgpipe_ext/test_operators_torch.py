@@ -9,7 +9,18 @@ import pytest
 import torch
 
 import avgpipe_ext
-from tests.avgpipe_ext.cases import FLOATS, OPTIMIZERS, SIXTEEN_BIT, adam, arguments, bounds, copies, sgd
+from tests.avgpipe_ext.cases import (
+    EASGD_RULE,
+    FLOATS,
+    OPTIMIZERS,
+    SIXTEEN_BIT,
+    adam,
+    arguments,
+    bounds,
+    copies,
+    rule_options,
+    sgd,
+)
 from tests.avgpipe_ext.rounding import assert_within
 from tests.avgpipe_ext.torch_steps import torch_optimizer, torch_step
 
@@ -19,7 +30,7 @@ STEPS = (
     sgd("first", lr=0.1, mu=0.9, nesterov=True, first_step=True),
     sgd("dampened", lr=0.5, mu=0.5, dampening=0.5, weight_decay=0.1, maximize=True, accumulate=False),
     adam("maximized-first", step=1, lr=1e-3, maximize=True, weight_decay=0.1),
-    adam("coupled-easgd", step=1000, lr=0.1, decoupled=False, weight_decay=0.01, rule="easgd"),
+    adam("coupled-easgd", step=1000, lr=0.1, decoupled=False, weight_decay=0.01, **EASGD_RULE),
     adam("betas", step=2, lr=0.01, beta1=0.6, beta2=0.8, eps=1e-3, weight_decay=0.0, staleness=1),
 )
 EVERY_STEP = pytest.mark.parametrize("case", STEPS, ids=str)
@@ -34,11 +45,7 @@ def separately(case, tensors, how):
     x, grad, *state, z, update = tensors
     before = x.clone()
     torch_step(case, x, grad, state, **how)
-    accumulate = case.options.get("accumulate", True)
-    if case.options.get("rule") == "easgd":
-        avgpipe_ext.easgd_step_(x, z, update, case.scalars[0], accumulate=accumulate)
-    else:
-        avgpipe_ext.elastic_step_(x, before, z, update, *case.scalars, accumulate=accumulate)
+    avgpipe_ext.elastic_step_(x, before, z, update, *case.scalars, **rule_options(case.options))
 
 
 @EVERY_STEP
@@ -123,11 +130,7 @@ def test_found_inf_leaves_out_the_step_and_keeps_the_rule(case, dtype, bad):
     x, _, *state, z, update = copies(tensors)
     scaling = {"grad_scale": torch.tensor(bad), "found_inf": torch.tensor([1.0])}
     assert case.operator(*tensors, *case.scalars, check_finite=True, **scaling).item() == 0
-    accumulate = case.options.get("accumulate", True)
-    if case.options.get("rule") == "easgd":
-        avgpipe_ext.easgd_step_(x, z, update, case.scalars[0], accumulate=accumulate)
-    else:
-        avgpipe_ext.elastic_step_(x, x.clone(), z, update, *case.scalars, accumulate=accumulate)
+    avgpipe_ext.elastic_step_(x, x.clone(), z, update, *case.scalars, **rule_options(case.options))
     kept = [x, *state, z, update]
     assert all(torch.equal(a, b) for a, b in zip(tensors[:1] + tensors[2:], kept))
 

@@ -9,7 +9,18 @@ import torch
 
 import avgpipe_ext.operators
 from tests.avgpipe_ext import reference
-from tests.avgpipe_ext.cases import CASES, FLOATS, OPTIMIZERS, ROUNDS, RULES, arguments, bounds, copies, exact
+from tests.avgpipe_ext.cases import (
+    CASES,
+    FLOATS,
+    OPTIMIZERS,
+    ROUNDS,
+    RULES,
+    arguments,
+    bounds,
+    copies,
+    exact,
+    rule_options,
+)
 from tests.avgpipe_ext.rounding import assert_within
 from tests.avgpipe_ext.torch_steps import torch_step
 
@@ -31,9 +42,9 @@ def test_every_operator_has_a_twin_with_its_arguments():
     assert len(names) == 9
     for name in names:
         ours = inspect.signature(getattr(avgpipe_ext.operators, name))
-        twins = inspect.signature(getattr(reference, name))
+        theirs = inspect.signature(getattr(reference, name))
         assert [(p.name, p.kind, p.default) for p in ours.parameters.values()] == [
-            (p.name, p.kind, p.default) for p in twins.parameters.values()
+            (p.name, p.kind, p.default) for p in theirs.parameters.values()
         ]
 
 
@@ -52,6 +63,10 @@ def test_rules_are_those_of_the_papers(case):
             "x": x + alpha * (z - old["x_before"]),
             "update": update + x - old["x_before"],
         },
+        "elastic_step_-mixed": lambda: {
+            "x": x - alpha * (old["x_before"] - z),
+            "update": update + 0.25 * (x - old["x_before"]) - 1.5 * alpha * (old["x_before"] - z),
+        },
         "easgd_step_": lambda: {"x": x - alpha * (x - z), "update": update + alpha * (x - z)},
         "reference_apply_": lambda: {"z": z + 0.3 * update, "update": torch.zeros_like(update)},
     }[str(case)]()
@@ -66,11 +81,7 @@ def test_an_optimizers_twin_is_torchs_step_and_then_the_rules_twin(case):
     x, grad, *state, z, update = copies(tensors)
     before = x.clone()
     torch_step(case, x, grad, state)
-    options = {"accumulate": case.options.get("accumulate", True)}
-    if case.options.get("rule") == "easgd":
-        reference.easgd_step_(x, z, update, case.scalars[0], **options)
-    else:
-        reference.elastic_step_(x, before, z, update, *case.scalars, **options)
+    reference.elastic_step_(x, before, z, update, *case.scalars, **rule_options(case.options))
     case.twin(*tensors, *case.scalars)
     for ours, theirs in zip(tensors, (x, grad, *state, z, update)):
         torch.testing.assert_close(ours, theirs, **NEAR)

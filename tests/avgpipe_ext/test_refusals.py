@@ -243,10 +243,10 @@ def test_what_gradscaler_does_not_pass(case, option):
 
 
 @pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
-@pytest.mark.parametrize("rule", ["", "elastic", "EASGD"])
-def test_rules_that_are_none(case, rule):
-    message = f"rule is '{rule}'; pass 'avgpipe' or 'easgd'"
-    refuses(case, arguments(case, (3,), torch.float32), message, rule=rule)
+@pytest.mark.parametrize("name", ["from_step", "from_force"])
+def test_coefficients_that_are_not_finite(case, name):
+    message = f"{name} is nan; pass a finite number"
+    refuses(case, arguments(case, (3,), torch.float32), message, **{name: float("nan")})
 
 
 def test_momentum_belongs_to_mu():
@@ -360,7 +360,7 @@ def test_what_is_no_list_of_tensors(value, found):
         ({"lr": None}, "lr is of type NoneType; pass a float"),
         ({"lr": "x"}, "lr is of type str; pass a float"),
         ({"lr": torch.ones(3)}, "lr is of type Tensor; pass a float"),
-        ({"rule": 3}, "rule is of type int; pass a str"),
+        ({"from_step": "x"}, "from_step is of type str; pass a float"),
         ({"accumulate": "x"}, "accumulate is of type str; pass True or False"),
         ({"grad_scale": 3.0}, "grad_scale is of type float; pass a tensor or None"),
     ],

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from avgpipe.cli.options import Options, Value, internal, parse_count, parse_positive
 from avgpipe.errors import nearest
-from avgpipe.plan import RECOMPUTE, RULES, WEIGHTS, Plan
+from avgpipe.plan import RECOMPUTE, WEIGHTS, Plan
+from avgpipe.rules import RULES
 from avgpipe.schedule import schedule_names
 from avgpipe.systems import SYSTEMS
 from avgpipe.units import parse_bytes, parse_names, parse_numbers, parse_rate, parse_seconds

@@ -9,8 +9,8 @@ import torch
 
 import avgpipe_ext
 from avgpipe.elastic import Buffers, Layout
-from avgpipe.elastic.elasticity import Elasticity
 from avgpipe.elastic.replica import Weights
+from avgpipe.rules import Elasticity
 
 
 class Centre:

@@ -10,9 +10,9 @@ import torch
 
 import avgpipe_ext
 from avgpipe.elastic import Buffers
-from avgpipe.elastic.elasticity import Elasticity
 from avgpipe.elastic.plan import Plan, Rest
 from avgpipe.elastic.steps import Call, Steps
+from avgpipe.rules import Elasticity
 
 # In these, together and in turn give equal bits; 16 bits round less often together.
 _EXACT = (torch.float32, torch.float64)
@@ -35,8 +35,8 @@ class FusedForce:
     def __call__(self, z: Buffers) -> list[torch.Tensor]:
         """Step and average; returns the operators' counts of what is not finite."""
         e, plan, scaling = self.elasticity, self.plan, self.scaling
-        alpha, staleness = (e.alpha, 0) if e.rule == "easgd" else e.force
-        common = {"rule": e.rule, "accumulate": False, "check_finite": True}
+        alpha, staleness = e.force
+        common = e.shares | {"accumulate": False, "check_finite": True}
         self.count(1.0)
         counts = []
         for call in plan.calls:
@@ -85,11 +85,15 @@ class FusedForce:
     def _average(self, rest: Rest) -> list[torch.Tensor]:
         """The averaging of what has made no step."""
         e = self.elasticity
-        if e.rule == "easgd":
-            easgd = avgpipe_ext.easgd_step_
-            return [easgd(rest.x, rest.z, rest.update, e.alpha, accumulate=False, check_finite=True)]
-        torch._foreach_zero_(rest.update)
         alpha, _ = e.force
+        if from_force := e.coefficients.from_force:
+            options: dict[str, Any] = {
+                "from_force": from_force,
+                "accumulate": False,
+                "check_finite": True,
+            }
+            return [avgpipe_ext.easgd_step_(rest.x, rest.z, rest.update, alpha, **options)]
+        torch._foreach_zero_(rest.update)
         return [avgpipe_ext.elastic_pull_(rest.x, rest.z, alpha, check_finite=True)] if alpha else []
 
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from avgpipe.elastic import Buffers, Layout
 from avgpipe.elastic.centre import Centre
-from avgpipe.elastic.elasticity import Elasticity
 from avgpipe.elastic.replica import Replica
 from avgpipe.elastic.rounds import GroupRounds, Rounds
 from avgpipe.ranks.texts import gather_in, gather_texts
+from avgpipe.rules import Elasticity
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # what the operators know

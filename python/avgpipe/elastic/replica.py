@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 import avgpipe_ext
-from avgpipe.elastic.elasticity import Elasticity
 from avgpipe.elastic.layout import Buffers, Entry, Layout, real
+from avgpipe.rules import Elasticity
 
 
 class Weights:
@@ -59,7 +59,7 @@ class Replica:
         self.x = Weights(layout, tensors)
         self.elasticity = elasticity
         self.update = update  # None: z follows this replica
-        self.remembers = update is not None and elasticity.rule == "avgpipe"
+        self.remembers = update is not None and elasticity.coefficients.from_step != 0
         self.before: Buffers | None = None
 
     @torch.no_grad()
@@ -83,11 +83,15 @@ class Replica:
         for b, xs in enumerate(loaded):
             zs, updates = z.views[b], self.update.views[b]
             if not self.remembers:
-                count = avgpipe_ext.easgd_step_(xs, zs, updates, self.elasticity.alpha, **options)
+                from_force = self.elasticity.coefficients.from_force
+                count = avgpipe_ext.easgd_step_(
+                    xs, zs, updates, self.elasticity.alpha, from_force=from_force, **options
+                )
             else:
                 assert self.before is not None, "a round without beginning"
                 before = self.before.views[b]
-                count = avgpipe_ext.elastic_step_(xs, before, zs, updates, *self.elasticity.force, **options)
+                shares = self.elasticity.shares | options
+                count = avgpipe_ext.elastic_step_(xs, before, zs, updates, *self.elasticity.force, **shares)
             counts.append(count)
         self.x.store(loaded)
         return counts

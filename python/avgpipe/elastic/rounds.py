@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from avgpipe.elastic import Buffers, Layout
 from avgpipe.elastic.centre import Centre
-from avgpipe.elastic.elasticity import Elasticity
 from avgpipe.elastic.force import FusedForce, Whole
 from avgpipe.elastic.replica import Replica
+from avgpipe.rules import Elasticity
 
 # Given z, writes a replica's update and applies the force that needs no other replica; returns counts of what was
 # not finite.
@@ -50,7 +50,9 @@ class Rounds:
         self.arrivals_per_round = elasticity.replicas
         self.arrivals = 0  # arrivals in all
         e = elasticity
-        self.follows = e.rule == "avgpipe" and e.replicas == 1 and e.alpha == 0 and centre.outer is None
+        self.follows = (
+            e.coefficients.from_step == 1 and e.replicas == 1 and e.alpha == 0 and centre.outer is None
+        )
         self._dropped = 0
         self._bad_counts: torch.Tensor | None = None  # bad updates on an accelerator, not waited for yet
         self._waiting: dict[int, Waiting] = {}  # of arrived ones, see arrive_later

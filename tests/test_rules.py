@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from avgpipe.elastic.elasticity import Elasticity
+from avgpipe.rules import Elasticity
 
 
 def make(replicas=4, alpha=None, rule="avgpipe", staleness=0, period=1):

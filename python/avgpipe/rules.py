@@ -1,0 +1,134 @@
+"""Averaging rules as coefficients, and the checked options of a reference. No torch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from avgpipe.errors import nearest
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A linear averaging rule of N replicas x and a reference z.
+
+    With d the step that a replica's optimizer made in a round, and a the elasticity:
+
+        f = a (x - z), or a (x + d - z)             the force, x and z from the beginning of the round
+        x' = x + d - f
+        u = from_step d + from_force f              the update that the replica contributes
+        z' = z + sum of all u, or their mean
+
+    Attributes:
+        from_step: what the update gets of the step.
+        from_force: what the update gets of the force.
+        force_after_step: The force is that of x + d, not that of x.
+        joins: With staleness 0 there is no f; instead, once z' is there, all replicas move by a (z' - x').
+        averages: z moves by the mean of the updates, not by their sum.
+        beta: The default elasticity of N replicas is beta / N.
+        alone: The default elasticity of a single replica.
+    """
+
+    from_step: float
+    from_force: float
+    force_after_step: bool
+    joins: bool
+    averages: bool
+    beta: float
+    alone: float
+
+
+RULES = {
+    # Chen et al., PPoPP 2023, reconstructed. A single replica is its reference.
+    "avgpipe": Rule(
+        from_step=1, from_force=0, force_after_step=False, joins=True, averages=True, beta=1, alone=0
+    ),
+    # Zhang, Choromanska, LeCun 2015.
+    "easgd": Rule(
+        from_step=0, from_force=1, force_after_step=True, joins=False, averages=False, beta=0.9, alone=0.9
+    ),
+}
+STALENESS = (0, 1, "asynchronous")
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """How ``replicas`` (N) replicas agree with the reference: see :class:`avgpipe.Reference` for the meanings."""
+
+    replicas: int
+    rule: str
+    alpha: float
+    staleness: int | str
+    period: int
+
+    @staticmethod
+    def checked(
+        replicas: int, alpha: float | None, rule: str, staleness: int | str, period: int
+    ) -> Elasticity:
+        """The options with the default of ``alpha`` filled in; ValueError or TypeError for a wrong one."""
+        _check_count("replicas", replicas)
+        _check_count("period", period)
+        if rule not in tuple(RULES):
+            raise ValueError(f"unknown rule {rule!r}: {nearest(str(rule), tuple(RULES))}")
+        if isinstance(staleness, str) and staleness not in STALENESS:
+            raise ValueError(
+                f"unknown staleness {staleness!r}: {nearest(staleness, [str(s) for s in STALENESS])}"
+            )
+        if isinstance(staleness, bool) or staleness not in STALENESS:
+            raise ValueError(f"staleness must be 0, 1 or 'asynchronous', not {staleness!r}")
+        if alpha is None:
+            alpha = RULES[rule].beta / replicas if replicas > 1 else RULES[rule].alone
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+            raise TypeError(f"alpha must be a number from 0 to 1 or None, not {alpha!r}")
+        if not (math.isfinite(alpha) and 0 <= alpha <= 1):
+            raise ValueError(
+                f"alpha must be from 0 (no elasticity) to 1 (replicas restart at z), not {alpha!r}"
+            )
+        elasticity = Elasticity(replicas, rule, float(alpha), staleness, period)
+        if replicas * elasticity.scale * RULES[rule].from_force * alpha > 1 + 1e-9:
+            warnings.warn(
+                f"{rule} with alpha {alpha} and {replicas} replicas: z overshoots when replicas * alpha > 1; "
+                f"the published value is {RULES[rule].beta}/{replicas}",
+                stacklevel=3,
+            )
+        return elasticity
+
+    @property
+    def coefficients(self) -> Rule:
+        return RULES[self.rule]
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.staleness == "asynchronous"
+
+    @property
+    def pulls_at_the_end(self) -> bool:
+        """The step that completes a round moves the weights of all replicas."""
+        return self.coefficients.joins and self.staleness == 0 and self.alpha != 0
+
+    @property
+    def force(self) -> tuple[float, int]:
+        """Elasticity and staleness, as the operators call it, of the force in a replica's own part of a round."""
+        rule = self.coefficients
+        if rule.joins and self.staleness == 0:
+            return 0.0, 0
+        return self.alpha, 0 if rule.force_after_step else 1
+
+    @property
+    def shares(self) -> dict[str, Any]:
+        """What the update gets of step and force, as options of the operators."""
+        return {"from_step": self.coefficients.from_step, "from_force": self.coefficients.from_force}
+
+    @property
+    def scale(self) -> float:
+        """What one replica's update is multiplied by on its way into z."""
+        return 1 / self.replicas if self.coefficients.averages else 1.0
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
