@@ -217,7 +217,7 @@ def _latency_s() -> float:
 
 def _jitter(timeline: Any) -> float:
     """Of an action's time, standard deviation over mean, over all stages."""
-    from avgpipe.timeline.actions import occupations
+    from avgpipe.timeline.timeline import occupations
 
     samples: dict[tuple[str, int], list[float]] = {}
     for action in occupations(timeline.events, ("send", "host", "average")):

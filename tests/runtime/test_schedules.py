@@ -125,7 +125,7 @@ def test_a_timeline_has_a_row_for_each_worker(options: dict[str, Any], labels: t
         timeline.explain()
     assert timeline.labels == labels
     assert timeline.stages == plan.workers
-    forwards = {(e.stage, e.detail) for e in timeline.events if e.kind == "F"}
+    forwards = {(e.stage, e.worker) for e in timeline.events if e.kind == "F"}
     assert len(forwards) == max(plan.stages, plan.workers)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from avgpipe.timeline import Event, Timeline
-from avgpipe.timeline.critical import Cause, critical_path, with_waits
+from avgpipe.timeline.explain import Cause, critical_path, with_waits
 
 
 def event(stage, m, kind, start_s, end_s, detail=""):

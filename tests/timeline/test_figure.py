@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from avgpipe.timeline.figure import check_format, check_picture, write_figure
+from avgpipe.timeline.plot import check_format, check_picture, write_figure
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_an_unknown_format_is_refused_and_nothing_written(tmp_path):
 
 def test_drawing_needs_no_display_and_leaves_pyplot_alone(tmp_path):
     code = (
-        "import sys; from avgpipe.report import Event, Timeline; "
+        "import sys; from avgpipe.timeline import Event, Timeline; "
         f"Timeline(1, (Event(0, 0, 0, 0, 'F', 0.0, 1.0),)).plot({str(tmp_path / 'a.png')!r}); "
         "assert 'matplotlib.pyplot' not in sys.modules"
     )

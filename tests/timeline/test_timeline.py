@@ -1,12 +1,14 @@
 import dataclasses
 import itertools
+import pickle
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from avgpipe.timeline import COMPUTE_KINDS, Event, Timeline
+from avgpipe.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
+from avgpipe.timeline.timeline import occupations
 
 
 def event(stage, start_s, end_s, kind="F", pipeline=0, batch=0, micro_batch=0):
@@ -74,14 +76,14 @@ def test_window_selects_batches_and_keeps_their_times():
     inner = timeline.window(1, 3)
     assert [e.batch for e in inner.events] == [1, 2, 3]
     assert inner.events[0] == timeline.events[1]
-    assert inner.peak_memory_bytes == [7]
+    assert inner.peak_memory_bytes == (7,)
     assert timeline.window(9, 10).events == ()
 
 
 def test_a_timeline_is_a_frozen_value():
     timeline = Timeline(1, [event(0, 0, 1)], (5,))
     assert timeline == Timeline(1, (event(0, 0, 1),), [5])
-    assert timeline.peak_memory_bytes == [5]
+    assert timeline.peak_memory_bytes == (5,)
     with pytest.raises(dataclasses.FrozenInstanceError):
         timeline.stages = 2
 
@@ -95,7 +97,7 @@ def test_a_timeline_is_a_frozen_value():
         (1, (event(0, 2, 1),), None, r"events\[0\]=.*not before it starts"),
         (1, (event(0, 0, float("nan")),), None, r"events\[0\]=.*finite"),
         (1, (event(0, 0, float("inf")),), None, r"events\[0\]=.*finite"),
-        (2, (), [1], r"peak_memory_bytes=\[1\]: give one per stage, 2"),
+        (2, (), [1], r"peak_memory_bytes=\(1,\): give one per stage, 2"),
     ],
 )
 def test_what_cannot_be_a_timeline_is_refused(stages, events, memory, message):
@@ -126,7 +128,7 @@ def test_printed_form_is_a_short_table():
 
 
 def test_rows_may_be_labelled(tmp_path):
-    event = Event(1, 0, 0, 0, "F", 0.0, 1.0, "stage 3")
+    event = Event(3, 0, 0, 0, "F", 0.0, 1.0, worker=1)
     timeline = Timeline(2, (event,), labels=("worker 0", "worker 1"))
     timeline.to_chrome_trace(tmp_path / "t.json")
     again = Timeline.from_chrome_trace(tmp_path / "t.json")
@@ -138,3 +140,29 @@ def test_rows_may_be_labelled(tmp_path):
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["worker 0", "worker 1"]
     with pytest.raises(ValueError, match="give one per stage, 2"):
         Timeline(2, (), labels=("one",))
+
+
+def test_kinds_are_words_with_the_values_of_events():
+    assert EventKind("recv") is EventKind.RECEIVE
+    assert Event(0, 0, 0, 0, EventKind.FORWARD, 0.0, 1.0) == event(0, 0.0, 1.0, "F")
+    assert str(Event(0, 0, 0, 2, EventKind.BACKWARD, 0.0, 1.0)) == "B2"
+    assert {"F", "average"} <= COMPUTE_KINDS
+
+
+def test_a_worker_has_what_its_events_name():
+    timeline = Timeline(2, (Event(0, 0, 0, 0, "F", 0.0, 1.0), Event(2, 0, 0, 0, "F", 1.0, 3.0, worker=0)))
+    assert timeline.busy_s == [3.0, 0.0]
+    assert timeline.events[1]._replace(batch=7).worker == 0
+    assert pickle.loads(pickle.dumps(timeline)) == timeline
+    with pytest.raises(ValueError, match=r"events\[0\]=.*: worker must be 0..1"):
+        Timeline(2, (Event(0, 0, 0, 0, "F", 0.0, 1.0, worker=2),))
+
+
+def test_an_action_occupies_its_worker_until_what_follows_it_is_done():
+    events = [
+        Event(2, 0, 0, 0, "F", 0.0, 1.0, worker=0),
+        Event(2, 0, 0, 0, "send", 1.0, 1.5, worker=0),
+        Event(1, 0, 0, 0, "B", 0.0, 2.0),
+        Event(0, 0, 0, 0, "recv", 2.0, 5.0, "B", worker=1),
+    ]
+    assert occupations(events, ("send",)) == [("F", 2, 0, 0, 1.5), ("B", 1, 0, 0, 2.0)]

@@ -248,3 +248,25 @@ def test_rows_that_other_tools_added_are_passed_over(tmp_path):
 def test_a_missing_file_is_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         Timeline.from_chrome_trace(tmp_path / "none.json")
+
+
+def test_a_trace_of_an_earlier_version_loads(tmp_path):
+    """It named the stage of a worker with several in the detail."""
+    path = tmp_path / "old.json"
+    row = {"ph": "X", "name": "F0", "cat": "F", "pid": 2, "tid": 1, "ts": 0.0, "dur": 5e5}
+    args = {"stage": 1, "pipeline": 0, "batch": 4, "micro_batch": 0, "detail": "stage 2"}
+    path.write_text(json.dumps({"otherData": {"stages": 2}, "traceEvents": [{**row, "args": args}]}))
+    timeline = Timeline.from_chrome_trace(path)
+    assert timeline.events == (Event(1, 0, 4, 0, "F", 0.0, 0.5, "stage 2", worker=1),)
+    timeline.explain()
+
+
+def test_a_worker_with_several_stages_is_one_process(tmp_path):
+    path = tmp_path / "trace.json"
+    timeline = Timeline(
+        1, (Event(0, 0, 0, 0, "F", 0.0, 0.5, worker=0), Event(1, 0, 0, 0, "F", 0.5, 1.0, worker=0))
+    )
+    timeline.to_chrome_trace(path)
+    assert [(row["pid"], row["args"]["stage"]) for row in slices(path)] == [(1, 0), (1, 1)]
+    assert arrows(path) == []
+    assert Timeline.from_chrome_trace(path) == timeline

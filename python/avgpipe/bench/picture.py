@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from avgpipe.bench.result import SectionResult
-from avgpipe.timeline.figure import write_figure
+from avgpipe.timeline.plot import write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

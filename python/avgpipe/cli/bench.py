@@ -76,7 +76,7 @@ def _check(settings: KernelSettings, plot: str | None) -> list[Section]:
     from avgpipe.bench.kernels.benchmark import check_memory, kernel_sections
     from avgpipe.bench.machine import memory_available_bytes
     from avgpipe.cli.resolve import check_device
-    from avgpipe.timeline.figure import check_picture
+    from avgpipe.timeline.plot import check_picture
 
     check_device(settings.device)
 

@@ -57,7 +57,7 @@ def transfers(settings: TransferSettings) -> Question:
 
 def check(question: Question, settings: ScheduleSettings | TransferSettings, plot: str | None) -> None:
     """Refuse what would fail after minutes of measuring."""
-    from avgpipe.timeline.figure import check_picture
+    from avgpipe.timeline.plot import check_picture
 
     question.benchmark.check(settings)
     if plot is not None:

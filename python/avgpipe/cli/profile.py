@@ -18,7 +18,7 @@ from avgpipe.measure.layers import plot_layers
 from avgpipe.measure.subject import profile_of
 from avgpipe.measure.trial import Subject
 from avgpipe.planning.profile import LinkProfile, Profile
-from avgpipe.timeline.figure import check_picture
+from avgpipe.timeline.plot import check_picture
 from avgpipe.units import format_bytes
 from avgpipe.workloads import check_workload
 

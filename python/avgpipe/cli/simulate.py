@@ -14,7 +14,7 @@ from avgpipe.cli.config import SimulateConfig
 from avgpipe.cli.errors import arguments, running
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance, simulate, steady_batch_s
 from avgpipe.schedule import Schedule, build_schedule
-from avgpipe.timeline.figure import check_picture
+from avgpipe.timeline.plot import check_picture
 from avgpipe.timeline.timeline import Timeline
 
 _MIB = 2**20

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from avgpipe.timeline.figure import check_format, write_figure
+from avgpipe.timeline.plot import check_format, write_figure
 from avgpipe.units import time_unit
 
 if TYPE_CHECKING:

@@ -24,11 +24,10 @@ def simulate(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: i
     (``Costs.transfer_s``, ``Costs.link_serial``) while devices go on. Times are rounded to picoseconds. What else
     there may be (latency, shared links, all-reduce, several actions at once, jitter) is told by :class:`Costs`.
 
-    The Timeline has a row per worker: where a worker has several stages, an event's ``stage`` is the worker and its
-    ``detail`` names the stage. ``peak_memory_bytes``: per worker, the weights of all pipelines and the activations in
-    flight at once. For millions of actions :func:`predict` gives the same figures without events. Raises ScheduleError
-    for a schedule that cannot be run, TypeError and ValueError for wrong counts and costs, ImportError where the engine
-    is not built.
+    The Timeline has a row per worker. ``peak_memory_bytes``: per worker, the weights of all pipelines and the
+    activations in flight at once. For millions of actions :func:`predict` gives the same figures without events.
+    Raises ScheduleError for a schedule that cannot be run, TypeError and ValueError for wrong counts and costs,
+    ImportError where the engine is not built.
     """
     check_arguments(schedule, costs, pipelines, batches)
     program = compile_schedule(schedule, costs)
@@ -45,17 +44,19 @@ def _events(program: Program, outcome: Outcome, pipelines: int) -> tuple[Event, 
     kinds = [KINDS[number] for number in rows["kind"].tolist()]
     batches = rows["batch"]
     micro_batches = [None if kind == "U" else m for kind, m in zip(kinds, rows["micro_batch"].tolist())]
-    ordered = not program.schedule.is_plain
     return tuple(
         map(
-            Event,
-            [program.workers[k] for k in stages],
-            (batches % pipelines).tolist(),
-            batches.tolist(),
-            micro_batches,
-            kinds,
-            (rows["start"] / TICKS_PER_S).tolist(),
-            (rows["end"] / TICKS_PER_S).tolist(),
-            [f"stage {k}" for k in stages] if ordered else repeat(""),
+            Event._make,
+            zip(
+                stages,
+                (batches % pipelines).tolist(),
+                batches.tolist(),
+                micro_batches,
+                kinds,
+                (rows["start"] / TICKS_PER_S).tolist(),
+                (rows["end"] / TICKS_PER_S).tolist(),
+                repeat(""),
+                [program.workers[k] for k in stages],
+            ),
         )
     )

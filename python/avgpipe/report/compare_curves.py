@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from avgpipe.timeline.figure import write_figure
+from avgpipe.timeline.plot import write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from statistics import median, median_low
 from typing import TYPE_CHECKING, Any
 
 from avgpipe.report.compare_curves import COLORS
-from avgpipe.timeline.figure import write_figure
+from avgpipe.timeline.plot import write_figure
 from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
 from avgpipe.units import format_seconds, time_unit
 

@@ -11,8 +11,7 @@ from itertools import pairwise
 from avgpipe.links.message import Message
 from avgpipe.planning import Costs
 from avgpipe.runtime.worker import Worker
-from avgpipe.timeline.actions import occupations
-from avgpipe.timeline.timeline import Event, Timeline
+from avgpipe.timeline.timeline import Event, EventKind, Timeline, occupations
 
 
 def gather_timeline(worker: Worker) -> Timeline:
@@ -21,16 +20,7 @@ def gather_timeline(worker: Worker) -> Timeline:
     found = [Event(*row) for text in texts for row in json.loads(text)]
     begin = min((e.start_s for e in found), default=0.0)
     placement = worker.placement
-    events = [
-        e._replace(
-            stage=placement.worker_of(e.stage),
-            start_s=e.start_s - begin,
-            end_s=e.end_s - begin,
-            # Where a worker is not a stage, an action says which it is of.
-            detail=e.detail if placement.is_plain or e.kind not in "FBIWU" else placement.name(e.stage),
-        )
-        for e in found
-    ]
+    events = [e._replace(start_s=e.start_s - begin, end_s=e.end_s - begin) for e in found]
     workers = range(len(placement.workers))
     labels = () if placement.is_plain else tuple(map(placement.label, workers))
     return Timeline(len(workers), tuple(sorted(events, key=lambda e: e.start_s)), labels=labels)
@@ -79,7 +69,7 @@ def _action_seconds(events: Iterable[Event]) -> dict[str, float]:
     """
     samples: dict[str, list[float]] = defaultdict(list)
     first: dict[int, int] = {}
-    for action in occupations(events, ("send",)):
+    for action in occupations(events, (EventKind.SEND,)):
         if action.batch != first.setdefault(action.pipeline, action.batch):
             samples[action.kind].append(action.seconds)
     return {kind: statistics.median(samples[kind]) if samples[kind] else 0.0 for kind in "FBU"}

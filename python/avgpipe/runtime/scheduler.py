@@ -19,14 +19,15 @@ from avgpipe.ranks.world import World
 from avgpipe.runtime.lane import Lane, Queue, Queued
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import StepKind
-from avgpipe.timeline.timeline import Event
+from avgpipe.timeline.timeline import Event, EventKind
 
 _KEPT_EVENTS = 20_000
 # How a step is shown in a Timeline, where not by its own kind.
 _SHOWN = {kind.value: kind.value for kind in StepKind}
-_SHOWN.update(dict.fromkeys((StepKind.SEND_TIED.value, StepKind.SHARE_PART.value), "send"))
+_SHOWN.update(dict.fromkeys((StepKind.SEND_TIED.value, StepKind.SHARE_PART.value), EventKind.SEND.value))
 _HOST = (StepKind.SUM_TIED, StepKind.ADD_NORM, StepKind.SUM_REPLICAS, StepKind.RECEIVE_LOSS)
-_SHOWN.update(dict.fromkeys((kind.value for kind in _HOST), "host"))
+_SHOWN.update(dict.fromkeys((kind.value for kind in _HOST), EventKind.HOST.value))
+_SEND = EventKind.SEND.value
 _DESCRIBED_RANKS = 4  # whose last action an error adds
 _SHORTEST_HOST_S = 20e-6  # less between two steps is the scheduler itself
 
@@ -92,7 +93,7 @@ class Scheduler:
             place = lane.route.replica, lane.pipeline, step.batch, step.micro_batch
             note((*place, _SHOWN[step.kind.value], start, computed, ""))
             if computed < end:
-                note((*place, "send", computed, end, ""))
+                note((*place, _SEND, computed, end, ""))
         self._running = None
         self._rest("the caller's code")
         self._left_at = clock() if recorded else None
@@ -105,7 +106,9 @@ class Scheduler:
         """Record other work in this thread, for a batch, on the clock of time.perf_counter."""
         lane = self._lanes[0]
         if end - start >= _SHORTEST_HOST_S:
-            self._events.append((lane.route.replica, lane.pipeline, batch, -1, "host", start, end, what))
+            self._events.append(
+                (lane.route.replica, lane.pipeline, batch, -1, EventKind.HOST.value, start, end, what)
+            )
 
     def pause(self) -> None:
         """Leave what happens until the next run out of the record: it is not part of training."""
@@ -119,10 +122,20 @@ class Scheduler:
 
     def events(self) -> list[Event]:
         """Return what ran, in seconds on a clock that all ranks share."""
-        offset = self._clock_offset
+        offset, places = self._clock_offset, self._placement
         return [
-            Event(k, i, j, m if m >= 0 else None, kind, start + offset, end + offset, detail)
-            for k, i, j, m, kind, start, end, detail in (*self._events, *self._device_rows())
+            Event(
+                places.stage_of(r),
+                i,
+                j,
+                m if m >= 0 else None,
+                kind,
+                start + offset,
+                end + offset,
+                detail,
+                places.worker_of(r),
+            )
+            for r, i, j, m, kind, start, end, detail in (*self._events, *self._device_rows())
         ]
 
     def _device_rows(self) -> list[Row]:
@@ -160,7 +173,7 @@ class Scheduler:
         lane, step, _ = queue.head
         what = step.needs[0].kind.value if step.needs else "average"
         place = lane.route.replica, lane.pipeline, step.batch, step.micro_batch
-        self._events.append((*place, "recv", start, time.perf_counter(), what))
+        self._events.append((*place, EventKind.RECEIVE.value, start, time.perf_counter(), what))
 
     def wait_for(
         self,

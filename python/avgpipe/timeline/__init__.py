@@ -1,6 +1,5 @@
 """What a run looked like: timelines, where their time went, their pictures and traces."""
 
-from avgpipe.timeline.breakdown import StageTime
-from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
+from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, EventKind, StageTime, Timeline
 
-__all__ = ["COMPUTE_KINDS", "Event", "StageTime", "Timeline"]
+__all__ = ["COMPUTE_KINDS", "Event", "EventKind", "StageTime", "Timeline"]

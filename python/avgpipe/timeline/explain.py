@@ -1,30 +1,162 @@
-"""Where each worker's time went, and the one change that promises most.
-
-Each rule below reads the measured numbers and returns a :class:`Candidate`: how many seconds of the run its change
-could save, and a sentence; the largest wins. Estimates are upper bounds of a kind: what would be saved if the
-change did away with its cause and nothing else took its place.
-"""
+"""Where each worker's time went, what decided how long it took, and the one change that promises most."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from avgpipe.timeline.breakdown import StageTime, breakdown
-from avgpipe.timeline.critical import Cause, critical_path, messages_of, sender_of, with_waits
-from avgpipe.timeline.timeline import COMPUTE_KINDS, Timeline
+from avgpipe.timeline.timeline import (
+    COMPUTE_KINDS,
+    Event,
+    EventKind,
+    Segment,
+    StageTime,
+    Timeline,
+    by_row,
+    segments,
+)
 from avgpipe.units import format_seconds, time_unit
 
 BUSY = 0.9  # of every worker's time spent computing: schedules of real runs seldom reach more
 WORTH = 0.03  # of the time: smaller gains drown in the differences between one run and the next
 IMBALANCE = 1.1  # the slowest stage over the mean: layers are seldom small enough to even out less
 OVERHEAD = (
-    0.1  # of the computing time per action: less than that fewer actions would not repay in lost overlap
+    0.1  # of the computing time per action: fewer actions would not repay less than that in lost overlap
 )
 ONE_AT_A_TIME = 0.99  # of the computing had its moment alone: stages in processes of their own overlap more
 LATER_PIPELINE = 0.5  # each pipeline after the second fills fewer of the gaps
+
+
+# ---- the critical path ---------------------------------------------------------------------------------------
+# The chain of causes that decided how long a run took. Walked back from the run's end: what a worker did before is the
+# cause as long as it did something; where it waited for a message, the cause is the transfer back to the moment when
+# the sender had computed it, and before that moment whatever the sender did. So every moment of the run has one cause,
+# and making a cause faster can save at most its seconds here: what happens beside the chain is hidden by it.
+
+
+class Cause(NamedTuple):
+    """What a moment of the chain was spent on, at which stage.
+
+    ``what``: "compute" (``detail``: the kind), "transfer" (``stage`` receives; ``detail`` "F": an activation from
+    the stage before, "B": a gradient from the one after), "wait" (for something whose sender is not known), "send",
+    "host" (``detail``: the event's) or "runtime" (between events).
+    """
+
+    what: str
+    stage: int
+    detail: str = ""
+
+
+Messages = dict[tuple[int, int, int, int | None, str], Event]
+
+
+def messages_of(timeline: Timeline) -> Messages:
+    """What computed each message: by (stage, pipeline, batch, micro-batch, "F" or "B") of its sender.
+
+    Empty where workers are not one stage each: who computes what for whom is not looked up there.
+    """
+    if any(event.worker != event.stage for event in timeline.events):
+        return {}
+    return {
+        (*event[:4], "F" if event.kind == EventKind.FORWARD else "B"): event
+        for event in timeline.events
+        if event.kind in (EventKind.FORWARD, EventKind.BACKWARD, EventKind.BACKWARD_INPUT)
+        and not event.detail  # where earlier versions named the stage of a worker with several
+    }
+
+
+def sender_of(wait: Event, messages: Messages) -> Event | None:
+    """What computed the message that ended a wait; None where that is not known, or began only after the wait."""
+    stage = {"F": wait.stage - 1, "B": wait.stage + 1}.get(wait.detail)
+    if stage is None:
+        return None
+    sender = messages.get((stage, wait.pipeline, wait.batch, wait.micro_batch, wait.detail))
+    return sender if sender is not None and sender.start_s < wait.end_s else None
+
+
+def critical_path(timeline: Timeline) -> dict[Cause, float]:
+    """Seconds per cause; together the makespan."""
+    causes: dict[Cause, float] = defaultdict(float)
+    if not timeline.events:
+        return {}
+    messages = messages_of(timeline)
+    rows = [segments(row) for row in by_row(timeline)]
+    starts = [[segment.start_s for segment in row] for row in rows]
+    begin_s = min(event.start_s for event in timeline.events)
+    last = max(timeline.events, key=lambda event: event.end_s)
+    row, now_s = last.worker, last.end_s
+    while now_s > begin_s:
+        at = bisect_left(starts[row], now_s) - 1
+        if at < 0:  # before the worker's first event
+            causes[Cause("runtime", row)] += now_s - begin_s
+            break
+        row, now_s = _step(rows[row][at], row, now_s, messages, causes)
+    return dict(causes)
+
+
+def _step(
+    segment: Segment, row: int, now_s: float, messages: Messages, causes: dict[Cause, float]
+) -> tuple[int, float]:
+    """One step back from ``now_s`` within or after ``segment``: where the chain goes on, and when."""
+    event, start_s = segment.event, segment.start_s
+    if event is None or segment.end_s < now_s:  # a gap, or after the row's last event
+        began_s = start_s if event is None else segment.end_s
+        causes[Cause("runtime", row)] += now_s - began_s
+        return row, began_s
+    sender = sender_of(event, messages) if event.kind == EventKind.RECEIVE else None
+    if sender is None or sender.start_s >= now_s:
+        causes[_cause(event)] += now_s - start_s
+        return row, start_s
+    # Where clocks differ a little, a message comes before it was computed. The chain still gets shorter: at
+    # now_s, its sender is computing.
+    ready_s = min(sender.end_s, now_s)
+    causes[Cause("transfer", row, event.detail)] += now_s - max(start_s, ready_s)
+    return (row, start_s) if ready_s <= start_s else (sender.worker, ready_s)
+
+
+def _cause(event: Event) -> Cause:
+    if event.kind in COMPUTE_KINDS:
+        return Cause("compute", event.worker, event.kind)
+    if event.kind == EventKind.RECEIVE:
+        return Cause("wait", event.worker, event.detail)
+    if event.kind == EventKind.SEND:
+        return Cause("send", event.worker)
+    # Words of others are the host's work, as far as anyone can tell.
+    return Cause("host", event.worker, event.detail if event.kind == EventKind.HOST else event.kind)
+
+
+def with_waits(timeline: Timeline) -> Timeline:
+    """A timeline of several stages that records neither waits nor the host, as simulated ones do, with its waits.
+
+    There a worker waits whenever it does not compute, for what its next computation needs. Others are
+    returned as they are.
+    """
+    recorded = (EventKind.RECEIVE, EventKind.HOST)
+    if timeline.stages == 1 or any(event.kind in recorded for event in timeline.events):
+        return timeline
+    begin_s = min((event.start_s for event in timeline.events), default=0.0)
+    waits = []
+    for row in by_row(timeline):
+        reached_s = begin_s
+        for event in row:
+            if event.kind not in COMPUTE_KINDS:
+                continue
+            if event.start_s > reached_s:
+                awaited = str(EventKind.BACKWARD if event.kind == EventKind.BACKWARD_INPUT else event.kind)
+                wait = event._replace(kind=EventKind.RECEIVE, detail=awaited)
+                waits.append(wait._replace(start_s=reached_s, end_s=event.start_s))
+            reached_s = max(reached_s, event.end_s)
+    return replace(timeline, events=(*timeline.events, *waits))
+
+
+# ---- rules ---------------------------------------------------------------------------------------------------
+# Each reads the measured numbers and returns how many seconds of the run its change could save, and a sentence; the
+# largest wins. Estimates are upper bounds of a kind: what would be saved if the change did away with its cause and
+# nothing else took its place.
 
 
 class Candidate(NamedTuple):
@@ -42,7 +174,7 @@ class Facts:
 
     @cached_property
     def rows(self) -> list[StageTime]:
-        return breakdown(self.timeline)
+        return self.timeline.breakdown()
 
     @cached_property
     def path(self) -> dict[Cause, float]:
@@ -79,7 +211,7 @@ class Facts:
         messages = messages_of(self.timeline)
         fastest: dict[tuple[int, str], float] = {}
         for event in self.timeline.events:
-            sender = sender_of(event, messages) if event.kind == "recv" else None
+            sender = sender_of(event, messages) if event.kind == EventKind.RECEIVE else None
             if sender is not None:
                 edge, way_s = (event.stage, event.detail), max(0.0, event.end_s - sender.end_s)
                 fastest[edge] = min(way_s, fastest.get(edge, way_s))
@@ -91,13 +223,10 @@ class Facts:
         return {edge: (counts[edge], fastest[edge]) for edge in fastest}
 
 
-# ---- rules ---------------------------------------------------------------------------------------------------------
-
-
 def one_thread(facts: Facts) -> Candidate | None:
     """All stages in one process: its thread runs them in turn, so that for each the others' work is a gap."""
     busy = [row.busy_s for row in facts.rows]
-    everyone = Timeline(1, tuple(event._replace(stage=0) for event in facts.timeline.events)).busy_s[0]
+    everyone = Timeline(1, tuple(event._replace(worker=0) for event in facts.timeline.events)).busy_s[0]
     gaps = sum(row.other_s for row in facts.rows)
     waits = sum(sum(row.recv_s.values()) for row in facts.rows)
     if len(busy) == 1 or everyone < ONE_AT_A_TIME * sum(busy) or gaps <= waits:
@@ -203,7 +332,7 @@ def advice(facts: Facts) -> str:
     return f"{best.sentence} (up to {100 * best.gain_s / facts.makespan_s:.0f} % less time)"
 
 
-# ---- text ----------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------------------
 
 
 def explain(timeline: Timeline) -> str:
@@ -227,10 +356,7 @@ def _recorded_by_all(timeline: Timeline) -> Timeline:
 
     Each worker keeps a fixed number of events, which last longer where less happens.
     """
-    starts: dict[int, float] = {}
-    for event in timeline.events:
-        starts[event.stage] = min(event.start_s, starts.get(event.stage, event.start_s))
-    begin = max(starts.values(), default=0.0)
+    begin = max((row[0].start_s for row in by_row(timeline) if row), default=0.0)
     kept = tuple(e._replace(start_s=max(begin, e.start_s)) for e in timeline.events if e.end_s > begin)
     return replace(timeline, events=kept) if kept else timeline
 

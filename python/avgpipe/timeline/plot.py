@@ -1,19 +1,21 @@
-"""Draws a timeline with matplotlib: a row per stage, a hue per pipeline, light forwards, dark backwards."""
+"""Pictures with matplotlib: figures as files, and of a timeline a row per worker and a hue per pipeline."""
 
 from __future__ import annotations
 
 import colorsys
+import io
 import math
 import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from avgpipe.timeline.figure import check_format, write_figure
-from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
+from avgpipe.files import write_atomically
+from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
 from avgpipe.units import time_unit
 
 if TYPE_CHECKING:
@@ -38,6 +40,50 @@ _BAND = 0.45  # share of a bar's height: waiting is thinner than work
 _DIGIT_IN, _MARGIN_IN = 0.065, 0.05  # of a label
 
 
+# ---- figures as files ----------------------------------------------------------------------------------------
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """A figure without pyplot: no global state, no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def check_format(argument: str, path: str | os.PathLike[str]) -> None:
+    """ValueError that begins with ``argument`` unless ``path`` ends like a picture (none at all means .png)."""
+    known = new_figure(1.0, 1.0).canvas.get_supported_filetypes()
+    if _suffix(path) not in known:
+        raise ValueError(f"{argument}: no picture format, end it in one of .{', .'.join(sorted(known))}")
+
+
+def check_picture(path: str | os.PathLike[str]) -> None:
+    """Refuse a ``--plot`` that is no picture or cannot be written, before minutes of measuring; ValueError."""
+    option, folder = f"--plot {os.fspath(path)}", Path(path).absolute().parent
+    check_format(option, path)
+    if not folder.is_dir():
+        raise ValueError(f"{option}: {folder} is no folder, make it first")
+    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise ValueError(f"{option}: cannot be written, name a file in a folder that you may write to")
+
+
+def write_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int) -> None:
+    """In the format of the suffix, atomically."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=_suffix(path), dpi=dpi)
+    write_atomically(path, buffer.getvalue())
+
+
+def _suffix(path: str | os.PathLike[str]) -> str:
+    return Path(path).suffix[1:].lower() or "png"
+
+
+# ---- a timeline ----------------------------------------------------------------------------------------------
+
+
 class _View(NamedTuple):
     """The drawn stretch of a timeline: its events, cut at the left edge, and the clock at its ends."""
 
@@ -50,16 +96,12 @@ class _View(NamedTuple):
 def plot_timeline(
     timeline: Timeline, path: str | os.PathLike[str] | None = None, *, batches: int | None = None
 ) -> Figure:
-    """The figure; see :meth:`Timeline.plot`. Without pyplot: no global state, no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """The figure; see :meth:`Timeline.plot`."""
     if batches is not None and (type(batches) is not int or batches < 1):
         raise ValueError(
             f"batches={batches!r}: must be an int of at least 1, or None for as many as are readable"
         )
-    figure = Figure(figsize=(_WIDTH_IN, 1.5 + 0.6 * timeline.stages), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_WIDTH_IN, 1.5 + 0.6 * timeline.stages)
     if path is not None:
         check_format(f"path={os.fspath(path)!r}", path)
     _draw(figure.add_subplot(), timeline, _last(timeline, batches or _readable(timeline)))
@@ -75,7 +117,7 @@ def _readable(timeline: Timeline) -> int:
     for event in timeline.events:
         if event.kind in COMPUTE_KINDS:
             begins[event.batch] = min(event.start_s, begins.get(event.batch, event.start_s))
-            ends[event.stage].append(event.end_s)
+            ends[event.worker].append(event.end_s)
     for row in ends:
         row.sort()
     count, begin = 0, math.inf
@@ -135,24 +177,24 @@ def _share_a_device_at_once(events: Iterable[Event]) -> bool:
     """Whether computations of two pipelines overlap on a stage, beyond what a clock's grain explains."""
     reached: dict[int, Event] = {}
     for event in sorted((e for e in events if e.kind in COMPUTE_KINDS), key=lambda e: e.start_s):
-        before = reached.get(event.stage)
+        before = reached.get(event.worker)
         if before is not None and before.pipeline != event.pipeline and event.start_s < before.end_s - 1e-6:
             return True
         if before is None or event.end_s > before.end_s:
-            reached[event.stage] = event
+            reached[event.worker] = event
     return False
 
 
 def _place(event: Event, lanes: Sequence[int | None]) -> tuple[float, float]:
-    """Bottom and height of an event's bar; rows have height 1 around the stage's number."""
-    if event.kind == "host":  # the thread's, of whatever pipeline
-        return event.stage - _BAR / 2, _BAR
-    if event.kind != "recv" and event.kind not in COMPUTE_KINDS:
-        return event.stage + _BAR / 2 + 0.02, _STRIP
+    """Bottom and height of an event's bar; rows have height 1 around the worker's number."""
+    top = event.worker - _BAR / 2
+    if event.kind == EventKind.HOST:  # the thread's, of whatever pipeline
+        return top, _BAR
+    if event.kind != EventKind.RECEIVE and event.kind not in COMPUTE_KINDS:
+        return event.worker + _BAR / 2 + 0.02, _STRIP
     height = _BAR / len(lanes)
-    lane = lanes.index(event.pipeline) if len(lanes) > 1 else 0
-    bottom = event.stage - _BAR / 2 + lane * height
-    if event.kind == "recv":
+    bottom = top + (lanes.index(event.pipeline) * height if len(lanes) > 1 else 0.0)
+    if event.kind == EventKind.RECEIVE:
         return bottom + height * (1 - _BAND) / 2, height * _BAND
     return bottom, height
 
@@ -199,8 +241,8 @@ def _draw_bars(axes: Axes, view: _View, lanes: Sequence[int | None], origin: flo
     groups: dict[tuple[float, float, int | None, _Look], list[tuple[float, float]]] = defaultdict(list)
     for event in view.timeline.events:
         # For whom a worker waits, or its thread is busy, is no matter of hue.
-        hue = None if event.kind in ("recv", "host") else event.pipeline
-        span = ((event.start_s - origin) * per_s, (event.end_s - event.start_s) * per_s)
+        hue = None if event.kind in (EventKind.RECEIVE, EventKind.HOST) else event.pipeline
+        span = ((event.start_s - origin) * per_s, event.seconds * per_s)
         bottom, height = _place(event, lanes)
         groups[bottom, height, hue, _look(event)].append(span)
     for (bottom, height, hue, look), spans in groups.items():
@@ -213,7 +255,7 @@ def _labelled(view: _View) -> dict[str, float]:
     digits = 1
     for event in view.timeline.events:
         if event.kind in COMPUTE_KINDS and event.micro_batch is not None:
-            seconds[event.kind].append(event.end_s - event.start_s)
+            seconds[event.kind].append(event.seconds)
             digits = max(digits, len(str(event.micro_batch)))
     needed_s = (_MARGIN_IN + _DIGIT_IN * digits) * (view.end_s - view.start_s) / (_WIDTH_IN - 1.8)
     return {kind: needed_s for kind, spans in seconds.items() if median(spans) >= needed_s}
@@ -223,7 +265,7 @@ def _draw_labels(axes: Axes, view: _View, lanes: Sequence[int | None], origin: f
     """The micro-batch's number in every bar of the kinds that have room for it."""
     labelled = _labelled(view)
     for event in view.timeline.events:
-        if event.micro_batch is None or event.end_s - event.start_s < labelled.get(event.kind, math.inf):
+        if event.micro_batch is None or event.seconds < labelled.get(event.kind, math.inf):
             continue
         bottom, height = _place(event, lanes)
         axes.text(
@@ -233,7 +275,7 @@ def _draw_labels(axes: Axes, view: _View, lanes: Sequence[int | None], origin: f
             ha="center",
             va="center",
             fontsize=7,
-            color=_INK if event.kind == "F" else "white",
+            color=_INK if event.kind == EventKind.FORWARD else "white",
             zorder=5,
         )
 

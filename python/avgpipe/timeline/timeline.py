@@ -1,32 +1,54 @@
-"""What every stage did when: the result of a measured run and of a simulated one."""
+"""What every worker did when: the result of a measured run and of a simulated one."""
 
 from __future__ import annotations
 
+import heapq
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from avgpipe.timeline.breakdown import StageTime
 
-COMPUTE_KINDS = frozenset({"F", "B", "I", "W", "U", "average"})
+class EventKind(str, Enum):
+    """What a worker did. Of events that overlap, the first kind in this order has the moment.
 
+    A device that computes is not idle, whatever its host does meanwhile; and while nothing can run, transfers in the
+    background are what is waited for.
 
-class Event(NamedTuple):
-    """Something a stage did for a pipeline; times in seconds on a clock common to all stages.
-
-    ``kind`` is an action's (F, B, I, W, U), "average" (elastic averaging), "recv" (nothing could run until a
-    message came; its place is that of the action that the message let run), "send" (handing tensors to a link),
-    "host" (other work of the host) or any other word; ``micro_batch`` is None where there is none, as for U.
-    ``detail`` says of "recv" what was awaited ("F": an activation, "B": a gradient, or any other word), of
-    "host" what ran ("loader", "caller" or any other word), and of an action, where workers have several stages and
-    ``stage`` is the worker, which stage's it is ("stage 2"); who computes what for whom is then not looked up.
+    Attributes:
+        AVERAGE: Elastic averaging.
+        HOST: Other work of the host; the detail says what: "loader", "caller" or any other word.
+        RECEIVE: Nothing could run until a message came; the detail says which: "F" (an activation), "B" (a gradient)
+            or any other word. Stage, batch and micro-batch are those of the action that the message let run.
+        SEND: Handing tensors to a link.
     """
 
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    UPDATE = "U"
+    AVERAGE = "average"
+    HOST = "host"
+    RECEIVE = "recv"
+    SEND = "send"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_RANK = {kind: rank for rank, kind in enumerate(EventKind)}
+ACTIONS = tuple(EventKind)[:5]
+COMPUTE_KINDS = frozenset((*ACTIONS, EventKind.AVERAGE))
+
+
+class _Fields(NamedTuple):
     stage: int
     pipeline: int
     batch: int
@@ -34,48 +56,82 @@ class Event(NamedTuple):
     kind: str
     start_s: float
     end_s: float
-    detail: str = ""
+    detail: str
+    worker: int
+
+
+class Event(_Fields):
+    """Something that a worker did for a stage and a pipeline; times in seconds on a clock common to all workers.
+
+    Attributes:
+        micro_batch: None where there is none, as for an update.
+        kind: An :class:`EventKind`, or any other word.
+        detail: What was awaited, or what the host did; "" if that is not known.
+        worker: The row of the timeline; by default the stage, as where every worker has one.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        stage: int,
+        pipeline: int,
+        batch: int,
+        micro_batch: int | None,
+        kind: str,
+        start_s: float,
+        end_s: float,
+        detail: str = "",
+        worker: int | None = None,
+    ) -> Event:
+        place = stage, pipeline, batch, micro_batch
+        return cls._make((*place, kind, start_s, end_s, detail, stage if worker is None else worker))
 
     def __str__(self) -> str:
-        return self.kind if self.micro_batch is None else f"{self.kind}{self.micro_batch}"
+        return f"{self.kind}" if self.micro_batch is None else f"{self.kind}{self.micro_batch}"
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of a run on ``stages`` stages, in any order.
+    """The events of a run, in any order. Rows are workers: stages, where every worker has one.
 
-    ``peak_memory_bytes`` has an entry per stage, or is None where memory was not watched. ``labels`` name the rows
-    where they are not one stage each: workers with several stages, or replicas. Raises ValueError for events of stages
-    that do not exist or that end before they start.
+    Raises ValueError for events of workers that do not exist or that end before they start.
+
+    Attributes:
+        stages: How many rows there are.
+        peak_memory_bytes: Per row; None where memory was not watched.
+        labels: Names of the rows where they are not one stage each: workers with several stages, or replicas.
     """
 
     stages: int
     events: tuple[Event, ...]
-    peak_memory_bytes: list[int] | None = None
+    peak_memory_bytes: Sequence[int] | None = None
     labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.stages) is not int or self.stages < 1:
             raise ValueError(f"stages={self.stages!r}: must be an int of at least 1")
-        object.__setattr__(self, "events", tuple(self.events))
+        for name in ("events", "labels", "peak_memory_bytes"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         for index, event in enumerate(self.events):
-            if not 0 <= event.stage < self.stages:
-                raise ValueError(f"events[{index}]={event!r}: stage must be 0..{self.stages - 1}")
-            if not (
-                math.isfinite(event.start_s) and math.isfinite(event.end_s) and event.start_s <= event.end_s
-            ):
+            if not 0 <= event.worker < self.stages:
+                row = "stage" if event.worker == event.stage else "worker"
+                raise ValueError(f"events[{index}]={event!r}: {row} must be 0..{self.stages - 1}")
+            if not (-math.inf < event.start_s <= event.end_s < math.inf):
                 raise ValueError(
                     f"events[{index}]={event!r}: must end at a finite time, not before it starts"
                 )
-        object.__setattr__(self, "labels", tuple(self.labels))
         if self.labels and len(self.labels) != self.stages:
             raise ValueError(f"labels={self.labels!r}: give one per stage, {self.stages}")
-        if self.peak_memory_bytes is not None:
-            object.__setattr__(self, "peak_memory_bytes", list(self.peak_memory_bytes))
-            if len(self.peak_memory_bytes) != self.stages:
-                raise ValueError(
-                    f"peak_memory_bytes={self.peak_memory_bytes!r}: give one per stage, {self.stages}"
-                )
+        if self.peak_memory_bytes is not None and len(self.peak_memory_bytes) != self.stages:
+            raise ValueError(
+                f"peak_memory_bytes={self.peak_memory_bytes!r}: give one per stage, {self.stages}"
+            )
 
     @property
     def makespan_s(self) -> float:
@@ -86,40 +142,42 @@ class Timeline:
 
     @property
     def busy_s(self) -> list[float]:
-        """Per stage, the seconds in which it computed (``COMPUTE_KINDS``); work that overlaps counts once."""
-        spans: list[list[tuple[float, float]]] = [[] for _ in range(self.stages)]
-        for event in self.events:
-            if event.kind in COMPUTE_KINDS:
-                spans[event.stage].append((event.start_s, event.end_s))
-        return [_covered_s(stage) for stage in spans]
+        """Per row, the seconds in which it computed (``COMPUTE_KINDS``); work that overlaps counts once."""
+        busy, reached = [0.0] * self.stages, [-math.inf] * self.stages
+        computed = (event for event in self.events if event.kind in COMPUTE_KINDS)
+        for event in sorted(computed, key=lambda event: event[5:7]):
+            if event.end_s > reached[event.worker]:
+                busy[event.worker] += event.end_s - max(event.start_s, reached[event.worker])
+                reached[event.worker] = event.end_s
+        return busy
 
     @property
     def worker_busy_fraction(self) -> list[float]:
-        """Per stage, the computing share of the makespan, 0..1; 0.0 without events."""
+        """Per row, the computing share of the makespan, 0..1; 0.0 without events."""
         makespan = self.makespan_s
         return [min(1.0, busy / makespan) if makespan > 0 else 0.0 for busy in self.busy_s]
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all stages' time in which they did not compute, 0..1; 0.0 without events."""
+        """The share of all rows' time in which they did not compute, 0..1; 0.0 without events."""
         return 1.0 - sum(self.worker_busy_fraction) / self.stages if self.makespan_s > 0 else 0.0
 
     def window(self, first_batch: int, last_batch: int) -> Timeline:
         """The events of batches ``first_batch`` to ``last_batch``, both included, their times unchanged."""
-        inside = tuple(event for event in self.events if first_batch <= event.batch <= last_batch)
-        return replace(self, events=inside)
+        return replace(self, events=tuple(e for e in self.events if first_batch <= e.batch <= last_batch))
 
-    def label(self, stage: int) -> str:
-        return self.labels[stage] if self.labels else f"stage {stage}"
+    def label(self, row: int) -> str:
+        return self.labels[row] if self.labels else f"stage {row}"
 
     def breakdown(self) -> list[StageTime]:
-        """Per stage, the seconds spent computing, sending, waiting, on the host, and otherwise: the makespan.
+        """Per row, the seconds spent computing, sending, waiting, on the host, and otherwise: the makespan.
 
-        Of events that overlap the first of these has the moment: F, B, I, W, U, average, host, recv, send, others.
+        Every moment counts once: see :class:`EventKind` for what overlaps.
         """
-        from avgpipe.timeline.breakdown import breakdown
+        makespan_s = self.makespan_s
+        return [_time_of(row, own, makespan_s) for row, own in enumerate(by_row(self))]
 
-        return breakdown(self)
+    # Explanations, pictures and traces are modules of their own, which import this one.
 
     def explain(self) -> str:
         """Where each worker's time went, in a table; what decided how long it took; a sentence on what to change.
@@ -134,7 +192,7 @@ class Timeline:
         return explain(self)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, batches: int | None = None) -> Figure:
-        """A picture with a row per stage, a hue per pipeline; also written to ``path`` (.png, .svg) if given.
+        """A picture with a row per worker, a hue per pipeline; also written to ``path`` (.png, .svg) if given.
 
         Draws the last ``batches`` batches, by default as many as stay readable. Needs no display.
         """
@@ -156,7 +214,7 @@ class Timeline:
         return read_trace(path)
 
     def __str__(self) -> str:
-        """A line for the run and one per stage."""
+        """A line for the run and one per row."""
         pipelines = len({event.pipeline for event in self.events})
         batches = len({event.batch for event in self.events})
         lines = [
@@ -165,28 +223,130 @@ class Timeline:
             "stage     busy    busy s    recv s      F ms      B ms  peak MiB",
         ]
         shares, busy = self.worker_busy_fraction, self.busy_s
-        for k in range(self.stages):
-            own = [event for event in self.events if event.stage == k]
-            recv_s = sum(event.end_s - event.start_s for event in own if event.kind == "recv")
+        for k, own in enumerate(by_row(self)):
+            recv_s = sum(event.seconds for event in own if event.kind == EventKind.RECEIVE)
             memory = "-" if self.peak_memory_bytes is None else f"{self.peak_memory_bytes[k] / 2**20:.1f}"
             lines.append(
                 f"{k:>5}  {100 * shares[k]:>5.1f} %  {busy[k]:>8.3f}  {recv_s:>8.3f}  "
-                f"{_mean_ms(own, 'F'):>8}  {_mean_ms(own, 'B'):>8}  {memory:>8}"
+                f"{_mean_ms(own, EventKind.FORWARD):>8}  {_mean_ms(own, EventKind.BACKWARD):>8}  {memory:>8}"
             )
         return "\n".join(lines)
 
 
-def _covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
-    covered, reached = 0.0, -math.inf
-    for start, end in sorted(spans):
-        if end > reached:
-            covered += end - max(start, reached)
-            reached = end
-    return covered
-
-
-def _mean_ms(events: Sequence[Event], kind: str) -> str:
+def _mean_ms(events: Sequence[Event], kind: EventKind) -> str:
     """The mean duration of the events of a kind, in milliseconds, or a dash."""
-    times = [event.end_s - event.start_s for event in events if event.kind == kind]
+    times = [event.seconds for event in events if event.kind == kind]
     return f"{1000 * sum(times) / len(times):.3f}" if times else "-"
+
+
+# ---- where the time went -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds that one worker spent; all of them together are the makespan.
+
+    Attributes:
+        stage: The row.
+        compute_s: By kind, those that occurred.
+        recv_s: By what was awaited, "" where the events do not say.
+        host_s: By what ran.
+        other_s: Between its events, the runtime's own time, and events of other kinds.
+        outside_s: Before its first event and after its last.
+    """
+
+    stage: int
+    compute_s: dict[str, float]
+    send_s: float
+    recv_s: dict[str, float]
+    host_s: dict[str, float]
+    other_s: float
+    outside_s: float
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of computing of all kinds."""
+        return math.fsum(self.compute_s.values())
+
+
+class Segment(NamedTuple):
+    """A stretch of a row's time and the event that has it; None in a gap."""
+
+    event: Event | None
+    start_s: float
+    end_s: float
+
+
+def by_row(timeline: Timeline) -> list[list[Event]]:
+    """The events of each row, in order of their starts."""
+    rows: list[list[Event]] = [[] for _ in range(timeline.stages)]
+    for event in sorted(timeline.events, key=lambda event: event.start_s):
+        rows[event.worker].append(event)
+    return rows
+
+
+def segments(events: Sequence[Event]) -> list[Segment]:
+    """Cut the time from the first start to the last end of one row's ``events``, which are sorted by start."""
+    found: list[Segment] = []
+    running: list[tuple[int, int]] = []  # heap of (rank, index); what ended leaves when it comes to the top
+    begun = 0
+    moments = sorted({moment for event in events for moment in (event.start_s, event.end_s)})
+    for start_s, end_s in pairwise(moments):
+        while begun < len(events) and events[begun].start_s <= start_s:
+            heapq.heappush(running, (_RANK.get(events[begun].kind, len(_RANK)), begun))  # type: ignore[call-overload]
+            begun += 1
+        while running and events[running[0][1]].end_s <= start_s:
+            heapq.heappop(running)
+        event = events[running[0][1]] if running else None
+        if found and found[-1].event is event:
+            start_s = found.pop().start_s
+        found.append(Segment(event, start_s, end_s))
+    return found
+
+
+def _time_of(row: int, events: Sequence[Event], makespan_s: float) -> StageTime:
+    parts: dict[tuple[str, str], list[float]] = {}
+    for event, start_s, end_s in segments(events):
+        kind = event.kind if event is not None and event.kind in _RANK else "other"
+        detail = event.detail if event is not None and kind in (EventKind.RECEIVE, EventKind.HOST) else ""
+        parts.setdefault((kind, detail), []).append(end_s - start_s)
+    sums = {key: math.fsum(parts[key]) for key in sorted(parts)}
+
+    def by_detail(kind: EventKind) -> dict[str, float]:
+        return {detail: seconds for (other, detail), seconds in sums.items() if other == kind}
+
+    return StageTime(
+        row,
+        compute_s={
+            str(kind): sums[kind, ""] for kind in _RANK if kind in COMPUTE_KINDS and (kind, "") in sums
+        },
+        send_s=sums.get((EventKind.SEND, ""), 0.0),
+        recv_s=by_detail(EventKind.RECEIVE),
+        host_s=by_detail(EventKind.HOST),
+        other_s=sums.get(("other", ""), 0.0),
+        outside_s=max(0.0, makespan_s - math.fsum(sums.values())),
+    )
+
+
+class Occupation(NamedTuple):
+    """How long an action occupied its worker."""
+
+    kind: str
+    stage: int
+    pipeline: int
+    batch: int
+    seconds: float
+
+
+def occupations(events: Iterable[Event], beside: Collection[str]) -> list[Occupation]:
+    """Of each action, with what its worker did next of the kinds ``beside``: it has to be done before the next one."""
+    found: list[Occupation] = []
+    last: dict[int, int] = {}  # by worker, the action that it ran last
+    for event in sorted(events, key=lambda e: e.start_s):
+        if event.kind in ACTIONS:
+            last[event.worker] = len(found)
+            found.append(Occupation(event.kind, event.stage, event.pipeline, event.batch, event.seconds))
+        elif event.kind in beside and event.worker in last:
+            n = last[event.worker]
+            found[n] = found[n]._replace(seconds=found[n].seconds + event.seconds)
+    return found

@@ -1,6 +1,6 @@
 """Timelines as Chrome traces: JSON that Perfetto draws, and back.
 
-A stage is a process; of its threads, one per pipeline shows what that pipeline computed and sent, one the
+A worker is a process; of its threads, one per pipeline shows what that pipeline computed and sent, one the
 waits and one the host. Slices of one thread must nest, so an event that overlaps another of its thread, as
 a transfer in the background does, moves to a further one; its pipeline stays in its arguments. Arrows lead from
 each computation to the one on the neighbouring stage that needs its result.
@@ -13,18 +13,19 @@ import math
 import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from avgpipe.files import write_atomically
-from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
+from avgpipe.timeline.explain import messages_of
+from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
 
 
 class _Thread(NamedTuple):
     """Of a group: a pipeline, or past the pipelines the waits and the host; further ones take what overlaps."""
 
-    stage: int
+    worker: int
     group: int
     further: int
 
@@ -36,7 +37,7 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     rows = [row for k in range(timeline.stages) for row in _process(k, timeline.label(k))]
     rows += [row for thread in sorted(set(threads)) for row in _thread(thread, pipelines)]
     rows += [_slice(event, _tid(thread, pipelines)) for event, thread in zip(timeline.events, threads)]
-    rows += _arrows(timeline.events, [_tid(thread, pipelines) for thread in threads])
+    rows += _arrows(timeline, {id(e): _tid(thread, pipelines) for e, thread in zip(timeline.events, threads)})
     about: dict[str, Any] = {"stages": timeline.stages, "peak_memory_bytes": timeline.peak_memory_bytes}
     if timeline.labels:
         about["labels"] = list(timeline.labels)
@@ -54,13 +55,14 @@ def _threads(timeline: Timeline, pipelines: int) -> list[_Thread]:
     """The thread of each event: the first of its group that is free. Sends come last: others keep their place."""
     events = timeline.events
     threads = [_Thread(0, 0, 0)] * len(events)
-    taken: dict[_Thread, tuple[list[int], list[int]]] = defaultdict(
-        lambda: ([], [])
-    )  # starts and ends, sorted
-    groups = {"recv": pipelines, "host": pipelines + 1}
-    for index in sorted(range(len(events)), key=lambda n: (events[n].kind == "send", events[n].start_s)):
+    # Starts and ends, sorted.
+    taken: dict[_Thread, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    groups = {EventKind.RECEIVE.value: pipelines, EventKind.HOST.value: pipelines + 1}
+    for index in sorted(
+        range(len(events)), key=lambda n: (events[n].kind == EventKind.SEND, events[n].start_s)
+    ):
         event = events[index]
-        thread = _Thread(event.stage, groups.get(event.kind, event.pipeline), 0)
+        thread = _Thread(event.worker, groups.get(event.kind, event.pipeline), 0)
         start, end = _ns(event.start_s), _ns(event.end_s)
         while not _take(*taken[thread], start, end):
             thread = thread._replace(further=thread.further + 1)
@@ -82,16 +84,13 @@ def _tid(thread: _Thread, pipelines: int) -> int:
     return 1 + thread.group + thread.further * (pipelines + 2)
 
 
-def _pid(stage: int) -> int:
-    return 1 + stage  # Perfetto takes process 0 for the idle one of Linux, and advises against it
+def _pid(worker: int) -> int:
+    return 1 + worker  # Perfetto takes process 0 for the idle one of Linux, and advises against it
 
 
-def _process(stage: int, label: str) -> Iterator[dict[str, Any]]:
-    for name, args in (
-        ("process_name", {"name": label}),
-        ("process_sort_index", {"sort_index": stage}),
-    ):
-        yield {"ph": "M", "name": name, "pid": _pid(stage), "args": args}
+def _process(worker: int, label: str) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": _pid(worker), "args": {"name": label}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": _pid(worker), "args": {"sort_index": worker}}
 
 
 def _thread(thread: _Thread, pipelines: int) -> Iterator[dict[str, Any]]:
@@ -100,7 +99,7 @@ def _thread(thread: _Thread, pipelines: int) -> Iterator[dict[str, Any]]:
     name = f"pipeline {thread.group}" if beside < 0 else ("waiting", "host")[beside]
     if thread.further:
         name += f" (meanwhile {thread.further})"
-    place = {"ph": "M", "pid": _pid(thread.stage), "tid": _tid(thread, pipelines)}
+    place = {"ph": "M", "pid": _pid(thread.worker), "tid": _tid(thread, pipelines)}
     yield {**place, "name": "thread_name", "args": {"name": name}}
     yield {**place, "name": "thread_sort_index", "args": {"sort_index": 1000 * thread.group + thread.further}}
 
@@ -109,37 +108,42 @@ def _slice(event: Event, tid: int) -> dict[str, Any]:
     # Start and end are rounded to the nanosecond each, so that neighbours still touch and never overlap.
     start_ns, end_ns = _ns(event.start_s), _ns(event.end_s)
     args: dict[str, Any] = dict(zip(("stage", "pipeline", "batch", "micro_batch"), event[:4]))
-    times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}  # the format counts in microseconds
-    number = "" if event.micro_batch is None else event.micro_batch
+    name = str(event)
+    if event.detail:
+        args["detail"] = event.detail
+        if event.kind not in COMPUTE_KINDS:
+            name = f"{event.kind} {event.detail}{'' if event.micro_batch is None else event.micro_batch}"
+    if event.worker != event.stage:
+        args["worker"] = event.worker
     return {
         "ph": "X",
-        "name": str(event)
-        if event.kind in COMPUTE_KINDS or not event.detail
-        else f"{event.kind} {event.detail}{number}",
+        "name": name,
         "cat": event.kind,
-        "pid": _pid(event.stage),
+        "pid": _pid(event.worker),
         "tid": tid,
-        **times,
-        "args": {**args, "detail": event.detail} if event.detail else args,
+        "ts": start_ns / 1000,  # the format counts in microseconds
+        "dur": (end_ns - start_ns) / 1000,
+        "args": args,
     }
 
 
-def _arrows(events: Sequence[Event], tids: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """From the last nanosecond of what computed a message to the start of what needs it, as both must lie in slices."""
-    steps = {
-        (*event[:4], "F" if event.kind == "F" else "B"): (event, tid)
-        for event, tid in zip(events, tids)
-        if event.kind in ("F", "B", "I") and not event.detail and _ns(event.start_s) < _ns(event.end_s)
-    }
-    for number, ((stage, pipeline, batch, m, kind), (event, tid)) in enumerate(steps.items()):
-        name, step = ("activation", 1) if kind == "F" else ("gradient", -1)
+def _arrows(timeline: Timeline, tids: Mapping[int, int]) -> Iterator[dict[str, Any]]:
+    """From the last nanosecond of what computed a message to the start of what needs it, as both must lie in slices.
+
+    ``tids``: by the event's id.
+    """
+    steps = {k: e for k, e in messages_of(timeline).items() if _ns(e.start_s) < _ns(e.end_s)}
+    for number, ((stage, pipeline, batch, m, kind), event) in enumerate(steps.items()):
+        name, step = ("activation", 1) if kind == EventKind.FORWARD else ("gradient", -1)
         target = steps.get((stage + step, pipeline, batch, m, kind))
-        if target is None or _ns(target[0].start_s) < _ns(event.end_s) - 1:
+        if target is None or _ns(target.start_s) < _ns(event.end_s) - 1:
             continue
         row = {"name": name, "cat": "message", "id": number}
-        yield {"ph": "s", **row, "pid": _pid(stage), "tid": tid, "ts": (_ns(event.end_s) - 1) / 1000}
-        start = _ns(target[0].start_s) / 1000
-        yield {"ph": "f", "bp": "e", **row, "pid": _pid(stage + step), "tid": target[1], "ts": start}
+        for end, ends, ns in (
+            (event, {"ph": "s"}, _ns(event.end_s) - 1),
+            (target, {"ph": "f", "bp": "e"}, _ns(target.start_s)),
+        ):
+            yield {**ends, **row, "pid": _pid(end.worker), "tid": tids[id(end)], "ts": ns / 1000}
 
 
 def read_trace(path: str | os.PathLike[str]) -> Timeline:
@@ -169,11 +173,8 @@ def _timeline(trace: Any) -> Timeline:
             f"otherData.peak_memory_bytes must be a list of integers or null, found {memory!r:.80}"
         )
     # Metadata, and whatever other tools added (counters, flows, instants), carry nothing of a timeline.
-    events = [
-        _event(index, row)
-        for index, row in enumerate(rows)
-        if not isinstance(row, dict) or row.get("ph") == "X"
-    ]
+    slices = [(n, row) for n, row in enumerate(rows) if not isinstance(row, dict) or row.get("ph") == "X"]
+    events = [_event(index, row) for index, row in slices]
     labels = about.get("labels", [])
     if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
         raise ValueError(f"otherData.labels must be a list of texts, found {labels!r:.80}")
@@ -197,4 +198,5 @@ def _event(index: int, row: Any) -> Event:
     start_us, length_us = get("ts", int, float), get("dur", int, float)
     start_ns, end_ns = round(start_us * 1000), round(start_us * 1000) + round(length_us * 1000)
     detail = get("detail", str) if "detail" in args else ""
-    return Event(*place, get("cat", str), start_ns / 1e9, end_ns / 1e9, detail)
+    worker = get("worker", int) if "worker" in args else None
+    return Event(*place, get("cat", str), start_ns / 1e9, end_ns / 1e9, detail, worker)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 
-from avgpipe.timeline.actions import ACTIONS, occupations
-from avgpipe.timeline.timeline import Timeline
+from avgpipe.timeline.timeline import ACTIONS, EventKind, Timeline, occupations
 
-_HOST = ("send", "host", "average")
+_HOST = (EventKind.SEND, EventKind.HOST, EventKind.AVERAGE)
 
 
 def action_costs(timeline: Timeline, stages: int, first_batch: int = 0) -> dict[str, list[float]]:
@@ -22,6 +21,6 @@ def action_costs(timeline: Timeline, stages: int, first_batch: int = 0) -> dict[
         samples[action.kind, action.stage].append(action.seconds)
     return {
         kind: [statistics.fmean(samples[kind, k]) if (kind, k) in samples else 0.0 for k in range(stages)]
-        for kind in ACTIONS
+        for kind in map(str, ACTIONS)
         if any((kind, k) in samples for k in range(stages))
     }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from avgpipe.bench.schedules.result import ScheduleResult, Timed
 from avgpipe.bench.schedules.table import title
-from avgpipe.timeline.figure import write_figure
+from avgpipe.timeline.plot import write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

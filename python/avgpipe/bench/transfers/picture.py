@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from avgpipe.bench.result import SectionResult
 from avgpipe.bench.transfers.benchmark import GLOO, HANDED, LATENCY, MEMCPY, READ
-from avgpipe.timeline.figure import write_figure
+from avgpipe.timeline.plot import write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
