@@ -495,7 +495,7 @@ def test_batches_are_padded_to_their_longest_pair():
         Paraphrase("a b c d e", "f g", 1),
     ]
     rows = pickle.loads(pickle.dumps(PairRows.of(pairs, encode, VOCABULARY, 32)))
-    assert rows.lengths.tolist() == [5, 7, 10]
+    assert rows.pieces.lengths.tolist() == [5, 7, 10]
     inputs, labels = rows(torch.tensor([1, 0]), torch.Generator())
     assert inputs["input_ids"].tolist() == [[1, 11, 12, 13, 2, 11, 2], [1, 11, 2, 12, 2, 0, 0]]
     assert inputs["attention_mask"].tolist() == [[1] * 7, [1] * 5 + [0] * 2]

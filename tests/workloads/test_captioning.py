@@ -57,8 +57,12 @@ def frames(clips, index):
     return clips(torch.tensor([index]), generator(0))[0]["frames"][0]
 
 
+def captions(clips):
+    return clips.captions.padded(torch.arange(len(clips.captions.lengths)))
+
+
 def told(clips):
-    return [" ".join(VOCABULARY[n] for n in row if n not in (PAD, EOS)) for row in clips.captions.tolist()]
+    return [" ".join(VOCABULARY[n] for n in row if n not in (PAD, EOS)) for row in captions(clips).tolist()]
 
 
 def test_clips_are_the_same_whatever_the_caller_draws():
@@ -68,7 +72,7 @@ def test_clips_are_the_same_whatever_the_caller_draws():
     b = make_clips(preset())
     assert torch.initial_seed() == 2
     for one, other in zip(a, b):
-        assert torch.equal(one.captions, other.captions)
+        assert torch.equal(captions(one), captions(other))
         assert torch.equal(frames(one, 7), frames(other, 7))
 
 
@@ -78,7 +82,7 @@ def test_a_clip_is_the_same_in_every_company_and_padded_with_zeros():
     for row, index in enumerate((3, 7, 1)):
         alone = frames(clips, index)
         assert torch.equal(together[row, : len(alone)], alone)
-        assert len(alone) == clips.lengths[index]
+        assert len(alone) == clips.shown.lengths[index]
         assert not together[row, len(alone) :].any()
 
 
@@ -116,10 +120,10 @@ def test_a_subject_that_goes_on_is_called_it():
 
 def test_a_batch_is_no_longer_than_its_clips_and_can_be_made_elsewhere():
     clips = pickle.loads(pickle.dumps(make_clips(preset())[0]))
-    indices = clips.lengths.argsort()[:4]
+    indices = clips.shown.lengths.argsort()[:4]
     inputs, said = clips(indices, generator(0))
-    assert inputs["frames"].shape == (4, clips.lengths[indices].max(), 16)
-    assert said.shape == inputs["target"].shape == (4, clips.caption_lengths()[indices].max())
+    assert inputs["frames"].shape == (4, clips.shown.lengths[indices].max(), 16)
+    assert said.shape == inputs["target"].shape == (4, clips.captions.lengths[indices].max())
     for row, read in zip(said, inputs["target"]):  # what a decoder reads is what was said before
         words = row[row != PAD].tolist()
         assert words[-1] == EOS
@@ -323,8 +327,8 @@ def evaluate(workload, layers, batches):
 
 
 def unigram_perplexity(train, valid):
-    counts = torch.bincount(train.captions[train.captions != PAD], minlength=100).double() + 1
-    loss = -(counts / counts.sum()).log()[valid.captions[valid.captions != PAD]].mean().item()
+    counts = torch.bincount(train.captions.values, minlength=100).double() + 1
+    loss = -(counts / counts.sum()).log()[valid.captions.values].mean().item()
     return math.exp(loss)
 
 
@@ -334,7 +338,7 @@ def test_a_built_workload_learns_far_more_than_frequencies(quick):
     train, valid = make_clips(quick)
     answer, accuracy = workload.trivial
     assert answer == "the most frequent word of each position"
-    assert accuracy == blind_accuracy(train.captions, valid.captions)
+    assert accuracy == blind_accuracy(captions(train), captions(valid))
     metrics = evaluate(workload, layers, workload.valid_batches())
     assert (workload.metric_name, workload.lower_is_better) == ("accuracy", False)
     assert metrics["accuracy"] > accuracy + 15
@@ -349,7 +353,7 @@ def test_a_built_workload_learns_far_more_than_frequencies(quick):
 
 
 def test_blind_accuracy_says_the_most_frequent_word_of_each_position():
-    train, valid = (clips.captions for clips in make_clips(preset(300, 40, 1)))
+    train, valid = map(captions, make_clips(preset(300, 40, 1)))
     right = words = 0
     for at in range(valid.shape[1]):
         column = [int(w) for w in train[:, at] if w != PAD] if at < train.shape[1] else []
@@ -369,7 +373,8 @@ def test_exact_matches_are_whole_captions():
             next(i for i in range(9) if torch.equal(seen[:n], frames(clips, i)))
             for seen, n in zip(inputs["frames"], inputs["lengths"].tolist())
         ]
-        words = clips.captions[rows, min(inputs["at"], clips.captions.shape[1] - 1)].clone()
+        said = captions(clips)
+        words = said[rows, min(inputs["at"], said.shape[1] - 1)]
         for n, row in enumerate(rows):
             if row == 4 and words[n] == EOS:
                 words[n] = 7
@@ -428,4 +433,4 @@ def test_presets_fit_their_clips(name):
     clips, _ = make_clips(chosen)
     assert frames(clips, 0).shape[1] == chosen.model.features
     assert chosen.model.vocabulary == (12_594 if name == "paper" else len(VOCABULARY))
-    assert (clips.lengths + clips.caption_lengths()).max() <= 80  # the paper's steps
+    assert (clips.shown.lengths + clips.captions.lengths).max() <= 80  # the paper's steps

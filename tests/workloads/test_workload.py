@@ -4,12 +4,13 @@ import sys
 
 import pytest
 
-from avgpipe.workloads import DataNotFound, build_workload, check_workload, preset_names, workload_names
+from avgpipe.workloads import DataNotFound, build_workload, check_workload, workload_names
 
 
 def test_names():
     assert "awd-lstm" in workload_names()
-    assert preset_names("awd-lstm") == ("tiny", "small", "paper")
+    for preset in ("tiny", "small", "paper"):
+        assert check_workload("awd-lstm", preset=preset).preset == preset
 
 
 @pytest.mark.parametrize("refuse", [check_workload, build_workload])

@@ -6,10 +6,8 @@ from avgpipe.workloads.workload import (
     DataNotFound,
     LibraryNotFound,
     Workload,
-    WorkloadFacts,
     build_workload,
     check_workload,
-    preset_names,
     workload_names,
 )
 
@@ -19,9 +17,7 @@ __all__ = [
     "DataNotFound",
     "LibraryNotFound",
     "Workload",
-    "WorkloadFacts",
     "build_workload",
     "check_workload",
-    "preset_names",
     "workload_names",
 ]

@@ -32,7 +32,7 @@ from avgpipe.workloads.tokens import (
     run_lstm,
     uniform_from,
 )
-from avgpipe.workloads.training import NTASGD, Training
+from avgpipe.workloads.training import NTASGD, Training, make_workload
 from avgpipe.workloads.workload import BuildOptions, Workload
 
 
@@ -149,38 +149,33 @@ def build(name: str, options: BuildOptions) -> Workload:
             train, training.batch_size, chosen.length, jitter=chosen.published, name="train", **where
         )
 
-    first_epoch = train_batches(0)
-    source = "the standard library's source" if options.data is None else options.data.name
-    course: dict[str, Any] = {
-        "optimizer": training.optimizer_for(pipelines),
-        "lr_scheduler": training.lr_scheduler_for(len(first_epoch), options),
-    }
+    published: dict[str, Any] = {}
     if chosen.published:
         lr, decay = training.scaled_lr(pipelines), training.weight_decay
-        factor = length_factor(sum(first_epoch.lengths), chosen.length, seed)
-        course = {
+        factor = length_factor(sum(train_batches(0).lengths), chosen.length, seed)
+        published = {
             "optimizer": partial(NTASGD, lr=lr, weight_decay=decay),
             "lr_scheduler": partial(LambdaLR, lr_lambda=factor),
             "after_validation": NTASGD.observe,
             "averaged": NTASGD.averages,
         }
-    return Workload(
-        name=name,
-        preset=options.preset,
+    source = "the standard library's source" if options.data is None else options.data.name
+    return make_workload(
+        name,
+        options,
+        training,
+        train_batches,
+        valid_batches,
         layers=awd_lstm_layers(config, seed=seed, decoder_bias=None if chosen.published else log_shares),
         loss_fn=AWDLSTMLoss(config.alpha, config.beta),
-        clip_grad_norm=training.clip_grad_norm,
-        train_batches=train_batches,
-        valid_batches=valid_batches,
+        loss_weight=None,
         metrics=lambda loss, _: {"perplexity": perplexity(loss)},
         metric_name="perplexity",
         lower_is_better=True,
-        batch_size=training.batch_size,
-        epochs=training.epochs,
         layer_costs=awd_lstm_costs(config),
         trivial=("word frequencies", perplexity(-float(log_shares[valid].double().mean()))),
         title=f"{source}, {train.numel():,} words of {len(corpus.vocabulary):,} types",
-        **course,
+        **published,
     )
 
 

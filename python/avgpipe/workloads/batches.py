@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
@@ -75,6 +76,29 @@ class TensorRows:
 
     def __call__(self, indices: Tensor, draw: torch.Generator) -> Any:
         return tree_map(lambda tensor: tensor[indices], self.data)
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    """Rows of different lengths, one after another: thousands of small tensors would be slow to hand to loader workers.
+
+    Attributes:
+        values: int64 [of all rows together, ...].
+        lengths: int64 [rows].
+    """
+
+    values: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[Any]]) -> RaggedRows:
+        return cls(torch.tensor([v for row in rows for v in row]), torch.tensor([len(row) for row in rows]))
+
+    def padded(self, indices: Tensor, value: int = 0) -> Tensor:
+        """Return the rows ``indices`` [n] as a tensor [n, length of the longest, ...]."""
+        ends = self.lengths.cumsum(0)[indices].tolist()
+        rows = [self.values[end - n : end] for end, n in zip(ends, self.lengths[indices].tolist())]
+        return pad_sequence(rows, batch_first=True, padding_value=value)
 
 
 def generator(*words: int) -> torch.Generator:

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from avgpipe.workloads.batches import TensorRows, by_length, generator, shuffled
+from avgpipe.workloads.batches import RaggedRows, TensorRows, by_length, generator, shuffled
 from avgpipe.workloads.data import (
     MRPC_FILES,
     TEXT_FOLDER,
@@ -153,7 +152,7 @@ def _pairs(name: str, options: BuildOptions, task: BertTask) -> Workload:
         name,
         options,
         task.training,
-        order=partial(by_length, train.lengths),
+        order=partial(by_length, train.pieces.lengths),
         train=train,
         valid=valid,
         valid_order=torch.arange(len(valid.labels)),
@@ -312,30 +311,20 @@ class PairRows:
     labels, int64 [n].
     """
 
-    # Of all pairs, one after another: thousands of small tensors would be slow to hand to loader workers.
-    pieces: Tensor
-    types: Tensor
-    lengths: Tensor  # pieces of each pair, int64 [pairs]
+    pieces: RaggedRows
+    types: RaggedRows
     labels: Tensor
     pad: int
 
     @classmethod
     def of(cls, pairs: Sequence[Paraphrase], encode: Encode, vocabulary: Vocabulary, length: int) -> PairRows:
         firsts, seconds = encode([pair.first for pair in pairs]), encode([pair.second for pair in pairs])
-        rows = [joined(first, second, vocabulary, length) for first, second in zip(firsts, seconds)]
-        return cls(
-            torch.tensor([piece for pieces, _ in rows for piece in pieces]),
-            torch.tensor([which for _, types in rows for which in types]),
-            torch.tensor([len(pieces) for pieces, _ in rows]),
-            torch.tensor([pair.label for pair in pairs]),
-            vocabulary.pad,
-        )
+        pieces, types = zip(*(joined(*both, vocabulary, length) for both in zip(firsts, seconds)))
+        labels = torch.tensor([pair.label for pair in pairs])
+        return cls(RaggedRows.of(pieces), RaggedRows.of(types), labels, vocabulary.pad)
 
     def __call__(self, indices: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-        ends = self.lengths.cumsum(0)[indices].tolist()
-        places = [slice(end - n, end) for end, n in zip(ends, self.lengths[indices].tolist())]
-        rows = pad_sequence([self.pieces[p] for p in places], batch_first=True, padding_value=self.pad)
-        types = pad_sequence([self.types[p] for p in places], batch_first=True)
+        rows, types = self.pieces.padded(indices, self.pad), self.types.padded(indices)
         inputs = {"input_ids": rows, "attention_mask": (rows != self.pad).long(), "token_type_ids": types}
         return inputs, self.labels[indices]
 

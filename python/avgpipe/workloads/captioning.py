@@ -22,9 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from avgpipe.workloads.batches import by_length, generator
+from avgpipe.workloads.batches import RaggedRows, by_length, generator
 from avgpipe.workloads.beam import beam_search
 from avgpipe.workloads.tokens import Projection, TokenLoss, Uniform, run_lstm, told_metrics, uniform_from
 from avgpipe.workloads.training import Training, sample_workload
@@ -32,15 +31,15 @@ from avgpipe.workloads.workload import BuildOptions, Predict, Workload
 
 PAD, BOS, EOS = 0, 1, 2  # numbers of the words that are none
 
-_KINDS, _SUBJECTS, _ON_OBJECTS, _ALONE, _OBJECTS = (
-    words.split()
-    for words in (
+_KINDS, _SUBJECTS, _ON_OBJECTS, _ALONE, _OBJECTS = map(
+    str.split,
+    (
         "red blue green small big old",
         "dog cat boy girl man woman horse bird robot monkey",
         "chases carries kicks throws washes paints lifts drops opens watches",
         "sleeps jumps dances sings eats runs",
         "ball box car chair book hat drum bike lamp boat",
-    )
+    ),
 )
 _OTHERS = ("<pad>", "<bos>", "<eos>", "a", "the", "it", "then", "slowly")
 VOCABULARY = (*_OTHERS, *_KINDS, *_SUBJECTS, *_ON_OBJECTS, *_ALONE, *_OBJECTS)
@@ -148,13 +147,14 @@ def check(name: str, options: BuildOptions) -> tuple[int, Training]:
 def build(name: str, options: BuildOptions) -> Workload:
     chosen = PRESETS[name][options.preset]
     train, valid = make_clips(chosen)
-    frames, words = (float(x.double().mean()) for x in (train.lengths, train.caption_lengths()))
+    frames, words = (float(x.double().mean()) for x in (train.shown.lengths, train.captions.lengths))
+    captions = (clips.captions.padded(torch.arange(len(clips.captions.lengths))) for clips in (train, valid))
     loss = TokenLoss(PAD)
     return sample_workload(
         name,
         options,
         chosen.training,
-        order=partial(by_length, train.lengths),
+        order=partial(by_length, train.shown.lengths),
         train=train,
         valid=valid,
         valid_order=torch.arange(chosen.valid),
@@ -165,7 +165,7 @@ def build(name: str, options: BuildOptions) -> Workload:
         metric_name="accuracy",
         layer_costs=s2vt_costs(chosen.model, frames, words),
         decode=partial(exact_matches, valid, chosen.decoded, chosen.training.batch_size),
-        trivial=("the most frequent word of each position", blind_accuracy(train.captions, valid.captions)),
+        trivial=("the most frequent word of each position", blind_accuracy(*captions)),
         title=f"captions of {chosen.train} synthetic clips",
     )
 
@@ -177,36 +177,28 @@ class Clips:
     Inputs: what S2VT reads. Targets: the words that it should say, int64 [n, T], padded with PAD.
 
     Attributes:
-        shown: uint8 [clips, frames, 4], the words of the event that each frame shows, PAD for none.
-        lengths: int64 [clips], how many frames each clip has.
-        captions: int64 [clips, words], each ends with EOS and is padded with PAD.
+        shown: of each frame of a clip the words of the event that it shows, [4], PAD for none.
+        captions: their words, each ends with EOS.
         projection: float32 [words, D], what each word adds to a frame's features; zeros for PAD.
         noise: standard deviation of what else is in each feature; that of what a word adds is 1.
         first: the number of the first clip among those of all sets.
     """
 
-    shown: Tensor
-    lengths: Tensor
-    captions: Tensor
+    shown: RaggedRows
+    captions: RaggedRows
     projection: Tensor
     noise: float
     first: int
 
-    def caption_lengths(self) -> Tensor:
-        """Return the words of each caption with its EOS, int64 [clips]."""
-        return (self.captions != PAD).sum(1)
-
     def __call__(self, indices: Tensor, draw: torch.Generator) -> tuple[dict[str, Any], Tensor]:
-        lengths = self.lengths[indices]
-        frames = torch.zeros(len(indices), int(lengths.max()), self.projection.shape[1])
+        lengths = self.shown.lengths[indices]
+        frames = self.projection[self.shown.padded(indices)].sum(2)
         for row, (index, length) in enumerate(zip(indices.tolist(), lengths.tolist())):
-            noise = torch.randn(length, frames.shape[2], generator=generator(_NOISE, 0, self.first + index))
-            meaning = self.projection[self.shown[index, :length].long()].sum(1)
-            frames[row, :length] = meaning + self.noise * noise
-        said = self.captions[indices, : int(self.caption_lengths()[indices].max())]
-        read = torch.full_like(said, BOS)
-        read[:, 1:] = said[:, :-1]
-        return {"frames": frames, "lengths": lengths, "target": read.masked_fill(said == PAD, PAD)}, said
+            noise = generator(_NOISE, 0, self.first + index)
+            frames[row, :length] += self.noise * torch.randn(length, frames.shape[2], generator=noise)
+        said = self.captions.padded(indices)
+        read = F.pad(said[:, :-1], (1, 0), value=BOS).masked_fill(said == PAD, PAD)
+        return {"frames": frames, "lengths": lengths, "target": read}, said
 
 
 def make_clips(preset: CaptioningPreset) -> tuple[Clips, Clips]:
@@ -222,23 +214,21 @@ def make_clips(preset: CaptioningPreset) -> tuple[Clips, Clips]:
     projection = torch.randn(len(VOCABULARY), preset.model.features, generator=generator(_PROJECTION, 0))
     projection[PAD] = 0
     draw = random.Random(f"{_SCRIPT} 0")
-    shown: list[Tensor] = []
-    captions: list[Tensor] = []
+    shown: list[list[list[int]]] = []
+    captions: list[list[int]] = []
     known = set()
     while len(shown) < preset.train + preset.valid:
         events, frames, words = _draw_script(draw, preset)
         if events not in known:
             known.add(events)
-            rows = [[_NUMBER[word] for word in event] for event in events]
-            shown.append(torch.tensor([row for row, n in zip(rows, frames) for _ in range(n)]))
-            captions.append(torch.tensor([*(_NUMBER[word] for word in words), EOS]))
+            shown.append([[_NUMBER[w] for w in event] for event, n in zip(events, frames) for _ in range(n)])
+            captions.append([*(_NUMBER[word] for word in words), EOS])
 
-    def clips(first: int, end: int) -> Clips:
-        lengths = torch.tensor([len(frames) for frames in shown[first:end]])
-        padded = [pad_sequence(rows[first:end], batch_first=True) for rows in (shown, captions)]
-        return Clips(padded[0].to(torch.uint8), lengths, padded[1], projection, preset.noise, first)
+    def clips(first: int, end: int | None) -> Clips:
+        of_shown, of_captions = RaggedRows.of(shown[first:end]), RaggedRows.of(captions[first:end])
+        return Clips(of_shown, of_captions, projection, preset.noise, first)
 
-    return clips(0, preset.train), clips(preset.train, len(shown))
+    return clips(0, preset.train), clips(preset.train, None)
 
 
 def _draw_script(

@@ -57,9 +57,7 @@ def find_files(
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise DataNotFound(f"{kind} {folder} {what}; give {works}")
-    found = {
-        key: [folder / name for name in names if (folder / name).is_file()] for key, names in wanted.items()
-    }
+    found = {key: [folder / n for n in names if (folder / n).is_file()] for key, names in wanted.items()}
     missing = [wanted[key][0] for key, files in found.items() if not files]
     if missing:
         raise DataNotFound(f"{kind} {folder} lacks {', '.join(missing)}; give {works}")
@@ -80,9 +78,8 @@ def read_file(file: Path) -> str:
     try:
         return read_bytes(file).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{file} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
-        ) from None
+        byte = f"byte {error.start} is {error.object[error.start]:#04x}"
+        raise ValueError(f"{file} is not UTF-8 text: {byte}") from None
 
 
 def _lines(file: Path) -> list[str]:
@@ -267,12 +264,11 @@ def has_paraphrases(folder: Path | None) -> bool:
     return folder is not None and any((folder / name).is_file() for name in MRPC_FILES)
 
 
-def find_paraphrases(folder: str | Path) -> tuple[Path, Path]:
+def find_paraphrases(folder: str | Path) -> dict[str, Path]:
     """Find the corpus's two files, without reading them. Raises DataNotFound."""
-    found = find_files(
+    return find_files(
         folder, {name: [name] for name in MRPC_FILES}, f"a folder with {' and '.join(MRPC_FILES)}"
     )
-    return found[MRPC_FILES[0]], found[MRPC_FILES[1]]
 
 
 def read_paraphrases(folder: str | Path) -> dict[str, list[Paraphrase]]:
@@ -285,22 +281,18 @@ def read_paraphrases(folder: str | Path) -> dict[str, list[Paraphrase]]:
         DataNotFound: the folder, or one of its files, is not there.
         ValueError: a file is of another format or truncated (the message names file and line), or a split is empty.
     """
-    file, dev = find_paraphrases(folder)
+    file, dev = find_paraphrases(folder).values()
     header, *lines = _lines(file)
     if header != _MRPC_HEADER:
-        raise ValueError(
-            f"{file} does not begin with the header {_MRPC_HEADER!r}: it begins with {header[:60]!r}"
-        )
+        raise ValueError(f"{file} begins with {header[:60]!r}, not with the header {_MRPC_HEADER!r}")
     named = set(filter(None, _lines(dev)))
     missing = set(named)
     pairs: dict[str, list[Paraphrase]] = {"train": [], "valid": []}
     for number, line in enumerate(lines, start=2):
         label, *ids, first, second = fields = line.split("\t") if line.count("\t") == 4 else [line, "", ""]
         if len(fields) != 5 or label not in ("0", "1"):
-            raise ValueError(
-                f"{file}, line {number}: expected a label (0 or 1), two ids and two sentences, tab-separated, got "
-                f"{line[:60]!r}: the file is truncated or of another format"
-            )
+            wrong = f"{file}, line {number}: {line[:60]!r} is no label (0 or 1), two ids and two sentences, "
+            raise ValueError(wrong + "tab-separated: the file is truncated or of another format")
         key = "\t".join(ids)
         missing.discard(key)
         split = "valid" if key in named else "train"

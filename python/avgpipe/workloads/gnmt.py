@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from avgpipe.workloads.batches import by_length
+from avgpipe.workloads.batches import RaggedRows, by_length
 from avgpipe.workloads.beam import beam_search
 from avgpipe.workloads.data import TRANSLATIONS_FOLDER, find_translations, read_translations
 from avgpipe.workloads.huggingface import Subwords
@@ -156,29 +156,30 @@ def check(name: str, options: BuildOptions) -> tuple[int, Training]:
 def build(name: str, options: BuildOptions) -> Workload:
     chosen = PRESETS[name][options.preset]
     pairs, subwords = read(name, options)
-    everything, valid = (PairBatch.of(pairs[split], subwords) for split in ("train", "valid"))
-    train = everything.up_to(chosen.max_length)
-    if not train.source:
+    rows = encoded(pairs["train"], subwords)
+    kept = [row for row in rows if max(map(len, row)) <= chosen.max_length]
+    if not kept:
         raise ValueError(f"every training pair is longer than {chosen.max_length} pieces")
+    train, valid = PairBatch.of(kept), PairBatch.of(encoded(pairs["valid"], subwords))
     config = replace(chosen.model, vocabulary=len(subwords))
-    bias = log_frequencies(train.predicted(), len(subwords)) if chosen.unigram_bias else None
-    left_out = len(everything.source) - len(train.source)
+    bias = log_frequencies(train.said.values, len(subwords)) if chosen.unigram_bias else None
+    left_out = len(rows) - len(kept)
     without = f", {left_out} longer than {chosen.max_length} pieces left out" if left_out else ""
     return sample_workload(
         name,
         options,
         chosen.training,
-        order=partial(by_length, train.lengths()),
+        order=partial(by_length, train.lengths),
         train=train,
         valid=valid,
-        valid_order=valid.lengths().argsort(stable=True),
+        valid_order=valid.lengths.argsort(stable=True),
         layers=gnmt_layers(config, seed=options.seed, output_bias=bias),
         loss_fn=TokenLoss(subwords.pad, smoothing=0.1),
         metrics=lambda loss, _: {"perplexity": perplexity(loss)},
         metric_name="bleu",
         layer_costs=gnmt_costs(config),
         decode=partial(bleu, pairs["valid"][: chosen.decoded], subwords, chosen.beam),
-        title=f"translation from English to German, {len(train.source):,} sentence pairs{without}",
+        title=f"translation from English to German, {len(kept):,} sentence pairs{without}",
     )
 
 
@@ -193,52 +194,42 @@ def read(name: str, options: BuildOptions) -> tuple[dict[str, list[tuple[str, st
     return pairs, Subwords.learn(lines, chosen.vocabulary)
 
 
+def encoded(pairs: Sequence[tuple[str, str]], subwords: Subwords) -> list[tuple[list[int], list[int]]]:
+    """Return the numbers of the pieces of each pair."""
+    source, target = zip(*pairs)
+    return list(zip(subwords.encode(source), subwords.encode(target)))
+
+
 @dataclass(frozen=True)
 class PairBatch:
-    """Makes padded batches of sentence pairs, given as the numbers of their pieces.
+    """Makes padded batches of sentence pairs.
 
     The inputs: ``source`` int64 [b, S], which ends with the end, ``lengths`` int64 [b] of it, and ``target``
     int64 [b, T], which begins with the begin. The targets: int64 [b, T], the pieces that follow, with the end.
     """
 
-    source: list[list[int]]
-    target: list[list[int]]
+    source: RaggedRows
+    read: RaggedRows
+    said: RaggedRows
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[str, str]], subwords: Subwords) -> PairBatch:
-        source, target = zip(*pairs)
-        return cls(subwords.encode(source), subwords.encode(target))
+    def of(cls, pairs: Sequence[tuple[list[int], list[int]]]) -> PairBatch:
+        """Make it of :func:`encoded` pairs."""
+        read = RaggedRows.of([[Subwords.begin, *target] for _, target in pairs])
+        return cls(ended(source for source, _ in pairs), read, ended(target for _, target in pairs))
+
+    @property
+    def lengths(self) -> Tensor:
+        """Pieces of each pair in both languages, with the ends."""
+        return self.source.lengths + self.said.lengths
 
     def __call__(self, indices: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-        rows = indices.tolist()
-        targets = [self.target[row] for row in rows]
-        inputs = source_batch([self.source[row] for row in rows])
-        inputs["target"] = _padded([[Subwords.begin, *row] for row in targets])
-        return inputs, _padded([[*row, Subwords.end] for row in targets])
-
-    def lengths(self) -> Tensor:
-        """Return the pieces of each pair in both languages, int64 [pairs]."""
-        return torch.tensor([len(s) + len(t) for s, t in zip(self.source, self.target)])
-
-    def predicted(self) -> Tensor:
-        """Return all pieces that are to be predicted, with the ends, int64 [pieces]."""
-        return torch.tensor([piece for row in self.target for piece in (*row, Subwords.end)])
-
-    def up_to(self, pieces: int) -> PairBatch:
-        """Leave out the pairs of which a sentence has more than ``pieces``."""
-        kept = [pair for pair in zip(self.source, self.target) if max(map(len, pair)) <= pieces]
-        return PairBatch([s for s, _ in kept], [t for _, t in kept])
+        source = {"source": self.source.padded(indices), "lengths": self.source.lengths[indices]}
+        return {**source, "target": self.read.padded(indices)}, self.said.padded(indices)
 
 
-def source_batch(rows: Iterable[Sequence[int]]) -> dict[str, Tensor]:
-    """Make ``source`` and ``lengths`` of sentences given as the numbers of their pieces."""
-    ended = [[*row, Subwords.end] for row in rows]
-    return {"source": _padded(ended), "lengths": torch.tensor([len(row) for row in ended])}
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[Subwords.pad] * (width - len(row))] for row in rows])
+def ended(rows: Iterable[list[int]]) -> RaggedRows:
+    return RaggedRows.of([[*row, Subwords.end] for row in rows])
 
 
 def translate(
@@ -266,9 +257,10 @@ def translate(
     for first in range(0, len(order), batch_size):
         chunk = order[first : first + batch_size]
         longest = len(rows[chunk[-1]])
+        source = ended(rows[row] for row in chunk)
         found = beam_search(
             predict,
-            source_batch(rows[row] for row in chunk),
+            {"source": source.padded(torch.arange(len(chunk))), "lengths": source.lengths},
             begin=subwords.begin,
             end=subwords.end,
             beam=beam,

@@ -103,9 +103,7 @@ def read_images(folder: str | Path, limit: int | None = None, held_out_limit: in
     files = find_images(folder)
     labels, classes, decode = _archive(*files) if len(files) == 1 else _idx(*files)
     if len(labels) < 2:
-        raise ValueError(
-            f"{files[0]} has {len(labels)} images: give two or more, as a part is for validation"
-        )
+        raise ValueError(f"{files[0]} has {len(labels)} images: give two or more, a part is for validation")
     order = torch.randperm(len(labels), generator=generator(_SPLIT_KEY))
     held_out = max(1, len(order) // _HELD_OUT)
     train, valid = order[:-held_out][:limit], order[-held_out:][:held_out_limit]

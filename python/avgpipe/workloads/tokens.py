@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,7 @@ from torch import Tensor, nn
 IGNORED = -100  # a target that no loss counts
 
 
-class Uniform(Protocol):
-    def __call__(self, *shape: int, bound: float) -> nn.Parameter:
-        """Draw initial weights between ``-bound`` and ``bound``."""
+Uniform = Callable[..., nn.Parameter]  # of a shape and ``bound``: initial weights between -bound and bound
 
 
 def uniform_from(seed: int) -> Uniform:

@@ -57,9 +57,8 @@ class Training:
 
     def scaled_lr(self, pipelines: int) -> float:
         """Return the learning rate of each of N pipelines: lr, lr sqrt(N) or lr N."""
-        return (
-            self.lr * {"none": 1.0, "sqrt": math.sqrt(pipelines), "linear": float(pipelines)}[self.lr_scaling]
-        )
+        growth = {"none": 1.0, "sqrt": math.sqrt(pipelines), "linear": float(pipelines)}
+        return self.lr * growth[self.lr_scaling]
 
     def lr_factor(self, steps: int, step: int) -> float:
         """Return what the learning rate is multiplied with at ``step`` (from 0) of ``steps``."""
@@ -128,26 +127,36 @@ def sample_workload(
     """
     training = training.asked(options)
     size, workers = training.batch_size, options.loader_workers
+    valid_batches = SampleBatches(valid_order, size, valid, workers=workers)
 
     def train_batches(epoch: int, start: int = 0) -> SampleBatches:
-        indices = order(size, options.seed, epoch)
         return SampleBatches(
-            indices, size, train, seed=options.seed, epoch=epoch, start=start, workers=workers
+            order(size, options.seed, epoch), size, train, options.seed, epoch, start, workers
         )
 
+    return make_workload(name, options, training, train_batches, lambda: valid_batches, **rest)
+
+
+def make_workload(
+    name: str, options: BuildOptions, training: Training, train_batches: Any, valid_batches: Any, **rest: Any
+) -> Workload:
+    """Make a workload that is trained as ``training``, with the options applied to it, and ``rest`` say."""
     loss = rest["loss_fn"]
+    course = {
+        "optimizer": training.optimizer_for(options.pipelines),
+        "lr_scheduler": training.lr_scheduler_for(len(train_batches(0)), options),
+        "loss_weight": loss.weight if isinstance(loss, TokenLoss) else None,
+        **rest,
+    }
     return Workload(
         name=name,
         preset=options.preset,
-        optimizer=training.optimizer_for(options.pipelines),
-        lr_scheduler=training.lr_scheduler_for(len(train_batches(0)), options),
         clip_grad_norm=training.clip_grad_norm,
         train_batches=train_batches,
-        valid_batches=lambda: SampleBatches(valid_order, size, valid, workers=workers),
-        batch_size=size,
+        valid_batches=valid_batches,
+        batch_size=training.batch_size,
         epochs=training.epochs,
-        loss_weight=loss.weight if isinstance(loss, TokenLoss) else None,
-        **rest,
+        **course,
     )
 
 
@@ -205,18 +214,15 @@ class NTASGD(SGD):
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        self._swap()
+        means = _means(self)
+        own = [p.detach().clone() for p, _ in means]
+        with torch.no_grad():
+            torch._foreach_copy_([p for p, _ in means], [mean for _, mean in means])
         try:
             yield
         finally:
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for p, mean in _means(self):
-            own = p.clone()
-            p.copy_(mean)
-            mean.copy_(own)
+            with torch.no_grad():
+                torch._foreach_copy_([p for p, _ in means], own)
 
 
 @torch.no_grad()

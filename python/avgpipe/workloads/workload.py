@@ -171,11 +171,6 @@ def workload_names() -> tuple[str, ...]:
     return tuple(_MODULES)
 
 
-def preset_names(name: str) -> tuple[str, ...]:
-    """Return the presets of a workload, smallest first. Raises ValueError for an unknown workload."""
-    return tuple(_module(name).PRESETS[name])
-
-
 def check_workload(name: str, options: BuildOptions | None = None, **asked: Any) -> WorkloadFacts:
     """Refuse what :func:`build_workload` would refuse, without reading the data.
 
@@ -192,9 +187,8 @@ def check_workload(name: str, options: BuildOptions | None = None, **asked: Any)
     module, options = _module(name), _options(options, asked)
     presets = module.PRESETS[name]
     if options.preset not in presets:
-        raise ValueError(
-            f"unknown preset {options.preset!r} of {name}: {nearest(options.preset, tuple(presets))}"
-        )
+        names = nearest(options.preset, tuple(presets))
+        raise ValueError(f"unknown preset {options.preset!r} of {name}: {names}")
     if options.pretrained is not None and not getattr(module, "PRETRAINED", False):
         raise ValueError(f"{name} has no pretrained weights to begin with: leave pretrained out")
     layers, training = module.check(name, options)
@@ -216,14 +210,13 @@ def build_workload(name: str, options: BuildOptions | None = None, **asked: Any)
 
 def library(name: str, user: str) -> Any:
     """Import the module ``name``, which ``user`` needs. Raises LibraryNotFound."""
+    package = name.split(".")[0]
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        raise LibraryNotFound(
-            f"{user} needs {name.split('.')[0]}, which cannot be imported ({error}): "
-            "pip install 'avgpipe[workloads]'"
-        ) from None
-    logging.getLogger(name.split(".")[0]).setLevel(logging.ERROR)  # its hints are not for our users
+        missing = f"{user} needs {package}, which cannot be imported ({error})"
+        raise LibraryNotFound(f"{missing}: pip install 'avgpipe[workloads]'") from None
+    logging.getLogger(package).setLevel(logging.ERROR)  # its hints are not for our users
     return module
 
 
