@@ -1,100 +1,110 @@
-"""Run a function on several ranks, each a process of its own, the parent holding the store as torchrun's agent does."""
+"""Run a function on several ranks, each a process of its own that starts in milliseconds.
+
+They are forked from a server that has imported everything already; no thread may run in it, so it computes nothing. The
+parent holds the store, as torchrun's agent does. A rank that fails ends no other one: what the others then do is what
+many tests look at.
+"""
 
 from __future__ import annotations
 
-import importlib
-import json
+import faulthandler
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from avgpipe.ranks.launch import rank_environment
+
 ROOT = Path(__file__).parent.parent
+_LONG_S = 45  # a rank that runs longer shows where all its threads are
 
-
-def torchrun_environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun sets where its agent holds the store."""
-    return {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-    }
+_context: Any = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch.distributed", "avgpipe.pipeline", "avgpipe_ext"])
 
 
 class Ranks:
-    """``start`` the function named "module:function" with JSON arguments on every rank, then ``join``."""
+    """Runs ``function(**arguments)``, of a module, on every rank. ``port``: of a store that another process holds."""
 
-    def __init__(self, world: int, target: str, **arguments: Any) -> None:
+    def __init__(
+        self, world_size: int, function: Callable[..., Any], *, port: int | None = None, **arguments: Any
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.processes = []
-        for rank in range(world):
-            env = {
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)]),
-                **torchrun_environment(rank, world, self._store.port),
-                "OMP_NUM_THREADS": "1",
-            }
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.runner", target, json.dumps(arguments), self._folder.name],
-                    env=env,
-                    cwd=ROOT,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
+        self.folder = Path(self._folder.name)
+        self._store = None
+        if port is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared = {**address, "TORCHELASTIC_USE_AGENT_STORE": "True", "TEST_FOLDER": self._folder.name}
+        self.processes: list[BaseProcess] = []
+        for rank in range(world_size):
+            environment = {**shared, **rank_environment(rank, world_size)}
+            process = _context.Process(target=_run, args=(function, arguments, environment))
+            process.start()
+            self.processes.append(process)
+
+    def kill(self, *ranks: int) -> None:
+        for rank in ranks:
+            os.kill(self.processes[rank].pid or 0, signal.SIGKILL)
+
+    def wait_for(self, count: int, name: str, limit_s: float = 60) -> None:
+        """Until ``count`` ranks have called ``touch(name)``."""
+        deadline = time.monotonic() + limit_s
+        while len(list(self.folder.glob(f"{name}-*"))) < count:
+            assert time.monotonic() < deadline, self.outputs()
+            assert any(process.is_alive() for process in self.processes), self.outputs()
+            time.sleep(0.01)
+
+    def outputs(self) -> list[str]:
+        """What every rank has printed so far."""
+        files = [self.folder / f"{rank}.txt" for rank in range(len(self.processes))]
+        return [file.read_text(errors="replace") if file.exists() else "" for file in files]
 
     def join(self, timeout_s: float = 100) -> list[tuple[int, str]]:
         """Exit code and output of every rank; those that outlast the limit are killed."""
         deadline = time.monotonic() + timeout_s
-        ends = []
         for process in self.processes:
-            try:
-                output, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                output, _ = process.communicate()
-                output += "\n(killed: over the time limit)"
-            ends.append((process.returncode, output))
-        return ends
+            process.join(max(0.05, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        return [(p.exitcode or 0, text) for p, text in zip(self.processes, self.outputs())]
 
     def results(self, timeout_s: float = 100) -> list[Any]:
         """What the function returned on every rank."""
-        ends = self.join(timeout_s)
-        for rank, (code, output) in enumerate(ends):
+        for rank, (code, output) in enumerate(self.join(timeout_s)):
             assert code == 0, f"rank {rank} exited with {code}:\n{output[-4000:]}"
-        return [
-            torch.load(Path(self._folder.name) / f"{rank}.pt", weights_only=False)
-            for rank in range(len(ends))
-        ]
+        return [torch.load(self.folder / f"{r}.pt", weights_only=False) for r in range(len(self.processes))]
 
 
-def run_ranks(world: int, target: str, timeout_s: float = 100, **arguments: Any) -> list[Any]:
-    return Ranks(world, target, **arguments).results(timeout_s)
+def run(world_size: int, function: Callable[..., Any], timeout_s: float = 100, **arguments: Any) -> list[Any]:
+    return Ranks(world_size, function, **arguments).results(timeout_s)
 
 
-def main() -> None:
-    target, arguments, folder = sys.argv[1:]
-    module, function = target.split(":")
+def touch(name: str) -> None:
+    """Tell the parent that this rank has got there."""
+    Path(os.environ["TEST_FOLDER"], f"{name}-{os.environ['RANK']}").touch()
+
+
+def _run(function: Callable[..., Any], arguments: dict[str, Any], environment: dict[str, str]) -> None:
+    rank, folder = environment["RANK"], environment["TEST_FOLDER"]
+    output = os.open(f"{folder}/{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
     torch.set_num_threads(1)
-    result = getattr(importlib.import_module(module), function)(**json.loads(arguments))
-    torch.save(result, Path(folder) / f"{os.environ['RANK']}.pt")
+    faulthandler.dump_traceback_later(_LONG_S)
+    result = function(**arguments)
+    torch.save(result, f"{folder}/{rank}.pt")
+    sys.stdout.flush()
     if dist.is_initialized():
-        dist.barrier()
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -28,10 +28,10 @@ def worker(model: str, parts: int, rounds: int, batches: int, compile: dict[str,
     from cuts import nearest_to_balance
     from models import MODELS, VOCABULARY, loss
 
-    from avgpipe.bench.schedules.cluster import progress
     from avgpipe.bench.schedules.our_rows import OurRow
     from avgpipe.bench.schedules.rows import Row, Task, measure_rows
     from avgpipe.plan import Plan
+    from avgpipe.ranks.process import progress
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
@@ -72,7 +72,7 @@ def worker(model: str, parts: int, rounds: int, batches: int, compile: dict[str,
 def main() -> None:
     from record import write_record
 
-    from avgpipe.bench.schedules.cluster import ending_by_signal, run_workers
+    from avgpipe.ranks.launch import interruptible, run_on_ranks
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -86,8 +86,8 @@ def main() -> None:
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
     asked = {name: getattr(arguments, name) for name in ("model", "parts", "rounds", "batches", "compile")}
-    with ending_by_signal():
-        found = run_workers(
+    with interruptible():
+        found = run_on_ranks(
             "compiled:worker",
             RANKS,
             asked,

@@ -17,11 +17,11 @@ from cuts import nearest_to_balance, stages_of
 from models import MODELS, VOCABULARY, loss
 from torch import nn
 
-from avgpipe.bench.schedules.cluster import progress
 from avgpipe.bench.schedules.our_rows import OurRow
 from avgpipe.bench.schedules.rows import Row, Task, Unavailable, measure_rows, seconds_per_batch
 from avgpipe.bench.schedules.torch_rows import torch_row
 from avgpipe.plan import Plan
+from avgpipe.ranks.process import progress
 
 BATCH, RANKS, TIMEOUT_S = 16, 2, 120
 ACCUMULATIONS = (1, 2, 4, 8)

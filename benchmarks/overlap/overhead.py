@@ -40,10 +40,10 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def worker(rounds: int, batches: int, links: list[str], pipelines: list[int]) -> list[dict[str, Any]]:
     from baselines import AloneRow
 
-    from avgpipe.bench.schedules.cluster import progress
     from avgpipe.bench.schedules.our_rows import OurRow, our_plan
     from avgpipe.bench.schedules.rows import Row, Task, Unavailable, measure_rows
     from avgpipe.bench.schedules.torch_rows import torch_row
+    from avgpipe.ranks.process import progress
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -69,7 +69,7 @@ def worker(rounds: int, batches: int, links: list[str], pipelines: list[int]) ->
 def main() -> None:
     from record import write_record
 
-    from avgpipe.bench.schedules.cluster import ending_by_signal, run_workers
+    from avgpipe.ranks.launch import interruptible, run_on_ranks
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -81,8 +81,8 @@ def main() -> None:
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
     asked = {name: getattr(arguments, name) for name in ("rounds", "batches", "links", "pipelines")}
-    with ending_by_signal():
-        ranks = run_workers(
+    with interruptible():
+        ranks = run_on_ranks(
             "overhead:worker", RANKS, asked, timeout_s=900, say=lambda line: print(line, file=sys.stderr)
         )
     rows = []

@@ -24,13 +24,13 @@ def main() -> None:
     arguments = _arguments()
     from record import write_record
 
-    from avgpipe.bench.schedules.cluster import ending_by_signal, run_workers
+    from avgpipe.ranks.launch import interruptible, run_on_ranks
 
     asked = {
         name: getattr(arguments, name) for name in ("model", "rounds", "batches", "cuts", "links", "only")
     }
-    with ending_by_signal():
-        ranks = run_workers(
+    with interruptible():
+        ranks = run_on_ranks(
             "contest:worker",
             2,
             asked,

@@ -30,8 +30,8 @@ _LIMIT_S = 900.0
 
 def main() -> None:
     from avgpipe.bench.machine import machine, versions
-    from avgpipe.bench.schedules.cluster import ending_by_signal, run_workers
     from avgpipe.bench.schedules.namespaces import check_namespaces, network
+    from avgpipe.ranks.launch import interruptible, run_on_ranks
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -46,8 +46,8 @@ def main() -> None:
     print("| K | N | M | predicted ms | measured ms | error |\n|---|---|---|---|---|---|")
     for workers in arguments.workers:
         asked = {"workers": workers, "rounds": arguments.rounds}
-        with ending_by_signal(), network(workers, arguments.rate) as net:
-            found = run_workers("emulated:worker", workers, asked, timeout_s=_LIMIT_S, network=net)[0]
+        with interruptible(), network(workers, arguments.rate) as net:
+            found = run_on_ranks("emulated:worker", workers, asked, timeout_s=_LIMIT_S, **net.launching())[0]
         for row in compared(workers, found):
             settings.append(row)
             print(

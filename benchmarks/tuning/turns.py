@@ -48,7 +48,7 @@ def give(folder: Path, place: int, ranks: int) -> None:
 
 def in_turn(groups: Sequence[tuple[str, int, dict[str, Any]]], timeout_s: float) -> list[list[Any]]:
     """What the ranks of each group returned: target, number of ranks, and arguments but for those of ``Turns``."""
-    from avgpipe.bench.schedules.cluster import run_workers
+    from avgpipe.ranks.launch import run_on_ranks
 
     sizes = [ranks for _, ranks, _ in groups]
     with TemporaryDirectory() as name, ThreadPoolExecutor(len(groups)) as pool:
@@ -61,7 +61,7 @@ def in_turn(groups: Sequence[tuple[str, int, dict[str, Any]]], timeout_s: float)
         for place, (target, ranks, arguments) in enumerate(groups):
             turns = {"folder": name, "place": place, "sizes": sizes, "timeout_s": timeout_s}
             asked = {**arguments, "turns": turns}
-            runs.append(pool.submit(run_workers, target, ranks, asked, timeout_s=timeout_s))
+            runs.append(pool.submit(run_on_ranks, target, ranks, asked, timeout_s=timeout_s))
         give(folder, 0, sizes[0])
         try:
             return [run.result() for run in runs]

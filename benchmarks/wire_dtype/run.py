@@ -133,7 +133,7 @@ def fit(wire: torch.dtype | None, pipelines: int, count: int, seed: int, text: A
 
 def worker(count: int, seeds: int) -> dict[str, Any]:
     """A rank of two: all runs in turn."""
-    from avgpipe.bench.schedules.cluster import progress
+    from avgpipe.ranks.process import progress
 
     torch.set_num_threads(1)
     text = texts()
@@ -157,12 +157,12 @@ def main() -> None:
     asked = parser.parse_args()
 
     from avgpipe.bench.machine import machine, versions
-    from avgpipe.bench.schedules.cluster import ending_by_signal, run_workers
+    from avgpipe.ranks.launch import interruptible, run_on_ranks
 
     arguments = {"count": asked.batches, "seeds": asked.seeds}
     begin = time.perf_counter()
-    with ending_by_signal():
-        ranks = run_workers(
+    with interruptible():
+        ranks = run_on_ranks(
             "run:worker", 2, arguments, timeout_s=3600, say=lambda line: print(line, file=sys.stderr)
         )
     rows = summarise(*ranks)

@@ -22,8 +22,7 @@ from avgpipe.device import own_device, select
 from avgpipe.errors import CheckpointError
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, choose_advance
-from avgpipe.ranks.allocator import keep_freed_memory
-from avgpipe.ranks.threads import warn_of_threads
+from avgpipe.ranks.machine import keep_freed_memory, warn_of_threads
 from avgpipe.ranks.world import World
 from avgpipe.runtime.batch import LossFn, loss_weights, pair, plain, sample_count, split
 from avgpipe.runtime.compiled import Compiler, compile_options, described
@@ -177,7 +176,7 @@ class Pipeline:
         if not self.world.rank:
             warn_of_waits(options, plan, any(self._model.shared))
         if self.world.size == 1 and self._device.type == "cpu":
-            warn_of_threads()
+            warn_of_threads(torch.get_num_threads())
         self._worker = Worker(self._model, layers, plan, placement, self.world, self._device, seed, options)
         self._memory_limit_bytes, self._cuda_graphs = memory_limit_bytes, cuda_graphs
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen

@@ -15,7 +15,7 @@ from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.checkpoint import Manifest, verify_checkpoint
 from avgpipe.checkpoint.manifest import crc_of
 from avgpipe.runtime.context import Carry
-from tests.runner import run_ranks
+from tests.runner import run
 from tests.runtime.cases import adamw, language_model, momentum, token_batches
 
 LOSS = nn.CrossEntropyLoss()
@@ -85,7 +85,7 @@ def resume_on_ranks(K: int, folder: str) -> bool:
 
 
 def test_resume_is_bitwise_on_ranks(tmp_path: Path) -> None:
-    results = run_ranks(2, "tests.checkpoint.test_checkpoint:resume_on_ranks", K=2, folder=str(tmp_path))
+    results = run(2, resume_on_ranks, K=2, folder=str(tmp_path))
     assert results == [True, True]
 
 

@@ -26,8 +26,8 @@ from torch import nn
 from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.checkpoint import verify_checkpoint
 from avgpipe.checkpoint.manifest import Manifest, crc_of
+from tests.runner import Ranks, run, touch
 from tests.runtime.cases import adamw, language_model, token_batches
-from tests.runtime.workers import Workers, run, touch
 
 PLAN = Plan(stages=2, pipelines=2, micro_batches=2)
 LOSS = nn.CrossEntropyLoss()
@@ -356,7 +356,7 @@ def _saves_until_it_is_stopped(folder: str, timeout_s: float) -> None:
 
 def test_a_rank_that_stands_still_in_a_save_costs_the_limit_and_is_not_called_dead(tmp_path: Path) -> None:
     limit_s = 4.0
-    workers = Workers(2, _saves_until_it_is_stopped, folder=str(tmp_path / "c"), timeout_s=limit_s)
+    workers = Ranks(2, _saves_until_it_is_stopped, folder=str(tmp_path / "c"), timeout_s=limit_s)
     workers.wait_for(2, "saved")
     os.kill(workers.processes[1].pid or 0, signal.SIGSTOP)
     begin = time.monotonic()

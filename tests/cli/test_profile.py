@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
 from avgpipe.measure import subject
 from avgpipe.planning.profile import LinkProfile, Profile
@@ -20,9 +21,13 @@ def quick(monkeypatch, text):
     def run_here(target, workers, arguments, **_):
         assert (target, workers) == ("avgpipe.measure.subject:profiled", 1)
         monkeypatch.setenv("RANK", "0")
-        return json.loads(json.dumps([subject.profiled(**arguments)]))
+        try:
+            return json.loads(json.dumps([subject.profiled(**arguments)]))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
-    monkeypatch.setattr(subject, "run_workers", run_here)
+    monkeypatch.setattr(subject, "run_on_ranks", run_here)
     presets = awd_lstm.PRESETS["awd-lstm"]
     small = replace(presets["tiny"], model=replace(presets["tiny"].model, embedding=8, hidden=12), length=5)
     monkeypatch.setitem(presets, "tiny", small)

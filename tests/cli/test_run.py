@@ -58,15 +58,3 @@ def test_threads_are_shared_unless_the_user_says_otherwise(tmp_path):
     path.write_text("import os; os.write(1, os.environ['OMP_NUM_THREADS'].encode() + b'\\n')")
     process = avgpipe("run", "--stages", "2", str(path), OMP_NUM_THREADS="5")
     assert process.communicate(timeout=60)[0].split() == ["5", "5"]
-
-
-def test_the_launchers_environment_leaves_no_trace(monkeypatch):
-    import os
-
-    from avgpipe.cli.launch import _environment, cores
-
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    before = dict(os.environ)
-    with _environment(2):
-        assert os.environ["OMP_NUM_THREADS"] == str(max(1, cores() // 2))
-    assert dict(os.environ) == before

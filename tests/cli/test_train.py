@@ -14,8 +14,7 @@ import torch
 
 from avgpipe.checkpoint import verify_checkpoint
 from avgpipe.cli import resolve, train, training
-from avgpipe.cli.config import CONFIG, TrainConfig
-from avgpipe.cli.launch import Ended
+from avgpipe.cli.config import TrainConfig
 from avgpipe.plan import Plan
 from avgpipe.timeline.timeline import Timeline
 from tests.cli.command import Run, avgpipe, children, environment, invoke, rank_of, rows, strict, wait_for
@@ -209,17 +208,12 @@ def test_batches_with_infinities_are_left_out_and_counted(text, tmp_path, monkey
 def test_what_workers_do_is_not_in_their_command_line(tmp_path, monkeypatch):
     """Which every user of the host may read."""
     seen = []
-
-    def launch(workers, command, added):
-        seen.extend([command, added])
-        return Ended([0] * workers, None)
-
-    monkeypatch.setattr(train, "launch", launch)
+    monkeypatch.setattr(train, "run_on_ranks", lambda *words, **_: seen.extend(words))
     config = resolve.resolve(TrainConfig.of(workload="awd-lstm", out=str(tmp_path / "secret")))
     train.train_on_workers(config)
-    command, added = seen
-    assert "secret" not in " ".join(command)
-    assert TrainConfig.from_json(added[CONFIG]) == config
+    target, _, arguments = seen
+    assert "secret" not in target
+    assert TrainConfig.from_json(arguments["config"]) == config
 
 
 def test_it_joins_torchruns_workers(text, tmp_path):

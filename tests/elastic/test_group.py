@@ -12,7 +12,7 @@ from torch import nn
 from avgpipe import ElasticAveraging, Reference
 from tests.elastic.cases import Crew, set_gradients, weights
 from tests.elastic.emulation import AdamW, Momentum, Nesterov
-from tests.runner import run_ranks
+from tests.runner import run
 
 STEPS = 7
 CASES = [
@@ -54,7 +54,7 @@ def run_cases():
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_equals_replicas_in_one_process(n):
-    by_rank = run_ranks(n, "tests.elastic.test_group:run_cases")
+    by_rank = run(n, run_cases)
     for number, case in enumerate(CASES):
         crew = Crew(n, AdamW if case["period"] == 3 else Momentum, **case)
         results = [rank[number] for rank in by_rank]
@@ -141,7 +141,7 @@ def resume(group, rank, size):
 
 
 def test_what_else_a_group_promises():
-    for rank, out in enumerate(run_ranks(2, "tests.elastic.test_group:run_other_things")):
+    for rank, out in enumerate(run(2, run_other_things)):
         assert out["first rank's"] == 0.0
         assert "use staleness=1" in out["async"]
         assert "replicas must be the size of the group, 2 (one per rank), not 3" in out["size"]

@@ -18,8 +18,8 @@ from avgpipe.interop.torch_pipelining import (
     forwards_alone,
     receives_early,
 )
-from tests.interop.torch_stages import RANKS, Plain, without_stages
-from tests.runner import run_ranks
+from tests.interop.torch_stages import RANKS, Plain, on_four_ranks, without_stages
+from tests.runner import run
 
 
 def case(stages, micro_batches, **more):
@@ -54,7 +54,7 @@ def cases():
 
 @pytest.fixture(scope="module")
 def on_ranks():
-    return run_ranks(4, "tests.interop.torch_stages:on_four_ranks", cases=cases())
+    return run(4, on_four_ranks, cases=cases())
 
 
 def merged(on_ranks, name):

@@ -18,8 +18,8 @@ from avgpipe.errors import PipelineError
 from avgpipe.links import shared
 from avgpipe_ext import ring
 from tests.links.ends import LINKS
+from tests.runner import Ranks, run, touch
 from tests.runtime.cases import language_model, momentum, token_batches
-from tests.runtime.workers import Workers, run, touch
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -73,7 +73,7 @@ def test_survivors_name_a_rank_that_was_killed_and_nothing_is_left(
     link: str, K: int, victims: tuple[int, ...], floats: int
 ) -> None:
     before = segments()
-    workers = Workers(K, endless, K=K, link=link, floats=floats, N=1 if floats > 1000 else 2)
+    workers = Ranks(K, endless, K=K, link=link, floats=floats, N=1 if floats > 1000 else 2)
     workers.wait_for(K, "going")
     workers.kill(*victims)
     started = time.monotonic()

@@ -13,7 +13,7 @@ from avgpipe.links.message import Key
 from avgpipe.links.nccl import NcclLink, edge_groups
 from avgpipe.ranks.world import World
 from tests.links.ends import BACK, CHANNELS, CPU
-from tests.runner import run_ranks
+from tests.runner import run
 
 SENT = 20
 
@@ -49,7 +49,7 @@ def exchange() -> list[Any]:
 
 
 def test_messages_of_all_channels_arrive_in_any_order_of_taking() -> None:
-    for rank in run_ranks(2, "tests.links.test_nccl:exchange"):
+    for rank in run(2, exchange):
         assert len(rank) == SENT
         for n, (first, wants, nothing, text, number) in enumerate(rank):
             expected = value(n)

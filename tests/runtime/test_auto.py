@@ -10,7 +10,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime.memory import SavedBytes
-from tests.runner import run_ranks
+from tests.runner import run
 from tests.runtime.cases import language_model, momentum, token_batches
 
 
@@ -59,7 +59,7 @@ def test_auto_chooses_once_and_changes_no_loss(N: int) -> None:
 
 @pytest.mark.parametrize("link", ["shm", "gloo"])
 def test_ranks_choose_alike(link: str) -> None:
-    results = run_ranks(3, "tests.runtime.test_auto:train", K=3, N=2, advance="auto", link=link)
+    results = run(3, train, K=3, N=2, advance="auto", link=link)
     assert results[0][1] is not None
     assert all(r == results[0] for r in results)
 

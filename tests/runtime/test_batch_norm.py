@@ -18,9 +18,9 @@ from avgpipe.runtime.context import Position
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
+from tests.runner import run
 from tests.runtime.cases import adamw, assert_same_state, momentum, train_on_one_device, unequal
 from tests.runtime.norms import LOSS, image_batches, image_model, slow_norms, slow_training
-from tests.runtime.workers import run
 
 SCHEDULES = ["all-forward-all-backward", "1f1b", "advance-forward"]
 

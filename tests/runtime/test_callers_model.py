@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from tests.runner import run
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -20,7 +21,6 @@ from tests.runtime.cases import (
     token_batches,
     unequal,
 )
-from tests.runtime.workers import run
 
 LOSS = nn.CrossEntropyLoss()
 

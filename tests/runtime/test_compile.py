@@ -22,9 +22,9 @@ from avgpipe.runtime.context import Carry
 from avgpipe.runtime.model import layers_of
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.tracing import TracedLayer
+from tests.runner import run
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal
 from tests.runtime.norms import image_batches, image_model, slow_training
-from tests.runtime.workers import run
 
 LOSS = nn.CrossEntropyLoss()
 

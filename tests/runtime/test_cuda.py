@@ -13,7 +13,7 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe import device as streams
 from avgpipe.device import LaneStream
-from tests.runner import run_ranks
+from tests.runner import run
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -196,7 +196,7 @@ def over(link: str, N: int, device: str = SHARED, batches: int = 8) -> Any:
 @pytest.mark.parametrize("link", ["auto", "cuda-ipc", "shm", "gloo"])
 def test_processes_that_share_a_device_train_as_one(link: str, N: int) -> None:
     alone = train(Plan(stages=3, pipelines=N, micro_batches=3), token_batches(8, 8, last=5), "cpu")
-    for rank in run_ranks(3, "tests.runtime.test_cuda:over", link=link, N=N):
+    for rank in run(3, over, link=link, N=N):
         check(rank, alone)
 
 
@@ -207,7 +207,7 @@ def named() -> list[str]:
 
 
 def test_processes_that_share_a_device_use_its_memory() -> None:
-    assert all("cuda-ipc" in names for names in run_ranks(2, "tests.runtime.test_cuda:named"))
+    assert all("cuda-ipc" in names for names in run(2, named))
 
 
 def held_up() -> Any:
@@ -225,7 +225,7 @@ def held_up() -> Any:
 
 def test_slots_are_neither_read_too_early_nor_written() -> None:
     alone = train(Plan(stages=3, pipelines=2, micro_batches=3), token_batches(8, 8, last=5), "cpu")
-    for rank in run_ranks(3, "tests.runtime.test_cuda:held_up"):
+    for rank in run(3, held_up):
         check(rank, alone)
 
 
@@ -257,8 +257,7 @@ def held_up_with(options: dict[str, Any], device: str, wire: str | None = None) 
 def test_replicas_and_spread_pipelines_may_share_a_device(options: dict[str, Any]) -> None:
     plan = Plan(**options)
     alone = train(plan, token_batches(6, 8), "cpu")
-    target = "tests.runtime.test_cuda:held_up_with"
-    for rank in run_ranks(plan.workers, target, options=options, device=SHARED):
+    for rank in run(plan.workers, held_up_with, options=options, device=SHARED):
         check(rank, alone)
 
 
@@ -266,16 +265,16 @@ def test_replicas_and_spread_pipelines_may_share_a_device(options: dict[str, Any
 @pytest.mark.parametrize("options", [{**REPLICATED, "stages": 1, "replication": [2]}, *SPREAD], ids=str)
 def test_replicas_and_spread_pipelines_may_have_a_device_each(options: dict[str, Any]) -> None:
     alone = train(Plan(**options), token_batches(6, 8), "cpu")
-    for rank in run_ranks(2, "tests.runtime.test_cuda:held_up_with", options=options, device="cuda"):
+    for rank in run(2, held_up_with, options=options, device="cuda"):
         check(rank, alone)
 
 
 @pytest.mark.parametrize("link", ["shm", "gloo"])
 def test_a_narrower_wire_goes_through_the_host(link: str) -> None:
     """As on the CPU, but for what rounds to another side after a difference in the last bits."""
-    options, target = {"stages": 2, "micro_batches": 2}, "tests.runtime.test_cuda:held_up_with"
+    options = {"stages": 2, "micro_batches": 2}
     ours, theirs = (
-        run_ranks(2, target, options=options, device=device, wire=link)[0] for device in (SHARED, "cpu")
+        run(2, held_up_with, options=options, device=device, wire=link)[0] for device in (SHARED, "cpu")
     )
     assert unequal(ours[0], theirs[0]) < 1e-3
     assert abs(ours[2] - theirs[2]) < 1e-3
@@ -289,7 +288,7 @@ def on_a_gpu_each(N: int) -> Any:
 @pytest.mark.parametrize("N", [1, 2])
 def test_processes_with_a_gpu_each_train_as_one(N: int) -> None:
     alone = train(Plan(stages=3, pipelines=N, micro_batches=3), token_batches(8, 8, last=5), "cpu")
-    for rank in run_ranks(3, "tests.runtime.test_cuda:on_a_gpu_each", N=N):
+    for rank in run(3, on_a_gpu_each, N=N):
         check(rank, alone)
 
 

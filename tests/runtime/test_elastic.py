@@ -14,7 +14,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime.lane import Lane
-from tests.runner import run_ranks
+from tests import runner
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal
 
 OPTIMIZERS = {"momentum": momentum, "adamw": adamw}
@@ -128,7 +128,7 @@ def delayed(K: int) -> list[Any]:
 
 
 def test_delays_change_nothing() -> None:
-    ranks = [run_ranks(2, "tests.runtime.test_elastic:delayed", K=2) for _ in range(2)]
+    ranks = [runner.run(2, delayed, K=2) for _ in range(2)]
     first = ranks[0][0]
     for rank in [*ranks[0], *ranks[1]]:
         for (losses, states, _), (losses0, states0, _) in zip(rank, first, strict=True):

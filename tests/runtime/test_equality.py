@@ -11,6 +11,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from tests.links.ends import LINKS
+from tests.runner import run
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -20,7 +21,6 @@ from tests.runtime.cases import (
     train_on_one_device,
     unequal,
 )
-from tests.runtime.workers import run
 
 SCHEDULES = ["all-forward-all-backward", "1f1b", "advance-forward"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -32,9 +31,9 @@ def endless(K: int, N: int, folder: str) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_every_rank_names_the_one_that_was_killed(victim: int, tmp_path: Path) -> None:
-    ranks = Ranks(3, "tests.runtime.test_faults:endless", K=3, N=2, folder=str(tmp_path))
+    ranks = Ranks(3, endless, K=3, N=2, folder=str(tmp_path))
     wait_until(lambda: len(list(tmp_path.iterdir())) == 3, 60)
-    ranks.processes[victim].send_signal(signal.SIGKILL)
+    ranks.kill(victim)
     started = time.monotonic()
     ends = ranks.join(15)
     assert time.monotonic() - started < 15
@@ -55,9 +54,9 @@ def endless_saving(K: int, folder: str) -> None:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_while_saving_is_named_and_the_checkpoint_is_whole(victim: int, tmp_path: Path) -> None:
-    ranks = Ranks(3, "tests.runtime.test_faults:endless_saving", K=3, folder=str(tmp_path))
+    ranks = Ranks(3, endless_saving, K=3, folder=str(tmp_path))
     wait_until(lambda: len(list(tmp_path.iterdir())) == 4, 60)
-    ranks.processes[victim].send_signal(signal.SIGKILL)
+    ranks.kill(victim)
     for rank, (code, output) in enumerate(ranks.join(15)):
         if rank != victim:
             assert code == 1, output
@@ -86,7 +85,7 @@ def with_layer(kind: str, timeout_s: float) -> None:
 
 
 def test_an_error_in_a_layer_ends_all_ranks_with_its_text() -> None:
-    for code, output in Ranks(3, "tests.runtime.test_faults:with_layer", kind="fails", timeout_s=60).join(30):
+    for code, output in Ranks(3, with_layer, kind="fails", timeout_s=60).join(30):
         assert code == 1
         last = output.strip().split("\n")[-1]
         assert (
@@ -96,9 +95,9 @@ def test_an_error_in_a_layer_ends_all_ranks_with_its_text() -> None:
 
 
 def test_a_wait_over_the_limit_says_who_waited_for_what() -> None:
-    ranks = Ranks(3, "tests.runtime.test_faults:with_layer", kind="hangs", timeout_s=6)
+    ranks = Ranks(3, with_layer, kind="hangs", timeout_s=6)
     for process in ranks.processes[:2]:
-        process.wait(40)
+        process.join(40)
     ranks.processes[2].kill()
     texts = [
         f"rank {rank} waited 6 s for the gradient of micro-batch 0 of batch 0 from stage {rank + 1} "

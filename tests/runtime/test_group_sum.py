@@ -19,9 +19,9 @@ from avgpipe.links.message import Key
 from avgpipe.runtime import group_sum, worker
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from tests.links.ends import eventually
+from tests.runner import run
 from tests.runtime.cases import adamw, language_model, token_batches
 from tests.runtime.fake_cuda import FakeCuda, HostWork, Stream, Work
-from tests.runtime.workers import run
 
 CUDA = torch.device("cuda", 0)
 KEY = Key("Z", 0, 0, 0, -1, -1)

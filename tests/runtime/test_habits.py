@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.ranks import threads
+from avgpipe.ranks import machine
+from tests.runner import run
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -23,7 +24,6 @@ from tests.runtime.cases import (
     train_on_one_device,
     unequal,
 )
-from tests.runtime.workers import run
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -359,9 +359,9 @@ def test_a_loader_whose_state_cannot_be_told_is_refused_with_the_way_out() -> No
 
 def test_a_busy_machine_is_told_of_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     load = [1e9]
-    monkeypatch.setattr(threads, "_warned", False)
-    monkeypatch.setattr(threads.torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(threads.os, "getloadavg", lambda: (load[0], 0.0, 0.0), raising=False)
+    monkeypatch.setattr(machine, "_warned", False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (load[0], 0.0, 0.0), raising=False)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
 
     def said() -> int:

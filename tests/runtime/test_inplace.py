@@ -19,9 +19,9 @@ from avgpipe import Pipeline, Plan, StageError
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.stage import Stage
 from tests.links.ends import LINKS
+from tests.runner import run
 from tests.runtime.cases import assert_same_state, momentum, unequal
 from tests.runtime.vision import FOLDER, NAMES, vision_model
-from tests.runtime.workers import run
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from torch import nn
 import avgpipe.runtime.loss
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime.loss import LossScale
+from tests.runner import run
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal
-from tests.runtime.workers import run
 
 LOSS = nn.CrossEntropyLoss()
 INTERVAL = 3  # updates without an overflow until the scale grows; 2,000 otherwise

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from avgpipe import Pipeline, Plan, StageError
 from tests.links.ends import LINKS
+from tests.runner import run
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -21,7 +22,6 @@ from tests.runtime.cases import (
     train_on_one_device,
     unequal,
 )
-from tests.runtime.workers import run
 
 IGNORED = -100
 WEIGHTS = torch.linspace(0.2, 2.0, 11, dtype=torch.float64)

@@ -12,8 +12,8 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime.context import Carry
 from avgpipe.runtime.weights import average
+from tests.runner import Ranks, run
 from tests.runtime.cases import adamw, assert_same_state, momentum, train_on_one_device
-from tests.runtime.workers import Workers, run
 
 PLANS: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "all-forward-all-backward"},
@@ -208,7 +208,7 @@ def _tells(plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["gpipe", "double-buffer", "replicas", "two pipelines", "spread"])
 def test_one_rank_of_all_tells_it(name: str) -> None:
     world = Plan(**{"stages": 2, "micro_batches": 2, **PLANS[name]}).workers
-    workers = Workers(world, _tells, plan=PLANS[name])
+    workers = Ranks(world, _tells, plan=PLANS[name])
     ends = workers.join()
     assert [code for code, _ in ends] == [0] * world, ends
     (line,) = [line for _, output in ends for line in told(output)]

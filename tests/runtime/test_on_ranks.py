@@ -18,8 +18,8 @@ from avgpipe.links.shared import SharedLink
 from avgpipe.runtime.context import Carry
 from avgpipe.runtime.lane import Lane
 from tests.links.ends import LINKS
+from tests.runner import run
 from tests.runtime.cases import language_model, momentum, token_batches
-from tests.runtime.workers import run
 
 LOSS = nn.CrossEntropyLoss()
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan, StageError
-from tests.runner import run_ranks
+from tests.runner import run
 from tests.runtime.cases import language_model, momentum, token_batches, train_on_one_device, unequal
 
 LOSS = nn.CrossEntropyLoss()
@@ -73,7 +73,7 @@ def test_what_is_reported_is_what_the_exported_model_does(K: int, N: int) -> Non
 def test_every_rank_and_a_single_process_see_the_same() -> None:
     for N in (1, 2):
         alone = use(3, N)
-        for rank in run_ranks(3, "tests.runtime.test_pipeline:use", K=3, N=N):
+        for rank in run(3, use, K=3, N=N):
             assert unequal(rank["losses"], alone["losses"]) < 1e-12
             assert rank["several"] == alone["several"]
             for name in ("middle", "after", "mine"):
@@ -306,10 +306,7 @@ def disagree(K: int) -> str:
 
 
 def test_ranks_with_different_plans_are_refused_on_every_rank() -> None:
-    assert all(
-        "[1] disagree with rank 0" in text
-        for text in run_ranks(2, "tests.runtime.test_pipeline:disagree", K=2)
-    )
+    assert all("[1] disagree with rank 0" in text for text in run(2, disagree, K=2))
 
 
 def test_what_is_noted_of_a_batch_lies_in_its_stretch_of_training() -> None:

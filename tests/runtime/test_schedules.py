@@ -10,6 +10,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from tests.links.ends import LINKS
+from tests.runner import run
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -20,7 +21,6 @@ from tests.runtime.cases import (
     unequal,
 )
 from tests.runtime.test_equality import train_pipeline
-from tests.runtime.workers import run
 
 LOSS = nn.CrossEntropyLoss()
 SPLIT = [

@@ -32,6 +32,7 @@ from avgpipe.runtime.model import (
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.tracing import Values
 from tests.links.ends import LINKS
+from tests.runner import run
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -42,7 +43,6 @@ from tests.runtime.cases import (
 )
 from tests.runtime.test_deadlock import Shuffled, any_queue
 from tests.runtime.test_pipeline import Branching
-from tests.runtime.workers import run
 from tests.systems import emulation
 
 # ---- which way each value takes ----------------------------------------------------------------------------------

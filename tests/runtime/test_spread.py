@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from tests.runner import run
 from tests.runtime.cases import adamw, assert_same_state, language_model, token_batches, unequal
-from tests.runtime.workers import run
 from tests.systems.test_semantics import normed_model, signal_batches
 
 SHAPES: list[dict[str, Any]] = [

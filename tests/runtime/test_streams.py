@@ -17,9 +17,9 @@ from avgpipe.runtime import worker
 from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
+from tests.runner import run
 from tests.runtime.cases import adamw, language_model, token_batches
 from tests.runtime.fake_cuda import Event, FakeCuda
-from tests.runtime.workers import run
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torch import nn
 import avgpipe_ext
 from avgpipe import Pipeline, Plan
 from avgpipe.elastic.rounds import Rounds
-from tests.runner import run_ranks
+from tests.runner import run
 from tests.runtime.cases import adamw, language_model, momentum, token_batches
 
 LOSS = nn.CrossEntropyLoss()
@@ -93,7 +93,7 @@ def on_two_ranks() -> Any:
 
 
 def test_trains_as_in_turn_on_two_ranks() -> None:
-    for mine, theirs in run_ranks(2, "tests.runtime.test_replica:on_two_ranks"):
+    for mine, theirs in run(2, on_two_ranks):
         assert mine[0] == theirs[0]
         assert_bitwise(mine[2], theirs[2])
 

@@ -14,6 +14,7 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.elastic import Versions
 from avgpipe.systems import SYSTEMS
+from tests.runner import run
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -22,7 +23,6 @@ from tests.runtime.cases import (
     token_batches,
     unequal,
 )
-from tests.runtime.workers import run
 from tests.systems import emulation
 
 BOUNDS = {1: [0, 7], 2: [0, 4, 7], 3: [0, 2, 5, 7], 4: [0, 1, 3, 5, 7]}

@@ -6,7 +6,6 @@ Another run's save would delete the files that this one has not named yet.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -46,7 +45,7 @@ def agreed(world: World, what: str, action: Callable[[], Any]) -> list[Any]:
     except Exception as failure:
         error = failure
     mine = ["" if error is None else _in_one_line(error), isinstance(error, NotFinite), result]
-    outcomes = [json.loads(text) for text in world.gather_texts(json.dumps(mine))]
+    outcomes = world.gather(mine)
     for rank, (failed, is_not_finite, _) in enumerate(outcomes):
         if failed:
             where = f"{what} (rank {rank})" if world.size > 1 else what

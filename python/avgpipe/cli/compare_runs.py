@@ -22,6 +22,7 @@ from avgpipe.cli.errors import WRONG_ARGUMENTS
 from avgpipe.cli.folder import duration
 from avgpipe.cli.options import words
 from avgpipe.cli.resolve import resolve
+from avgpipe.ranks.launch import tied
 from avgpipe.report.compare import FAILED, INTERRUPTED, KILLED, NOT_RUN, OK, OUT_OF_MEMORY, REFUSED
 from avgpipe.systems import SYSTEMS
 
@@ -187,8 +188,7 @@ def run_in_process(
     job: Job, signals: Signals, tick: Callable[[], None], program: Sequence[str] = _PROGRAM
 ) -> int:
     """Run in a new session, so that Ctrl-C goes to this process only, which then ends the run once."""
-    tied = [sys.executable, "-m", "avgpipe.cli.process", str(os.getpid()), "0"]
-    command = [*tied, *program, *job.words]
+    command = tied("stdout", *program, *job.words)
     with job.log.open("wb") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

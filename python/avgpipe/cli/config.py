@@ -17,8 +17,6 @@ from avgpipe.units import parse_bytes, parse_names, parse_numbers, parse_rate, p
 from avgpipe.workloads import LR_SCALINGS, BuildOptions, workload_names
 
 DEFAULT_STAGES, DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 2, 4
-# The variable of the environment in which workers get theirs: anybody may read a command line, with its paths.
-CONFIG = "AVGPIPE_CONFIG"
 LINKS = ("auto", "shm", "gloo", "cuda-ipc", "nccl")  # the runtime's, which needs torch
 
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import typer
 
 from avgpipe.errors import PipelineError
-
-FAILED, WRONG_ARGUMENTS = 1, 2
+from avgpipe.ranks.process import FAILED as FAILED
+from avgpipe.ranks.process import WRONG_ARGUMENTS as WRONG_ARGUMENTS
 
 
 class CommandFailed(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +10,7 @@ from typing import Annotated
 import typer
 
 from avgpipe.cli.errors import FAILED, CommandFailed, arguments, reporting
-from avgpipe.cli.launch import Interrupted, launch
-from avgpipe.ranks.meeting import loopback_meeting
+from avgpipe.ranks.launch import Interrupted, RanksFailed, run_command
 
 
 def run(
@@ -36,14 +34,17 @@ def run(
                 raise ValueError(f"--stages {stages}: must be at least 1")
             if not Path(script).is_file():
                 raise ValueError(f"script {script!r} does not exist: give the path of a Python file")
-        tied = [sys.executable, "-m", "avgpipe.cli.process", str(os.getpid()), str(int(json_output))]
+        command = [sys.executable, "-u", script, *(args or [])]
+        failure = None
         try:
-            with loopback_meeting() as meeting:
-                ended = launch(stages, [*tied, sys.executable, "-u", script, *(args or [])], meeting)
+            run_command(command, stages, out="stderr" if json_output else "stdout")
         except Interrupted as interrupted:
             raise CommandFailed(f"{interrupted}: all workers are ended", interrupted.exit_code) from None
+        except RanksFailed as failed:
+            failure = failed
         if json_output:
-            print(json.dumps({"script": script, "stages": stages, "exit_codes": ended.exit_codes}))
-        if ended.first is not None:
-            print(f"avgpipe: error: rank {ended.first} {ended.reason()}", file=sys.stderr)
+            codes = [0] * stages if failure is None else failure.exit_codes
+            print(json.dumps({"script": script, "stages": stages, "exit_codes": codes}))
+        if failure is not None:
+            print(f"avgpipe: error: rank {failure.rank} {failure.reason}", file=sys.stderr)
             raise typer.Exit(FAILED)

@@ -8,13 +8,13 @@ import signal
 import sys
 from pathlib import Path
 
-from avgpipe.cli.config import CONFIG, TrainConfig
+from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.errors import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, say
 from avgpipe.cli.folder import describe
-from avgpipe.cli.launch import Interrupted, launch
-from avgpipe.cli.process import ending_on_signals
 from avgpipe.cli.resolve import check_run, has_checkpoint, joined_ranks, resolve
-from avgpipe.cli.worker import GRACE_S, leave_group, run_rank
+from avgpipe.cli.worker import run_rank
+from avgpipe.ranks.launch import Interrupted, RanksFailed, run_on_ranks
+from avgpipe.ranks.process import GRACE_S, ending_on_signals
 from avgpipe.runtime.placement import Placement
 
 
@@ -48,21 +48,19 @@ def resume_hint(config: TrainConfig) -> str:
 def train_on_workers(config: TrainConfig) -> None:
     """Start a process for each rank and wait for them; raises CommandFailed."""
     plan = config.to_plan()
-    command = [sys.executable, "-m", "avgpipe.cli.worker", str(os.getpid())]
+    asked = {"config": config.to_json()}
     try:
-        ended = launch(plan.workers, command, {CONFIG: config.to_json()})
+        run_on_ranks("avgpipe.cli.worker:run_worker", plan.workers, asked, threads=None, captures=False)
     except Interrupted as interrupted:
         raise CommandFailed(
             f"interrupted by {interrupted}: all workers are ended; {resume_hint(config)}",
             interrupted.exit_code,
         ) from None
-    if ended.first is None:
-        return
-    rank = ended.first
-    name = f"rank {rank} ({Placement.of(plan, plan.workers).describe(rank)})"
-    if ended.exit_codes[rank] == WRONG_ARGUMENTS:  # found by a worker before it wrote anything; it said what
-        raise CommandFailed(f"{name} rejected its arguments (see above)", WRONG_ARGUMENTS)
-    raise CommandFailed(f"{name} {ended.reason()}; {resume_hint(config)}", FAILED)
+    except RanksFailed as failed:
+        name = f"rank {failed.rank} ({Placement.of(plan, plan.workers).describe(failed.rank)})"
+        if failed.exit_codes[failed.rank] == WRONG_ARGUMENTS:  # before anything was written; it said what
+            raise CommandFailed(f"{name} rejected its arguments (see above)", WRONG_ARGUMENTS) from None
+        raise CommandFailed(f"{name} {failed.reason}; {resume_hint(config)}", FAILED) from None
 
 
 def _train_here(config: TrainConfig) -> None:
@@ -75,13 +73,21 @@ def _train_here(config: TrainConfig) -> None:
     with ending_on_signals(tell, GRACE_S if joined else 0.0):
         try:
             run_rank(config)
-            leave_group()
+            _leave_group()
         except CommandFailed as failure:
             if failure.exit_code == FAILED and _is_first():
                 raise CommandFailed(
                     f"{str(failure).rstrip('.')}; {resume_hint(config)}", FAILED
                 ) from failure.__cause__
             raise
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def _is_first() -> bool:

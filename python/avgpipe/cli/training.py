@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import time
@@ -123,7 +122,7 @@ class TrainingRun:
 
     def _of_all(self, value: Any) -> list[Any]:
         """The value of every rank, in rank order."""
-        return [json.loads(text) for text in self._world.gather_texts(json.dumps(value))]
+        return self._world.gather(value)
 
     def _of_first(self, value: Any) -> Any:
         return self._of_all(value)[0]

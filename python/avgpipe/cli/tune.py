@@ -11,7 +11,6 @@ import torch
 
 from avgpipe.cli.config import TuneConfig
 from avgpipe.cli.errors import arguments, running
-from avgpipe.cli.launch import cores
 from avgpipe.cli.profile import check_file, link_of, subject_of
 from avgpipe.measure.result import Tuning
 from avgpipe.measure.shapes import Space, profiled_sizes
@@ -21,6 +20,7 @@ from avgpipe.measure.trial import Subject, measure
 from avgpipe.measure.tuner import study
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.ranks.machine import cores
 from avgpipe.workloads import check_workload
 
 

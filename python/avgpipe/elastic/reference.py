@@ -14,7 +14,7 @@ from avgpipe.elastic import Buffers, Layout
 from avgpipe.elastic.centre import Centre
 from avgpipe.elastic.replica import Replica
 from avgpipe.elastic.rounds import GroupRounds, Rounds
-from avgpipe.ranks.texts import gather_in, gather_texts
+from avgpipe.ranks.world import gather
 from avgpipe.rules import Elasticity
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -332,7 +332,7 @@ def _check_group(group: dist.ProcessGroup, elasticity: Elasticity, layout: Layou
             f"replicas must be the size of the group, {size} (one per rank), not {elasticity.replicas}"
         )
     mine = f"{elasticity}, outer={outer}, {[str(dtype) for dtype, _ in layout.keys]}, {layout.sizes}"
-    everyone = gather_texts(mine, gather_in(group))
+    everyone = gather(mine, group)
     for other, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise ValueError(

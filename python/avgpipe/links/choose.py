@@ -7,7 +7,6 @@ and tells them.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -123,7 +122,7 @@ class Links:
             offer["device"] = device_id(self._device)
             offer["nccl"] = dist.is_nccl_available()
             offer["slots"] = self._offer_slots(kind) if inbox is not None else "no shared memory"
-        offers = [json.loads(text) for text in world.gather_texts(json.dumps(offer))]
+        offers = world.gather(offer)
         opened: dict[int, tuple[int, Inbox]] = {}
         reasons: dict[str, str] = {}
         for rank, theirs in enumerate(offers):
@@ -137,7 +136,7 @@ class Links:
                 opened[rank] = theirs["pid"], Inbox.open(theirs, self._into[rank])
             except (OSError, ValueError) as error:
                 reasons[str(rank)] = str(error)
-        verdicts = [json.loads(text) for text in world.gather_texts(json.dumps(reasons))]
+        verdicts = world.gather(reasons)
         if kind == "shm" and any(verdicts):
             rank, why = next((r, v) for r, v in enumerate(verdicts) if v)
             peer, reason = next(iter(why.items()))
@@ -194,7 +193,7 @@ class Links:
                 self._on_device.add(rank)
             except (OSError, ValueError, RuntimeError) as error:
                 reasons[str(rank)] = str(error)
-        verdicts = [json.loads(text) for text in world.gather_texts(json.dumps(reasons))]
+        verdicts = world.gather(reasons)
         if kind == "cuda-ipc" and any(verdicts):
             rank, why = next((r, v) for r, v in enumerate(verdicts) if v)
             peer, reason = next(iter(why.items()))

@@ -25,7 +25,7 @@ from avgpipe.measure.updates import UpdateCosts, Updates
 from avgpipe.measure.workers import WorkerCosts, measure_workers
 from avgpipe.measure.working import measure_working
 from avgpipe.planning.profile import MOST_JITTER, LayerProfile, LinkProfile, Profile, Skip, Tie
-from avgpipe.ranks.allocator import keep_freed_memory
+from avgpipe.ranks.machine import keep_freed_memory
 from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.context import CallerGenerators
 from avgpipe.runtime.model import Model, Skips, layers_of

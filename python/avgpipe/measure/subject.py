@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from avgpipe.bench.schedules.cluster import run_workers
 from avgpipe.device import own_device, select
 from avgpipe.measure.profiler import layer_profile, with_workers
 from avgpipe.measure.trial import Subject
@@ -19,6 +18,7 @@ from avgpipe.measure.workers import WorkerCosts, costs_here
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.rendezvous import open_store
 from avgpipe.runtime.batch import plain
 from avgpipe.workloads import build_workload
@@ -87,7 +87,7 @@ def profile_of(
     }
     processes = max(at_once, 2 if with_link else 1)
     target = f"{__name__}:profiled"
-    found, *_ = run_workers(target, processes, asked, timeout_s=limit_s, threads=subject.threads)
+    found, *_ = run_on_ranks(target, processes, asked, timeout_s=limit_s, threads=subject.threads)
     return with_workers(Profile.from_json(found["layers"]), WorkerCosts.from_dict(found["around"]), link)
 
 
@@ -119,7 +119,6 @@ def _first_two(rank: int, timeout_s: float) -> WorkerCosts | None:
     if rank > 1:
         store.wait([_MEASURED])
         return None
-    os.environ["WORLD_SIZE"] = "2"  # the process group is of these two
     found = costs_here(True, timeout_s)
     store.set(_MEASURED, "")
     return found

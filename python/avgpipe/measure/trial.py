@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from avgpipe.bench.schedules.cluster import run_workers
 from avgpipe.measure.forecast import Forecast
 from avgpipe.plan import Plan
+from avgpipe.ranks.launch import run_on_ranks
 
 if TYPE_CHECKING:
     from avgpipe.pipeline import Pipeline
@@ -57,7 +57,7 @@ def measure(subject: Subject, forecast: Forecast) -> Trial:
     plan, batches = forecast.plan, batches_of_round(forecast)
     arguments = {"subject": asdict(subject), "plan": plan.to_json(), "batches": batches}
     limit_s = _STARTING_S + 20 * (_ROUNDS + 1) * (batches + 2 * plan.pipelines) * forecast.batch_s
-    found = run_workers(
+    found = run_on_ranks(
         f"{__name__}:worker", plan.workers, arguments, timeout_s=limit_s, threads=subject.threads
     )
     rounds = tuple(found[0]["rounds_s"])

@@ -91,7 +91,7 @@ def tune(
         )
         if world.rank == 0:
             known = _with_workers(known, layers_of(model), device, link)
-    known = Profile.from_json(world.gather_texts(known.to_json())[0])
+    known = Profile.from_json(world.gather(known.to_json())[0])
     count = world.size if workers is None else workers
     where = cluster or Cluster.like(known, count, memory_limit_bytes, link)
     space = Space(

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.bench.schedules.cluster import run_workers
 from avgpipe.bench.transfers import ways
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile
-from avgpipe.ranks.allocator import return_freed_memory
+from avgpipe.ranks.launch import run_on_ranks
+from avgpipe.ranks.machine import return_freed_memory
+from avgpipe.ranks.process import call
 from avgpipe.ranks.rendezvous import join
 from avgpipe_ext import ring
 
@@ -73,7 +74,7 @@ def measure_workers(
     )
     arguments = {"modules": modules, "with_link": with_link, "threads": threads, "loads": loads}
     processes = 2 if with_link else 1
-    found = run_workers(f"{__name__}:worker", processes, arguments, timeout_s=_TIMEOUT_S, threads=threads)[0]
+    found = run_on_ranks(f"{__name__}:worker", processes, arguments, timeout_s=_TIMEOUT_S, threads=threads)[0]
     return WorkerCosts.from_dict(found)
 
 
@@ -84,32 +85,25 @@ def worker(
     torch.set_num_threads(threads)
     for name in modules:
         importlib.import_module(name)
-    loaded = _called(*loads) if loads is not None and os.environ["RANK"] == "0" else None
+    loaded = call(*loads) if loads is not None and os.environ["RANK"] == "0" else None
     found = costs_here(with_link, _TIMEOUT_S)
     del loaded
     return asdict(found)
 
 
 def costs_here(with_link: bool, timeout_s: float) -> WorkerCosts:
-    """In a process of ``run_workers``, which counts as a worker without its share of the model as it is; with_link: in
-    both of two, which then have a process group, whose waits end after timeout_s.
+    """In a process of ``run_on_ranks``, which counts as a worker without its share of the model as it is.
+
+    with_link: in ranks 0 and 1, which then have a process group, whose waits end after timeout_s; else this process is
+    alone in its own.
     """
-    rank = os.environ["RANK"]
+    join(timeout_s, "gloo", size=2 if with_link else 1)
     link, reduction = _between(timeout_s) if with_link else (None, None)
-    if not with_link:  # one process, which is no worker of a run
-        os.environ.pop("RANK")
     runtime_seconds(0)  # what a pipeline loads is there
     return_freed_memory()  # what loading took for a moment, a pipeline would use again
     resident = _resident_bytes()
     action_s, batch_s = runtime_seconds(_CACHES_BYTES)
-    os.environ["RANK"] = rank
     return WorkerCosts(action_s, batch_s, resident, link, reduction)
-
-
-def _called(target: str, arguments: dict[str, Any]) -> Any:
-    """What the function named "module:name" returns."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)(**arguments)
 
 
 # ---- between two workers -------------------------------------------------------------------------------------------
@@ -117,7 +111,6 @@ def _called(target: str, arguments: dict[str, Any]) -> Any:
 
 def _between(timeout_s: float) -> tuple[LinkProfile, LinkProfile]:
     """Of messages and of sums."""
-    join(timeout_s, "gloo")
     peers = ways.Peers(timeout_s)
     make = ways.through_shared_memory if ring.supported() else ways.through_group
     # A worker that waits for an action of another one mostly waits so long that it sleeps.

@@ -7,8 +7,11 @@ torchrun, or with MASTER_ADDR and MASTER_PORT, it is torch's TCPStore, which any
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as Unanswered
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,41 +19,199 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, reason
-from avgpipe.ranks.board import Board, Silence, Task
-from avgpipe.ranks.meeting import STORE_FILE
+from avgpipe.ranks.process import STORE_FILE
 
+_ANSWER_S = 2.0  # a store that takes longer is held to be cut off
+_LONGEST = 4000  # characters of a text
 _POLL_S = 0.02
 _LOOK_S = 0.5  # between looks whether another rank has failed to connect
-_ROLL_CALL_S = 2.0  # within which all who are there have looked
+ROLL_CALL_S = 2.0  # within which ranks that live notice that something failed, and say that they are there
 _END_S = 2.0
 
 T = TypeVar("T")
+
+
+# ---- what ranks write for each other ---------------------------------------------------------------------------------
+
+
+class Silence(RuntimeError):
+    """A store has not answered in time; it may later."""
+
+
+class Board:
+    """Texts by name in a store of torch.distributed, which all ranks read.
+
+    The store is asked in a thread of its own: its host may stand still or be cut off, and its calls then never return.
+    Every method raises RuntimeError where the store is gone, and Silence where it does not answer.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._asked: Future[Any] | None = None
+
+    @classmethod
+    def beside(cls, store: Any, timeout_s: float) -> Board:
+        """Use a connection of its own: what others ask ``store`` meanwhile, and wait for, would keep it."""
+        try:
+            return cls(in_thread(store.clone).result(timeout_s))
+        except NotImplementedError:  # a store of another maker
+            return cls(store)
+        except (RuntimeError, Unanswered) as error:
+            why = f"not done after {timeout_s:g} s" if isinstance(error, Unanswered) else reason(error)
+            raise PeerLost(f"nobody answers who holds the store, rank 0 or the launcher: {why}") from error
+
+    def part(self, name: str) -> Board:
+        """Return a board whose names begin with ``name``."""
+        return Board(dist.PrefixStore(name, self._store))  # type: ignore[attr-defined]
+
+    def put(self, name: str, text: str) -> None:
+        self._ask(lambda: self._store.set(name, _plain(text)))
+
+    def put_first(self, name: str, text: str) -> str:
+        """Put a text unless there is one of that name already; return the one that is there then."""
+        return self._ask(lambda: str(self._store.compare_set(name, "", _plain(text)).decode()))
+
+    def get(self, name: str) -> str | None:
+        def look() -> str | None:
+            return str(self._store.get(name).decode()) if self._store.check([name]) else None
+
+        return self._ask(look)
+
+    def count(self, name: str, limit_s: float) -> int:
+        """Return how often this was called with ``name``, now included."""
+        return self._ask(lambda: int(self._store.add(name, 1)), limit_s)
+
+    def missing(self, name: str, rank: int, others: Iterable[int], deadline: float) -> set[int]:
+        """Say that ``rank`` is there, and wait for the others until ``deadline``; return those that did not say so.
+
+        A store that answers late, as on a busy host, is asked again.
+        """
+        missing, is_here = set(others), False
+        while True:
+            try:
+                if not is_here:
+                    self.put(f"{name}/{rank}", "here")
+                    is_here = True
+                missing = {other for other in missing if self.get(f"{name}/{other}") is None}
+            except Silence:
+                if time.monotonic() > deadline:
+                    raise
+            if not missing or time.monotonic() > deadline:
+                return missing
+            time.sleep(_POLL_S)
+
+    def _ask(self, question: Callable[[], T], limit_s: float = _ANSWER_S) -> T:
+        if self._asked is not None and not self._asked.done():
+            raise Silence("the store does not answer")
+        asked = in_thread(question)
+        self._asked = asked
+        try:
+            return asked.result(limit_s)
+        except Unanswered:
+            raise Silence("the store does not answer") from None
+
+
+def in_thread(action: Callable[[], T]) -> Future[T]:
+    """Run ``action`` in a thread, which is left to itself if it never ends."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="avgpipe-task", daemon=True).start()
+    return future
+
+
+def _plain(text: str) -> str:
+    """Leave out what UTF-8 cannot say, as half of a surrogate pair, and what is too long for a message."""
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+# ---- meeting and connecting ------------------------------------------------------------------------------------------
+
+
+def meet(board: Board, place: str, rank: int, others: Iterable[int], deadline: float) -> None:
+    """Wait for ``others`` at ``place``, until ``deadline`` of the monotonic clock; PeerLost names who is missing."""
+    begin = time.monotonic()
+    try:
+        missing = board.missing(place, rank, others, deadline)
+    except RuntimeError as error:
+        raise PeerLost(f"rank {rank} cannot meet the others at its {place}: {reason(error)}") from error
+    if missing:
+        raise PeerLost(
+            f"rank {rank} has waited {time.monotonic() - begin:.0f} s at its {place} for {_names(missing)}, which "
+            "died before, or does not come here"
+        )
+
+
+def connect(
+    make: Callable[[], T], board: Board, place: str, rank: int, others: Iterable[int], limit_s: float
+) -> T:
+    """Return what ``make`` returns, which all ranks call after they have met, to connect to each other.
+
+    PeerLost names who died or stands still meanwhile: those who neither have connected nor noticed that it failed.
+    """
+    task, deadline, why = in_thread(make), time.monotonic() + limit_s, None
+    while why is None and not wait([task], _LOOK_S).done:
+        if time.monotonic() > deadline:
+            why = f"not done after {limit_s:g} s"
+        else:
+            with suppress(RuntimeError):
+                why = board.get(f"{place}/failed")
+    if why is None:
+        try:
+            made = task.result()
+        except RuntimeError as error:
+            why = reason(error)
+        else:
+            with suppress(RuntimeError):  # for those for whom it failed, if there are any
+                board.put(f"{place}/done/{rank}", "here")
+            return made
+    missing = set(others) - {rank}
+    with suppress(RuntimeError):  # who cannot ask misses all
+        board.put_first(f"{place}/failed", why)
+        missing = board.missing(f"{place}/done", rank, missing, time.monotonic() + ROLL_CALL_S)
+    wait([task], _END_S)  # by its own limit: a thread that comes back while Python ends aborts the process
+    who = _names(missing) if missing else "the others, who are all there"
+    fate = ", which died or stands still" if missing else ""
+    raise PeerLost(f"rank {rank} cannot connect to {who}{fate}: {why}")
+
+
+def _names(ranks: Iterable[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in sorted(ranks))
+
+
+# ---- the store and the process group ---------------------------------------------------------------------------------
 
 
 def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def attempt() -> str:
-    """Of torchrun, which keeps one store while it starts workers again: what dead ones have written must not count."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+def attempt_name() -> str:
+    """Name this attempt of torchrun, which keeps one store while it starts workers again: the dead must not count."""
+    return f"avgpipe/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def private_store() -> Any:
-    """That of a launcher of ours; None if there is none."""
+    """Return the store of a launcher of ours; None if there is none."""
     path = os.environ.get(STORE_FILE)
     return None if path is None or os.environ.get("TORCHELASTIC_RUN_ID") else dist.FileStore(path)  # type: ignore[attr-defined]
 
 
 def open_store(timeout_s: float) -> Any:
-    """Of the ranks that a launcher has started. PeerLost if nobody holds it."""
+    """Return the store of the ranks that a launcher has started; PeerLost if nobody holds it."""
     store = private_store() or _tcp_store(timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
-    return dist.PrefixStore(f"avgpipe/attempt-{attempt()}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(attempt_name(), store)  # type: ignore[attr-defined]
 
 
 def _tcp_store(timeout_s: float) -> Any:
-    """As torch's own rendezvous makes it, but ranks that do not come are found by :func:`meet`, which names them."""
+    """As torch's own rendezvous makes it, but :func:`meet` finds ranks that do not come, and names them."""
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except KeyError as error:
@@ -72,108 +233,24 @@ def _tcp_store(timeout_s: float) -> Any:
         ) from error
 
 
-def join(timeout_s: float, backend: str | None = None) -> None:
-    """Make the default process group of the ranks that a launcher has started; PeerLost names who does not come."""
+def join(timeout_s: float, backend: str | None = None, size: int | None = None) -> None:
+    """Make the default process group of the ranks that a launcher has started; PeerLost names who does not come.
+
+    Args:
+        timeout_s: limit of every wait, and of the group's own waits later.
+        backend: of torch.distributed; None: its own choice.
+        size: how many of the ranks take part, from the first on; None: all. 1: this process alone, whatever its rank.
+    """
+    limit = timedelta(seconds=timeout_s)
+    if size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)  # type: ignore[attr-defined]
+        return
     deadline = time.monotonic() + timeout_s
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = int(os.environ["RANK"]), size or int(os.environ["WORLD_SIZE"])
     store = open_store(timeout_s)
     board = Board.beside(store, timeout_s)
     meet(board, "start", rank, range(size), deadline)
-    limit = timedelta(seconds=timeout_s)
     connect(
         lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit),
         *(board, "start", rank, range(size), timeout_s),
     )
-
-
-def meet(board: Board, place: str, rank: int, others: Iterable[int], deadline: float) -> None:
-    """Wait for ``others`` at ``place``, until ``deadline`` of the monotonic clock; PeerLost names who is missing.
-
-    A store that answers late, as on a busy host, is asked again.
-    """
-    begin = time.monotonic()
-    missing, is_here = set(others), False
-    try:
-        while True:
-            try:
-                if not is_here:
-                    board.put(f"{place}/{rank}", "here")
-                    is_here = True
-                missing = {other for other in missing if board.get(f"{place}/{other}") is None}
-                if not missing:
-                    return
-            except Silence:
-                if time.monotonic() > deadline:
-                    raise
-            if time.monotonic() > deadline:
-                break
-            time.sleep(_POLL_S)
-    except RuntimeError as error:
-        raise PeerLost(f"rank {rank} cannot meet the others at its {place}: {reason(error)}") from error
-    raise PeerLost(
-        f"rank {rank} has waited {time.monotonic() - begin:.0f} s at its {place} for {_names(missing)}, which died "
-        "before, or does not come here"
-    )
-
-
-def connect(
-    make: Callable[[], T],
-    board: Board,
-    place: str,
-    rank: int,
-    others: Iterable[int],
-    limit_s: float,
-) -> T:
-    """What ``make`` returns, which all ranks call after they have met, to connect to each other.
-
-    PeerLost names who died or stands still meanwhile: those who neither have connected nor noticed that it failed.
-    """
-    task, begin = Task(make), time.monotonic()
-    reason_why = f"not done after {limit_s:g} s"
-    try:
-        while not task.ends_within(_LOOK_S):
-            if time.monotonic() > begin + limit_s:
-                break
-            if (told := _look(board, f"{place}/failed")) is not None:
-                reason_why = told
-                break
-        else:
-            made = task.result()
-            with suppress(RuntimeError):  # for those for whom it failed, if there are any
-                board.put(f"{place}/done/{rank}", "")
-            return made
-    except RuntimeError as error:
-        reason_why = reason(error)
-    missing = _missing(board, place, rank, others, reason_why)
-    task.ends_within(
-        _END_S
-    )  # by its own limit: a thread that comes back while Python ends aborts the process
-    who = _names(missing) if missing else "the others, who are all there"
-    fate = ", which died or stands still" if missing else ""
-    raise PeerLost(f"rank {rank} cannot connect to {who}{fate}: {reason_why}")
-
-
-def _missing(board: Board, place: str, rank: int, others: Iterable[int], why: str) -> set[int]:
-    """Who does not answer the call of those for whom connecting failed; all who are asked, where nobody can be."""
-    missing = set(others) - {rank}
-    try:
-        board.put_first(f"{place}/failed", why)
-        board.put(f"{place}/done/{rank}", "")
-        deadline = time.monotonic() + _ROLL_CALL_S
-        while missing and time.monotonic() < deadline:
-            missing = {other for other in missing if board.get(f"{place}/done/{other}") is None}
-            time.sleep(_POLL_S)
-    except RuntimeError:
-        pass
-    return missing
-
-
-def _names(ranks: Iterable[int]) -> str:
-    return ", ".join(f"rank {rank}" for rank in sorted(ranks))
-
-
-def _look(board: Board, name: str) -> str | None:
-    try:
-        return board.get(name)
-    except RuntimeError:
-        return None

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from avgpipe.errors import PeerLost
 from avgpipe.ranks.world import World
 
 _TICK_S = 0.5
@@ -68,9 +67,8 @@ class Watchdog:
                 self._world.tell(doing)
                 told, told_at = doing, time.monotonic()
             seen = doing
-            failure = self._world.reported()
-            if failure is not None and not failure.startswith(f"rank {self._world.rank}:"):
-                self._mailbox.fail(PeerLost(f"rank {self._world.rank} stops because of {failure}"))
+            if (loss := self._world.reported()) is not None:
+                self._mailbox.fail(loss)
 
     def _lost(self, rank: int) -> None:
         """Only who still waits for something from that rank hears of it."""

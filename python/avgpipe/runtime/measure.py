@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,8 +15,7 @@ from avgpipe.timeline.timeline import Event, EventKind, Timeline, occupations
 
 def gather_timeline(worker: Worker) -> Timeline:
     """Return the last events of all ranks, in seconds from the first of them; every rank calls this."""
-    texts = worker.world.gather_texts(json.dumps(worker.scheduler.events()))
-    found = [Event(*row) for text in texts for row in json.loads(text)]
+    found = [Event(*row) for rows in worker.world.gather(worker.scheduler.events()) for row in rows]
     begin = min((e.start_s for e in found), default=0.0)
     placement = worker.placement
     events = [e._replace(start_s=e.start_s - begin, end_s=e.end_s - begin) for e in found]
@@ -31,8 +29,8 @@ def measured_costs(worker: Worker) -> Costs:
 
     For stages without replicas. Every rank calls this.
     """
-    texts = worker.world.gather_texts(json.dumps([_costs_of(worker, k) for k in worker.held]))
-    rows = sorted((row for text in texts for row in json.loads(text)), key=lambda row: row["stage"])
+    gathered = worker.world.gather([_costs_of(worker, k) for k in worker.held])
+    rows = sorted((row for rows in gathered for row in rows), key=lambda row: row["stage"])
     # The ends' clocks differ by what forwards gain and gradients lose: the mean of both is the time of either.
     transfers = [
         max(0.0, (after["activation_s"] + before["gradient_s"]) / 2) for before, after in pairwise(rows)

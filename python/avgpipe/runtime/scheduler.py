@@ -201,21 +201,19 @@ class Scheduler:
     def _final_loss(self, loss: PeerLost) -> PeerLost:
         """Prefer the first report: the first connection to break may belong to a rank that itself only follows."""
         deadline = time.monotonic() + 1.0
-        while (failure := self._world.reported()) is None and time.monotonic() < deadline:
+        while (first := self._world.reported()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        if failure is not None:
-            return PeerLost(f"rank {self._world.rank} stops because of {failure}")
-        return loss
+        return first or loss
 
     def _describe(self, keys: Sequence[Key]) -> str:
         head = f"rank {self._world.rank} waited {self._world.timeout_s:g} s for {self._awaited(keys)}"
         if not keys:
             return head
         rank = self._placement.rank_of(keys[0].source)
-        seen = [self._world.told(rank)]
+        seen = [self._world.last_seen(rank)]
         # That rank may wait too, for another one: where the chain ends, something else is done, or hangs.
         others = [r for r in range(self._world.size) if r not in (rank, self._world.rank)]
-        seen += [text for text in map(self._world.told, others) if "waiting for" not in text][
+        seen += [text for text in map(self._world.last_seen, others) if "waiting for" not in text][
             :_DESCRIBED_RANKS
         ]
         return f"{head}; {'; '.join(seen)}. Raise timeout_s if stages are that slow"

@@ -1,43 +1,6 @@
-"""What the workers of test_cluster.py run."""
+"""What the workers of test_benchmark.py run."""
 
 import os
-import time
-from pathlib import Path
-
-from avgpipe.bench.schedules.cluster import progress
-
-
-def adds(a, b):
-    progress(f"rank {os.environ['RANK']} adds")
-    return {"sum": a + b, "rank": int(os.environ["RANK"]), "ranks": int(os.environ["WORLD_SIZE"])}
-
-
-def command_line(secret):
-    return Path("/proc/self/cmdline").read_text().split("\0")
-
-
-def meets():
-    import torch
-    import torch.distributed as dist
-
-    from avgpipe.ranks.rendezvous import join
-
-    join(60.0, "gloo")
-    total = torch.tensor(dist.get_rank() + 1.0)
-    dist.all_reduce(total)
-    return float(total)
-
-
-def fails(folder):
-    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
-    if os.environ["RANK"] == "1":
-        raise ValueError("one is enough")
-    time.sleep(100)
-
-
-def sleeps(folder):
-    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
-    time.sleep(100)
 
 
 def one_row_fails(settings, without=()):

@@ -46,25 +46,25 @@ def test_a_row_that_fails_is_told_and_the_others_are_measured(monkeypatch):
     assert [row.name for row in result.rows] == ["avgpipe 1f1b", "avgpipe model-parallel"]
     (left_out,) = result.unavailable
     assert left_out.name == "avgpipe pipedream"
-    assert left_out.reason == "worker 1 of 2 failed (exit code 1): [rank1]: ValueError: rank 1 had enough"
+    assert left_out.reason == "worker 1 of 2 failed with exit code 1: ValueError: rank 1 had enough"
     assert any(line.startswith("avgpipe pipedream failed, the others begin anew") for line in said)
 
 
 def refusing(rows, said):
     """In place of the workers: fails at what ``said`` tells next, then measures nothing or one row."""
 
-    def run_workers(target, workers, arguments, *, say, **_):
+    def run_on_ranks(target, workers, arguments, *, say, **_):
         if said:
             say(said.pop(0))
             raise PipelineError("a worker failed")
         assert arguments["without"] == rows
         return [{"line_bytes_per_s": None, "rows": [], "unavailable": []}]
 
-    return run_workers
+    return run_on_ranks
 
 
 def test_a_failure_between_rows_ends_the_run(monkeypatch):
-    monkeypatch.setattr(benchmark, "run_workers", refusing([], ["measuring the line"]))
+    monkeypatch.setattr(benchmark, "run_on_ranks", refusing([], ["measuring the line"]))
     with pytest.raises(PipelineError, match="a worker failed"):
         benchmark.run(short())
 
@@ -72,14 +72,14 @@ def test_a_failure_between_rows_ends_the_run(monkeypatch):
 def test_where_every_row_fails_the_run_does(monkeypatch):
     rows = ["avgpipe 1f1b", "torch gpipe"]
     said = ["building: avgpipe 1f1b", "round 0 of 1: torch gpipe"]
-    monkeypatch.setattr(benchmark, "run_workers", refusing(rows, said))
+    monkeypatch.setattr(benchmark, "run_on_ranks", refusing(rows, said))
     with pytest.raises(PipelineError, match="no row is left; torch gpipe: a worker failed"):
         benchmark.run(short("1f1b", "torch-gpipe"))
 
 
 def test_after_some_rows_have_failed_something_else_is_wrong(monkeypatch):
     said = [f"building: row {n}" for n in range(20)]
-    monkeypatch.setattr(benchmark, "run_workers", refusing([], said))
+    monkeypatch.setattr(benchmark, "run_on_ranks", refusing([], said))
     with pytest.raises(PipelineError, match="a worker failed"):
         benchmark.run(short())
     assert said[0] == "building: row 6"

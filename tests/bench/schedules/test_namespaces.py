@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from avgpipe.bench.schedules import namespaces
-from avgpipe.bench.schedules.cluster import run_workers
 from avgpipe.bench.schedules.namespaces import check_namespaces, network, remove_stale
+from avgpipe.ranks.launch import run_on_ranks
 from tests.cli.command import avgpipe, wait_for
 
 
@@ -47,7 +47,7 @@ def test_without_iproute2_it_says_what_is_missing(monkeypatch):
 def test_workers_meet_inside_and_nothing_is_left():
     with network(2, 1e9) as made:
         assert {made.switch, made.host(0), made.host(1)} <= existing()
-        assert run_workers("tests.bench.schedules.targets:meets", 2, {}, timeout_s=60, network=made) == [
+        assert run_on_ranks("tests.ranks.targets:meets", 2, {}, timeout_s=60, **made.launching()) == [
             3.0,
             3.0,
         ]

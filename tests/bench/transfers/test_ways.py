@@ -2,12 +2,12 @@
 
 import pytest
 
-from avgpipe.bench.schedules.cluster import run_workers
+from avgpipe.ranks.launch import run_on_ranks
 
 
 @pytest.fixture(scope="module")
 def found():
-    return run_workers("tests.bench.transfers.targets:every_way", 2, {}, timeout_s=100)
+    return run_on_ranks("tests.bench.transfers.targets:every_way", 2, {}, timeout_s=100)
 
 
 @pytest.mark.parametrize("way", ["shm", "gloo", "plain gloo"])

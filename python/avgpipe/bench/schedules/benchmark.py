@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from avgpipe.bench.schedules.cluster import ending_by_signal, progress, run_workers
 from avgpipe.bench.schedules.emulation import EmulatedStage, MeanLoss, precise_sleeps
 from avgpipe.bench.schedules.namespaces import check_namespaces, network
 from avgpipe.bench.schedules.our_plans import our_cases, stage_costs
@@ -18,6 +17,8 @@ from avgpipe.bench.schedules.result import ScheduleResult, summarise
 from avgpipe.bench.schedules.rows import Row, Task, Unavailable, measure_rows
 from avgpipe.bench.schedules.settings import CHUNKS, TORCH, ScheduleSettings
 from avgpipe.errors import PipelineError
+from avgpipe.ranks.launch import interruptible, run_on_ranks
+from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
 
 _PROBE_BYTES = 16 * 2**20
@@ -40,17 +41,17 @@ def run(settings: ScheduleSettings, say: Callable[[str], None] = lambda line: No
     rate = settings.rate_bits_per_s
     hosts = nullcontext() if rate is None else network(settings.stages, rate)
     failed: list[Unavailable] = []
-    with ending_by_signal(), hosts as net:
+    with interruptible(), hosts as net:
         while True:
             at = _Place(say)
             try:
-                found = run_workers(
+                found = run_on_ranks(
                     _WORKER,
                     settings.stages,
                     {"settings": settings.to_json(), "without": [row.name for row in failed]},
                     timeout_s=settings.budget_s,
-                    network=net,
                     say=at,
+                    **(net.launching() if net is not None else {}),
                 )
                 break
             except PipelineError as error:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from avgpipe.errors import PipelineError
 
@@ -51,6 +52,11 @@ class Network:
     def inside(self, worker: int) -> list[str]:
         """Words before a command that run it on a host."""
         return ["ip", "netns", "exec", self.host(worker)]
+
+    def launching(self) -> dict[str, Any]:
+        """Return the options of ``run_on_ranks`` by which each rank gets a host of its own."""
+        prefixes = [self.inside(worker) for worker in range(self.workers)]
+        return {"prefixes": prefixes, "environment": {"GLOO_SOCKET_IFNAME": self.device}}
 
 
 def check_namespaces(why: str) -> None:

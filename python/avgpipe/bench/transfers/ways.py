@@ -7,7 +7,6 @@ one takes in one direction, from the beginning of the call that sends it until t
 from __future__ import annotations
 
 import ctypes
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Link, LocalLink, Mailbox
 from avgpipe.links.message import Channel, Key, Message
 from avgpipe.links.shared import Inbox, SharedLink
-from avgpipe.ranks.texts import gather_in, gather_texts
+from avgpipe.ranks.world import gather
 from avgpipe_ext import ring
 
 _CPU = torch.device("cpu")
@@ -72,8 +71,7 @@ class Peers:
     def inboxes(self) -> tuple[Inbox, int, Inbox]:
         """This process's own, and the other one's id and inbox."""
         mine = Inbox.create(self.into(self.rank))
-        offers = gather_texts(json.dumps(mine.offer()), gather_in(None))
-        theirs = json.loads(offers[self.other])
+        theirs = gather(mine.offer())[self.other]
         opened = theirs["pid"], Inbox.open(theirs, self.into(self.other))
         dist.barrier()  # its file must stay open until both have opened the other's
         return mine, *opened

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 
 BUSY = """
 import ctypes, sys
-from avgpipe.cli.process import ending_on_signals
+from avgpipe.ranks.process import ending_on_signals
 with ending_on_signals(lambda s: print(s.name, flush=True), {grace}):
     print("ready", flush=True)
     # sleeps on whatever signals do, as a library's wait may
@@ -23,7 +23,7 @@ with ending_on_signals(lambda s: print(s.name, flush=True), {grace}):
 PARENT = """
 import os, subprocess, sys
 command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
-subprocess.run([sys.executable, "-m", "avgpipe.cli.process", str(os.getpid()), "0", *command])
+subprocess.run([sys.executable, "-m", "avgpipe.ranks.process", str(os.getpid()), "stdout", *command])
 """
 
 
@@ -57,7 +57,7 @@ def test_a_second_signal_cuts_the_grace_short():
 def test_handlers_come_back():
     code = """
 import signal
-from avgpipe.cli.process import ending_on_signals
+from avgpipe.ranks.process import ending_on_signals
 before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 with ending_on_signals(print):
     pass
@@ -76,7 +76,16 @@ def test_a_tied_process_ends_when_its_parent_is_killed():
 
 
 def test_a_process_whose_parent_has_ended_before_does_not_begin():
-    command = [sys.executable, "-m", "avgpipe.cli.process", "1", "0", sys.executable, "-c", "print('begun')"]
+    command = [
+        sys.executable,
+        "-m",
+        "avgpipe.ranks.process",
+        "1",
+        "stdout",
+        sys.executable,
+        "-c",
+        "print('begun')",
+    ]
     run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=20)
     assert run.returncode == 128 + signal.SIGTERM
     assert run.stdout == ""

@@ -1,0 +1,286 @@
+"""Starting the ranks of a run on this machine, by torch's own process launcher, and saying what became of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from avgpipe.errors import PipelineError
+from avgpipe.ranks.machine import cores, launch_environment
+from avgpipe.ranks.process import ARGUMENTS, PEER_LOST, PROGRESS, STORE_FILE, WRONG_ARGUMENTS
+
+_POLL_S = 0.05
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by torch's launcher
+
+
+class RanksFailed(PipelineError):
+    """A launched rank failed, and the others were ended.
+
+    Attributes:
+        exit_codes: of every rank, negative for a signal.
+        rank: the one that failed of itself; the others missed it, or were ended for it.
+        reason: what happened to it, as the end of a sentence.
+    """
+
+    def __init__(self, exit_codes: Sequence[int], rank: int, said: str = "") -> None:
+        self.exit_codes, self.rank = tuple(exit_codes), rank
+        code = self.exit_codes[rank]
+        self.reason = f"failed with exit code {code}"
+        if code < 0:
+            hint = " (by hand, or by the system when memory runs out)" if -code == signal.SIGKILL else ""
+            self.reason = f"was killed by {_signal_name(-code)}{hint}"
+        super().__init__(f"worker {rank} of {len(self.exit_codes)} {self.reason}{': ' * bool(said)}{said}")
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal told the launcher to end; its ranks are gone."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(_signal_name(number))
+        self.exit_code = 128 + number
+
+
+def run_on_ranks(
+    target: str,
+    world_size: int,
+    arguments: Mapping[str, Any],
+    *,
+    timeout_s: float | None = None,
+    threads: int | None = 1,
+    environment: Mapping[str, str] | None = None,
+    prefixes: Sequence[Sequence[str]] = (),
+    say: Callable[[str], None] | None = None,
+    captures: bool = True,
+) -> list[Any]:
+    """Call the function named "module:function" on every rank, each a process of this machine; return its results.
+
+    The function finds torchrun's environment and no process group yet. The ranks meet in a file that only this user can
+    read, and look for each other on this host alone: nothing listens beyond it. When one fails the others are ended;
+    nothing is restarted, and whatever happens, no process is left.
+
+    Args:
+        arguments: the function's keyword arguments, which travel as JSON, as do the results.
+        threads: of torch in each process. None: the user's choice, or an equal share of the cores.
+        environment: variables beside or in place of those of the launcher.
+        prefixes: words before the command of each rank, such as those that enter a network namespace.
+        say: is told what rank 0 reports by ``progress``.
+        captures: whether what the processes print is kept back, but for the last line of a failure; else it goes to
+            standard error.
+
+    Raises:
+        RanksFailed: a rank failed.
+        PipelineError: the ranks were not done after ``timeout_s``.
+        Interrupted: SIGINT, SIGTERM, SIGHUP or SIGQUIT came, and the ranks have been ended.
+    """
+    added = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path), **(environment or {})}
+    if threads is not None:
+        added["OMP_NUM_THREADS"] = str(threads)
+    with tempfile.TemporaryDirectory(prefix="avgpipe-") as name:
+        folder = Path(name)
+        # In a file: anybody may read a command line.
+        (folder / ARGUMENTS).write_text(json.dumps(dict(arguments)))
+        commands = [[*prefix, *tied("stderr", target)] for prefix in prefixes or [()] * world_size]
+        _run(commands, folder, added, captures, timeout_s, say)
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def run_command(command: Sequence[str], world_size: int, *, out: str = "stdout") -> None:
+    """Run a command once per rank, as ``run_on_ranks`` does a function; it may make torch's process group itself.
+
+    out: where its standard output goes, "stdout" or "stderr".
+    """
+    with tempfile.TemporaryDirectory(prefix="avgpipe-") as folder, loopback_store() as address:
+        _run([tied(out, *command)] * world_size, Path(folder), address)
+
+
+def tied(out: str, *command: str) -> list[str]:
+    """Return the words that run a command as a child that ends with this process; see ``ranks.process``."""
+    return [sys.executable, "-m", "avgpipe.ranks.process", str(os.getpid()), out, *command]
+
+
+def rank_environment(rank: int, world_size: int) -> dict[str, str]:
+    """Return what torchrun tells a rank of one host about its place."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+    both = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    return {name: str(value) for name, value in {**own, **both}.items()}
+
+
+def private_meeting(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the environment of ranks that meet in ``folder``, closed to other users, on this host alone."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ()
+    listening = {name: str(loopback) for name in variables if name not in os.environ}
+    # A rank that starts torchrun hands this environment on; there the variable is not empty, and the file not theirs.
+    return {STORE_FILE: os.path.join(folder, "store"), "TORCHELASTIC_RUN_ID": "", **listening}
+
+
+@contextmanager
+def loopback_store() -> Iterator[dict[str, str]]:
+    """Hold a store for ranks that join torch's process group by themselves; yields its address for their environment.
+
+    Any process of this host can reach it. Our own ranks neither write to it nor believe it.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    del store
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt as SIGINT does, so that what was started is ended first."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(_signal_name(number))
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def _run(
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    added: Mapping[str, str],
+    captures: bool = False,
+    timeout_s: float | None = None,
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Run a command on each rank and wait for the end of all."""
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        PContext,
+        SignalException,
+        Std,
+        start_processes,
+    )
+
+    count, said = len(commands), _Progress(folder / PROGRESS, say)
+    shared = {"OMP_NUM_THREADS": str(max(1, cores() // count)), **launch_environment()}
+    shared = {name: value for name, value in shared.items() if name not in os.environ}
+    environment = {**shared, **private_meeting(folder), **added}
+    processes: PContext | None = None
+    _quieten_torch()
+    with _keeping_handlers():
+        deadline = time.monotonic() + (timeout_s or float("inf"))
+        try:
+            processes = start_processes(
+                "avgpipe",
+                commands[0][0],
+                {rank: tuple(command[1:]) for rank, command in enumerate(commands)},
+                {rank: {**environment, **rank_environment(rank, count)} for rank in range(count)},
+                DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL if captures else Std.NONE),
+            )
+            while (result := processes.wait(timeout=0)) is None:
+                said.pass_on()
+                if time.monotonic() > deadline:
+                    raise PipelineError(
+                        f"the workers were not done after {timeout_s:.0f} s and were ended; rank 0 was at: "
+                        f"{said.last or 'its start'}"
+                    )
+                time.sleep(_POLL_S)
+        except (SignalException, KeyboardInterrupt) as error:
+            number = getattr(
+                error, "sigval", signal.SIGINT
+            )  # without: before the launcher installed its handlers
+            if processes is not None:
+                processes.close(number)
+            raise Interrupted(number) from error
+        except BaseException:
+            if processes is not None:
+                processes.close(signal.SIGKILL)
+            raise
+        finally:
+            _show_cursor()
+    if result.failures:
+        said.pass_on()  # where it failed
+        failures = {rank: (failure.exitcode, failure.timestamp) for rank, failure in result.failures.items()}
+        codes = [failures[rank][0] if rank in failures else 0 for rank in range(count)]
+        first = first_to_fail(failures)
+        raise RanksFailed(codes, first, _last_line(result.stderrs[first]) if captures else "")
+
+
+class _Progress:
+    """What rank 0 says by ``progress``, passed on."""
+
+    def __init__(self, path: Path, say: Callable[[str], None] | None) -> None:
+        self._path, self._say, self.last = path, say, ""
+
+    def pass_on(self) -> None:
+        if self._path.is_file() and (line := self._path.read_text(errors="replace")) != self.last:
+            self.last = line
+            if self._say is not None:
+                self._say(line)
+
+
+def first_to_fail(failures: Mapping[int, tuple[int, int]]) -> int:
+    """Return the rank to blame, of exit codes and times by rank: others missed it, or the launcher ended them."""
+
+    def blame(rank: int) -> tuple[int, int]:
+        code, timestamp = failures[rank]
+        order = {WRONG_ARGUMENTS: 1, PEER_LOST: 3, -signal.SIGTERM: 4, 128 + signal.SIGTERM: 4}
+        return order.get(code, 0 if code < 0 else 2), timestamp
+
+    return min(failures, key=blame)
+
+
+def _last_line(log: str) -> str:
+    lines = Path(log).read_text(errors="replace").splitlines() if log else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@contextmanager
+def _keeping_handlers() -> Iterator[None]:
+    """Give back the signal handlers that torch's launcher replaces in the main thread."""
+    before = {number: signal.getsignal(number) for number in _HANDLED}
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _quieten_torch() -> None:
+    """The launcher's log says in many lines what we say in one; LOGLEVEL brings it back."""
+    if "LOGLEVEL" in os.environ:
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _show_cursor() -> None:
+    """A progress bar that was killed has left the cursor hidden."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")
+        sys.stderr.flush()

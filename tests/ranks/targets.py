@@ -1,0 +1,53 @@
+"""What the workers of test_launch.py run."""
+
+import os
+import time
+from pathlib import Path
+
+from avgpipe.ranks.process import progress
+
+
+def adds(a, b):
+    progress(f"rank {os.environ['RANK']} adds")
+    return {"sum": a + b, "rank": int(os.environ["RANK"]), "ranks": int(os.environ["WORLD_SIZE"])}
+
+
+def command_line(secret):
+    return Path("/proc/self/cmdline").read_text().split("\0")
+
+
+def meets():
+    import torch
+    import torch.distributed as dist
+
+    from avgpipe.ranks.rendezvous import join
+
+    join(60.0, "gloo")
+    total = torch.tensor(dist.get_rank() + 1.0)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def fails(folder):
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    if os.environ["RANK"] == "1":
+        raise ValueError("one is enough")
+    time.sleep(100)
+
+
+def misses_its_peer():
+    from avgpipe.errors import PeerLost
+
+    if os.environ["RANK"] == "0":
+        raise PeerLost("rank 1 died")
+    time.sleep(1)
+    raise ValueError("later")
+
+
+def threads():
+    return os.environ["OMP_NUM_THREADS"]
+
+
+def sleeps(folder):
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(100)

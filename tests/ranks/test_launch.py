@@ -1,0 +1,146 @@
+"""Ranks answer, or are gone, and the one to blame is named."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from avgpipe.errors import PipelineError
+from avgpipe.ranks.launch import RanksFailed, first_to_fail, loopback_store, run_on_ranks
+from avgpipe.ranks.machine import cores
+from avgpipe.ranks.process import PEER_LOST
+from tests.cli.command import ROOT, alive, environment, wait_for
+
+HERE = "tests.ranks.targets"
+
+
+def workers_of(folder, count=2):
+    return [int(path.read_text()) for path in folder.iterdir() if path.read_text()][:count]
+
+
+def test_every_rank_answers():
+    said = []
+    answers = run_on_ranks(f"{HERE}:adds", 2, {"a": 1, "b": 2}, timeout_s=60, say=said.append)
+    assert answers == [{"sum": 3, "rank": rank, "ranks": 2} for rank in range(2)]
+    assert set(said) <= {"rank 0 adds"}  # of rank 0 alone, if it was still there to be seen
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
+def test_arguments_are_not_in_the_command_line():
+    """Which every user of the host may read."""
+    (words,) = run_on_ranks(f"{HERE}:command_line", 1, {"secret": "a path"}, timeout_s=60)
+    assert f"{HERE}:command_line" in words
+    assert not any("secret" in word or "a path" in word for word in words)
+
+
+def test_ranks_find_each_other():
+    assert run_on_ranks(f"{HERE}:meets", 2, {}, timeout_s=60) == [3.0, 3.0]
+
+
+def test_a_failure_is_told_with_its_reason_and_ends_the_others(tmp_path):
+    with pytest.raises(
+        RanksFailed, match="worker 1 of 2 failed with exit code 1: ValueError: one is enough"
+    ) as failure:
+        run_on_ranks(f"{HERE}:fails", 2, {"folder": str(tmp_path)}, timeout_s=60)
+    assert failure.value.exit_codes == (128 + signal.SIGTERM, 1)
+    assert not any(map(alive, workers_of(tmp_path)))
+
+
+def test_who_only_missed_a_peer_is_not_to_blame():
+    with pytest.raises(
+        RanksFailed, match="worker 1 of 2 failed with exit code 1: ValueError: later"
+    ) as failure:
+        run_on_ranks(f"{HERE}:misses_its_peer", 2, {}, timeout_s=60)
+    assert failure.value.exit_codes == (PEER_LOST, 1)
+
+
+@pytest.mark.parametrize(("chosen", "threads", "found"), [("5", None, "5"), ("5", 3, "3"), (None, None, "")])
+def test_threads_are_shared_unless_somebody_chose(monkeypatch, chosen, threads, found):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    before = dict(os.environ)
+    answers = run_on_ranks(f"{HERE}:threads", 2, {}, timeout_s=60, threads=threads)
+    assert answers == 2 * [found or str(max(1, cores() // 2))]
+    assert dict(os.environ) == before
+
+
+def test_workers_that_take_too_long_are_ended(tmp_path):
+    with pytest.raises(PipelineError, match="not done after 3 s"):
+        run_on_ranks(f"{HERE}:sleeps", 1, {"folder": str(tmp_path)}, timeout_s=3)
+    assert not any(map(alive, workers_of(tmp_path)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_workers_go_with_their_parent(tmp_path, number):
+    code = (
+        "from avgpipe.ranks.launch import *\n"
+        f"with interruptible(): run_on_ranks('{HERE}:sleeps', 2, {{'folder': {str(tmp_path)!r}}}, timeout_s=90)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment(), cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for(lambda: len(workers_of(tmp_path)) == 2)
+        parent.send_signal(number)
+        assert parent.wait(20) != 0
+        wait_for(lambda: not any(map(alive, workers_of(tmp_path))), 20)
+    finally:
+        parent.kill()
+
+
+def test_nothing_waits_when_a_worker_cannot_be_started():
+    begin = time.monotonic()
+    with pytest.raises(PipelineError, match=r"No module named 'tests\.nothing'"):
+        run_on_ranks("tests.nothing:here", 1, {}, timeout_s=60)
+    assert time.monotonic() - begin < 30
+
+
+def test_a_handler_of_the_caller_is_there_again_afterwards(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RanksFailed):
+        run_on_ranks("tests.nothing:here", 1, {}, timeout_s=60)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_store_of_scripts_listens_on_loopback_alone():
+    with loopback_store() as address:
+        port = int(address["MASTER_PORT"])
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store.set("a", "b")
+        assert store.get("a") == b"b"
+        for _, _, _, _, (host, *_) in socket.getaddrinfo(socket.gethostname(), port, socket.AF_INET):
+            if not str(host).startswith("127."):
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection((str(host), port), 2)
+
+
+# ---- who is to blame -------------------------------------------------------------------------------------------------
+
+TERMINATED = -signal.SIGTERM
+
+
+def test_a_killed_rank_comes_before_those_that_lost_it():
+    assert first_to_fail({0: (PEER_LOST, 10), 1: (-signal.SIGKILL, 11), 2: (TERMINATED, 11)}) == 1
+
+
+def test_a_refusal_comes_before_its_consequences():
+    assert first_to_fail({0: (PEER_LOST, 10), 1: (2, 10)}) == 1
+
+
+def test_a_failure_comes_before_its_consequences():
+    assert first_to_fail({0: (PEER_LOST, 9), 1: (128 + signal.SIGTERM, 9), 2: (1, 10)}) == 2
+
+
+def test_among_equals_the_earliest():
+    assert first_to_fail({0: (1, 12), 1: (1, 11)}) == 1
+
+
+def test_the_reason_names_signal_or_exit_code():
+    assert RanksFailed([0, -signal.SIGKILL], 1).reason.startswith("was killed by SIGKILL")
+    assert RanksFailed([4, 0], 0).reason == "failed with exit code 4"

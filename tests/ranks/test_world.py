@@ -1,0 +1,126 @@
+"""What the ranks of a pipeline tell each other."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from avgpipe.errors import PipelineError
+from avgpipe.ranks import world
+from avgpipe.ranks.world import World, gather
+from tests.runner import Ranks, run
+
+VALUES = [
+    *(0, "", "a", "Übung 日本", "x" * 10_000, "\udc80 as a file's name may be"),
+    *(None, 0.1 + 0.2, -math.inf, [1, {"a": []}]),
+]
+
+
+def _gathered() -> Any:
+    ours = World(20)
+    rank = ours.rank
+    mine = VALUES[rank:] + VALUES[:rank]  # of unequal lengths
+    return [ours.gather(value) for value in mine], gather(rank), ours.gather(VALUES[: 3 * rank])
+
+
+def test_values_of_unequal_length_come_back_whole() -> None:
+    first, *others = run(3, _gathered)
+    for n, found in enumerate(first[0]):
+        assert found == [VALUES[(n + rank) % len(VALUES)] for rank in range(3)]
+    assert first[1] == [0, 1, 2]
+    assert first[2] == [VALUES[: 3 * rank] for rank in range(3)]
+    assert others == [first, first]
+
+
+def test_alone_a_value_comes_back_as_json_carries_it() -> None:
+    assert World(1).gather((1, {2: "a"})) == [[1, {"2": "a"}]]
+
+
+def _too_large() -> str:
+    ours = World(20)
+    world._MOST_BYTES = 100
+    with pytest.raises(PipelineError) as error:
+        ours.gather("x" * 1000 * ours.rank)
+    return str(error.value)
+
+
+def test_what_is_too_large_is_refused_on_all_ranks() -> None:
+    for text in run(2, _too_large):
+        assert "ranks would gather [2, 1002] bytes" in text
+
+
+def _several() -> list[Any]:
+    """Every pipeline has its own reports."""
+    first, second = World(20), World(20)
+    if first.rank == 0:
+        first.report(ValueError("broken"))
+        second.tell("F0")
+    second.barrier()
+    first.describe(["the head", "the tail"])
+    seen = second.last_seen(0), first.last_seen(0), first.last_seen(1)
+    names = first.name(1), second.name(1)
+    return [str(first.reported()), str(second.reported()), *seen, *names, second.is_first("notice")]
+
+
+def test_pipelines_of_one_process_are_kept_apart() -> None:
+    ranks = run(2, _several)
+    assert [found[0] for found in ranks] == ["None", "rank 1 stops because of rank 0: ValueError: broken"]
+    for found in ranks:
+        assert found[1] == "None"
+        assert found[2].startswith("rank 0 was last seen ")
+        assert found[2].endswith(" s ago: F0")
+        assert found[3:5] == ["rank 0 has not reported yet", "rank 1 has not reported yet"]
+        assert found[5:7] == ["rank 1 (the tail)", "rank 1 (its stage is not known yet)"]
+    assert sorted(found[7] for found in ranks) == [False, True]
+
+
+def _differing() -> str:
+    ours = World(20)
+    ours.require_same("shape", "the same")
+    with pytest.raises(ValueError, match="differs") as error:
+        ours.require_same("shape", f"that of {min(ours.rank, 1)}")
+    return str(error.value)
+
+
+def test_what_differs_is_refused_on_all_ranks() -> None:
+    for rank, text in enumerate(run(3, _differing)):
+        assert text.startswith("the shape differs between ranks: ranks [1, 2] disagree with rank 0 (rank ")
+        assert f"(rank {rank} has that of {min(rank, 1)})" in text
+
+
+def _dies() -> None:
+    ours = World(20)
+    ours.describe(["stage 0", "stage 1"])
+    if ours.rank == 1:
+        os._exit(0)
+    for _ in range(100):
+        ours.broadcast(torch.ones(1), 1)
+
+
+def test_a_collective_names_the_rank_that_died() -> None:
+    (code, output), _ = Ranks(2, _dies).join(60)
+    assert code == 1
+    assert "PeerLost: rank 1 (stage 1) died or closed its connection; seen by rank 0: " in output
+
+
+def test_nothing_of_the_package_unpickles() -> None:
+    package = Path(__file__).parents[2] / "python" / "avgpipe"
+    words = (
+        "import pickle",
+        "all_gather_object",
+        "broadcast_object_list",
+        "weights_only=False",
+        "treespec_loads(",
+    )
+    found = {
+        (path.name, word)
+        for path in package.rglob("*.py")
+        for word in words
+        if word in path.read_text(encoding="utf-8")
+    }
+    assert found == {("message.py", "treespec_loads(")}  # behind check_structure
