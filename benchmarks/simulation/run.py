@@ -23,8 +23,7 @@ from typing import Any
 
 from avgpipe import Costs, build_schedule
 from avgpipe.planning import predict, simulate
-from avgpipe.planning.engine import run
-from avgpipe.planning.program import compile_schedule
+from avgpipe.planning.engine import compile_schedule, run
 from avgpipe.schedule import Schedule
 
 HERE = Path(__file__).parent

@@ -36,10 +36,11 @@ class Fields {
         return array.data();
     }
 
-    // Null if it was not given.
-    template <class T>
-    const T* maybe(const char* name, int64_t size) {
-        return given_.contains(name) ? array<T>(name, size) : nullptr;
+    // Rows of four int32.
+    template <class Row>
+    const Row* table(const char* name, int64_t rows) {
+        static_assert(sizeof(Row) == 4 * sizeof(int32_t));
+        return reinterpret_cast<const Row*>(array<int32_t>(name, 4 * rows));
     }
 
     void check_all_taken() const {
@@ -66,17 +67,12 @@ Question question_of(const py::kwargs& given) {
     q.micro_batches = fields.number<int64_t>("micro_batches");
     q.pipelines = fields.number<int64_t>("pipelines");
     q.batches = fields.number<int64_t>("batches");
-    q.flush = fields.number<int64_t>("flush");
-    q.warm_ups = fields.maybe<int64_t>("warm_ups", q.stages);
-    if (q.warm_ups == nullptr) {
-        q.column_begin = fields.array<int64_t>("column_begin", q.stages + 1);
-        const int64_t actions = q.column_begin[q.stages];
-        q.kinds = fields.array<int8_t>("kinds", actions);
-        q.micro_batch = fields.array<int32_t>("micro_batch", actions);
-        q.ranks = fields.maybe<int32_t>("ranks", actions);
-    }
+    q.row_begin = fields.array<int64_t>("row_begin", q.workers + 1);
+    q.loops = fields.table<Loop>("loops", q.row_begin[q.workers]);
+    q.actions = fields.table<Action>("actions", q.loops[q.row_begin[q.workers] - 1].end);
+    q.replicas_begin = fields.array<int64_t>("replicas_begin", q.stages + 1);
+    q.replicas = fields.array<int32_t>("replicas", q.replicas_begin[q.stages]);
     const int64_t links = 2 * (q.stages - 1);
-    q.worker = fields.array<int32_t>("worker", q.stages);
     q.action_begin = fields.array<int64_t>("action_begin", kKinds);
     q.action_widths = fields.array<int64_t>("action_widths", kKinds);
     const int64_t widths = std::accumulate(q.action_widths, q.action_widths + kKinds, int64_t{0});
@@ -86,6 +82,7 @@ Question question_of(const py::kwargs& given) {
     q.transfer_ticks = fields.array<Ticks>("transfer_ticks", links * q.transfer_width);
     q.latency_ticks = fields.array<Ticks>("latency_ticks", links);
     q.channel = fields.array<int32_t>("channel", links);
+    q.channel_count = fields.array<int32_t>("channel_count", links);
     q.channels = fields.number<int64_t>("channels");
     q.shared_channels = fields.number<int64_t>("shared_channels");
     q.held_bytes = fields.array<double>("held_bytes", q.stages);
@@ -97,6 +94,15 @@ Question question_of(const py::kwargs& given) {
     q.straggler_factor = fields.number<int64_t>("straggler_factor");
     fields.check_all_taken();
     return q;
+}
+
+// Of a batch, on all workers.
+int64_t actions_of(const Question& q) {
+    int64_t actions = 0;
+    for (const Loop* loop = q.loops; loop != q.loops + q.row_begin[q.workers]; ++loop) {
+        actions += int64_t{loop->end - loop->begin} * loop->repeats;
+    }
+    return actions;
 }
 
 void raise(Status status) {
@@ -113,12 +119,10 @@ void raise(Status status) {
 
 py::tuple run(bool events, const py::kwargs& fields) {
     const Question q = question_of(fields);
-    const int64_t actions =
-        q.warm_ups != nullptr ? q.stages * (2 * q.micro_batches + 1) : q.column_begin[q.stages];
     py::array_t<Ticks> busy(q.workers), batch_end(q.batches);
     py::array_t<int64_t> peak_in_flight(q.stages);
     py::array_t<double> peak_held_bytes(q.workers);
-    py::array_t<Record> records(events ? actions * q.batches : 0);
+    py::array_t<Record> records(events ? actions_of(q) * q.batches : 0);
     Answer answer = {};
     answer.busy = busy.mutable_data();
     answer.batch_end = batch_end.mutable_data();
@@ -138,7 +142,7 @@ py::tuple run(bool events, const py::kwargs& fields) {
 }  // namespace
 
 void bind(py::module_& module) {
-    PYBIND11_NUMPY_DTYPE(Record, start, end, stage, batch, micro_batch, kind);
+    PYBIND11_NUMPY_DTYPE(Record, start, end, worker, stage, batch, micro_batch, kind);
     module.def("simulate", run, py::kw_only(), py::arg("events"),
                "Run a schedule on paper. The fields are those of Question in csrc/simulate/question.h.");
 }

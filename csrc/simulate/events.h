@@ -13,7 +13,7 @@
 
 namespace avgpipe::simulate {
 
-template <class Walk, class Device>
+template <class Device>
 class Events {
   public:
     Events(const Question& q, Answer& answer)
@@ -21,10 +21,20 @@ class Events {
           durations_(q),
           links_(q, durations_),
           tally_(q, answer),
+          sums_(q, q.pipelines),
           next_(q.workers),
           devices_(static_cast<size_t>(q.workers), Device(q)),
           is_touched_(static_cast<size_t>(q.workers)) {
-        make_lanes();
+        inboxes_.add_all(q);
+        lanes_.reserve(static_cast<size_t>(q.workers * q.pipelines));
+        for (int64_t w = 0; w < q.workers; ++w) {
+            for (int64_t i = 0; i < q.pipelines; ++i) {
+                const int64_t own = (q.batches - i + q.pipelines - 1) / q.pipelines;
+                lanes_.push_back({RowWalk(q, w, own), static_cast<int32_t>(w), static_cast<int32_t>(i)});
+            }
+        }
+        left_ = static_cast<int64_t>(lanes_.size());
+        for (int64_t lane = 0; lane < static_cast<int64_t>(lanes_.size()); ++lane) look(lane, 0);
     }
 
     Status run() {
@@ -47,68 +57,46 @@ class Events {
     }
 
   private:
-    // A stage of a pipeline: it runs one step after another. In whole lines of the cache.
+    // A pipeline on a worker: it runs one step after another. In whole lines of the cache.
     struct alignas(64) Lane {
-        Walk walk;
-        int32_t stage, worker, pipeline;
+        RowWalk walk;
+        int32_t worker, pipeline;
         bool is_running = false;
-        Step step = {};        // the next or running one
-        Ticks ready = kNever;  // when all that the step needs is there
+        Ticks ready = kNever;  // when all that the next step needs is there
         uint64_t urgency = 0;  // the least goes first
         Ticks started = 0;
     };
 
-    // Those of a worker follow one another, by stage and then by pipeline.
-    void make_lanes() {
-        std::vector<int64_t> stages(static_cast<size_t>(q_.stages));
-        for (size_t k = 0; k < stages.size(); ++k) stages[k] = static_cast<int64_t>(k);
-        std::stable_sort(stages.begin(), stages.end(),
-                         [this](int64_t a, int64_t b) { return q_.worker[a] < q_.worker[b]; });
-        first_of_stage_.resize(stages.size());
-        first_of_worker_.assign(static_cast<size_t>(q_.workers) + 1, 0);
-        lanes_.reserve(stages.size() * static_cast<size_t>(q_.pipelines));
-        for (const int64_t k : stages) {
-            first_of_stage_[static_cast<size_t>(k)] = static_cast<int64_t>(lanes_.size());
-            for (int64_t i = 0; i < q_.pipelines; ++i) {
-                const int64_t own = (q_.batches - i + q_.pipelines - 1) / q_.pipelines;
-                lanes_.push_back(
-                    {Walk(q_, k, own), static_cast<int32_t>(k), q_.worker[k], static_cast<int32_t>(i)});
-                inboxes_.add(Walk::window(q_, k));
-            }
-            first_of_worker_[static_cast<size_t>(q_.worker[k]) + 1] = static_cast<int64_t>(lanes_.size());
-        }
-        inboxes_.make();
-        left_ = static_cast<int64_t>(lanes_.size());
-        for (int64_t lane = 0; lane < static_cast<int64_t>(lanes_.size()); ++lane) look(lane, 0);
-    }
+    int64_t batch_of(const Lane& lane) const { return lane.walk.peek().own * q_.pipelines + lane.pipeline; }
 
-    int64_t batch_of(const Lane& lane) const { return lane.step.own * q_.pipelines + lane.pipeline; }
+    // The box of a stage's place, of a pipeline.
+    Ticks& inbox(int64_t place, int64_t pipeline, const Step& step) {
+        return inboxes_.at(place * q_.pipelines + pipeline, step.kind == kForward, step.number);
+    }
 
     // Make the lane's next step known.
     void look(int64_t number, Ticks now) {
         Lane& lane = lanes_[static_cast<size_t>(number)];
+        lane.ready = kNever;
         if (lane.walk.done()) {
-            lane.ready = kNever;
             --left_;
             return;
         }
-        lane.step = lane.walk.peek();
-        if (lane.step.needs_tensor(lane.stage, q_.stages)) {
-            lane.ready = inboxes_.at(number, lane.step.kind == kForward, lane.step.number);
+        const Step& step = lane.walk.peek();
+        if (step.needs_tensor(q_.stages)) {
+            lane.ready = inbox(q_.place(step.stage, step.micro_batch), lane.pipeline, step);
         } else {
-            lane.ready = lane.step.kind == kUpdate ? now + q_.sum_ticks[lane.stage] : now;
+            lane.ready = step.kind == kUpdate ? sums_.ready(step, lane.pipeline) : now;
         }
-        const auto later = static_cast<uint64_t>(lane.step.kind == kForward && q_.pipelines > 1);
-        lane.urgency =
-            later << 62 | static_cast<uint64_t>(batch_of(lane)) << 31 | static_cast<uint64_t>(lane.step.rank);
+        const auto later = static_cast<uint64_t>(step.kind == kForward && q_.pipelines > 1);
+        lane.urgency = later << 62 | static_cast<uint64_t>(batch_of(lane));
     }
 
     // Let the device take the most urgent steps that are ready, and say when to look at it again.
     void start(int64_t w, Ticks now) {
         is_touched_[static_cast<size_t>(w)] = false;
         Device& device = devices_[static_cast<size_t>(w)];
-        const int64_t begin = first_of_worker_[static_cast<size_t>(w)];
-        const int64_t end = first_of_worker_[static_cast<size_t>(w) + 1];
+        const int64_t begin = w * q_.pipelines, end = begin + q_.pipelines;
         Ticks wake = kNever;
         while (device.has_room()) {
             int64_t best = -1;
@@ -131,49 +119,70 @@ class Events {
 
     void begin_step(int64_t number, Device& device, Ticks now) {
         Lane& lane = lanes_[static_cast<size_t>(number)];
-        const Step& step = lane.step;
-        if (step.needs_tensor(lane.stage, q_.stages)) {
-            inboxes_.at(number, step.kind == kForward, step.number) = kNever;
-        }
-        if (step.adds()) tally_.hold(lane.stage);
+        const Step& step = lane.walk.peek();
+        const int64_t place = q_.place(step.stage, step.micro_batch);
+        if (step.needs_tensor(q_.stages)) inbox(place, lane.pipeline, step) = kNever;
+        if (step.adds()) tally_.hold(lane.worker, step.stage, place);
         lane.is_running = true;
         lane.started = now;
         tally_.busy(lane.worker, device.advance(now));
-        device.begin(number, durations_.action(step.kind, lane.stage, step.micro_batch, batch_of(lane)));
+        device.begin(number, durations_.action(step.kind, step.stage, step.micro_batch, batch_of(lane)));
     }
 
     void finish(int64_t number, Ticks now) {
         Lane& lane = lanes_[static_cast<size_t>(number)];
-        const Step step = lane.step;
+        const Step step = lane.walk.peek();
         const int64_t batch = batch_of(lane);
         lane.is_running = false;
-        if (step.takes()) tally_.release(lane.stage);
-        tally_.ran(lane.stage, batch, step, lane.started, now);
-        lane.walk.advance(step);
+        if (step.takes()) tally_.release(q_.place(step.stage, step.micro_batch));
+        tally_.ran(lane.worker, batch, step, lane.started, now);
+        lane.walk.advance();
+        const bool is_summed = step.takes() && sums_.add(step, lane.pipeline, now);
         look(number, now);
-        send(lane, step, batch, now);
+        if (step.sends(q_.stages)) send(lane, step, batch, now);
+        if (is_summed && q_.has_replicas()) tell_replicas(lane, step, now);
     }
 
     void send(const Lane& lane, const Step& step, int64_t batch, Ticks now) {
         const bool is_forward = step.kind == kForward;
-        const int64_t k = lane.stage, to = is_forward ? k + 1 : k - 1;
-        if (to < 0 || to == q_.stages || step.kind == kWeights || step.kind == kUpdate) return;
-        const Ticks there = links_.send(is_forward ? 2 * k : 2 * to + 1, step.micro_batch, batch, now);
-        const int64_t number = first_of_stage_[static_cast<size_t>(to)] + lane.pipeline;
-        inboxes_.at(number, is_forward, step.number) = there;
-        Lane& other = lanes_[static_cast<size_t>(number)];
-        if (other.walk.done() || other.is_running || other.step.number != step.number ||
-            (other.step.kind == kForward) != is_forward || !other.step.needs_tensor(to, q_.stages)) {
+        const int64_t k = step.stage, to = is_forward ? k + 1 : k - 1;
+        const int64_t place = q_.place(to, step.micro_batch), w = q_.replicas[place];
+        const Ticks there =
+            w == lane.worker ? now : links_.send(is_forward ? 2 * k : 2 * to + 1, step.micro_batch, batch, now);
+        inbox(place, lane.pipeline, step) = there;
+        Lane& other = lanes_[static_cast<size_t>(w * q_.pipelines + lane.pipeline)];
+        if (other.walk.done() || other.is_running) return;
+        const Step& next = other.walk.peek();
+        if (next.stage != to || next.number != step.number || (next.kind == kForward) != is_forward ||
+            !next.needs_tensor(q_.stages)) {
             return;
         }
-        other.ready = there;
-        const auto w = static_cast<size_t>(other.worker);
+        wake(other, there, now);
+    }
+
+    // The other workers of a stage whose gradients are all there may wait for that.
+    void tell_replicas(const Lane& lane, const Step& step, Ticks now) {
+        for (int64_t at = q_.replicas_begin[step.stage]; at < q_.replicas_begin[step.stage + 1]; ++at) {
+            const int64_t w = q_.replicas[at];
+            Lane& other = lanes_[static_cast<size_t>(w * q_.pipelines + lane.pipeline)];
+            if (w == lane.worker || other.walk.done() || other.is_running) continue;
+            const Step& next = other.walk.peek();
+            if (next.kind == kUpdate && next.stage == step.stage && next.own == step.own) {
+                wake(other, sums_.ready(next, lane.pipeline), now);
+            }
+        }
+    }
+
+    // What a lane waited for is there, or will be.
+    void wake(Lane& lane, Ticks there, Ticks now) {
+        lane.ready = there;
+        const auto w = static_cast<size_t>(lane.worker);
         if (is_touched_[w] || !devices_[w].has_room()) return;
         if (there <= now) {
             is_touched_[w] = true;
-            touched_.push_back(other.worker);
-        } else if (there < next_.of(other.worker)) {
-            next_.set(other.worker, there);
+            touched_.push_back(lane.worker);
+        } else if (there < next_.of(lane.worker)) {
+            next_.set(lane.worker, there);
         }
     }
 
@@ -181,12 +190,12 @@ class Events {
     const Durations durations_;
     Links links_;
     Tally tally_;
+    Sums sums_;
     NextEvent next_;
     std::vector<Device> devices_;
     std::vector<int64_t> touched_;  // devices that will choose at this instant
     std::vector<char> is_touched_;
-    std::vector<Lane> lanes_;
-    std::vector<int64_t> first_of_stage_, first_of_worker_;
+    std::vector<Lane> lanes_;  // those of a worker follow one another
     Inboxes inboxes_;
     int64_t left_ = 0;  // lanes with steps to run
 };

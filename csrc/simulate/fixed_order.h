@@ -1,7 +1,6 @@
-// Where devices have nothing to choose: one pipeline, a worker per stage, and no channel that several stages
-// send on. Then each stage runs its steps in order, each as soon as its tensor is there, and times follow
-// without a queue of events: a stage goes on until a tensor is missing, and is called again when that has
-// been sent.
+// Where devices have nothing to choose: one pipeline, and no channel that several workers send on. Then each
+// worker runs its row in order, each action as soon as its tensor is there, and times follow without a queue
+// of events: a worker goes on until a tensor is missing, and is called again when that has been sent.
 #pragma once
 
 #include <algorithm>
@@ -13,90 +12,96 @@
 
 namespace avgpipe::simulate {
 
-template <class Walk>
+// Without replicas, so that a stage's number is its place, and its worker alone knows when its gradients are
+// summed.
 class FixedOrder {
   public:
     FixedOrder(const Question& q, Answer& answer)
-        : q_(q), durations_(q), links_(q, durations_), tally_(q, answer) {
-        stages_.reserve(static_cast<size_t>(q.stages));
-        for (int64_t k = 0; k < q.stages; ++k) {
-            stages_.push_back({Walk(q, k, q.batches)});
-            inboxes_.add(Walk::window(q, k));
-        }
-        inboxes_.make();
+        : q_(q), durations_(q), links_(q, durations_), tally_(q, answer), sums_(q, 1) {
+        workers_.reserve(static_cast<size_t>(q.workers));
+        for (int64_t w = 0; w < q.workers; ++w) workers_.push_back({RowWalk(q, w, q.batches)});
+        inboxes_.add_all(q);
     }
 
     Status run() {
-        // A ring that has room for every stage once.
-        std::vector<int64_t> queue(static_cast<size_t>(q_.stages));
-        for (int64_t k = 0; k < q_.stages; ++k) queue[static_cast<size_t>(k)] = k;
-        int64_t first = 0, count = q_.stages;
+        // A ring that has room for every worker once.
+        std::vector<int64_t> queue(static_cast<size_t>(q_.workers));
+        for (int64_t w = 0; w < q_.workers; ++w) queue[static_cast<size_t>(w)] = w;
+        int64_t first = 0, count = q_.workers;
         while (count > 0) {
-            const int64_t k = queue[static_cast<size_t>(first)];
-            first = first + 1 == q_.stages ? 0 : first + 1;
+            const int64_t w = queue[static_cast<size_t>(first)];
+            first = first + 1 == q_.workers ? 0 : first + 1;
             --count;
-            if (!go_on(k)) return Status::kTooLong;
-            for (int64_t& woken : woken_) {
-                if (woken < 0) continue;
-                const int64_t end = first + count < q_.stages ? first + count : first + count - q_.stages;
+            if (!go_on(w)) return Status::kTooLong;
+            for (const int64_t woken : woken_) {
+                const int64_t end = first + count < q_.workers ? first + count : first + count - q_.workers;
                 queue[static_cast<size_t>(end)] = woken;
                 ++count;
-                woken = -1;
             }
+            woken_.clear();
         }
-        return std::all_of(stages_.begin(), stages_.end(), [](const Stage& s) { return s.walk.done(); })
+        return std::all_of(workers_.begin(), workers_.end(), [](const Worker& w) { return w.walk.done(); })
                    ? Status::kDone
                    : Status::kStuck;
     }
 
   private:
-    struct Stage {
-        Walk walk;
+    struct Worker {
+        RowWalk walk;
         Ticks free = 0;
         const Ticks* awaited = nullptr;  // the place of the tensor that is missing
     };
 
     // False if time runs out.
-    bool go_on(int64_t k) {
-        Stage& stage = stages_[static_cast<size_t>(k)];
-        Ticks free = stage.free, busy = 0;
-        while (!stage.walk.done()) {
-            const Step step = stage.walk.peek();
-            Ticks start = step.kind == kUpdate ? free + q_.sum_ticks[k] : free;
-            if (step.needs_tensor(k, q_.stages)) {
-                Ticks& there = inboxes_.at(k, step.kind == kForward, step.number);
+    bool go_on(int64_t w) {
+        Worker& worker = workers_[static_cast<size_t>(w)];
+        Ticks free = worker.free, busy = 0;
+        for (; !worker.walk.done(); worker.walk.advance()) {
+            const Step& step = worker.walk.peek();
+            Ticks start = free;
+            if (step.needs_tensor(q_.stages)) {
+                Ticks& there = inboxes_.at(step.stage, step.kind == kForward, step.number);
                 if (there == kNever) {
-                    stage.awaited = &there;
+                    worker.awaited = &there;
                     break;
                 }
                 start = std::max(start, there);
                 there = kNever;
+            } else if (step.kind == kUpdate) {
+                const Ticks ready = sums_.ready(step, 0);
+                if (ready == kNever) break;
+                start = std::max(start, ready);
             }
-            if (step.adds()) tally_.hold(k);
-            const Ticks ticks = durations_.action(step.kind, k, step.micro_batch, step.own);
+            if (step.adds()) tally_.hold(w, step.stage, step.stage);
+            const Ticks ticks = durations_.action(step.kind, step.stage, step.micro_batch, step.own);
             free = start + ticks;
             busy += ticks;
             if (free > kLongest) return false;
-            if (step.takes()) tally_.release(k);
-            tally_.ran(k, step.own, step, start, free);
-            stage.walk.advance(step);
-            send(k, step, free);
+            if (step.takes()) {
+                tally_.release(step.stage);
+                sums_.add(step, 0, free);
+            }
+            tally_.ran(w, step.own, step, start, free);
+            if (step.sends(q_.stages)) send(w, step, free);
         }
-        stage.free = free;
-        tally_.busy(q_.worker[k], busy);
+        worker.free = free;
+        tally_.busy(w, busy);
         return true;
     }
 
-    void send(int64_t k, const Step& step, Ticks now) {
+    void send(int64_t w, const Step& step, Ticks now) {
         const bool is_forward = step.kind == kForward;
-        if (is_forward ? k + 1 == q_.stages : k == 0 || step.kind == kWeights || step.kind == kUpdate) return;
-        const int64_t to = is_forward ? k + 1 : k - 1;
+        const int64_t k = step.stage, to = is_forward ? k + 1 : k - 1, other = q_.replicas[to];
         Ticks& there = inboxes_.at(to, is_forward, step.number);
+        if (other == w) {
+            there = now;
+            return;
+        }
         there = links_.send(is_forward ? 2 * k : 2 * to + 1, step.micro_batch, step.own, now);
-        Stage& other = stages_[static_cast<size_t>(to)];
-        if (other.awaited == &there) {
-            other.awaited = nullptr;
-            woken_[is_forward] = to;
+        Worker& receiver = workers_[static_cast<size_t>(other)];
+        if (receiver.awaited == &there) {
+            receiver.awaited = nullptr;
+            woken_.push_back(other);
         }
     }
 
@@ -104,9 +109,10 @@ class FixedOrder {
     const Durations durations_;
     Links links_;
     Tally tally_;
-    std::vector<Stage> stages_;
+    Sums sums_;
+    std::vector<Worker> workers_;
     Inboxes inboxes_;
-    int64_t woken_[2] = {-1, -1};  // the stages before and after, where what they wait for was sent
+    std::vector<int64_t> woken_;  // workers whose missing tensor was sent
 };
 
 }  // namespace avgpipe::simulate

@@ -1,4 +1,4 @@
-// Tensors on their way.
+// When tensors arrive.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,10 @@ class Links {
     Ticks send(int64_t link, int64_t m, int64_t batch, Ticks now) {
         const Ticks ticks = durations_.transfer(link, m, batch);
         Ticks left = now + ticks;
-        if (q_.channel[link] >= 0) {
-            Ticks& free = free_[static_cast<size_t>(q_.channel[link])];
+        int64_t channel = q_.channel[link];
+        if (channel >= 0) {
+            if (q_.channel_count[link] > 1) channel += m % q_.channel_count[link];
+            Ticks& free = free_[static_cast<size_t>(channel)];
             // Many tensors may wait for a channel, so that only their sum is too long: what takes one then
             // is, too.
             left = free = std::min(std::max(now, free) + ticks, kLongest + 1);

@@ -13,24 +13,34 @@ constexpr Ticks kLongest =
 
 enum Kind : int32_t { kForward, kBackward, kInputs, kWeights, kUpdate, kKinds };
 
+// An action of a row; of a loop, as it is the first time. An update has micro-batch 0.
+struct Action {
+    int32_t kind, stage, micro_batch, ahead;
+};
+
+// Actions that a row repeats; their micro-batches rise by `stride` from one time to the next.
+struct Loop {
+    int32_t begin, end;  // among all actions
+    int32_t repeats, stride;
+};
+
 // Link 2k is that from stage k to k+1, link 2k+1 the one back; both are of boundary k.
 struct Question {
     int64_t stages, workers, micro_batches, pipelines, batches;
-    int64_t flush;                // 0: the micro-batches of all batches are one sequence
-    const int64_t* warm_ups;      // per stage; or null, then the columns are given:
-    const int64_t* column_begin;  // per stage, and the end: where its actions begin in the next three
-    const int8_t* kinds;
-    const int32_t* micro_batch;    // 0 for an update
-    const int32_t* ranks;          // the place in the row of the worker; or null: a worker has one stage
-    const int32_t* worker;         // per stage
+    const int64_t* row_begin;  // per worker, and the end: the loops of its row, see avgpipe/schedule/row.py
+    const Loop* loops;
+    const Action* actions;
+    const int64_t* replicas_begin;  // per stage, and the end: its workers in the next, in turn
+    const int32_t* replicas;
     const Ticks* action_ticks;     // per kind and stage, `widths[kind]` numbers: 1, or one per micro-batch
     const int64_t* action_begin;   // per kind
     const int64_t* action_widths;  // per kind
-    const Ticks* sum_ticks;        // per stage: between its last backward of a batch and the update
-    const Ticks* transfer_ticks;   // per link, `transfer_width` numbers: how long a tensor occupies it
+    const Ticks* sum_ticks;  // per stage: between the last backward of a batch on all replicas and the update
+    const Ticks* transfer_ticks;  // per link, `transfer_width` numbers: how long a tensor occupies it
     int64_t transfer_width;
     const Ticks* latency_ticks;  // per link: from leaving it to being there
-    const int32_t* channel;      // per link: the channel that carries one tensor at a time; -1: no contention
+    const int32_t* channel;  // per link: the first of its channels, which carry one tensor at a time; -1: none
+    const int32_t* channel_count;  // per link: 1, or as many as senders, in turn
     int64_t channels;
     int64_t shared_channels;   // whether any channel has links of several stages
     const double* held_bytes;  // per stage, by a micro-batch in flight
@@ -40,19 +50,29 @@ struct Question {
     int64_t jitter;                // see Durations; 0: none
     uint64_t straggler_threshold;  // of 2^32 draws, those that are slow
     int64_t straggler_factor;      // in 1/2^16
+
+    int64_t replica_count(int64_t stage) const { return replicas_begin[stage + 1] - replicas_begin[stage]; }
+
+    // The place of a stage on a worker that a micro-batch goes to: an index of `replicas`.
+    int64_t place(int64_t stage, int64_t micro_batch) const {
+        const int64_t begin = replicas_begin[stage], count = replicas_begin[stage + 1] - begin;
+        return count == 1 ? begin : begin + micro_batch % count;
+    }
+
+    bool has_replicas() const { return replicas_begin[stages] > stages; }
 };
 
 // An action that ran.
 struct Record {
     Ticks start, end;
-    int32_t stage, batch, micro_batch, kind;
+    int32_t worker, stage, batch, micro_batch, kind;
 };
 
 struct Answer {
     Ticks makespan;
     Ticks* busy;              // per worker
     Ticks* batch_end;         // per batch
-    int64_t* peak_in_flight;  // per stage
+    int64_t* peak_in_flight;  // per stage, of one worker
     double* peak_held_bytes;  // per worker
     Record* records;          // room for all actions; or null
     int64_t count;            // of actions

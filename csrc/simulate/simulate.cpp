@@ -10,21 +10,18 @@ namespace avgpipe::simulate {
 
 namespace {
 
-template <class Walk>
 Status run(const Question& q, Answer& answer) {
     const bool is_alone = q.pipelines == 1 || q.batches == 1;
-    if (is_alone && q.workers == q.stages && q.shared_channels == 0) {
-        return FixedOrder<Walk>(q, answer).run();
-    }
-    if (q.slots == 1) return Events<Walk, OneSlot>(q, answer).run();
-    return Events<Walk, Slots>(q, answer).run();
+    if (is_alone && q.shared_channels == 0 && !q.has_replicas()) return FixedOrder(q, answer).run();
+    if (q.slots == 1) return Events<OneSlot>(q, answer).run();
+    return Events<Slots>(q, answer).run();
 }
 
 }  // namespace
 
 Status simulate(const Question& q, Answer& answer) {
     try {
-        return q.warm_ups != nullptr ? run<WarmUpWalk>(q, answer) : run<ColumnWalk>(q, answer);
+        return run(q, answer);
     } catch (const std::bad_alloc&) {
         return Status::kNoMemory;
     } catch (const std::length_error&) {  // more than any memory

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "simulate/walk.h"
+#include "simulate/row.h"
 
 namespace avgpipe::simulate {
 
@@ -13,59 +13,68 @@ class Tally {
     Tally(const Question& q, Answer& answer)
         : q_(q),
           answer_(answer),
-          held_(static_cast<size_t>(q.stages)),
+          is_plain_(q.workers == q.stages && !q.has_replicas()),
+          held_(static_cast<size_t>(q.replicas_begin[q.stages])),
           on_worker_(static_cast<size_t>(q.workers)) {
         answer.makespan = answer.count = 0;
         std::fill_n(answer.busy, q.workers, 0);
         std::fill_n(answer.batch_end, q.batches, 0);
         std::fill_n(answer.peak_in_flight, q.stages, 0);
         std::fill_n(answer.peak_held_bytes, q.workers, 0.0);
-        for (int64_t k = 0; k < q.stages; ++k) on_worker_[static_cast<size_t>(q.worker[k])].push_back(k);
+        for (int64_t k = 0; k < q.stages; ++k) {
+            for (int64_t at = q.replicas_begin[k]; at < q.replicas_begin[k + 1]; ++at) {
+                on_worker_[static_cast<size_t>(q.replicas[at])].push_back({at, q.held_bytes[k]});
+            }
+        }
     }
 
-    // One more micro-batch is in flight on a stage.
-    void hold(int64_t stage) {
-        const int64_t held = ++held_[static_cast<size_t>(stage)];
+    // One more micro-batch is in flight on a worker's stage.
+    void hold(int64_t worker, int64_t stage, int64_t place) {
+        const int64_t held = ++held_[static_cast<size_t>(place)];
         int64_t& peak = answer_.peak_in_flight[stage];
+        if (held <= peak && is_plain_) return;
         peak = std::max(peak, held);
-        double bytes = static_cast<double>(held) * q_.held_bytes[stage];
-        if (q_.workers < q_.stages) bytes = held_on(q_.worker[stage]);
-        double& most = answer_.peak_held_bytes[q_.worker[stage]];
-        most = std::max(most, bytes);
+        double& most = answer_.peak_held_bytes[worker];
+        most = std::max(most, held_on(worker));
     }
 
-    void release(int64_t stage) { --held_[static_cast<size_t>(stage)]; }
+    void release(int64_t place) { --held_[static_cast<size_t>(place)]; }
 
     void busy(int64_t worker, Ticks ticks) { answer_.busy[worker] += ticks; }
 
-    void ran(int64_t stage, int64_t batch, const Step& step, Ticks start, Ticks end) {
-        Ticks& last = answer_.batch_end[batch];
-        last = std::max(last, end);
-        answer_.makespan = std::max(answer_.makespan, end);
+    void ran(int64_t worker, int64_t batch, const Step& step, Ticks start, Ticks end) {
+        if (step.kind == kUpdate) {  // the last of a batch on each place
+            Ticks& last = answer_.batch_end[batch];
+            last = std::max(last, end);
+            answer_.makespan = std::max(answer_.makespan, end);
+        }
         if (answer_.records != nullptr) {
-            answer_.records[answer_.count] = {start,
-                                              end,
-                                              static_cast<int32_t>(stage),
-                                              static_cast<int32_t>(batch),
-                                              static_cast<int32_t>(step.micro_batch),
-                                              static_cast<int32_t>(step.kind)};
+            answer_.records[answer_.count] = {
+                start, end, static_cast<int32_t>(worker), step.stage, static_cast<int32_t>(batch),
+                step.micro_batch, step.kind};
         }
         ++answer_.count;
     }
 
   private:
+    struct Held {
+        int64_t place;
+        double bytes;  // of a micro-batch
+    };
+
     double held_on(int64_t worker) const {
         double bytes = 0;
-        for (const int64_t k : on_worker_[static_cast<size_t>(worker)]) {
-            bytes += static_cast<double>(held_[static_cast<size_t>(k)]) * q_.held_bytes[k];
+        for (const Held& own : on_worker_[static_cast<size_t>(worker)]) {
+            bytes += static_cast<double>(held_[static_cast<size_t>(own.place)]) * own.bytes;
         }
         return bytes;
     }
 
     const Question& q_;
     Answer& answer_;
-    std::vector<int64_t> held_;
-    std::vector<std::vector<int64_t>> on_worker_;
+    const bool is_plain_;  // one stage on each worker, without replicas
+    std::vector<int64_t> held_;  // per place
+    std::vector<std::vector<Held>> on_worker_;
 };
 
 }  // namespace avgpipe::simulate

@@ -30,13 +30,13 @@ int64_t any(int64_t upto) {
 struct Case {
     Case(int64_t stages, int64_t micro_batches, int64_t pipelines = 1, int64_t batches = 1)
         : warm_ups(stages),
-          worker(stages),
           action_ticks(kKinds * stages, 1),
           action_widths(kKinds, 1),
           sum_ticks(stages),
           transfer_ticks(2 * (stages - 1)),
           latency_ticks(2 * (stages - 1)),
           channel(2 * (stages - 1)),
+          channel_count(2 * (stages - 1), 1),
           held_bytes(stages, 1.0),
           rates{1 << 20, 1 << 19},
           busy(stages),
@@ -45,41 +45,72 @@ struct Case {
           peak_held_bytes(stages) {
         for (int64_t k = 0; k < stages; ++k) {
             warm_ups[k] = std::min(micro_batches, stages - k);
-            worker[k] = static_cast<int32_t>(k);
+            replicas_begin.push_back(k);
+            replicas.push_back(static_cast<int32_t>(k));
         }
+        replicas_begin.push_back(stages);
         for (int64_t kind = 0; kind < kKinds; ++kind) action_begin.push_back(kind * stages);
         for (size_t link = 0; link < channel.size(); ++link) channel[link] = static_cast<int32_t>(link);
         q.stages = q.workers = stages;
         q.micro_batches = micro_batches;
         q.pipelines = pipelines;
         q.batches = batches;
-        q.flush = 1;
         q.transfer_width = 1;
         q.channels = 2 * (stages - 1);
         q.slots = 1;
         q.straggler_factor = 1 << 16;
     }
 
-    // A column per stage: kinds as letters, each of its next micro-batch.
-    void set_columns(const std::vector<std::string>& columns) {
-        column_begin = {0};
-        for (const std::string& column : columns) {
-            int32_t next[kKinds] = {};
-            for (const char letter : column) {
-                const auto kind = static_cast<int8_t>(std::string("FBIWU").find(letter));
-                kinds.push_back(kind);
-                micro_batch.push_back(next[kind]++);
+    void end_row() { row_begin.push_back(static_cast<int64_t>(loops.size())); }
+
+    void add(std::vector<Action> repeated, int64_t repeats = 1) {
+        const auto begin = static_cast<int32_t>(actions.size());
+        actions.insert(actions.end(), repeated.begin(), repeated.end());
+        if (repeats > 0) {
+            loops.push_back({begin, static_cast<int32_t>(actions.size()), static_cast<int32_t>(repeats), 1});
+        }
+    }
+
+    // A row per worker, without loops: stage, kind and micro-batch of each action.
+    void set_rows(const std::vector<std::string>& rows) {
+        for (const std::string& row : rows) {
+            for (size_t at = 0; at + 2 < row.size(); at += 4) {
+                const auto kind = static_cast<int32_t>(std::string("FBIWU").find(row[at + 1]));
+                add({{kind, row[at] - '0', row[at + 2] - '0', 0}});
             }
-            column_begin.push_back(static_cast<int64_t>(kinds.size()));
+            end_row();
+        }
+        q.workers = static_cast<int64_t>(rows.size());
+    }
+
+    // 1F1B with the warm-ups, as avgpipe/schedule/builders.py writes it.
+    void set_warm_ups() {
+        const auto count = static_cast<int32_t>(q.micro_batches);
+        for (int32_t k = 0; k < q.stages; ++k) {
+            const auto w = static_cast<int32_t>(warm_ups[k]);
+            if (is_endless) {
+                for (int32_t m = 0; m < count; ++m) {
+                    add({{kBackward, k, m, 0}});
+                    if (m == count - 1) add({{kUpdate, k, 0, 0}});
+                    add({{kForward, k, (w + m) % count, (w + m) / count}});
+                }
+            } else {
+                add({{kForward, k, 0, 0}}, w);
+                add({{kBackward, k, 0, 0}, {kForward, k, w, 0}}, count - w);
+                add({{kBackward, k, count - w, 0}}, w);
+                add({{kUpdate, k, 0, 0}});
+            }
+            end_row();
         }
     }
 
     void point() {
-        q.warm_ups = column_begin.empty() ? warm_ups.data() : nullptr;
-        q.column_begin = column_begin.data();
-        q.kinds = kinds.data();
-        q.micro_batch = micro_batch.data();
-        q.worker = worker.data();
+        if (loops.empty()) set_warm_ups();
+        q.row_begin = row_begin.data();
+        q.loops = loops.data();
+        q.actions = actions.data();
+        q.replicas_begin = replicas_begin.data();
+        q.replicas = replicas.data();
         q.action_ticks = action_ticks.data();
         q.action_begin = action_begin.data();
         q.action_widths = action_widths.data();
@@ -87,6 +118,7 @@ struct Case {
         q.transfer_ticks = transfer_ticks.data();
         q.latency_ticks = latency_ticks.data();
         q.channel = channel.data();
+        q.channel_count = channel_count.data();
         q.held_bytes = held_bytes.data();
         q.rates = rates.data();
         answer = {0, busy.data(), batch_end.data(), peak_in_flight.data(), peak_held_bytes.data(), nullptr,
@@ -101,13 +133,15 @@ struct Case {
 
     Question q = {};
     Answer answer = {};
-    std::vector<int64_t> warm_ups, column_begin;
-    std::vector<int8_t> kinds;
-    std::vector<int32_t> micro_batch, worker;
+    std::vector<int64_t> warm_ups, row_begin{0}, replicas_begin;
+    std::vector<Loop> loops;
+    std::vector<Action> actions;
+    std::vector<int32_t> replicas;
+    bool is_endless = false;
     std::vector<Ticks> action_ticks;
     std::vector<int64_t> action_begin, action_widths;
     std::vector<Ticks> sum_ticks, transfer_ticks, latency_ticks;
-    std::vector<int32_t> channel;
+    std::vector<int32_t> channel, channel_count;
     std::vector<double> held_bytes;
     std::vector<int64_t> rates;
     std::vector<Ticks> busy, batch_end;
@@ -188,14 +222,13 @@ void test_slots() {
     expect_equal("idle", device.advance(20), 0);
 }
 
-std::string spell(const Case& each, int64_t stage, int64_t batches) {
+std::string spell(const Case& each, int64_t worker, int64_t batches) {
     std::string text;
-    for (WarmUpWalk walk(each.q, stage, batches); !walk.done();) {
-        const Step step = walk.peek();
+    for (RowWalk walk(each.q, worker, batches); !walk.done(); walk.advance()) {
+        const Step& step = walk.peek();
         text += "FBIWU"[step.kind];
         text += static_cast<char>('0' + step.micro_batch);
         text += static_cast<char>('a' + step.own);
-        walk.advance(step);
     }
     return text;
 }
@@ -205,11 +238,41 @@ void test_walk() {
     each.point();
     expect_equal("1F1B", spell(each, 0, 1) == "F0aF1aB0aF2aB1aB2aU0a", 1);
     expect_equal("with a flush", spell(each, 1, 2) == "F0aB0aF1aB1aF2aB2aU0aF0bB0bF1bB1bF2bB2bU0b", 1);
+    expect_equal("no batch", spell(each, 0, 0) == "", 1);
     Case stream(2, 1);
     stream.warm_ups = {2, 1};
-    stream.q.flush = 0;
+    stream.is_endless = true;
     stream.point();
     expect_equal("without", spell(stream, 0, 3) == "F0aF0bB0aU0aF0cB0bU0bB0cU0c", 1);
+}
+
+void test_spans_in_flight() {
+    Case each(3, 4);
+    each.point();
+    expect_equal("the warm-up", in_flight_span(each.q, 0, 0), 3);
+    expect_equal("of the last stage", in_flight_span(each.q, 2, 2), 1);
+    Case stream(2, 2);
+    stream.warm_ups = {5, 1};
+    stream.is_endless = true;
+    stream.point();
+    expect_equal("over batches", in_flight_span(stream.q, 0, 0), 5);
+    Case any_order(1, 3);
+    any_order.set_rows({"0F0 0F1 0F2 0B2 0B0 0B1 0U0"});
+    any_order.point();
+    expect_equal("out of order", in_flight_span(any_order.q, 0, 0), 6);
+}
+
+void test_sums() {
+    Case each(1, 2);
+    each.sum_ticks = {5};
+    each.point();
+    Sums sums(each.q, 1);
+    const Step update{kUpdate, 0, 0, 3, 0};
+    expect_equal("one of two", sums.add({kBackward, 0, 1, 3, 7}, 0, 10), 0);
+    expect_equal("not yet", sums.ready(update, 0), kNever);
+    expect_equal("both", sums.add({kWeights, 0, 0, 3, 6}, 0, 8), 1);
+    expect_equal("after the later one", sums.ready(update, 0), 15);
+    expect_equal("of another batch", sums.ready({kUpdate, 0, 0, 4, 0}, 0), kNever);
 }
 
 // ---- runs -------------------------------------------------------------------------------------------------
@@ -225,9 +288,11 @@ void test_closed_forms() {
         expect_equal("busy", each.busy[k], 9 * 30);
         expect_equal("in flight", each.peak_in_flight[k], 5 - k);
     }
-    std::fill(each.warm_ups.begin(), each.warm_ups.end(), 9);
-    each.run();
-    expect_equal("GPipe", each.answer.makespan, (9 + 4) * 30);
+    Case all(5, 9);
+    all.action_ticks = each.action_ticks;
+    std::fill(all.warm_ups.begin(), all.warm_ups.end(), 9);
+    all.run();
+    expect_equal("GPipe", all.answer.makespan, (9 + 4) * 30);
 }
 
 void test_figure_of_the_paper() {
@@ -260,21 +325,44 @@ void test_both_engines_agree() {
         const int64_t stages = 1 + any(4), micro_batches = 1 + any(5);
         Case each(stages, micro_batches, 1, 1 + any(3));
         randomise(each);
-        each.q.flush = any(1);
-        if (each.q.flush == 0) {
+        each.is_endless = any(1) == 0;
+        if (each.is_endless) {
             for (int64_t k = 0; k < stages; ++k) each.warm_ups[k] = stages - k;
         }
         each.point();
         Case other = each;
         other.point();
-        const Status one = FixedOrder<WarmUpWalk>(each.q, each.answer).run();
-        const Status two = Events<WarmUpWalk, OneSlot>(other.q, other.answer).run();
+        const Status one = FixedOrder(each.q, each.answer).run();
+        const Status two = Events<OneSlot>(other.q, other.answer).run();
         expect_equal("both end", one == Status::kDone && two == Status::kDone, 1);
         expect_equal("makespan", each.answer.makespan, other.answer.makespan);
         expect_equal("busy", each.busy == other.busy, 1);
         expect_equal("ends", each.batch_end == other.batch_end, 1);
         expect_equal("in flight", each.peak_in_flight == other.peak_in_flight, 1);
         expect_equal("count", each.answer.count, static_cast<int64_t>(each.records.size()));
+    }
+}
+
+// A stage on two workers, which take its micro-batches in turn: both update when the later one is through.
+void test_replicas() {
+    Case each(2, 2);
+    each.replicas_begin = {0, 2, 3};
+    each.replicas = {0, 1, 2};
+    each.set_rows({"0F0 0B0 0U0", "0F1 0B1 0U0", "1F0 1B0 1F1 1B1 1U0"});
+    each.busy.resize(3);
+    each.peak_held_bytes.resize(3);
+    each.transfer_ticks = {2, 2};
+    each.channel_count = {2, 1};
+    each.channel = {0, 2};
+    each.q.channels = 3;
+    each.sum_ticks = {7, 0};
+    for (const int64_t slots : {1, 2}) {
+        each.q.slots = slots;
+        expect_equal("done", each.run() == Status::kDone, 1);
+        // F at 0-1 on both, there at 3; F0 B0 F1 B1 at 3-7, the gradient of 1 there at 9, B1 until 10, U 17-18.
+        expect_equal("makespan", each.answer.makespan, 18);
+        expect_equal("busy", each.busy[0] + 10 * each.busy[1] + 100 * each.busy[2], 533);
+        expect_equal("in flight", each.peak_in_flight[0], 1);
     }
 }
 
@@ -302,11 +390,11 @@ void test_everything_ends() {
 void test_what_gets_stuck_says_so() {
     for (const int64_t pipelines : {1, 2}) {
         Case each(2, 2, pipelines, 2);
-        each.set_columns(
-            {"FBFBU", "FFBBU"});  // the second stage waits for a forward that waits for its backward
+        // The second stage waits for a forward that waits for its backward.
+        each.set_rows({"0F0 0B0 0F1 0B1 0U0", "1F0 1F1 1B0 1B1 1U0"});
         expect_equal("stuck", each.run() == Status::kStuck, 1);
         Case fine(2, 2, pipelines, 2);
-        fine.set_columns({"FFBBU", "FFBBU"});
+        fine.set_rows({"0F0 0F1 0B0 0B1 0U0", "1F0 1F1 1B0 1B1 1U0"});
         expect_equal("not stuck", fine.run() == Status::kDone, 1);
     }
 }
@@ -325,7 +413,8 @@ void test_what_is_too_long_says_so() {
 #ifndef __SANITIZE_ADDRESS__  // which ends the program where memory is short
 void test_what_does_not_fit_says_so() {
     Case each(1, 1);
-    each.q.micro_batches = each.warm_ups[0] = int64_t{1} << 55;
+    each.set_rows({"0F1 0F0 0B0 0B1 0U0"});  // in any order, so that a whole batch may be in flight
+    each.q.micro_batches = int64_t{1} << 55;
     expect_equal("no memory", each.run() == Status::kNoMemory, 1);
 }
 #endif
@@ -338,9 +427,12 @@ int main() {
     test_inboxes();
     test_slots();
     test_walk();
+    test_spans_in_flight();
+    test_sums();
     test_closed_forms();
     test_figure_of_the_paper();
     test_both_engines_agree();
+    test_replicas();
     test_everything_ends();
     test_what_gets_stuck_says_so();
     test_what_is_too_long_says_so();

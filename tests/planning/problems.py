@@ -1,5 +1,7 @@
 """Random schedules and costs."""
 
+from math import lcm
+
 from hypothesis import strategies as st
 
 from avgpipe.schedule import Action, Schedule, build_schedule
@@ -78,8 +80,18 @@ def named_schedules(draw):
     return build_schedule(name, stages, draw(st.integers(1, 4)))
 
 
+@st.composite
+def replicated_schedules(draw):
+    replication = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    name = draw(st.sampled_from(["1f1b", "gpipe", "pipedream"]))
+    micro_batches = draw(st.integers(1, 5))
+    if name == "pipedream":  # which without a flush needs as many on each replica
+        micro_batches = lcm(*replication)
+    return build_schedule(name, len(replication), micro_batches, replication=replication)
+
+
 def any_schedules():
-    return schedules() | folded_schedules() | named_schedules()
+    return schedules() | folded_schedules() | named_schedules() | replicated_schedules()
 
 
 @st.composite

@@ -86,9 +86,10 @@ def _mix(x):
 
 
 class Ran(NamedTuple):
+    worker: int
     stage: int
     batch: int
-    action: Action
+    action: Action  # without stage and ahead
     start: int
     end: int
 
@@ -96,7 +97,6 @@ class Ran(NamedTuple):
 @dataclass
 class Running:
     worker: int
-    stage: int
     pipeline: int
     batch: int
     action: Action
@@ -105,24 +105,25 @@ class Running:
 
 
 class Reference:
-    """``ran``: every action. ``in_flight``: per stage the most held at once; ``held_bytes``: per worker."""
+    """``ran``: every action. ``in_flight``: per stage the most held at once by a worker; ``held_bytes``: per worker."""
 
     def __init__(self, schedule, problem, pipelines, batches):
         self.schedule, self.problem, self.pipelines = schedule, problem, pipelines
         self.stages = schedule.stages
         self.todo = {
-            (k, i): [
+            (w, i): [
                 (own * pipelines + i, action)
-                for own, action in row_of(schedule, k, len(range(i, batches, pipelines)))
+                for own, action in steps_of(row, len(range(i, batches, pipelines)))
             ]
-            for k in range(self.stages)
+            for w, row in enumerate(schedule.rows)
             for i in range(pipelines)
         }
         self.arrived = {}  # (stage, batch, F or B, micro-batch): when
+        self.backwards = Counter()  # (stage, batch): how many have ended, on all replicas
         self.summed = {}  # (stage, batch): when the gradients of its replicas are added up
         self.channel_free = Counter()
         self.running, self.ran = [], []
-        self.held = [0] * self.stages
+        self.held = Counter()  # (worker, stage)
         self.in_flight = [0] * self.stages
         self.held_bytes = [0] * schedule.workers
         self._run()
@@ -130,7 +131,7 @@ class Reference:
     def _run(self):
         now = 0
         while True:
-            for running in sorted(self.running, key=lambda r: (r.worker, r.stage, r.pipeline)):
+            for running in sorted(self.running, key=lambda r: (r.worker, r.pipeline)):
                 if running.work <= 0:
                     self._end(running, now)
             for w in range(self.schedule.workers):
@@ -153,55 +154,57 @@ class Reference:
         if sum(r.worker == w for r in self.running) == len(self.problem.gain):
             return False
         ready = []
-        for (k, i), row in self.todo.items():
-            active = any((r.stage, r.pipeline) == (k, i) for r in self.running)
-            if row and worker_of(self.schedule, k) == w and not active and self._is_ready(k, *row[0], now):
-                batch, action = row[0]
-                later = self.pipelines > 1 and action.kind == "F"
-                ready.append((later, batch, place(self.schedule, k, action), k, i, action))
+        for i in range(self.pipelines):
+            active = any((r.worker, r.pipeline) == (w, i) for r in self.running)
+            if self.todo[w, i] and not active and self._is_ready(*self.todo[w, i][0], now):
+                batch, action = self.todo[w, i][0]
+                ready.append((self.pipelines > 1 and action.kind == "F", batch, i))
         if not ready:
             return False
-        _, batch, _, k, i, action = min(ready, key=lambda urgency: urgency[:3])
-        del self.todo[k, i][0]
-        work = ALONE * self.problem.action_ticks(k, batch, action)
-        self.running.append(Running(w, k, i, batch, action, now, work))
+        i = min(ready)[2]
+        batch, action = self.todo[w, i].pop(0)
+        work = ALONE * self.problem.action_ticks(action.stage, batch, action)
+        self.running.append(Running(w, i, batch, action, now, work))
         if action.kind == "F":
-            self._hold(k, w)
+            self._hold(w, action.stage)
         return True
 
-    def _is_ready(self, k, batch, action, now):
+    def _is_ready(self, batch, action, now):
         if action.kind == "U":
-            return self.summed[k, batch] <= now
-        source = source_of(k, action, self.stages)
+            return self.summed.get((action.stage, batch), now + 1) <= now
+        source = source_of(action.stage, action, self.stages)
         kind = "B" if action.kind == "I" else action.kind
-        return source is None or self.arrived.get((k, batch, kind, action.micro_batch), now + 1) <= now
+        return (
+            source is None
+            or self.arrived.get((action.stage, batch, kind, action.micro_batch), now + 1) <= now
+        )
 
-    def _hold(self, k, w):
-        self.held[k] += 1
-        self.in_flight[k] = max(self.in_flight[k], self.held[k])
-        on_worker = [j for j in range(self.stages) if worker_of(self.schedule, j) == w]
-        held_bytes = sum(self.held[j] * self.problem.held[j] for j in on_worker)
+    def _hold(self, w, k):
+        self.held[w, k] += 1
+        self.in_flight[k] = max(self.in_flight[k], self.held[w, k])
+        held_bytes = sum(self.held[w, j] * self.problem.held[j] for j in range(self.stages))
         self.held_bytes[w] = max(self.held_bytes[w], held_bytes)
 
     def _end(self, r, now):
         self.running.remove(r)
-        self.ran.append(Ran(r.stage, r.batch, r.action, r.start, now))
+        k, m = r.action.stage, r.action.micro_batch
+        self.ran.append(Ran(r.worker, k, r.batch, Action(r.action.kind, m), r.start, now))
         if r.action.kind in "BW":
-            self.held[r.stage] -= 1
-        row = self.todo[r.stage, r.pipeline]
-        if row and row[0][1].kind == "U":
-            self.summed[r.stage, r.batch] = now + self.problem.ms["sum"][r.stage] * MS
-        if r.action.kind == "F" and r.stage + 1 < self.stages:
-            self._send(r, r.stage + 1, now)
-        elif r.action.kind in "BI" and r.stage > 0:
-            self._send(r, r.stage - 1, now)
+            self.held[r.worker, k] -= 1
+            self.backwards[k, r.batch] += 1
+            if self.backwards[k, r.batch] == self.schedule.micro_batches:
+                self.summed[k, r.batch] = now + self.problem.ms["sum"][k] * MS
+        if r.action.kind == "F" and k + 1 < self.stages:
+            self._send(r, k + 1, now)
+        elif r.action.kind in "BI" and k > 0:
+            self._send(r, k - 1, now)
 
     def _send(self, r, to, now):
-        boundary, m = min(r.stage, to), r.action.micro_batch
-        there = now
-        if worker_of(self.schedule, r.stage) != worker_of(self.schedule, to):
-            ticks = self.problem.transfer_ticks(boundary, "there" if to > r.stage else "back", r.batch, m)
-            channel = next((g for g in self.problem.groups if (r.stage, to) in g), (r.stage, to))
+        k, m = r.action.stage, r.action.micro_batch
+        boundary, there = min(k, to), now
+        if r.worker != self.schedule.worker_of(to, m):
+            ticks = self.problem.transfer_ticks(boundary, "there" if to > k else "back", r.batch, m)
+            channel = next((g for g in self.problem.groups if (k, to) in g), (r.worker, k, to))
             begin = max(now, self.channel_free[channel]) if self.problem.serial else now
             self.channel_free[channel] = begin + ticks
             there = begin + ticks + self.problem.ms["latency"][boundary] * MS
@@ -217,30 +220,12 @@ def source_of(k, action, stages):
     return None
 
 
-def row_of(schedule, k, batches):
-    """What stage k does with the batches of a pipeline, in turn: (number of the batch, action)."""
-    if schedule.flush:
-        return [(j, action) for j in range(batches) for action in schedule.columns[k]]
-    per_batch, warm_up = schedule.micro_batches, schedule.stages - k
-    count = batches * per_batch
-    row = []
-    for g in range(count + warm_up):
-        if g < count:
-            row.append((g // per_batch, Action("F", g % per_batch)))
-        oldest = g - warm_up + 1
-        if 0 <= oldest < count:
-            row.append((oldest // per_batch, Action("B", oldest % per_batch)))
-            if oldest % per_batch == per_batch - 1:
-                row.append((oldest // per_batch, Action("U")))
-    return row
-
-
-def worker_of(schedule, k):
-    return schedule.worker_of(k)
-
-
-def place(schedule, k, action):
-    """Of the action in its worker's row: where the order names the stage for the right time."""
-    row = schedule.rows[worker_of(schedule, k)]
-    wanted = (k, action.kind, action.micro_batch)
-    return [(a.stage, a.kind, a.micro_batch) for a in row].index(wanted) if schedule.flush else 0
+def steps_of(row, batches):
+    """What a worker does with the batches of a pipeline, in turn: (number of the batch, action)."""
+    ahead = max(action.ahead for action in row)
+    return [
+        (turn + action.ahead, action)
+        for turn in range(-ahead, batches)
+        for action in row
+        if 0 <= turn + action.ahead < batches
+    ]

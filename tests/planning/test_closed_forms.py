@@ -39,5 +39,5 @@ def test_a_thousand_stages_with_four_thousand_micro_batches():
     found = predict(schedule, Costs(0.001, 0.002))
     assert found.makespan_s == pytest.approx((4096 + 1023) * 0.003, abs=1e-9)
     assert found.actions == 1024 * (2 * 4096 + 1)
-    assert found.peak_in_flight == list(range(1024, 0, -1))
+    assert found.peak_in_flight == tuple(range(1024, 0, -1))
     assert "columns" not in vars(schedule)

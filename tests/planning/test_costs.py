@@ -40,10 +40,10 @@ def test_the_parts_of_a_split_backward_make_the_whole():
 def test_memory_is_asked_for_with_either_of_its_parts():
     alone = ((0,), (1,))
     assert Costs(1, 2).of_stages(2).memory_bytes([0.0, 0.0], alone, 1) is None
-    assert Costs(1, 2, weight_bytes=3).of_stages(2).memory_bytes([0.0, 0.0], alone, 2) == [6, 6]
-    assert Costs(1, 2, activation_bytes=2.5).of_stages(2).memory_bytes([2.5, 5.0], alone, 2) == [3, 5]
+    assert Costs(1, 2, weight_bytes=3).of_stages(2).memory_bytes([0.0, 0.0], alone, 2) == (6, 6)
+    assert Costs(1, 2, activation_bytes=2.5).of_stages(2).memory_bytes([2.5, 5.0], alone, 2) == (3, 5)
     together = Costs(1, 2, weight_bytes=[1, 10, 100]).of_stages(3)
-    assert together.memory_bytes([7.0, 8.0], ((0, 2), (1,)), 2) == [209, 28]
+    assert together.memory_bytes([7.0, 8.0], ((0, 2), (1,)), 2) == (209, 28)
 
 
 def test_costs_are_values():

@@ -4,12 +4,11 @@ import pytest
 from hypothesis import given, settings
 
 from avgpipe.planning import Costs
-from avgpipe.planning.engine import run
-from avgpipe.planning.program import compile_schedule
+from avgpipe.planning.engine import compile_schedule, run
 from avgpipe.schedule import Action, Row, Schedule, build_schedule
 from tests.planning.outcomes import actions_of, outcome_of
 from tests.planning.problems import cases
-from tests.planning.reference import MS, Reference, worker_of
+from tests.planning.reference import MS, Reference
 
 
 def busy_ticks(schedule, actions):
@@ -17,7 +16,7 @@ def busy_ticks(schedule, actions):
     busy = [0] * schedule.workers
     reached = [0] * schedule.workers
     for ran in sorted(actions, key=lambda ran: ran.start):
-        w = worker_of(schedule, ran.stage)
+        w = ran.worker
         busy[w] += max(0, ran.end - max(ran.start, reached[w]))
         reached[w] = max(reached[w], ran.end)
     return busy
@@ -101,9 +100,7 @@ def folded(order, *columns, micro_batches=1):
 
 def spell(schedule, outcome, worker):
     """What a worker did: 2F3/1 is F3 of stage 2 of batch 1."""
-    return [
-        f"{r.stage}{r.action}/{r.batch}" for r in actions_of(outcome) if schedule.worker_of(r.stage) == worker
-    ]
+    return [f"{r.stage}{r.action}/{r.batch}" for r in actions_of(outcome) if r.worker == worker]
 
 
 def test_between_stages_of_one_worker_nothing_travels():
@@ -122,21 +119,22 @@ def test_a_worker_with_one_pipeline_takes_what_comes_first_in_the_order():
         assert done == [f"{action}/{j}" for j in range(2) for action in schedule.rows[0]]
 
 
-def test_a_stage_runs_ahead_of_another_of_its_worker_that_waits():
-    """The order names 2F0 first, which comes late: 0F1 need not wait for it."""
+def test_a_row_runs_as_it_stands_though_a_later_action_could_run():
+    """2F0 comes late: 0F1, which is behind it, waits too."""
     column = "F0 F1 B0 B1 U"
     schedule = folded(
-        ((0, 2, 0, 2, 2, 2, 0, 0, 0, 2), (1, 1, 1, 1, 1)), column, column, column, micro_batches=2
+        ((0, 2, 0, 2, 2, 2, 2, 0, 0, 0), (1, 1, 1, 1, 1)), column, column, column, micro_batches=2
     )
-    done = spell(schedule, outcome_of(schedule, Costs(0.001, 0.001, 0.005), 1, 1), 0)
-    assert done == ["0F0/0", "0F1/0", "2F0/0", "2F1/0", "2B0/0", "2B1/0", "2U/0", "0B0/0", "0B1/0", "0U/0"]
+    outcome = outcome_of(schedule, Costs(0.001, 0.001, 0.005), 1, 1)
+    assert spell(schedule, outcome, 0) == [f"{action}/0" for action in schedule.rows[0]]
+    starts = [r.start // MS for r in actions_of(outcome) if r.worker == 0]
+    assert starts[:3] == [0, 12, 13]
 
 
-def test_with_several_pipelines_backwards_come_before_the_order():
-    column = "F0 F1 B0 B1 U"
-    schedule = folded(((0, 1, 0, 1, 0, 1, 1, 0, 1, 0),), column, column, micro_batches=2)
-    done = spell(schedule, outcome_of(schedule, Costs(0.001, 0.002), 2, 2), 0)
-    assert done[:6] == ["0F0/0", "1F0/0", "0F1/0", "1F1/0", "1B0/0", "0B0/0"]
+def test_with_several_pipelines_backwards_come_before_the_forwards_of_another():
+    able = folded(((0, 1, 1, 0, 0, 1, 1, 0, 1, 0),), "F0 B0 F1 B1 U", "F0 B0 F1 B1 U", micro_batches=2)
+    done = spell(able, outcome_of(able, Costs(0.001, 0.002), 2, 2), 0)
+    assert done[:6] == ["0F0/0", "1F0/0", "1B0/0", "0B0/0", "0F1/0", "1F1/0"]
 
 
 def test_with_several_pipelines_a_backward_comes_before_the_forward_of_an_older_batch():
@@ -144,6 +142,15 @@ def test_with_several_pipelines_a_backward_comes_before_the_forward_of_an_older_
     schedule = build_schedule("1f1b", 2, 3)
     done = spell(schedule, outcome_of(schedule, Costs(0.001, [0.010, 0.001], 0.005), 2, 2), 0)
     assert done[:7] == ["0F0/0", "0F1/0", "0F0/1", "0F1/1", "0B0/0", "0B0/1", "0F2/0"]
+
+
+def test_a_replica_waits_with_its_update_for_the_others():
+    """Micro-batch 1 comes back at 9 and its backward ends at 10; the sum takes 7."""
+    schedule = build_schedule("1f1b", 2, 2, replication=[2, 1])
+    costs = Costs(0.001, 0.001, 0.002, update_s=0.001, allreduce_s=[0.007, 0])
+    ran = {(r.worker, str(r.action)): r.start // MS for r in actions_of(outcome_of(schedule, costs, 1, 1))}
+    assert (ran[0, "F0"], ran[1, "F1"], ran[2, "F0"], ran[2, "F1"]) == (0, 0, 3, 5)
+    assert (ran[0, "B0"], ran[1, "B1"], ran[0, "U"], ran[1, "U"]) == (7, 9, 17, 17)
 
 
 def test_without_a_flush_a_batch_begins_while_the_one_before_is_under_way():

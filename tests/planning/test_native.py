@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from avgpipe.planning import native
+from avgpipe.planning import engine as native
 from avgpipe.planning.costs import Costs
-from avgpipe.planning.program import compile_schedule
+from avgpipe.planning.engine import compile_schedule, run
 from avgpipe.schedule import build_schedule
+from avgpipe.schedule.builders import from_warm_ups
 
 PROGRAM = """
 import sys
@@ -87,13 +88,17 @@ def simulate(**changes):
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"worker": None}, TypeError, r"simulate\(\) needs worker"),
+        ({"replicas": None}, TypeError, r"simulate\(\) needs replicas"),
         ({"stages": None}, TypeError, r"simulate\(\) needs stages"),
         ({"speed": 3}, TypeError, "got .* fields, know"),
-        ({"worker": np.zeros(2, dtype=np.int64)}, TypeError, "worker: use a contiguous array of int32"),
-        ({"worker": [0, 1]}, TypeError, "worker: use a contiguous array of int32"),
-        ({"worker": np.zeros(4, dtype=np.int32)[::2]}, TypeError, "worker: use a contiguous array of int32"),
-        ({"worker": np.zeros(3, dtype=np.int32)}, ValueError, "worker has 3 numbers, not 2"),
+        ({"replicas": np.zeros(2, dtype=np.int64)}, TypeError, "replicas: use a contiguous array of int32"),
+        ({"replicas": [0, 1]}, TypeError, "replicas: use a contiguous array of int32"),
+        (
+            {"replicas": np.zeros(4, dtype=np.int32)[::2]},
+            TypeError,
+            "replicas: use a contiguous array of int32",
+        ),
+        ({"replicas": np.zeros(3, dtype=np.int32)}, ValueError, "replicas has 3 numbers, not 2"),
     ],
 )
 def test_fields_that_do_not_fit_are_named(changes, error, words):
@@ -103,7 +108,7 @@ def test_fields_that_do_not_fit_are_named(changes, error, words):
 
 def test_a_schedule_that_gets_stuck_is_refused():
     with pytest.raises(ValueError, match=r"gets stuck: call Schedule.validate\(\)"):
-        simulate(warm_ups=np.array([1, 3], dtype=np.int64))
+        run(compile_schedule(from_warm_ups("stuck", 3, [1, 3]), Costs(1, 2)), 1, 1)
 
 
 def test_times_too_long_to_count_are_refused():

@@ -21,9 +21,9 @@ def test_it_is_what_the_timeline_says(case):
     assert found.bubble_fraction == pytest.approx(timeline.bubble_fraction, abs=1e-12)
     assert list(found.peak_memory_bytes or ()) == list(timeline.peak_memory_bytes or ())
     assert found.actions == len(timeline.events)
-    assert found.batch_end_s == [
+    assert found.batch_end_s == tuple(
         max(event.end_s for event in timeline.events if event.batch == j) for j in range(batches)
-    ]
+    )
 
 
 def test_memory_that_is_not_asked_for_is_none():

@@ -1,4 +1,3 @@
-import dataclasses
 import random
 
 import pytest
@@ -76,7 +75,7 @@ def test_an_impossible_stage_or_turn_is_refused_with_its_value(others):
 
 
 def test_actions_are_frozen_and_hashable():
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         Action("F", 1).kind = "B"
     assert len({Action("F", 1), Action("F", 1), Action("B", 1)}) == 2
 

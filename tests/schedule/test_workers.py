@@ -91,8 +91,10 @@ def test_replicas_without_a_flush_go_on_over_the_batches():
 def test_replicas_run_every_micro_batch_once(name, replication, micro_batches):
     try:
         replicated = build_schedule(name, len(replication), micro_batches, replication=replication)
-    except ValueError:
-        assert name == "advance-forward"
+    except ValueError:  # a deadlock
+        assert name == "advance-forward" or (
+            name == "pipedream" and any(micro_batches % r for r in replication)
+        )
         return
     assert [len(workers) for workers in replicated.replicas] == replication
     for workers in replicated.replicas:

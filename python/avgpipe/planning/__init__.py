@@ -2,15 +2,12 @@
 
 from avgpipe.planning.advance import AdvanceChoice, choose_advance
 from avgpipe.planning.balance import balance
-from avgpipe.planning.bounds import Bounds, makespan_bounds
 from avgpipe.planning.costs import Costs
 from avgpipe.planning.methods import partition, partition_methods
 from avgpipe.planning.network import Level
-from avgpipe.planning.prediction import Prediction, predict
 from avgpipe.planning.profile import LayerCosts, LayerProfile, LinkProfile, Profile, Skip, Tie
 from avgpipe.planning.result import Partition
-from avgpipe.planning.simulate import simulate
-from avgpipe.planning.steady import steady_batch_s
+from avgpipe.planning.simulation import Bounds, Prediction, makespan_bounds, predict, simulate, steady_batch_s
 
 __all__ = [
     "AdvanceChoice",

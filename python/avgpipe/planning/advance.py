@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from avgpipe.planning.arguments import check_costs, check_count
-from avgpipe.planning.costs import Costs, StageCosts
-from avgpipe.planning.numbers import total
-from avgpipe.planning.randomness import least_factor
-from avgpipe.planning.steady import measure, measured_batches
+from avgpipe.planning.costs import Costs, StageCosts, least_factor, total
+from avgpipe.planning.simulation import check_costs, check_count, measure, measured_batches
 from avgpipe.schedule.builders import build_schedule, warm_ups
 
 TOLERANCE = 0.01
@@ -237,7 +234,7 @@ class _Search:
 
     def _bound_s(self) -> float:
         """No batch takes less: the busiest device."""
-        costs, count = self._stage_costs, self._micro_batches
+        costs, count = self._stage_costs, range(self._micro_batches)
         work = zip(costs.forward_s, costs.backward_s, costs.update_s)
         busiest = max(
             total(forward, count) + total(backward, count) + update for forward, backward, update in work

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple
 
-from avgpipe.planning.numbers import Each, checked, checked_each, number, spread, spread_each
-from avgpipe.planning.randomness import checked_jitter, checked_seed, checked_stragglers
+Each = float | tuple[float, ...]
+"""A cost of a stage or boundary: of all micro-batches, or one of each."""
 
 PerStage = float | Sequence[float]
 PerMicroBatch = float | Sequence[float | Sequence[float]]
 Link = tuple[int, int]
+
+_OF_BOUNDARIES = ("transfer_s", "gradient_transfer_s", "latency_s")  # one number less than there are stages
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Costs:
       optimizer state).
       Both None: memory is not asked for, and the Timeline has none. One None: it counts as 0.
     - link_serial: True: a link carries one tensor at a time per direction, in order of completion; False: no
-      contention.
+      contention. Each replica that sends has a link of its own.
     - update_s: seconds that the update U occupies the device.
     - input_backward_s: of ``backward_s``, the part of I where a schedule splits the backward; W takes the rest.
       None: half.
@@ -44,7 +47,7 @@ class Costs:
       start; leave out what is summed while that backward still runs. It occupies neither device nor link: other
       pipelines go on meanwhile. W counts as a backward.
     - concurrency_gain: how much of one action's speed a device reaches with 1, 2, ... actions at once, of different
-      stages or pipelines; each of s actions runs at gain[s-1] / s of its speed alone. As many as there are numbers run
+      pipelines; each of s actions runs at gain[s-1] / s of its speed alone. As many as there are numbers run
       at once at most: (1.0,) one; (1.0, 1.3) two, which together are 30 % quicker. The first is 1; none is above its
       count. Beside one that runs, a device takes the next that is ready at once, though both are then slower.
     - jitter: standard deviation, up to 0.25, of the factor around 1 by which the time of each action and transfer
@@ -167,12 +170,12 @@ class StageCosts(NamedTuple):
 
     def memory_bytes(
         self, held_bytes: Sequence[float], placement: Sequence[Sequence[int]], pipelines: int
-    ) -> list[int] | None:
+    ) -> tuple[int, ...] | None:
         """Per worker, the bytes of all pipelines' weights of its stages and of the micro-batches in flight."""
         if self.weight_bytes is None:
             return None
         weights = [sum(self.weight_bytes[k] for k in stages) for stages in placement]
-        return [math.ceil(held + pipelines * weight) for held, weight in zip(held_bytes, weights)]
+        return tuple(math.ceil(held + pipelines * weight) for held, weight in zip(held_bytes, weights))
 
 
 def _half(cost: Each) -> Each:
@@ -241,3 +244,149 @@ def _checked_gain(gain: Any) -> tuple[float, ...]:
                 "speed of one alone"
             )
     return found
+
+
+# ---- numbers: checked, and spread over stages ------------------------------------------------------------------------
+
+
+def checked(name: str, value: Any) -> float | tuple[float, ...]:
+    """A number of at least 0, or a tuple of them; TypeError and ValueError for anything else."""
+    if isinstance(value, Real):
+        return number(name, value)
+    return tuple(number(f"{name}[{k}]", entry) for k, entry in enumerate(_entries(name, value)))
+
+
+def checked_each(name: str, value: Any) -> float | tuple[Each, ...]:
+    """The same, and an entry may be a sequence itself: a number per micro-batch."""
+    if isinstance(value, Real):
+        return number(name, value)
+    return tuple(
+        number(f"{name}[{k}]", entry) if _is_plain(entry) else _of_micro_batches(f"{name}[{k}]", entry)
+        for k, entry in enumerate(_entries(name, value))
+    )
+
+
+def _is_plain(entry: Any) -> bool:
+    return isinstance(entry, str) or not hasattr(entry, "__len__")
+
+
+def _of_micro_batches(name: str, entry: Iterable[Any]) -> tuple[float, ...]:
+    numbers = tuple(number(f"{name}[{m}]", value) for m, value in enumerate(entry))
+    if not numbers:
+        raise ValueError(f"{name} is empty: give a number, or a list of one number per micro-batch")
+    return numbers
+
+
+def _entries(name: str, value: Any) -> Iterable[Any]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name}={value!r}: must be a number, or a list of one number per stage")
+    entries = list(value)
+    if not entries and name not in _OF_BOUNDARIES:  # one stage has none
+        raise ValueError(f"{name} is empty: give a number, or a list of one number per stage")
+    return entries
+
+
+def number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r}: must be a number")
+    found = float(value)
+    if not (math.isfinite(found) and found >= 0):
+        raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
+    return found
+
+
+def spread(name: str, value: float | Sequence[float], count: int) -> list[float]:
+    """One number per stage or boundary; ValueError for a sequence of another length."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    return list(_of_length(name, value, count))
+
+
+def spread_each(
+    name: str, value: float | Sequence[float | Sequence[float]], count: int, micro_batches: int | None
+) -> list[Each]:
+    """The same of what :func:`checked_each` made, whose entries have ``micro_batches`` numbers if not one."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    spread: list[Each] = []
+    for k, entry in enumerate(_of_length(name, value, count)):
+        if isinstance(entry, Sequence) and len(entry) != micro_batches:
+            raise ValueError(
+                f"{name}[{k}] has {len(entry)} entries for {micro_batches or 'an unknown number of'} micro-batches: "
+                "give one for each, or one number for all"
+            )
+        spread.append(tuple(entry) if isinstance(entry, Sequence) else entry)
+    return spread
+
+
+def _of_length(name: str, value: Sequence[Any], count: int) -> Sequence[Any]:
+    if len(value) != count:
+        places = "boundaries" if name in _OF_BOUNDARIES else "stages"
+        raise ValueError(
+            f"{name} has {len(value)} entries for {count} {places}: give {count}, or one number for all"
+        )
+    return value
+
+
+def total(cost: Each, micro_batches: range) -> float:
+    """The sum over micro-batches of a batch."""
+    return sum(cost[m] for m in micro_batches) if isinstance(cost, tuple) else len(micro_batches) * cost
+
+
+# ---- jitter and stragglers: drawn in whole numbers, so that every machine draws the same -----------------------------
+
+MOST_JITTER, MOST_FACTOR = 0.25, 1000.0
+MOST_DEVIATIONS = 131070 / 37837.2  # of the sum of four uniform 16-bit numbers, in standard deviations
+_DEVIATION = 37837.2
+
+
+class Draws(NamedTuple):
+    """As the engine takes them: times vary by ``jitter`` / 2^48 per unit of the sum of four 16-bit numbers;
+    ``threshold`` of 2^32 draws are stragglers, which take ``factor`` / 2^16 times as long.
+    """
+
+    seed: int
+    jitter: int
+    threshold: int
+    factor: int
+
+
+def draws(jitter: float, stragglers: tuple[float, float] | None, seed: int) -> Draws:
+    probability, factor = stragglers or (0.0, 1.0)
+    return Draws(seed, round(jitter / _DEVIATION * 2**48), round(probability * 2**32), round(factor * 2**16))
+
+
+def most_factor(jitter: float, stragglers: tuple[float, float] | None) -> float:
+    """No time is multiplied by more."""
+    return (1 + MOST_DEVIATIONS * jitter) * (stragglers or (0.0, 1.0))[1]
+
+
+def least_factor(jitter: float) -> float:
+    """No time is multiplied by less."""
+    return 1 - MOST_DEVIATIONS * jitter
+
+
+def checked_jitter(jitter: Any) -> float:
+    found = number("jitter", jitter)
+    if found > MOST_JITTER:
+        raise ValueError(f"jitter={jitter!r}: must be at most {MOST_JITTER}, use stragglers for rarer delays")
+    return found
+
+
+def checked_stragglers(stragglers: Any) -> tuple[float, float] | None:
+    if stragglers is None:
+        return None
+    if not isinstance(stragglers, (tuple, list)) or len(stragglers) != 2:
+        raise TypeError(f"stragglers={stragglers!r}: give (probability, factor), or None")
+    probability = number("stragglers[0]", stragglers[0])
+    factor = number("stragglers[1]", stragglers[1])
+    if probability > 1:
+        raise ValueError(f"stragglers[0]={probability:g}: a probability is at most 1")
+    if not 1 <= factor <= MOST_FACTOR:
+        raise ValueError(f"stragglers[1]={factor:g}: must be between 1 and {MOST_FACTOR:g}")
+    return probability, factor
+
+
+def checked_seed(seed: Any) -> None:
+    if type(seed) is not int or not 0 <= seed < 2**64:
+        raise ValueError(f"seed={seed!r}: must be an int from 0 to 2**64 - 1")

@@ -1,32 +1,205 @@
 """Runs a schedule on paper: discrete events on integer times, so equal times are equal and every run is the same.
 
-A device runs one action at a time, or several where ``Costs.concurrency_gain`` says so. Of the actions whose inputs are
-there it takes backwards and updates before forwards, then the oldest batch, as the runtime's scheduler does, then the
-first in the schedule's order; with a single pipeline the oldest batch and the order alone decide. Transfers occupy
-links, never devices. The work is done by csrc/simulate.
+A worker runs its row of the schedule as it stands, once for each pipeline. Its device runs one action at a time, or
+several of different pipelines where ``Costs.concurrency_gain`` says so. Of the pipelines' next actions whose inputs are
+there it takes backwards and updates before forwards, then the oldest batch, as the runtime's scheduler does. Transfers
+occupy links, never devices. The work is done by csrc/simulate, which takes a schedule with its costs as arrays.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.machinery import PathFinder
+from importlib.util import find_spec, module_from_spec
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from avgpipe.planning.native import engine, too_long
-from avgpipe.planning.program import Program
+from avgpipe.planning.costs import Costs, Each, StageCosts, draws, most_factor
+from avgpipe.schedule import Kind, Schedule
 
+TICKS_PER_S = 10**12
+LONGEST_STEP = 2**58  # ticks
+KINDS = tuple(Kind)  # by their numbers
+
+_CODES = {kind: number for number, kind in enumerate(Kind)}
+_RATE_ALONE = 2**20  # of an action that has its device for itself
 _MOST_BATCHES = 2**30
+_MODULE = "avgpipe_ext._native"
+_BUILD = "run `pip install --no-build-isolation -e .` in the folder of setup.py"
+
+Array = NDArray[Any]
+
+
+@cache
+def engine() -> Any:
+    """The module, loaded from its file: importing its package would take torch.
+
+    Raises ImportError where it is not built.
+    """
+    if _MODULE in sys.modules:
+        return sys.modules[_MODULE]
+    package = find_spec("avgpipe_ext")
+    if package is None:
+        raise ImportError(f"avgpipe_ext, which holds the simulation engine, is not installed: {_BUILD}")
+    spec = PathFinder.find_spec(_MODULE, package.submodule_search_locations)
+    if spec is None or spec.loader is None:
+        version = ".".join(map(str, sys.version_info[:2]))
+        raise ImportError(f"{package.origin} has no _native module for Python {version}: {_BUILD}")
+    try:
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise ImportError(f"{spec.origin} cannot be loaded ({error}): {_BUILD}") from None
+    sys.modules[_MODULE] = module
+    return module
+
+
+def too_long() -> ValueError:
+    return ValueError(
+        f"the costs are too long to simulate: a single one must be below {LONGEST_STEP / TICKS_PER_S:.0f} s, a run "
+        f"below {16 * LONGEST_STEP / TICKS_PER_S:.0f} s; costs are in seconds"
+    )
+
+
+# ---- what the engine takes ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule with its costs, as the engine takes them.
+
+    Attributes:
+        stage_costs: What the arrays were made of.
+        arrays: Fields of Question in csrc/simulate/question.h, by name; times in ticks.
+        numbers: Its other fields.
+    """
+
+    schedule: Schedule
+    stage_costs: StageCosts
+    arrays: dict[str, Array]
+    numbers: dict[str, int]
+
+
+def compile_schedule(schedule: Schedule, costs: Costs) -> Program:
+    """Return the program of a schedule that can be run (``Schedule.validate``).
+
+    Raises ValueError for costs of another number of stages or micro-batches, and for times too long to count.
+    """
+    stages, micro_batches = schedule.stages, schedule.micro_batches
+    each = costs.of_stages(stages, micro_batches)
+    widest = most_factor(costs.jitter, costs.stragglers)
+    arrays = {
+        **_row_arrays(schedule),
+        **_action_arrays(each, widest),
+        **_link_arrays(each, schedule, widest),
+        "sum_ticks": _ticks(each.allreduce_s),
+        "held_bytes": np.array(each.activation_bytes or [0.0] * stages, dtype=np.float64),
+        "rates": np.array(
+            [round(g / s * _RATE_ALONE) for s, g in enumerate(costs.concurrency_gain, start=1)],
+            dtype=np.int64,
+        ),
+    }
+    random = draws(costs.jitter, costs.stragglers, costs.seed)
+    numbers = {
+        "stages": stages,
+        "workers": schedule.workers,
+        "micro_batches": micro_batches,
+        "transfer_width": arrays["transfer_ticks"].shape[1],
+        "channels": int(arrays["channel_count"].sum()),
+        "shared_channels": int(any(map(len, costs.shared_links))),
+        "slots": len(costs.concurrency_gain),
+        "seed": random.seed,
+        "jitter": random.jitter,
+        "straggler_threshold": random.threshold,
+        "straggler_factor": random.factor,
+    }
+    return Program(schedule, each, arrays, numbers)
+
+
+def _row_arrays(schedule: Schedule) -> dict[str, Array]:
+    """The rows as loops of actions, and which workers have which stage."""
+    actions: list[tuple[int, int, int, int]] = []
+    loops: list[tuple[int, int, int, int]] = []
+    begins = [0]
+    for row in schedule.rows:
+        for repeated, repeats, stride in row.loops:
+            begin = len(actions)
+            actions += [(_CODES[kind], k, m or 0, ahead) for kind, m, k, ahead in repeated]
+            loops.append((begin, len(actions), repeats, stride))
+        begins.append(len(loops))
+    return {
+        "row_begin": np.array(begins, dtype=np.int64),
+        "loops": np.array(loops, dtype=np.int32),
+        "actions": np.array(actions, dtype=np.int32),
+        "replicas_begin": np.cumsum([0, *map(len, schedule.replicas)], dtype=np.int64),
+        "replicas": np.array([w for workers in schedule.replicas for w in workers], dtype=np.int32),
+    }
+
+
+def _action_arrays(costs: StageCosts, widest: float) -> dict[str, Array]:
+    """Ticks per kind and stage; of a kind with a cost per micro-batch on any stage, per micro-batch."""
+    stages = len(costs.forward_s)
+    tables = [_table([costs.seconds(kind, k) for k in range(stages)], widest) for kind in KINDS]
+    return {
+        "action_ticks": np.concatenate([table.ravel() for table in tables]),
+        "action_begin": np.cumsum([0, *(table.size for table in tables[:-1])], dtype=np.int64),
+        "action_widths": np.array([table.shape[1] for table in tables], dtype=np.int64),
+    }
+
+
+def _link_arrays(costs: StageCosts, schedule: Schedule, widest: float) -> dict[str, Array]:
+    """Per link, 2k from stage k and 2k+1 back to it. Replicas that send have a channel each, unless links share one."""
+    senders = [len(workers) for workers in schedule.replicas]
+    shared = {first for link, first in enumerate(costs.channels) if link != first}
+    counts = [1 if first in shared else senders[(link + 1) // 2] for link, first in enumerate(costs.channels)]
+    begin = np.cumsum([0, *counts])
+    both = [cost for pair in zip(costs.transfer_s, costs.gradient_transfer_s) for cost in pair]
+    return {
+        "transfer_ticks": _table(both, widest),
+        "latency_ticks": np.repeat(_ticks(costs.latency_s), 2),
+        "channel": np.array([begin[first] if first >= 0 else -1 for first in costs.channels], dtype=np.int32),
+        "channel_count": np.array(counts, dtype=np.int32),
+    }
+
+
+def _table(costs: Sequence[Each], widest: float) -> Array:
+    """A row per stage or link: a number for all micro-batches, or one for each if any row has them."""
+    width = max((len(cost) for cost in costs if isinstance(cost, tuple)), default=1)
+    if width == 1:
+        flat = [cost[0] if isinstance(cost, tuple) else cost for cost in costs]
+        return _ticks(flat, widest).reshape(-1, 1)
+    rows = [cost if isinstance(cost, tuple) else (cost,) * width for cost in costs]
+    return _ticks(np.array(rows, dtype=np.float64), widest)
+
+
+def _ticks(seconds: Sequence[float] | Array, widest: float = 1.0) -> Array:
+    """Rounded to whole ticks; ``widest``: what a draw may multiply them by."""
+    ticks = np.rint(np.asarray(seconds, dtype=np.float64) * TICKS_PER_S)
+    if ticks.size and not float(ticks.max()) * widest < LONGEST_STEP:
+        raise too_long()
+    return ticks.astype(np.int64)
+
+
+# ---- running -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Times in ticks. busy: per worker, while at least one action ran. batch_end: of each batch, its last action's.
+    """What the engine found; times in ticks.
 
-    peak_in_flight: per stage, of all pipelines. peak_held_bytes: per worker, the micro-batches in flight on its stages.
-    actions: how many there were. records: the actions, by their starts (the fields of Record in
-    csrc/simulate/question.h); None if they were not asked for.
+    Attributes:
+        makespan: Of all batches.
+        busy: Per worker, while at least one action ran.
+        batch_end: Of each batch, its last action's.
+        peak_in_flight: Per stage, the most micro-batches of all pipelines on a worker.
+        peak_held_bytes: Per worker, the micro-batches in flight on its stages.
+        actions: How many there were.
+        records: The actions, by their starts (the fields of Record in csrc/simulate/question.h), if asked for.
     """
 
     makespan: int

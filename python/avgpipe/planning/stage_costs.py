@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from avgpipe.planning import Costs
 from avgpipe.planning.chain import Chain
-from avgpipe.planning.numbers import Each
+from avgpipe.planning.costs import Each
 from avgpipe.schedule.schedule import Schedule
 
 RECOMPUTE = ("never", "except-last", "always")

@@ -3,7 +3,6 @@
 from avgpipe.schedule.builders import build_schedule, published, schedule_names, warm_ups
 from avgpipe.schedule.row import Action, Kind, Row, RowCursor
 from avgpipe.schedule.schedule import Schedule
-from avgpipe.schedule.stream import Step, Stream
 
 __all__ = [
     "Action",
@@ -11,8 +10,6 @@ __all__ = [
     "Row",
     "RowCursor",
     "Schedule",
-    "Step",
-    "Stream",
     "build_schedule",
     "published",
     "schedule_names",

@@ -76,19 +76,18 @@ def from_warm_ups(
 
 def _flushing_row(stage: int, warm_up: int, own: range) -> Row:
     """Forwards first, ``warm_up`` of them; one backward, one forward, in turn; the remaining backwards; the update."""
+    if not own:
+        return Row([Action(_U, None, stage)])
     warm_up = min(warm_up, len(own))
-    rest = len(own) - warm_up
-
-    def of(kind: Kind, n: int) -> Action:
-        return Action(kind, own.start + n * own.step, stage)
-
+    first, after = Action(_F, own[0], stage), Action(_B, own[len(own) - warm_up], stage)
+    in_turn = (Action(_B, own[0], stage), Action(_F, own[warm_up], stage)) if warm_up < len(own) else ()
     return Row(
-        loops=[
-            Loop((of(_F, 0),), warm_up, own.step),
-            Loop((of(_B, 0), of(_F, warm_up)), rest, own.step),
-            Loop((of(_B, rest),), warm_up, own.step),
+        loops=(
+            Loop((first,), warm_up, own.step),
+            Loop(in_turn, len(own) - warm_up, own.step),
+            Loop((after,), warm_up, own.step),
             Loop((Action(_U, None, stage),)),
-        ]
+        )
     )
 
 
@@ -98,19 +97,21 @@ def _endless_row(stage: int, warm_up: int, own: range) -> Row:
     """
     if not own:
         return Row([Action(_U, None, stage)])
-    batches, first = divmod(warm_up, len(own))
-    switch = len(own) - first  # from there on the forwards are of yet another batch
+    count = len(own)
+    first = warm_up % count
+    switch = count - first  # from there on the forwards are of yet another batch
 
-    def of(kind: Kind, n: int, ahead: int = 0) -> Action:
-        return Action(kind, own.start + n * own.step, stage, ahead)
+    def pair(n: int) -> tuple[Action, Action]:
+        ahead, forward = divmod(warm_up + n, count)
+        return Action(_B, own[n], stage), Action(_F, own[forward], stage, ahead)
 
-    last = of(_F, first - 1, batches + 1) if first else of(_F, len(own) - 1, batches)
+    last, forward = pair(count - 1)
     return Row(
-        loops=[
-            Loop((of(_B, 0), of(_F, first, batches)), switch if first else switch - 1, own.step),
-            Loop((of(_B, switch), of(_F, 0, batches + 1)), max(0, first - 1), own.step),
-            Loop((of(_B, len(own) - 1), Action(_U, None, stage), last)),
-        ]
+        loops=(
+            Loop(pair(0), min(switch, count - 1), own.step),
+            Loop(pair(switch) if first else (), max(0, first - 1), own.step),
+            Loop((last, Action(_U, None, stage), forward)),
+        )
     )
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
+from operator import eq
 from typing import NamedTuple, overload
 
 
@@ -43,12 +43,18 @@ _COUNT = "0|[1-9][0-9]{0,8}"
 _TOKEN = re.compile(rf"({_COUNT})?(?:(U)|([FBIW])({_COUNT}))(?:\+([1-9][0-9]{{0,8}}))?")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class _Fields(NamedTuple):
+    kind: Kind
+    micro_batch: int | None = None
+    stage: int = -1
+    ahead: int = 0
+
+
+class Action(_Fields):
     """One step of a worker: the forward or backward of a micro-batch on a stage, or the stage's update.
 
     ``str(action)`` is a token such as "F3" or "U", "2F3" with its stage, and "2F3+1" with ``ahead``; :meth:`parse`
-    inverts it.
+    inverts it. A tuple of its attributes.
 
     Attributes:
         kind: A :class:`Kind`, or its letter.
@@ -57,25 +63,25 @@ class Action:
         ahead: How many batches the action is ahead of the turn in which it runs.
     """
 
-    kind: Kind
-    micro_batch: int | None = None
-    stage: int = -1
-    ahead: int = 0
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        if type(self.kind) is not Kind:
-            if self.kind not in list("FBIWU"):
-                raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(Kind)}")
-            object.__setattr__(self, "kind", Kind(self.kind))
-        if self.kind is Kind.UPDATE:
-            if self.micro_batch is not None:
-                raise ValueError(f"micro_batch={self.micro_batch!r}: an update has none, pass Action('U')")
-        elif type(self.micro_batch) is not int or self.micro_batch < 0:
-            raise ValueError(f"micro_batch={self.micro_batch!r}: {self.kind} needs an int of at least 0")
-        if type(self.stage) is not int or self.stage < -1:
-            raise ValueError(f"stage={self.stage!r}: must be an int of at least 0, or -1 to leave it open")
-        if type(self.ahead) is not int or self.ahead < 0:
-            raise ValueError(f"ahead={self.ahead!r}: must be an int of at least 0")
+    def __new__(
+        cls, kind: Kind | str, micro_batch: int | None = None, stage: int = -1, ahead: int = 0
+    ) -> Action:
+        if type(kind) is not Kind:
+            if kind not in list("FBIWU"):
+                raise ValueError(f"kind={kind!r}: must be one of {', '.join(Kind)}")
+            kind = Kind(kind)
+        if kind is Kind.UPDATE:
+            if micro_batch is not None:
+                raise ValueError(f"micro_batch={micro_batch!r}: an update has none, pass Action('U')")
+        elif type(micro_batch) is not int or micro_batch < 0:
+            raise ValueError(f"micro_batch={micro_batch!r}: {kind} needs an int of at least 0")
+        if type(stage) is not int or stage < -1:
+            raise ValueError(f"stage={stage!r}: must be an int of at least 0, or -1 to leave it open")
+        if type(ahead) is not int or ahead < 0:
+            raise ValueError(f"ahead={ahead!r}: must be an int of at least 0")
+        return tuple.__new__(cls, (kind, micro_batch, stage, ahead))
 
     def __str__(self) -> str:
         stage = "" if self.stage < 0 else self.stage
@@ -141,7 +147,7 @@ class Row(Sequence[Action]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Row):
             return NotImplemented
-        return self.loops == other.loops or (len(self) == len(other) and all(map(Action.__eq__, self, other)))
+        return self.loops == other.loops or (len(self) == len(other) and all(map(eq, self, other)))
 
     def __hash__(self) -> int:
         return hash((len(self), self[0], self[-1]) if self.loops else 0)
@@ -193,7 +199,7 @@ class Row(Sequence[Action]):
 def _moved(action: Action, by: int) -> Action:
     if not by or action.micro_batch is None:
         return action
-    return Action(action.kind, action.micro_batch + by, action.stage, action.ahead)
+    return action._replace(micro_batch=action.micro_batch + by)
 
 
 class RowCursor:

@@ -36,7 +36,9 @@ class Schedule:
             raise ValueError(f"micro_batches={self.micro_batches!r}: must be an int of at least 1")
         if not self.rows:
             raise ValueError("rows is empty: give one row of actions per worker, at least one")
-        object.__setattr__(self, "rows", tuple(_checked_row(w, row) for w, row in enumerate(self.rows)))
+        if not trusted:
+            rows = tuple(_checked_row(w, row) for w, row in enumerate(self.rows))
+            object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "_is_right", trusted)
 
     # ---- who runs what -------------------------------------------------------------------------------------------

@@ -1,0 +1,306 @@
+"""Simulated runs of a schedule: as a Timeline, as figures, in steady state, and bounds that no run is below."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import repeat
+
+from avgpipe.planning.costs import Costs, Each, StageCosts, least_factor, total
+from avgpipe.planning.engine import KINDS, TICKS_PER_S, Outcome, compile_schedule, run
+from avgpipe.schedule import Kind, Schedule
+from avgpipe.timeline.timeline import Event, Timeline
+
+# Alone, a pipeline that flushes begins each batch when the one before has left, so that they hardly differ.
+_ALONE, _OF_EACH = 8, 12
+
+
+def check_count(name: str, value: int) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r}: must be an int of at least 1")
+
+
+def check_schedule(schedule: Schedule) -> None:
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule={schedule!r}: must be a Schedule, make one with avgpipe.build_schedule")
+
+
+def check_costs(costs: Costs) -> None:
+    if not isinstance(costs, Costs):
+        raise TypeError(f"costs={costs!r}: must be avgpipe.Costs")
+
+
+def _check(schedule: Schedule, costs: Costs, pipelines: int, batches: int) -> None:
+    """Raise what :func:`simulate` raises."""
+    check_schedule(schedule)
+    check_costs(costs)
+    check_count("pipelines", pipelines)
+    check_count("batches", batches)
+    schedule.validate()
+
+
+def simulate(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: int = 1) -> Timeline:
+    """When each action of ``batches`` batches would run, on one device per worker; times in seconds from 0.
+
+    Batch j belongs to pipeline j % pipelines. Each pipeline runs each worker's row of the schedule as it stands; no
+    pipeline waits for another. A device runs one action at a time: of the pipelines' next ones whose inputs are there,
+    backwards and updates before forwards, then the oldest batch. A tensor travels on the link of its boundary and
+    direction (``Costs.transfer_s``, ``Costs.link_serial``) while devices go on. Times are rounded to picoseconds. What
+    else there may be (latency, shared links, all-reduce, several actions at once, jitter) is told by :class:`Costs`.
+
+    The Timeline has a row per worker. ``peak_memory_bytes``: per worker, the weights of all pipelines and the
+    activations in flight at once. For millions of actions :func:`predict` gives the same figures without events.
+    Raises ScheduleError for a schedule that cannot be run, TypeError and ValueError for wrong counts and costs,
+    ImportError where the engine is not built.
+    """
+    _check(schedule, costs, pipelines, batches)
+    program = compile_schedule(schedule, costs)
+    outcome = run(program, pipelines, batches, events=True)
+    memory = program.stage_costs.memory_bytes(outcome.peak_held_bytes.tolist(), schedule.placement, pipelines)
+    labels = () if schedule.is_plain else tuple(f"worker {w}" for w in range(schedule.workers))
+    events = _events(outcome, pipelines)
+    return Timeline(schedule.workers, events, memory, labels)
+
+
+def _events(outcome: Outcome, pipelines: int) -> tuple[Event, ...]:
+    rows = outcome.records
+    assert rows is not None
+    kinds = [KINDS[number] for number in rows["kind"].tolist()]
+    micro_batches = [
+        None if kind is Kind.UPDATE else m for kind, m in zip(kinds, rows["micro_batch"].tolist())
+    ]
+    return tuple(
+        map(
+            Event._make,
+            zip(
+                rows["stage"].tolist(),
+                (rows["batch"] % pipelines).tolist(),
+                rows["batch"].tolist(),
+                micro_batches,
+                (kind.value for kind in kinds),
+                (rows["start"] / TICKS_PER_S).tolist(),
+                (rows["end"] / TICKS_PER_S).tolist(),
+                repeat(""),
+                rows["worker"].tolist(),
+            ),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What :func:`predict` found.
+
+    Attributes:
+        makespan_s: Of all batches, from 0.
+        busy_s: Per worker, the seconds in which it computed.
+        batch_end_s: When each batch was over on all stages.
+        peak_in_flight: Per stage, the micro-batches of all pipelines held at once by a worker.
+        peak_memory_bytes: Per worker, as of a Timeline; None where memory was not asked for.
+        actions: How many ran.
+    """
+
+    makespan_s: float
+    busy_s: tuple[float, ...]
+    batch_end_s: tuple[float, ...]
+    peak_in_flight: tuple[int, ...]
+    peak_memory_bytes: tuple[int, ...] | None
+    actions: int
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of all workers' time in which they did not compute, 0..1; 0.0 if nothing takes time."""
+        whole = self.makespan_s * len(self.busy_s)
+        return 1.0 - sum(self.busy_s) / whole if whole > 0 else 0.0
+
+
+def predict(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: int = 1) -> Prediction:
+    """What ``simulate`` would show, without its events. Raises as that does."""
+    _check(schedule, costs, pipelines, batches)
+    program = compile_schedule(schedule, costs)
+    outcome = run(program, pipelines, batches)
+    return Prediction(
+        outcome.makespan / TICKS_PER_S,
+        tuple((outcome.busy / TICKS_PER_S).tolist()),
+        tuple((outcome.batch_end / TICKS_PER_S).tolist()),
+        tuple(outcome.peak_in_flight.tolist()),
+        program.stage_costs.memory_bytes(outcome.peak_held_bytes.tolist(), schedule.placement, pipelines),
+        outcome.actions,
+    )
+
+
+def steady_batch_s(
+    schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: int | None = None
+) -> float:
+    """Simulated seconds per batch in steady state, of all ``pipelines`` together.
+
+    Of ``batches`` batches (default: 12 per pipeline, 8 of a single one) the first half fills the pipelines and the
+    last of each pipeline has fewer and fewer others beside it; the mean over those between counts. Without a flush
+    as many more of each pipeline are in flight in the end as its stages hold, and more are run by default. Three and
+    more pipelines on unequal stages with long transfers may never fall into step: then the mean is of a sample, and
+    other batches give one that differs by some per cent. Raises as ``simulate`` does, and ValueError for too few
+    batches, less than 3 per pipeline where there is a flush.
+    """
+    check_schedule(schedule)
+    count = measured_batches(pipelines, batches, _emptying(schedule))
+    _check(schedule, costs, pipelines, count)
+    return measure(schedule, costs, pipelines, count)
+
+
+def _emptying(schedule: Schedule) -> int:
+    """How many batches of each pipeline are the last to leave while no other follows."""
+    return 1 if schedule.flush else 1 + max(row.ahead for row in schedule.rows)
+
+
+def measured_batches(pipelines: int, batches: int | None, emptying: int = 1) -> int:
+    """How many batches to run; ValueError if they are too few to see a steady state."""
+    check_count("pipelines", pipelines)
+    if batches is None:
+        alone = pipelines == 1 and emptying == 1
+        return _ALONE if alone else (_OF_EACH + 2 * (emptying - 1)) * pipelines
+    check_count("batches", batches)
+    least = (2 * emptying + 1) * pipelines
+    if batches < least:
+        raise ValueError(
+            f"batches={batches}: {pipelines} pipelines show their steady state in at least {least}"
+        )
+    return batches
+
+
+def measure(schedule: Schedule, costs: Costs, pipelines: int, batches: int) -> float:
+    """``steady_batch_s`` of arguments that are right."""
+    ends = run(compile_schedule(schedule, costs), pipelines, batches).batch_end.tolist()
+    out = pipelines * _emptying(schedule)
+    last = batches - 1 - out
+    # Whole rounds, so that a batch is compared with another one of its pipeline.
+    between = max(1, (batches // 2 - out) // pipelines) * pipelines
+    return float((ends[last] - ends[last - between]) / between / TICKS_PER_S)
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds that a run takes at least; up to its rounding to picoseconds.
+
+    - busiest_device_s: a device's work, of all batches.
+    - critical_path_s: a micro-batch goes through all stages and back, and the first stage updates.
+    - fill_and_drain_s: a stage's forwards and backwards, of all batches, after the way of the first micro-batch to it,
+      before the way of the last one back from it. Of a uniform pipeline without transfers, one batch, this is (M+K-1)
+      (t_f + t_b), which GPipe and 1F1B take.
+    - busiest_link_s: what a link, or a group of shared links, carries.
+    """
+
+    busiest_device_s: float
+    critical_path_s: float
+    fill_and_drain_s: float
+    busiest_link_s: float
+
+    @property
+    def makespan_s(self) -> float:
+        """The greatest of them."""
+        return max(self.busiest_device_s, self.critical_path_s, self.fill_and_drain_s, self.busiest_link_s)
+
+
+def makespan_bounds(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: int = 1) -> Bounds:
+    """Bounds of ``simulate`` with the same arguments, of any draws of jitter. Raises as that does."""
+    _check(schedule, costs, pipelines, batches)
+    return _Bounder(schedule, costs).bounds(batches)
+
+
+class _Bounder:
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self._micro_batches, self._stages = schedule.micro_batches, schedule.stages
+        self._costs: StageCosts = costs.of_stages(schedule.stages, schedule.micro_batches)
+        self._shrink = least_factor(costs.jitter)
+        self._gain = max(costs.concurrency_gain)
+        self._workers = schedule.replicas
+        self._gradients = [_gradient(schedule, k) for k in range(schedule.stages)]
+
+    def bounds(self, batches: int) -> Bounds:
+        return Bounds(
+            batches * self._busiest_device(),
+            max(self._path(m) for m in self._varying()),
+            self._fill_and_drain(batches),
+            batches * self._busiest_link(),
+        )
+
+    def _busiest_device(self) -> float:
+        work: dict[int, float] = {}
+        for k, workers in enumerate(self._workers):
+            for r, w in enumerate(workers):
+                own = range(r, self._micro_batches, len(workers))
+                seconds = (
+                    sum(total(self._costs.seconds(kind, k), own) for kind in "FB") + self._costs.update_s[k]
+                )
+                work[w] = work.get(w, 0.0) + self._shrink * seconds
+        return max(work.values()) / self._gain
+
+    def _varying(self) -> range:
+        """The micro-batches that may differ."""
+        costs = self._costs
+        every = (costs.forward_s, costs.backward_s, costs.input_backward_s)
+        between = (costs.transfer_s, costs.gradient_transfer_s)
+        each = any(isinstance(cost, tuple) for costs in (*every, *between) for cost in costs)
+        return range(self._micro_batches if each else 1)
+
+    def _path(self, m: int) -> float:
+        there = sum(self._time("F", k, m) for k in range(self._stages))
+        back = sum(self._time(self._gradients[k], k, m) for k in range(self._stages))
+        travel = sum(
+            self._travel(self._costs.transfer_s, k, m) + self._travel(self._costs.gradient_transfer_s, k, m)
+            for k in range(self._stages - 1)
+        )
+        return there + travel + back + self._end_s()
+
+    def _fill_and_drain(self, batches: int) -> float:
+        costs, every = self._costs, range(self._micro_batches)
+        most, ways = 0.0, self._end_s()
+        for k, gradient in enumerate(self._gradients):
+            seconds = total(costs.seconds("F", k), every) + total(costs.seconds(gradient, k), every)
+            work = batches * self._shrink * seconds / len(self._workers[k]) / self._gain
+            most = max(most, ways + work)
+            if k + 1 < self._stages:
+                ways += self._time("F", k) + self._travel(costs.transfer_s, k)
+                ways += self._time(gradient, k) + self._travel(costs.gradient_transfer_s, k)
+        return most
+
+    def _busiest_link(self) -> float:
+        load: dict[int, float] = {}
+        costs = self._costs
+        shared = {first for link, first in enumerate(costs.channels) if link != first}
+        for link, channel in enumerate(costs.channels):
+            k = link // 2
+            if channel >= 0 and self._is_remote(k):
+                cost = (costs.gradient_transfer_s if link % 2 else costs.transfer_s)[k]
+                senders = 1 if channel in shared else len(self._workers[k + link % 2])
+                seconds = self._shrink * total(cost, range(self._micro_batches)) / senders
+                load[channel] = load.get(channel, 0.0) + seconds
+        return max(load.values(), default=0.0)
+
+    def _end_s(self) -> float:
+        """What the first stage does after its last backward."""
+        return self._costs.allreduce_s[0] + self._shrink * self._costs.update_s[0]
+
+    def _time(self, kind: str, k: int, m: int | None = None) -> float:
+        return self._shrink * _at(self._costs.seconds(kind, k), m)
+
+    def _is_remote(self, k: int) -> bool:
+        """Whether all that crosses boundary k goes from one worker to another."""
+        return not set(self._workers[k]) & set(self._workers[k + 1])
+
+    def _travel(self, costs: list[Each], k: int, m: int | None = None) -> float:
+        return self._shrink * _at(costs[k], m) + self._costs.latency_s[k] if self._is_remote(k) else 0.0
+
+
+def _at(cost: Each, m: int | None) -> float:
+    """The cost of a micro-batch; None: the least of all."""
+    if isinstance(cost, tuple):
+        return min(cost) if m is None else cost[m]
+    return cost
+
+
+def _gradient(schedule: Schedule, k: int) -> str:
+    """The kind of action that makes the gradient which stage k sends."""
+    kinds = (a.kind for w in schedule.replicas[k] for a in schedule.rows[w].kinds if a.stage == k)
+    return "I" if Kind.BACKWARD_INPUT in kinds else "B"
