@@ -104,18 +104,14 @@ class Lane:
             if self._in_flight[step.batch].computing_left:
                 return False
             return step.kind is not StepKind.UPDATE or (self.trained.settled and self.trained.ready)
-        if not self._overlaps and self._must_update(step.batch):
-            return False
+        due = self.updates.head
+        if due is not None and due.step.batch < step.batch and not self._overlaps:
+            earlier = self._in_flight[due.step.batch]
+            if not earlier.computing_left:  # its update goes first
+                return False
         if not step.begins:
             return True
         return self.trained.settled and self.trained.has_made(self._in_flight[step.batch].version)
-
-    def _must_update(self, batch: int) -> bool:
-        """Whether an earlier batch has only its update left."""
-        head = self.updates.head
-        if head is None or head.step.batch >= batch:
-            return False
-        return not self._in_flight[head.step.batch].computing_left
 
     def advance(self, step: Step) -> None:
         """Perform a step; what it needs must be there."""

@@ -7,7 +7,7 @@ come from, follows from the placement alone, so every rank computes the same cha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from math import lcm
@@ -64,6 +64,9 @@ class Route:
     norm: bool = False
     skips: Skips = NO_SKIPS
     scales_late: bool = False
+    _channels: dict[tuple[StepKind, int], list[Channel]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @cached_property
     def stage(self) -> int:
@@ -148,8 +151,13 @@ class Route:
 
     def needs(self, kind: StepKind, batch: int, micro_batch: int) -> tuple[Key, ...]:
         """The messages that a step of training consumes; a neighbour's before those that skip stages."""
-        found = self._sources(kind, micro_batch)
-        keys = [Key(message, self.pipeline, n, self.replica, batch, micro_batch) for message, n in found]
+        channels = self._channels.get((kind, micro_batch))
+        if channels is None:  # the same for every batch
+            channels = [
+                Channel(k, self.pipeline, n, self.replica) for k, n in self._sources(kind, micro_batch)
+            ]
+            self._channels[kind, micro_batch] = channels
+        keys = [Key(*channel, batch, micro_batch) for channel in channels]
         if kind is StepKind.SUM_REPLICAS and self.placement.ranks > 1:
             keys.append(self.sums_key(batch))
         return tuple(keys)

@@ -91,7 +91,7 @@ class Scheduler:
             sent_at = lane.port.sent_at
             computed = end if sent_at is None else sent_at
             place = lane.route.replica, lane.pipeline, step.batch, step.micro_batch
-            note((*place, _SHOWN[step.kind.value], start, computed, ""))
+            note((*place, _SHOWN[step.kind], start, computed, ""))
             if computed < end:
                 note((*place, _SEND, computed, end, ""))
         self._running = None
