@@ -44,8 +44,12 @@ _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """``loss``: mean over the evaluated samples (for a sum loss, the sum). ``metric``: mean over the samples of what
-    ``metric_fn``, if given, returned: of one number, or of each in a dict.
+    """What an evaluation found.
+
+    Attributes:
+        loss: mean over the evaluated samples; for a sum loss, the sum.
+        metric: mean over the samples of what ``metric_fn`` returned: of one number, or of each in a dict; None without.
+        samples: how many were evaluated.
     """
 
     loss: float
@@ -54,52 +58,57 @@ class EvaluationResult:
 
 
 class Pipeline:
-    """``plan.pipelines`` replicas of ``model``, each cut into ``plan.stages`` stages, trained together.
+    """Trains ``plan.pipelines`` replicas of a model together, each cut into ``plan.stages`` stages.
 
     Every rank builds the same model and Pipeline. With a default process group, or torchrun's environment, there
     must be one rank per worker of the plan; alone, the process runs all stages. ``model`` is copied, not changed:
     ``state_dict`` returns what was learnt.
 
-    model: ``nn.Sequential``, a list of modules, BERT, GPT-2 or Llama of transformers (see
-        ``avgpipe.interop.transformers``), or a module that ``torch.fx`` can trace.
-    loss_fn(output, target): a scalar, the mean over samples, or a sum if it says so by ``reduction = "sum"``; or
-        ``(sum, count)``, a scalar and what to divide it by over the whole batch, such as the targets that are not
-        ignored. A scalar of unknown kind is taken for a mean over samples; where the first batch shows that it is none,
-        a warning says so.
-    optimizer(params): a torch optimizer.
-    device: default: where the model's parameters are. "cuda": under torchrun the device of this rank's place on its
-        host, else the current one. It becomes the calling thread's current device.
-    seed: what the layers draw follows from it, the pipeline, batch, micro-batch and layer alone.
-    timeout_s: no wait for another worker lasts longer.
-    lr_scheduler(optimizer): stepped after every batch of a pipeline.
-    clip_grad_norm: limit of the gradient's norm over all stages.
-    skip_nonfinite: a batch whose gradients have infinities or NaN, on whichever stage, changes neither weights nor
-        statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for the device, as it
-        does where losses are scaled.
-    autocast: dtype for ``torch.autocast``.
-    loss_scale: what losses are multiplied with for the backward, so that small gradients of float16 are not lost:
-        "dynamic", by the rule and the defaults of ``torch.amp.GradScaler``, for each pipeline; a number; None:
-        "dynamic" under ``autocast=torch.float16``, else none. An update whose scaled gradients overflow on whichever
-        stage is left out, and ``skipped_updates`` counts it.
-    link: how tensors travel between workers: "auto" (shared memory between processes of one host, their device's memory
-        where they share a CUDA device, NCCL where each has one, torch.distributed between hosts), "shm", "gloo",
-        "cuda-ipc" or "nccl".
-    wire_dtype: torch.bfloat16 or torch.float16 halves what travels between stages of different workers, for less exact
-        activations and gradients; None sends them as they are.
-    memory_limit_bytes: of a worker, for the weights of all pipelines and the activations in flight; what
-        ``advance="auto"`` must keep to.
-    cuda_graphs: on CUDA, launch a stage's forward, or backward, of a micro-batch as one. For plans that flush, and
-        stages whose layers launch the same kernels every time: no random numbers, no waiting for the device, nothing
-        carried from batch to batch.
-        What has another shape than the first batch, as a short last one, runs without.
-    compile: True, or a dict of keyword arguments of ``torch.compile``, runs every layer through it, each by itself: let
-        a layer be a whole block. What comes compiled, by its ``compile()`` or ``torch.compile``, stays so in any case,
-        with its own options. Dropout draws the same for any number of stages, but with the default backend not what
-        plain layers draw, unless ``torch._inductor.config.fallback_random`` is set. With recomputation the default is
-        ``dynamic=False``. The first batches wait for the compiler, which ``timeout_s`` must allow for.
-    loss_weight(target): what a micro-batch weighs in its batch's mean loss; default: its samples, or the
-        elements that ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` count.
-    Raises ValueError for a plan that the model or the ranks do not fit; failures of a run are ``PipelineError``.
+    Args:
+        model: ``nn.Sequential``, a list of modules, BERT, GPT-2 or Llama of transformers (see
+            ``avgpipe.interop.transformers``), or a module that ``torch.fx`` can trace.
+        plan: how to cut, schedule and average.
+        loss_fn: ``loss_fn(output, target)`` returns a scalar, the mean over samples, or a sum if it says so by
+            ``reduction = "sum"``; or ``(sum, count)``, a scalar and what to divide it by over the whole batch, such as
+            the targets that are not ignored. A scalar of unknown kind is taken for a mean over samples; where the first
+            batch shows that it is none, a warning says so.
+        optimizer: ``optimizer(params)`` returns a torch optimizer.
+        device: by default where the model's parameters are. "cuda": under torchrun the device of this rank's place on
+            its host, else the current one. It becomes the calling thread's current device.
+        seed: what the layers draw follows from it, the pipeline, batch, micro-batch and layer alone.
+        timeout_s: no wait for another worker lasts longer.
+        lr_scheduler: ``lr_scheduler(optimizer)`` is stepped after every batch of a pipeline.
+        clip_grad_norm: limit of the gradient's norm over all stages.
+        skip_nonfinite: a batch whose gradients have infinities or NaN, on whichever stage, changes neither weights nor
+            statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for the device, as
+            it does where losses are scaled.
+        autocast: dtype for ``torch.autocast``.
+        loss_scale: what losses are multiplied with for the backward, so that small gradients of float16 are not lost:
+            "dynamic", by the rule and the defaults of ``torch.amp.GradScaler``, for each pipeline; a number; None:
+            "dynamic" under ``autocast=torch.float16``, else none. An update whose scaled gradients overflow on
+            whichever stage is left out, and ``skipped_updates`` counts it.
+        loss_weight: ``loss_weight(target)``, what a micro-batch weighs in its batch's mean loss; by default its
+            samples, or the elements that ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` count.
+        link: how tensors travel between workers: "auto" (shared memory between processes of one host, their device's
+            memory where they share a CUDA device, NCCL where each has one, torch.distributed between hosts), or the
+            name of one.
+        wire_dtype: torch.bfloat16 or torch.float16 halves what travels between stages of different workers, for less
+            exact activations and gradients; None sends them as they are.
+        cuda_graphs: on CUDA, launch a stage's forward, or backward, of a micro-batch as one. For plans that flush, and
+            stages whose layers launch the same kernels every time: no random numbers, no waiting for the device,
+            nothing carried from batch to batch. What has another shape than the first batch, as a short last one, runs
+            without.
+        compile: True, or a dict of keyword arguments of ``torch.compile``, runs every layer through it, each by itself:
+            let a layer be a whole block. What comes compiled, by its ``compile()`` or ``torch.compile``, stays so in
+            any case, with its own options. Dropout draws the same for any number of stages, but with the default
+            backend not what plain layers draw, unless ``torch._inductor.config.fallback_random`` is set. With
+            recomputation the default is ``dynamic=False``. The first batches wait for the compiler, which ``timeout_s``
+            must allow for.
+        memory_limit_bytes: of a worker, for the weights of all pipelines and the activations in flight; what
+            ``advance="auto"`` must keep to.
+
+    Raises:
+        ValueError: for a plan that the model or the ranks do not fit. Failures of a run are ``PipelineError``.
     """
 
     def __init__(
