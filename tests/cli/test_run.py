@@ -45,7 +45,7 @@ def test_wrong_arguments(script, tmp_path):
     for arguments, expected in [
         (["nowhere.py"], "'nowhere.py' does not exist"),
         ([str(tmp_path)], "does not exist"),
-        (["--stages", "0", script], "--stages 0: must be at least 1"),
+        (["--stages", "0", script], "--stages 0: must be more than 0"),
     ]:
         result = invoke("run", *arguments)
         assert (result.exit_code, result.stdout) == (2, "")

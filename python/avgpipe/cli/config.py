@@ -372,3 +372,21 @@ class DoctorConfig(Options):
 
     The exit code is 1 if training cannot work.
     """
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Options):
+    """Start SCRIPT on local workers through torch's launcher, with torchrun's environment variables.
+
+    Options first, then the script and its arguments. When a worker fails the others are ended and the exit code is 1.
+
+    Attributes:
+        script: The Python file that every worker runs.
+        args: Arguments of the script.
+        stages: Number of workers to start, one per stage.
+        json: Print one JSON object and nothing else; what the script prints goes to standard error.
+    """
+
+    script: Annotated[str, Value("SCRIPT", positional=True)]
+    args: Annotated[tuple[str, ...], Value("ARGS", positional=True, rest=True)] = ()
+    stages: Count = 2

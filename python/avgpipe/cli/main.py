@@ -14,7 +14,6 @@ from avgpipe import __version__
 from avgpipe.cli import config
 from avgpipe.cli.bench import bench
 from avgpipe.cli.options import command
-from avgpipe.cli.run import run
 
 COMMANDS = {
     "train": config.TrainConfig,
@@ -23,7 +22,10 @@ COMMANDS = {
     "tune": config.TuneConfig,
     "simulate": config.SimulateConfig,
     "doctor": config.DoctorConfig,
+    "run": config.RunConfig,
 }
+# Everything after SCRIPT belongs to the script, also what looks like an option.
+CONTEXTS = {"run": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
 
 app = typer.Typer(
     name="avgpipe",
@@ -33,10 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for name, options in COMMANDS.items():
-    app.command(name)(command(options, f"avgpipe.cli.{name}"))
+    app.command(name, context_settings=CONTEXTS.get(name))(command(options, f"avgpipe.cli.{name}"))
 app.add_typer(bench, name="bench")
-# Everything after SCRIPT belongs to the script, also what looks like an option.
-app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)
 
 
 def _print_version(wanted: bool) -> None:

@@ -33,14 +33,18 @@ class Value:
         parse: Makes the value from the option's name and the text; None keeps the text.
         choices: The texts that are accepted; None accepts all.
         positional: Whether the value stands alone, without the option's name.
+        rest: Whether it is all the words that are left.
     """
 
     metavar: str = "TEXT"
     parse: Callable[[str, str], Any] | None = None
     choices: tuple[str, ...] | None = None
     positional: bool = False
+    rest: bool = False
 
-    def read(self, name: str, text: str) -> Any:
+    def read(self, name: str, text: Any) -> Any:
+        if self.rest:
+            return tuple(text)
         if self.choices is not None and text not in self.choices:
             raise ValueError(f"unknown {name.lstrip('-')} {text!r}: {nearest(text, self.choices)}")
         return text if self.parse is None else self.parse(name, text)
@@ -103,7 +107,7 @@ def command(config: type[Options], module: str) -> Callable[..., None]:
         with reporting(texts["json"]):
             with arguments():
                 given = {
-                    n: _read(values[n], n, text) for n, text in texts.items() if text not in (None, False)
+                    n: _read(values[n], n, text) for n, text in texts.items() if text not in (None, False, [])
                 }
                 asked = config.of(**given)
                 answer = import_module(module).run
@@ -145,7 +149,7 @@ def _parameter(f: Field[Any], value: Value | None, text: str, panel: str | None)
     text, to, otherwise = text.partition(" Default: ")
     if value.choices is not None and len(value.choices) > _FEW:
         text += f" One of {', '.join(value.choices)}."
-    if f.default not in (MISSING, None, ""):
+    if f.default not in (MISSING, None, "", ()):
         to, otherwise = " Default: ", f"{_text(f.default)}."
     text += to + otherwise
     info = (
@@ -153,7 +157,8 @@ def _parameter(f: Field[Any], value: Value | None, text: str, panel: str | None)
         if value.positional
         else typer.Option(flag(f.name), metavar=value.metavar, help=text, rich_help_panel=panel)
     )
-    return inspect.Parameter(f.name, kind, default=default, annotation=Annotated[str | None, info])
+    kept = list[str] if value.rest else str
+    return inspect.Parameter(f.name, kind, default=default, annotation=Annotated[kept | None, info])
 
 
 def _text(value: Any) -> str:

@@ -12,7 +12,6 @@ from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.errors import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, say
 from avgpipe.cli.folder import describe
 from avgpipe.cli.resolve import check_run, has_checkpoint, joined_ranks, resolve
-from avgpipe.cli.worker import run_rank
 from avgpipe.ranks.launch import Interrupted, RanksFailed, run_on_ranks
 from avgpipe.ranks.process import GRACE_S, ending_on_signals
 from avgpipe.runtime.placement import Placement
@@ -50,7 +49,7 @@ def train_on_workers(config: TrainConfig) -> None:
     plan = config.to_plan()
     asked = {"config": config.to_json()}
     try:
-        run_on_ranks("avgpipe.cli.worker:run_worker", plan.workers, asked, threads=None, captures=False)
+        run_on_ranks("avgpipe.cli.training:run_worker", plan.workers, asked, threads=None, captures=False)
     except Interrupted as interrupted:
         raise CommandFailed(
             f"interrupted by {interrupted}: all workers are ended; {resume_hint(config)}",
@@ -64,6 +63,9 @@ def train_on_workers(config: TrainConfig) -> None:
 
 
 def _train_here(config: TrainConfig) -> None:
+    """Train as the only rank, or as one of torchrun's."""
+    from avgpipe.cli.training import run_rank  # imports torch: signals are to be answered before
+
     def tell(number: signal.Signals) -> None:
         sys.stderr.write("\x1b[?25h" if sys.stderr.isatty() else "")  # the progress bar has hidden the cursor
         if _is_first():

@@ -19,13 +19,38 @@ from torch import nn
 from avgpipe import __version__
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
+from avgpipe.cli.errors import CommandFailed, arguments, running, say
 from avgpipe.cli.folder import Goal, RunFolder, Totals, strict_json
 from avgpipe.cli.progress import ProgressBar, Silent, links_line, log_notes
 from avgpipe.cli.resolve import prepare
-from avgpipe.errors import CheckpointError
+from avgpipe.errors import CheckpointError, PeerLost
 from avgpipe.pipeline import Pipeline
+from avgpipe.ranks.process import PEER_LOST
 from avgpipe.runtime.memory import peak_memory_bytes
 from avgpipe.timeline.timeline import Timeline
+
+
+def run_rank(config: TrainConfig) -> None:
+    """Train as this rank; raises CommandFailed."""
+    with arguments():
+        run = TrainingRun(config)
+    try:
+        with running():
+            run.train()
+            run.close()
+    except BaseException:
+        run.progress.close()
+        raise
+
+
+def run_worker(config: str) -> None:
+    """Train as a rank that the command has started, and end with a code that says who is to blame."""
+    try:
+        run_rank(TrainConfig.from_json(config))
+    except CommandFailed as failure:
+        say(str(failure))
+        lost = isinstance(failure.__cause__, PeerLost)
+        raise SystemExit(PEER_LOST if lost else failure.exit_code) from failure
 
 
 class TrainingRun:
@@ -45,7 +70,7 @@ class TrainingRun:
         self._world = self.pipeline.world
         first = self._world.rank == 0
         # Workers that were started one by one may have named their folder at different times.
-        self.out = Path(self._of_first(config.out))
+        self.out = Path(self._world.gather(config.out)[0])
         self.folder = RunFolder(self.out, writes=first)
         self.done = Totals()
         self._epoch_batches = len(self.workload.train_batches(0))
@@ -58,7 +83,7 @@ class TrainingRun:
             answer, score = self.workload.trivial
             self.progress.note(f"baseline: {answer}, {self.workload.metric_name} {score:.2f}")
         self._warnings = log.warnings
-        for note in (*links_line(self._of_all(log.links)), *self._warnings):
+        for note in (*links_line(self._world.gather(log.links)), *self._warnings):
             self.progress.note(note)
         self._saved_at = time.monotonic()
         self._unsaved: CheckpointError | None = None  # why the last checkpoint was not written
@@ -117,15 +142,6 @@ class TrainingRun:
     def close(self) -> None:
         self.progress.close()
         self.pipeline.close()
-
-    # ---- what ranks tell each other ----------------------------------------------------------------------------------
-
-    def _of_all(self, value: Any) -> list[Any]:
-        """The value of every rank, in rank order."""
-        return self._world.gather(value)
-
-    def _of_first(self, value: Any) -> Any:
-        return self._of_all(value)[0]
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -221,7 +237,8 @@ class TrainingRun:
     def _skipped_updates(self) -> int:
         """All pipelines' since the run began or was resumed; every rank with a part in one counts it."""
         apart = self.plan.pipelines if self.plan.spread and self._world.size > 1 else 1
-        return int(sum(self._of_all(self.pipeline.skipped_updates))) * apart // self._world.size
+        skipped: int = sum(self._world.gather(self.pipeline.skipped_updates))
+        return skipped * apart // self._world.size
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -242,15 +259,14 @@ class TrainingRun:
 
     def _checkpoint_is_due(self, batches: int) -> bool:
         """Whether the first rank's clock says so; a short agreement of all ranks."""
-        elapsed_s: float = self._of_first(time.monotonic() - self._saved_at)
-        return self._pace.due(batches, elapsed_s)
+        return self._pace.due(batches, self._world.gather(time.monotonic() - self._saved_at)[0])
 
     def _recall(self) -> None:
         """Read what the run had done on the first rank, and tell the others."""
         batches = self.pipeline.batches
         if self._world.rank == 0:
             self.done = Totals.of(self.folder.cut(batches), batches, self.goal)
-        self.done = Totals(**self._of_first(asdict(self.done)))
+        self.done = Totals(**self._world.gather(asdict(self.done))[0])
 
     def _position(self) -> tuple[int, int]:
         """Epoch and first batch to continue with.
@@ -289,7 +305,7 @@ class TrainingRun:
     def _finish(self) -> None:
         """Write what the run came to: summary, trace and picture."""
         timeline = self.pipeline.timeline()
-        peaks = self._of_all(peak_memory_bytes(self.pipeline.device))
+        peaks = self._world.gather(peak_memory_bytes(self.pipeline.device))
         skipped = self._skipped_updates()
         if self._world.rank != 0:
             return
