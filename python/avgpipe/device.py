@@ -71,6 +71,11 @@ def select(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def device_id(device: torch.device) -> str:
+    """Return what names a CUDA device of this host in all of its processes."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 class Handed:
     """A value whose tensors are ready at an event: who takes it calls :meth:`received`."""
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from avgpipe.cli.config import LINKS, TrainConfig
+from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import RunFolder
 from avgpipe.cli.resolve import check_folder
 from avgpipe.cli.resolve import resolve as complete
@@ -170,12 +170,6 @@ def test_the_launcher_decides_the_stages(monkeypatch):
 
 def test_advance_may_be_chosen_by_measuring():
     assert plan_of(advance="auto").advance == "auto"
-
-
-def test_the_links_are_those_of_the_runtime():
-    from avgpipe.links.choose import NAMES
-
-    assert LINKS == NAMES
 
 
 def test_links_between_cuda_devices_need_some():

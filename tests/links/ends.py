@@ -16,13 +16,13 @@ import torch.distributed as dist
 from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Channel, Key
+from avgpipe.links.message import Channel, Key, Message
 from avgpipe.links.shared import Inbox, SharedLink
 
 LINKS = ["shm", "gloo"]
 CPU = torch.device("cpu")
-CHANNELS = [Channel("F", 0, 0, 1), Channel("E", 0, 0, 1)]  # from seat 0 to seat 1
-BACK = [Channel("B", 0, 1, 0)]
+CHANNELS = [Channel(Message.ACTIVATION, 0, 0, 1), Channel(Message.EVALUATION, 0, 0, 1)]  # from 0 to 1
+BACK = [Channel(Message.GRADIENT, 0, 1, 0)]
 
 
 class Ends:
@@ -37,7 +37,7 @@ class Ends:
             number = self._next
             self._next += 1
         source = 1 if kind == "B" else 0
-        return Key(kind, 0, source, 1 - source, number, 0)
+        return Key(Message(kind), 0, source, 1 - source, number, 0)
 
     def send(self, value: Any, kind: str = "F") -> Key:
         key = self.key(kind)
@@ -45,7 +45,7 @@ class Ends:
         return key
 
     def receive(self, key: Key, timeout_s: float = 20) -> Any:
-        box = self.mailboxes[key.seat]
+        box = self.mailboxes[key.target]
         assert box.wait_until(lambda: key in box, timeout_s), f"{key} did not arrive"
         return box.take(key)
 
@@ -96,9 +96,7 @@ def groups(count: int) -> list[Any]:
 def group_ends(wire_dtype: torch.dtype | None) -> Ends:
     boxes = [Mailbox(), Mailbox()]
     links = [
-        GroupLink(
-            group, 1 - k, 2, (BACK, CHANNELS)[k], (CHANNELS, BACK)[k], CPU, boxes[k], PeerLost, wire_dtype
-        )
+        GroupLink(group, 1 - k, (BACK, CHANNELS)[k], (CHANNELS, BACK)[k], CPU, boxes[k], PeerLost, wire_dtype)
         for k, group in enumerate(groups(2))
     ]
     return Ends(links, boxes)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from avgpipe import device as streams
-from avgpipe.links import cuda_ipc
-from avgpipe.links.cuda_ipc import CudaIpcLink, Slot
+from avgpipe.links import cuda
+from avgpipe.links.cuda import CudaIpcLink, Slot
 from avgpipe.links.link import Mailbox
 from avgpipe.links.shared import Inbox
 from avgpipe_ext import ring
@@ -30,7 +30,7 @@ class HostSlots:
         self._numbers = itertools.count(1)
 
     def make(self, size: int) -> Slot:
-        record = next(self._numbers).to_bytes(4 * cuda_ipc.HANDLE_BYTES, "little")
+        record = next(self._numbers).to_bytes(4 * cuda.HANDLE_BYTES, "little")
         self.made.append(Slot(torch.zeros(size, dtype=torch.uint8), Event(), Event(), record))
         return self.made[-1]
 
@@ -76,7 +76,7 @@ class DeviceEnds(Ends):
             return super().send(value, kind)
 
     def receive(self, key, timeout_s=20):
-        with self.fake.stream(self.lanes[key.seat]):
+        with self.fake.stream(self.lanes[key.target]):
             return super().receive(key, timeout_s)
 
 

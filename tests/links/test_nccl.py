@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from avgpipe.links.cuda import NcclLink, edge_groups
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Key
-from avgpipe.links.nccl import NcclLink, edge_groups
+from avgpipe.links.message import Key, Message
 from avgpipe.ranks.world import World
 from tests.links.ends import BACK, CHANNELS, CPU
 from tests.runner import run
@@ -33,14 +33,14 @@ def exchange() -> list[Any]:
 
     def control(box: Mailbox) -> GroupLink:
         lost = partial(world.lost, peer, peer)
-        return GroupLink(world.group, peer, 2, into, [CHANNELS, BACK][me], CPU, box, lost, None)
+        return GroupLink(world.group, peer, into, [CHANNELS, BACK][me], CPU, box, lost, None)
 
     link = NcclLink(control, groups, peer, CPU, mailbox, None)
     kinds = [channel.kind for channel in [BACK, CHANNELS][peer]]
     for n in range(SENT):
-        link.send(Key(kinds[n % len(kinds)], 0, me, peer, n, 0), value(n))
+        link.send(Key(Message(kinds[n % len(kinds)]), 0, me, peer, n, 0), value(n))
     kinds = [channel.kind for channel in into]
-    keys = [Key(kinds[n % len(kinds)], 0, peer, me, n, 0) for n in range(SENT)]
+    keys = [Key(Message(kinds[n % len(kinds)]), 0, peer, me, n, 0) for n in range(SENT)]
     assert mailbox.wait_until(lambda: all(key in mailbox for key in keys), 60)
     got = [mailbox.take(key) for key in reversed(keys)]  # taken in another order than sent
     world.barrier()

@@ -13,7 +13,8 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe import device as streams
 from avgpipe.errors import PeerLost
-from avgpipe.links.choose import Links, nccl_joins
+from avgpipe.links.choose import Links
+from avgpipe.links.cuda import nccl_joins
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.runtime import group_sum, worker

@@ -1,8 +1,8 @@
-"""Micro-batches, messages, keyed random numbers, and what layers carry."""
+"""Micro-batches, keyed random numbers, and what layers carry."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from avgpipe.links.message import Header, assemble, describe
 from avgpipe.runtime.batch import batch_size, concatenate, loss_weights, pair, split
 from avgpipe.runtime.context import CallerGenerators, Carry, Position, mix, seed_generators, set_position
 
@@ -57,45 +56,6 @@ def test_micro_batches_weigh_what_their_loss_counts() -> None:
     assert loss_weights(nn.MSELoss(), targets, [3, 2], None).factors == [0.6, 0.4]
     assert loss_weights(nn.MSELoss(reduction="sum"), targets, [3, 2], None).factors == [1.0, 1.0]
     assert loss_weights(nn.MSELoss(), targets, [3, 2], lambda t: (t == 1).sum()).factors == [2 / 3, 1 / 3]
-
-
-VALUES: list[Any] = [
-    torch.ones(2, 3),
-    (torch.ones(2), [torch.zeros(0, 3, dtype=torch.int64), None, 3, 2.5, True, "text"]),
-    OrderedDict(a=torch.ones(1, dtype=torch.bfloat16), b={"c": torch.tensor(True)}),
-]
-
-
-@pytest.mark.parametrize("value", VALUES, ids=str)
-def test_a_header_describes_any_value_without_pickle(value: Any) -> None:
-    header, tensors = describe(value)
-    again = Header.from_bytes(header.to_bytes())
-    assert again == header
-    rebuilt = assemble(again, [t.clone() for t in tensors])
-    assert describe(rebuilt)[0] == header
-    for ours, theirs in zip(describe(rebuilt)[1], tensors, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_a_size_arrives_as_what_views_take() -> None:
-    header, tensors = describe({"size": torch.Size([2, 3]), "x": torch.arange(6)})
-    rebuilt = assemble(Header.from_bytes(header.to_bytes()), tensors)
-    assert tuple(rebuilt["size"]) == (2, 3)
-    assert rebuilt["x"].view(rebuilt["size"]).shape == (2, 3)
-
-
-def test_what_required_gradients_is_a_leaf_that_does_on_the_other_side() -> None:
-    x = torch.ones(2, requires_grad=True) * 2
-    header, tensors = describe([x, x.detach()])
-    first, second = assemble(header, tensors)
-    assert first.is_leaf
-    assert first.requires_grad
-    assert not second.requires_grad
-
-
-def test_what_cannot_travel_is_named() -> None:
-    with pytest.raises(TypeError, match="a stage returned a set"):
-        describe({"x": {1, 2}})
 
 
 def test_keys_of_neighbouring_places_differ() -> None:

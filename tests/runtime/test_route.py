@@ -64,7 +64,7 @@ def test_receivers_expect_exactly_what_senders_send(
     expected |= {Channel("E", 0, a, b) for a, b in pairwise(first)}
     expected |= {Channel("R", 0, first[-1], r) for r in range(ranks) if r != first[-1]}
     assert set(found) == expected
-    assert all(channel.seat == r for r, channels in enumerate(into) for channel in channels)
+    assert all(channel.target == r for r, channels in enumerate(into) for channel in channels)
 
 
 def test_workers_with_several_stages_exchange_nothing_with_themselves() -> None:

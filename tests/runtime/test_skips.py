@@ -363,7 +363,7 @@ def tensor_bytes(value: Any) -> int:
 
 def spied(send: Any, log: list[tuple[str, int, int, int]]) -> Any:
     def noting(link: Any, key: Key, value: Any) -> None:
-        log.append((key.kind, key.source, key.seat, tensor_bytes(value)))
+        log.append((key.kind, key.source, key.target, tensor_bytes(value)))
         send(link, key, value)
 
     return noting

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from avgpipe.cli.options import Options, Value, internal, parse_count, parse_positive
 from avgpipe.errors import nearest
+from avgpipe.links import NAMES as LINKS
 from avgpipe.plan import RECOMPUTE, WEIGHTS, Plan
 from avgpipe.rules import RULES
 from avgpipe.schedule import schedule_names
@@ -17,7 +18,6 @@ from avgpipe.units import parse_bytes, parse_names, parse_numbers, parse_rate, p
 from avgpipe.workloads import LR_SCALINGS, BuildOptions, workload_names
 
 DEFAULT_STAGES, DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 2, 4
-LINKS = ("auto", "shm", "gloo", "cuda-ipc", "nccl")  # the runtime's, which needs torch
 
 
 def _parse_advance(name: str, text: str) -> int | tuple[int, ...] | str:

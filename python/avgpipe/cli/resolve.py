@@ -25,6 +25,7 @@ from avgpipe.cli.config import (
     read_values,
 )
 from avgpipe.errors import CheckpointError
+from avgpipe.links import ON_CUDA
 from avgpipe.plan import Plan
 from avgpipe.planning import balance
 from avgpipe.systems import SYSTEMS
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 RUN_FILE = "run.json"
 _PARTS_OF_A_RUN = (RUN_FILE, "plan.json", "metrics.jsonl", "summary.json", "timeline.json", "checkpoints")
-_ON_CUDA = ("cuda-ipc", "nccl")
 
 
 def resolve(asked: TrainConfig) -> TrainConfig:
@@ -85,7 +85,7 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _check_link(config: TrainConfig) -> None:
-    if config.link in _ON_CUDA and config.device != "cuda":
+    if config.link in ON_CUDA and config.device != "cuda":
         raise ValueError(f"--link {config.link} joins CUDA devices: add --device cuda, or use --link auto")
 
 

@@ -1,215 +1,145 @@
 """Which link serves which two workers.
 
-Two processes of one host use shared memory, and the memory of their CUDA device if it is the same one; others
-torch.distributed. Both ends must find the same, so every worker describes what it offers, tries what the others offer,
-and tells them.
+Both ends must find the same. So every worker says what it offers, tries what the others offer, and tells them what it
+could not open; what two workers could both open, they have, and the best of it serves them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from avgpipe.errors import PeerLost, PipelineError
-from avgpipe.links.cuda_ipc import CudaIpcLink, DeviceSlots, device_id
-from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Link, LocalLink, Mailbox
-from avgpipe.links.message import Channel
-from avgpipe.links.nccl import Edge, NcclLink, edge_groups
-from avgpipe.links.shared import Inbox, SharedLink
+from avgpipe.errors import PipelineError
+from avgpipe.links import LINKS
+from avgpipe.links.cuda import nccl_joins, nccl_offer
+from avgpipe.links.link import Link, LocalLink, Mailbox, Topology, Transport
+from avgpipe.links.message import Channel, Message
 from avgpipe.ranks.world import World
-from avgpipe_ext import ring
 
-NAMES = ("auto", "shm", "gloo", "cuda-ipc", "nccl")
-ON_CUDA = ("cuda-ipc", "nccl")
 LINK_MESSAGE = "%s to %s: %s"  # logged for each link: what is at its ends, and its name
 
 _log = logging.getLogger("avgpipe")
 
 
 class Links:
-    """The links of a worker, by the seat at their other end, and the mailbox that they fill. ``has_nccl``: whether NCCL
-    works between the workers; all find the same.
+    """The links of a worker, and the mailbox that they fill.
 
-    rank_of: the rank that holds each seat. into: for each rank, the channels that end there, from others. kind: one of
-    ``NAMES``. processes: ids of the peers on this host, by rank.
+    Args:
+        world: The ranks of the pipeline.
+        ranks: The rank that holds each stage replica.
+        into: For each rank, the channels that end there, from others.
+        device: This worker's.
+        kind: "auto", or the name of a link.
+        wire_dtype: The dtype in which activations and gradients travel; None keeps theirs.
+
+    Attributes:
+        by_replica: The link to each stage replica.
+        processes: The processes of peers on this host, by rank.
+        has_nccl: Whether NCCL works between all workers, which all of them find alike.
+
+    Raises:
+        PipelineError: Two workers cannot have the link that was asked for.
     """
 
     def __init__(
         self,
         world: World,
-        rank_of: Sequence[int],
+        ranks: Sequence[int],
         into: Sequence[Sequence[Channel]],
         device: torch.device,
         kind: str,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self._world, self._rank_of, self._into = world, rank_of, into
-        self._device, self._wire_dtype = device, wire_dtype
-        self._slots: DeviceSlots | None = None
-        self._on_device: set[int] = set()  # ranks that share this one's device
-        self._edges: dict[Edge, dist.ProcessGroup] = {}
+        self._world, self._device = world, device
+        topology = Topology(world.rank, ranks, into)
         self.has_nccl = False
-        inbox, outboxes = self._try_shared(kind) if world.size > 1 else (None, {})
-        self.processes: dict[int, int] = {rank: pid for rank, (pid, _) in outboxes.items()}
-        bell = inbox.bell if inbox is not None and outboxes else None
-        self.mailbox = Mailbox(bell, len(outboxes) + 1, rank_of)
-        self._by_rank: dict[int, Link] = {}
-        for rank in range(world.size):
-            if rank == world.rank:
-                self._by_rank[rank] = LocalLink(self.mailbox, device)
-            elif self._edges:
-                self._by_rank[rank] = NcclLink(
-                    partial(self._host_link, rank, inbox, outboxes.get(rank), torch.device("cpu"), None),
-                    *(self._edges, rank, device, self.mailbox, wire_dtype),
-                )
-            else:
-                self._by_rank[rank] = self._host_link(
-                    *(rank, inbox, outboxes.get(rank), device, wire_dtype, self.mailbox)
-                )
-        self.by_seat = {seat: self._by_rank[rank] for seat, rank in enumerate(rank_of)}
-        for rank in sorted({rank_of[c.source] for c in into[world.rank] if c.kind in "FB"}):
+        transports = _transports(kind, world, topology, device)
+        agreed = self._agree(transports, kind) if world.size > 1 else {}
+        bells = [transport for way in agreed.values() for transport in way if transport.bell is not None]
+        self.processes = {
+            rank: transport.processes[rank]
+            for rank, way in agreed.items()
+            for transport in way
+            if rank in transport.processes
+        }
+        self.mailbox = Mailbox(bells[0].bell if bells else None, len(self.processes) + 1, ranks)
+        self._by_rank: dict[int, Link] = {world.rank: LocalLink(self.mailbox, device)}
+        for rank, (best, *others) in agreed.items():
+            self._by_rank[rank] = best.link(rank, self.mailbox, device, wire_dtype, others)
+        self.by_replica = {replica: self._by_rank[rank] for replica, rank in enumerate(ranks)}
+        trained = (Message.ACTIVATION, Message.GRADIENT)
+        for rank in sorted({ranks[c.source] for c in into[world.rank] if c.kind in trained}):
             _log.info(LINK_MESSAGE, *map(world.role, (world.rank, rank)), self._by_rank[rank].name)
 
-    def _from(self, peer: int) -> list[Channel]:
-        return [c for c in self._into[self._world.rank] if self._rank_of[c.source] == peer]
-
-    def _to(self, peer: int) -> list[Channel]:
-        return [c for c in self._into[peer] if self._rank_of[c.source] == self._world.rank]
-
-    def _host_link(
-        self,
-        peer: int,
-        inbox: Inbox | None,
-        outbox: tuple[int, Inbox] | None,
-        device: torch.device,
-        wire_dtype: torch.dtype | None,
-        mailbox: Mailbox,
-    ) -> Link:
-        """Through the memory of the host, or of the device that both share."""
-        if inbox is not None and outbox is not None:
-            ends = inbox, self._from(peer), *outbox, device, mailbox, wire_dtype
-            if peer in self._on_device and self._slots is not None:
-                return CudaIpcLink(*ends, self._slots)
-            return SharedLink(*ends)
-
-        def lost(doing: str) -> PeerLost:
-            return self._world.lost(peer, doing)
-
-        assert self._world.group is not None
-        channels = self._from(peer), self._to(peer)
-        return GroupLink(
-            self._world.group, peer, len(self._rank_of), *channels, device, mailbox, lost, wire_dtype
-        )
-
-    def _try_shared(self, kind: str) -> tuple[Inbox | None, dict[int, tuple[int, Inbox]]]:
-        """This worker's inbox and those of the peers with which shared memory works, with their process ids."""
-        world = self._world
-        inbox = None
-        offer: dict[str, Any] = {}
-        if kind != "gloo" and ring.supported():
-            try:
-                inbox = Inbox.create(self._into[world.rank])
-                offer = inbox.offer()
-            except (OSError, MemoryError) as error:
-                offer = {"why": str(error)}  # the others wait for an offer
-        if self._device.type == "cuda":
-            offer["device"] = device_id(self._device)
-            offer["nccl"] = dist.is_nccl_available()
-            offer["slots"] = self._offer_slots(kind) if inbox is not None else "no shared memory"
-        offers = world.gather(offer)
-        opened: dict[int, tuple[int, Inbox]] = {}
-        reasons: dict[str, str] = {}
-        for rank, theirs in enumerate(offers):
-            if rank == world.rank or kind == "gloo":
-                continue
-            try:
-                if "host" not in offer:
-                    raise ValueError(offer.get("why", "this system has no shared memory"))
-                if theirs.get("host") != offer["host"]:
-                    raise ValueError(theirs.get("why", "not on this host"))
-                opened[rank] = theirs["pid"], Inbox.open(theirs, self._into[rank])
-            except (OSError, ValueError) as error:
-                reasons[str(rank)] = str(error)
-        verdicts = world.gather(reasons)
-        if kind == "shm" and any(verdicts):
-            rank, why = next((r, v) for r, v in enumerate(verdicts) if v)
-            peer, reason = next(iter(why.items()))
-            raise PipelineError(
-                f"link 'shm' cannot join ranks {rank} and {peer}: {reason}; use 'auto' or 'gloo' where workers are on "
-                "several hosts, or share one space of process numbers between containers"
-            )
-        self._choose_on_cuda(kind, offers, opened)
-        me = str(world.rank)
-        return inbox, {r: end for r, end in opened.items() if me not in verdicts[r]}
-
-    # ---- CUDA ----------------------------------------------------------------------------------------------------
-
-    def _offer_slots(self, kind: str) -> Any:
-        """What peers need to try this device's memory, or why there is none."""
-        if kind not in ("auto", "cuda-ipc"):
-            return f"link {kind!r} was asked for"
-        try:
-            self._slots = DeviceSlots(self._device)
-            return self._slots.offer()
-        except (OSError, RuntimeError) as error:
-            self._slots = None
-            return str(error)
-
-    def _choose_on_cuda(self, kind: str, offers: list[dict[str, Any]], opened: Mapping[int, Any]) -> None:
-        """Find the peers whose device this one shares; make NCCL's communicators if each rank has its own."""
-        if not any("device" in offer for offer in offers):
-            return
+    def _agree(self, transports: dict[str, Transport], kind: str) -> dict[int, list[Transport]]:
+        """The transports that this worker and each peer could both open, the best first."""
+        world, me = self._world, self._world.rank
+        offers = world.gather(_offers(transports, self._device))
         self.has_nccl = nccl_joins(offers)
-        if kind == "nccl" and not self.has_nccl:
-            devices = {offer.get("device") for offer in offers}
-            raise PipelineError(
-                f"link 'nccl' needs NCCL and a GPU for each of the {len(offers)} workers, which have "
-                f"{len(devices)} between them; use 'auto'"
-            )
-        if self.has_nccl and kind in ("auto", "nccl"):
-            rank_of = self._rank_of
-            edges = sorted({(rank_of[c.source], rank_of[c.seat]) for into in self._into for c in into})
-            limit_s = self._world.timeout_s
-            self._edges = self._world.connect(lambda: edge_groups(edges, self._device, limit_s))
-            return
-        self._try_devices(kind, offers, opened)
-
-    def _try_devices(self, kind: str, offers: list[dict[str, Any]], opened: Mapping[int, Any]) -> None:
-        world = self._world
-        reasons: dict[str, str] = {}
-        for rank, theirs in enumerate(offers):
-            if rank == world.rank:
-                continue
-            try:
-                if self._slots is None or rank not in opened or not isinstance(theirs.get("slots"), dict):
-                    raise ValueError(str(theirs.get("slots", "not on a CUDA device of this host")))
-                self._slots.check(theirs["slots"])
-                self._on_device.add(rank)
-            except (OSError, ValueError, RuntimeError) as error:
-                reasons[str(rank)] = str(error)
+        reasons: dict[str, dict[str, str]] = {}
+        for name in reversed(transports):  # what others are built on first
+            found = [offer["links"].get(name, {"why": "not offered there"}) for offer in offers]
+            peers = [rank for rank in range(world.size) if rank != me]
+            whys = {str(rank): _why_not(transports[name], me, rank, found) for rank in peers}
+            reasons[name] = {rank: why for rank, why in whys.items() if why is not None}
         verdicts = world.gather(reasons)
-        if kind == "cuda-ipc" and any(verdicts):
-            rank, why = next((r, v) for r, v in enumerate(verdicts) if v)
-            peer, reason = next(iter(why.items()))
-            raise PipelineError(f"link 'cuda-ipc' cannot join ranks {rank} and {peer}: {reason}; use 'auto'")
-        self._on_device = {r for r in self._on_device if str(world.rank) not in verdicts[r]}
+        for rank, verdict in enumerate(verdicts):
+            for peer, why in verdict.get(kind, {}).items():
+                remedy = transports[kind].remedy
+                raise PipelineError(f"link {kind!r} cannot join ranks {rank} and {peer}: {why}; {remedy}")
+        return {
+            rank: [
+                transport
+                for name, transport in transports.items()
+                if str(rank) not in reasons[name] and str(me) not in verdicts[rank].get(name, {})
+            ]
+            for rank in range(world.size)
+            if rank != me
+        }
 
     def close(self, patience_s: float) -> None:
-        links = self._by_rank.values()
-        for link in links:
-            if isinstance(link, GroupLink | SharedLink):
-                link.leave()  # to all, before waiting for any
-        for link in links:
+        """Close all links: the others hear that this worker leaves before it waits for any of them."""
+        for link in self._by_rank.values():
+            link.leave()
+        for link in self._by_rank.values():
             link.close(patience_s)
 
 
-def nccl_joins(offers: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all workers, by what they offer, have NCCL and a CUDA device each: it refuses two on one device."""
-    devices = [offer.get("device") for offer in offers]
-    return None not in devices and len(set(devices)) == len(devices) and all(o.get("nccl") for o in offers)
+def _transports(kind: str, world: World, topology: Topology, device: torch.device) -> dict[str, Transport]:
+    """The transports that serve, or are below, a kind of link, by name, the best first."""
+    asked = {row.name for row in LINKS if kind == "auto" or row.name == kind}
+    asked |= {name for row in LINKS if row.name in asked for name in row.below}
+    made: dict[str, Transport] = {}
+    for row in reversed(LINKS):
+        if row.name in asked and not (row.on_cuda and device.type != "cuda"):
+            module, _, name = row.transport.partition(":")
+            below = {other: made[other] for other in row.below}
+            made[row.name] = getattr(import_module(module), name)(world, topology, device, below)
+    return {name: made[name] for name in reversed(made)}
+
+
+def _offers(transports: dict[str, Transport], device: torch.device) -> dict[str, Any]:
+    """What this worker tells the others."""
+    links: dict[str, Any] = {}
+    for name in reversed(transports):
+        try:
+            links[name] = {"offer": transports[name].offer()}
+        except (OSError, MemoryError, RuntimeError) as error:
+            links[name] = {"why": str(error)}
+    return {"links": links, **nccl_offer(device)}
+
+
+def _why_not(transport: Transport, me: int, rank: int, offers: Sequence[dict[str, Any]]) -> str | None:
+    """Why this worker cannot link with ``rank``; None if it can."""
+    for offer in (offers[me], offers[rank]):
+        if "why" in offer:
+            return str(offer["why"])
+    try:
+        transport.open(rank, [offer.get("offer") for offer in offers])
+    except (OSError, ValueError, RuntimeError) as error:
+        return str(error)
+    return None

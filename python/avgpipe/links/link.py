@@ -1,4 +1,4 @@
-"""What every link promises, the mailbox that it fills, and the link within a process.
+"""What every link promises, how it is offered, the mailbox that it fills, and the link within a process.
 
 In the mailbox arrived messages wait for the lane that needs them; the scheduler sleeps on it until one does. The
 scheduler's thread alone reads and takes. It looks into the links that have no thread of their own (``sources``)
@@ -10,30 +10,110 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
 from avgpipe.device import Handed, handed
-from avgpipe.links.message import Key, assemble, describe
+from avgpipe.links.message import Channel, Key, detached
+from avgpipe.ranks.world import World
 from avgpipe_ext import ring
 
 _SPIN_S = 200e-6
 
 
-class Link(Protocol):
-    """This worker's connection to the seats of one other place.
+class Link:
+    """This worker's connection to another one.
 
-    ``send`` never blocks, and has taken its copy when it returns. What arrives goes into the mailbox.
+    Attributes:
+        name: What it is, for people.
+        latency_s: The shortest time that a message took, by its kind, where that is measured.
     """
 
     name: str
+    latency_s: Mapping[str, float] = MappingProxyType({})
 
-    def send(self, key: Key, value: object) -> None: ...
+    def send(self, key: Key, value: Any) -> None:
+        """Send a message, and never wait for the other end. The caller may change ``value`` afterwards."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Tell the other end that nothing more comes, and nothing more is taken; does not wait."""
 
     def close(self, patience_s: float) -> None:
-        """``patience_s``: how long the other end may take to receive what was sent last."""
+        """Leave, and wait at most ``patience_s`` seconds until the other end has received what was sent last."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who sends what to whom.
+
+    Attributes:
+        rank: This worker's.
+        ranks: The rank that holds each stage replica.
+        into: For each rank, the channels that end there, from others.
+    """
+
+    rank: int
+    ranks: Sequence[int]
+    into: Sequence[Sequence[Channel]]
+
+    def incoming(self, peer: int) -> list[Channel]:
+        """Return the channels from a peer to this worker, in an order that both find alike."""
+        return [c for c in self.into[self.rank] if self.ranks[c.source] == peer]
+
+    def outgoing(self, peer: int) -> list[Channel]:
+        """Return the channels from this worker to a peer, in an order that both find alike."""
+        return [c for c in self.into[peer] if self.ranks[c.source] == self.rank]
+
+
+class Transport:
+    """A kind of link as this worker can offer it. Every worker makes the same ones.
+
+    Args:
+        world: The ranks of the pipeline.
+        topology: Their channels.
+        device: This worker's.
+        below: The transports that this one is built on, by name.
+
+    Attributes:
+        remedy: What to do where a pair of workers cannot have this link.
+        bell: What peers ring when a message has come, if they do.
+        processes: The processes of peers on this host, by rank, where this transport has found them.
+    """
+
+    remedy = "use 'auto'"
+    bell: BellLike | None = None
+    processes: Mapping[int, int] = MappingProxyType({})
+
+    def __init__(
+        self, world: World, topology: Topology, device: torch.device, below: Mapping[str, Transport]
+    ) -> None:
+        self.world, self.topology, self.device, self.below = world, topology, device, below
+
+    def offer(self) -> Any:
+        """Return what other workers need to link with this one, as JSON has it. OSError, MemoryError or RuntimeError
+        where it cannot be had here.
+        """
+
+    def open(self, rank: int, offers: Sequence[Any]) -> None:
+        """Try what ``rank`` offers; ``offers`` are those of all ranks. OSError, ValueError or RuntimeError says why the
+        link cannot be.
+        """
+
+    def link(
+        self,
+        rank: int,
+        mailbox: Mailbox,
+        device: torch.device,
+        wire_dtype: torch.dtype | None,
+        others: Sequence[Transport],
+    ) -> Link:
+        """Return the link with ``rank``, for messages on ``device``; ``others``: what both could open beside it."""
+        raise NotImplementedError
 
 
 class BellLike(Protocol):
@@ -47,18 +127,19 @@ class BellLike(Protocol):
 
 
 class Mailbox:
-    """``bell``: the one that this worker's peers ring; by default one of this process. ``neighbours``: workers
-    that compute on this host at the same time, this one included; spinning is for when there is a processor for
-    each. ``rank_of``: the rank that holds each seat; by default seat k is at rank k.
+    """Messages that have arrived, and the failures of those that never will.
+
+    Args:
+        bell: The one that this worker's peers ring; by default one of this process.
+        neighbours: Workers that compute on this host at the same time, this one included. A wait spins at first where
+            there is a processor for each.
+        ranks: The rank that holds each stage replica; by default replica k is at rank k.
     """
 
     def __init__(
-        self,
-        bell: BellLike | None = None,
-        neighbours: int = 1,
-        rank_of: Sequence[int] | None = None,
+        self, bell: BellLike | None = None, neighbours: int = 1, ranks: Sequence[int] | None = None
     ) -> None:
-        self._rank_of = rank_of
+        self._ranks = ranks
         self.messages: dict[Key, Any] = {}
         self.sources: list[Callable[[], None]] = []
         self.bell: BellLike = bell or (ring.Bell.local() if ring.supported() else ThreadBell())
@@ -107,7 +188,7 @@ class Mailbox:
             raise self._failure
         if self._lost:
             for key in awaited():
-                rank = key.source if self._rank_of is None else self._rank_of[key.source]
+                rank = key.source if self._ranks is None else self._ranks[key.source]
                 if rank in self._lost:
                     raise self._lost[rank]
 
@@ -158,7 +239,7 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class LocalLink:
+class LocalLink(Link):
     """Both ends in this process: tensors are detached and shared, not copied; on CUDA they come with the event at which
     they are ready.
     """
@@ -169,11 +250,5 @@ class LocalLink:
         self._mailbox, self._device, self._has_streams = mailbox, device, device.type == "cuda"
 
     def send(self, key: Key, value: Any) -> None:
-        if isinstance(value, torch.Tensor):  # most are
-            value = value.detach().requires_grad_(value.requires_grad)
-        else:
-            value = assemble(*describe(value))
+        value = detached(value)
         self._mailbox.put(key, handed(value, self._device) if self._has_streams else value)
-
-    def close(self, patience_s: float) -> None:
-        pass

@@ -1,107 +1,365 @@
-"""What travels between stages: a pytree of tensors and plain values, and the header that describes it."""
+"""What travels between stages, and how it lies in memory.
+
+A message is a pytree of tensors and plain values. Its *format* (structure, shapes, dtypes) is sent as text once per
+channel and named by a number from then on, so what a message costs beside its tensors is a few integers. The tensors
+lie one after another, each at a multiple of 64 bytes.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
+from avgpipe.device import handed
+from avgpipe_ext import pack, ring, unpack_
+
+_KNOWN = 64  # formats that a channel remembers
+_ALIGNMENT = 64  # bytes: a cache line, and more than any vector instruction wants
+
+copy = ring.copy if ring.supported() else ctypes.memmove  # (destination, source, bytes)
+
 
 class Message(str, Enum):
-    """What travels between stages."""
+    """Kinds of messages. ``words`` names one in a sentence."""
 
-    ACTIVATION = "F"
-    GRADIENT = "B"
-    SKIP_ACTIVATION = "X"
-    SKIP_GRADIENT = "Y"
-    TIED_GRADIENTS = "T"
-    NORM_PART = "N"
-    TOTAL_NORM = "C"
-    EVALUATION = "E"
-    RESULT = "R"
-    REPLICA_PART = "A"
-    SUMS_READY = "Z"
-    LOSS = "L"
-    REFERENCE_UPDATE = "V"
+    words: str
 
-    __hash__ = str.__hash__  # an Enum's own is slow
+    def __new__(cls, letter: str, words: str = "") -> Message:
+        kind = str.__new__(cls, letter)
+        kind._value_, kind.words = letter, words
+        return kind
+
+    ACTIVATION = "F", "the activation"
+    GRADIENT = "B", "the gradient"
+    SKIP_ACTIVATION = "X", "the skipped activation"
+    SKIP_GRADIENT = "Y", "the skipped activation's gradient"
+    TIED_GRADIENTS = "T", "the tied gradients"
+    NORM_PART = "N", "the gradient norm"
+    TOTAL_NORM = "C", "the norm of all gradients"
+    EVALUATION = "E", "the activation (of an evaluation)"
+    RESULT = "R", "the result (of an evaluation)"
+    REPLICA_PART = "A", "what another replica found"
+    SUMS_READY = "Z", "the sum of the gradients"  # within a process: the sums come through no link
+    LOSS = "L", "the loss"
+    REFERENCE_UPDATE = "V", "the update"
+
+
+# Part of every micro-batch's training. They alone may travel in a narrower dtype.
+OF_MICRO_BATCHES = frozenset(
+    (Message.ACTIVATION, Message.GRADIENT, Message.SKIP_ACTIVATION, Message.SKIP_GRADIENT)
+)
 
 
 class Key(NamedTuple):
-    """Names a message: what it is, whose it is, and which stage it is for."""
+    """Names a message: its kind, whose it is, and the stage replicas that it goes between."""
 
     kind: Message
     pipeline: int
-    source: int  # seat
-    seat: int  # destination
+    source: int  # stage replica
+    target: int  # stage replica
     batch: int
     micro_batch: int
 
     def __str__(self) -> str:
         of = f" of micro-batch {self.micro_batch}" if self.micro_batch >= 0 else ""
-        return f"{NAMES[self.kind]}{of} of batch {self.batch}"
-
-
-KINDS = "FBXYTNCERALV"  # of messages that come through links
-
-NAMES = {
-    "F": "the activation",
-    "B": "the gradient",
-    "X": "the skipped activation",
-    "Y": "the skipped activation's gradient",
-    "T": "the tied gradients",
-    "N": "the gradient norm",
-    "C": "the norm of all gradients",
-    "E": "the activation (of an evaluation)",
-    "R": "the result (of an evaluation)",
-    "A": "what another replica found",
-    "Z": "the sum of the gradients",
-    "L": "the loss",
-    "V": "the update",
-}
+        return f"{Message(self.kind).words}{of} of batch {self.batch}"
 
 
 class Channel(NamedTuple):
-    """Messages of one kind, of one pipeline, from one seat to another. They keep their order."""
+    """Messages of one kind, of one pipeline, from one stage replica to another. They keep their order."""
 
     kind: Message
     pipeline: int
-    source: int  # seat
-    seat: int  # destination
+    source: int
+    target: int
 
     @classmethod
     def of(cls, key: Key) -> Channel:
+        """Return the channel of a message."""
         return cls(*key[:4])
 
 
-@dataclass(frozen=True)
-class Header:
-    """Structure of a message. ``leaves``: a tensor as (shape, dtype name, requires_grad), or a plain value."""
+def narrowed(channel: Channel, wire_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype in which a channel's tensors travel: only what training repeats may lose bits."""
+    return wire_dtype if channel.kind in OF_MICRO_BATCHES else None
 
-    structure: pytree.TreeSpec
-    leaves: tuple[Any, ...]
 
-    def to_bytes(self) -> bytes:
-        structure = pytree.treespec_dumps(self.structure)
-        check_structure(structure)
-        return json.dumps([structure, [_leaf_to_json(x) for x in self.leaves]]).encode()
+# ---- values ------------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Header:
-        structure, leaves = json.loads(data)
-        check_structure(structure)
-        return cls(pytree.treespec_loads(structure), tuple(_leaf_from_json(x) for x in leaves))
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a pytree."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for x in pytree.tree_flatten(value)[0] if isinstance(x, torch.Tensor)]
+
+
+def wanting_gradients(value: Any) -> list[torch.Tensor]:
+    """Return the tensors whose gradients go back to where ``value`` came from."""
+    return [t for t in tensors_of(value) if t.requires_grad]
+
+
+def detached(value: Any) -> Any:
+    """Return the value with tensors that share memory but are leaves; TypeError for what cannot be a message."""
+
+    def leaf(x: Any) -> Any:
+        return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else _described(x)
+
+    return leaf(value) if isinstance(value, torch.Tensor) else pytree.tree_map(leaf, value)
 
 
 class TensorInfo(NamedTuple):
+    """What a format says of a tensor."""
+
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
+
+
+def _described(leaf: Any) -> Any:
+    """What a format says of a leaf."""
+    if isinstance(leaf, torch.Tensor):
+        return TensorInfo(tuple(leaf.shape), str(leaf.dtype)[6:], leaf.requires_grad)
+    if leaf is None or isinstance(leaf, bool | int | float | str | torch.Size):
+        return leaf
+    raise TypeError(
+        f"a stage returned a {type(leaf).__name__}; between stages only tensors, None, bool, int, float, str and "
+        "containers of them can travel (register other containers with torch.utils._pytree)"
+    )
+
+
+# ---- formats -----------------------------------------------------------------------------------------------------
+
+_TENSOR = pytree.tree_flatten(0)[1]
+_LISTS = [pytree.tree_flatten([0] * n)[1] for n in range(17)]
+
+
+def padded(size: int) -> int:
+    """Round a number of bytes up to the alignment."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class Format:
+    """The layout of messages of one structure, shapes and dtypes.
+
+    Args:
+        structure: The pytree around the leaves.
+        leaves: A TensorInfo for a tensor; a plain value itself.
+        wire_dtype: The dtype in which float32 and float64 travel; None keeps theirs.
+
+    Attributes:
+        bytes: Of the tensors, with their padding.
+    """
+
+    def __init__(
+        self, structure: pytree.TreeSpec, leaves: tuple[Any, ...], wire_dtype: torch.dtype | None
+    ) -> None:
+        self._structure, self._leaves = structure, leaves
+        self.slices: list[_Slice] = []
+        self.bytes = 0
+        for leaf in leaves:
+            if isinstance(leaf, TensorInfo):
+                self.slices.append(_Slice(leaf, wire_dtype, self.bytes))
+                self.bytes += padded(self.slices[-1].bytes)
+        # The commonest message by far is one tensor, or a list of them: rebuilt without walking a tree.
+        self._alone = structure == _TENSOR and len(self.slices) == 1
+        self._flat = len(leaves) < len(_LISTS) and structure == _LISTS[len(leaves)]
+
+    def to_bytes(self) -> bytes:
+        """Encode structure and leaves as text."""
+        structure = pytree.treespec_dumps(self._structure)
+        _check_structure(structure)
+        return json.dumps([structure, [_leaf_to_json(x) for x in self._leaves]]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, wire_dtype: torch.dtype | None = None) -> Format:
+        """Decode what ``to_bytes`` made. TypeError for what this process does not know already."""
+        structure, leaves = json.loads(data)
+        _check_structure(structure)
+        return cls(pytree.treespec_loads(structure), tuple(_leaf_from_json(x) for x in leaves), wire_dtype)
+
+    def write(self, tensors: list[torch.Tensor], target: int | torch.Tensor) -> None:
+        """Copy a message's tensors to ``target``: an address of the host's memory, or a flat tensor of bytes."""
+        for tensor, place in zip(tensors, self.slices):
+            if not place.bytes:
+                continue
+            if place.cast is None and isinstance(target, int) and _is_plain(tensor):
+                copy(target + place.offset, tensor.data_ptr(), place.bytes)
+                continue
+            flat = place.of(view(target, self.bytes) if isinstance(target, int) else target, 0)
+            if place.cast is None:
+                flat.view(place.shape).copy_(tensor, non_blocking=flat.is_cuda)
+            elif tensor.device == flat.device:
+                pack([tensor.resolve_neg()], out=flat)
+            else:  # rounded where it is; the copy keeps the host until it is done, as the one above does
+                flat.copy_(pack([tensor.resolve_neg()], dtype=place.cast))
+
+    def is_memory_of(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether a message is no more than the memory of its only tensor."""
+        return len(self.slices) == 1 and self.slices[0].cast is None and _is_plain(tensors[0])
+
+    def read(self, memory: Any, offset: int, device: torch.device) -> Any:
+        """Return the message whose tensors begin at ``offset`` of ``memory``, a buffer or a flat tensor of bytes.
+
+        Tensors that travelled as they are, and are on ``device`` already, are views, which keep the memory.
+        """
+        tensors = [place.read(memory, offset, device) for place in self.slices]
+        if self._alone:
+            return tensors[0]
+        if self._flat and len(tensors) == len(self._leaves):
+            return tensors
+        stream = iter(tensors)
+        leaves = [next(stream) if isinstance(x, TensorInfo) else x for x in self._leaves]
+        return leaves if self._flat else pytree.tree_unflatten(leaves, self._structure)
+
+
+class _Slice:
+    """Where one tensor of a message lies. ``cast``: the dtype in which it travels, if that is not its own."""
+
+    def __init__(self, info: TensorInfo, wire_dtype: torch.dtype | None, offset: int) -> None:
+        self.dtype: torch.dtype = getattr(torch, info.dtype)
+        # Not single numbers: that saves nothing, and one of them is the batch's loss.
+        narrower = (
+            bool(info.shape) and wire_dtype is not None and self.dtype in (torch.float32, torch.float64)
+        )
+        self.cast = wire_dtype if narrower else None
+        self.shape, self.requires_grad, self.offset = info.shape, info.requires_grad, offset
+        self.count = torch.Size(info.shape).numel()
+        self._on_wire = self.cast or self.dtype
+        self.bytes = self.count * self._on_wire.itemsize
+
+    def of(self, memory: Any, offset: int) -> torch.Tensor:
+        """The tensor as it travels, flat, in a message that begins at ``offset`` of ``memory``."""
+        begin = offset + self.offset
+        if isinstance(memory, torch.Tensor):
+            return memory[begin : begin + self.bytes].view(self._on_wire)
+        return torch.frombuffer(memory, dtype=self._on_wire, count=self.count, offset=begin)
+
+    def read(self, memory: Any, offset: int, device: torch.device) -> torch.Tensor:
+        if self.count == 0 or self.cast is not None:
+            value = torch.empty(self.shape, dtype=self.dtype, device=device)
+            if self.count:
+                unpack_(self.of(memory, offset).to(device), [value])
+        else:
+            value = self.of(memory, offset).view(self.shape)
+            if device.type != "cpu":
+                value = value.to(device)
+        return value.requires_grad_() if self.requires_grad else value
+
+
+class Encoder:
+    """The sending end's memory of a channel: which formats the other end knows."""
+
+    def __init__(self, wire_dtype: torch.dtype | None) -> None:
+        self._wire_dtype = wire_dtype
+        self._formats: dict[Any, tuple[int, Format]] = {}
+        self._signatures: list[Any] = [None] * _KNOWN
+        self._sent = 0
+
+    def encode(self, value: Any) -> tuple[int, Format, bytes, list[torch.Tensor]]:
+        """Return the number of the value's format, the format, its text if it is new, and the tensors."""
+        name, structure, leaves = _flatten(value)
+        tensors = []
+        signature: list[Any] = [name]
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                signature.append((leaf.shape, leaf.dtype, leaf.requires_grad))
+                tensors.append(leaf.detach())
+            else:
+                signature.append((type(leaf), leaf or str(leaf)))  # for 0.0 == -0.0
+        key = tuple(signature)
+        try:
+            known = self._formats.get(key)
+        except TypeError:  # a leaf that cannot be hashed cannot travel either: _learn says so
+            known = None
+        text = b""
+        if known is None:
+            known, text = self._learn(key, structure, leaves)
+        return known[0], known[1], text, tensors
+
+    def _learn(
+        self, key: Any, structure: pytree.TreeSpec, leaves: list[Any]
+    ) -> tuple[tuple[int, Format], bytes]:
+        format = Format(structure, tuple(_described(leaf) for leaf in leaves), self._wire_dtype)
+        text = format.to_bytes()
+        number = self._sent % _KNOWN
+        self._formats.pop(self._signatures[number], None)
+        self._signatures[number] = key
+        self._sent += 1
+        self._formats[key] = number, format
+        return self._formats[key], text
+
+
+class Decoder:
+    """The receiving end's memory of a channel."""
+
+    def __init__(self, wire_dtype: torch.dtype | None, device: torch.device) -> None:
+        self._wire_dtype, self._device = wire_dtype, device
+        self._has_streams = device.type == "cuda"
+        self._formats: list[Format | None] = [None] * _KNOWN
+
+    def decode(self, number: int, text_bytes: int, memory: Any, offset: int = 0) -> Any:
+        """Return the value at ``offset`` of ``memory``: the text of its format, if it is new, then the tensors."""
+        text = _text(memory, offset, text_bytes) if text_bytes else b""
+        value = self.format(number, text).read(memory, offset + padded(text_bytes), self._device)
+        # On CUDA copied, or unpacked, by this thread's current stream, which need not be the lane's.
+        return handed(value, self._device) if self._has_streams else value
+
+    def format(self, number: int, text: bytes) -> Format:
+        """Return the format with that number, which is ``text`` if it comes along."""
+        if text:
+            self._formats[number] = Format.from_bytes(text, self._wire_dtype)
+        known = self._formats[number] if 0 <= number < _KNOWN else None
+        if known is None:
+            raise RuntimeError(f"a message names format {number}, which never came")
+        return known
+
+
+def _text(memory: Any, offset: int, size: int) -> bytes:
+    if isinstance(memory, torch.Tensor):
+        return ctypes.string_at(memory.data_ptr() + offset, size)
+    return bytes(memoryview(memory).cast("B")[offset : offset + size])
+
+
+def _flatten(value: Any) -> tuple[Any, pytree.TreeSpec, list[Any]]:
+    """A name for the structure that is quicker to hash than the structure, which comes next; and the leaves."""
+    if isinstance(value, torch.Tensor):
+        return None, _TENSOR, [value]
+    if type(value) is list and len(value) < len(_LISTS):
+        for leaf in value:
+            if leaf is not None and not isinstance(leaf, torch.Tensor):
+                break
+        else:
+            return len(value), _LISTS[len(value)], value
+    leaves, structure = pytree.tree_flatten(value)
+    return structure, structure, leaves
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its values in order: conjugates and imaginary parts of them may be lazy."""
+    return (
+        tensor.is_contiguous()
+        and tensor.device.type == "cpu"
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def view(address: int, size: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """Return ``size`` bytes of memory as a buffer, which must not outlive the memory."""
+    return (ctypes.c_ubyte * size).from_address(address)
+
+
+# ---- formats as text, which may come from a stranger -------------------------------------------------------------
+
+# What a defaultdict between stages may make; as torch names them.
+_FACTORIES = {("builtins", kind.__name__) for kind in (dict, list, set, tuple, int, float, bool, str)}
 
 
 def _leaf_to_json(leaf: Any) -> dict[str, Any]:
@@ -119,13 +377,9 @@ def _leaf_from_json(leaf: dict[str, Any]) -> Any:
     return torch.Size(leaf["size"]) if "size" in leaf else leaf["value"]
 
 
-# What a defaultdict between stages may make; as torch names them.
-_FACTORIES = {("builtins", kind.__name__) for kind in (dict, list, set, tuple, int, float, bool, str)}
-
-
-def check_structure(text: str) -> None:
-    """Refuse, with TypeError, what ``treespec_loads`` would import or look up by a name that a message gives: it may
-    come from a stranger. Classes of enumerations count that are loaded already.
+def _check_structure(text: str) -> None:
+    """Refuse, with TypeError, what ``treespec_loads`` would import or look up by a name that the text gives. Classes of
+    enumerations count that are loaded already.
     """
     _check_node(json.loads(text)[1])
 
@@ -157,43 +411,3 @@ def _check_enumeration(found: dict[str, Any]) -> dict[str, Any]:
         if not (isinstance(place, type) and issubclass(place, Enum)):
             raise TypeError(f"{found['fqn']} in a message is no enumeration that this process has loaded")
     return found
-
-
-def describe(value: Any) -> tuple[Header, list[torch.Tensor]]:
-    """The header of a value and its tensors, detached. Plain leaves must be None, bool, int, float or str."""
-    leaves, structure = pytree.tree_flatten(value)
-    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return Header(structure, tuple(leaf_info(leaf) for leaf in leaves)), tensors
-
-
-def leaf_info(leaf: Any) -> Any:
-    """What a header says of a leaf."""
-    if isinstance(leaf, torch.Tensor):
-        return TensorInfo(tuple(leaf.shape), str(leaf.dtype)[6:], leaf.requires_grad)
-    if leaf is None or isinstance(leaf, bool | int | float | str | torch.Size):
-        return leaf
-    raise TypeError(
-        f"a stage returned a {type(leaf).__name__}; between stages only tensors, None, bool, int, float, str and "
-        "containers of them can travel (register other containers with torch.utils._pytree)"
-    )
-
-
-def assemble(header: Header, tensors: list[torch.Tensor]) -> Any:
-    """The value that ``describe`` took apart; tensors that required gradients are leaves that do again."""
-    stream = iter(tensors)
-    leaves = [
-        next(stream).requires_grad_(x.requires_grad) if isinstance(x, TensorInfo) else x
-        for x in header.leaves
-    ]
-    return pytree.tree_unflatten(leaves, header.structure)
-
-
-def wanting_gradients(value: Any) -> list[torch.Tensor]:
-    """The tensors whose gradients go back to where ``value`` came from."""
-    return [t for t in tensors_of(value) if t.requires_grad]
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [x for x in pytree.tree_flatten(value)[0] if isinstance(x, torch.Tensor)]

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Channel, Key
-from avgpipe.links.wire import Decoder, Encoder, narrowed, padded, view
-from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy, supported
+from avgpipe.links.link import Link, Mailbox, Transport
+from avgpipe.links.message import Channel, Decoder, Encoder, Key, narrowed, padded
+from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, supported
 
 _POLL_S = 1e-3
 _TOKEN_BYTES = 64  # at the beginning of an inbox: shows whoever opens it that it is the right memory
@@ -88,8 +87,18 @@ def host() -> str:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
 
 
-class SharedLink:
-    """To and from one other worker. ``outbox``: the peer's inbox; ``incoming``: the channels that come from it."""
+class SharedLink(Link):
+    """Connects this worker with another process of this host.
+
+    Args:
+        inbox: This worker's.
+        incoming: The channels that come from the other one.
+        peer: The other one's process.
+        outbox: The other one's inbox.
+        device: Where what arrives is needed.
+        mailbox: Where it goes.
+        wire_dtype: The dtype in which activations and gradients travel; None keeps theirs.
+    """
 
     name = "shared memory"
 
@@ -129,7 +138,7 @@ class SharedLink:
             address = sender.reserve(total)
             if text:
                 ctypes.memmove(address, text, len(text))
-            format.write(tensors, address + begin, lambda: view(address, total), begin, copy)
+            format.write(tensors, address + begin)
         sender.publish(total, key.batch, key.micro_batch, number, len(text))
 
     def _open(self, channel: Channel) -> tuple[Sender, Encoder]:
@@ -145,11 +154,10 @@ class SharedLink:
                 self._mailbox.put(Key(*channel, batch, micro_batch), value)
 
     def leave(self) -> None:
-        """Take nothing more. A peer that closes later, or too, need not wait for it."""
-        self._inbox.leave()
+        self._inbox.leave()  # a peer that closes later, or too, need not wait for it
 
     def close(self, patience_s: float) -> None:
-        """A message that is not taken yet ends with its sender, so a peer that takes some still may take the last."""
+        # A message that is not taken yet ends with its sender, so a peer that takes some still may take the last.
         self.leave()
         self._mailbox.sources.remove(self._collect)
         deadline = time.monotonic() + patience_s
@@ -158,6 +166,45 @@ class SharedLink:
                 break
             time.sleep(_POLL_S)
         self._outgoing.clear()
+
+
+class SharedTransport(Transport):
+    """Shared memory, between processes of one host. ``opened``: the peers' inboxes, by rank."""
+
+    remedy = (
+        "use 'auto' or 'gloo' where workers are on several hosts, or share one space of process numbers between "
+        "containers"
+    )
+
+    def offer(self) -> Any:
+        self.opened: dict[int, Inbox] = {}
+        self.processes: dict[int, int] = {}
+        if not supported():
+            raise OSError("this system has no shared memory")
+        self.inbox = Inbox.create(self.topology.into[self.topology.rank])
+        self.bell = self.inbox.bell
+        return self.inbox.offer()
+
+    def open(self, rank: int, offers: Sequence[Any]) -> None:
+        theirs = offers[rank]
+        if theirs["host"] != host():
+            raise ValueError("not on this host")
+        self.opened[rank] = Inbox.open(theirs, self.topology.into[rank])
+        self.processes[rank] = theirs["pid"]
+
+    def link(
+        self,
+        rank: int,
+        mailbox: Mailbox,
+        device: torch.device,
+        wire_dtype: torch.dtype | None,
+        others: Sequence[Transport],
+    ) -> SharedLink:
+        return SharedLink(*self.ends(rank), device, mailbox, wire_dtype)
+
+    def ends(self, rank: int) -> tuple[Inbox, list[Channel], int, Inbox]:
+        """Return this worker's inbox, the channels from ``rank``, its process and its inbox."""
+        return self.inbox, self.topology.incoming(rank), self.processes[rank], self.opened[rank]
 
 
 def _is_alive(process: int) -> bool:

@@ -179,7 +179,7 @@ class Port:
     def send_as(self, key: Key, value: Any) -> None:
         if self.sent_at is None:
             self.sent_at = time.perf_counter()
-        self._links[key.seat].send(key, value)
+        self._links[key.target].send(key, value)
 
 
 class Compute:

@@ -83,7 +83,7 @@ def _result(worker: Worker, pipeline: int, batch: int, collector: Collector | No
     for rank in range(worker.world.size):
         if rank != worker.world.rank:
             sent = result_key(worker.placement, rank, pipeline, batch)
-            worker.links[sent.seat].send(sent, result)
+            worker.links[sent.target].send(sent, result)
     return result
 
 

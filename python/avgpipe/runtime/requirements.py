@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from avgpipe.errors import nearest
-from avgpipe.links.choose import NAMES as LINKS
-from avgpipe.links.choose import ON_CUDA as CUDA_LINKS
+from avgpipe.links import NAMES as LINKS
+from avgpipe.links import ON_CUDA as CUDA_LINKS
+from avgpipe.links import ON_HOST as HOST_LINKS
 from avgpipe.plan import Plan
 from avgpipe.runtime.options import TrainingOptions
 
@@ -91,9 +92,8 @@ def check_device(
     if device.type == "cuda":
         options.compiler.refuse_cuda_graphs(layers)
     elif options.link in CUDA_LINKS:
-        raise ValueError(
-            f"link {options.link!r} needs CUDA, not device {str(device)!r}: use 'auto', 'shm' or 'gloo'"
-        )
+        others = " or ".join(map(repr, ("auto", *HOST_LINKS)))
+        raise ValueError(f"link {options.link!r} needs CUDA, not device {str(device)!r}: use {others}")
     if not options.cuda_graphs:
         return
     if options.recompute != "never":

@@ -233,4 +233,4 @@ class Scheduler:
         if not keys:
             return "the other pipelines of this worker to finish their round of averaging"
         key, name = keys[0], self._placement.name
-        return f"{key} from {name(key.source)} (pipeline {key.pipeline}, {name(key.seat)})"
+        return f"{key} from {name(key.source)} (pipeline {key.pipeline}, {name(key.target)})"

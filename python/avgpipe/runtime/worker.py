@@ -63,7 +63,7 @@ class Worker:
         into = [self._channels_into(rank) for rank in range(world.size)]
         ranks = [placement.rank_of(n) for n in range(len(placement.replicas))]
         self._links = Links(world, ranks, into, device, options.link, options.wire_dtype)
-        self.links, self.mailbox = self._links.by_seat, self._links.mailbox
+        self.links, self.mailbox = self._links.by_replica, self._links.mailbox
         self.streams = streams_of(device)
         self.notice = NonfiniteNotice(world, placement, not options.skip_nonfinite)
         self.trained: dict[tuple[int, int], TrainedStage] = {}

@@ -7,6 +7,7 @@ from math import ceil
 from typing import Any
 
 from avgpipe import units
+from avgpipe.links import ON_HOST
 
 SCHEDULES = (
     "1f1b",
@@ -22,7 +23,7 @@ ROWS = (*SCHEDULES, *SYSTEMS, *TORCH)
 ALL = "all"  # in place of the names of rows
 # The schedules for which both sides have a row; each system more takes its time.
 DEFAULT = (*SCHEDULES[:3], *(name for name in TORCH if name != "torch-advance-forward"))
-LINKS = ("auto", "shm", "gloo")
+LINKS = ("auto", *ON_HOST)
 CHUNKS = 2  # of a rank in the interleaved schedules
 MIN_ACTIVATION_BYTES = 64
 

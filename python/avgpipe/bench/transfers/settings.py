@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from avgpipe.links import ON_HOST
 from avgpipe.units import parse_bytes
 
-LINKS = ("shm", "gloo", "local")
+LINKS = (*ON_HOST, "local")
 LATENCY_BYTES = 1024
 SIZES = (2**18, 2**20, 2**22, 2**24, 2**26)
 COPIES = 16  # of the largest message that both processes hold at once, at most, all rows together

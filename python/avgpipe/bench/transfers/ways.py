@@ -156,7 +156,7 @@ def through_group(peers: Peers, spins: bool) -> Through:
     assert isinstance(group, dist.ProcessGroup)
     mailbox = Mailbox(None, _ALONE if spins else _CROWDED)
     ends = peers.into(peers.rank), peers.into(peers.other)
-    link = GroupLink(group, peers.other, 2, *ends, _CPU, mailbox, peers.lost, None)
+    link = GroupLink(group, peers.other, *ends, _CPU, mailbox, peers.lost, None)
     return Through(peers, link, mailbox)
 
 

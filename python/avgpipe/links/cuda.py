@@ -1,6 +1,7 @@
-"""CUDA between processes of one host that share a device: tensors stay in its memory, control goes through the ring.
+"""Links between CUDA devices.
 
-The sender copies into a slot of device memory, which the receiver opens once and reads in place:
+Processes of one host that share a device: tensors stay in its memory, control goes through the ring. The sender copies
+into a slot of device memory, which the receiver opens once and reads in place:
 
     sender's lane     F3 ── record ── F4 ...
     its copy stream         └ wait ─ wait(free) ── copy into the slot ── record(full)      then: publish
@@ -9,6 +10,12 @@ The sender copies into a slot of device memory, which the receiver opens once an
 A slot belongs to a slot of the ring, so it is lent and given back with that one's lease: when the last tensor that
 reads it is gone. The host waits for nothing. Memory and handles are the driver's own: torch's sharing of CUDA tensors
 counts references in a named file of shared memory, which would stay behind a process that is killed.
+
+Processes that have a GPU each: tensors travel by NCCL, what they are by another link. There is a communicator for each
+directed edge between two workers, so that neither direction waits for the other. Within one, receives must be posted
+in the order of the sends: messages are numbered per edge, and the scheduler's thread, which issues all NCCL calls,
+posts the receive for each as soon as its number and format arrive. NCCL works on streams of its own: neither lane nor
+host waits, and the receiver's lane waits on the device when it takes the message. Not run on several GPUs yet.
 """
 
 from __future__ import annotations
@@ -17,24 +24,29 @@ import ctypes
 import secrets
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
-from avgpipe import device as streams
-from avgpipe.device import Handed
-from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Channel, Key
-from avgpipe.links.shared import Inbox, SharedLink
-from avgpipe.links.wire import Decoder, Format, padded
-from avgpipe_ext import pack, unpack_
+from avgpipe import device as devices
+from avgpipe.device import Handed, device_id, select
+from avgpipe.links.link import Link, Mailbox, Transport
+from avgpipe.links.message import Channel, Decoder, Encoder, Format, Key, Message, narrowed, padded
+from avgpipe.links.shared import Inbox, SharedLink, SharedTransport
 
 HANDLE_BYTES = 64  # of memory and of an event
 _RECORD_BYTES = 4 * HANDLE_BYTES  # a slot's capacity, and the handles of its memory and its two events
 _SMALLEST = 64 << 10
 _LAZY_PEER_ACCESS = 1
-_BY_HOST = "R"  # results of evaluations are small, mostly on the CPU, and stay with the caller
+_BY_HOST = Message.RESULT  # results of evaluations are small, mostly on the CPU, and stay with the caller
+
+Edge = tuple[int, int]  # ranks: from, to
+
+
+# ---- processes that share a device -------------------------------------------------------------------------------
 
 
 class Slot(NamedTuple):
@@ -84,7 +96,7 @@ class CudaIpcLink(SharedLink):
     ) -> None:
         super().__init__(inbox, incoming, peer, outbox, device, mailbox, wire_dtype)
         self._device, self._slots = device, slots
-        self._copies = streams.cuda.Stream(device)
+        self._copies = devices.cuda.Stream(device)
         self._outgoing_slots: dict[tuple[Channel, int], Slot] = {}  # by the address of the ring's slot
         self._copying: deque[tuple[Any, list[torch.Tensor]]] = deque()
         for n, (channel, receiver, decoder) in enumerate(self._incoming):
@@ -116,11 +128,11 @@ class CudaIpcLink(SharedLink):
         return slot
 
     def _copy(self, slot: Slot, format: Format, tensors: list[torch.Tensor]) -> None:
-        cuda = streams.cuda
+        cuda = devices.cuda
         self._copies.wait_stream(cuda.current_stream(self._device))
         self._copies.wait_event(slot.free)
         with cuda.stream(self._copies):
-            write(format, tensors, slot.memory)
+            format.write(tensors, slot.memory)
             slot.full.record(self._copies)
         # The lane goes on and may drop them, or give their slot back: kept until the copy has read them.
         self._copying.append((slot.full, tensors))
@@ -138,14 +150,14 @@ class _SlotDecoder(Decoder):
         self._headers, self._slots, self._reader = headers, slots, device
         self._opened: dict[bytes, Slot] = {}
 
-    def decode(self, number: int, text_bytes: int, buffer: Any, offset: int = 0) -> Handed:
-        data = ctypes.string_at(ctypes.addressof(buffer), _RECORD_BYTES + text_bytes)
+    def decode(self, number: int, text_bytes: int, memory: Any, offset: int = 0) -> Handed:
+        data = bytes(memoryview(memory)[: _RECORD_BYTES + text_bytes])
         record = data[:_RECORD_BYTES]
         slot = self._opened.get(record)
         if slot is None:
             slot = self._opened[record] = self._slots.open(record)
         return _Arrived(
-            self._slots, slot, self._headers.format(number, data[_RECORD_BYTES:]), buffer, self._reader
+            self._slots, slot, self._headers.format(number, data[_RECORD_BYTES:]), memory, self._reader
         )
 
 
@@ -159,32 +171,10 @@ class _Arrived(Handed):
         self._slots, self._slot, self._format = slots, slot, format
 
     def received(self) -> Any:
-        stream = streams.cuda.current_stream(self._device)
+        stream = devices.cuda.current_stream(self._device)
         stream.wait_event(self._ready)
-        return read(self._format, self._slots.lend(self._slot, self.value, stream))
-
-
-def write(format: Format, tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
-    """Copy a message's tensors to their places in flat memory."""
-    for tensor, place in zip(tensors, format.places):
-        if place.cast is not None and place.bytes:
-            pack([tensor.resolve_neg()], out=place.on(memory))
-        elif place.bytes:
-            place.on(memory).view(place.shape).copy_(tensor, non_blocking=True)
-
-
-def read(format: Format, memory: torch.Tensor) -> Any:
-    """The message in flat memory; tensors that travelled as they are are views of it."""
-    tensors = []
-    for place in format.places:
-        if place.count == 0 or place.cast is not None:
-            value = torch.empty(place.shape, dtype=place.dtype, device=memory.device)
-            if place.count:
-                unpack_(place.on(memory), [value])
-        else:
-            value = place.on(memory).view(place.shape)
-        tensors.append(value.requires_grad_() if place.requires_grad else value)
-    return format.build(tensors)
+        memory = self._slots.lend(self._slot, self.value, stream)
+        return self._format.read(memory, 0, memory.device)
 
 
 class DeviceSlots:
@@ -209,7 +199,7 @@ class DeviceSlots:
         size = 1 << (size - 1).bit_length()  # messages that grow outgrow few slots
         with torch.cuda.device(self._device):
             pointer = self._driver.allocate(size)
-            full, free = (streams.cuda.Event(interprocess=True) for _ in range(2))
+            full, free = (devices.cuda.Event(interprocess=True) for _ in range(2))
             handles = self._driver.handle(pointer) + full.ipc_handle() + free.ipc_handle()
         memory = self._tensor(_Memory(pointer, size))
         return Slot(memory, full, free, size.to_bytes(HANDLE_BYTES, "little") + handles)
@@ -223,7 +213,7 @@ class DeviceSlots:
         )
         with torch.cuda.device(self._device):
             pointer = self._driver.open(memory)
-            opened = [streams.cuda.Event.from_ipc_handle(self._device, handle) for handle in (full, free)]
+            opened = [devices.cuda.Event.from_ipc_handle(self._device, handle) for handle in (full, free)]
         tensor = self._tensor(_Memory(pointer, int.from_bytes(size, "little")))
         return Slot(tensor, opened[0], opened[1], record)
 
@@ -253,10 +243,6 @@ class DeviceSlots:
         torch.cuda.current_stream(self._device).wait_event(slot.full)
         if bytes(slot.memory[:HANDLE_BYTES].tolist()).hex() != offer["token"]:
             raise ValueError("what its device memory holds is not what it wrote there")
-
-
-def device_id(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class _Memory:
@@ -323,3 +309,203 @@ class _Driver:
             self._error(status, ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
             raise OSError(f"{doing}: {reason} (CUDA error {status})")
+
+
+class IpcTransport(Transport):
+    """Slots in the memory of a device that processes of one host share."""
+
+    def offer(self) -> Any:
+        self._slots = DeviceSlots(self.device)
+        return self._slots.offer()
+
+    def open(self, rank: int, offers: Sequence[Any]) -> None:
+        if rank not in self._shared.opened:
+            raise ValueError("no shared memory with it")
+        self._slots.check(offers[rank])
+
+    def link(
+        self,
+        rank: int,
+        mailbox: Mailbox,
+        device: torch.device,
+        wire_dtype: torch.dtype | None,
+        others: Sequence[Transport],
+    ) -> CudaIpcLink:
+        return CudaIpcLink(*self._shared.ends(rank), device, mailbox, wire_dtype, self._slots)
+
+    @property
+    def _shared(self) -> SharedTransport:
+        shared = self.below["shm"]
+        assert isinstance(shared, SharedTransport)
+        return shared
+
+
+# ---- processes that have a device each ---------------------------------------------------------------------------
+
+
+def edge_groups(
+    edges: Sequence[Edge], device: torch.device, timeout_s: float, backend: str = "nccl"
+) -> dict[Edge, dist.ProcessGroup]:
+    """A communicator for each of ``edges``, which all ranks name alike; made and tried now, not in mid-run."""
+    select(device)  # for whichever thread connects
+    limit = timedelta(seconds=timeout_s)
+    groups = {edge: dist.new_group(list(edge), timeout=limit, backend=backend) for edge in edges}
+    for edge, group in groups.items():
+        token = torch.zeros(1, device=device)
+        if dist.get_rank() == edge[0]:
+            dist.send(token, edge[1], group=group)
+        elif dist.get_rank() == edge[1]:
+            dist.recv(token, edge[0], group=group)
+    return groups
+
+
+class NcclLink(Link):
+    """Connects this worker with rank ``peer``. ``control`` makes the link that carries formats, given its mailbox."""
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        control: Callable[[Mailbox], Link],
+        groups: dict[Edge, dist.ProcessGroup],
+        peer: int,
+        device: torch.device,
+        mailbox: Mailbox,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        me = dist.get_rank()
+        self._out, self._in = groups.get((me, peer)), groups.get((peer, me))
+        self._peer, self._device, self._mailbox, self._wire_dtype = peer, device, mailbox, wire_dtype
+        self._encoders: dict[Channel, Encoder] = {}
+        self._decoders: dict[Channel, Decoder] = {}
+        self._sent = self._received = 0  # messages
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self._announced: dict[int, tuple[Key, int, str]] = {}  # by number
+        self._intake = _Intake(mailbox)
+        self._control = control(self._intake)
+        mailbox.sources.append(self._collect)  # after the control link's own
+
+    def send(self, key: Key, value: Any) -> None:
+        channel = Channel.of(key)
+        encoder = self._encoders.get(channel)
+        if encoder is None:
+            encoder = self._encoders[channel] = Encoder(narrowed(channel, self._wire_dtype))
+        number, format, text, tensors = encoder.encode(value)
+        if format.bytes:
+            # Made on the lane's stream; NCCL's waits for that, and keeps the buffer until it has read it.
+            buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._device)
+            format.write(tensors, buffer)
+            self._sending.append((dist.isend(buffer, self._peer, group=self._out), buffer))
+        self._control.send(key, [torch.tensor([self._sent, number]), text.decode()])
+        self._sent += 1
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+
+    def _collect(self) -> None:
+        while self._intake.arrived:
+            key, (numbers, text) = self._intake.arrived.popleft()
+            sent, number = numbers.tolist()
+            self._announced[sent] = key, number, text
+        while (next_one := self._announced.pop(self._received, None)) is not None:
+            self._received += 1
+            self._post(*next_one)
+
+    def _post(self, key: Key, number: int, text: str) -> None:
+        channel = Channel.of(key)
+        decoder = self._decoders.get(channel)
+        if decoder is None:
+            decoder = self._decoders[channel] = Decoder(narrowed(channel, self._wire_dtype), self._device)
+        format = decoder.format(number, text.encode())
+        buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._device)
+        work = dist.irecv(buffer, self._peer, group=self._in) if format.bytes else None
+        self._mailbox.put(key, _Posted(buffer, work, format, self._device))
+
+    def leave(self) -> None:
+        self._control.leave()
+
+    def close(self, patience_s: float) -> None:
+        self._mailbox.sources.remove(self._collect)
+        self._control.close(patience_s)
+
+
+class _Posted(Handed):
+    """A message whose receive is posted. ``value``: the buffer."""
+
+    __slots__ = ("_format",)
+
+    def __init__(self, buffer: torch.Tensor, work: Any, format: Format, device: torch.device) -> None:
+        super().__init__(buffer, work, device)
+        self._format = format
+
+    def received(self) -> Any:
+        if self._ready is not None:
+            self._ready.wait()  # on CUDA the current stream waits, not the host
+        if self.value.is_cuda:
+            # Allocated on the stream that was current when the receive was posted, read on this one.
+            self.value.record_stream(devices.cuda.current_stream(self._device))
+        return self._format.read(self.value, 0, self.value.device)
+
+
+class _Intake(Mailbox):
+    """The mailbox of the control link: what arrives waits for the scheduler's thread."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox, self.bell, self.sources = mailbox, mailbox.bell, mailbox.sources
+        self.arrived: deque[tuple[Key, Any]] = deque()
+
+    def put(self, key: Key, value: Any) -> None:
+        self.arrived.append((key, value))
+
+    def deliver(self, key: Key, value: Any) -> None:
+        self.arrived.append((key, value))
+        self._mailbox.bell.ring()
+
+    def fail(self, failure: BaseException, source: int | None = None) -> None:
+        self._mailbox.fail(failure, source)
+
+
+def nccl_offer(device: torch.device) -> dict[str, Any]:
+    """Return what other workers must know of this one's device to use NCCL with it."""
+    return {"device": device_id(device), "nccl": dist.is_nccl_available()} if device.type == "cuda" else {}
+
+
+def nccl_joins(offers: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all workers, by what they offer, have NCCL and a CUDA device each: it refuses two on one device."""
+    devices = [offer.get("device") for offer in offers]
+    return None not in devices and len(set(devices)) == len(devices) and all(o.get("nccl") for o in offers)
+
+
+class NcclTransport(Transport):
+    """A communicator for each edge, where every worker has a GPU of its own."""
+
+    _edges: dict[Edge, dist.ProcessGroup] | None = None
+
+    def offer(self) -> Any:
+        return nccl_offer(self.device)
+
+    def open(self, rank: int, offers: Sequence[Any]) -> None:
+        offered = [offer or {} for offer in offers]
+        if not nccl_joins(offered):
+            devices = len({offer.get("device") for offer in offered} - {None})
+            raise ValueError(
+                f"it needs NCCL and a GPU for each of {len(offers)} workers, which have {devices}"
+            )
+
+    def link(
+        self,
+        rank: int,
+        mailbox: Mailbox,
+        device: torch.device,
+        wire_dtype: torch.dtype | None,
+        others: Sequence[Transport],
+    ) -> NcclLink:
+        if self._edges is None:  # for the first link, which all ranks make now
+            ranks, limit_s = self.topology.ranks, self.world.timeout_s
+            edges = sorted({(ranks[c.source], ranks[c.target]) for into in self.topology.into for c in into})
+            self._edges = self.world.connect(lambda: edge_groups(edges, device, limit_s))
+        host = next(n for n, other in enumerate(others) if not isinstance(other, IpcTransport))
+
+        def control(intake: Mailbox) -> Link:
+            return others[host].link(rank, intake, torch.device("cpu"), None, others[host + 1 :])
+
+        return NcclLink(control, self._edges, rank, device, mailbox, wire_dtype)
