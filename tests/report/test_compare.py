@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from avgpipe.report.compare import DOES_NOT_FIT, FAILED, Figures, Outcome, spell
+from avgpipe.report.compare import DOES_NOT_FIT, FAILED, Figures, Outcome, format_figure
 from tests.report.comparisons import PLAIN, at, compared, reaching
 
 SUMMARY = {
@@ -91,4 +91,4 @@ def test_json_has_a_row_for_every_system():
     [(0, "0"), (0.012345, "0.0123"), (1.234, "1.23"), (12.34, "12.3"), (99.96, "100"), (1234.5, "1234"), (-3, "-3.00")],
 )  # fmt: skip
 def test_numbers_have_three_digits(value, text):
-    assert spell(value) == text
+    assert format_figure(value) == text

@@ -2,8 +2,7 @@
 
 import pytest
 
-from avgpipe.report.compare import DOES_NOT_FIT, FAILED, Outcome
-from avgpipe.report.compare_advice import advice, listed
+from avgpipe.report.compare import DOES_NOT_FIT, FAILED, Outcome, advice, listed
 from tests.report.comparisons import REPLICAS, at, compared, reaching
 
 MIB = 2**20

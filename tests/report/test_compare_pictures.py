@@ -2,8 +2,7 @@
 
 import pytest
 
-from avgpipe.report.compare_curves import COLORS, Curve, Point, plot_curves
-from avgpipe.report.compare_timelines import plot_timelines
+from avgpipe.report.pictures import COLORS, Curve, Point, plot_curves, plot_timelines
 from avgpipe.timeline.timeline import Event, Timeline
 
 
@@ -137,7 +136,7 @@ def test_the_stretch_is_a_typical_one():
 def test_pipelines_have_hues_of_their_own():
     figure = plot_timelines({"avgpipe": steady(12, 0.1, pipelines=2)}, "")
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["forward", "backward", "update, averaging", "pipeline 0", "pipeline 1"]
+    assert names == ["pipeline 0", "pipeline 1", "forward", "backward", "update"]
     from matplotlib.colors import to_hex
 
     colors = {to_hex(c) for collection in figure.axes[0].collections for c in collection.get_facecolor()}

@@ -4,8 +4,17 @@ import io
 
 from rich.console import Console
 
-from avgpipe.report.compare import DOES_NOT_FIT, OK, OUT_OF_MEMORY, Outcome
-from avgpipe.report.compare_text import cells, headings, markdown, notes, table
+from avgpipe.report.compare import (
+    DOES_NOT_FIT,
+    OK,
+    OUT_OF_MEMORY,
+    Outcome,
+    cells,
+    headings,
+    markdown,
+    notes,
+    table,
+)
 from tests.report.comparisons import PLAIN, REPLICAS, at, compared, reaching
 
 BIG = Outcome("ea-pipe", DOES_NOT_FIT, at(99, pipelines=2, micro_batches=1), "needs 3.12 GiB")

@@ -28,11 +28,18 @@ from avgpipe.cli.folder import read_metrics, strict_json
 from avgpipe.cli.resolve import check_device, check_folder, joined_ranks, resolve
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
-from avgpipe.report.compare import DOES_NOT_FIT, OK, Comparison, Figures, Outcome
-from avgpipe.report.compare_advice import advice
-from avgpipe.report.compare_curves import Curve, plot_curves
-from avgpipe.report.compare_text import markdown, notes, table
-from avgpipe.report.compare_timelines import plot_timelines
+from avgpipe.report.compare import (
+    DOES_NOT_FIT,
+    OK,
+    Comparison,
+    Figures,
+    Outcome,
+    advice,
+    markdown,
+    notes,
+    table,
+)
+from avgpipe.report.pictures import Curve, plot_curves, plot_timelines
 from avgpipe.systems import SYSTEMS
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.units import format_bytes

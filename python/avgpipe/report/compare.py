@@ -1,24 +1,37 @@
-"""Systems side by side on the same work: the figures of each run, and which is best in what."""
+"""Systems side by side on the same work: the figures of each run, one sentence of advice, and the text of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from avgpipe.units import format_bytes
+from avgpipe.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # What became of a system. Only OK ones are ranked.
 OK, DOES_NOT_FIT, REFUSED, OUT_OF_MEMORY = "ok", "does not fit", "refused", "out of memory"
 KILLED, FAILED, INTERRUPTED, NOT_RUN = "killed", "failed", "interrupted", "not run"
+CLOSE = 0.05  # runs of one system on one machine differ by as much
+_APART = f"less than {100 * CLOSE:.0f} % apart"
+_TEXTS = (0, 2)  # columns of the table that are no numbers
+_SHORT_S = 20.0
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run came to. replicas: that share a stage's micro-batches, at most, or pipelines with
-    workers of their own. epochs: may end in a part of one. train_s: seconds
-    of training. peak_memory_bytes: of the worker that had most. busy_fraction: mean of the workers, 0..1. metric,
-    best_metric: of the last validation and of the best one; None where it was not finite.
+    """What a run came to.
+
+    Attributes:
+        replicas: Those that share a stage's micro-batches, at most, or pipelines with workers of their own.
+        epochs: May end in a part of one.
+        train_s: Seconds of training.
+        peak_memory_bytes: Of the worker that had most.
+        busy_fraction: Mean of the workers, 0..1.
+        metric: Of the last validation; None where it was not finite.
+        best_metric: Of the best validation.
     """
 
     stages: int
@@ -74,8 +87,12 @@ class Figures:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a system; ``reason`` says it in a few words unless ``status`` is OK, and figures are there for OK
-    and DOES_NOT_FIT. ``warnings``: of its run.
+    """What became of a system.
+
+    Attributes:
+        figures: There for OK and DOES_NOT_FIT.
+        reason: A few words, unless ``status`` is OK.
+        warnings: Those of its run.
     """
 
     system: str
@@ -86,21 +103,24 @@ class Outcome:
 
 
 class Column(NamedTuple):
-    """``highest``: whether high values are good."""
+    """A column of the table."""
 
     key: str
     heading: str
     value: Callable[[Figures], float | None]
-    spell: Callable[[float], str]
-    highest: bool
+    format: Callable[[float], str]
+    highest: bool = False  # whether high values are good
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """``outcomes`` of all systems, in the order in which they were asked for.
+    """The outcomes of all systems, in the order in which they were asked for.
 
-    trivial: the metric of the best answer that looks at no input, or None. target: of the metric. what: the workload
-    in words. memory_limit_bytes: of a worker.
+    Attributes:
+        what: The workload in words.
+        trivial: The metric of the best answer that looks at no input, or None.
+        target: Of the metric.
+        memory_limit_bytes: Of a worker.
     """
 
     what: str
@@ -127,23 +147,19 @@ class Comparison:
         return [(o.system, o.figures) for o in self.outcomes if o.status == OK and o.figures is not None]
 
     def columns(self) -> list[Column]:
-        """Of figures, in the order of the table; those of the target only if there is one."""
-        high = not self.lower_is_better
-        target = [
-            Column(
-                "epochs_to_target", "epochs to target", lambda f: f.epochs_to_target, "{:g}".format, False
-            ),
-            Column("seconds_to_target", "s to target", lambda f: f.seconds_to_target, spell, False),
+        """Figures in the order of the table; those of the target only if there is one."""
+        high, share = not self.lower_is_better, lambda share: f"{100 * share:.0f} %"
+        columns = [
+            Column("epoch_seconds", "s/epoch", lambda f: f.epoch_s, format_figure),
+            Column("samples_per_second", "samples/s", lambda f: f.samples_per_s, format_figure, True),
+            Column("epochs_to_target", "epochs to target", lambda f: f.epochs_to_target, "{:g}".format),
+            Column("seconds_to_target", "s to target", lambda f: f.seconds_to_target, format_figure),
+            Column("peak_memory_bytes", "peak memory", lambda f: f.peak_memory_bytes, format_bytes),
+            Column("busy_fraction", "busy", lambda f: f.busy_fraction, share, True),
+            Column("best_metric", f"best {self.metric_name}", lambda f: f.best_metric, format_figure, high),
+            Column("metric", f"last {self.metric_name}", lambda f: f.metric, format_figure, high),
         ]
-        return [
-            Column("epoch_seconds", "s/epoch", lambda f: f.epoch_s, spell, False),
-            Column("samples_per_second", "samples/s", lambda f: f.samples_per_s, spell, True),
-            *(target if self.target is not None else []),
-            Column("peak_memory_bytes", "peak memory", lambda f: f.peak_memory_bytes, format_bytes, False),
-            Column("busy_fraction", "busy", lambda f: f.busy_fraction, spell_share, True),
-            Column("best_metric", f"best {self.metric_name}", lambda f: f.best_metric, spell, high),
-            Column("metric", f"last {self.metric_name}", lambda f: f.metric, spell, high),
-        ]
+        return columns if self.target is not None else columns[:2] + columns[4:]
 
     def best_systems(self, column: Column) -> list[str]:
         """Who has the best value of a column among those ranked; nobody where there are fewer than two values."""
@@ -167,7 +183,7 @@ class Comparison:
         ]
 
 
-def spell(value: float) -> str:
+def format_figure(value: float) -> str:
     """Three digits, or all before the point: 0.0123, 1.23, 12.3, 1234."""
     size = abs(value)
     if size >= 10 or value == 0:
@@ -175,5 +191,222 @@ def spell(value: float) -> str:
     return f"{value:.2f}" if size >= 1 else f"{value:.3g}"
 
 
-def spell_share(share: float) -> str:
-    return f"{100 * share:.0f} %"
+def listed(names: Sequence[str]) -> str:
+    """Join names: "a", "a and b", "a, b and c"."""
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
+
+
+# ---- advice --------------------------------------------------------------------------------------------------
+
+
+def advice(comparison: Comparison) -> str:
+    """The system that reached the target first, else the fastest; differences within ``CLOSE`` are called none."""
+    ranked = dict(comparison.ranked)
+    if len(ranked) < 2:
+        return f"Advice: none, for {listed(list(ranked)) or 'no system'} gave figures to rank{' alone' * len(ranked)}."
+    times = _known(ranked, lambda f: f.seconds_to_target)
+    if times:
+        return f"Advice: {_by_target(times)}."
+    speeds = _known(ranked, lambda f: f.samples_per_s)
+    if not speeds:
+        return "Advice: none, for no system trained long enough to be timed."
+    return f"Advice: {_by_speed(comparison, ranked, speeds)}."
+
+
+def _known(ranked: Mapping[str, Figures], value: Callable[[Figures], float | None]) -> dict[str, float]:
+    return {name: found for name, figures in ranked.items() if (found := value(figures)) is not None}
+
+
+def _ratio(ratio: float, more: str, times: str) -> str:
+    return f"{100 * (ratio - 1):.0f} % {more}" if ratio < 2 else f"{ratio:.1f} times {times}"
+
+
+def _by_target(times: Mapping[str, float]) -> str:
+    order = sorted(times, key=times.__getitem__)
+    first = order[0]
+    level = [name for name in order if times[name] <= times[first] * (1 + CLOSE)]
+    when = f"after {format_figure(times[first])} s of training"
+    if len(order) == 1:
+        return f"only {first} reached the target, {when}: use it"
+    if len(level) > 1:
+        return f"{listed(level)} reached the target first, {when}, {_APART}: take any of them"
+    longer = _ratio(times[order[1]] / times[first], "longer", "as long")
+    return f"{first} reached the target first, {when}; {order[1]} needed {longer}: use {first}"
+
+
+def _by_speed(comparison: Comparison, ranked: Mapping[str, Figures], speeds: Mapping[str, float]) -> str:
+    order = sorted(speeds, key=speeds.__getitem__, reverse=True)
+    fastest = [name for name in order if speeds[name] * (1 + CLOSE) >= speeds[order[0]]]
+    sentence = _who_is_fastest(fastest, order, speeds)
+    learner = _learned_more(comparison, ranked, fastest)
+    if learner is not None:
+        return f"{sentence}, but {learner}: a --target would tell which gets there first"
+    for name in fastest:
+        if ranked[name].stages == 1 and ranked[name].replicas > 1:
+            simplest = "" if len(fastest) == 1 else f", {name} is the simplest of them"
+            return f"{sentence}{simplest}, and its model fits into each worker: use it"
+    if len(fastest) == 1:
+        return f"{sentence}: use it"
+    return f"{sentence}: {_least_memory({name: ranked[name].peak_memory_bytes for name in fastest})}"
+
+
+def _who_is_fastest(fastest: Sequence[str], order: Sequence[str], speeds: Mapping[str, float]) -> str:
+    if len(fastest) > 1:
+        return f"{listed(fastest)} are equally fast here ({_APART})"
+    if len(order) == 1:
+        return f"{order[0]} is fastest here"
+    ahead = _ratio(speeds[order[0]] / speeds[order[1]], "faster than", "as fast as")
+    return f"{order[0]} is fastest here, {ahead} {order[1]}"
+
+
+def _learned_more(
+    comparison: Comparison, ranked: Mapping[str, Figures], fastest: Sequence[str]
+) -> str | None:
+    """Say that another system than the fastest has a metric that is better by more than ``CLOSE``, if one has.
+
+    Where none beats the trivial answer metrics say nothing yet; None then.
+    """
+    metrics = _known(ranked, lambda f: f.best_metric)
+    if not comparison.beaten_trivial or not all(name in metrics for name in fastest):
+        return None
+    choose = min if comparison.lower_is_better else max
+    best, ours = choose(metrics, key=metrics.__getitem__), choose(metrics[name] for name in fastest)
+    if best in fastest or abs(metrics[best] - ours) <= CLOSE * abs(ours):
+        return None
+    figures = f"{comparison.metric_name} {format_figure(metrics[best])} against {format_figure(ours)}"
+    return f"{best} learned more from the same samples ({figures})"
+
+
+def _least_memory(memory: Mapping[str, int]) -> str:
+    least = min(memory, key=memory.__getitem__)
+    others = min(size for name, size in memory.items() if name != least)
+    if others <= memory[least] * (1 + CLOSE):
+        return "take any of them"
+    return f"use {least}, which needs least memory ({format_bytes(memory[least])})"
+
+
+# ---- text ----------------------------------------------------------------------------------------------------
+
+
+def headings(comparison: Comparison) -> list[str]:
+    return ["system", "K/N/M", "schedule", *(column.heading for column in comparison.columns())]
+
+
+def cells(comparison: Comparison, outcome: Outcome) -> list[tuple[str, bool]]:
+    """The text of each cell of a system's row, and whether it is the best of its column."""
+    columns, figures = comparison.columns(), outcome.figures
+    if figures is None:
+        texts = [outcome.system, "-", outcome.status, *["-"] * len(columns)]
+        return [(text, False) for text in texts]
+    place = f"{figures.stages}/{figures.pipelines}/{figures.micro_batches}"
+    row = [(outcome.system, False), (place, False), (_schedule(outcome, figures), False)]
+    for column in columns:
+        value = column.value(figures)
+        best = outcome.system in comparison.best_systems(column)
+        row.append(("-" if value is None else column.format(value), best))
+    return row
+
+
+def _schedule(outcome: Outcome, figures: Figures) -> str:
+    if outcome.status == DOES_NOT_FIT:
+        return f"does not fit: {outcome.reason}"
+    if figures.replicas == 1:
+        return figures.schedule
+    return f"{figures.replicas} replicas" + (f", {figures.schedule}" if figures.stages > 1 else "")
+
+
+def table(comparison: Comparison) -> Table:
+    """For rich; a star marks the best of each column."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(headings(comparison)):
+        made.add_column(
+            heading.replace(" ", "\n", 1),
+            justify="left" if number in _TEXTS else "right",
+            no_wrap=number == 0,
+            overflow="fold",
+        )
+    for outcome in comparison.outcomes:
+        row = cells(comparison, outcome)
+        texts = [f"[bold]{text}*[/bold]" if best else f"{text} " for text, best in row]
+        made.add_row(*texts, style="" if outcome.status == OK else "dim")
+    return made
+
+
+def markdown(comparison: Comparison) -> str:
+    """The table, the best of each column in bold, the notes as a list and the advice; ends in a line break."""
+    head = headings(comparison)
+    lines = [f"# {comparison.what}: systems compared", "", _line(head)]
+    lines.append(_line(["---" if number in _TEXTS else "---:" for number in range(len(head))]))
+    for outcome in comparison.outcomes:
+        row = cells(comparison, outcome)
+        lines.append(_line([f"**{text}**" if best else text for text, best in row]))
+    lines += ["", *(f"- {note}" for note in notes(comparison)), "", advice(comparison)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |"
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Sentences: what gave no figures and why, what runs warned of, what was equal for all, and what the figures do not
+    say.
+    """
+    lines = [f"{o.system}: {_without_figures(o)}" for o in comparison.outcomes if o.status != OK]
+    lines += [f"{o.system}: {warning}." for o in comparison.outcomes for warning in o.warnings]
+    figures = [figures for _, figures in comparison.ranked]
+    if not figures:
+        return lines
+    lines.append(f"Equal for all: {', '.join(_equal(comparison, figures))}.")
+    if comparison.memory_limit_bytes is not None:
+        limit = format_bytes(comparison.memory_limit_bytes)
+        lines.append(f"Memory limit: {limit} a worker, against the peak that each run had.")
+    lines += _of_learning(comparison)
+    least, shortest = min(f.epochs for f in figures), min(f.train_s for f in figures)
+    if least < 1:
+        lines.append(f"s/epoch is reckoned from {format_figure(least)} of an epoch.")
+    if shortest < _SHORT_S:
+        lines.append(f"The shortest run trained {format_seconds(shortest)}: its start weighs much in that.")
+    lines.append(
+        "Peak memory: of the worker that had most. Busy: mean of the workers. Seconds: without validations."
+    )
+    lines.append(
+        "One run of each: on a machine that does other work, too, samples/s vary from run to run, and less than "
+        f"{100 * CLOSE:.0f} % is no difference."
+    )
+    return lines
+
+
+def _without_figures(outcome: Outcome) -> str:
+    if outcome.status == DOES_NOT_FIT:
+        return f"does not fit: {outcome.reason}; left out of the ranking."
+    return f"{outcome.status}{': ' if outcome.reason else ''}{outcome.reason}".rstrip(".") + "."
+
+
+def _equal(comparison: Comparison, figures: Sequence[Figures]) -> Iterator[str]:
+    yield comparison.what
+    yield f"{comparison.workers} worker{'s' if comparison.workers != 1 else ''}"
+    for what, values in (
+        ("seed {}", [f.seed for f in figures]),
+        ("batches of {} samples", [f.batch_size for f in figures]),
+        ("{} batches", [f.batches for f in figures]),
+        ("{} samples", [f.samples for f in figures]),
+    ):
+        if len(set(values)) == 1:
+            yield what.format(values[0])
+        elif comparison.target is not None and what == "{} batches":
+            yield f"the order of batches, {min(values)} to {max(values)} of them, until the target"
+
+
+def _of_learning(comparison: Comparison) -> Iterator[str]:
+    if comparison.target is not None:
+        missed = [name for name, f in comparison.ranked if f.seconds_to_target is None]
+        never = f"; not reached by {listed(missed)}" if missed else ""
+        yield f"Target: {comparison.metric_name} {format_figure(comparison.target)}{never}."
+    if comparison.trivial is not None:
+        trivial = f"{comparison.metric_name} {format_figure(comparison.trivial)}"
+        short = ", and no system beats it: too short a run to judge what they learn"
+        yield f"The best answer that looks at no input has {trivial}{'' if comparison.beaten_trivial else short}."

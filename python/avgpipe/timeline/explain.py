@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import NamedTuple
 
 from avgpipe.timeline.timeline import (
@@ -166,61 +165,43 @@ class Candidate(NamedTuple):
     sentence: str
 
 
-@dataclass(frozen=True)
 class Facts:
-    """What the rules read; ``timeline`` is not empty, with its waits, and from when all stages were recorded."""
+    """What the rules read; ``timeline`` is not empty, with its waits, and from when all rows were recorded.
 
-    timeline: Timeline
+    Attributes:
+        path: Seconds of the critical path, per cause.
+        batches: Those that computed something and so ended in this time.
+        transfers: By receiving stage and "F" or "B", how many messages were sent, and the fastest's seconds on its way.
+    """
 
-    @cached_property
-    def rows(self) -> list[StageTime]:
-        return self.timeline.breakdown()
-
-    @cached_property
-    def path(self) -> dict[Cause, float]:
-        return critical_path(self.timeline)
-
-    @cached_property
-    def makespan_s(self) -> float:
-        return self.timeline.makespan_s
-
-    @cached_property
-    def pipelines(self) -> int:
-        return len({event.pipeline for event in self.timeline.events})
-
-    @cached_property
-    def batches(self) -> int:
-        """Batches that computed something and so ended in this time."""
-        return len({event.batch for event in self.timeline.events if event.kind in COMPUTE_KINDS})
-
-    @cached_property
-    def micro_batches(self) -> int:
-        steps = [e.micro_batch for e in self.timeline.events if e.micro_batch is not None and e.kind == "F"]
-        return 1 + max(steps, default=0)
+    def __init__(self, timeline: Timeline) -> None:
+        events = timeline.events
+        self.timeline, self.makespan_s = timeline, timeline.makespan_s
+        self.rows, self.path = timeline.breakdown(), critical_path(timeline)
+        self.pipelines = len({event.pipeline for event in events})
+        self.batches = len({event.batch for event in events if event.kind in COMPUTE_KINDS})
+        forwards = [event.micro_batch or 0 for event in events if event.kind == EventKind.FORWARD]
+        self.micro_batches = 1 + max(forwards, default=0)
+        self.transfers = _transfers(timeline)
 
     def on_path(self, what: str, detail: str | None = None) -> float:
         """Seconds of the critical path, of all stages."""
         return sum(s for c, s in self.path.items() if c.what == what and detail in (None, c.detail))
 
-    @cached_property
-    def transfers(self) -> dict[tuple[int, str], tuple[int, float]]:
-        """By receiving stage and "F" or "B": how many messages were sent, and the fastest's seconds on its way.
 
-        The fastest had the link for itself. Only what was waited for tells when it came.
-        """
-        messages = messages_of(self.timeline)
-        fastest: dict[tuple[int, str], float] = {}
-        for event in self.timeline.events:
-            sender = sender_of(event, messages) if event.kind == EventKind.RECEIVE else None
-            if sender is not None:
-                edge, way_s = (event.stage, event.detail), max(0.0, event.end_s - sender.end_s)
-                fastest[edge] = min(way_s, fastest.get(edge, way_s))
-        counts = dict.fromkeys(fastest, 0)
-        for stage, _, _, _, kind in messages:
-            edge = (stage + (1 if kind == "F" else -1), kind)
-            if edge in counts:
-                counts[edge] += 1
-        return {edge: (counts[edge], fastest[edge]) for edge in fastest}
+def _transfers(timeline: Timeline) -> dict[tuple[int, str], tuple[int, float]]:
+    """The fastest had the link for itself. Only what was waited for tells when it came."""
+    messages = messages_of(timeline)
+    fastest: dict[tuple[int, str], float] = {}
+    for event in timeline.events:
+        sender = sender_of(event, messages) if event.kind == EventKind.RECEIVE else None
+        if sender is not None:
+            edge, way_s = (event.stage, event.detail), max(0.0, event.end_s - sender.end_s)
+            fastest[edge] = min(way_s, fastest.get(edge, way_s))
+    sent = Counter(
+        (stage + (1 if kind == EventKind.FORWARD else -1), kind) for stage, _, _, _, kind in messages
+    )
+    return {edge: (sent[edge], seconds) for edge, seconds in fastest.items()}
 
 
 def one_thread(facts: Facts) -> Candidate | None:
@@ -340,10 +321,9 @@ def explain(timeline: Timeline) -> str:
     facts = Facts(_recorded_by_all(with_waits(timeline)))
     if facts.timeline.makespan_s == 0:
         return "nothing was recorded"
-    batches = max(1, facts.batches)
     head = (
         f"batches: {facts.batches} in {format_seconds(facts.makespan_s)}, "
-        f"{format_seconds(facts.makespan_s / batches)} per batch; "
+        f"{format_seconds(facts.makespan_s / max(1, facts.batches))} per batch; "
         f"stages: {timeline.stages}, pipelines: {facts.pipelines}, micro-batches: {facts.micro_batches}"
     )
     return "\n".join(

@@ -8,7 +8,7 @@ import math
 import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Light and dark of each pipeline's hue, told apart also by readers who confuse red and green.
-_HUES = (
+HUES = (
     ("#b5d4f0", "#2a6fb0"),  # blue
     ("#fcd9a4", "#d9780f"),  # orange
     ("#b0e0cc", "#1b8a63"),  # green
@@ -31,8 +31,7 @@ _HUES = (
     ("#f5c9c5", "#c0453c"),  # red
     ("#d8d0c1", "#7c6a4c"),  # brown
 )
-_GREYS = ("#d6d6d6", "#7d7d7d")
-_INK = "#333333"
+INK, GREYS = "#333333", ("#d6d6d6", "#7d7d7d")
 _ENTRY_IN, _LETTER_IN = 0.55, 0.062  # of the legend: an entry's patch and spaces, a letter of its words
 _READABLE = 90  # compute events in the fullest row; more become slivers
 _WIDTH_IN, _BAR, _STRIP = 13.0, 0.66, 0.09  # inches; shares of a row's height
@@ -77,20 +76,20 @@ def write_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int) -> N
     write_atomically(path, buffer.getvalue())
 
 
+def dress(axes: Axes, *, without: Sequence[str] = ("top", "right"), grid: str = "both") -> None:
+    """No more lines than needed."""
+    axes.grid(axis=grid, color="#ececec", linewidth=0.8)  # type: ignore[arg-type]  # a plain str
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, labelsize=8)
+    for side in without:
+        axes.spines[side].set_visible(False)
+
+
 def _suffix(path: str | os.PathLike[str]) -> str:
     return Path(path).suffix[1:].lower() or "png"
 
 
 # ---- a timeline ----------------------------------------------------------------------------------------------
-
-
-class _View(NamedTuple):
-    """The drawn stretch of a timeline: its events, cut at the left edge, and the clock at its ends."""
-
-    timeline: Timeline
-    batches: int
-    start_s: float
-    end_s: float
 
 
 def plot_timeline(
@@ -101,13 +100,54 @@ def plot_timeline(
         raise ValueError(
             f"batches={batches!r}: must be an int of at least 1, or None for as many as are readable"
         )
-    figure = new_figure(_WIDTH_IN, 1.5 + 0.6 * timeline.stages)
     if path is not None:
         check_format(f"path={os.fspath(path)!r}", path)
-    _draw(figure.add_subplot(), timeline, _last(timeline, batches or _readable(timeline)))
+    figure = new_figure(_WIDTH_IN, 1.5 + 0.6 * timeline.stages)
+    axes = figure.add_subplot()
+    seen, shown = _last(timeline, batches or _readable(timeline))
+    origin = min((event.start_s for event in timeline.events), default=0.0)
+    unit = draw_rows(axes, seen, origin, labelled=True)
+    axes.set_xlabel(f"time since the first event ({unit})", color=INK)
+    for k, share in enumerate(seen.timeline.worker_busy_fraction):
+        where: dict[str, Any] = {
+            "xycoords": ("axes fraction", "data"),
+            "va": "center",
+            "annotation_clip": False,
+        }
+        axes.annotate(f"busy {100 * share:.0f} %", (1.008, k), fontsize=8, color=INK, **where)
+    pipelines = sorted({event.pipeline for event in timeline.events})
+    lines = _legend(axes, pipelines, seen.timeline.events)
+    total = len({event.batch for event in timeline.events})
+    which = f"batches: {total}" if shown == total else f"last {shown} of {total} batches"
+    axes.set_title(
+        f"stages: {timeline.stages}   pipelines: {len(pipelines)}   {which}   "
+        f"bubbles: {100 * seen.timeline.bubble_fraction:.1f} %",
+        loc="left",
+        pad=12 + 14 * lines,
+        fontsize=10,
+        color=INK,
+    )
     if path is not None:
         write_figure(figure, path, dpi=150)
     return figure
+
+
+class View(NamedTuple):
+    """The drawn stretch of a timeline: its events, and the clock at its ends."""
+
+    timeline: Timeline
+    start_s: float
+    end_s: float
+
+    @classmethod
+    def of(cls, timeline: Timeline, start_s: float, end_s: float, kinds: Collection[str] = ()) -> View:
+        """What ran meanwhile, cut at the ends; of ``kinds``, if any are given."""
+        seen = tuple(
+            e._replace(start_s=max(e.start_s, start_s), end_s=min(e.end_s, end_s))
+            for e in timeline.events
+            if e.end_s > start_s and e.start_s < end_s and (not kinds or e.kind in kinds)
+        )
+        return cls(replace(timeline, events=seen), start_s, end_s)
 
 
 def _readable(timeline: Timeline) -> int:
@@ -129,52 +169,64 @@ def _readable(timeline: Timeline) -> int:
     return max(1, count)
 
 
-def _last(timeline: Timeline, batches: int) -> _View:
-    """From the first computation of the last batches to the end, with whatever else ran meanwhile."""
+def _last(timeline: Timeline, batches: int) -> tuple[View, int]:
+    """From the first computation of the last batches to the end, and how many batches these are."""
     if not timeline.events:
-        return _View(timeline, 0, 0.0, 1.0)
+        return View(timeline, 0.0, 1.0), 0
     chosen = sorted({event.batch for event in timeline.events})[-batches:]
     ours = [event for event in timeline.events if event.batch >= chosen[0]]
     start = min(event.start_s for event in [e for e in ours if e.kind in COMPUTE_KINDS] or ours)
     end = max(event.end_s for event in timeline.events)
-    seen = tuple(e._replace(start_s=max(e.start_s, start)) for e in timeline.events if e.end_s > start)
-    return _View(replace(timeline, events=seen), len(chosen), start, max(end, start + 1e-9))
+    return View.of(timeline, start, max(end, start + 1e-9)), len(chosen)
 
 
 def _hue(pipeline: int) -> tuple[str, str]:
     """Light and dark of a pipeline; past the chosen hues, evenly spread ones."""
     from matplotlib.colors import to_hex
 
-    if 0 <= pipeline < len(_HUES):
-        return _HUES[pipeline]
+    if 0 <= pipeline < len(HUES):
+        return HUES[pipeline]
     angle = pipeline * 0.618034 % 1.0  # steps of the golden ratio never come close to an earlier one soon
     return to_hex(colorsys.hls_to_rgb(angle, 0.82, 0.6)), to_hex(colorsys.hls_to_rgb(angle, 0.4, 0.6))
 
 
-def _draw(axes: Axes, timeline: Timeline, view: _View) -> None:
-    pipelines = sorted({event.pipeline for event in timeline.events})
-    origin = min((event.start_s for event in timeline.events), default=0.0)
+def draw_rows(axes: Axes, view: View, origin_s: float, *, labelled: bool = False) -> str:
+    """Draw a bar for each event, rows from worker 0 down; returns the unit of the axis.
+
+    Args:
+        axes: where to draw.
+        view: what to draw.
+        origin_s: the clock at 0 of the axis.
+        labelled: whether bars carry the numbers of micro-batches where there is room.
+    """
     unit, per_s = time_unit(view.end_s - view.start_s)
-    lanes = pipelines if _share_a_device_at_once(view.timeline.events) else [None]
-    _draw_bars(axes, view, lanes, origin, per_s)
-    _draw_labels(axes, view, lanes, origin, per_s)
-    _dress(axes, view, (view.start_s - origin) * per_s, (view.end_s - origin) * per_s)
-    axes.set_xlabel(f"time since the first event ({unit})", color=_INK)
-    lines = _legend(axes, pipelines, {_look(event) for event in view.timeline.events})
-    total = len({event.batch for event in timeline.events})
-    which = f"batches: {total}" if view.batches == total else f"last {view.batches} of {total} batches"
-    axes.set_title(
-        f"stages: {timeline.stages}   pipelines: {len(pipelines)}   {which}   "
-        f"bubbles: {100 * view.timeline.bubble_fraction:.1f} %",
-        loc="left",
-        pad=12 + 14 * lines,
-        fontsize=10,
-        color=_INK,
-    )
+    events, rows = view.timeline.events, range(view.timeline.stages)
+    lanes = sorted({event.pipeline for event in events}) if _share_a_device_at_once(events) else []
+    needed_s = _label_s(view) if labelled else {}
+    groups: dict[tuple[float, float, int | None, _Look], list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        # For whom a worker waits, or its thread is busy, is no matter of hue.
+        hue = None if event.kind in (EventKind.RECEIVE, EventKind.HOST) else event.pipeline
+        left, width = (event.start_s - origin_s) * per_s, event.seconds * per_s
+        bottom, height = _place(event, lanes)
+        groups[bottom, height, hue, _look(event)].append((left, width))
+        if event.seconds >= needed_s.get(event.kind, math.inf) and event.micro_batch is not None:
+            color = INK if event.kind == EventKind.FORWARD else "white"
+            centre: dict[str, Any] = {"ha": "center", "va": "center"}
+            at = left + width / 2, bottom + height / 2
+            axes.text(*at, str(event.micro_batch), fontsize=7, color=color, zorder=5, **centre)
+    for (bottom, height, hue, look), spans in groups.items():
+        axes.broken_barh(spans, (bottom, height), **_style(look, GREYS if hue is None else _hue(hue)))
+    dress(axes, without=("top", "left", "right"), grid="x")
+    axes.set_xlim((view.start_s - origin_s) * per_s, (view.end_s - origin_s) * per_s)
+    axes.set_ylim(len(rows) - 0.45, -0.5)
+    axes.set_yticks(rows, [view.timeline.label(k) for k in rows])
+    axes.tick_params(axis="y", length=0)
+    return unit
 
 
 def _share_a_device_at_once(events: Iterable[Event]) -> bool:
-    """Whether computations of two pipelines overlap on a stage, beyond what a clock's grain explains."""
+    """Whether computations of two pipelines overlap on a worker, beyond what a clock's grain explains."""
     reached: dict[int, Event] = {}
     for event in sorted((e for e in events if e.kind in COMPUTE_KINDS), key=lambda e: e.start_s):
         before = reached.get(event.worker)
@@ -185,15 +237,15 @@ def _share_a_device_at_once(events: Iterable[Event]) -> bool:
     return False
 
 
-def _place(event: Event, lanes: Sequence[int | None]) -> tuple[float, float]:
+def _place(event: Event, lanes: Sequence[int]) -> tuple[float, float]:
     """Bottom and height of an event's bar; rows have height 1 around the worker's number."""
     top = event.worker - _BAR / 2
     if event.kind == EventKind.HOST:  # the thread's, of whatever pipeline
         return top, _BAR
     if event.kind != EventKind.RECEIVE and event.kind not in COMPUTE_KINDS:
         return event.worker + _BAR / 2 + 0.02, _STRIP
-    height = _BAR / len(lanes)
-    bottom = top + (lanes.index(event.pipeline) * height if len(lanes) > 1 else 0.0)
+    height = _BAR / max(1, len(lanes))
+    bottom = top + (lanes.index(event.pipeline) * height if lanes else 0.0)
     if event.kind == EventKind.RECEIVE:
         return bottom + height * (1 - _BAND) / 2, height * _BAND
     return bottom, height
@@ -237,19 +289,7 @@ def _style(look: _Look, hue: tuple[str, str]) -> dict[str, Any]:
     return styles.get(look, {"facecolor": dark, "edgecolor": dark, "linewidth": 0.7, "zorder": 3})
 
 
-def _draw_bars(axes: Axes, view: _View, lanes: Sequence[int | None], origin: float, per_s: float) -> None:
-    groups: dict[tuple[float, float, int | None, _Look], list[tuple[float, float]]] = defaultdict(list)
-    for event in view.timeline.events:
-        # For whom a worker waits, or its thread is busy, is no matter of hue.
-        hue = None if event.kind in (EventKind.RECEIVE, EventKind.HOST) else event.pipeline
-        span = ((event.start_s - origin) * per_s, event.seconds * per_s)
-        bottom, height = _place(event, lanes)
-        groups[bottom, height, hue, _look(event)].append(span)
-    for (bottom, height, hue, look), spans in groups.items():
-        axes.broken_barh(spans, (bottom, height), **_style(look, _GREYS if hue is None else _hue(hue)))
-
-
-def _labelled(view: _View) -> dict[str, float]:
+def _label_s(view: View) -> dict[str, float]:
     """The kinds whose bars carry numbers, with the seconds that a number needs: most bars must have room for any."""
     seconds: dict[str, list[float]] = defaultdict(list)
     digits = 1
@@ -261,72 +301,33 @@ def _labelled(view: _View) -> dict[str, float]:
     return {kind: needed_s for kind, spans in seconds.items() if median(spans) >= needed_s}
 
 
-def _draw_labels(axes: Axes, view: _View, lanes: Sequence[int | None], origin: float, per_s: float) -> None:
-    """The micro-batch's number in every bar of the kinds that have room for it."""
-    labelled = _labelled(view)
-    for event in view.timeline.events:
-        if event.micro_batch is None or event.seconds < labelled.get(event.kind, math.inf):
-            continue
-        bottom, height = _place(event, lanes)
-        axes.text(
-            ((event.start_s + event.end_s) / 2 - origin) * per_s,
-            bottom + height / 2,
-            str(event.micro_batch),
-            ha="center",
-            va="center",
-            fontsize=7,
-            color=_INK if event.kind == EventKind.FORWARD else "white",
-            zorder=5,
-        )
-
-
-def _dress(axes: Axes, view: _View, left: float, right: float) -> None:
-    """Rows from stage 0 down, its busy share beside each, and no more lines than needed."""
-    stages = view.timeline.stages
-    axes.set_xlim(left, right)
-    axes.set_ylim(stages - 0.45, -0.5)
-    axes.set_yticks(range(stages), [view.timeline.label(k) for k in range(stages)], color=_INK)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#ececec", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "left", "right"):
-        axes.spines[side].set_visible(False)
-    for k, share in enumerate(view.timeline.worker_busy_fraction):
-        axes.annotate(
-            f"busy {100 * share:.0f} %",
-            (1.008, k),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=8,
-            color=_INK,
-            annotation_clip=False,
-        )
-
-
-def _legend(axes: Axes, pipelines: Sequence[int], looks: set[_Look]) -> int:
-    """A pair of light and dark for each pipeline, then what the shapes mean, in grey; returns its lines."""
+def legend_entries(events: Iterable[Event], pipelines: Iterable[int]) -> dict[str, Any]:
+    """Arguments of a legend: light and dark of each pipeline, then what the shapes mean, in grey."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    pairs = [_hue(i) for i in pipelines]
-    handles: list[Any] = [tuple(Patch(facecolor=color) for color in pair) for pair in pairs]
+    looks = {_look(event) for event in events}
+    handles: list[Any] = [tuple(Patch(facecolor=color) for color in _hue(i)) for i in pipelines]
     names = [f"pipeline {i}" for i in pipelines]
     for look in [*_WORDS, *sorted(looks - _WORDS.keys())]:
         if look in looks:
-            handles.append(Patch(**_style(look, _GREYS)))
+            handles.append(Patch(**_style(look, GREYS)))
             names.append(_WORDS.get(look, look[0]))
-    width_in = sum(_ENTRY_IN + _LETTER_IN * len(name) for name in names)
-    lines = math.ceil(width_in / (_WIDTH_IN - 1.8))
-    if handles:
+    pairs = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
+    return {"handles": handles, "labels": names, "handler_map": pairs, "frameon": False, "fontsize": 8}
+
+
+def _legend(axes: Axes, pipelines: Sequence[int], events: Iterable[Event]) -> int:
+    """Above the rows; returns its lines."""
+    entries = legend_entries(events, pipelines)
+    names = entries["labels"]
+    lines = math.ceil(sum(_ENTRY_IN + _LETTER_IN * len(name) for name in names) / (_WIDTH_IN - 1.8))
+    if names:
         axes.legend(
-            handles,
-            names,
-            handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
+            **entries,
             loc="lower left",
             bbox_to_anchor=(0.0, 1.0),
             ncols=math.ceil(len(names) / lines),
-            frameon=False,
-            fontsize=8,
             borderaxespad=0.0,
             handlelength=2.2,
             columnspacing=1.4,

@@ -1,0 +1,221 @@
+"""Pictures of a comparison: learning curves, and what the workers do in the same stretch of time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, median_low
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from avgpipe.timeline.plot import (
+    GREYS,
+    HUES,
+    INK,
+    View,
+    draw_rows,
+    dress,
+    legend_entries,
+    new_figure,
+    write_figure,
+)
+from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
+from avgpipe.units import format_seconds, time_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Hues that readers who confuse red and green tell apart, by line style too from the ninth on.
+COLORS = (*(dark for _, dark in HUES), "#4bb3c9", "#c9a400")
+_STYLES = ("-", "--", ":")
+_WIDTH_IN, _DPI = 12.5, 130
+_SPAN = 5.0  # largest over smallest metric from which on its axis is logarithmic
+_MEMORY, _LEAST_MEMORY = 0.05, 5.0  # what a smoothed loss remembers: a share of the batches, and batches
+_ROW_IN, _FRAME_IN = 0.3, 0.5  # of a worker's row, and of a panel around them
+# The common stretch: two batches of the slowest system, but no fewer than three and no more than ten of the fastest.
+_SLOWEST, _FASTEST_LEAST, _FASTEST_MOST = 2.0, 3.0, 10.0
+
+
+# ---- learning curves -----------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    seconds: float
+    samples: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How a run learned.
+
+    Attributes:
+        loss: Of training, a point per batch.
+        metric: Of validations, the first before training.
+    """
+
+    loss: tuple[Point, ...] = ()
+    metric: tuple[Point, ...] = ()
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> Curve:
+        """From the rows of a run's metrics.jsonl; values that were not finite are left out."""
+        loss: list[Point] = []
+        metric: list[Point] = []
+        samples = 0
+        for row in rows:
+            points, name = (loss, "loss") if row["kind"] == "train" else (metric, "metric")
+            samples = row.get("samples", samples)  # validations come after a batch, which has told
+            if row[name] is not None:
+                points.append(Point(row["seconds"], samples, row[name]))
+        return cls(tuple(loss), tuple(metric))
+
+    def smoothed(self) -> tuple[Point, ...]:
+        """The loss as a running mean over the last few percent of all batches; the first point is the first loss."""
+        keep = 1 - 1 / max(_LEAST_MEMORY, _MEMORY * len(self.loss))
+        total = weight = 0.0
+        points = []
+        for point in self.loss:
+            total, weight = keep * total + (1 - keep) * point.value, keep * weight + (1 - keep)
+            points.append(point._replace(value=total / weight))
+        return tuple(points)
+
+
+def plot_curves(
+    curves: Mapping[str, Curve],
+    heading: str,
+    metric_name: str,
+    trivial: float | None = None,
+    target: float | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> Figure:
+    """A line for each system in four panels, written to ``path`` if given."""
+    figure = new_figure(_WIDTH_IN, 7.5)
+    panels = figure.subplots(2, 2, sharex="col", sharey="row")
+    losses = {name: curve.smoothed() for name, curve in curves.items()}
+    metrics = {name: curve.metric for name, curve in curves.items()}
+    bounds = [(trivial, "trivial answer", "--"), (target, "target", ":")]
+    for column, (by, unit) in enumerate((("seconds", "seconds of training"), ("samples", "samples"))):
+        _draw_lines(panels[0][column], losses, by, "")
+        _draw_lines(panels[1][column], metrics, by, "o")
+        for value, label, style in bounds:
+            if value is not None:
+                words = f"{label}: {value:.4g}"
+                panels[1][column].axhline(
+                    value, color=GREYS[1], linewidth=1.1, linestyle=style, label=words, zorder=2
+                )
+        panels[1][column].set_xlabel(unit, color=INK)
+    # Logarithmic where a perplexity falls from thousands to tens; the axis is shared along the row.
+    values = [point.value for points in metrics.values() for point in points]
+    values += [value for value, _, _ in bounds if value is not None]
+    if values and min(values) > 0 and max(values) > _SPAN * min(values):
+        panels[1][0].set_yscale("log")
+    panels[0][0].set_ylabel("training loss, smoothed", color=INK)
+    panels[1][0].set_ylabel(f"validation {metric_name}", color=INK)
+    handles, labels = panels[1][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+    return _finished(figure, heading, path)
+
+
+def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Point]], by: str, marker: str) -> None:
+    for number, (name, points) in enumerate(lines.items()):
+        axes.plot(
+            [getattr(point, by) for point in points],
+            [point.value for point in points],
+            color=COLORS[number % len(COLORS)],
+            linestyle=_STYLES[number // len(COLORS) % len(_STYLES)],
+            linewidth=1.4,
+            marker=marker,
+            markersize=4,
+            label=name,
+            zorder=3,
+        )
+    dress(axes)
+
+
+def _finished(figure: Figure, heading: str, path: str | os.PathLike[str] | None) -> Figure:
+    figure.suptitle(heading, fontsize=10, color=INK)
+    if path is not None:
+        write_figure(figure, path, dpi=_DPI)
+    return figure
+
+
+# ---- timelines -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """How fast a run goes.
+
+    Attributes:
+        begins: Of each batch's first computation, ascending.
+        window: Batches that a pace is measured over: whole turns of all pipelines.
+        per_batch_s: In the steady state, of all pipelines together.
+    """
+
+    begins: list[float]
+    end_s: float
+    window: int
+    per_batch_s: float
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> _Pace:
+        begins: dict[int, float] = {}
+        computed = [event for event in timeline.events if event.kind in COMPUTE_KINDS]
+        for event in computed:
+            begins[event.batch] = min(event.start_s, begins.get(event.batch, event.start_s))
+        ordered, end = sorted(begins.values()), max(event.end_s for event in computed)
+        window = max(1, min(len(ordered) - 1, 2 * len({event.pipeline for event in computed})))
+        if len(ordered) == 1:
+            return cls(ordered, end, window, end - ordered[0])
+        steps = [b - a for a, b in zip(ordered, ordered[window:])]
+        return cls(ordered, end, window, median(steps) / window)
+
+    def typical(self, span_s: float) -> float:
+        """Where a stretch of ``span_s`` begins that runs at the median pace, after the first quarter."""
+        first, last = len(self.begins) // 4, len(self.begins) - self.window
+        inside = [i for i in range(first, last) if self.begins[i] + span_s <= self.end_s]
+        if not inside:
+            return max(self.begins[0], self.end_s - span_s)
+        steps = {i: self.begins[i + self.window] - self.begins[i] for i in inside}
+        middle = median_low(steps.values())
+        return self.begins[next(i for i in inside if steps[i] == middle)]
+
+
+def plot_timelines(
+    timelines: Mapping[str, Timeline], heading: str, path: str | os.PathLike[str] | None = None
+) -> Figure:
+    """A panel of computations for each system that has some, written to ``path`` if given.
+
+    All show equally many seconds, from a stretch that ran at the system's median pace. Where nothing is drawn, a worker
+    waited or did other things.
+    """
+    shown = {n: t for n, t in timelines.items() if any(e.kind in COMPUTE_KINDS for e in t.events)}
+    heights = [_FRAME_IN + _ROW_IN * timeline.stages for timeline in shown.values()] or [1.0]
+    figure = new_figure(_WIDTH_IN, 1.3 + sum(heights))
+    if shown:
+        _draw_panels(figure, shown, heights)
+    return _finished(figure, heading, path)
+
+
+def _draw_panels(figure: Figure, timelines: Mapping[str, Timeline], heights: Sequence[float]) -> None:
+    paces = {name: _Pace.of(timeline) for name, timeline in timelines.items()}
+    times = [pace.per_batch_s for pace in paces.values()]
+    span_s = min(max(_SLOWEST * max(times), _FASTEST_LEAST * min(times)), _FASTEST_MOST * min(times))
+    span_s = max(span_s, 1e-9)
+    panels = figure.subplots(
+        len(timelines), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
+    events: list[Event] = []
+    for axes, (name, timeline) in zip(panels.flat, timelines.items()):
+        begin_s = paces[name].typical(span_s)
+        rows = replace(timeline, labels=tuple(f"worker {k}" for k in range(timeline.stages)))
+        view = View.of(rows, begin_s, begin_s + span_s, COMPUTE_KINDS)
+        draw_rows(axes, view, begin_s)
+        title = f"{name}: {format_seconds(paces[name].per_batch_s)} per batch"
+        axes.set_title(title, loc="left", fontsize=9, color=INK, pad=3)
+        events += view.timeline.events
+    panels[-1, 0].set_xlabel(f"time ({time_unit(span_s)[0]}), the same scale for all", color=INK)
+    entries = legend_entries(events, sorted({event.pipeline for event in events}))
+    figure.legend(**entries, loc="outside lower center", ncols=len(entries["labels"]))
