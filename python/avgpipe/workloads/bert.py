@@ -93,12 +93,13 @@ class BertPreset:
         return self.pairs if has_paraphrases(data) else self.masked
 
 
-def _sizes(hidden: int, layers: int, heads: int, positions: int) -> dict[str, int]:
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    return {**sizes, "max_position_embeddings": positions}
+def _sizes(hidden: int, layers: int, heads: int) -> dict[str, int]:
+    return {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
 
 
-_TINY, _SMALL, _BASE = _sizes(128, 2, 4, 128), _sizes(256, 4, 4, 128), _sizes(768, 12, 12, 512)
+_TINY = {**_sizes(128, 2, 4), "max_position_embeddings": 128}
+_SMALL = {**_sizes(256, 4, 4), "max_position_embeddings": 128}
+_BASE = {**_sizes(768, 12, 12), "max_position_embeddings": 512}
 _ADAMW = partial(Training, optimizer="adamw", weight_decay=0.01, clip_grad_norm=1.0, warmup=0.1)
 _PAIRS = partial(BertTask, pieces=12_000, length=128, dropout=0.2)
 _TEXT = partial(BertTask, dropout=0.0, frequency_bias=True)
@@ -330,20 +331,13 @@ class PairRows:
 
 
 def confusion(logits: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Return the shares of pairs told rightly, and of each kind that F1 is made of; logits [n, 2], labels [n]."""
+    """Return shares of the pairs, from which accuracy and F1 are made; logits [n, 2], labels [n]."""
     told, true = logits.argmax(-1) == 1, labels == 1
-    shares = {
-        "correct": told == true,
-        "true_positive": told & true,
-        "false_positive": told & ~true,
-        "false_negative": ~told & true,
-    }
+    shares = {"right": told == true, "told": told, "true": true, "both": told & true}
     return {name: share.double().mean() for name, share in shares.items()}
 
 
 def pair_metrics(loss: float, means: dict[str, float]) -> dict[str, float]:
     """Make accuracy and F1 of the paraphrases, in percent; F1 is 0 where there are none and none is told."""
-    wrong = means["false_positive"] + means["false_negative"]
-    counted = means["true_positive"] + wrong / 2
-    f1 = 100 * means["true_positive"] / counted if counted else 0.0
-    return {"accuracy": 100 * means["correct"], "f1": f1}
+    either = means["told"] + means["true"]
+    return {"accuracy": 100 * means["right"], "f1": 200 * means["both"] / either if either else 0.0}

@@ -277,9 +277,7 @@ def exact_matches(clips: Clips, count: int, batch_size: int, predict: Predict) -
     for indices in torch.split(torch.arange(count), batch_size):
         inputs, true = clips(indices, generator(0))
         del inputs["target"]
-        found = beam_search(
-            predict, inputs, begin=BOS, end=EOS, beam=1, max_length=true.shape[1], length_penalty=0.0
-        )
+        found = beam_search(predict, inputs, begin=BOS, end=EOS, beam=1, max_length=true.shape[1])
         captions = [[word for word in row if word != PAD] for row in true.tolist()]
         matches += sum([*said.pieces, EOS] == caption for said, caption in zip(found, captions))
     return {"exact_match": 100 * matches / count}

@@ -233,13 +233,7 @@ def ended(rows: Iterable[list[int]]) -> RaggedRows:
 
 
 def translate(
-    predict: Predict,
-    sentences: Sequence[str],
-    subwords: Subwords,
-    *,
-    beam: int = 5,
-    length_penalty: float = 0.6,
-    batch_size: int = 64,
+    predict: Predict, sentences: Sequence[str], subwords: Subwords, *, beam: int = 5, batch_size: int = 64
 ) -> list[str]:
     """Translate any number of sentences of any length.
 
@@ -248,7 +242,7 @@ def translate(
             :func:`gnmt_layers` in evaluation mode, such as ``nn.Sequential(*layers).eval()``.
         sentences: what to translate.
         subwords: the pieces that the model was trained with.
-        beam, length_penalty: see :func:`beam_search`.
+        beam: hypotheses kept per sentence, see :func:`beam_search`.
         batch_size: sentences that are translated together; similar lengths are.
     """
     rows = subwords.encode(sentences)
@@ -256,16 +250,12 @@ def translate(
     pieces: dict[int, list[int]] = {}
     for first in range(0, len(order), batch_size):
         chunk = order[first : first + batch_size]
-        longest = len(rows[chunk[-1]])
         source = ended(rows[row] for row in chunk)
+        inputs = {"source": source.padded(torch.arange(len(chunk))), "lengths": source.lengths}
+        longest = len(rows[chunk[-1]])
+        most = longest + longest // 2 + 5  # half as many pieces again, and five
         found = beam_search(
-            predict,
-            {"source": source.padded(torch.arange(len(chunk))), "lengths": source.lengths},
-            begin=subwords.begin,
-            end=subwords.end,
-            beam=beam,
-            max_length=longest + longest // 2 + 5,  # half as many pieces again, and five
-            length_penalty=length_penalty,
+            predict, inputs, begin=subwords.begin, end=subwords.end, beam=beam, max_length=most
         )
         pieces.update((row, hypothesis.pieces) for row, hypothesis in zip(chunk, found))
     return subwords.decode([pieces[row] for row in range(len(rows))])
