@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from avgpipe import Plan
+from avgpipe.planning import Partition
 from avgpipe.systems import SYSTEMS
 
 
@@ -86,8 +87,8 @@ def test_a_plan_tells_how_many_workers_it_takes() -> None:
 
 def test_systems_fill_in_what_depends_on_the_workers() -> None:
     parallel = Plan.for_system("data-parallel", stages=3)
-    assert (parallel.stages, parallel.replication, parallel.micro_batches) == (1, [3], 3)
-    assert Plan.for_system("data-parallel", stages=1, replication=[2]).replication == [2]
+    assert (parallel.stages, parallel.replication, parallel.micro_batches) == (1, (3,), 3)
+    assert Plan.for_system("data-parallel", stages=1, replication=[2]).replication == (2,)
     assert Plan.for_system("ea-pipe", stages=3).pipelines == 3
     assert Plan.for_system("pipedream", stages=3).micro_batches == 1
     assert Plan.for_system("pipedream", stages=2, replication=[3, 2]).micro_batches == 6
@@ -129,3 +130,25 @@ def test_damaged_plan_files_are_refused(text: str, match: str, tmp_path: Path) -
 def test_wrong_options_of_a_system_are_refused(system, options, message):
     with pytest.raises(ValueError, match=message):
         Plan.for_system(system, **options)
+
+
+def test_a_placement_says_which_worker_runs_what() -> None:
+    plan = Plan(stages=2, micro_batches=4, replication=[2, 1], placement=[[0, 2], [1]], partition=[3])
+    assert (plan.placement, plan.replication, plan.partition) == (((0, 2), (1,)), (2, 1), (3,))
+    assert plan.build_schedule().replicas == ((0, 2), (1,))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert hash(Plan.from_json(plan.to_json())) == hash(plan)
+    with pytest.raises(ValueError, match="placement"):
+        Plan(stages=2, placement=[[0], [0]])
+
+
+def test_what_a_partitioner_found_is_a_plan() -> None:
+    found = Partition(
+        *("dapple", 6, [2], [2, 1], [1.0, 1.0], "one batch", 1.0, 4, 3),
+        placement=[[0, 2], [1]],
+        system="dapple",
+        micro_batches=3,
+    )
+    plan = Plan.for_partition(found)
+    assert (plan.system, plan.schedule, plan.micro_batches) == ("dapple", "1f1b", 4)
+    assert (plan.partition, plan.replication, plan.placement) == ((2,), (2, 1), ((0, 2), (1,)))

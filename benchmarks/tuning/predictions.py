@@ -172,7 +172,7 @@ def plans(profile: Profile, size: int) -> list[tuple[Plan, float]]:
     from avgpipe.measure.forecast import OnCluster
     from avgpipe.measure.shapes import Shape
     from avgpipe.planning.cluster import Cluster
-    from avgpipe.planning.search import CutSearch
+    from avgpipe.planning.cuts import CutSearch
 
     found = []
     for stages, pipelines, micro_batches in SETTINGS:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from avgpipe import systems
 from avgpipe.errors import nearest
 from avgpipe.files import write_atomically
 from avgpipe.rules import RULES
-from avgpipe.schedule import Action, Schedule, build_schedule, published
+from avgpipe.schedule import Schedule, build_schedule, published
 from avgpipe.systems import SYSTEMS
+
+if TYPE_CHECKING:  # which would load numpy
+    from avgpipe.planning import Partition
 
 RECOMPUTE = ("never", "except-last", "always")
 WEIGHTS = ("flush", "stash", "vertical-sync", "double-buffer")
@@ -33,6 +37,8 @@ class Plan:
     stage; "double-buffer" (2BW), on the newest but one.
     replication: how many workers each stage has, R_k; micro-batch m goes to number m % R_k of stage k, and gradients
     are summed over them. None: one each.
+    placement: for each stage its workers, in ascending order: which rank runs what. None: workers are numbered stage
+    after stage, or as the schedule has them.
     spread: whether each pipeline has workers of its own, which average over the network, instead of sharing all.
     stages_per_worker: of the schedule "interleaved-1f1b", see ``build_schedule``.
     recompute: which micro-batches store only their stage's input and run the forward again before the backward:
@@ -43,20 +49,23 @@ class Plan:
     pipelines: int = 1
     micro_batches: int = 1
     schedule: str = "advance-forward"
-    advance: int | list[int] | str | None = None
+    advance: int | Sequence[int] | str | None = None
     system: str = "avgpipe"
-    partition: list[int] | list[str] | None = None
+    partition: Sequence[int] | Sequence[str] | None = None
     alpha: float | None = None
     rule: str = "avgpipe"
     staleness: int | str = 1
     period: int = 1
     recompute: str = "never"
     weights: str | None = None
-    replication: list[int] | None = None
+    replication: Sequence[int] | None = None
     stages_per_worker: int | None = None
     spread: bool = False
+    placement: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("advance", "partition", "replication", "placement"):
+            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         for name in ("stages", "pipelines", "micro_batches", "period"):
             _check_count(name, getattr(self, name))
         _one_of("system", self.system, tuple(SYSTEMS))
@@ -138,14 +147,9 @@ class Plan:
         one = self.build_schedule().workers
         return one * self.pipelines if self.spread else one
 
-    def columns(self, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-        """What each stage, or each replica of each stage in turn, does for a batch of so many micro-batches."""
-        schedule = self.build_schedule(micro_batches)
-        return schedule.columns if self.replication is None else tuple(map(tuple, schedule.rows))
-
     def build_schedule(self, micro_batches: int | None = None) -> Schedule:
         """The schedule, with the replicas of stages; for ``micro_batches`` if a batch has fewer than the plan's."""
-        return build_schedule(
+        schedule = build_schedule(
             self.schedule,
             self.stages,
             micro_batches or self.micro_batches,
@@ -153,6 +157,7 @@ class Plan:
             self.stages_per_worker,
             self.replication,
         )
+        return schedule if self.placement is None else schedule.placed(self.placement)
 
     @classmethod
     def for_system(cls, system: str, **options: Any) -> Plan:
@@ -175,6 +180,24 @@ class Plan:
                 _checked_replication(replication, stages)
             chosen["micro_batches"] = systems.micro_batches(system, stages, replication)
         return cls(**chosen)
+
+    @classmethod
+    def for_partition(cls, found: Partition, **options: Any) -> Plan:
+        """Return the plan of what a partitioner found, for the system that the method is for; ``options`` complete it.
+
+        As many micro-batches as it found best, or more where every replica needs one.
+        """
+        replicated = max(found.replication) > 1
+        wanted = options.pop("micro_batches", found.micro_batches)
+        made: dict[str, Any] = {
+            "stages": found.stages,
+            "partition": found.boundaries or None,
+            "replication": found.replication if replicated else None,
+            "placement": found.placement,
+            "micro_batches": systems.micro_batches(found.system, found.stages, found.replication, wanted),
+            "recompute": "always" if found.recompute else "never",
+        }
+        return cls.for_system(found.system, **{**made, **options})
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -209,14 +232,19 @@ def _one_of(what: str, value: Any, valid: tuple[str, ...]) -> str:
     return str(value)
 
 
+def _as_tuple(value: Any) -> Any:
+    """Lists, and lists in them, as tuples."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, (list, tuple)) else value
+
+
 def _check_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
-def _checked_replication(replication: Any, stages: int) -> list[int]:
+def _checked_replication(replication: Any, stages: int) -> Sequence[int]:
     if (
-        not isinstance(replication, list)
+        not isinstance(replication, (list, tuple))
         or len(replication) != stages
         or not all(type(r) is int and r >= 1 for r in replication)
     ):

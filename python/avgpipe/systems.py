@@ -48,9 +48,10 @@ def row(system: str, workers: int) -> dict[str, Any]:
 
 def micro_batches(system: str, stages: int, replication: Sequence[int] | None, wanted: int = 1) -> int:
     """The least number that a system can have, at least ``wanted``; as many for every replica of each stage."""
-    if system == "pipedream":  # a batch is what is in flight
+    weights = SYSTEMS[system].get("weights")
+    if weights == "stash":  # a batch is what is in flight
         wanted = 1
-    if system == "pipedream-2bw":
+    if weights == "double-buffer":  # two versions are enough then
         wanted = max(wanted, stages)
     step = lcm(*(replication or [1]))
     return -(-wanted // step) * step

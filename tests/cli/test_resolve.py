@@ -56,7 +56,7 @@ def test_an_option_wins_over_the_plan_file(tmp_path):
     )
     plan = resolve(pipelines=1, plan=str(file)).to_plan()
     assert (plan.stages, plan.pipelines, plan.micro_batches, plan.period) == (4, 1, 8, 5)
-    assert (plan.partition, plan.advance) == ([1, 2, 3], [2, 2, 1, 0])
+    assert (plan.partition, plan.advance) == ((1, 2, 3), (2, 2, 1, 0))
 
 
 def test_what_was_chosen_for_other_stages_is_forgotten(tmp_path):

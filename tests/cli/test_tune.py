@@ -36,7 +36,7 @@ def test_a_plan_from_a_profile(profile, tmp_path):
     result = invoke("tune", *profile, "--workers", "2", "--bandwidth", "1kbit", "--latency", "1us")
     assert result.exit_code == 0, result.stderr
     plan = Plan.load(tmp_path / "plan.json")
-    assert (plan.stages, plan.partition) == (2, [2])
+    assert (plan.stages, plan.partition) == (2, (2,))
     for words in (
         "pipeline",
         "one device",

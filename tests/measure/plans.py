@@ -11,8 +11,7 @@ from avgpipe.measure.forecast import Forecast, OnCluster
 from avgpipe.measure.search import Found
 from avgpipe.measure.shapes import Shape, Space
 from avgpipe.plan import Plan
-from avgpipe.planning.cluster import Cluster, Device
-from avgpipe.planning.network import Level
+from avgpipe.planning.cluster import Cluster, Device, Level
 from avgpipe.planning.profile import Profile
 from tests.planning import chains
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from avgpipe.measure.forecast import OnCluster, forecast
 from avgpipe.plan import Plan
 from avgpipe.planning import Costs, steady_batch_s
-from avgpipe.planning.cluster import Cluster, Device
-from avgpipe.planning.network import Level
+from avgpipe.planning.cluster import Cluster, Device, Level
 from avgpipe.planning.profile import LinkProfile, Tie
 from avgpipe.schedule import build_schedule
 from tests.measure.uniform import even, flat, layer, uniform

@@ -14,10 +14,9 @@ from avgpipe.measure.forecast import Forecast, OnCluster, forecast
 from avgpipe.measure.search import _WINDOW, _Search, fits, search
 from avgpipe.measure.shapes import Shape, Space
 from avgpipe.planning import steady_batch_s
-from avgpipe.planning.cluster import Cluster, Device
-from avgpipe.planning.network import Level
+from avgpipe.planning.cluster import Cluster, Device, Level
+from avgpipe.planning.cuts import CutSearch
 from avgpipe.planning.profile import Profile
-from avgpipe.planning.search import CutSearch
 from avgpipe.schedule import build_schedule
 from tests.measure.plans import (
     BATCH,
@@ -154,7 +153,7 @@ def test_light_weights_and_heavy_activations_make_data_parallelism() -> None:
 def test_heavy_weights_and_light_activations_make_a_pipeline() -> None:
     p = chains.profile(*[chains.layer(parameters=1000.0) for _ in range(4)])
     found = search(p, cluster_of(2, bytes_per_s=1.0), space(p, 2))
-    assert (found.best.plan.stages, found.best.plan.partition) == (2, [2])
+    assert (found.best.plan.stages, found.best.plan.partition) == (2, (2,))
     assert found.best.batch_s == pytest.approx(BATCH * 4 * 3.0 / 2)  # two pipelines leave no bubble
 
 
@@ -165,7 +164,7 @@ def test_the_best_with_one_stage_are_there_for_comparison() -> None:
     assert one is not None
     assert one.batch_s == pytest.approx(BATCH * 4 * 3.0 + 4 * 0.5)
     assert both is not None
-    assert both.plan.replication == [2]
+    assert both.plan.replication == (2,)
     assert best_of(found, 2, 2) == found.best
 
 
@@ -314,7 +313,7 @@ def test_where_nothing_fits_the_least_that_would_is_said_and_does() -> None:
     assert least_of_error(p, cluster_of(2, memory=least - 1), shapes, least - 1) == least
     found = search(p, cluster_of(2, memory=least), shapes)
     plan = found.best.plan
-    assert (plan.stages, plan.micro_batches, plan.recompute, plan.partition) == (2, 4, "always", [2])
+    assert (plan.stages, plan.micro_batches, plan.recompute, plan.partition) == (2, 4, "always", (2,))
     assert found.best.memory_bytes == (820.0, 824.0)
     assert (found.considered, found.excluded) == (
         8,

@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 
 from avgpipe.plan import Plan
-from avgpipe.planning.cluster import Cluster, Device
-from avgpipe.planning.network import Level
+from avgpipe.planning.cluster import Cluster, Device, Level
 from avgpipe.planning.profile import LayerProfile, Profile
 from tests.planning import chains
 

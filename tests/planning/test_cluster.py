@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from avgpipe.planning.cluster import Cluster, Device
-from avgpipe.planning.network import Level
+from avgpipe.planning.cluster import Cluster, Device, Level
 from avgpipe.planning.profile import LinkProfile
 from tests.planning import chains
 

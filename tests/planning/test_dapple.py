@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from avgpipe.planning import partition
-from avgpipe.planning.latency import Span, latency_s, pivot
-from avgpipe.planning.placement import append_first, fresh_first, scatter_first
+from avgpipe.planning.dapple import Span, append_first, fresh_first, latency_s, pivot, scatter_first
 from avgpipe.planning.profile import Profile
 from tests.planning import chains
 
@@ -155,7 +154,7 @@ def test_local_search_comes_close_to_the_best_of_all_plans(monkeypatch: pytest.M
         options = {"method": "dapple", "micro_batches": 4, "levels": [(2, FAST), (2, SLOW)]}
         best = partition(p, **options)
         with monkeypatch.context() as patched:
-            patched.setattr("avgpipe.planning.dapple_search.MOST_PLANS", 0)
+            patched.setattr("avgpipe.planning.dapple.MOST_PLANS", 0)
             found = partition(p, **options)
         assert "local search" in found.notes[-1]
         ratios.append(found.value / best.value if best.value else 1.0)

@@ -165,7 +165,7 @@ def test_the_profile_of_vgg16_is_the_published_network() -> None:
 def test_vgg16_on_sixteen_workers_replicates_the_convolutions_and_leaves_the_dense_layers_to_one() -> None:
     p = vgg16()
     found = partition(p, method="pipedream", workers=16)
-    assert found.replication == [15, 1]
+    assert found.replication == (15, 1)
     assert p.layers[found.boundaries[0]].name == "dense1"
 
 
@@ -178,8 +178,19 @@ def test_vgg16_on_four_machines_of_four_does_so_with_a_machine_for_the_dense_lay
     dense = [m for m, first in zip(found.replication, found.bounds) if first >= first_dense]
     assert dense
     assert max(dense) <= 4
+    placed = sorted(w for workers in found.placement for w in workers)
+    assert placed == list(range(sum(found.replication)))
+    assert tuple(map(len, found.placement)) == found.replication
     data_parallel = partition(p, 1, method="pipedream", workers=16)
     assert found.value < data_parallel.value / 2
+
+
+def test_what_is_cut_inside_a_unit_is_placed_in_every_such_unit() -> None:
+    """Two machines of two devices: both divide the layers in the same way, a stage on the n-th device of each."""
+    p = chains.profile(*[chains.layer(parameters=100.0) for _ in range(2)])
+    found = partition(p, method="pipedream", levels=[(2, 1.0), (2, 1e6)])
+    assert (found.boundaries, found.replication) == ((1,), (2, 2))
+    assert found.placement == ((0, 2), (1, 3))
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from avgpipe.planning.search import Cut, CutSearch
+from avgpipe.planning.cuts import Cut, CutSearch
 from tests.planning import chains
 
 PLACEMENTS = st.sampled_from(
@@ -182,7 +182,7 @@ def test_long_simulations_are_few(limited: bool) -> None:
 @pytest.mark.parametrize("limited", [False, True])
 def test_local_search_comes_near_the_best(limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most end at it, though times are random from cut to cut."""
-    monkeypatch.setattr("avgpipe.planning.search.MOST_CUTS", 0)
+    monkeypatch.setattr("avgpipe.planning.cuts.MOST_CUTS", 0)
     ratios = []
     for seed in range(40):
         table = made(seed, 9, [(0,), (1,), (2,), (3,)])

@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from avgpipe.planning import Costs, partition, steady_batch_s
-from avgpipe.planning.chain import Chain
+from avgpipe.planning.chain import RECOMPUTE, Chain, stage_costs, weight_versions
 from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile
-from avgpipe.planning.stage_costs import RECOMPUTE, stage_costs, weight_versions
 from avgpipe.schedule import build_schedule
 from tests.planning import chains
 
@@ -116,7 +115,7 @@ def test_local_search_comes_close_to_the_best_of_all_cuts(monkeypatch: pytest.Mo
         stages = min(4, len(p.layers))
         best = partition(p, stages, method="simulated")
         with monkeypatch.context() as patched:
-            patched.setattr("avgpipe.planning.search.MOST_CUTS", 0)
+            patched.setattr("avgpipe.planning.cuts.MOST_CUTS", 0)
             found = partition(p, stages, method="simulated")
         assert "local search" in found.notes[-1]
         ratios.append(found.value / best.value if best.value else 1.0)
@@ -129,7 +128,7 @@ def test_a_cut_avoids_a_transfer_that_balance_does_not_see() -> None:
     outputs = [1.0, 50.0, 1.0, 1.0]
     layers = [chains.layer(output=size) for size in outputs]
     p = chains.profile(*layers, link=LinkProfile(0.0, 1.0))
-    assert partition(p, 2, method="balance").boundaries == [2]
+    assert partition(p, 2, method="balance").boundaries == (2,)
     assert partition(p, 2, method="simulated", micro_batches=4).boundaries != [2]
 
 
@@ -169,11 +168,11 @@ def test_recomputation_costs_time_and_saves_memory() -> None:
     }
     assert found["never"].value < found["except-last"].value < found["always"].value
     flight = build_schedule("advance-forward", 4, 4).peak_in_flight
-    assert found["never"].memory_bytes == [flight[0] * 10.0, *(f * 11.0 for f in flight[1:])]
+    assert found["never"].memory_bytes == (flight[0] * 10.0, *(f * 11.0 for f in flight[1:]))
     # The input of one that is computed again is among those of all in flight; beside it are the 10 of its layer. Of the
     # stage with one in flight nothing is saved.
     assert flight[-1] == 1
-    assert found["always"].memory_bytes == [10.0, *(f * 1.0 + 10.0 for f in flight[1:])]
-    assert found["except-last"].memory_bytes == [20.0, *(f * 1.0 + min(2, f) * 10.0 for f in flight[1:])]
+    assert found["always"].memory_bytes == (10.0, *(f * 1.0 + 10.0 for f in flight[1:]))
+    assert found["except-last"].memory_bytes == (20.0, *(f * 1.0 + min(2, f) * 10.0 for f in flight[1:]))
     with pytest.raises(ValueError, match=r"recompute='allways': did you mean 'always'\?"):
         partition(p, 4, method="simulated", recompute="allways")

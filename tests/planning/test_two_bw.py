@@ -123,7 +123,7 @@ def test_what_recomputation_needs() -> None:
         micro_batch_sizes=[1],
         recompute=True,
     )
-    assert found.memory_bytes == [10.0, 3 * 1.0 + 10.0, 2 * 1.0 + 10.0, 1.0 + 10.0]
+    assert found.memory_bytes == (10.0, 3 * 1.0 + 10.0, 2 * 1.0 + 10.0, 1.0 + 10.0)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,12 @@ REPLICATED = [
     {"stages": 3, "replication": [2, 1, 2], "schedule": "all-forward-all-backward"},
     {"stages": 3, "replication": [3, 1, 2]},
 ]
+PLACED = [
+    {"stages": 3, "placement": [[2], [0], [1]]},
+    {"stages": 2, "replication": [2, 1], "placement": [[0, 2], [1]]},
+    {"stages": 4, "schedule": "interleaved-1f1b", "placement": [[1], [0], [1], [0]]},
+    {"stages": 3, "schedule": "pipedream", "weights": "vertical-sync", "placement": [[1], [2], [0]]},
+]
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"clip": 0.05, "adamw": True},
@@ -66,7 +72,7 @@ def compare(options: dict[str, Any], M: int, variant: dict[str, Any], **others: 
     return losses, state
 
 
-@pytest.mark.parametrize("options", [*SPLIT, *REPLICATED], ids=str)
+@pytest.mark.parametrize("options", [*SPLIT, *REPLICATED, *PLACED[:3]], ids=str)
 @pytest.mark.parametrize("M", [3, 4, 7])
 def test_equals_one_device(options: dict[str, Any], M: int) -> None:
     for variant in VARIANTS:
@@ -83,7 +89,9 @@ def on_ranks(options: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "options", [SPLIT[0], SPLIT[4], SPLIT[6], REPLICATED[0], REPLICATED[2], REPLICATED[5]], ids=str
+    "options",
+    [SPLIT[0], SPLIT[4], SPLIT[6], REPLICATED[0], REPLICATED[2], REPLICATED[5], *PLACED[:3]],
+    ids=str,
 )
 def test_equals_one_device_on_ranks(options: dict[str, Any]) -> None:
     workers = Plan(micro_batches=3, **options).workers
@@ -138,3 +146,16 @@ def test_who_waits_needlessly_is_told(weights: str, clip: float | None, said: in
     with Pipeline(model, plan, loss_fn=nn.MSELoss(), optimizer=momentum, clip_grad_norm=clip):
         pass
     assert len([r for r in caplog.records if "vertical-sync" in r.getMessage()]) == said
+
+
+@pytest.mark.parametrize("options", PLACED, ids=str)
+def test_a_placement_changes_nothing_but_who_runs_what(options: dict[str, Any]) -> None:
+    usual = {name: value for name, value in options.items() if name != "placement"}
+    found, expected = (trained(each) for each in (options, usual))
+    assert found == expected
+
+
+def trained(options: dict[str, Any]) -> list[float]:
+    plan = Plan(micro_batches=4, **options)
+    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=momentum) as p:
+        return [r.loss for r in p.train(token_batches(4, 8))]

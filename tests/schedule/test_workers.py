@@ -103,6 +103,29 @@ def test_replicas_run_every_micro_batch_once(name, replication, micro_batches):
         assert all(m % len(workers) == r for r, ms in enumerate(own) for m in ms)
 
 
+# ---- on other workers ----
+
+
+def test_a_schedule_is_placed_on_other_workers() -> None:
+    replicated = build_schedule("1f1b", 2, 4, replication=[2, 1])
+    placed = replicated.placed([[0, 2], [1]])
+    placed.validate()
+    assert placed.replicas == ((0, 2), (1,))
+    assert [placed.rows[w] for w in (0, 2, 1)] == list(replicated.rows)
+    assert [placed.worker_of(0, m) for m in range(4)] == [0, 2, 0, 2]
+    assert placed.columns == replicated.columns
+    swapped = build_schedule("interleaved-1f1b", 4, 4).placed([[1], [0], [1], [0]])
+    assert swapped.placement == ((1, 3), (0, 2))
+
+
+@pytest.mark.parametrize(
+    "placement", [[[0], [1]], [[2, 0], [1]], [[0, 1], [3]], [[0, 1], [1]], [[0, 1], [2], []], []]
+)
+def test_a_placement_that_does_not_fit_is_refused(placement) -> None:
+    with pytest.raises(ValueError, match=r"must name the workers 0\.\.2 of each of 2 stages"):
+        build_schedule("1f1b", 2, 4, replication=[2, 1]).placed(placement)
+
+
 # ---- faults ----
 
 # rows, message

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.planning.balance import balance
+from avgpipe.planning.partition import balance
 from avgpipe.runtime.model import Model
 from avgpipe.workloads import build_workload, captioning, check_workload
 from avgpipe.workloads.batches import generator

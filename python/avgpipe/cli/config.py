@@ -172,6 +172,7 @@ class PlanOptions(Options):
     period: Count | None = None
     recompute: Annotated[str | None, Value("|".join(RECOMPUTE), choices=RECOMPUTE)] = None
     partition: tuple[int, ...] | tuple[str, ...] | None = internal(None)
+    placement: tuple[tuple[int, ...], ...] | None = internal(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +197,7 @@ class TrainConfig(TrainingOptions, PlanOptions):
 
     def to_plan(self) -> Plan:
         """The plan of a complete configuration, see ``resolve``."""
-        return Plan(**as_lists({f.name: getattr(self, f.name) for f in fields(Plan)}))
+        return Plan(**{f.name: getattr(self, f.name) for f in fields(Plan)})
 
     @property
     def last_checkpoint(self) -> Path:
@@ -208,11 +209,6 @@ class TrainConfig(TrainingOptions, PlanOptions):
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
         return cls(**read_values(json.loads(text)))
-
-
-def as_lists(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a plan, which holds lists."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def as_tuples(values: dict[str, Any]) -> dict[str, Any]:

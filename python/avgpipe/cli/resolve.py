@@ -20,7 +20,6 @@ from avgpipe.cli.config import (
     DEFAULT_PIPELINES,
     DEFAULT_STAGES,
     TrainConfig,
-    as_lists,
     as_tuples,
     read_values,
 )
@@ -151,8 +150,8 @@ def _stored(out: Path, workload: str) -> dict[str, Any]:
 def _plan(asked: TrainConfig, stored: dict[str, Any], batch_size: int) -> Plan:
     names = [f.name for f in fields(Plan)]
     loaded = stored if asked.plan is None else asdict(Plan.load(asked.plan))
-    base = as_lists({name: value for name, value in loaded.items() if name in names})
-    explicit = as_lists({name: value for name, value in asked.explicit.items() if name in names})
+    base = {name: value for name, value in loaded.items() if name in names}
+    explicit = {name: value for name, value in asked.explicit.items() if name in names}
     _drop_what_depends(base, explicit)
     ranks = joined_ranks()
     chosen = {**base, **explicit}
@@ -181,6 +180,8 @@ def _drop_what_depends(base: dict[str, Any], explicit: dict[str, Any]) -> None:
     if system:
         for name in ("schedule", "weights", "replication", *SYSTEMS[explicit["system"]]):
             base.pop(name, None)
+    if system or stages or schedule or overridden("replication"):
+        base.pop("placement", None)
     if stages:
         base.pop("partition", None)
         base.pop("replication", None)

@@ -12,11 +12,10 @@ from typing import Any
 from avgpipe.plan import Plan
 from avgpipe.planning import Costs, steady_batch_s
 from avgpipe.planning.chain import Chain
-from avgpipe.planning.cluster import Cluster
-from avgpipe.planning.network import ring_s
+from avgpipe.planning.cluster import Cluster, ring_s
+from avgpipe.planning.cuts import Cut
+from avgpipe.planning.partition import Training
 from avgpipe.planning.profile import LinkProfile, Profile
-from avgpipe.planning.search import Cut
-from avgpipe.planning.simulated import Training
 from avgpipe.schedule import build_schedule
 
 _BUCKET_BYTES = (

@@ -11,12 +11,10 @@ from avgpipe.measure.forecast import Forecast, OnCluster
 from avgpipe.measure.shapes import Shape, Space
 from avgpipe.plan import RECOMPUTE, Plan
 from avgpipe.planning import choose_advance
-from avgpipe.planning.chain import Chain
-from avgpipe.planning.cluster import Cluster
-from avgpipe.planning.memory import does_not_fit
-from avgpipe.planning.network import ring_s
+from avgpipe.planning.chain import Chain, does_not_fit
+from avgpipe.planning.cluster import Cluster, ring_s
+from avgpipe.planning.cuts import Cut, CutSearch
 from avgpipe.planning.profile import Profile
-from avgpipe.planning.search import Cut, CutSearch
 
 _ROUGH, _REFINED = 60, 5  # plans that are simulated with a first cut, and with the best
 _CLOSE = 1.01  # of two plans whose times are nearer, the one that needs less memory

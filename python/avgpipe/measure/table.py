@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from avgpipe.measure.advice import advice
@@ -68,10 +69,10 @@ def _cells(found: Tuning, row: Row) -> list[str]:
 def _advance(advance: object) -> str:
     if advance is None:
         return "K-1-k"
-    return _some(advance) if isinstance(advance, list) else str(advance)
+    return _some(advance) if isinstance(advance, (list, tuple)) else str(advance)
 
 
-def _some(numbers: list[int] | list[str]) -> str:
+def _some(numbers: Sequence[int] | Sequence[str]) -> str:
     """All of a short list, the first of a long one."""
     shown = ",".join(map(str, numbers[:_MOST_NAMED]))
     return shown + (f",... ({len(numbers)})" if len(numbers) > _MOST_NAMED else "") or "-"

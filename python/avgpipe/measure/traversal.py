@@ -10,8 +10,8 @@ from avgpipe.measure.forecast import Forecast, OnCluster
 from avgpipe.measure.search import fits
 from avgpipe.measure.shapes import Shape, Space
 from avgpipe.planning.cluster import Cluster
+from avgpipe.planning.cuts import Cut, CutSearch
 from avgpipe.planning.profile import Profile
-from avgpipe.planning.search import Cut, CutSearch
 
 _CUTS = 5  # that are all tried; of more, the ones with the least work on the busiest worker
 

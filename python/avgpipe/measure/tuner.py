@@ -16,8 +16,8 @@ from avgpipe.measure.shapes import Shape, Space
 from avgpipe.measure.traversal import settings
 from avgpipe.measure.trial import Trial
 from avgpipe.planning.cluster import Cluster
+from avgpipe.planning.cuts import CutSearch
 from avgpipe.planning.profile import Profile
-from avgpipe.planning.search import CutSearch
 
 Measure = Callable[[Forecast], Trial | None]
 Say = Callable[[str], None]

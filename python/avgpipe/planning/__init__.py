@@ -1,12 +1,10 @@
 """What a plan would cost and where its layers go: costs, simulation, partitions. Pure data; imports no torch."""
 
 from avgpipe.planning.advance import AdvanceChoice, choose_advance
-from avgpipe.planning.balance import balance
+from avgpipe.planning.cluster import Level
 from avgpipe.planning.costs import Costs
-from avgpipe.planning.methods import partition, partition_methods
-from avgpipe.planning.network import Level
+from avgpipe.planning.partition import Partition, balance, partition, partition_methods
 from avgpipe.planning.profile import LayerCosts, LayerProfile, LinkProfile, Profile, Skip, Tie
-from avgpipe.planning.result import Partition
 from avgpipe.planning.simulation import Bounds, Prediction, makespan_bounds, predict, simulate, steady_batch_s
 
 __all__ = [

@@ -1,13 +1,17 @@
-"""A profile at one micro-batch size: what any run of its layers costs, in constant time."""
+"""From layers to stages: what a stage of consecutive layers takes, holds and costs."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterable
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from avgpipe.planning.costs import Costs, Each
 from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.schedule.schedule import Schedule
+from avgpipe.units import format_bytes
 
 
 class Shared(NamedTuple):
@@ -127,3 +131,120 @@ def _shared(profile: Profile, layers: tuple[int, ...], parameter_bytes: float) -
 def _repeats(shared: Shared, first: int, last: int) -> int:
     here = bisect_left(shared.layers, last) - bisect_left(shared.layers, first)
     return max(0, here - 1)
+
+
+# ---- memory of a worker --------------------------------------------------------------------------------------------
+
+
+def stage_bytes(
+    chain: Chain,
+    first: int,
+    last: int,
+    *,
+    in_flight: int,
+    versions: int = 1,
+    copies: int = 1,
+    extra_copies: int = 0,
+    recompute: bool = False,
+    whole: int = 1,
+) -> float:
+    """Bytes of a worker with layers ``first`` to ``last`` - 1.
+
+    in_flight: micro-batches between their forward and backward, of all copies. versions: of the weights, the newest
+    included. copies: of the model, each with its weights, gradients and optimizer state. extra_copies: of the
+    trained weights alone. recompute: micro-batches in flight hold their inputs, and ``whole`` of them at a time all
+    the rest.
+    """
+    weights = chain.parameter_bytes(first, last)
+    state = weights * (versions + 1) + chain.optimizer_bytes(first, last) + chain.frozen_bytes(first, last)
+    held = chain.held_bytes(first, last)
+    kept = in_flight * held
+    if recompute:
+        kept = in_flight * chain.input_bytes(first) + min(whole, in_flight) * (
+            held - chain.input_bytes(first)
+        )
+    needed = copies * state + extra_copies * weights + kept + chain.working_bytes(first, last)
+    return chain.profile.process_bytes + needed
+
+
+def check_limit(limit: float | None) -> None:
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+        raise ValueError(
+            f"memory_limit_bytes={limit!r}: must be a number of bytes above 0, or None for no limit"
+        )
+
+
+def does_not_fit(limit: float, least: float, advice: str) -> ValueError:
+    """``least``: the smallest limit with which a plan can be made."""
+    least, limit = math.ceil(least), math.floor(limit)  # what is allowed then is enough
+    return ValueError(
+        f"memory_limit_bytes={limit:.0f}: nothing fits; the plan that needs least needs {least:.0f} bytes on one "
+        f"worker, {least - limit:.0f} more ({format_bytes(least)} instead of {format_bytes(limit)}): "
+        f"allow that, or {advice}"
+    )
+
+
+# ---- what a simulation is told -------------------------------------------------------------------------------------
+
+
+RECOMPUTE = ("never", "except-last", "always")
+
+
+def stage_costs(
+    chain: Chain, bounds: Sequence[int], micro_batches: int, pipelines: int = 1, recompute: str = "never"
+) -> Costs:
+    """What a simulation takes, of the stages between ``bounds`` (first layer of each, then the number of layers).
+
+    With several pipelines an update includes the averaging; recomputation puts the forward before the backward; the
+    first backward of a batch finds no gradients to add to. The link's latency occupies nobody. Memory is not in it.
+    """
+    blocks = list(pairwise(bounds))
+    again = recomputed(micro_batches, recompute)
+    forward_s = [chain.forward_s(*block) for block in blocks]
+    backward_s = [_backwards(chain, *block, micro_batches) for block in blocks]
+    input_s = [chain.input_backward_s(*block) for block in blocks]
+    latency_s = chain.link.latency_s if chain.link else 0.0
+    return Costs(
+        forward_s=forward_s,
+        backward_s=_with_forward(backward_s, forward_s, again),
+        transfer_s=[chain.outgoing_s(last) - latency_s for _, last in blocks[:-1]],
+        latency_s=latency_s,
+        update_s=[chain.update_s(*block, elastic=pipelines > 1) for block in blocks],
+        input_backward_s=_with_forward(input_s, forward_s, again),
+    )
+
+
+def _backwards(chain: Chain, first: int, last: int, micro_batches: int) -> Each:
+    """Per micro-batch where the first of a batch is quicker."""
+    backward_s, added_s = chain.backward_s(first, last), chain.accumulate_s(first, last)
+    return (backward_s - added_s, *[backward_s] * (micro_batches - 1)) if added_s else backward_s
+
+
+def recomputed(micro_batches: int, recompute: str) -> list[bool]:
+    """For each micro-batch, whether its backward begins with its forward."""
+    return [recompute != "never"] * (micro_batches - 1) + [recompute == "always"]
+
+
+def _with_forward(seconds: Sequence[Each], forward_s: Sequence[float], again: Sequence[bool]) -> list[Each]:
+    """Where a micro-batch is computed again, its backward begins with its forward."""
+    return [_added(cost, more_s, again) for cost, more_s in zip(seconds, forward_s)]
+
+
+def _added(cost: Each, more_s: float, again: Sequence[bool]) -> Each:
+    """Per micro-batch where they differ."""
+    each = cost if isinstance(cost, tuple) else (cost,) * len(again)
+    found = tuple(seconds + more_s if more else seconds for seconds, more in zip(each, again))
+    return found[0] if len(set(found)) == 1 else found
+
+
+def weight_versions(schedule: Schedule) -> list[int]:
+    """Per stage, how many versions of the weights are kept, the newest included."""
+    stages = schedule.stages
+    if schedule.flush:
+        return [1] * stages
+    if schedule.name == "pipedream-2bw":
+        return [2] * stages
+    # One for each batch that has micro-batches in flight.
+    return [1 + math.ceil((stages - 1 - k) / schedule.micro_batches) for k in range(stages)]

@@ -2,19 +2,529 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-from avgpipe.planning.chain import Chain
-from avgpipe.planning.cuts import check_stages
-from avgpipe.planning.dapple_search import find
-from avgpipe.planning.latency import Machines, Model
-from avgpipe.planning.lean import least_limit
-from avgpipe.planning.memory import check_limit, does_not_fit
-from avgpipe.planning.network import check_enough, network
-from avgpipe.planning.options import check_count, micro_batch_size_of, transfer_notes
+from avgpipe.planning.chain import Chain, check_limit, does_not_fit, stage_bytes
+from avgpipe.planning.cluster import Levels, check_enough, network, ring_s
+from avgpipe.planning.cuts import NOT_THIS, TOO_LONG, Block, check_stages, fewest, smallest, tightest
+from avgpipe.planning.partition import Partition, balance, micro_batch_size_of, transfer_notes
 from avgpipe.planning.profile import LinkProfile, Profile
-from avgpipe.planning.result import Partition
+from avgpipe.planning.simulation import check_count
+
+# ---- stages with least memory --------------------------------------------------------------------------------------
+
+
+_CLOSE, _ROUGHLY = 1e-6, 1e-2
+
+
+class Held(NamedTuple):
+    """The memory of a worker of a stage with batches of ``micro_batches`` and a flush."""
+
+    chain: Chain
+    micro_batches: int
+
+    def bytes(self, first: int, last: int, workers: int, behind: int) -> float:
+        """In flight on each of m workers with n behind are 1 + ceil(n / m), and never more than it has of a batch."""
+        own = math.ceil(self.micro_batches / workers)
+        in_flight = min(own, 1 + math.ceil(behind / workers))
+        return stage_bytes(self.chain, first, last, in_flight=in_flight)
+
+
+def frugal(
+    held: Held, workers: int, stages: int | None, limit: float, stage_s: float = math.inf
+) -> list[Block] | None:
+    """The fewest workers with which every stage fits into the limit and computes a micro-batch in ``stage_s``."""
+
+    def need(first: int, last: int, behind: int) -> int:
+        compute_s = held.chain.compute_s(first, last)
+        low = max(1, math.ceil(compute_s / stage_s))
+        if low > workers:
+            return TOO_LONG
+
+        def fits(own: int) -> bool:
+            return held.bytes(first, last, own, behind) <= limit
+
+        return smallest(low, workers - behind, fits) or NOT_THIS
+
+    return fewest(held.chain.layers, need, workers, stages)
+
+
+def steady(held: Held, workers: int, stages: int | None, limit: float) -> list[Block] | None:
+    """Stages of which the slowest is about as quick as can be within the limit; None if nothing fits."""
+
+    def within(stage_s: float) -> tuple[float, list[Block]] | None:
+        blocks = frugal(held, workers, stages, limit, stage_s)
+        return None if blocks is None else (_slowest_s(held, blocks), blocks)
+
+    start = within(math.inf)
+    if start is None:
+        return None
+    return tightest(within, held.chain.compute_s(0, held.chain.layers) / workers, start, _ROUGHLY)[1]
+
+
+def _slowest_s(held: Held, blocks: list[Block]) -> float:
+    return max(held.chain.compute_s(block.first, block.last) / block.workers for block in blocks)
+
+
+def least_limit(held: Held, workers: int, stages: int | None) -> float:
+    """The least limit for which there is a plan; to a millionth."""
+
+    def within(limit: float) -> tuple[float, list[Block]] | None:
+        blocks = frugal(held, workers, stages, limit)
+        return None if blocks is None else (most_bytes(held, blocks), blocks)
+
+    start = within(math.inf)
+    assert start is not None
+    return tightest(within, 0.0, start, _CLOSE)[0]
+
+
+def most_bytes(held: Held, blocks: list[Block]) -> float:
+    behind, most = 0, 0.0
+    for block in reversed(blocks):
+        most = max(most, held.bytes(*block, behind))
+        behind += block.workers
+    return most
+
+
+# ---- devices of a stage --------------------------------------------------------------------------------------------
+
+
+Free = tuple[int, ...]  # by machine, devices that no stage has yet
+Taken = tuple[int, ...]  # by machine, devices of one stage
+Policy = Callable[[Free, int, int], Taken]
+
+
+def fresh_first(free: Free, size: int, count: int) -> Taken:
+    """From machines that no stage is on yet, then from the others: for stages whose all-reduce is long."""
+    return _filled(free, sorted(range(len(free)), key=lambda m: free[m] < size), count)
+
+
+def append_first(free: Free, size: int, count: int) -> Taken:
+    """From machines that other stages are on already, then from fresh ones: leaves no machine half used."""
+    return _filled(free, sorted(range(len(free)), key=lambda m: free[m] == size), count)
+
+
+def scatter_first(free: Free, size: int, count: int) -> Taken:
+    """Evenly from the machines with most free devices: for stages with few weights, which can do without fast links."""
+    level = size
+    while sum(max(0, n - level) for n in free) < count:
+        level -= 1
+    taken = [max(0, n - level) for n in free]
+    spare = sum(taken) - count
+    for m in reversed(range(len(free))):
+        if spare and taken[m]:
+            taken[m] -= 1
+            spare -= 1
+    return tuple(taken)
+
+
+POLICIES: tuple[Policy, ...] = (fresh_first, append_first, scatter_first)
+
+
+def placements(free: Free, size: int, count: int) -> list[Taken]:
+    """What the policies make of it, each once. ``size``: devices of a machine. Needs ``count`` free ones."""
+    if len(free) == 1:
+        return [(count,)]
+    return list(dict.fromkeys(policy(free, size, count) for policy in POLICIES))
+
+
+def _filled(free: Free, order: list[int], count: int) -> Taken:
+    taken = [0] * len(free)
+    for m in order:
+        taken[m] = min(free[m], count)
+        count -= taken[m]
+    return tuple(taken)
+
+
+def left(free: Free, taken: Taken) -> Free:
+    return tuple(a - b for a, b in zip(free, taken))
+
+
+# ---- latency of a synchronous batch --------------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """A stage, or a transfer between two, which counts as a stage of its own. Seconds of a micro-batch, and of the
+    all-reduce of a batch's gradients.
+    """
+
+    forward_s: float
+    backward_s: float
+    reduce_s: float = 0.0
+
+
+class Seat(NamedTuple):
+    """Layers ``first`` to ``last`` - 1, and the devices of each machine that they are on."""
+
+    first: int
+    last: int
+    taken: Taken
+
+    @property
+    def workers(self) -> int:
+        return sum(self.taken)
+
+
+class Machines(NamedTuple):
+    """``machines`` of ``devices`` each. inside, between: the network's levels; one machine has the first alone."""
+
+    machines: int
+    devices: int
+    levels: Levels
+
+    @classmethod
+    def of(cls, levels: Levels) -> Machines:
+        if len(levels) > 2:
+            raise ValueError(
+                f"levels has {len(levels)}: dapple knows devices in a machine and machines, give one or two"
+            )
+        return cls(levels[1].units if len(levels) == 2 else 1, levels[0].units, levels)
+
+    def bytes_per_s(self, taken: Taken) -> float:
+        """Of the slowest link among these devices."""
+        return self.levels[_machines(taken) > 1].bytes_per_s
+
+
+def _machines(taken: Taken) -> int:
+    return len(taken) - taken.count(0)
+
+
+class Model:
+    """What placed stages take, for batches of ``micro_batches``."""
+
+    def __init__(self, chain: Chain, machines: Machines, micro_batches: int, limit: float | None) -> None:
+        self.chain, self.machines, self.micro_batches, self.limit = chain, machines, micro_batches, limit
+        self.held = Held(chain, micro_batches)
+        self._stages: dict[Seat, Span] = {}
+        self._transfers: dict[tuple[Seat, Seat], Span] = {}
+
+    def stage(self, seat: Seat) -> Span:
+        """Of m replicas each takes every m-th micro-batch; a ring over the slowest link makes the all-reduce."""
+        workers = seat.workers
+        weights = self.chain.parameter_bytes(seat.first, seat.last)
+        return Span(
+            self.chain.forward_s(seat.first, seat.last) / workers,
+            self.chain.backward_s(seat.first, seat.last) / workers,
+            ring_s(weights, workers, self.machines.bytes_per_s(seat.taken)),
+        )
+
+    def transfer(self, before: Seat, after: Seat) -> Span:
+        """Each pair of machines, or of devices inside one, carries its share at the same time as the others."""
+        union = tuple(a + b for a, b in zip(before.taken, after.taken))
+        crosses = _machines(union) > 1
+        lanes = min(_machines(before.taken), _machines(after.taken)) if crosses else 0
+        lanes = lanes or min(before.workers, after.workers)
+        size = self.chain.boundary_bytes[before.last - 1]
+        seconds = self.machines.levels[crosses].link.seconds(size / lanes)
+        return Span(seconds, seconds)
+
+    def spans(self, seats: Sequence[Seat]) -> list[Span]:
+        """The stages, and between them their transfers."""
+        for seat in seats:
+            if seat not in self._stages:
+                self._stages[seat] = self.stage(seat)
+        found = [self._stages[seats[0]]]
+        for pair in pairwise(seats):
+            if pair not in self._transfers:
+                self._transfers[pair] = self.transfer(*pair)
+            found += [self._transfers[pair], self._stages[pair[1]]]
+        return found
+
+    def order(self, seats: Sequence[Seat]) -> tuple[float, float]:
+        """What plans are ordered by: among those that do not fit, or take the same time, what needs less is better."""
+        most = max(self.bytes(seats))
+        if self.limit is not None and most > self.limit:
+            return math.inf, most
+        return latency_s(self.spans(seats), self.micro_batches), most
+
+    def bytes(self, seats: Sequence[Seat]) -> list[float]:
+        """Of a worker of each stage."""
+        found = []
+        behind = 0
+        for seat in reversed(seats):
+            found.append(self.held.bytes(seat.first, seat.last, seat.workers, behind))
+            behind += seat.workers
+        return found[::-1]
+
+
+def latency_s(spans: Sequence[Span], micro_batches: int) -> float:
+    """T_w + T_s + T_e: until the pivot begins, while it works without a pause, and until all others are done.
+
+    With pivot Q, T_w = sum_{s<=Q} F_s, T_s = (M - 1)(F_Q + B_Q), and T_e = max_s (AR_s + sum_{a=s..Q} B_a for
+    s <= Q, AR_s - sum_{a=Q..s} B_a for s > Q).
+    """
+    q = pivot(spans, micro_batches)
+    warm_s = sum(span.forward_s for span in spans[: q + 1])
+    steady_s = (micro_batches - 1) * (spans[q].forward_s + spans[q].backward_s)
+    end_s, back_s = 0.0, 0.0
+    for span in reversed(spans[: q + 1]):
+        back_s += span.backward_s
+        end_s = max(end_s, span.reduce_s + back_s)
+    gone_s = spans[q].backward_s
+    for span in spans[q + 1 :]:
+        gone_s += span.backward_s
+        end_s = max(end_s, span.reduce_s - gone_s)
+    return warm_s + steady_s + end_s
+
+
+def pivot(spans: Sequence[Span], micro_batches: int) -> int:
+    """The stage with the fewest bubbles: from the last on, a stage before takes over if its own steady phase is longer
+    than that of the pivot and the forwards and backwards of the stages between together.
+    """
+    q, between_s = len(spans) - 1, 0.0
+    for s in reversed(range(len(spans) - 1)):
+        own_s = (micro_batches - 1) * (spans[s].forward_s + spans[s].backward_s)
+        pivot_s = (micro_batches - 1) * (spans[q].forward_s + spans[q].backward_s)
+        if own_s > pivot_s + between_s:
+            q, between_s = s, 0.0
+        else:
+            between_s += spans[s].forward_s + spans[s].backward_s
+    return q
+
+
+# ---- searching -----------------------------------------------------------------------------------------------------
+
+
+MOST_PLANS = 20_000
+_BEAM, _CUTS, _FRUITLESS = 4, 40, 3
+_IMPROVED, _STEPS = 4, 150_000  # starts of local search; stages of plans that each may look at
+
+Seats = tuple[Seat, ...]
+Value = tuple[float, float]
+
+
+def find(model: Model, stages: int | None) -> tuple[Value, Seats, bool]:
+    """The first plan by ``Model.order``, with what that says, and whether all plans were looked at."""
+    if _plans(model, stages) <= MOST_PLANS:
+        return (*min((model.order(seats), seats) for seats in _every(model, stages)), True)
+    starts = [*_even(model, stages), _beam(model, stages)[1]]
+    if model.limit is not None:
+        starts.append(_steady(model, stages, model.limit))
+    starts = sorted((seats for seats in starts if seats), key=model.order)
+    return (*min(_improved(model, stages, seats) for seats in starts[:_IMPROVED]), False)
+
+
+def _steady(model: Model, stages: int | None, limit: float) -> Seats:
+    """Stages that are about equally quick and fit into the memory; none if nothing does."""
+    blocks = steady(model.held, sum(_all_free(model)), stages, limit)
+    return _placed(model, blocks or [])
+
+
+def _even(model: Model, stages: int | None) -> Iterator[Seats]:
+    """Stages cut at about equal compute, with devices in proportion to it."""
+    layers, workers = model.chain.layers, sum(_all_free(model))
+    most = min(layers, workers)
+    for count in [stages] if stages else [2**n for n in range(most.bit_length())]:
+        bounds = [0, *balance([model.chain.compute_s(n, n + 1) for n in range(layers)], count), layers]
+        share = [model.chain.compute_s(a, b) for a, b in pairwise(bounds)]
+        reached = [(workers - count) * s / max(sum(share), 1e-300) for s in accumulate(share)]
+        own = [1 + int(b) - int(a) for a, b in pairwise([0.0, *reached])]
+        yield _placed(model, [Block(a, b, n) for (a, b), n in zip(pairwise(bounds), own)])
+
+
+def _placed(model: Model, blocks: list[Block]) -> Seats:
+    """On fresh machines first."""
+    free = _all_free(model)
+    seats: Seats = ()
+    for block in blocks:
+        taken = placements(free, model.machines.devices, block.workers)[0]
+        seats, free = (*seats, Seat(block.first, block.last, taken)), left(free, taken)
+    return seats
+
+
+def _plans(model: Model, stages: int | None) -> int:
+    """At most so many plans there are."""
+    layers, workers = model.chain.layers, model.machines.machines * model.machines.devices
+    policies = 1 if 1 in (model.machines.machines, model.machines.devices) else len(POLICIES)
+    counts = range(1, min(layers, workers) + 1) if stages is None else [stages]
+    return sum(math.comb(layers - 1, s - 1) * math.comb(workers, s) * policies**s for s in counts)
+
+
+def _all_free(model: Model) -> Free:
+    return (model.machines.devices,) * model.machines.machines
+
+
+def _every(model: Model, stages: int | None) -> Iterator[Seats]:
+    def after(seats: Seats, first: int, free: Free) -> Iterator[Seats]:
+        if stages is not None and len(seats) == stages:
+            if first == model.chain.layers:
+                yield seats
+            return
+        if first == model.chain.layers:
+            if stages is None:
+                yield seats
+            return
+        for count in range(1, sum(free) + 1):
+            for taken in placements(free, model.machines.devices, count):
+                for last in range(first + 1, model.chain.layers + 1):
+                    yield from after((*seats, Seat(first, last, taken)), last, left(free, taken))
+
+    yield from after((), 0, _all_free(model))
+
+
+def _beam(model: Model, stages: int | None) -> tuple[Value, Seats]:
+    """Stages are split off the front; what is left makes one last stage, and the few best of each length go on."""
+    layers, free = model.chain.layers, _all_free(model)
+    kept: list[tuple[Seats, Free]] = [((), free)]
+    best: tuple[Value, Seats] = ((math.inf, math.inf), ())
+    fruitless = 0
+    length = 1
+    while kept and fruitless < _FRUITLESS:
+        found = []
+        for seats, rest in kept:
+            first = seats[-1].last if seats else 0
+            for taken in _last_placements(model, rest):
+                plan = (*seats, Seat(first, layers, taken))
+                found.append((model.order(plan), plan))
+        lead = min(found)
+        fruitless = fruitless + 1 if stages is None and lead >= best else 0
+        if lead < best and (stages is None or length == stages):
+            best = lead
+        if length == stages:
+            break
+        kept = _extended(model, kept, 0 if stages is None else stages - length - 1)
+        length += 1
+    return best
+
+
+def _extended(model: Model, kept: list[tuple[Seats, Free]], later: int) -> list[tuple[Seats, Free]]:
+    """The best with one more stage in front; ``later``: stages that must still find a layer and a device behind."""
+    layers, size = model.chain.layers, model.machines.devices
+    found: list[tuple[Value, Seats, Free]] = []
+    for seats, free in kept:
+        first = seats[-1].last if seats else 0
+        for cut in _cuts(model, first, layers - 1 - later):
+            for count in _counts(model, first, cut, sum(free), later + 1):
+                for taken in placements(free, size, count):
+                    longer, rest = (*seats, Seat(first, cut, taken)), left(free, taken)
+                    value = model.order((*longer, Seat(cut, layers, rest)))
+                    found.append((value, longer, rest))
+    return [(seats, free) for _, seats, free in heapq.nsmallest(_BEAM, found)]
+
+
+def _last_placements(model: Model, free: Free) -> list[Free]:
+    """All devices that are left, those of one machine, one alone."""
+    some = {sum(free), max(free), 1}
+    return [taken for count in some for taken in placements(free, model.machines.devices, count)]
+
+
+def _cuts(model: Model, first: int, last: int) -> list[int]:
+    """Where a stage from ``first`` on may end: everywhere, or at places spread evenly over the compute."""
+    if last - first <= _CUTS:
+        return list(range(first + 1, last + 1))
+    ends = range(first + 1, last + 1)
+    reached = [model.chain.compute_s(first, end) for end in ends]
+    places = {bisect_left(reached, reached[-1] * n / _CUTS) for n in range(1, _CUTS + 1)}
+    return [ends[min(place, len(ends) - 1)] for place in sorted(places)]
+
+
+def _counts(model: Model, first: int, cut: int, free: int, later: int) -> list[int]:
+    """How many devices these layers may get: all numbers if few, else about their share of the compute."""
+    most = free - later
+    if most <= 16:
+        return list(range(1, most + 1))
+    size = model.machines.devices
+    share = (
+        free
+        * model.chain.compute_s(first, cut)
+        / max(model.chain.compute_s(first, model.chain.layers), 1e-300)
+    )
+    near = {1, int(share), int(share) + 1, int(share / size) * size, (int(share / size) + 1) * size}
+    return sorted(count for count in near if 1 <= count <= most)
+
+
+def _improved(model: Model, stages: int | None, seats: Seats) -> tuple[Value, Seats]:
+    """Goes from a plan to the best of its neighbours until none is better."""
+    value = model.order(seats)
+    looked = 0
+    while looked < _STEPS:
+        close = [
+            *_near(model, seats),
+            *([] if stages else _merged(seats)),
+            *([] if stages else _parted(seats)),
+        ]
+        nearby = [(model.order(near), near) for near in close]
+        looked += len(seats) * len(nearby)
+        better = min(nearby, default=(value, seats))
+        if better[0] >= value:
+            break
+        value, seats = better
+    return value, seats
+
+
+def _near(model: Model, seats: Seats) -> Iterator[Seats]:
+    """A cut moved, a stage with other devices out of what is free."""
+    for k in range(len(seats) - 1):
+        a, b = seats[k], seats[k + 1]
+        for step in (-8, -4, -2, -1, 1, 2, 4, 8):
+            cut = a.last + step
+            if a.first < cut < b.last:
+                moved = (Seat(a.first, cut, a.taken), Seat(cut, b.last, b.taken))
+                yield (*seats[:k], *moved, *seats[k + 2 :])
+    free = _all_free(model)
+    for seat in seats:
+        free = left(free, seat.taken)
+    size = model.machines.devices
+    for k, seat in enumerate(seats):
+        room = tuple(a + b for a, b in zip(free, seat.taken))
+        for count in {
+            seat.workers - size,
+            seat.workers - 1,
+            seat.workers,
+            seat.workers + 1,
+            seat.workers + size,
+        }:
+            if 1 <= count <= sum(room):
+                for taken in placements(room, size, count):
+                    yield (*seats[:k], Seat(seat.first, seat.last, taken), *seats[k + 1 :])
+    yield from _handed_over(seats)
+
+
+def _handed_over(seats: Seats) -> Iterator[Seats]:
+    """A device given by one stage to the one beside it."""
+    for k in range(len(seats) - 1):
+        for giver, taker in ((k, k + 1), (k + 1, k)):
+            if seats[giver].workers > 1:
+                place = max(range(len(seats[giver].taken)), key=seats[giver].taken.__getitem__)
+                changed = list(seats)
+                changed[giver] = _with(seats[giver], place, -1)
+                changed[taker] = _with(seats[taker], place, 1)
+                yield tuple(changed)
+
+
+def _with(seat: Seat, place: int, more: int) -> Seat:
+    taken = tuple(n + more if m == place else n for m, n in enumerate(seat.taken))
+    return Seat(seat.first, seat.last, taken)
+
+
+def _merged(seats: Seats) -> Iterator[Seats]:
+    """Two neighbours as one stage."""
+    for k, (a, b) in enumerate(pairwise(seats)):
+        taken = tuple(x + y for x, y in zip(a.taken, b.taken))
+        yield (*seats[:k], Seat(a.first, b.last, taken), *seats[k + 2 :])
+
+
+def _parted(seats: Seats) -> Iterator[Seats]:
+    """A stage as two, one of which has one machine's devices or half of each machine's."""
+    for k, seat in enumerate(seats):
+        one = max(range(len(seat.taken)), key=seat.taken.__getitem__)
+        alone = tuple(n if m == one else 0 for m, n in enumerate(seat.taken))
+        some = {alone, tuple(n // 2 for n in seat.taken), tuple(int(m == one) for m in range(len(alone)))}
+        for taken in some:
+            rest = left(seat.taken, taken)
+            for cut in {seat.first + 1, (seat.first + seat.last) // 2, seat.last - 1}:
+                if seat.first < cut < seat.last and any(taken) and any(rest):
+                    for x, y in ((taken, rest), (rest, taken)):
+                        parts = (Seat(seat.first, cut, x), Seat(cut, seat.last, y))
+                        yield (*seats[:k], *parts, *seats[k + 1 :])
+
+
+# ---- the method ----------------------------------------------------------------------------------------------------
 
 
 def dapple(
@@ -73,6 +583,21 @@ def dapple(
         micro_batch_size=chain.micro_batch_size,
         workers=total,
         memory_bytes=model.bytes(seats),
-        placement=[list(seat.taken) for seat in seats] if machines.machines > 1 else None,
+        placement=_workers_of(seats) if machines.machines > 1 else None,
+        machines=[seat.taken for seat in seats] if machines.machines > 1 else None,
+        system="dapple",
+        micro_batches=micro_batches,
         notes=notes,
     )
+
+
+def _workers_of(seats: Sequence[Seat]) -> list[list[int]]:
+    """Per stage its workers: those that are used, numbered machine after machine, and in each stage after stage."""
+    on_machine = zip(*(seat.taken for seat in seats))
+    found: list[list[int]] = [[] for _ in seats]
+    number = 0
+    for counts in on_machine:
+        for stage, count in enumerate(counts):
+            found[stage] += range(number, number + count)
+            number += count
+    return found

@@ -72,7 +72,7 @@ class Placement:
     @property
     def is_plain(self) -> bool:
         """Whether worker k is stage k."""
-        return len(self.replicas) == self.stages == len(self.workers)
+        return self.workers == tuple((k,) for k in range(self.stages))
 
     @cached_property
     def _by_stage(self) -> dict[tuple[int, int], list[int]]:

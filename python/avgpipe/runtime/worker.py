@@ -221,7 +221,7 @@ class Worker:
                 [self.lanes[n, i] for n in self.placement.workers[worker]],
                 schedule.rows[worker % schedule.workers],
                 self._plan.weights or "flush",
-                schedule.rows[0],
+                schedule.rows[schedule.worker_of(0)],
             )
             for worker in self._workers
             for i in self.placement.pipelines_of(self.placement.workers[worker][0])
@@ -236,7 +236,7 @@ class Worker:
         """Go on by another schedule of the same stages; no batch is in flight."""
         for row in self.rows:
             worker = self.placement.worker_of(next(iter(row.lanes.values())).route.replica)
-            row.follow(schedule.rows[worker % schedule.workers], schedule.rows[0])
+            row.follow(schedule.rows[worker % schedule.workers], schedule.rows[schedule.worker_of(0)])
 
     # ---- running -------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 from avgpipe.errors import ScheduleError
 from avgpipe.schedule.checks import Fault, dry_run, find_fault, row_name, steps_of, token
@@ -82,6 +83,27 @@ class Schedule:
         if type(stage) is not int or not 0 <= stage < self.stages or not self.replicas[stage]:
             raise ValueError(f"stage={stage!r}: no worker has it, the stages are 0..{self.stages - 1}")
         return self.replicas[stage][micro_batch % len(self.replicas[stage])]
+
+    def placed(self, placement: Sequence[Sequence[int]]) -> Schedule:
+        """Return the schedule with its rows on other workers: ``placement[k]`` are those of stage k, ascending.
+
+        Raises ValueError unless each worker here becomes one of as many.
+        """
+        wanted = tuple(map(tuple, placement))
+        sizes = list(map(len, self.replicas))
+        moved: dict[int, int] = {}
+        if list(map(len, wanted)) == sizes:
+            for own, new in zip(self.replicas, wanted):
+                moved.update(zip(own, new))
+        fits = all(tuple(moved.get(w) for w in own) == new for own, new in zip(self.replicas, wanted))
+        rises = all(a < b for new in wanted for a, b in pairwise(new))
+        if not fits or not rises or sorted(moved.values()) != list(range(self.workers)):
+            raise ValueError(
+                f"placement {wanted} must name the workers 0..{self.workers - 1} of each of {self.stages} stages, "
+                f"ascending and as many as in {self.replicas}"
+            )
+        rows = sorted(zip((moved[w] for w in range(self.workers)), self.rows), key=lambda pair: pair[0])
+        return Schedule(self.name, self.micro_batches, tuple(row for _, row in rows), trusted=self._is_right)
 
     @cached_property
     def columns(self) -> tuple[tuple[Action, ...], ...]:

@@ -54,7 +54,7 @@ def test_every_row_is_a_plan_for_all_workers():
         shape = (plan.stages, plan.pipelines, plan.micro_batches, case.per_batch, case.pipelines)
         assert shape == CASES[name], name
         assert plan.workers == 6, name
-        assert plan.partition == list(range(1, plan.stages))
+        assert plan.partition == tuple(range(1, plan.stages))
 
 
 def test_only_rows_that_are_asked_for_are_there():

@@ -7,13 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from avgpipe.planning.chain import Chain
+from avgpipe.planning.chain import Chain, check_limit, does_not_fit, stage_bytes
+from avgpipe.planning.cluster import check_enough, network, ring_s
 from avgpipe.planning.cuts import EXACT, NOT_THIS, TOO_LONG, Block, check_stages, fewest, tightest
-from avgpipe.planning.memory import check_limit, does_not_fit, stage_bytes
-from avgpipe.planning.network import check_enough, network, ring_s
-from avgpipe.planning.options import check_count, transfer_notes
+from avgpipe.planning.partition import Partition, transfer_notes
 from avgpipe.planning.profile import LinkProfile, Profile
-from avgpipe.planning.result import Partition
+from avgpipe.planning.simulation import check_count
 
 _RECOMPUTE = 4 / 3  # forward, forward again and a backward of twice a forward, over forward and backward
 
@@ -27,7 +26,7 @@ class Shape(NamedTuple):
     recompute: bool
 
 
-def two_bw(
+def pipedream_2bw(
     profile: Profile,
     stages: int | None = None,
     *,
@@ -86,6 +85,8 @@ def two_bw(
         workers=total,
         memory_bytes=search.sizes(shape, blocks),
         recompute=shape.recompute,
+        system="pipedream-2bw",
+        micro_batches=shape.micro_batches * shape.width,
         notes=transfer_notes(nets[0].bytes_per_s),
     )
 

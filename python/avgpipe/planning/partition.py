@@ -1,0 +1,398 @@
+"""Partitions: what a partitioner found, the partitioners by name, and the two that need no paper."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+from avgpipe.errors import nearest
+from avgpipe.planning.chain import (
+    RECOMPUTE,
+    Chain,
+    check_limit,
+    recomputed,
+    stage_bytes,
+    stage_costs,
+    weight_versions,
+)
+from avgpipe.planning.cluster import network
+from avgpipe.planning.costs import Costs
+from avgpipe.planning.cuts import Cut, CutSearch, check_stages, least_dearest
+from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.planning.simulation import check_count, steady_batch_s
+from avgpipe.schedule.builders import build_schedule
+from avgpipe.schedule.schedule import Schedule
+from avgpipe.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which layers and how many workers each stage has, as ``Plan`` takes them, and what the method predicts.
+
+    - system, micro_batches: what it is a plan for: one of ``avgpipe.systems`` and the micro-batches of a batch.
+    - boundaries: the first layers of stages 1 to K-1. replication: workers of each stage.
+    - stage_s: per stage, the predicted seconds between two micro-batches that it finishes if it never waits: forward
+      and backward over its replicas, or their synchronisation where that is longer.
+    - value: of ``objective``, what the method made best: seconds, bytes or, for "2bw", samples per second.
+    - memory_bytes: per stage, of one of its workers; empty where the method does not count memory.
+    - micro_batch_size: samples. workers: how many there were to use. layers: of the model.
+    - recompute: of "2bw": activations are computed again in the backward.
+    - placement: per stage its workers, in ascending order; None: numbered stage after stage.
+    - machines: of "dapple": per stage, how many devices it has on each machine.
+    - notes: what to know besides, a sentence each.
+    """
+
+    method: str
+    layers: int
+    boundaries: Sequence[int]
+    replication: Sequence[int]
+    stage_s: Sequence[float]
+    objective: str
+    value: float
+    micro_batch_size: float
+    workers: int
+    memory_bytes: Sequence[float] = ()
+    recompute: bool = False
+    placement: Sequence[Sequence[int]] | None = None
+    machines: Sequence[Sequence[int]] | None = None
+    notes: tuple[str, ...] = ()
+    system: str = "avgpipe"
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("boundaries", "replication", "stage_s", "memory_bytes"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("placement", "machines"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
+        bounds = self.bounds
+        if any(a >= b for a, b in pairwise(bounds)):
+            raise ValueError(f"boundaries={self.boundaries}: must rise between 0 and {self.layers} layers")
+        if len(self.replication) != self.stages or len(self.stage_s) != self.stages:
+            raise ValueError(
+                f"replication={self.replication} and stage_s={self.stage_s}: give one for each of {self.stages} stages"
+            )
+
+    @property
+    def stages(self) -> int:
+        return len(self.boundaries) + 1
+
+    @property
+    def bounds(self) -> list[int]:
+        """First layer of every stage, then the number of layers."""
+        return [0, *self.boundaries, self.layers]
+
+    def __str__(self) -> str:
+        """What was predicted, then a line for each stage."""
+        used = min(sum(self.replication), self.workers)  # a worker may have several stages
+        spare = "" if used == self.workers else f" of {self.workers}"
+        many = "s" if self.stages > 1 else ""
+        lines = [
+            f"{self.method}: {self.layers} layers in {self.stages} stage{many} on {used}{spare} workers, micro-batches "
+            f"of {self.micro_batch_size:g} samples",
+            f"{self.objective}: {self._value()}",
+        ]
+        for k, (first, last) in enumerate(pairwise(self.bounds)):
+            layers = f"layer {first}" if last == first + 1 else f"layers {first} to {last - 1}"
+            lines.append(f"stage {k}: {layers}, {', '.join(self._about(k))}")
+        return "\n".join([*lines, *self.notes])
+
+    def _about(self, k: int) -> list[str]:
+        workers = self.replication[k]
+        said = [
+            f"{workers} worker{'s' if workers > 1 else ''}",
+            f"{format_seconds(self.stage_s[k])} per micro-batch",
+        ]
+        if self.memory_bytes:
+            said.append(format_bytes(self.memory_bytes[k]))
+        if self.machines is not None:
+            machines = [(m, n) for m, n in enumerate(self.machines[k]) if n]
+            said.append("on " + _machines(machines))
+        return said
+
+    def _value(self) -> str:
+        if "bytes" in self.objective:
+            return format_bytes(self.value)
+        if "per second" in self.objective:
+            return f"{self.value:.4g}"
+        return format_seconds(self.value)
+
+
+def _machines(machines: Sequence[tuple[int, int]]) -> str:
+    """Runs of machines with as many devices each: "4 devices of machines 0 to 2, 1 of machine 3"."""
+    runs: list[list[int]] = []
+    for machine, count in machines:
+        if runs and runs[-1][1] == machine - 1 and runs[-1][2] == count:
+            runs[-1][1] = machine
+        else:
+            runs.append([machine, machine, count])
+    words = [
+        f"{count} of machine {a}" if a == b else f"{count} of each of machines {a} to {b}"
+        for a, b, count in runs
+    ]
+    return ", ".join(words)
+
+
+# ---- by name -------------------------------------------------------------------------------------------------------
+
+
+_METHODS = {
+    "simulated": ("partition", "simulated"),
+    "balance": ("partition", "balanced"),
+    "pipedream": ("pipedream", "pipedream"),
+    "dapple": ("dapple", "dapple"),
+    "2bw": ("pipedream_2bw", "pipedream_2bw"),
+}
+
+
+def partition_methods() -> list[str]:
+    """The names that :func:`partition` knows."""
+    return list(_METHODS)
+
+
+def partition(
+    profile: Profile, stages: int | None = None, *, method: str = "pipedream", **options: Any
+) -> Partition:
+    """Cut the layers of ``profile`` into stages.
+
+    stages: K; None: what the method finds best, or up to 4 for the last two. All but "2bw", which chooses it, take
+    ``micro_batch_size`` (samples; None: the largest that was measured). Their other options:
+
+    - "pipedream" (Narayanan et al. 2019, section 3.1): the least time of the slowest stage, link or synchronisation,
+      with up to ``workers`` (None: as many as stages, or 4), of which a stage may have several. ``levels``: (units,
+      bytes_per_s) of each level of the network, lowest first, in place of ``workers`` and ``link``.
+      ``memory_limit_bytes``: of a worker.
+    - "dapple" (Fan et al. 2021, section 4): the least time of one synchronous batch of ``micro_batches``. Workers as
+      for pipedream; ``levels``, at most two, are the devices of a machine and the machines.
+    - "2bw" (Narayanan et al. 2021, section 4): most samples per second over width, depth, micro-batch size and
+      recomputation, for ``workers`` and batches of ``batch_size`` samples. ``micro_batch_sizes`` to try; ``link``,
+      ``memory_limit_bytes``, ``recompute``.
+    - "balance": the dearest stage is cheapest. ``by``: "time" or "bytes".
+    - "simulated": the least simulated time per batch of the schedule that will run: ``micro_batches``, ``pipelines``,
+      ``schedule``, ``advance``, ``stages_per_worker``, ``recompute``, ``link``, ``memory_limit_bytes``.
+
+    ``link``: a ``LinkProfile``; None: the profile's, and if it has none transfers count as free, which a note says.
+
+    Raises ValueError for an unknown method, for counts that cannot be, and where nothing fits into the memory: by how
+    much, and what would fit; TypeError for an option that the method does not know.
+    """
+    if method not in _METHODS:
+        raise ValueError(f"unknown method {method!r}: {nearest(str(method), list(_METHODS))}")
+    if not isinstance(profile, Profile):
+        raise TypeError(
+            f"profile={profile!r}: must be a Profile, make one with avgpipe.profile or Profile.load"
+        )
+    module, name = _METHODS[method]
+    chosen = getattr(importlib.import_module(f"avgpipe.planning.{module}"), name)
+    known = [p for p in inspect.signature(chosen).parameters if p not in ("profile", "stages")]
+    for option, value in options.items():
+        if option not in known:
+            raise TypeError(
+                f"{option}={value!r}: method {method!r} has no such option; {nearest(option, known)}"
+            )
+    found: Partition = chosen(profile, stages, **options)
+    return found
+
+
+# ---- options that several take -------------------------------------------------------------------------------------
+
+
+def micro_batch_size_of(profile: Profile, asked: float | None) -> float:
+    """What ``micro_batch_size`` means."""
+    if asked is None:
+        return profile.micro_batch_sizes[-1]
+    if isinstance(asked, bool) or not isinstance(asked, (int, float)) or not asked > 0:
+        raise ValueError(f"micro_batch_size={asked!r}: must be a number of samples above 0")
+    return asked
+
+
+def transfer_notes(bytes_per_s: float) -> tuple[str, ...]:
+    """That transfers are free, where they are."""
+    if bytes_per_s < float("inf"):
+        return ()
+    return ("transfers count as free: the profile has no link, give link= or levels=",)
+
+
+# ---- balance -------------------------------------------------------------------------------------------------------
+
+
+def balance(costs: Sequence[float], stages: int) -> list[int]:
+    """First layers of stages 1..stages-1, such that the largest sum of ``costs`` over a stage is least.
+
+    Among equally good cuts the one that ends early stages latest is taken. Needs 1 <= stages <= len(costs) and
+    costs >= 0.
+    """
+    if not 1 <= stages <= len(costs):
+        raise ValueError(f"cannot cut {len(costs)} layers into {stages} stages: every stage needs a layer")
+    if any(not c >= 0 for c in costs):
+        raise ValueError(f"layer costs must be numbers of at least 0, not {list(costs)}")
+    total = [0.0, *accumulate(costs)]
+    return least_dearest(len(costs), stages, lambda k, first, last: total[last] - total[first])[1]
+
+
+def balanced(
+    profile: Profile,
+    stages: int | None = None,
+    *,
+    by: str = "time",
+    micro_batch_size: float | None = None,
+) -> Partition:
+    """Method "balance" of :func:`avgpipe.partition`: torchgpipe's balance by time or by size, over the profile.
+
+    by: "time": forward and backward of a micro-batch; "bytes": weights, gradients, optimizer state and what one
+    micro-batch holds. Transfers and the place of a stage in the pipeline do not count.
+    """
+    if by not in ("time", "bytes"):
+        raise ValueError(f"by={by!r}: {nearest(str(by), ['time', 'bytes'])}")
+    chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size))
+    count = min(4, len(profile.layers)) if stages is None else stages
+
+    def seconds(k: int, first: int, last: int) -> float:
+        return chain.compute_s(first, last)
+
+    def size(k: int, first: int, last: int) -> float:
+        return stage_bytes(chain, first, last, in_flight=1)
+
+    value, boundaries = least_dearest(chain.layers, count, seconds if by == "time" else size)
+    bounds = list(pairwise([0, *boundaries, chain.layers]))
+    return Partition(
+        method="balance",
+        layers=chain.layers,
+        boundaries=boundaries,
+        replication=[1] * count,
+        stage_s=[chain.compute_s(*block) for block in bounds],
+        objective="time of the slowest stage" if by == "time" else "bytes of the largest stage",
+        value=value,
+        micro_batch_size=chain.micro_batch_size,
+        workers=count,
+        memory_bytes=[size(0, *block) for block in bounds] if by == "bytes" else [],
+    )
+
+
+# ---- simulated -----------------------------------------------------------------------------------------------------
+
+
+def simulated(
+    profile: Profile,
+    stages: int | None = None,
+    *,
+    micro_batches: int = 8,
+    pipelines: int = 1,
+    schedule: str = "advance-forward",
+    advance: int | Sequence[int] | str | None = None,
+    stages_per_worker: int | None = None,
+    recompute: str = "never",
+    link: LinkProfile | None = None,
+    micro_batch_size: float | None = None,
+    memory_limit_bytes: float | None = None,
+) -> Partition:
+    """Method "simulated" of :func:`avgpipe.partition`.
+
+    micro_batches: of a batch. pipelines: that share the workers. schedule, advance, stages_per_worker: as
+    ``build_schedule`` takes them. recompute: as in ``Plan``. The time is ``steady_batch_s`` of the stages' costs
+    (:func:`avgpipe.planning.chain.stage_costs`).
+
+    Searched as :class:`avgpipe.planning.cuts.CutSearch` does: the optimum where cuts are few, else by local
+    search; a note says so.
+
+    memory_limit_bytes: of a worker. Counted are weights, gradients and optimizer state of each pipeline, the weights in
+    as many versions as the schedule needs, with several pipelines the reference and an update buffer of each, and the
+    micro-batches in flight on all pipelines at once.
+    """
+    count = min(4, len(profile.layers)) if stages is None else stages
+    check_count("pipelines", pipelines)
+    check_limit(memory_limit_bytes)
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute={recompute!r}: {nearest(str(recompute), RECOMPUTE)}")
+    check_stages(len(profile.layers), count)
+    order = build_schedule(schedule, count, micro_batches, advance, stages_per_worker)
+    net = network(profile, count, order.workers, None, link)[0]
+    chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size), net.link)
+    training = Training(chain, order, pipelines, recompute)
+    limits = None if memory_limit_bytes is None else [memory_limit_bytes] * order.workers
+    cut, batch_s, exact = CutSearch(training, limits).best()
+    notes = transfer_notes(net.bytes_per_s)
+    if not exact:
+        notes += ("found by local search: there are too many cuts to simulate all that may be better",)
+    bounds = [0, *cut, chain.layers]
+    return Partition(
+        method="simulated",
+        layers=chain.layers,
+        boundaries=list(cut),
+        replication=[1] * count,
+        stage_s=[training.compute_s(*block) for block in pairwise(bounds)],
+        objective=f"one batch of {micro_batches} micro-batches, {order.name}"
+        + (f", {pipelines} pipelines" if pipelines > 1 else "")
+        + (f", recomputing {recompute}" if recompute != "never" else ""),
+        value=batch_s,
+        micro_batch_size=chain.micro_batch_size,
+        workers=order.workers,
+        memory_bytes=[training.stage_bytes(k, *block) for k, block in enumerate(pairwise(bounds))],
+        micro_batches=micro_batches,
+        notes=notes,
+    )
+
+
+class Training:
+    """A schedule of ``pipelines`` pipelines over a chain, as an objective of the search over cuts."""
+
+    def __init__(self, chain: Chain, schedule: Schedule, pipelines: int, recompute: str) -> None:
+        self._chain, self._schedule, self._pipelines = chain, schedule, pipelines
+        self._recompute = recompute
+        self._share = sum(recomputed(schedule.micro_batches, recompute)) / schedule.micro_batches
+        self._versions = weight_versions(schedule)
+        self.layers = chain.layers
+        self.placement = schedule.placement
+        self.process_bytes = chain.profile.process_bytes
+        self.actions = 24 * pipelines * schedule.stages * (2 * schedule.micro_batches + 1)
+
+    def seconds(self, cut: Cut) -> float:
+        return steady_batch_s(self._schedule, self.costs(cut), pipelines=self._pipelines)
+
+    def costs(self, cut: Cut) -> Costs:
+        """What a simulation is told."""
+        bounds = [0, *cut, self.layers]
+        return stage_costs(
+            self._chain, bounds, self._schedule.micro_batches, self._pipelines, self._recompute
+        )
+
+    def compute_s(self, first: int, last: int) -> float:
+        """Of a micro-batch, on average over those of a batch."""
+        return self._chain.compute_s(first, last) + self._share * self._chain.forward_s(first, last)
+
+    def work_s(self, k: int, first: int, last: int) -> float:
+        chain = self._chain
+        once_s = chain.update_s(first, last, self._pipelines > 1) - chain.accumulate_s(first, last)
+        return self._schedule.micro_batches * self.compute_s(first, last) + once_s
+
+    def moved_s(self, k: int, first: int, last: int) -> float:
+        way_s = self._chain.incoming_s(first) + self._chain.outgoing_s(last)
+        return 2 * self._schedule.micro_batches * way_s
+
+    def stage_bytes(self, k: int, first: int, last: int) -> float:
+        """Of stage k alone, with what a worker needs before it has a model."""
+        return self.bytes_with(k, first, last, self._pipelines * self._in_flight[k])
+
+    def bytes_with(self, k: int, first: int, last: int, in_flight: int) -> float:
+        """The same with so many micro-batches in flight, of all pipelines."""
+        return stage_bytes(
+            self._chain,
+            first,
+            last,
+            in_flight=in_flight,
+            versions=self._versions[k],
+            copies=self._pipelines,
+            extra_copies=1 + self._pipelines if self._pipelines > 1 else 0,
+            recompute=self._recompute != "never",
+            # A device recomputes one at a time; the last of each pipeline's batch may be there as well.
+            whole=1 + (self._pipelines if self._recompute == "except-last" else 0),
+        )
+
+    @cached_property
+    def _in_flight(self) -> list[int]:
+        return self._schedule.peak_in_flight
