@@ -72,7 +72,7 @@ def worker(model: str, parts: int, rounds: int, batches: int, compile: dict[str,
 def main() -> None:
     from record import write_record
 
-    from avgpipe.ranks.launch import interruptible, run_on_ranks
+    from avgpipe.ranks.launch import run_on_ranks
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -86,14 +86,13 @@ def main() -> None:
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
     asked = {name: getattr(arguments, name) for name in ("model", "parts", "rounds", "batches", "compile")}
-    with interruptible():
-        found = run_on_ranks(
-            "compiled:worker",
-            RANKS,
-            asked,
-            timeout_s=arguments.limit_s,
-            say=lambda line: print(line, file=sys.stderr),
-        )[0]
+    found = run_on_ranks(
+        "compiled:worker",
+        RANKS,
+        asked,
+        timeout_s=arguments.limit_s,
+        say=lambda line: print(line, file=sys.stderr),
+    )[0]
     record = {"batch": BATCH, **asked, "cut": found["cut"], "rows": _summary(found)}
     _print(record)
     question = "real compute in one and in two processes of one thread, with and without torch.compile"

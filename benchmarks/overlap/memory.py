@@ -83,7 +83,7 @@ def worker(kind: str, link: str, pipelines: int, batches: int) -> dict[str, Any]
 def main() -> None:
     from record import write_record
 
-    from avgpipe.ranks.launch import interruptible, run_on_ranks
+    from avgpipe.ranks.launch import run_on_ranks
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -101,8 +101,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for kind, link, n in cases:
         asked = {"kind": kind, "link": link, "pipelines": n, "batches": arguments.batches}
-        with interruptible():
-            ranks = run_on_ranks("memory:worker", STAGES, asked, timeout_s=1800)
+        ranks = run_on_ranks("memory:worker", STAGES, asked, timeout_s=1800)
         for k, rank in enumerate(ranks):
             row = {**asked, "stage": k, **rank, "expected_bytes": expected_bytes(kind, n, k)}
             row["own_bytes"] = row["peak_bytes"] - row["shared_bytes"] / 2

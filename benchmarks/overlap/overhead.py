@@ -69,7 +69,7 @@ def worker(rounds: int, batches: int, links: list[str], pipelines: list[int]) ->
 def main() -> None:
     from record import write_record
 
-    from avgpipe.ranks.launch import interruptible, run_on_ranks
+    from avgpipe.ranks.launch import run_on_ranks
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -81,10 +81,9 @@ def main() -> None:
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
     asked = {name: getattr(arguments, name) for name in ("rounds", "batches", "links", "pipelines")}
-    with interruptible():
-        ranks = run_on_ranks(
-            "overhead:worker", RANKS, asked, timeout_s=900, say=lambda line: print(line, file=sys.stderr)
-        )
+    ranks = run_on_ranks(
+        "overhead:worker", RANKS, asked, timeout_s=900, say=lambda line: print(line, file=sys.stderr)
+    )
     rows = []
     print("| | us per action | quartiles |\n|---|---|---|")
     for row in ranks[0]:

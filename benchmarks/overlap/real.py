@@ -24,19 +24,18 @@ def main() -> None:
     arguments = _arguments()
     from record import write_record
 
-    from avgpipe.ranks.launch import interruptible, run_on_ranks
+    from avgpipe.ranks.launch import run_on_ranks
 
     asked = {
         name: getattr(arguments, name) for name in ("model", "rounds", "batches", "cuts", "links", "only")
     }
-    with interruptible():
-        ranks = run_on_ranks(
-            "contest:worker",
-            2,
-            asked,
-            timeout_s=arguments.limit_s,
-            say=lambda line: print(line, file=sys.stderr),
-        )
+    ranks = run_on_ranks(
+        "contest:worker",
+        2,
+        asked,
+        timeout_s=arguments.limit_s,
+        say=lambda line: print(line, file=sys.stderr),
+    )
     record = {"batch": BATCH, **asked, **_summary(ranks[0])}
     _print(record)
     question = "real compute, two processes of one thread, against half of one process's time"

@@ -31,7 +31,7 @@ _LIMIT_S = 900.0
 def main() -> None:
     from avgpipe.bench.machine import machine, versions
     from avgpipe.bench.schedules.namespaces import check_namespaces, network
-    from avgpipe.ranks.launch import interruptible, run_on_ranks
+    from avgpipe.ranks.launch import run_on_ranks
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -46,7 +46,7 @@ def main() -> None:
     print("| K | N | M | predicted ms | measured ms | error |\n|---|---|---|---|---|---|")
     for workers in arguments.workers:
         asked = {"workers": workers, "rounds": arguments.rounds}
-        with interruptible(), network(workers, arguments.rate) as net:
+        with network(workers, arguments.rate) as net:
             found = run_on_ranks("emulated:worker", workers, asked, timeout_s=_LIMIT_S, **net.launching())[0]
         for row in compared(workers, found):
             settings.append(row)

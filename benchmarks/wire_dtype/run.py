@@ -157,14 +157,13 @@ def main() -> None:
     asked = parser.parse_args()
 
     from avgpipe.bench.machine import machine, versions
-    from avgpipe.ranks.launch import interruptible, run_on_ranks
+    from avgpipe.ranks.launch import run_on_ranks
 
     arguments = {"count": asked.batches, "seeds": asked.seeds}
     begin = time.perf_counter()
-    with interruptible():
-        ranks = run_on_ranks(
-            "run:worker", 2, arguments, timeout_s=3600, say=lambda line: print(line, file=sys.stderr)
-        )
+    ranks = run_on_ranks(
+        "run:worker", 2, arguments, timeout_s=3600, say=lambda line: print(line, file=sys.stderr)
+    )
     rows = summarise(*ranks)
     print("\n".join(table(rows)))
     date = time.strftime("%Y-%m-%d")

@@ -80,7 +80,7 @@ def test_workers_that_take_too_long_are_ended(tmp_path):
 def test_workers_go_with_their_parent(tmp_path, number):
     code = (
         "from avgpipe.ranks.launch import *\n"
-        f"with interruptible(): run_on_ranks('{HERE}:sleeps', 2, {{'folder': {str(tmp_path)!r}}}, timeout_s=90)"
+        f"run_on_ranks('{HERE}:sleeps', 2, {{'folder': {str(tmp_path)!r}}}, timeout_s=90)"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code], env=environment(), cwd=ROOT, stderr=subprocess.DEVNULL

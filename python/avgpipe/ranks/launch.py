@@ -21,7 +21,6 @@ from avgpipe.ranks.machine import cores, launch_environment
 from avgpipe.ranks.process import ARGUMENTS, PEER_LOST, PROGRESS, STORE_FILE, WRONG_ARGUMENTS
 
 _POLL_S = 0.05
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by torch's launcher
 
 
 class RanksFailed(PipelineError):
@@ -60,7 +59,7 @@ def run_on_ranks(
     threads: int | None = 1,
     environment: Mapping[str, str] | None = None,
     prefixes: Sequence[Sequence[str]] = (),
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
     captures: bool = True,
 ) -> list[Any]:
     """Call the function named "module:function" on every rank, each a process of this machine; return its results.
@@ -142,27 +141,13 @@ def loopback_store() -> Iterator[dict[str, str]]:
     del store
 
 
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt as SIGINT does, so that what was started is ended first."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt(_signal_name(number))
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        _restore(before)
-
-
 def _run(
     commands: Sequence[Sequence[str]],
     folder: Path,
     added: Mapping[str, str],
     captures: bool = False,
     timeout_s: float | None = None,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Run a command on each rank and wait for the end of all."""
     from torch.distributed.elastic.multiprocessing import (
@@ -173,7 +158,7 @@ def _run(
         start_processes,
     )
 
-    count, said = len(commands), _Progress(folder / PROGRESS, say)
+    count, said = len(commands), ""
     shared = {"OMP_NUM_THREADS": str(max(1, cores() // count)), **launch_environment()}
     shared = {name: value for name, value in shared.items() if name not in os.environ}
     environment = {**shared, **private_meeting(folder), **added}
@@ -190,11 +175,11 @@ def _run(
                 DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL if captures else Std.NONE),
             )
             while (result := processes.wait(timeout=0)) is None:
-                said.pass_on()
+                said = _pass_on(folder / PROGRESS, said, say)
                 if time.monotonic() > deadline:
                     raise PipelineError(
                         f"the workers were not done after {timeout_s:.0f} s and were ended; rank 0 was at: "
-                        f"{said.last or 'its start'}"
+                        f"{said or 'its start'}"
                     )
                 time.sleep(_POLL_S)
         except (SignalException, KeyboardInterrupt) as error:
@@ -211,24 +196,20 @@ def _run(
         finally:
             _show_cursor()
     if result.failures:
-        said.pass_on()  # where it failed
+        _pass_on(folder / PROGRESS, said, say)  # where it failed
         failures = {rank: (failure.exitcode, failure.timestamp) for rank, failure in result.failures.items()}
         codes = [failures[rank][0] if rank in failures else 0 for rank in range(count)]
         first = first_to_fail(failures)
         raise RanksFailed(codes, first, _last_line(result.stderrs[first]) if captures else "")
 
 
-class _Progress:
-    """What rank 0 says by ``progress``, passed on."""
-
-    def __init__(self, path: Path, say: Callable[[str], None] | None) -> None:
-        self._path, self._say, self.last = path, say, ""
-
-    def pass_on(self) -> None:
-        if self._path.is_file() and (line := self._path.read_text(errors="replace")) != self.last:
-            self.last = line
-            if self._say is not None:
-                self._say(line)
+def _pass_on(path: Path, said: str, say: Callable[[str], None]) -> str:
+    """Pass on what rank 0 reports by ``progress`` after it has ``said`` something; return what it said last."""
+    line = path.read_text(errors="replace") if path.is_file() else ""
+    if line in ("", said):
+        return said
+    say(line)
+    return line
 
 
 def first_to_fail(failures: Mapping[int, tuple[int, int]]) -> int:
@@ -257,17 +238,14 @@ def _signal_name(number: int) -> str:
 @contextmanager
 def _keeping_handlers() -> Iterator[None]:
     """Give back the signal handlers that torch's launcher replaces in the main thread."""
-    before = {number: signal.getsignal(number) for number in _HANDLED}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
     finally:
-        _restore(before)
-
-
-def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _quieten_torch() -> None:

@@ -46,7 +46,7 @@ class World:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s, self._limit = timeout_s, timedelta(seconds=timeout_s)
         self.rank, self.size = 0, 1
         self.group: dist.ProcessGroup | None = None
         self._roles: tuple[str, ...] = ()
@@ -166,10 +166,6 @@ class World:
                 f"the {what} differs between ranks: ranks {different} disagree with rank 0 "
                 f"(rank {self.rank} has {text[:200]}); every rank must build the same"
             )
-
-    @property
-    def _limit(self) -> timedelta:
-        return timedelta(seconds=self.timeout_s)
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from avgpipe.bench.schedules.result import ScheduleResult, summarise
 from avgpipe.bench.schedules.rows import Row, Task, Unavailable, measure_rows
 from avgpipe.bench.schedules.settings import CHUNKS, TORCH, ScheduleSettings
 from avgpipe.errors import PipelineError
-from avgpipe.ranks.launch import interruptible, run_on_ranks
+from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
 
@@ -41,7 +41,7 @@ def run(settings: ScheduleSettings, say: Callable[[str], None] = lambda line: No
     rate = settings.rate_bits_per_s
     hosts = nullcontext() if rate is None else network(settings.stages, rate)
     failed: list[Unavailable] = []
-    with interruptible(), hosts as net:
+    with hosts as net:
         while True:
             at = _Place(say)
             try:

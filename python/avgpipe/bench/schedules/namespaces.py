@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,15 +76,25 @@ def check_namespaces(why: str) -> None:
 
 @contextmanager
 def network(workers: int, rate_bits_per_s: float) -> Iterator[Network]:
-    """The hosts, while inside. PipelineError where this system does not let us make them."""
+    """The hosts, while inside. PipelineError where this system does not let us make them.
+
+    SIGTERM and SIGHUP raise KeyboardInterrupt meanwhile, as SIGINT does, so that they are removed.
+    """
     remove_stale()
     made = Network(os.getpid(), workers)
+    handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         _make(made, rate_bits_per_s)
         yield made
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         for name in _existing(made.process):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def remove_stale() -> list[str]:

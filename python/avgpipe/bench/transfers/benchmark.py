@@ -16,7 +16,7 @@ from avgpipe.bench.section import Role, Section, Skipped, Variant
 from avgpipe.bench.transfers import ways
 from avgpipe.bench.transfers.settings import LATENCY_BYTES, TransferSettings
 from avgpipe.bench.transfers.ways import Peers, Read, Through, Way
-from avgpipe.ranks.launch import interruptible, run_on_ranks
+from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
 from avgpipe.units import format_bytes
@@ -54,10 +54,9 @@ def check(settings: TransferSettings) -> None:
 
 def run(settings: TransferSettings, say: Callable[[str], None] = lambda line: None) -> list[SectionResult]:
     """Start both processes and measure. PipelineError when one of them fails."""
-    with interruptible():
-        found = run_on_ranks(
-            f"{__name__}:worker", 2, {"settings": settings.to_json()}, timeout_s=settings.budget_s, say=say
-        )
+    found = run_on_ranks(
+        f"{__name__}:worker", 2, {"settings": settings.to_json()}, timeout_s=settings.budget_s, say=say
+    )
     return [SectionResult.from_json(section) for section in found[0]]
 
 
