@@ -13,7 +13,7 @@ from avgpipe import Pipeline, Plan, pipeline
 from avgpipe.device import own_device
 from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Mailbox
+from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.measure import clock, profiler, subject, trial
 from avgpipe.runtime.memory import peak_memory_bytes
 from tests.links.ends import BACK, CHANNELS, CPU, eventually, groups
@@ -84,7 +84,7 @@ def test_a_pipeline_selects_its_device_before_anything_is_on_it(
 def test_threads_that_receive_select_it_too(host: Host) -> None:
     """They copy what arrives to the device, each in a thread that begins on device 0."""
     links = [
-        GroupLink(group, 1 - k, (BACK, CHANNELS)[k], (CHANNELS, BACK)[k], CUDA, Mailbox(), PeerLost, None)
+        GroupLink(group, 1 - k, (BACK, CHANNELS)[k], (CHANNELS, BACK)[k], PeerLost, Endpoint(Mailbox(), CUDA))
         for k, group in enumerate(groups(2))
     ]
     try:

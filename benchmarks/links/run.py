@@ -23,15 +23,16 @@ from torch import multiprocessing
 
 from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Channel, Key
+from avgpipe.links.link import Endpoint, Mailbox
+from avgpipe.links.message import Channel, Key, Message
 from avgpipe.ranks.machine import keep_freed_memory
 
 WINDOW = 32
 _POSTED = 4  # receives of plain gloo
 _SAMPLE_BYTES = 64 << 20
 _TIMEOUT_S = 60
-FORTH, BACK, ANSWER = Channel("F", 0, 0, 1), Channel("B", 0, 1, 0), Channel("E", 0, 1, 0)
+FORTH, BACK = Channel(Message.ACTIVATION, 0, 0, 1), Channel(Message.GRADIENT, 0, 1, 0)
+ANSWER = Channel(Message.EVALUATION, 0, 1, 0)
 
 
 class Plain:
@@ -79,10 +80,8 @@ class Linked:
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup) -> None:
         self._rank, self._mailbox = rank, Mailbox()
         ends = ([BACK, ANSWER], [FORTH])
-        self._link = GroupLink(
-            *(group, 1 - rank, ends[rank], ends[1 - rank]),
-            *(torch.device("cpu"), self._mailbox, PeerLost, None),
-        )
+        end = Endpoint(self._mailbox, torch.device("cpu"))
+        self._link = GroupLink(group, 1 - rank, ends[rank], ends[1 - rank], PeerLost, end)
         self._source, self._answer, self._number = torch.ones(size, dtype=torch.uint8), torch.ones(1), 0
 
     def _send(self, channel: Channel, value: torch.Tensor, number: int) -> None:

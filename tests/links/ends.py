@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Mailbox
+from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.links.message import Channel, Key, Message
 from avgpipe.links.shared import Inbox, SharedLink
 
@@ -71,7 +71,7 @@ def shared_ends(wire_dtype: torch.dtype | None) -> Ends:
     opened = [Inbox.open(inboxes[k].offer(), into[k]) for k in range(2)]
     boxes = [Mailbox(inbox.bell) for inbox in inboxes]
     links = [
-        SharedLink(inboxes[k], into[k], os.getpid(), opened[1 - k], CPU, boxes[k], wire_dtype)
+        SharedLink(inboxes[k], into[k], os.getpid(), opened[1 - k], Endpoint(boxes[k], CPU, wire_dtype))
         for k in range(2)
     ]
     return Ends(links, boxes)
@@ -96,7 +96,14 @@ def groups(count: int) -> list[Any]:
 def group_ends(wire_dtype: torch.dtype | None) -> Ends:
     boxes = [Mailbox(), Mailbox()]
     links = [
-        GroupLink(group, 1 - k, (BACK, CHANNELS)[k], (CHANNELS, BACK)[k], CPU, boxes[k], PeerLost, wire_dtype)
+        GroupLink(
+            group,
+            1 - k,
+            (BACK, CHANNELS)[k],
+            (CHANNELS, BACK)[k],
+            PeerLost,
+            Endpoint(boxes[k], CPU, wire_dtype),
+        )
         for k, group in enumerate(groups(2))
     ]
     return Ends(links, boxes)

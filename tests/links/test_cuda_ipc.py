@@ -12,7 +12,7 @@ import torch
 from avgpipe import device as streams
 from avgpipe.links import cuda
 from avgpipe.links.cuda import CudaIpcLink, Slot
-from avgpipe.links.link import Mailbox
+from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.links.shared import Inbox
 from avgpipe_ext import ring
 from tests.links.ends import BACK, CHANNELS, CPU, Ends
@@ -64,7 +64,8 @@ class DeviceEnds(Ends):
         self.slots = HostSlots()
         links = [
             CudaIpcLink(
-                *(inboxes[k], into[k], os.getpid(), opened[1 - k], CPU, boxes[k], wire_dtype), self.slots
+                *(inboxes[k], into[k], os.getpid(), opened[1 - k], Endpoint(boxes[k], CPU, wire_dtype)),
+                self.slots,
             )
             for k in range(2)
         ]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from avgpipe.errors import PeerLost
 from avgpipe.links.choose import Links
 from avgpipe.links.group import GroupLink, Room
-from avgpipe.links.link import LocalLink, Mailbox
+from avgpipe.links.link import Endpoint, LocalLink, Mailbox
 from avgpipe.links.message import Channel, Key, Message
 from tests.links.ends import CPU, LINKS, Ends, ends, groups
 
@@ -256,9 +256,9 @@ def test_a_link_has_a_thread_for_each_direction_and_none_for_what_never_comes() 
     group_0, group_1 = groups(2)
     out = [Channel(Message.ACTIVATION, 0, 0, 1)]
     one_way = [
-        GroupLink(group_0, 1, [], out, CPU, Mailbox(), PeerLost, None),
-        GroupLink(group_1, 0, out, [], CPU, Mailbox(), PeerLost, None),
-        GroupLink(group_1, 0, [], [], CPU, Mailbox(), PeerLost, None),
+        GroupLink(group_0, 1, [], out, PeerLost, Endpoint(Mailbox(), CPU)),
+        GroupLink(group_1, 0, out, [], PeerLost, Endpoint(Mailbox(), CPU)),
+        GroupLink(group_1, 0, [], [], PeerLost, Endpoint(Mailbox(), CPU)),
     ]
     assert threading.active_count() - before == 2
     for link in one_way:
@@ -317,9 +317,9 @@ def test_closing_does_not_wait_for_what_the_peer_never_takes() -> None:
 # ---- the end of a link -------------------------------------------------------------------------------------------
 
 
-def gate(receiver: Any) -> threading.Event:
-    """Holds up the thread of a receiver, as a slow line would."""
-    decoder = receiver._incoming[0].decoder
+def gate(link: Any) -> threading.Event:
+    """Hold up the thread that receives, as a slow line would."""
+    decoder = link._incoming[0].decoder
     opened, decode = threading.Event(), decoder.decode
 
     def late(*args: Any) -> Any:
@@ -336,12 +336,12 @@ def test_what_was_sent_last_arrives_although_the_sender_leaves() -> None:
     from_0, from_1 = [Channel("F", 0, 0, 1)], [Channel("F", 0, 1, 2)]
 
     def link(here: int, there: int, incoming: list[Channel], outgoing: list[Channel]) -> GroupLink:
-        return GroupLink(groups_of_3[here], there, incoming, outgoing, CPU, boxes[here], PeerLost, None)
+        return GroupLink(groups_of_3[here], there, incoming, outgoing, PeerLost, Endpoint(boxes[here], CPU))
 
     at_0, to_0 = link(0, 1, [], from_0), link(1, 0, from_0, [])
     to_2, at_2 = link(1, 2, [], from_1), link(2, 1, from_1, [])
     at_0.leave()
-    opened = gate(at_2._receiver)
+    opened = gate(at_2)
     keys = [Key("F", 0, 1, 2, n, 0) for n in range(12)]
     for n, key in enumerate(keys):
         to_2.send(key, torch.full((5000,), float(n)))

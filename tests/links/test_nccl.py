@@ -9,7 +9,7 @@ import torch
 
 from avgpipe.links.cuda import NcclLink, edge_groups
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Mailbox
+from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.links.message import Key, Message
 from avgpipe.ranks.world import World
 from tests.links.ends import BACK, CHANNELS, CPU
@@ -33,9 +33,9 @@ def exchange() -> list[Any]:
 
     def control(box: Mailbox) -> GroupLink:
         lost = partial(world.lost, peer, peer)
-        return GroupLink(world.group, peer, into, [CHANNELS, BACK][me], CPU, box, lost, None)
+        return GroupLink(world.group, peer, into, [CHANNELS, BACK][me], lost, Endpoint(box, CPU))
 
-    link = NcclLink(control, groups, peer, CPU, mailbox, None)
+    link = NcclLink(control, groups, peer, Endpoint(mailbox, CPU))
     kinds = [channel.kind for channel in [BACK, CHANNELS][peer]]
     for n in range(SENT):
         link.send(Key(Message(kinds[n % len(kinds)]), 0, me, peer, n, 0), value(n))

@@ -16,7 +16,7 @@ import torch
 from avgpipe.errors import PipelineError
 from avgpipe.links import LINKS
 from avgpipe.links.cuda import nccl_joins, nccl_offer
-from avgpipe.links.link import Link, LocalLink, Mailbox, Topology, Transport
+from avgpipe.links.link import Endpoint, Link, LocalLink, Mailbox, Topology, Transport
 from avgpipe.links.message import Channel, Message
 from avgpipe.ranks.world import World
 
@@ -68,8 +68,9 @@ class Links:
         }
         self.mailbox = Mailbox(bells[0].bell if bells else None, len(self.processes) + 1, ranks)
         self._by_rank: dict[int, Link] = {world.rank: LocalLink(self.mailbox, device)}
+        end = Endpoint(self.mailbox, device, wire_dtype)
         for rank, (best, *others) in agreed.items():
-            self._by_rank[rank] = best.link(rank, self.mailbox, device, wire_dtype, others)
+            self._by_rank[rank] = best.link(rank, end, others)
         self.by_replica = {replica: self._by_rank[rank] for replica, rank in enumerate(ranks)}
         trained = (Message.ACTIVATION, Message.GRADIENT)
         for rank in sorted({ranks[c.source] for c in into[world.rank] if c.kind in trained}):

@@ -26,15 +26,15 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from avgpipe import device as devices
 from avgpipe.device import Handed, device_id, select
-from avgpipe.links.link import Link, Mailbox, Transport
-from avgpipe.links.message import Channel, Decoder, Encoder, Format, Key, Message, narrowed, padded
+from avgpipe.links.link import Endpoint, Link, Mailbox, Transport
+from avgpipe.links.message import Channel, Decoder, Encoder, Format, Key, Message, padded
 from avgpipe.links.shared import Inbox, SharedLink, SharedTransport
 
 HANDLE_BYTES = 64  # of memory and of an event
@@ -61,25 +61,8 @@ class Slot(NamedTuple):
     record: bytes
 
 
-class Slots(Protocol):
-    """Where slots come from."""
-
-    def make(self, size: int) -> Slot: ...
-
-    def give(self, slot: Slot) -> None:
-        """Of no use to its sender any more."""
-
-    def open(self, record: bytes) -> Slot:
-        """Another process's."""
-
-    def lend(self, slot: Slot, lease: Any, reader: Any) -> torch.Tensor:
-        """Its memory for readers on the stream ``reader``. When they are gone, ``free`` is recorded there, and
-        ``lease`` dies.
-        """
-
-
 class CudaIpcLink(SharedLink):
-    """To and from a worker on the same device. ``slots``: the device's, or a stand-in."""
+    """Connects this worker with another process on the same device. ``slots``: the device's."""
 
     name = "cuda-ipc"
 
@@ -89,19 +72,17 @@ class CudaIpcLink(SharedLink):
         incoming: Sequence[Channel],
         peer: int,
         outbox: Inbox,
-        device: torch.device,
-        mailbox: Mailbox,
-        wire_dtype: torch.dtype | None,
-        slots: Slots,
+        end: Endpoint,
+        slots: DeviceSlots,
     ) -> None:
-        super().__init__(inbox, incoming, peer, outbox, device, mailbox, wire_dtype)
-        self._device, self._slots = device, slots
-        self._copies = devices.cuda.Stream(device)
+        super().__init__(inbox, incoming, peer, outbox, end)
+        self._slots = slots
+        self._copies = devices.cuda.Stream(end.device)
         self._outgoing_slots: dict[tuple[Channel, int], Slot] = {}  # by the address of the ring's slot
         self._copying: deque[tuple[Any, list[torch.Tensor]]] = deque()
         for n, (channel, receiver, decoder) in enumerate(self._incoming):
             if channel.kind != _BY_HOST:
-                self._incoming[n] = channel, receiver, _SlotDecoder(decoder, slots, device)
+                self._incoming[n] = channel, receiver, _SlotDecoder(decoder, slots, end.device)
 
     def send(self, key: Key, value: Any) -> None:
         if key.kind == _BY_HOST:
@@ -129,16 +110,13 @@ class CudaIpcLink(SharedLink):
 
     def _copy(self, slot: Slot, format: Format, tensors: list[torch.Tensor]) -> None:
         cuda = devices.cuda
-        self._copies.wait_stream(cuda.current_stream(self._device))
+        self._copies.wait_stream(cuda.current_stream(self._end.device))
         self._copies.wait_event(slot.free)
         with cuda.stream(self._copies):
             format.write(tensors, slot.memory)
             slot.full.record(self._copies)
         # The lane goes on and may drop them, or give their slot back: kept until the copy has read them.
         self._copying.append((slot.full, tensors))
-        self._forget_copied()
-
-    def _forget_copied(self) -> None:
         while self._copying and self._copying[0][0].query():
             self._copying.popleft()
 
@@ -146,7 +124,7 @@ class CudaIpcLink(SharedLink):
 class _SlotDecoder(Decoder):
     """Of messages that name a slot of device memory."""
 
-    def __init__(self, headers: Decoder, slots: Slots, device: torch.device) -> None:
+    def __init__(self, headers: Decoder, slots: DeviceSlots, device: torch.device) -> None:
         self._headers, self._slots, self._reader = headers, slots, device
         self._opened: dict[bytes, Slot] = {}
 
@@ -166,7 +144,9 @@ class _Arrived(Handed):
 
     __slots__ = ("_format", "_slot", "_slots")
 
-    def __init__(self, slots: Slots, slot: Slot, format: Format, lease: Any, device: torch.device) -> None:
+    def __init__(
+        self, slots: DeviceSlots, slot: Slot, format: Format, lease: Any, device: torch.device
+    ) -> None:
         super().__init__(lease, slot.full, device)
         self._slots, self._slot, self._format = slots, slot, format
 
@@ -201,7 +181,7 @@ class DeviceSlots:
             pointer = self._driver.allocate(size)
             full, free = (devices.cuda.Event(interprocess=True) for _ in range(2))
             handles = self._driver.handle(pointer) + full.ipc_handle() + free.ipc_handle()
-        memory = self._tensor(_Memory(pointer, size))
+        memory = self._tensor(_DeviceMemory(pointer, size))
         return Slot(memory, full, free, size.to_bytes(HANDLE_BYTES, "little") + handles)
 
     def give(self, slot: Slot) -> None:
@@ -214,13 +194,13 @@ class DeviceSlots:
         with torch.cuda.device(self._device):
             pointer = self._driver.open(memory)
             opened = [devices.cuda.Event.from_ipc_handle(self._device, handle) for handle in (full, free)]
-        tensor = self._tensor(_Memory(pointer, int.from_bytes(size, "little")))
+        tensor = self._tensor(_DeviceMemory(pointer, int.from_bytes(size, "little")))
         return Slot(tensor, opened[0], opened[1], record)
 
     def lend(self, slot: Slot, lease: Any, reader: Any) -> torch.Tensor:
         return self._tensor(_Loan(slot, lease, reader))
 
-    def _tensor(self, memory: _Memory) -> torch.Tensor:
+    def _tensor(self, memory: _DeviceMemory) -> torch.Tensor:
         # The tensor keeps ``memory``, and with it the lease. The allocator knows nothing of it, so that
         # record_stream has no effect; the event ``free`` does its work.
         return torch.as_tensor(memory, device=self._device)
@@ -245,7 +225,7 @@ class DeviceSlots:
             raise ValueError("what its device memory holds is not what it wrote there")
 
 
-class _Memory:
+class _DeviceMemory:
     """Device memory, in the way in which libraries describe it to each other."""
 
     def __init__(self, pointer: int, size: int) -> None:
@@ -257,7 +237,7 @@ class _Memory:
         }
 
 
-class _Loan(_Memory):
+class _Loan(_DeviceMemory):
     """A slot's memory as long as a tensor reads it."""
 
     def __init__(self, slot: Slot, lease: Any, reader: Any) -> None:
@@ -279,34 +259,32 @@ class _Driver:
     """What is needed of the CUDA driver's interface."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
-        self._allocate, self._get = library.cuMemAlloc_v2, library.cuIpcGetMemHandle
-        self._open, self._error = library.cuIpcOpenMemHandle_v2, library.cuGetErrorString
-        self._allocate.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t]
-        self._get.argtypes = [ctypes.POINTER(_Handle), ctypes.c_uint64]
-        self._open.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
-        self._error.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+        self._library = ctypes.CDLL("libcuda.so.1")
 
     def allocate(self, size: int) -> int:
         pointer = ctypes.c_uint64()
-        self._check(self._allocate(ctypes.byref(pointer), size), f"{size} bytes of device memory")
+        status = self._library.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size))
+        self._check(status, f"{size} bytes of device memory")
         return pointer.value
 
     def handle(self, pointer: int) -> bytes:
         handle = _Handle()
-        self._check(self._get(ctypes.byref(handle), pointer), "sharing device memory")
+        status = self._library.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(pointer))
+        self._check(status, "sharing device memory")
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        pointer = ctypes.c_uint64()
-        status = self._open(ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+        pointer, opened = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
+        status = self._library.cuIpcOpenMemHandle_v2(
+            ctypes.byref(pointer), opened, ctypes.c_uint(_LAZY_PEER_ACCESS)
+        )
         self._check(status, "opening another process's device memory")
         return pointer.value
 
     def _check(self, status: int, doing: str) -> None:
         if status:
             text = ctypes.c_char_p()
-            self._error(status, ctypes.byref(text))
+            self._library.cuGetErrorString(status, ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
             raise OSError(f"{doing}: {reason} (CUDA error {status})")
 
@@ -323,15 +301,8 @@ class IpcTransport(Transport):
             raise ValueError("no shared memory with it")
         self._slots.check(offers[rank])
 
-    def link(
-        self,
-        rank: int,
-        mailbox: Mailbox,
-        device: torch.device,
-        wire_dtype: torch.dtype | None,
-        others: Sequence[Transport],
-    ) -> CudaIpcLink:
-        return CudaIpcLink(*self._shared.ends(rank), device, mailbox, wire_dtype, self._slots)
+    def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> CudaIpcLink:
+        return CudaIpcLink(*self._shared.ends(rank), end, self._slots)
 
     @property
     def _shared(self) -> SharedTransport:
@@ -367,33 +338,31 @@ class NcclLink(Link):
     def __init__(
         self,
         control: Callable[[Mailbox], Link],
-        groups: dict[Edge, dist.ProcessGroup],
+        groups: Mapping[Edge, dist.ProcessGroup],
         peer: int,
-        device: torch.device,
-        mailbox: Mailbox,
-        wire_dtype: torch.dtype | None,
+        end: Endpoint,
     ) -> None:
         me = dist.get_rank()
         self._out, self._in = groups.get((me, peer)), groups.get((peer, me))
-        self._peer, self._device, self._mailbox, self._wire_dtype = peer, device, mailbox, wire_dtype
+        self._peer, self._end = peer, end
         self._encoders: dict[Channel, Encoder] = {}
         self._decoders: dict[Channel, Decoder] = {}
         self._sent = self._received = 0  # messages
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self._announced: dict[int, tuple[Key, int, str]] = {}  # by number
-        self._intake = _Intake(mailbox)
+        self._intake = _Intake(end.mailbox)
         self._control = control(self._intake)
-        mailbox.sources.append(self._collect)  # after the control link's own
+        end.mailbox.sources.append(self._collect)  # after the control link's own
 
     def send(self, key: Key, value: Any) -> None:
         channel = Channel.of(key)
         encoder = self._encoders.get(channel)
         if encoder is None:
-            encoder = self._encoders[channel] = Encoder(narrowed(channel, self._wire_dtype))
+            encoder = self._encoders[channel] = self._end.encoder(channel)
         number, format, text, tensors = encoder.encode(value)
         if format.bytes:
             # Made on the lane's stream; NCCL's waits for that, and keeps the buffer until it has read it.
-            buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._device)
+            buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._end.device)
             format.write(tensors, buffer)
             self._sending.append((dist.isend(buffer, self._peer, group=self._out), buffer))
         self._control.send(key, [torch.tensor([self._sent, number]), text.decode()])
@@ -414,17 +383,17 @@ class NcclLink(Link):
         channel = Channel.of(key)
         decoder = self._decoders.get(channel)
         if decoder is None:
-            decoder = self._decoders[channel] = Decoder(narrowed(channel, self._wire_dtype), self._device)
+            decoder = self._decoders[channel] = self._end.decoder(channel)
         format = decoder.format(number, text.encode())
-        buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._device)
+        buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._end.device)
         work = dist.irecv(buffer, self._peer, group=self._in) if format.bytes else None
-        self._mailbox.put(key, _Posted(buffer, work, format, self._device))
+        self._end.mailbox.put(key, _Posted(buffer, work, format, self._end.device))
 
     def leave(self) -> None:
         self._control.leave()
 
     def close(self, patience_s: float) -> None:
-        self._mailbox.sources.remove(self._collect)
+        self._end.mailbox.sources.remove(self._collect)
         self._control.close(patience_s)
 
 
@@ -491,21 +460,14 @@ class NcclTransport(Transport):
                 f"it needs NCCL and a GPU for each of {len(offers)} workers, which have {devices}"
             )
 
-    def link(
-        self,
-        rank: int,
-        mailbox: Mailbox,
-        device: torch.device,
-        wire_dtype: torch.dtype | None,
-        others: Sequence[Transport],
-    ) -> NcclLink:
+    def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> NcclLink:
         if self._edges is None:  # for the first link, which all ranks make now
             ranks, limit_s = self.topology.ranks, self.world.timeout_s
             edges = sorted({(ranks[c.source], ranks[c.target]) for into in self.topology.into for c in into})
-            self._edges = self.world.connect(lambda: edge_groups(edges, device, limit_s))
+            self._edges = self.world.connect(lambda: edge_groups(edges, end.device, limit_s))
         host = next(n for n, other in enumerate(others) if not isinstance(other, IpcTransport))
 
         def control(intake: Mailbox) -> Link:
-            return others[host].link(rank, intake, torch.device("cpu"), None, others[host + 1 :])
+            return others[host].link(rank, Endpoint(intake, torch.device("cpu")), others[host + 1 :])
 
-        return NcclLink(control, self._edges, rank, device, mailbox, wire_dtype)
+        return NcclLink(control, self._edges, rank, end)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from avgpipe.device import Handed, handed
-from avgpipe.links.message import Channel, Key, detached
+from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Decoder, Encoder, Key, detached
 from avgpipe.ranks.world import World
 from avgpipe_ext import ring
 
@@ -45,6 +45,32 @@ class Link:
 
     def close(self, patience_s: float) -> None:
         """Leave, and wait at most ``patience_s`` seconds until the other end has received what was sent last."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """This worker's end of a link.
+
+    Attributes:
+        mailbox: Where what arrives goes.
+        device: Where it is needed.
+        wire_dtype: The dtype in which activations and gradients travel; None keeps theirs. Both ends have the same.
+    """
+
+    mailbox: Mailbox
+    device: torch.device
+    wire_dtype: torch.dtype | None = None
+
+    def encoder(self, channel: Channel) -> Encoder:
+        """Return the sending end's memory of a channel."""
+        return Encoder(self._narrower(channel))
+
+    def decoder(self, channel: Channel) -> Decoder:
+        """Return the receiving end's memory of a channel."""
+        return Decoder(self._narrower(channel), self.device)
+
+    def _narrower(self, channel: Channel) -> torch.dtype | None:
+        return self.wire_dtype if channel.kind in OF_MICRO_BATCHES else None
 
 
 @dataclass(frozen=True)
@@ -104,15 +130,8 @@ class Transport:
         link cannot be.
         """
 
-    def link(
-        self,
-        rank: int,
-        mailbox: Mailbox,
-        device: torch.device,
-        wire_dtype: torch.dtype | None,
-        others: Sequence[Transport],
-    ) -> Link:
-        """Return the link with ``rank``, for messages on ``device``; ``others``: what both could open beside it."""
+    def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> Link:
+        """Return the link with ``rank``; ``others``: what both could open beside it, the best first."""
         raise NotImplementedError
 
 

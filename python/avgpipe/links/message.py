@@ -85,11 +85,6 @@ class Channel(NamedTuple):
         return cls(*key[:4])
 
 
-def narrowed(channel: Channel, wire_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype in which a channel's tensors travel: only what training repeats may lose bits."""
-    return wire_dtype if channel.kind in OF_MICRO_BATCHES else None
-
-
 # ---- values ------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +194,12 @@ class Format:
                 pack([tensor.resolve_neg()], out=flat)
             else:  # rounded where it is; the copy keeps the host until it is done, as the one above does
                 flat.copy_(pack([tensor.resolve_neg()], dtype=place.cast))
+
+    def write_all(self, text: bytes, tensors: list[torch.Tensor], address: int) -> None:
+        """Write the format's text, if it is new to the other end, and behind it the tensors."""
+        if text:
+            ctypes.memmove(address, text, len(text))
+        self.write(tensors, address + padded(len(text)))
 
     def is_memory_of(self, tensors: list[torch.Tensor]) -> bool:
         """Whether a message is no more than the memory of its only tensor."""

@@ -7,7 +7,6 @@ when the last tensor that reads it is gone.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import select
@@ -15,10 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from avgpipe.links.link import Link, Mailbox, Transport
-from avgpipe.links.message import Channel, Decoder, Encoder, Key, narrowed, padded
+from avgpipe.links.link import Endpoint, Link, Transport
+from avgpipe.links.message import Channel, Encoder, Key, padded
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, supported
 
 _POLL_S = 1e-3
@@ -95,35 +92,20 @@ class SharedLink(Link):
         incoming: The channels that come from the other one.
         peer: The other one's process.
         outbox: The other one's inbox.
-        device: Where what arrives is needed.
-        mailbox: Where it goes.
-        wire_dtype: The dtype in which activations and gradients travel; None keeps theirs.
+        end: This one.
     """
 
     name = "shared memory"
 
     def __init__(
-        self,
-        inbox: Inbox,
-        incoming: Sequence[Channel],
-        peer: int,
-        outbox: Inbox,
-        device: torch.device,
-        mailbox: Mailbox,
-        wire_dtype: torch.dtype | None,
+        self, inbox: Inbox, incoming: Sequence[Channel], peer: int, outbox: Inbox, end: Endpoint
     ) -> None:
-        self._inbox, self._outbox, self._mailbox, self._wire_dtype = inbox, outbox, mailbox, wire_dtype
-        self._peer = peer
+        self._inbox, self._peer, self._outbox, self._end = inbox, peer, outbox, end
         self._outgoing: dict[Channel, tuple[Sender, Encoder]] = {}
         self._incoming = [
-            (
-                channel,
-                inbox.receiver(channel, peer),
-                Decoder(narrowed(channel, wire_dtype), device),
-            )
-            for channel in incoming
+            (channel, inbox.receiver(channel, peer), end.decoder(channel)) for channel in incoming
         ]
-        mailbox.sources.append(self._collect)
+        end.mailbox.sources.append(self._collect)
 
     def send(self, key: Key, value: Any) -> None:
         channel = key[:4]
@@ -132,18 +114,13 @@ class SharedLink(Link):
             ends = self._open(Channel(*channel))
         sender, encoder = ends
         number, format, text, tensors = encoder.encode(value)
-        begin = padded(len(text))
-        total = begin + format.bytes
+        total = padded(len(text)) + format.bytes
         if total:
-            address = sender.reserve(total)
-            if text:
-                ctypes.memmove(address, text, len(text))
-            format.write(tensors, address + begin)
+            format.write_all(text, tensors, sender.reserve(total))
         sender.publish(total, key.batch, key.micro_batch, number, len(text))
 
     def _open(self, channel: Channel) -> tuple[Sender, Encoder]:
-        encoder = Encoder(narrowed(channel, self._wire_dtype))
-        ends = self._outgoing[channel] = self._outbox.sender(channel), encoder
+        ends = self._outgoing[channel] = self._outbox.sender(channel), self._end.encoder(channel)
         return ends
 
     def _collect(self) -> None:
@@ -151,7 +128,7 @@ class SharedLink(Link):
             while (record := receiver.take()) is not None:
                 _, batch, micro_batch, number, text_bytes, lease = record
                 value = decoder.decode(number, text_bytes, lease)
-                self._mailbox.put(Key(*channel, batch, micro_batch), value)
+                self._end.mailbox.put(Key(*channel, batch, micro_batch), value)
 
     def leave(self) -> None:
         self._inbox.leave()  # a peer that closes later, or too, need not wait for it
@@ -159,7 +136,7 @@ class SharedLink(Link):
     def close(self, patience_s: float) -> None:
         # A message that is not taken yet ends with its sender, so a peer that takes some still may take the last.
         self.leave()
-        self._mailbox.sources.remove(self._collect)
+        self._end.mailbox.sources.remove(self._collect)
         deadline = time.monotonic() + patience_s
         while any(sender.waiting() for sender, _ in self._outgoing.values()) and not self._outbox.is_left:
             if time.monotonic() > deadline or not _is_alive(self._peer):
@@ -192,15 +169,8 @@ class SharedTransport(Transport):
         self.opened[rank] = Inbox.open(theirs, self.topology.into[rank])
         self.processes[rank] = theirs["pid"]
 
-    def link(
-        self,
-        rank: int,
-        mailbox: Mailbox,
-        device: torch.device,
-        wire_dtype: torch.dtype | None,
-        others: Sequence[Transport],
-    ) -> SharedLink:
-        return SharedLink(*self.ends(rank), device, mailbox, wire_dtype)
+    def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> SharedLink:
+        return SharedLink(*self.ends(rank), end)
 
     def ends(self, rank: int) -> tuple[Inbox, list[Channel], int, Inbox]:
         """Return this worker's inbox, the channels from ``rank``, its process and its inbox."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Link, LocalLink, Mailbox
+from avgpipe.links.link import Endpoint, Link, LocalLink, Mailbox
 from avgpipe.links.message import Channel, Key, Message
 from avgpipe.links.shared import Inbox, SharedLink
 from avgpipe.ranks.world import gather
@@ -147,7 +147,7 @@ class Sending:
 def through_shared_memory(peers: Peers, spins: bool) -> Through:
     mine, pid, theirs = peers.inboxes()
     mailbox = Mailbox(mine.bell, _ALONE if spins else _CROWDED)
-    link = SharedLink(mine, peers.into(peers.rank), pid, theirs, _CPU, mailbox, None)
+    link = SharedLink(mine, peers.into(peers.rank), pid, theirs, Endpoint(mailbox, _CPU))
     return Through(peers, link, mailbox)
 
 
@@ -156,7 +156,7 @@ def through_group(peers: Peers, spins: bool) -> Through:
     assert isinstance(group, dist.ProcessGroup)
     mailbox = Mailbox(None, _ALONE if spins else _CROWDED)
     ends = peers.into(peers.rank), peers.into(peers.other)
-    link = GroupLink(group, peers.other, *ends, _CPU, mailbox, peers.lost, None)
+    link = GroupLink(group, peers.other, *ends, peers.lost, Endpoint(mailbox, _CPU))
     return Through(peers, link, mailbox)
 
 
