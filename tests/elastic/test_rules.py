@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.elastic.cases import Crew, assert_bitwise, assert_follows
+from avgpipe.rules import RULES, Rule
+from tests.elastic.cases import Crew, assert_bitwise, assert_follows, set_gradients, weights
 from tests.elastic.emulation import AdamW, Emulation, Momentum, Nesterov
 
 
@@ -102,3 +103,76 @@ def test_replicas_may_run_ahead_inside_a_period():
     for _ in range(6):
         turns.step()
     assert_bitwise(crew.state(), turns.state())
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("inner", [Momentum, AdamW])
+@pytest.mark.parametrize(
+    ("rule", "staleness"),  # from_step, from_force, force_after_step, joins, averages
+    [
+        (
+            Rule(
+                from_step=0.5,
+                from_force=0.25,
+                force_after_step=False,
+                joins=False,
+                averages=True,
+                beta=0.6,
+                alone=0,
+            ),
+            1,
+        ),
+        (
+            Rule(
+                from_step=0.0,
+                from_force=0.5,
+                force_after_step=False,
+                joins=False,
+                averages=False,
+                beta=0.6,
+                alone=0,
+            ),
+            0,
+        ),
+        (
+            Rule(
+                from_step=2.0,
+                from_force=0.0,
+                force_after_step=True,
+                joins=True,
+                averages=True,
+                beta=0.6,
+                alone=0,
+            ),
+            0,
+        ),
+    ],
+)
+def test_another_linear_rule_is_another_row(monkeypatch, rule, staleness, inner, fused):
+    monkeypatch.setitem(RULES, "another", rule)
+    n, a = 3, 0.2
+    crew = Crew(n, inner, rule="another", staleness=staleness, fused=fused)
+    z, xs = [p.detach() for p in weights()], [weights() for _ in range(n)]
+    opts = [inner.torch(x) for x in xs]
+    for t in range(4):
+        crew.step()
+        updates = []
+        for i, (x, opt) in enumerate(zip(xs, opts)):
+            before = [p.detach().clone() for p in x]
+            set_gradients(x, i, t)
+            opt.step()
+            steps = [p.detach() - b for p, b in zip(x, before)]
+            seen = [p.detach().clone() if rule.force_after_step else b for p, b in zip(x, before)]
+            forces = [0 * p if rule.joins else a * (p - v) for p, v in zip(seen, z)]
+            updates.append([rule.from_step * d + rule.from_force * f for d, f in zip(steps, forces)])
+            with torch.no_grad():
+                for p, f in zip(x, forces):
+                    p -= f
+        z = [v + sum(us) / (n if rule.averages else 1) for v, us in zip(z, zip(*updates))]
+        with torch.no_grad():
+            for x in xs if rule.joins else ():
+                for p, v in zip(x, z):
+                    p += a * (v - p)
+        for mine, theirs in [(crew.reference.parameters, z), *zip(crew.x, xs)]:
+            for p, q in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-10, atol=1e-10)

@@ -11,7 +11,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe import device as streams
-from avgpipe.elastic.rounds import Rounds
+from avgpipe.elastic import Reference
 from avgpipe.links.link import LocalLink
 from avgpipe.runtime import worker
 from avgpipe.runtime.compute import Compute
@@ -55,7 +55,7 @@ class Account:
 
     def __init__(self, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[tuple[str, int, int, tuple[str, int], Any]] = []
-        forward, step, backward, accept = Stage.forward, TrainedStage.step, Compute.backward, Rounds.accept
+        forward, step, backward, accept = Stage.forward, TrainedStage.step, Compute.backward, Reference.accept
 
         def note(what: str, stage: int, pipeline: int) -> None:
             stream = fake.current_stream()
@@ -79,7 +79,7 @@ class Account:
             note("V", 0, pipeline)  # of which stage a round does not know; tests that look have one
             accept(rounds, pipeline, update)
 
-        monkeypatch.setattr(Rounds, "accept", noted_accept)
+        monkeypatch.setattr(Reference, "accept", noted_accept)
         monkeypatch.setattr(Stage, "forward", noted_forward)
         monkeypatch.setattr(TrainedStage, "step", noted_step)
         monkeypatch.setattr(Compute, "backward", noted_backward)

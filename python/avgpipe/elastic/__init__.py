@@ -1,9 +1,8 @@
-"""Elastic averaging: the reference model z, the optimizer wrapper that ties replicas to it, and where weights live."""
+"""Elastic averaging: the reference model z, the optimizer that ties replicas to it, and flat memory for weights."""
 
-from avgpipe.elastic.arena import Arena
-from avgpipe.elastic.layout import Buffers, Layout
+from avgpipe.elastic.flat import Arena, Layout
 from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
-from avgpipe.elastic.versions import Versions
+from avgpipe.elastic.versions import Versions, refuse_hidden_weights
 
-__all__ = ["Arena", "Buffers", "ElasticAveraging", "Layout", "Reference", "Versions"]
+__all__ = ["Arena", "ElasticAveraging", "Layout", "Reference", "Versions", "refuse_hidden_weights"]

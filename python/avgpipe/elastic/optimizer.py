@@ -9,12 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from avgpipe.elastic.force import FusedForce
-from avgpipe.elastic.fused import FusedStep
+from avgpipe.elastic.fused import FusedStep, FusedUpdate, Unfusable
 from avgpipe.elastic.matching import holds, optimized, replica_tensors
-from avgpipe.elastic.places import Unfusable
 from avgpipe.elastic.reference import Reference
-from avgpipe.elastic.rounds import GroupRounds
 
 EXTRA_KEY = "elastic"
 
@@ -31,10 +28,15 @@ class ElasticAveraging(torch.optim.Optimizer):
         inner optimizer holds, which must then be in that order. Needed when groups change it, when the
         optimizer holds only some of the trainable parameters, and when the reference is over flat
         buffers of which the optimizer's parameters are views.
+    flat: whether the replica's tensors move into flat buffers, one per dtype and device, as their views. They remain
+        the same objects, with the same values; what else holds their old memory, such as a captured graph, no
+        longer follows them. So every pass is one over flat memory, and a step can be fused. With False, and for
+        what cannot be moved (sparse or complex tensors, other dtypes, devices or strides than the reference's,
+        memory that is shared), averaging works on a copy of the weights, filled before and written back after.
     fused: whether the step of torch.optim.SGD, Adam or AdamW and the averaging are one pass over memory, which
         rounds otherwise than two but changes nothing else; state_dict is the same. None: where possible, decided
-        at every step (not with period > 1, amsgrad, differentiable, settings on an accelerator, sparse or
-        complex tensors, post-step hooks of the inner optimizer, or N = 1 without elasticity). True: the same, but
+        at every step (not with period > 1, amsgrad, differentiable, settings on an accelerator, weights that are not
+        in flat buffers, post-step hooks of the inner optimizer, or N = 1 without elasticity). True: the same, but
         ValueError here with the reason if no step could be. False: never. A fused pass reads gradients that
         GradScaler has scaled as they are, and leaves them so; pre-step hooks may change gradients, and what
         they do to weights counts as done before the round. It ignores the inner optimizer's ``foreach``.
@@ -51,6 +53,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         *,
         parameters: Iterable[torch.Tensor] | None = None,
         fused: bool | None = None,
+        flat: bool = True,
     ) -> None:
         if not isinstance(inner_optimizer, torch.optim.Optimizer) or isinstance(
             inner_optimizer, ElasticAveraging
@@ -61,13 +64,13 @@ class ElasticAveraging(torch.optim.Optimizer):
         if not isinstance(reference, Reference):
             raise TypeError(f"reference must be an avgpipe.Reference, not {_name(reference)}")
         if replica is None:
-            replica = reference.rounds.rank if isinstance(reference.rounds, GroupRounds) else 0
+            replica = reference.rounds.rank
         self.inner, self.reference, self.replica = inner_optimizer, reference, replica
         tensors = replica_tensors(inner_optimizer, reference, parameters)
-        self._replica = reference.attach(replica, tensors)
+        self._replica = reference.attach(replica, tensors, inner_optimizer, flat)
         self._fused = None if fused is False else FusedStep(inner_optimizer, self._replica, reference.z)
         if fused is True:
-            self._check_fused(reference, replica)
+            self._check_fused()
         self._local_steps = 0
         self._position = 0  # local steps done in the current period
         self._done: Callable[[], None] | None = None  # of a step_in_round
@@ -121,10 +124,10 @@ class ElasticAveraging(torch.optim.Optimizer):
     def settled(self) -> bool:
         """The weights contain the pull of every round that this replica took part in.
 
-        False only with rule avgpipe and staleness 0, from this replica's arrival to that of all others.
+        False only with rule avgpipe and staleness 0, from this replica's contribution to that of all others.
         """
         rounds = self.reference.rounds
-        return not (rounds.elasticity.pulls_at_the_end and self.replica in rounds.arrived)
+        return not (rounds.elasticity.pulls_at_the_end and self.replica in rounds.contributed)
 
     @property
     def _finishes(self) -> bool:
@@ -146,8 +149,12 @@ class ElasticAveraging(torch.optim.Optimizer):
             )
         rounds.check(self.replica, self._finishes)
         args = () if closure is None else (closure,)
-        if self._fused is not None and self._can_fuse(self._fused):
-            return self._fused_step(self._fused, *args)
+        if self._fused is not None:
+            try:
+                self._fused.check()
+                return self._fused_step(self._fused, *args)
+            except Unfusable:
+                pass
         result = self._plain_step(lambda: self.inner.step(*args))
         self._end_step()
         return result
@@ -172,23 +179,21 @@ class ElasticAveraging(torch.optim.Optimizer):
         """Do now what a :meth:`step_in_round` has left for later, if anything."""
         self.reference.rounds.complete(self.replica)
 
-    def _end_step(self, force: FusedForce | None = None) -> None:
+    def _end_step(self, update: FusedUpdate | None = None) -> None:
         self._local_steps += 1
         self._position += 1
         if self._position < self.reference.elasticity.period:
             return
         self._position = 0
         rounds, done = self.reference.rounds, self._done
-        if force is None or done is None or not (rounds.joins and force.may_wait) or self._is_watched:
-            rounds.arrive(self.replica, force)
+        is_watched = (
+            self._optimizer_step_post_hooks or _global_optimizer_post_hooks
+        )  # they see every step's weights
+        if update is None or done is None or not (rounds.joins and update.may_wait) or is_watched:
+            rounds.contribute(self.replica, update)
         else:
             self._done = None
-            rounds.arrive_later(self.replica, force, done)
-
-    @property
-    def _is_watched(self) -> bool:
-        """Hooks see the weights after every step."""
-        return bool(self._optimizer_step_post_hooks or _global_optimizer_post_hooks)
+            rounds.contribute_later(self.replica, update, done)
 
     @property
     def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -221,19 +226,12 @@ class ElasticAveraging(torch.optim.Optimizer):
         finally:
             del inner.grad_scale, inner.found_inf
 
-    def _can_fuse(self, fused: FusedStep) -> bool:
-        try:
-            fused.check()
-        except Unfusable:
-            return False
-        return True
-
-    def _check_fused(self, reference: Reference, replica: int) -> None:
+    def _check_fused(self) -> None:
         assert self._fused is not None
         try:
             self._fused.check()
         except Unfusable as reason:
-            del reference.rounds.replicas[replica]
+            self.reference.rounds.detach(self.replica)
             raise ValueError(
                 f"fused=True, but steps cannot be fused: {reason}; pass fused=None to fuse where possible"
             ) from None
@@ -249,11 +247,13 @@ class ElasticAveraging(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             try:
-                force = fused.prepare(scale, found_inf, skips)
-            except Unfusable:  # of gradients, and hooks have run already: the class's step without them
+                update = fused.prepare(scale, found_inf, skips)
+            except (
+                Unfusable
+            ):  # because of gradients, and hooks have run already: the class's step without them
                 self._plain_step(lambda: type(inner).step.__wrapped__(inner))
-                force = None
-            self._end_step(force)
+                update = None
+            self._end_step(update)
             return loss
 
         inner: Any = self.inner
@@ -269,7 +269,7 @@ class ElasticAveraging(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Optimize more of the replica's tensors; ValueError for those that are not averaged."""
-        averaged = self._replica.x.tensors
+        averaged = self._replica.tensors
         params = param_group["params"]
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         for p in params:

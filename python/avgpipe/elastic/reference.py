@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.elastic import Buffers, Layout
-from avgpipe.elastic.centre import Centre
+from avgpipe.elastic.flat import FlatBuffers, Layout
 from avgpipe.elastic.replica import Replica
-from avgpipe.elastic.rounds import GroupRounds, Rounds
+from avgpipe.elastic.rounds import GroupRounds, ReferenceModel, Rounds
 from avgpipe.ranks.world import gather
 from avgpipe.rules import Elasticity
 
@@ -42,8 +41,8 @@ class Reference:
     period: local steps tau in a round.
     outer: a function from parameters to an optimizer that steps z, with -(1/N) sum_i d_i (easgd: -sum_i e_i)
         as its gradient (Douillard et al. 2023); ``reference.outer`` is what it returned.
-    elsewhere: replicas of other processes that tell their updates in a way of the caller's: ``rounds.accept`` takes
-        one in, when ``rounds.ready`` says that it may come.
+    remote: replicas of other processes that tell their updates in a way of the caller's: :meth:`accept` takes
+        one in, when :meth:`ready` says that it may come.
     group: process group of the replicas: replica = rank in the group, N = its size. z is its first rank's.
         With staleness 1 the all-reduce runs during the next round's local steps. Time limits are the group's.
 
@@ -67,7 +66,7 @@ class Reference:
         period: int = 1,
         outer: Outer | None = None,
         group: dist.ProcessGroup | None = None,
-        elsewhere: Collection[int] = (),
+        remote: Collection[int] = (),
     ) -> None:
         given = _tensors("parameters", parameters)
         self.elasticity = Elasticity.checked(replicas, alpha, rule, staleness, period)
@@ -78,13 +77,13 @@ class Reference:
         if group is not None:
             _check_group(group, self.elasticity, layout, outer is not None)
         with torch.no_grad():
-            self._centre = Centre(layout, moving, self.elasticity, outer)
-            zs = dict(zip(self.averaged, self._centre.tensors))
+            self._model = ReferenceModel(layout, moving, self.elasticity.scale, outer)
+            zs = dict(zip(self.averaged, self._model.tensors))
             self.parameters = [zs[i] if i in zs else p.detach().clone() for i, p in enumerate(given)]
             self.rounds = (
-                Rounds(layout, self._centre, self.elasticity, elsewhere)
+                Rounds(layout, self._model, self.elasticity, remote)
                 if group is None or replicas == 1
-                else GroupRounds(layout, self._centre, self.elasticity, group)
+                else GroupRounds(layout, self._model, self.elasticity, group)
             )
         self._applied: set[int] = set()  # ids of the parameters that are z now, see applied_to
 
@@ -94,7 +93,7 @@ class Reference:
 
     @property
     def round(self) -> int:
-        """Completed rounds. Asynchronous: arrivals // N."""
+        """Completed rounds. Asynchronous: contributions // N."""
         return self.rounds.round
 
     @property
@@ -105,15 +104,32 @@ class Reference:
 
     @property
     def outer(self) -> torch.optim.Optimizer | None:
-        return self._centre.outer
+        return self._model.outer
 
     @property
-    def z(self) -> Buffers:
+    def z(self) -> FlatBuffers:
         """The weights that take part in the averaging, in flat buffers."""
-        return self._centre.z
+        return self._model.z
 
-    def attach(self, replica: int, tensors: list[torch.Tensor]) -> Replica:
-        """Make ``tensors`` (one for each of ``averaged``) replica ``replica``; done by ElasticAveraging."""
+    def ready(self, replica: int) -> bool:
+        """Whether :meth:`accept` may take in an update of this remote replica: its round has begun."""
+        return self.rounds.ready(replica, True)
+
+    def accept(self, replica: int, update: Sequence[torch.Tensor]) -> None:
+        """Take in what a remote replica told, one flat tensor per buffer, as ``ElasticAveraging.update`` gave it."""
+        self.rounds.accept(replica, update)
+
+    def attach(
+        self, replica: int, tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer, flat: bool
+    ) -> Replica:
+        """Make ``tensors`` (one for each of ``averaged``) replica ``replica``; done by ElasticAveraging.
+
+        Args:
+            replica: From 0 to N - 1.
+            tensors: Its weights.
+            optimizer: Its optimizer.
+            flat: Move the weights into flat buffers if that can be.
+        """
         n = self.replicas
         if isinstance(replica, bool) or not isinstance(replica, int) or not 0 <= replica < n:
             raise ValueError(
@@ -131,7 +147,7 @@ class Reference:
                 f"reference.release({replica})"
             )
         taken = {
-            t.data_ptr(): i for i, r in self.rounds.replicas.items() for t in r.x.tensors if _has_memory(t)
+            t.data_ptr(): i for i, r in self.rounds.replicas.items() for t in r.tensors if _has_memory(t)
         }
         taken |= {t.data_ptr(): -1 for t in self.parameters if _has_memory(t)}
         for t in tensors:
@@ -142,11 +158,11 @@ class Reference:
                     f"replica {replica} shares a tensor of shape {tuple(t.shape)} with {whose}: "
                     f"give each replica its own copy, such as copy.deepcopy(model)"
                 )
-        return self.rounds.attach(replica, tensors)
+        return self.rounds.attach(replica, tensors, optimizer, flat, self._applied)
 
     def release(self, replica: int) -> None:
         """Forget a replica's weights, so that another optimizer can be made for it between two rounds."""
-        if replica in self.rounds.arrived:
+        if replica in self.rounds.contributed:
             raise RuntimeError(
                 f"replica {replica} is in the middle of round {self.round}: complete the round first"
             )
@@ -154,8 +170,26 @@ class Reference:
             raise ValueError(
                 f"replica {replica!r} has no optimizer; these have: {sorted(self.rounds.replicas)}"
             )
-        self.rounds.finish()
-        del self.rounds.replicas[replica]
+        self.rounds.detach(replica)
+
+    @torch.no_grad()
+    def align(self, replica: int, layout: Layout, regions: Sequence[int]) -> None:
+        """Give parts of a replica z's values, now and at the beginning of its round; no update holds any of them.
+
+        Args:
+            replica: The replica.
+            layout: Of parameters in the tensors that the reference was built over, one for each of its buffers.
+            regions: Which of these parameters.
+        """
+        z, mine = layout.tensors(self.z.flats), self.rounds.replicas[replica]
+        for buffers in (mine.x, mine.before):
+            values = layout.tensors(buffers.flats) if buffers is not None else []
+            for n in regions if values else ():
+                values[n].copy_(z[n])
+        for update in self.rounds.updates.values():  # what is told already in an unfinished round
+            values = layout.tensors(update.flats)
+            for n in regions:
+                values[n].zero_()
 
     @contextmanager
     def applied_to(self, model: nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
@@ -168,9 +202,9 @@ class Reference:
         self.rounds.finish()
         tensors = self._counterparts(model)
         own = [t.data for t in tensors]
-        outside = self._applied
+        inside = {id(t) for t in tensors} - self._applied
         try:
-            self._applied = outside | {id(t) for t in tensors}
+            self._applied |= inside
             for t, z in zip(tensors, self.parameters):
                 z = z.to(device=t.device, dtype=t.dtype)
                 t.data = z.to_sparse() if t.is_sparse and not z.is_sparse else z
@@ -178,7 +212,7 @@ class Reference:
         finally:
             for t, data in zip(tensors, own):
                 t.data = data
-            self._applied = outside
+            self._applied -= inside
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module | Iterable[torch.Tensor]) -> None:
@@ -211,8 +245,8 @@ class Reference:
         return {
             "parameters": list(self.parameters),
             "round": r.round,
-            "arrivals_in_round": r.arrivals % r.arrivals_per_round,
-            "pending": {i: r.updates[i].tensors() for i in sorted(r.arrived)},
+            "arrivals_in_round": r.contributions % r.contributions_per_round,
+            "pending": {i: r.updates[i].tensors() for i in sorted(r.contributed)},
             "dropped_updates": r.dropped,
             "outer": None if self.outer is None else self.outer.state_dict(),
         }
@@ -242,7 +276,7 @@ class Reference:
                 raise ValueError(
                     f"the state holds an update of replica {i}, but there are {self.replicas} replicas"
                 )
-            _same_shapes(f"pending[{i}]", update, self._centre.tensors)
+            _same_shapes(f"pending[{i}]", update, self._model.tensors)
         if (state["outer"] is None) != (self.outer is None):
             has, lacks = ("reference", "state") if self.outer is not None else ("state", "reference")
             raise ValueError(f"the {has} has an outer optimizer and the {lacks} has none: build both alike")
@@ -250,14 +284,8 @@ class Reference:
             self.outer.load_state_dict(state["outer"])
         for mine, value in zip(self.parameters, values):
             mine.copy_(value)
-        r = self.rounds
-        r.arrived, r.dropped = set(pending), state.get("dropped_updates", 0)
-        r.arrivals = state["round"] * r.arrivals_per_round + state["arrivals_in_round"]
-        for buffers in r.updates.values():
-            buffers.zero_()
-        for i, update in pending.items():
-            for mine, value in zip(r.update_of(i).tensors(), update):
-                mine.copy_(value)
+        contributions = state["round"] * self.rounds.contributions_per_round + state["arrivals_in_round"]
+        self.rounds.restore(contributions, pending, state.get("dropped_updates", 0))
 
     def __repr__(self) -> str:
         e = self.elasticity

@@ -5,114 +5,105 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 
 import avgpipe_ext
-from avgpipe.elastic.layout import Buffers, Entry, Layout, real
+from avgpipe.elastic.flat import FlatBuffers, Layout, rehome
 from avgpipe.rules import Elasticity
 
 
-class Weights:
-    """A replica's tensors in the form that the operators take: dtype, device and strides of the reference's.
-
-    Most tensors have it already and are used as they are. The others (sparse, with gaps, another dtype or
-    device than the reference's) go through a copy: :meth:`load` makes it, :meth:`store` writes it back.
-    """
-
-    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        self.layout = layout
-        self.tensors = list(tensors)  # in the order of layout.entries
-        self._slots = layout.by_buffer(zip(layout.entries, self.tensors))
-        # decided once: what is asked at every step is only the list of tensors
-        self._staged = [
-            [not _fits(t, e, key) for e, t in slots] for slots, key in zip(self._slots, layout.keys)
-        ]
-        self.any_staged = any(map(any, self._staged))
-
-    def load(self) -> list[list[torch.Tensor]]:
-        """The current values, one list per buffer of the layout."""
-        return [
-            [_stage(t, e, key) if staged else real(t) for (e, t), staged in zip(slots, flags)]
-            for slots, flags, key in zip(self._slots, self._staged, self.layout.keys)
-        ]
-
-    def store(self, loaded: list[list[torch.Tensor]]) -> None:
-        """Write back what the operators changed; nothing to do for tensors that they changed in place."""
-        if not self.any_staged:
-            return
-        for slots, flags, values in zip(self._slots, self._staged, loaded):
-            for (e, t), staged, value in zip(slots, flags, values):
-                if staged:
-                    value = torch.view_as_complex(value) if e.is_complex else value
-                    t.copy_(value.to_sparse() if t.is_sparse else value)
-
-
 class Replica:
-    """One replica: its weights x, its update in the current round, and x when the round began.
+    """The weights ``x`` of one replica, its update in the current round, and x when the round began.
 
-    ``before``, which only rule avgpipe needs, is there from the first :meth:`begin`: a pass that steps and
-    averages at once does without.
+    The tensors become views of flat buffers, with which the operators work. Where that cannot or shall not be, ``x`` is
+    a copy: :meth:`load` fills it, :meth:`store` writes it back.
+
+    Attributes:
+        tensors: In the order of the reference's layout.
+        not_flat: Why the tensors stay where they are; None if they are views of ``x``.
+        update: What it tells the reference; None where z follows this replica.
+        remembers: The rule needs x from the beginning of a round, so it is kept.
+        before: That x, from the first :meth:`begin` on: a pass that steps and averages at once does without.
     """
 
     def __init__(
-        self, layout: Layout, tensors: Sequence[torch.Tensor], elasticity: Elasticity, update: Buffers | None
+        self,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        elasticity: Elasticity,
+        update: FlatBuffers | None,
+        optimizer: torch.optim.Optimizer,
+        flat: bool,
+        applied: set[int],
     ) -> None:
-        self.x = Weights(layout, tensors)
-        self.elasticity = elasticity
-        self.update = update  # None: z follows this replica
-        self.remembers = update is not None and elasticity.coefficients.from_step != 0
-        self.before: Buffers | None = None
+        """``applied``: ids of the tensors that are z for now."""
+        self.tensors, self.elasticity, self.update = list(tensors), elasticity, update
+        home = rehome(layout, self.tensors, optimizer) if flat else "flat=False"
+        self.not_flat = home if isinstance(home, str) else None
+        self.x = layout.zeros() if isinstance(home, str) else home
+        self._views = self.x.tensors()
+        self._pointers = [t.data_ptr() for t in self.tensors] if self.not_flat is None else []
+        self._applied = applied
+        needs_start = elasticity.coefficients.from_step != 0 or elasticity.force[1] == 1
+        self.remembers = update is not None and needs_start
+        self.before: FlatBuffers | None = None
 
     @torch.no_grad()
-    def begin(self) -> Buffers:
-        """Remember x at the beginning of a round, for rule avgpipe; returns the memory."""
+    def load(self) -> None:
+        """Make ``x`` what the tensors are."""
+        if self.not_flat is not None:
+            if self._applied and any(id(t) in self._applied for t in self.tensors):
+                raise RuntimeError(
+                    "the model holds the reference's weights: leave reference.applied_to first"
+                )
+            for view, t in zip(self._views, self.tensors):
+                view.copy_(t.to_dense() if t.is_sparse else t)
+        elif list(map(torch.Tensor.data_ptr, self.tensors)) != self._pointers:
+            for t, view, pointer in zip(self.tensors, self._views, self._pointers):
+                if t.data_ptr() != pointer and id(t) not in self._applied:  # as by an assignment to its data
+                    t.data = view.copy_(t)
+
+    def store(self) -> None:
+        """Make the tensors what ``x`` is."""
+        if self.not_flat is None:
+            increment_version(self.tensors)  # so that a backward pass that needs the old values fails
+            return
+        for view, t in zip(self._views, self.tensors):
+            t.copy_(view.to_sparse() if t.is_sparse else view)
+
+    @torch.no_grad()
+    def begin(self) -> FlatBuffers:
+        """Remember x at the beginning of a round; returns the memory."""
         if self.before is None:
             self.before = self.x.layout.zeros()
-        for views, xs in zip(self.before.views, self.x.load()):
-            torch._foreach_copy_(views, xs)
+        self.load()
+        torch._foreach_copy_(self.before.flats, self.x.flats)
         return self.before
 
-    def force(self, z: Buffers) -> list[torch.Tensor]:
-        """The replica's own part of a round: write its update, apply the force that needs no other replica.
+    def average(self, z: FlatBuffers) -> list[torch.Tensor]:
+        """Do the replica's own part of a round after its step: write its update, apply the force that needs no other
+        replica.
 
         Returns one count per buffer of the non-finite values that the operators met.
         """
         assert self.update is not None, "z follows this replica; it has no update"
-        options = {"accumulate": False, "check_finite": True}
-        loaded = self.x.load()
-        counts = []
-        for b, xs in enumerate(loaded):
-            zs, updates = z.views[b], self.update.views[b]
-            if not self.remembers:
-                from_force = self.elasticity.coefficients.from_force
-                count = avgpipe_ext.easgd_step_(
-                    xs, zs, updates, self.elasticity.alpha, from_force=from_force, **options
-                )
-            else:
-                assert self.before is not None, "a round without beginning"
-                before = self.before.views[b]
-                shares = self.elasticity.shares | options
-                count = avgpipe_ext.elastic_step_(xs, before, zs, updates, *self.elasticity.force, **shares)
-            counts.append(count)
-        self.x.store(loaded)
+        self.load()
+        alpha, staleness = self.elasticity.force
+        options = self.elasticity.shares | {"accumulate": False, "check_finite": True}
+        if self.remembers:
+            assert self.before is not None, "a round without beginning"
+            rows = zip(self.x.flats, self.before.flats, z.flats, self.update.flats)
+            counts = [avgpipe_ext.elastic_step_(*row, alpha, staleness, **options) for row in rows]
+        else:
+            del options["from_step"]
+            moved = zip(self.x.flats, z.flats, self.update.flats)
+            counts = [avgpipe_ext.easgd_step_(*row, alpha, **options) for row in moved]
+        self.store()
         return counts
 
-    def pull(self, z: Buffers) -> None:
-        """x = x + alpha (z - x)."""
-        loaded = self.x.load()
-        for xs, zs in zip(loaded, z.views):
-            avgpipe_ext.elastic_pull_(xs, zs, self.elasticity.alpha)
-        self.x.store(loaded)
-
-
-def _fits(t: torch.Tensor, e: Entry, key: tuple[torch.dtype, torch.device]) -> bool:
-    if t.layout != torch.strided or t.is_complex() != e.is_complex:
-        return False
-    r = real(t)
-    narrow = key[0] == torch.float32 and r.dtype in (torch.bfloat16, torch.float16)  # the operators widen it
-    return (r.dtype == key[0] or narrow) and r.device == key[1] and tuple(r.stride()) == e.strides
-
-
-def _stage(t: torch.Tensor, e: Entry, key: tuple[torch.dtype, torch.device]) -> torch.Tensor:
-    dtype, device = key
-    copy = torch.empty_strided(e.shape, e.strides, dtype=dtype, device=device)
-    return copy.copy_(real(t.detach().to_dense() if t.is_sparse else t))
+    def pull(self, z: FlatBuffers) -> None:
+        """Move x by alpha (z - x)."""
+        self.load()
+        for x, target in zip(self.x.flats, z.flats):
+            avgpipe_ext.elastic_pull_(x, target, self.elasticity.alpha)
+        self.store()

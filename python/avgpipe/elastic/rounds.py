@@ -1,4 +1,4 @@
-"""Who has arrived in the current round, and what the last arrival does.
+"""Who has contributed to the current round, and what the last contribution does.
 
 With staleness 1, z_r being the reference before round r:
 
@@ -7,7 +7,8 @@ With staleness 1, z_r being the reference before round r:
     replica 1  step, force(z_r) ──┤       (the local steps of round r+1 run meanwhile)           │
                                   └ z_r+1 step, finish round r: wait for it, z_r+1 <─────────────┘
 
-With staleness 0 in one process a replica may arrive with its step still to be done (:meth:`Rounds.arrive_later`):
+With staleness 0 in one process a replica may contribute a step that is still to be done
+(:meth:`Rounds.contribute_later`):
 
     replica 0  gradients ready ──┐
     replica 1  gradients ready ──┴ all steps, z_r+1 and all pulls in one pass over memory
@@ -16,53 +17,105 @@ With staleness 0 in one process a replica may arrive with its step still to be d
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from avgpipe.elastic import Buffers, Layout
-from avgpipe.elastic.centre import Centre
-from avgpipe.elastic.force import FusedForce, Whole
+import avgpipe_ext
+from avgpipe.elastic.flat import FlatBuffers, Layout
+from avgpipe.elastic.fused import FusedUpdate, step_together
 from avgpipe.elastic.replica import Replica
 from avgpipe.rules import Elasticity
 
 # Given z, writes a replica's update and applies the force that needs no other replica; returns counts of what was
 # not finite.
-Force: TypeAlias = Callable[[Buffers], list[torch.Tensor]]
+Contribution: TypeAlias = Callable[[FlatBuffers], list[torch.Tensor]]
 
-# A step that is still to be done, and what to call once it needs the gradients no longer.
-Waiting: TypeAlias = tuple[FusedForce, Callable[[], None]]
+
+class ReferenceModel:
+    """z in flat buffers, moved by the mean or the sum of updates.
+
+    With an outer optimizer, minus that mean or sum is the gradient with which it steps z (Douillard et al. 2023).
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Sequence[torch.Tensor],
+        scale: float,
+        outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None,
+    ) -> None:
+        self.z, self.scale = layout.zeros(), scale
+        self.tensors = self.z.tensors()
+        for z, p in zip(self.tensors, parameters):
+            z.copy_(p.to_dense() if p.is_sparse else p)
+        self.on_cpu = all(device.type == "cpu" for _, device in layout.keys)
+        self.outer = None if outer is None else _make_outer(outer, self.tensors)
+        self._grads = None if outer is None else layout.zeros()
+
+    def apply_updates(self, updates: Iterable[FlatBuffers]) -> None:
+        """Move z by ``updates``, in the order given. They stay as they are: the next round overwrites them."""
+        target, scale = (self.z, self.scale) if self._grads is None else (self._grads, -self.scale)
+        for flat, us in zip(target.flats, zip(*(update.flats for update in updates))):
+            # Leaves out each element that would make z not finite; on an accelerator the only check there is.
+            avgpipe_ext.reference_apply_(flat, list(us), scale, zero=False, check_finite=True)
+        if self.outer is None or self._grads is None:
+            return
+        for z, grad in zip(self.tensors, self._grads.tensors()):
+            z.grad = grad
+        try:
+            self.outer.step()
+        finally:
+            for z in self.tensors:
+                z.grad = None
+            self._grads.zero_()
+
+    def copy_from(self, replica: Replica) -> list[torch.Tensor]:
+        """z = x, the rule of one replica without elasticity; z stays as it was if x is not finite.
+
+        On an accelerator, which is not waited for, only the bad elements of x are left out. Returns counts of
+        what was not finite, all zero if nothing.
+        """
+        replica.load()
+        pairs = [pair for pair in zip(self.z.flats, replica.x.flats) if pair[0].numel()]
+        if not self.on_cpu:
+            return [_copy_finite(z, x) for z, x in pairs]
+        norms = torch._foreach_norm([x for _, x in pairs], float("inf")) if pairs else []
+        bad = [~norm.isfinite() for norm in norms]
+        if not any(map(bool, bad)):
+            for z, x in pairs:
+                z.copy_(x)
+        return bad
 
 
 class Rounds:
-    """The rounds of replicas that live in this process, but for those ``elsewhere``, whose updates are told."""
+    """The rounds of replicas that live in this process, except ``remote`` ones, whose updates are accepted."""
+
+    rank = 0  # the replica that an optimizer is made for unless told
 
     def __init__(
-        self, layout: Layout, centre: Centre, elasticity: Elasticity, elsewhere: Collection[int] = ()
+        self, layout: Layout, model: ReferenceModel, elasticity: Elasticity, remote: Collection[int] = ()
     ) -> None:
-        self.layout, self.centre, self.elasticity = layout, centre, elasticity
-        self.elsewhere = frozenset(elsewhere)
+        self.layout, self.model, self.elasticity, self.remote = layout, model, elasticity, frozenset(remote)
         self.replicas: dict[int, Replica] = {}
-        self.updates: dict[int, Buffers] = {}
-        self.arrived: set[int] = set()
-        self.arrivals_per_round = elasticity.replicas
-        self.arrivals = 0  # arrivals in all
-        e = elasticity
-        self.follows = (
-            e.coefficients.from_step == 1 and e.replicas == 1 and e.alpha == 0 and centre.outer is None
-        )
+        self.updates: dict[int, FlatBuffers] = {}
+        self.contributed: set[int] = set()  # to the current round
+        self.contributions_per_round = elasticity.replicas
+        self.contributions = 0  # in all
+        # the rule of one replica without elasticity: z is x
+        alone = elasticity.replicas == 1 and elasticity.alpha == 0 and model.outer is None
+        self.follows = alone and elasticity.coefficients.from_step == 1
         self._dropped = 0
         self._bad_counts: torch.Tensor | None = None  # bad updates on an accelerator, not waited for yet
-        self._waiting: dict[int, Waiting] = {}  # of arrived ones, see arrive_later
-        self._whole: Whole | None = None
+        self._waiting: dict[int, tuple[FusedUpdate, Callable[[], None]]] = {}  # see contribute_later
         self._lock = threading.Lock()
 
     @property
     def round(self) -> int:
-        """Completed rounds; a round of the asynchronous rule is N arrivals."""
-        return self.arrivals // self.arrivals_per_round
+        """Completed rounds; a round of the asynchronous rule is N contributions."""
+        return self.contributions // self.contributions_per_round
 
     @property
     def dropped(self) -> int:
@@ -71,135 +124,145 @@ class Rounds:
             self._bad_counts = None
         return self._dropped
 
-    @dropped.setter
-    def dropped(self, value: int) -> None:
-        self._dropped, self._bad_counts = value, None
+    @property
+    def joins(self) -> bool:
+        """A round may be one pass over memory, once all replicas' gradients are there."""
+        e, rule = self.elasticity, self.elasticity.coefficients
+        plain = rule.from_step == 1 and rule.averages and e.period == 1 and self.model.outer is None
+        return e.pulls_at_the_end and plain and not self.remote
 
-    def update_of(self, i: int) -> Buffers:
+    def update_of(self, i: int) -> FlatBuffers:
         if i not in self.updates:
             self.updates[i] = self.layout.zeros()
         return self.updates[i]
 
-    def attach(self, i: int, tensors: list[torch.Tensor]) -> Replica:
+    def attach(self, i: int, *args: Any) -> Replica:
+        """Make replica ``i``: see :class:`Replica`."""
         update = None if self.follows else self.update_of(i)
-        self.replicas[i] = Replica(self.layout, tensors, self.elasticity, update)
-        self._whole = None
+        tensors, *rest = args
+        self.replicas[i] = Replica(self.layout, tensors, self.elasticity, update, *rest)
         return self.replicas[i]
 
+    def detach(self, i: int) -> None:
+        self.finish()
+        del self.replicas[i]
+
+    def restore(self, contributions: int, pending: dict[int, list[torch.Tensor]], dropped: int) -> None:
+        """Continue where others left off; ``pending``: updates of the current round, tensor by tensor."""
+        self.contributed, self.contributions = set(pending), contributions
+        self._dropped, self._bad_counts = dropped, None
+        for update in self.updates.values():
+            update.zero_()
+        for i, values in pending.items():
+            for mine, value in zip(self.update_of(i).tensors(), values):
+                mine.copy_(value)
+
     def ready(self, i: int, finishes: bool) -> bool:
-        """Whether replica i may step now; ``finishes``: with this step it would arrive again."""
-        return i not in self.arrived or not (finishes or self.elasticity.pulls_at_the_end)
+        """Whether replica i may step now; ``finishes``: with this step it would contribute again."""
+        return i not in self.contributed or not (finishes or self.elasticity.pulls_at_the_end)
 
     def check(self, i: int, finishes: bool) -> None:
         """RuntimeError, before anything has changed, for a step that the rules do not allow now."""
         n = self.elasticity.replicas
         if not self.ready(i, finishes):
-            missing = ", ".join(str(m) for m in range(n) if m not in self.arrived)
+            missing = ", ".join(str(m) for m in range(n) if m not in self.contributed)
             raise RuntimeError(
                 f"replica {i} would {'finish' if finishes else 'start'} round {self.round + 1} before round "
                 f"{self.round} is complete: it still needs a step of replica {missing} "
                 f"(step all {n} replicas in turn; opt.ready tells who may step)"
             )
-        strangers = [m for m in range(n) if m not in self.replicas and m not in self.elsewhere]
-        if finishes and strangers and self.elasticity.pulls_at_the_end and len(self.arrived) == n - 1:
+        strangers = [m for m in range(n) if m not in self.replicas and m not in self.remote]
+        if finishes and strangers and self.elasticity.pulls_at_the_end and len(self.contributed) == n - 1:
             raise RuntimeError(
                 f"round {self.round} ends with a pull of all {n} replicas, but replica "
                 f"{', '.join(map(str, strangers))} has no optimizer: make its ElasticAveraging first"
             )
 
-    def arrive(self, i: int, force: Force | None = None) -> None:
-        """Replica i has done the last local step of its round, or does it now together with ``force``."""
+    def contribute(self, i: int, contribution: Contribution | None = None) -> None:
+        """Take in replica i, which has done the last local step of its round, or does it now in ``contribution``."""
         with self._lock, torch.no_grad():
             if self.follows:
-                self._note(self.centre.follow(self.replicas[i].x))
-                self.arrivals += 1
+                self._note(self.model.copy_from(self.replicas[i]))
+                self.contributions += 1
                 return
-            self._act(i, force or self.replicas[i].force)
-            self._gather(i)
-
-    @property
-    def joins(self) -> bool:
-        """A round may be one pass over memory, once all replicas' gradients are there."""
-        e = self.elasticity
-        return e.pulls_at_the_end and e.period == 1 and self.centre.outer is None and not self.elsewhere
+            self._run(i, contribution or self.replicas[i].average)
+            self._count(i)
 
     def accept(self, i: int, update: Sequence[torch.Tensor]) -> None:
-        """Replica i, which is elsewhere, has arrived with this update, one flat tensor per buffer of the layout."""
+        """Take in the update of the remote replica i, one flat tensor per buffer of the layout."""
         with self._lock, torch.no_grad():
             for mine, told in zip(self.update_of(i).flats, update, strict=True):
                 mine.copy_(told)
-            self._gather(i)
+            self._count(i)
 
-    def arrive_later(self, i: int, force: FusedForce, done: Callable[[], None]) -> None:
-        """Replica i arrives, and ``force`` is done with those of the others, or by :meth:`complete` before.
+    def contribute_later(self, i: int, update: FusedUpdate, done: Callable[[], None]) -> None:
+        """Take in replica i, whose step is done with those of the others, or by :meth:`complete` before.
 
-        Only if ``joins``. ``done`` is called when the force needs the gradients no longer.
+        Only if ``joins``. ``done`` is called when the gradients are needed no longer.
         """
         with self._lock, torch.no_grad():
-            self._waiting[i] = force, done
-            self._gather(i)
+            self._waiting[i] = update, done
+            self._count(i)
 
     def complete(self, i: int) -> None:
         """Do now what replica i has left for later, if anything."""
         if i in self._waiting:
             with self._lock, torch.no_grad():
-                self._complete(i)
+                self._run_waiting(i)
 
     def finish(self) -> None:
-        """Wait for what is under way, do what has been left for later."""
+        """Wait for what is in flight, do what has been left for later."""
         for i in sorted(self._waiting):
             self.complete(i)
 
-    def _complete(self, i: int) -> None:
-        force, done = self._waiting.pop(i)
-        self._act(i, force)
+    def _run_waiting(self, i: int) -> None:
+        update, done = self._waiting.pop(i)
+        self._run(i, update)
         done()
 
-    def _act(self, i: int, force: Force) -> None:
-        if self._note(force(self.centre.z)):
+    def _run(self, i: int, contribution: Contribution) -> None:
+        if self._note(contribution(self.model.z)):
             self.updates[i].zero_()
 
-    def _gather(self, i: int) -> None:
-        e = self.elasticity
-        if e.asynchronous:
-            self.centre.absorb([self.updates[i]])
-            self.arrivals += 1
+    def _count(self, i: int) -> None:
+        """Replica i has contributed; the last one completes the round."""
+        self.contributions += 1
+        if self.elasticity.asynchronous:
+            self.model.apply_updates([self.updates[i]])
             return
-        self.arrived.add(i)
-        self.arrivals += 1
-        if len(self.arrived) == e.replicas:
-            if self._do_whole_round():
-                self.arrived.clear()
-                return
-            for n in sorted(self._waiting):
-                self._complete(n)
-            # In replica order, whoever came last: the sum must not depend on timing.
-            self.centre.absorb(self.updates[n] for n in range(e.replicas))
-            self.arrived.clear()
-            if e.pulls_at_the_end:
-                for _, replica in sorted(self.replicas.items()):
-                    replica.pull(self.centre.z)
+        self.contributed.add(i)
+        if len(self.contributed) == self.elasticity.replicas:
+            if not self._do_whole_round():
+                self._complete_round()
+            self.contributed.clear()
+
+    def _complete_round(self) -> None:
+        for i in sorted(self._waiting):
+            self._run_waiting(i)
+        # In replica order, whoever came last: the sum must not depend on timing.
+        self.model.apply_updates(self.updates[i] for i in range(self.elasticity.replicas))
+        if self.elasticity.pulls_at_the_end:
+            for _, replica in sorted(self.replicas.items()):
+                replica.pull(self.model.z)
 
     def _do_whole_round(self) -> bool:
         """All steps, the move of z and all pulls in one pass; False, with nothing done, if that cannot be."""
         n = self.elasticity.replicas
         if len(self._waiting) < n:
             return False
-        forces = [self._waiting[i][0] for i in range(n)]
-        if self._whole is None or not self._whole.serves(forces):
-            self._whole = Whole([force.plan for force in forces])
-        counts = self._whole.act(forces)
+        updates = [self._waiting[i][0] for i in range(n)]
+        counts = step_together(updates)
         if counts is None:
             return False
         if self._note(counts):  # in at least one replica: the others that are bad are counted here
-            self._dropped += max(0, sum(not force.is_finite() for force in forces) - 1)
+            self._dropped += max(0, sum(not update.is_finite() for update in updates) - 1)
         for i in range(n):
             self._waiting.pop(i)[1]()
         return True
 
     def _note(self, counts: list[torch.Tensor]) -> bool:
         """Count an update with values that are not finite; whether it is one, if known without waiting."""
-        if self.centre.on_cpu:
+        if self.model.on_cpu:
             bad = any(map(bool, counts))
             self._dropped += bad
             return bad
@@ -209,9 +272,8 @@ class Rounds:
             if self._bad_counts is None:
                 self._bad_counts = one
             else:
-                self._bad_counts += (
-                    one  # in place: replicas on streams of their own must not free each other's sum
-                )
+                # in place: replicas on streams of their own must not free each other's sum
+                self._bad_counts += one
         return False
 
 
@@ -219,30 +281,25 @@ class GroupRounds(Rounds):
     """The rounds of replicas that live one on each rank of a process group; this rank's is ``rank``."""
 
     def __init__(
-        self, layout: Layout, centre: Centre, elasticity: Elasticity, group: dist.ProcessGroup
+        self, layout: Layout, model: ReferenceModel, elasticity: Elasticity, group: dist.ProcessGroup
     ) -> None:
-        super().__init__(layout, centre, elasticity)
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.arrivals_per_round = 1  # of this process
+        super().__init__(layout, model, elasticity, range(elasticity.replicas))
+        self.group, self.rank = group, dist.get_rank(group)
+        self.contributions_per_round = 1  # of this process
         self._works: list[dist.Work] = []
-        for flat in centre.z.flats:  # one z for all, whatever the ranks' initial weights
+        for flat in model.z.flats:  # one z for all, whatever the ranks' initial weights
             dist.broadcast(flat, group_src=0, group=group)
 
     @property
     def round(self) -> int:
-        return self.arrivals - bool(self._works)
-
-    @property
-    def joins(self) -> bool:
-        return False  # the others are elsewhere
+        return self.contributions - bool(self._works)
 
     def ready(self, i: int, finishes: bool) -> bool:
         return True  # a step waits for the others instead
 
-    def arrive(self, i: int, force: Force | None = None) -> None:
+    def contribute(self, i: int, contribution: Contribution | None = None) -> None:
         self.finish()  # z of this round: all rounds before it
-        super().arrive(i, force)
+        super().contribute(i, contribution)
 
     def finish(self) -> None:
         if self._works:
@@ -250,17 +307,40 @@ class GroupRounds(Rounds):
                 work.wait()
             self._works = []
             with torch.no_grad():
-                self.centre.absorb([self.updates[self.rank]])
+                self.model.apply_updates([self.updates[self.rank]])
 
-    def _gather(self, i: int) -> None:
+    def _count(self, i: int) -> None:
         update = self.updates[i]
-        if not self.centre.on_cpu:  # else one rank's bad element would become everybody's
+        if not self.model.on_cpu:  # else one rank's bad element would become everybody's
             for flat in update.flats:
                 flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         works = [dist.all_reduce(flat, group=self.group, async_op=True) for flat in update.flats]
         self._works = [work for work in works if work is not None]
-        self.arrivals += 1
+        self.contributions += 1
         if self.elasticity.staleness == 0:
             self.finish()
             if self.elasticity.pulls_at_the_end:
-                self.replicas[i].pull(self.centre.z)
+                self.replicas[i].pull(self.model.z)
+
+
+def _copy_finite(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    finite = x.isfinite()
+    z.copy_(torch.where(finite, x, z))
+    return finite.logical_not().sum()
+
+
+def _make_outer(
+    outer: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor]
+) -> torch.optim.Optimizer:
+    if isinstance(outer, torch.optim.Optimizer) or not callable(outer):
+        raise TypeError(
+            f"outer must be a function from parameters to an optimizer, such as "
+            f"lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True), "
+            f"not {type(outer).__name__}"
+        )
+    made = outer(tensors)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"outer must return a torch.optim.Optimizer, not {type(made).__name__}")
+    if {id(p) for group in made.param_groups for p in group["params"]} - {id(t) for t in tensors}:
+        raise ValueError("outer must build its optimizer over the tensors it is called with, not over others")
+    return made

@@ -1,4 +1,4 @@
-"""Weights of a stage that batches under way still need, beside the newest ones.
+"""Weights of a stage that batches in flight still need, beside the newest ones.
 
 A version is counted in updates: version v is what v updates have made. The newest one is what the parameters hold;
 older ones lie in buffers of their own. To forward or backward a batch on another version the parameters are pointed at
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from avgpipe.elastic.arena import Arena
+from avgpipe.elastic.flat import Arena, hidden_view
 
 # FSDP's way of changing what autograd has saved on purpose; not exported, so the tests run it under every torch.
 _preserving_version_counters: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ class Versions:
 
     @property
     def bytes(self) -> int:
-        """Of all buffers but the newest version's."""
+        """The size of all buffers but the newest version's."""
         buffers = [*self._kept.values(), *self._free]
         return sum(flat.nbytes for flats in buffers for flat in flats) - sum(
             flat.nbytes for flat in self._arena.weights
@@ -55,7 +55,7 @@ class Versions:
     def updating(self, needed_from: int) -> Iterator[None]:
         """The parameters may be changed in place inside, and are the newest version afterwards.
 
-        ``needed_from``: the lowest version that batches under way, or to come, still need.
+        ``needed_from``: the lowest version that batches in flight, or to come, still need.
         """
         self.forget_before(needed_from)
         old = self._kept[self.newest]
@@ -85,3 +85,15 @@ class Versions:
         self.newest = self._shown = behind
         self._free, kept = [], {behind - back: flats for back, flats in older.items()}
         self._kept = {**kept, behind: self._arena.weights}
+
+
+def refuse_hidden_weights(optimizer: torch.optim.Optimizer, arena: Arena) -> None:
+    """ValueError for an optimizer that has kept views of the weights: where versions take turns in the memory, it would
+    change one that is not the newest. What it keeps in ``state`` or of its own is no concern.
+    """
+    name = hidden_view(optimizer, arena.parameters, arena.weights)
+    if name is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps weights by their memory, in its attribute {name}, and so would miss "
+            "that versions take turns: use an optimizer that reads its parameters, or a schedule that flushes"
+        )

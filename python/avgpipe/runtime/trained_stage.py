@@ -8,8 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from avgpipe.elastic import Arena, ElasticAveraging, Reference, Versions
-from avgpipe.elastic.hidden import refuse_hidden_weights
+from avgpipe.elastic import Arena, ElasticAveraging, Reference, Versions, refuse_hidden_weights
 from avgpipe.runtime.loss import LossScale
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn
 from avgpipe.runtime.requirements import check_lr_scheduler, check_optimizer

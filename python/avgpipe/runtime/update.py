@@ -219,7 +219,7 @@ class RemoteUpdates:
     def __init__(
         self, reference: Reference, mailbox: Mailbox, route: Route, stream: LaneStream | None = None
     ) -> None:
-        self._rounds, self._mailbox = reference.rounds, mailbox
+        self._reference, self._mailbox = reference, mailbox
         self._pipelines = reference.replicas
         self._next = {
             i: Key(Message.REFERENCE_UPDATE, i, replica, route.replica, i, -1) for i, replica in route.remote
@@ -236,13 +236,13 @@ class RemoteUpdates:
     def collect(self) -> None:
         """Take in what is there and whose turn it is."""
         for i, key in self._next.items():
-            while key in self._mailbox and self._rounds.ready(i, True):
+            while key in self._mailbox and self._reference.ready(i):
                 # The scheduler asks between steps, when the current stream is the caller's: that one comes neither
                 # after the updates that a round is made of nor before the steps that read what it makes.
                 with self._averaging():
                     update = self._mailbox.take(key)
                     if update is not None:  # else it was not the last batch of a period
-                        self._rounds.accept(i, update)
+                        self._reference.accept(i, update)
                 key = self._next[i] = key._replace(batch=key.batch + self._pipelines)
 
     def missing(self, batches: int | None = None) -> list[Key]:

@@ -136,14 +136,4 @@ def set_requires_grad(worker: Worker, indices: Sequence[Sequence[int]], flag: bo
             # by now the steps that wait for a round's others are done
             frozen.append((trained, reference, here))
     for trained, reference, here in frozen:
-        layout, rounds = trained.arena.layout, reference.rounds
-        z = layout.tensors(reference.parameters)
-        started = rounds.replicas[trained.pipeline].before
-        for flats in [trained.arena.weights] + ([started.flats] if started is not None else []):
-            values = layout.tensors(flats)
-            for n in here:
-                values[n].copy_(z[n])
-        for update in rounds.updates.values():  # what is told already in an unfinished round
-            values = layout.tensors(update.flats)
-            for n in here:
-                values[n].zero_()
+        reference.align(trained.pipeline, trained.arena.layout, here)

@@ -175,7 +175,7 @@ class Worker:
             rule=plan.rule,
             staleness=plan.staleness,
             period=plan.period,
-            elsewhere=() if self.placement.ranks == 1 else set(range(plan.pipelines)) - set(here),
+            remote=() if self.placement.ranks == 1 else set(range(plan.pipelines)) - set(here),
         )
 
     def _lane(self, route: Route, groups: dict[tuple[int, int], dist.ProcessGroup]) -> Lane:
