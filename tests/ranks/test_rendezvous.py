@@ -86,6 +86,22 @@ def test_a_store_that_does_not_answer_keeps_nobody() -> None:
     assert board.get("doing") == "something"
 
 
+def test_two_threads_may_ask_at_once() -> None:
+    class Slow(Store):
+        def check(self, names: list[str]) -> bool:
+            time.sleep(0.3)
+            return super().check(names)
+
+    board, found = Board(Slow()), []
+    board.put("a", "b")
+    threads = [threading.Thread(target=lambda: found.append(board.get("a"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ["b"] * 3
+
+
 def test_a_store_that_takes_no_second_connection_is_not_waited_for() -> None:
     class Stopped(Store):
         def clone(self) -> None:

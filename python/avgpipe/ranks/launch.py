@@ -183,9 +183,8 @@ def _run(
                     )
                 time.sleep(_POLL_S)
         except (SignalException, KeyboardInterrupt) as error:
-            number = getattr(
-                error, "sigval", signal.SIGINT
-            )  # without: before the launcher installed its handlers
+            # A KeyboardInterrupt comes before torch's launcher has installed its handlers.
+            number = getattr(error, "sigval", signal.SIGINT)
             if processes is not None:
                 processes.close(number)
             raise Interrupted(number) from error

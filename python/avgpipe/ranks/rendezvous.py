@@ -47,7 +47,7 @@ class Board:
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._asked: Future[Any] | None = None
+        self._unanswered: Future[Any] | None = None
 
     @classmethod
     def beside(cls, store: Any, timeout_s: float) -> Board:
@@ -101,13 +101,13 @@ class Board:
             time.sleep(_POLL_S)
 
     def _ask(self, question: Callable[[], T], limit_s: float = _ANSWER_S) -> T:
-        if self._asked is not None and not self._asked.done():
+        if self._unanswered is not None and not self._unanswered.done():
             raise Silence("the store does not answer")
         asked = in_thread(question)
-        self._asked = asked
         try:
             return asked.result(limit_s)
         except Unanswered:
+            self._unanswered = asked
             raise Silence("the store does not answer") from None
 
 
