@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TAIL_CHARACTERS = 4000
-TESTS = ("tests/avgpipe_ext", "tests/averaging/test_cuda.py")
+TESTS = ("tests/avgpipe_ext", "tests/elastic/test_cuda.py")
 RUNTIME_TESTS = (
     "tests/runtime/test_cuda.py",
     "tests/runtime/test_streams.py",
@@ -38,22 +38,6 @@ ONLY_WITH_GPU = ("CUDA tests", "compute-sanitizer", "kernel trace", "CUDA IPC an
 SANITIZED = (
     "uneven and float32"  # every operator, with misaligned, odd and empty tensors; programs get slow under it
 )
-KERNELS = """
-import json, sys, time
-from avgpipe.bench.kernels.benchmark import kernel_sections, run_sections
-from avgpipe.bench.kernels.settings import KernelSettings
-from avgpipe.bench.machine import machine, versions
-device, budget_s, *sizes = sys.argv[1:]
-begin, done = time.perf_counter(), []
-for elements in sizes:
-    settings = KernelSettings((int(float(elements)),), device=device, rounds=7, compiles=False)
-    sections = kernel_sections(settings)
-    for result in run_sections(settings, sections):
-        done.append(result.to_json())
-        if time.perf_counter() - begin > float(budget_s):
-            break
-print(json.dumps({"versions": versions(), "machine": machine(2, device), "sections": done}))
-"""
 SMOKE = """
 import sys, torch, avgpipe
 device = sys.argv[1]
@@ -129,7 +113,7 @@ def steps(gpu: str, *, build: bool) -> list[Step]:
     """The suite, for a machine with that GPU or, if empty, with none."""
     python, device = sys.executable, "cuda" if gpu else "cpu"
     required = {"AVGPIPE_REQUIRE_CUDA": "1"} if gpu else {}
-    sizes = ["100e6", "25e6"] if gpu else ["1e5"]
+    sizes = "100e6,25e6" if gpu else "1e5"
     suite = _build_steps("1" if gpu else "auto") if build else []
     suite.append(Step("tests", [python, "-m", "pytest", *TESTS], 240, required))
     suite.append(Step("runtime", [python, "-m", "pytest", *RUNTIME_TESTS], 300, required))
@@ -144,7 +128,8 @@ def steps(gpu: str, *, build: bool) -> list[Step]:
         suite.append(
             Step("lanes", [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", *tests], 150, required)
         )
-    suite.append(Step("kernels", [python, "-c", KERNELS, device, "90", *sizes], 150, reports=True))
+    kernels = [python, "-m", "avgpipe.cli.main", "bench", "kernels", "--elements", sizes, "--device", device]
+    suite.append(Step("kernels", [*kernels, "--rounds", "7", "--no-compile", "--json"], 150, reports=True))
     suite.append(Step("training", [python, "-c", SMOKE, device], 60))
     size = ["--rounds", "5", "--batches", "12", "--trace", "build/gpu_pipelines-trace.json.gz"]
     size = size if gpu else ["--small", "--rounds", "1", "--batches", "2"]

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan, pipeline
+from avgpipe.cli import subject
 from avgpipe.device import own_device
 from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Endpoint, Mailbox
-from avgpipe.measure import clock, profiler, subject, trial
+from avgpipe.measure import profiler, sweep
 from avgpipe.runtime.memory import peak_memory_bytes
 from tests.links.ends import BACK, CHANNELS, CPU, eventually, groups
 from tests.runtime.cases import adamw, language_model
@@ -117,10 +118,10 @@ def test_a_trial_s_worker_reports_the_memory_of_its_own_device(monkeypatch: pyte
             pass
 
     monkeypatch.setattr(subject, "pipeline_of", lambda asked, plan: (Made(), None))
-    monkeypatch.setattr("avgpipe.bench.schedules.rows.seconds_per_batch", lambda row, batches: 1.0)
-    monkeypatch.setattr("avgpipe.runtime.memory.peak_memory_bytes", lambda device: {CUDA: 7}[device])
+    monkeypatch.setattr(subject, "rounds_of", lambda pipeline, batch, batches: [1.0])
+    monkeypatch.setattr(subject, "peak_memory_bytes", lambda device: {CUDA: 7}[device])
     asked = {"workload": "awd-lstm", "device": "cuda"}
-    assert trial.worker(asked, Plan().to_json(), 1)["memory_bytes"] == 7
+    assert subject.tried(asked, Plan().to_json(), 1)["memory_bytes"] == 7
 
 
 def test_processes_that_profile_take_a_device_each(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,5 +146,5 @@ def test_a_profile_s_clock_marks_the_stream_of_its_device(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"of {device}")
-    clock.Clock(CUDA).mark()
+    sweep.Clock(CUDA).mark()
     assert marked == ["of cuda:3"]

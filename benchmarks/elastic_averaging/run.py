@@ -1,6 +1,6 @@
 """Question: what do four elastic replicas gain over one replica, given as many steps, and given as much work?
 
-    OMP_NUM_THREADS=1 python benchmarks/elastic_averaging/run.py
+    OMP_NUM_THREADS=1 python -m benchmarks.elastic_averaging.run
 
 Rows: one replica; four replicas, each with a batch of its own at every step; one replica with four times the steps,
 the work of four. Held-out loss of examples/elastic_averaging.py at each learning rate, mean over the seeds.
@@ -50,7 +50,7 @@ def main() -> None:
     record = {
         "question": "elastic averaging against one replica, held-out nats per byte",
         "date": time.strftime("%Y-%m-%d"),
-        "command": "OMP_NUM_THREADS=1 python benchmarks/elastic_averaging/run.py",
+        "command": "OMP_NUM_THREADS=1 python -m benchmarks.elastic_averaging.run",
         "machine": f"{platform.machine()}, {torch.get_num_threads()} thread",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "seeds": SEEDS,

@@ -1,7 +1,7 @@
 """Question: how near to the limit of memory do the operators come, and to what one writes in torch instead?
 
     OMP_NUM_THREADS=2 avgpipe bench kernels --elements 25e6,100e6 --threads 2 --rounds 15 --json > kernels.json
-    python benchmarks/kernels/draw.py kernels.json docs/images/kernels.png
+    python -m benchmarks.kernels.draw kernels.json docs/images/kernels.png
 
 The second line draws the sections of the first size that docs/results.md shows.
 """
@@ -12,8 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from avgpipe.bench.picture import plot_results
-from avgpipe.bench.result import SectionResult
+from avgpipe.cli.bench.sections import plot
 
 SHOWN = (
     "adamw, one tensor",
@@ -25,14 +24,15 @@ SHOWN = (
 )
 
 
-def main(record: Path, picture: Path) -> None:
+def main(record: Path, picture: str) -> None:
     found = json.loads(record.read_text())
-    sections = [SectionResult.from_json(section) for section in found["sections"]]
-    first = sections[0].elements
-    shown = [s for s in sections if s.elements == first and f"{s.question}, {s.case}" in SHOWN]
+    first = found["sections"][0]["elements"]
+    shown = [
+        s for s in found["sections"] if s["elements"] == first and f"{s['question']}, {s['case']}" in SHOWN
+    ]
     machine = found["machine"]
-    plot_results(shown, f"{machine['cpu']}, {machine['threads']} threads, {found['command']}", picture)
+    plot(shown, f"{machine['cpu']}, {machine['threads']} threads, {found['command']}", picture)
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(Path(sys.argv[1]), sys.argv[2])

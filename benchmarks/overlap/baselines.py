@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
@@ -9,19 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.bench.schedules.rows import Task, optimizer_of, stepped
+from avgpipe.cli.bench.rows import Task, update
 
 
 class AloneRow:
     """All of it in the process of rank 0, accumulating over `parts`; the other ranks only wait."""
 
-    pipelines, actions = 1, None
+    pipelines, timeline = 1, None
 
     def __init__(self, name: str, task: Task, layers: Sequence[nn.Module], parts: int) -> None:
         self.name, self._task, self._parts = name, task, parts
         self._works = dist.get_rank() == 0
         self._model = nn.Sequential(*layers)
-        self._optimizer = optimizer_of(task, self._model)
+        self._optimizer = task.optimizer_of(self._model)
 
     def losses(self, batches: int) -> Iterator[float | None]:
         pieces = list(zip(self._task.inputs.chunk(self._parts), self._task.targets.chunk(self._parts)))
@@ -32,7 +33,7 @@ class AloneRow:
                 share.backward()  # type: ignore[no-untyped-call]
                 loss += float(share)
             if self._works:
-                stepped(self._optimizer)
+                update(self._optimizer)
             yield loss if self._works else None
 
     def close(self) -> None:
@@ -42,7 +43,7 @@ class AloneRow:
 class DataParallelRow:
     """DistributedDataParallel: each rank has its share of the samples, in `parts`, synchronised after the last one."""
 
-    pipelines, actions = 1, None
+    pipelines, timeline = 1, None
 
     def __init__(self, name: str, task: Task, layers: Sequence[nn.Module], parts: int) -> None:
         self.name, self._task, self._parts = name, task, parts
@@ -52,7 +53,7 @@ class DataParallelRow:
         self._model = nn.parallel.DistributedDataParallel(
             nn.Sequential(*layers), gradient_as_bucket_view=True
         )
-        self._optimizer = optimizer_of(task, self._model)
+        self._optimizer = task.optimizer_of(self._model)
 
     def losses(self, batches: int) -> Iterator[float | None]:
         for _ in range(batches):
@@ -62,7 +63,7 @@ class DataParallelRow:
                     share = self._task.loss_fn(self._model(x), y) / self._parts
                     share.backward()  # type: ignore[no-untyped-call]
                 loss += float(share)
-            stepped(self._optimizer)
+            update(self._optimizer)
             yield loss
 
     def close(self) -> None:
@@ -71,13 +72,11 @@ class DataParallelRow:
 
 def layer_seconds(task: Task, layers: Sequence[nn.Module], parts: int, repeats: int = 3) -> list[float]:
     """Forward, backward and update of every layer alone, for a whole batch in `parts`; the loss is the last's."""
-    import time
-
     x: torch.Tensor = task.inputs.chunk(parts)[0]
     target = task.targets.chunk(parts)[0]
     found = []
     for n, layer in enumerate(layers):
-        optimizer = optimizer_of(task, layer)
+        optimizer = task.optimizer_of(layer)
         best = float("inf")
         for _ in range(repeats + 1):
             fed = x.detach().requires_grad_(n > 0)
@@ -86,7 +85,7 @@ def layer_seconds(task: Task, layers: Sequence[nn.Module], parts: int, repeats: 
             passed = task.loss_fn(output, target) if n == len(layers) - 1 else output
             passed.backward(torch.ones_like(passed))
             middle = time.perf_counter()
-            stepped(optimizer)
+            update(optimizer)
             best = min(best, parts * (middle - begin) + time.perf_counter() - middle)
         found.append(best)
         x = output

@@ -1,6 +1,6 @@
 """Question: what does torch.compile gain, layer by layer, in one process and in pipelines of two?
 
-    OMP_NUM_THREADS=1 python benchmarks/overlap/compiled.py
+    OMP_NUM_THREADS=1 python -m benchmarks.overlap.compiled
 
 Global batch 16, forward, backward and AdamW, two processes of one thread each. Rows, each without and with compiling:
 one process, and avgpipe (N = 1, 2 pipelines) at the cut nearest to balance of the plain layers' times. A row's ratio is
@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
-from datetime import timedelta
 from typing import Any
 
 BATCH, RANKS, TIMEOUT_S = 16, 2, 600
@@ -24,17 +22,17 @@ BATCH, RANKS, TIMEOUT_S = 16, 2, 600
 def worker(model: str, parts: int, rounds: int, batches: int, compile: dict[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
-    from baselines import AloneRow, layer_seconds
-    from cuts import nearest_to_balance
-    from models import MODELS, VOCABULARY, loss
 
-    from avgpipe.bench.schedules.our_rows import OurRow
-    from avgpipe.bench.schedules.rows import Row, Task, measure_rows
+    from avgpipe.cli.bench.rows import OurRow, Row, Task, measure_rows
     from avgpipe.plan import Plan
     from avgpipe.ranks.process import progress
+    from avgpipe.ranks.rendezvous import join
+    from benchmarks.overlap.baselines import AloneRow, layer_seconds
+    from benchmarks.overlap.cuts import nearest_to_balance
+    from benchmarks.overlap.models import MODELS, VOCABULARY, loss
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    join(TIMEOUT_S, "gloo")
     shape = MODELS[model]
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (BATCH, shape.length + 1), generator=draw)
@@ -66,13 +64,12 @@ def worker(model: str, parts: int, rounds: int, batches: int, compile: dict[str,
     measured = measure_rows(rows, rounds, batches, progress)
     for row in rows:
         row.close()
-    return {"cut": cut, "first_s": first, "rows": [vars(row) for row in measured]}
+    return {"cut": cut, "first_s": first, "rows": [row._asdict() for row in measured]}
 
 
 def main() -> None:
-    from record import write_record
-
     from avgpipe.ranks.launch import run_on_ranks
+    from benchmarks.common.record import say, write_record
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -87,16 +84,16 @@ def main() -> None:
     arguments = parser.parse_args()
     asked = {name: getattr(arguments, name) for name in ("model", "parts", "rounds", "batches", "compile")}
     found = run_on_ranks(
-        "compiled:worker",
+        "benchmarks.overlap.compiled:worker",
         RANKS,
         asked,
         timeout_s=arguments.limit_s,
-        say=lambda line: print(line, file=sys.stderr),
+        say=say,
     )[0]
     record = {"batch": BATCH, **asked, "cut": found["cut"], "rows": _summary(found)}
     _print(record)
     question = "real compute in one and in two processes of one thread, with and without torch.compile"
-    write_record(f"compiled-{arguments.model}", question, record, arguments.out)
+    write_record(f"overlap-compiled-{arguments.model}", question, record, arguments.out)
 
 
 def _summary(found: dict[str, Any]) -> list[dict[str, Any]]:

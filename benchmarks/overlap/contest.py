@@ -6,22 +6,21 @@ import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from baselines import AloneRow, DataParallelRow, layer_seconds
-from cuts import nearest_to_balance, stages_of
-from models import MODELS, VOCABULARY, loss
 from torch import nn
 
-from avgpipe.bench.schedules.our_rows import OurRow
-from avgpipe.bench.schedules.rows import Row, Task, Unavailable, measure_rows, seconds_per_batch
-from avgpipe.bench.schedules.torch_rows import torch_row
+from avgpipe.cli.bench.rows import OurRow, Row, Task, Unavailable, measure_rows, torch_row
+from avgpipe.measure.trials import seconds_per_batch
 from avgpipe.plan import Plan
 from avgpipe.ranks.process import progress
+from avgpipe.ranks.rendezvous import join
+from benchmarks.overlap.baselines import AloneRow, DataParallelRow, layer_seconds
+from benchmarks.overlap.cuts import nearest_to_balance, stages_of
+from benchmarks.overlap.models import MODELS, VOCABULARY, loss
 
 BATCH, RANKS, TIMEOUT_S = 16, 2, 120
 ACCUMULATIONS = (1, 2, 4, 8)
@@ -40,7 +39,7 @@ class Candidate:
 
 def worker(model: str, rounds: int, batches: int, cuts: int, links: list[str], only: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    join(TIMEOUT_S, "gloo")
     shape = MODELS[model]
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (BATCH, shape.length + 1), generator=draw)
@@ -61,7 +60,7 @@ def worker(model: str, rounds: int, batches: int, cuts: int, links: list[str], o
     measured = measure_rows(rows, rounds, batches, progress)
     for row in rows:
         row.close()
-    return {"rows": [vars(row) for row in measured], "layer_s": costs, "tried": tried}
+    return {"rows": [row._asdict() for row in measured], "layer_s": costs, "tried": tried}
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -131,8 +130,8 @@ def _best(name: str, candidates: Sequence[Candidate], tried: dict[str, float | s
             tried[candidate.label] = row.reason
             continue
         dist.barrier()
-        seconds_per_batch(row, 1)
-        (seconds,) = _agreed([seconds_per_batch(row, 3)])
+        seconds_per_batch(row.losses, row.pipelines, 1)
+        (seconds,) = _agreed([seconds_per_batch(row.losses, row.pipelines, 3)])
         tried[candidate.label] = seconds
         dist.barrier()
         row.close()

@@ -1,4 +1,4 @@
-"""Draw a picture of the emulated cluster from records: python benchmarks/overlap/draw.py PICTURE RECORD [RECORD...]"""
+"""Draw a picture of the emulated cluster from records: python -m benchmarks.overlap.draw PICTURE RECORD [RECORD...]"""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json
 import sys
 from pathlib import Path
 
+from benchmarks.common.report import plot_schedules
+
 
 def main() -> None:
-    from avgpipe.bench.schedules.picture import plot_schedules
-    from avgpipe.bench.schedules.result import ScheduleResult
-
     picture, *records = sys.argv[1:]
     found = [json.loads(Path(record).read_text()) for record in records]
-    results = [ScheduleResult.from_json(case) for record in found for case in record["cases"]]
+    results = [case for record in found for case in record["cases"]]
     plot_schedules(results, f"emulated cluster, {found[0]['machine']['cpu']}", picture)
 
 

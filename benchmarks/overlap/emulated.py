@@ -1,17 +1,24 @@
 """Question: on an emulated cluster, how near to the bounds of their schedules do our pipelines and torch's come?
 
-    python benchmarks/overlap/emulated.py            (as root: it makes network namespaces)
+    python -m benchmarks.overlap.emulated            (as root: it makes network namespaces)
 
 Six stages, M = 12, t_f = 10 ms, t_b = 20 ms: activations of 1 and 4 MiB over lines of 1 Gbit/s, and 1 MiB over plain
-loopback, by each link there. Every panel is one run of ``avgpipe bench schedules``.
+loopback, by each link there. Every panel is one run of the cluster.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from typing import Any
+
+from rich.console import Console
+
+from avgpipe.measure.machine import cpu_model
+from benchmarks.common import emulated
+from benchmarks.common.emulated import EmulatedSettings
+from benchmarks.common.record import say, write_record
+from benchmarks.common.report import plot_schedules, table
 
 CASES: dict[str, dict[str, Any]] = {
     "1MiB": {"rate_bits_per_s": 1e9, "activation_bytes": 2**20},
@@ -22,15 +29,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    from record import write_record
-    from rich.console import Console
-
-    from avgpipe.bench.machine import cpu_model
-    from avgpipe.bench.schedules import benchmark
-    from avgpipe.bench.schedules.picture import plot_schedules
-    from avgpipe.bench.schedules.settings import ScheduleSettings
-    from avgpipe.bench.schedules.table import table
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,18 +43,18 @@ def main() -> None:
     parser.add_argument("--plot", help="file of the picture")
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
-    base = ScheduleSettings(rounds=arguments.rounds, batches=arguments.batches, only=arguments.rows)
+    base = EmulatedSettings(rounds=arguments.rounds, batches=arguments.batches, only=arguments.rows)
     cases = [replace(base, **CASES[name]) for name in arguments.cases]
     for settings in cases:
-        benchmark.check(settings)
+        emulated.check(settings)
     screen = Console(highlight=False, width=110)
     results = []
     for settings in cases:
-        results.append(benchmark.run(settings, lambda line: print(line, file=sys.stderr)))
+        results.append(emulated.run(settings, say))
         screen.print(table(results[-1]))
         # After every case: what has been measured is kept, whatever happens to the others.
-        found = [{"command": " ".join(r.settings.command()), **r.to_json()} for r in results]
-        write_record("emulated", "schedules on an emulated cluster", {"cases": found}, arguments.out)
+        question = "schedules on an emulated cluster"
+        write_record("overlap-emulated", question, {"cases": results}, arguments.out)
         if arguments.plot:
             plot_schedules(results, f"emulated cluster, {cpu_model()}", arguments.plot)
 

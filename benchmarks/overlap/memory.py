@@ -1,6 +1,6 @@
 """Question: how much memory does a worker need, and does it stay so over a thousand batches?
 
-    OMP_NUM_THREADS=1 python benchmarks/overlap/memory.py
+    OMP_NUM_THREADS=1 python -m benchmarks.overlap.memory
 
 Four emulated stages that take no time, activations of 4 MiB, M = 8; every row in processes of its own. Of each worker:
 how far the peak of its resident memory between batches 20 and the last lies above what it had before the row was
@@ -17,7 +17,6 @@ import argparse
 import ctypes
 import statistics
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,9 @@ TORCH_ROWS = ("1f1b", "gpipe", "zero-bubble")
 
 def worker(kind: str, link: str, pipelines: int, batches: int) -> dict[str, Any]:
     """A rank of one row. kind: "avgpipe", or the name of one of torch's schedules."""
-    from avgpipe.bench.schedules.emulation import EmulatedStage, MeanLoss
-    from avgpipe.bench.schedules.our_rows import OurRow, our_plan
-    from avgpipe.bench.schedules.rows import Row, Task, Unavailable
-    from avgpipe.bench.schedules.torch_rows import torch_row
+    from avgpipe.cli.bench.emulation import EmulatedStage, MeanLoss
+    from avgpipe.cli.bench.rows import OurRow, Row, Task, Unavailable, our_plan, torch_row
+    from avgpipe.ranks.rendezvous import join
 
     def built(activation_bytes: int) -> Row:
         inputs = torch.ones(MICRO_BATCHES, activation_bytes // 4)
@@ -53,7 +51,7 @@ def worker(kind: str, link: str, pipelines: int, batches: int) -> dict[str, Any]
 
     _return_freed_memory()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    join(60, "gloo")
     # Small activations first: they load the code, whose pages are not the question.
     small = built(4096)
     for _ in small.losses(2 * pipelines):
@@ -81,9 +79,8 @@ def worker(kind: str, link: str, pipelines: int, batches: int) -> dict[str, Any]
 
 
 def main() -> None:
-    from record import write_record
-
     from avgpipe.ranks.launch import run_on_ranks
+    from benchmarks.common.record import write_record
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -101,7 +98,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for kind, link, n in cases:
         asked = {"kind": kind, "link": link, "pipelines": n, "batches": arguments.batches}
-        ranks = run_on_ranks("memory:worker", STAGES, asked, timeout_s=1800)
+        ranks = run_on_ranks("benchmarks.overlap.memory:worker", STAGES, asked, timeout_s=1800)
         for k, rank in enumerate(ranks):
             row = {**asked, "stage": k, **rank, "expected_bytes": expected_bytes(kind, n, k)}
             row["own_bytes"] = row["peak_bytes"] - row["shared_bytes"] / 2
@@ -112,7 +109,9 @@ def main() -> None:
                 f"{_mib(row['expected_bytes'])} | {_mib(row['growth_bytes'])} |",
                 flush=True,
             )
-    write_record("memory", "resident memory of each worker, over many batches", {"rows": rows}, arguments.out)
+    write_record(
+        "overlap-memory", "resident memory of each worker, over many batches", {"rows": rows}, arguments.out
+    )
     grown = [row for row in rows if row["kind"] == "avgpipe" and row["growth_bytes"] > 2 * ACTIVATION_BYTES]
     if grown:
         print(f"memory grows: {grown}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Question: what does the host spend on an action, when stages compute next to nothing?
 
-    OMP_NUM_THREADS=1 python benchmarks/overlap/overhead.py
+    OMP_NUM_THREADS=1 python -m benchmarks.overlap.overhead
 
 Two stages that add a vector to 16 x 16 values, M = 8, two processes. Microseconds of wall time per action: the time of
 a batch (in the steady state) over the 2 M forwards and backwards of one rank. The last row is eager autograd doing one
@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 MICRO_BATCHES, RANKS, WIDTH, SAMPLES = 8, 2, 16, 16
@@ -38,15 +35,13 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def worker(rounds: int, batches: int, links: list[str], pipelines: list[int]) -> list[dict[str, Any]]:
-    from baselines import AloneRow
-
-    from avgpipe.bench.schedules.our_rows import OurRow, our_plan
-    from avgpipe.bench.schedules.rows import Row, Task, Unavailable, measure_rows
-    from avgpipe.bench.schedules.torch_rows import torch_row
+    from avgpipe.cli.bench.rows import OurRow, Row, Task, Unavailable, measure_rows, our_plan, torch_row
     from avgpipe.ranks.process import progress
+    from avgpipe.ranks.rendezvous import join
+    from benchmarks.overlap.baselines import AloneRow
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    join(60, "gloo")
     task = Task(
         torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, 1), loss, lambda p: torch.optim.SGD(p, lr=1e-3)
     )
@@ -63,13 +58,12 @@ def worker(rounds: int, batches: int, links: list[str], pipelines: list[int]) ->
     measured = measure_rows(
         [row for row in rows if not isinstance(row, Unavailable)], rounds, batches, progress
     )
-    return [vars(row) for row in measured]
+    return [row._asdict() for row in measured]
 
 
 def main() -> None:
-    from record import write_record
-
     from avgpipe.ranks.launch import run_on_ranks
+    from benchmarks.common.record import say, write_record
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -82,7 +76,11 @@ def main() -> None:
     arguments = parser.parse_args()
     asked = {name: getattr(arguments, name) for name in ("rounds", "batches", "links", "pipelines")}
     ranks = run_on_ranks(
-        "overhead:worker", RANKS, asked, timeout_s=900, say=lambda line: print(line, file=sys.stderr)
+        "benchmarks.overlap.overhead:worker",
+        RANKS,
+        asked,
+        timeout_s=900,
+        say=say,
     )
     rows = []
     print("| | us per action | quartiles |\n|---|---|---|")
@@ -91,7 +89,9 @@ def main() -> None:
         quarters = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
         rows.append({"name": row["name"], "us_per_action": statistics.median(samples), "samples_us": samples})
         print(f"| {row['name']} | {rows[-1]['us_per_action']:.0f} | {quarters[0]:.0f}-{quarters[2]:.0f} |")
-    write_record("overhead", "wall time of the host per action", {**asked, "rows": rows}, arguments.out)
+    write_record(
+        "overlap-overhead", "wall time of the host per action", {**asked, "rows": rows}, arguments.out
+    )
 
 
 if __name__ == "__main__":

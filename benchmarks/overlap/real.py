@@ -1,7 +1,7 @@
 """Question: how near to half of one process's time do two processes of one thread come, training real models?
 
-    OMP_NUM_THREADS=1 python benchmarks/overlap/real.py --model transformer
-    OMP_NUM_THREADS=1 python benchmarks/overlap/real.py --model lstm
+    OMP_NUM_THREADS=1 python -m benchmarks.overlap.real --model transformer
+    OMP_NUM_THREADS=1 python -m benchmarks.overlap.real --model lstm
 
 Global batch 16, forward, backward and AdamW. Rows: one process (accumulating over 1, 2, 4, 8 micro-batches), avgpipe
 (N = 1, 2, 3 pipelines, each batch of 16 an update of one of them), torch.distributed.pipelining's schedules, and
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from typing import Any
 
 BATCH = 16
@@ -22,24 +21,23 @@ BATCH = 16
 
 def main() -> None:
     arguments = _arguments()
-    from record import write_record
-
     from avgpipe.ranks.launch import run_on_ranks
+    from benchmarks.common.record import say, write_record
 
     asked = {
         name: getattr(arguments, name) for name in ("model", "rounds", "batches", "cuts", "links", "only")
     }
     ranks = run_on_ranks(
-        "contest:worker",
+        "benchmarks.overlap.contest:worker",
         2,
         asked,
         timeout_s=arguments.limit_s,
-        say=lambda line: print(line, file=sys.stderr),
+        say=say,
     )
     record = {"batch": BATCH, **asked, **_summary(ranks[0])}
     _print(record)
     question = "real compute, two processes of one thread, against half of one process's time"
-    write_record(arguments.model, question, record, arguments.out)
+    write_record(f"overlap-{arguments.model}", question, record, arguments.out)
 
 
 def _arguments() -> argparse.Namespace:

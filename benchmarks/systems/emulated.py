@@ -1,53 +1,45 @@
 """Question: does each system run as fast as simulated on an emulated cluster, and which is the quickest?
 
-    python benchmarks/systems/emulated.py            (as root: it makes network namespaces)
+    python -m benchmarks.systems.emulated            (as root: it makes network namespaces)
 
 Six workers, M = 12, t_f = 10 ms, t_b = 20 ms, activations of 1 MiB: through shared memory of one host, and over lines
 of 1 Gbit/s. Every row that there is, ours beside their simulated times; every panel is one run of
-``avgpipe bench schedules --rows all``.
+the cluster.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import sys
-import time
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from rich.console import Console
 
-    from avgpipe.bench.schedules.result import ScheduleResult
+from avgpipe.cli.bench.schedules import ALL
+from avgpipe.errors import PipelineError
+from avgpipe.measure.machine import cpu_model
+from benchmarks.common import emulated
+from benchmarks.common.emulated import EmulatedSettings
+from benchmarks.common.record import say, write_record
+from benchmarks.common.report import plot_schedules, table
 
-RESULTS = Path(__file__).parents[1] / "results"
 WITHIN = 0.10  # of the simulated time
 CASES: dict[str, dict[str, Any]] = {"loopback": {"link": "shm"}, "1Gbit": {"rate_bits_per_s": 1e9}}
 
 
 def main() -> None:
-    from rich.console import Console
-
-    from avgpipe.bench.machine import cpu_model
-    from avgpipe.bench.schedules import benchmark
-    from avgpipe.bench.schedules.picture import plot_schedules
-    from avgpipe.bench.schedules.settings import ALL, ScheduleSettings
-    from avgpipe.bench.schedules.table import table
-    from avgpipe.errors import PipelineError
-
     arguments = _arguments()
-    base = ScheduleSettings(rounds=arguments.rounds, batches=arguments.batches, only=arguments.rows or (ALL,))
+    base = EmulatedSettings(rounds=arguments.rounds, batches=arguments.batches, only=arguments.rows or (ALL,))
     cases = [replace(base, **CASES[name]) for name in arguments.cases]
     for settings in cases:
-        benchmark.check(settings)
+        emulated.check(settings)
     screen = Console(highlight=False, width=120)
     results, failures = [], []
     for name, settings in zip(arguments.cases, cases):
         try:
-            results.append(benchmark.run(settings, lambda line: print(line, file=sys.stderr)))
+            results.append(emulated.run(settings, say))
         except PipelineError as error:
             failures.append(f"{name}: {error}")
             print(failures[-1], file=sys.stderr)
@@ -55,7 +47,9 @@ def main() -> None:
         screen.print(table(results[-1]))
         screen.print("\n".join(answer(results[-1])))
         # After every case: what has been measured is kept, whatever happens to the others.
-        _write_record(results, arguments.out)
+        cases_found = [{"answer": answer(result), **result} for result in results]
+        question = "systems on an emulated cluster, measured and simulated"
+        write_record("systems-emulated", question, {"cases": cases_found}, arguments.out)
         if arguments.plot:
             plot_schedules(results, f"emulated cluster, {cpu_model()}", arguments.plot)
     sys.exit(1 if failures else 0)
@@ -82,12 +76,12 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def answer(result: ScheduleResult) -> list[str]:
+def answer(result: dict[str, Any]) -> list[str]:
     """The questions, in a line each."""
-    over = {row.name: row.over_simulated for row in result.rows}
-    as_ran = {row.name: row.over_simulated_as_measured for row in result.rows}
-    ranking = sorted(result.rows, key=lambda row: row.median_s)
-    quickest = ", ".join(f"{row.name} {row.median_s * 1e3:.0f} ms" for row in ranking[:3])
+    over = {row["name"]: row.get("over_simulated") for row in result["rows"]}
+    as_ran = {row["name"]: row.get("over_simulated_as_measured") for row in result["rows"]}
+    ranking = sorted(result["rows"], key=lambda row: row["median_s"])
+    quickest = ", ".join(f"{row['name']} {row['median_s'] * 1e3:.0f} ms" for row in ranking[:3])
     return [
         f"within {WITHIN:.0%} of simulated: {_within(over)}",
         f"with the times that actions took: {_within(as_ran)}",
@@ -99,27 +93,6 @@ def _within(ratios: Mapping[str, float | None]) -> str:
     known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
     off = [f"{name} {ratio:.3f}" for name, ratio in known.items() if not 1 - WITHIN <= ratio <= 1 + WITHIN]
     return f"{len(known) - len(off)} of {len(known)}; not: {', '.join(off) or 'none'}"
-
-
-def _write_record(results: Sequence[ScheduleResult], out: str | None) -> None:
-    """A dated JSON file in benchmarks/results, or `out`, with versions, machine and command."""
-    from avgpipe.bench.machine import machine, versions
-
-    date = time.strftime("%Y-%m-%d")
-    record = {
-        "question": "systems on an emulated cluster, measured and simulated",
-        "date": date,
-        "command": shlex.join(["python", "benchmarks/systems/emulated.py", *sys.argv[1:]]),
-        "machine": machine(1, "cpu"),
-        "versions": versions(),
-        "cases": [
-            {"command": shlex.join(result.settings.command()), "answer": answer(result), **result.to_json()}
-            for result in results
-        ],
-    }
-    path = Path(out) if out else RESULTS / f"systems-emulated-{date}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written to {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

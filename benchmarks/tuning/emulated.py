@@ -1,6 +1,6 @@
 """Question: how far are predicted from measured times per batch on an emulated cluster with limited lines?
 
-    OMP_NUM_THREADS=1 python benchmarks/tuning/emulated.py            (as root: it makes network namespaces)
+    OMP_NUM_THREADS=1 python -m benchmarks.tuning.emulated            (as root: it makes network namespaces)
 
 Emulated: K workers on the cores of this machine, each in a network namespace whose line out is limited; stages compute
 nothing and occupy their worker for given times, each for another. One plan, 1F1B with M = 8, is run first: how long its
@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "results"
 FORWARD_S = (10e-3, 8e-3, 12e-3, 9e-3, 11e-3, 10e-3)  # of the stages; backwards take twice as long
 ACTIVATION_BYTES = 2**20
 SETTINGS = ((1, 1), (1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (3, 4), (3, 8))  # N, M
@@ -29,9 +25,9 @@ _LIMIT_S = 900.0
 
 
 def main() -> None:
-    from avgpipe.bench.machine import machine, versions
-    from avgpipe.bench.schedules.namespaces import check_namespaces, network
     from avgpipe.ranks.launch import run_on_ranks
+    from benchmarks.common.namespaces import check_namespaces, network
+    from benchmarks.common.record import write_record
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -47,7 +43,9 @@ def main() -> None:
     for workers in arguments.workers:
         asked = {"workers": workers, "rounds": arguments.rounds}
         with network(workers, arguments.rate) as net:
-            found = run_on_ranks("emulated:worker", workers, asked, timeout_s=_LIMIT_S, **net.launching())[0]
+            found = run_on_ranks(
+                "benchmarks.tuning.emulated:worker", workers, asked, timeout_s=_LIMIT_S, **net.launching()
+            )[0]
         for row in compared(workers, found):
             settings.append(row)
             print(
@@ -59,21 +57,9 @@ def main() -> None:
     print(
         f"median error {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %, {len(errors)}"
     )
-    date = time.strftime("%Y-%m-%d")
-    record = {
-        "question": "predicted against measured time per batch on an emulated cluster",
-        "emulated": True,
-        "date": date,
-        "command": "OMP_NUM_THREADS=1 "
-        + shlex.join(["python", "benchmarks/tuning/emulated.py", *sys.argv[1:]]),
-        "machine": machine(1, "cpu"),
-        "versions": versions(),
-        "rate_bits_per_s": arguments.rate,
-        "settings": settings,
-    }
-    path = Path(arguments.out or RESULTS / f"tuning-emulated-{date}.json")
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written to {path}", file=sys.stderr)
+    record = {"emulated": True, "rate_bits_per_s": arguments.rate, "settings": settings}
+    question = "predicted against measured time per batch on an emulated cluster"
+    write_record("tuning-emulated", question, record, arguments.out)
 
 
 def compared(workers: int, found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -134,26 +120,25 @@ def profile_of(found: dict[str, Any]) -> Any:
 
 def worker(workers: int, rounds: int) -> dict[str, Any]:
     """A rank: the line, the plan that is the profile, and all settings in turn."""
-    from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
-    from avgpipe.bench.schedules.action_costs import action_costs
-    from avgpipe.bench.schedules.benchmark import _bytes_per_s
-    from avgpipe.bench.schedules.emulation import precise_sleeps
-    from avgpipe.bench.schedules.our_rows import PassingRow
-    from avgpipe.bench.schedules.rows import measure_rows, seconds_per_batch
+    from avgpipe.cli.bench.emulation import precise_sleeps
+    from avgpipe.cli.bench.rows import PassingRow, measure_rows
+    from avgpipe.measure.trials import seconds_per_batch
+    from avgpipe.ranks.rendezvous import join
+    from benchmarks.common.emulated import action_costs, plain_bytes_per_s
 
     torch.set_num_threads(1)
     precise_sleeps()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_LIMIT_S))
-    line = _bytes_per_s()
+    join(_LIMIT_S, "gloo")
+    line = plain_bytes_per_s()
     latency_s = _latency_s()
     base = _row("base", workers, BASE_MICRO_BATCHES, schedule="1f1b")
-    seconds_per_batch(base, 12)
+    seconds_per_batch(base.losses, base.pipelines, 12)
     timeline = base.pipeline.timeline()
-    actions = action_costs(timeline, workers, first_batch=2)
+    actions = action_costs(timeline, first_batch=2)
     jitter = _jitter(timeline)
     dist.barrier()
     base.close()
@@ -170,14 +155,14 @@ def worker(workers: int, rounds: int) -> dict[str, Any]:
 
 def _row(name: str, workers: int, micro_batches: int, **plan: Any) -> Any:
     """Over the network: "auto" would take the memory that the emulated hosts share."""
-    from avgpipe.bench.schedules.our_rows import OurRow, our_plan
+    from avgpipe.cli.bench.rows import OurRow, our_plan
 
     made = our_plan(workers, micro_batches, **plan)
     return OurRow(name, _task(micro_batches), _stages(workers), made, link="gloo")
 
 
 def _stages(workers: int) -> list[Any]:
-    from avgpipe.bench.schedules.emulation import EmulatedStage
+    from avgpipe.cli.bench.emulation import EmulatedStage
 
     return [EmulatedStage(s, 2 * s) for s in FORWARD_S[:workers]]
 
@@ -185,8 +170,8 @@ def _stages(workers: int) -> list[Any]:
 def _task(micro_batches: int) -> Any:
     import torch
 
-    from avgpipe.bench.schedules.emulation import MeanLoss
-    from avgpipe.bench.schedules.rows import Task
+    from avgpipe.cli.bench.emulation import MeanLoss
+    from avgpipe.cli.bench.rows import Task
 
     return Task(
         inputs=torch.ones(micro_batches, ACTIVATION_BYTES // 4),

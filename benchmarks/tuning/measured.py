@@ -14,16 +14,15 @@ def profiles(
     """A profile of the layers at one micro-batch size in each turn after the first, made by all ranks at once."""
     import torch
     import torch.distributed as dist
-    from turns import Turns
 
-    from avgpipe.measure.subject import layers_of_workload, typical_batch, workload_of
-    from avgpipe.measure.trial import Subject
+    from avgpipe.cli.subject import Subject, layers_of_workload
+    from avgpipe.ranks.rendezvous import join
+    from benchmarks.tuning.turns import Turns
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join(600.0, "gloo")
     asked = Subject(**subject)
-    workload = workload_of(asked)
-    batch = typical_batch(workload)
+    workload, batch = asked.build()
     mine, found = Turns(**turns), []
     for _ in range(1 + repeats):
         with mine.own(dist.barrier):
@@ -36,13 +35,12 @@ def trial(
 ) -> dict[str, Any]:
     """Seconds per batch in each turn after the first, and the most memory of the process."""
     import torch
-    from turns import Turns
 
-    from avgpipe.bench.schedules.rows import seconds_per_batch
-    from avgpipe.measure.subject import pipeline_of
-    from avgpipe.measure.trial import Batches, Subject
+    from avgpipe.cli.subject import Subject, pipeline_of
+    from avgpipe.measure.trials import pipeline_seconds
     from avgpipe.plan import Plan
     from avgpipe.runtime.memory import peak_memory_bytes
+    from benchmarks.tuning.turns import Turns
 
     torch.set_num_threads(1)
     pipeline, batch = pipeline_of(Subject(**subject), Plan.from_json(plan))
@@ -50,8 +48,7 @@ def trial(
     with pipeline:
         n = pipeline.plan.pipelines
         count = n * max(2, math.ceil(_SLICE_S / expected_s / n))
-        row = Batches(pipeline, batch)
         for number in range(1 + repeats):
             with mine.own(pipeline.world.barrier):
-                slices.append(seconds_per_batch(row, count if number else n))
+                slices.append(pipeline_seconds(pipeline, batch, count if number else n))
         return {"batch_s": slices[1:], "memory_bytes": peak_memory_bytes("cpu")}

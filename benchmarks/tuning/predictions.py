@@ -1,6 +1,6 @@
 """Question: how far are predicted from measured times per batch and peak memory, over many plans of real models?
 
-    OMP_NUM_THREADS=1 python benchmarks/tuning/predictions.py
+    OMP_NUM_THREADS=1 python -m benchmarks.tuning.predictions
 
 Two cores, so plans of up to two workers, and of three where no more than two can be busy at once. Each plan is trained
 in processes of its own, in slices of a second, and between them the layers are profiled (by two processes at once, for
@@ -12,22 +12,17 @@ The cuts are those that the search finds from a profile made before; around the 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from avgpipe.measure.trial import Subject
+    from avgpipe.cli.subject import Subject
     from avgpipe.measure.workers import WorkerCosts
     from avgpipe.plan import Plan
     from avgpipe.planning.profile import Profile
 
-RESULTS = Path(__file__).parents[1] / "results"
 MODELS = ("awd-lstm", "gpt", "bert")
 SETTINGS = (  # K, N, M
     *((1, 1, 4), (2, 1, 1), (2, 1, 2), (2, 1, 4), (2, 1, 8), (2, 1, 16)),
@@ -75,8 +70,7 @@ class Setting:
 
 
 def main() -> None:
-    from avgpipe.bench.machine import machine, versions
-    from avgpipe.files import write_atomically
+    from benchmarks.common.record import write_record
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -92,30 +86,19 @@ def main() -> None:
         for setting in settings_of(model, arguments.preset, arguments.slices)
     ]
     show(settings)
-    date = time.strftime("%Y-%m-%d")
-    record = {
-        "question": "predicted against measured time per batch and peak memory",
-        "date": date,
-        "command": "OMP_NUM_THREADS=1 "
-        + shlex.join(["python", "benchmarks/tuning/predictions.py", *sys.argv[1:]]),
-        "machine": machine(1, "cpu"),
-        "versions": versions(),
-        "settings": [setting.to_json() for setting in settings],
-    }
-    path = Path(arguments.out or RESULTS / f"tuning-predictions-{date}.json")
-    write_atomically(path, json.dumps(record, indent=1) + "\n")
-    print(f"written to {path}", file=sys.stderr)
+    found = {"settings": [setting.to_json() for setting in settings]}
+    question = "predicted against measured time per batch and peak memory"
+    write_record("tuning-predictions", question, found, arguments.out)
 
 
 def settings_of(model: str, preset: str, slices: int) -> list[Setting]:
-    from avgpipe.measure.shapes import profiled_sizes
-    from avgpipe.measure.subject import loaded, profile_of, workload_of
-    from avgpipe.measure.trial import Subject
+    from avgpipe.cli.subject import Subject, loaded, profile_of
+    from avgpipe.measure.search import profiled_sizes
     from avgpipe.measure.workers import measure_workers
     from avgpipe.runtime.model import layers_of
 
     subject = Subject(model, preset)
-    workload = workload_of(subject)
+    workload, _ = subject.build()
     size = workload.batch_size
     loads = f"{loaded.__module__}:loaded", {"subject": asdict(subject)}
     around = measure_workers(layers_of(workload.layers), 1, True, loads)
@@ -138,12 +121,11 @@ def settings_of(model: str, preset: str, slices: int) -> list[Setting]:
 def measure(
     setting: Setting, expected_s: float, subject: Subject, size: int, around: WorkerCosts, slices: int
 ) -> None:
-    from turns import in_turn
-
     from avgpipe.measure.forecast import forecast
     from avgpipe.measure.profiler import with_workers
     from avgpipe.planning.cluster import Cluster
     from avgpipe.planning.profile import Profile
+    from benchmarks.tuning.turns import in_turn
 
     plan = setting.plan
     asked = {"subject": asdict(subject), "repeats": slices}
@@ -153,8 +135,8 @@ def measure(
     of_trial = {**asked, "plan": plan.to_json(), "expected_s": expected_s}
     profiles, ranks = in_turn(
         [
-            ("measured:profiles", min(plan.workers, _CORES), of_layers),
-            ("measured:trial", plan.workers, of_trial),
+            ("benchmarks.tuning.measured:profiles", min(plan.workers, _CORES), of_layers),
+            ("benchmarks.tuning.measured:trial", plan.workers, of_trial),
         ],
         _LIMIT_S,
     )
@@ -170,7 +152,7 @@ def measure(
 def plans(profile: Profile, size: int) -> list[tuple[Plan, float]]:
     """With the cuts that the search finds, and about how many seconds a batch takes."""
     from avgpipe.measure.forecast import OnCluster
-    from avgpipe.measure.shapes import Shape
+    from avgpipe.measure.search import Shape
     from avgpipe.planning.cluster import Cluster
     from avgpipe.planning.cuts import CutSearch
 

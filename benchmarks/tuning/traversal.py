@@ -1,6 +1,6 @@
 """Question: how near is the tuned plan to the best of all settings measured, and how much sooner is it found?
 
-    OMP_NUM_THREADS=1 python benchmarks/tuning/traversal.py --workload awd-lstm
+    OMP_NUM_THREADS=1 python -m benchmarks.tuning.traversal --workload awd-lstm
 
 ``avgpipe tune`` with two workers; then every setting of a stage on each worker is measured as the tuner measures
 (``--traversal``): numbers of pipelines and micro-batches, cuts nearest to balance, no advance, the default and the
@@ -14,25 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from avgpipe.plan import Plan
 
-RESULTS = Path(__file__).parents[1] / "results"
 WORKERS, FINALISTS = 2, 5
 _LIMIT_S = 900.0
 
 
 def main() -> None:
-    from avgpipe.bench.machine import machine, versions
+    from benchmarks.common.record import write_record
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -49,21 +46,13 @@ def main() -> None:
     rows = finalists(found)
     samples = contest(arguments.workload, arguments.preset, [row for _, row in rows], arguments.slices)
     report(found, rows, samples)
-    date = time.strftime("%Y-%m-%d")
     record = {
-        "question": "the tuned plan against the best of all settings measured",
-        "date": date,
-        "command": "OMP_NUM_THREADS=1 "
-        + shlex.join(["python", "benchmarks/tuning/traversal.py", *sys.argv[1:]]),
-        "machine": machine(1, "cpu"),
-        "versions": versions(),
         "tuning": recorded.name if recorded else found,
         "finals": [{"row": name, "plan": row["plan"], "batch_s": s} for (name, row), s in zip(rows, samples)],
     }
-    what = "finals" if recorded else "traversal"
-    path = Path(arguments.out or RESULTS / f"tuning-{what}-{arguments.workload}-{date}.json")
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written to {path}", file=sys.stderr)
+    what = f"tuning-{'finals' if recorded else 'traversal'}-{arguments.workload}"
+    question = "the tuned plan against the best of all settings measured"
+    write_record(what, question, record, arguments.out)
 
 
 def tuned(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -98,16 +87,15 @@ def finalists(found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def contest(workload: str, preset: str, rows: list[dict[str, Any]], slices: int) -> list[list[float]]:
     """Of each row, seconds per batch, a sample a slice."""
-    from turns import in_turn
-
-    from avgpipe.measure.trial import Subject
+    from avgpipe.cli.subject import Subject
+    from benchmarks.tuning.turns import in_turn
 
     asked = {"subject": asdict(Subject(workload, preset)), "repeats": slices}
     groups = []
     for row in rows:
         plan = Plan(**row["plan"])
         own = {**asked, "plan": plan.to_json(), "expected_s": row["measured_batch_s"]}
-        groups.append(("measured:trial", plan.workers, own))
+        groups.append(("benchmarks.tuning.measured:trial", plan.workers, own))
     return [ranks[0]["batch_s"] for ranks in in_turn(groups, _LIMIT_S)]
 
 

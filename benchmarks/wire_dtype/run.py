@@ -1,6 +1,6 @@
 """Question: what does sending activations and gradients in 16 bits do to the loss?
 
-    OMP_NUM_THREADS=1 python benchmarks/wire_dtype/run.py [--batches 300] [--seeds 3]
+    OMP_NUM_THREADS=1 python -m benchmarks.wire_dtype.run [--batches 300] [--seeds 3]
 
 A language model over the bytes of Python's own library, cut in the middle between two processes. Rows: N = 1 and 2
 pipelines, each of so many batches, with the wire in float32, bfloat16 and float16, from the same weights and on the
@@ -10,9 +10,7 @@ same batches. Losses are in nats per byte. "zeros": the share of the gradient th
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -21,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-RESULTS = Path(__file__).parents[1] / "results"
 WIRES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PIPELINES = (1, 2)
 WIDTH, HEADS, LENGTH, BATCH, BLOCKS = 64, 4, 32, 8, 4
@@ -156,31 +153,27 @@ def main() -> None:
     parser.add_argument("--out", help="of the record; default: benchmarks/results")
     asked = parser.parse_args()
 
-    from avgpipe.bench.machine import machine, versions
     from avgpipe.ranks.launch import run_on_ranks
+    from benchmarks.common.record import say, write_record
 
     arguments = {"count": asked.batches, "seeds": asked.seeds}
     begin = time.perf_counter()
     ranks = run_on_ranks(
-        "run:worker", 2, arguments, timeout_s=3600, say=lambda line: print(line, file=sys.stderr)
+        "benchmarks.wire_dtype.run:worker",
+        2,
+        arguments,
+        timeout_s=3600,
+        say=say,
     )
     rows = summarise(*ranks)
     print("\n".join(table(rows)))
-    date = time.strftime("%Y-%m-%d")
     record = {
-        "question": "16-bit activations and gradients between stages: loss in nats per byte",
-        "date": date,
-        "command": f"OMP_NUM_THREADS=1 python benchmarks/wire_dtype/run.py --batches {asked.batches} "
-        f"--seeds {asked.seeds}",
-        "machine": machine(1, "cpu"),
-        "versions": versions(),
         "seconds": time.perf_counter() - begin,
         "batches_per_pipeline": asked.batches,
         "rows": rows,
     }
-    path = Path(asked.out) if asked.out else RESULTS / f"wire_dtype-{date}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written to {path}", file=sys.stderr)
+    question = "16-bit activations and gradients between stages: loss in nats per byte"
+    write_record("wire_dtype", question, record, asked.out)
 
 
 def summarise(first: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:

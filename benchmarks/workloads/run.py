@@ -1,6 +1,6 @@
 """Question: what do the papers' workloads reach on their real data, and in what time?
 
-    AVGPIPE_DATA=DIR python benchmarks/workloads/run.py --preset tiny [--only gnmt,gpt] [--pipelines 1,2]
+    AVGPIPE_DATA=DIR python -m benchmarks.workloads.run --preset tiny [--only gnmt,gpt] [--pipelines 1,2]
         [--lr-scaling none,sqrt,linear] [--stages 2]
 
 Runs `avgpipe train` for each workload, number of pipelines and scaling in turn, one at a time, every worker with one
@@ -119,7 +119,7 @@ def _command(asked: argparse.Namespace) -> str:
     """How to run all that the record has, in one go."""
     parts = ["--preset", asked.preset, "--stages", str(asked.stages), "--pipelines", asked.pipelines]
     parts += ["--lr-scaling", asked.lr_scaling] if asked.lr_scaling else []
-    return "AVGPIPE_DATA=DIR " + shlex.join(["python", "benchmarks/workloads/run.py", *parts])
+    return "AVGPIPE_DATA=DIR " + shlex.join(["python", "-m", "benchmarks.workloads.run", *parts])
 
 
 def main() -> None:
@@ -140,7 +140,7 @@ def main() -> None:
     if "AVGPIPE_DATA" not in os.environ and any(DATA[row] for row in chosen):
         parser.error("AVGPIPE_DATA must name the folder of the data sets")
 
-    from avgpipe.bench.machine import machine, versions
+    from avgpipe.measure.machine import machine, versions
 
     date = time.strftime("%Y-%m-%d")
     path = Path(asked.out) if asked.out else RESULTS / f"workloads-{asked.preset}-{date}.json"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from avgpipe.measure import subject
+from avgpipe.cli import subject
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.workloads import awd_lstm
 from tests.cli.command import invoke, strict
@@ -19,7 +19,7 @@ def quick(monkeypatch, text):
     """Options of a small model on a small text, measured briefly, and in this process."""
 
     def run_here(target, workers, arguments, **_):
-        assert (target, workers) == ("avgpipe.measure.subject:profiled", 1)
+        assert (target, workers) == ("avgpipe.cli.subject:profiled", 1)
         monkeypatch.setenv("RANK", "0")
         try:
             return json.loads(json.dumps([subject.profiled(**arguments)]))

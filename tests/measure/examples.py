@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from avgpipe.measure.forecast import Forecast
-from avgpipe.measure.result import Row, Tuning
-from avgpipe.measure.trial import Trial
+from avgpipe.measure.trials import Trial
+from avgpipe.measure.tuning import Row, Tuning
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import LinkProfile, Profile

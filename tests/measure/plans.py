@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from avgpipe.measure.forecast import Forecast, OnCluster
-from avgpipe.measure.search import Found
-from avgpipe.measure.shapes import Shape, Space
+from avgpipe.measure.search import Found, Shape, Space
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster, Device, Level
 from avgpipe.planning.profile import Profile

@@ -2,8 +2,7 @@
 
 import pytest
 
-from avgpipe.measure.advice import advice
-from avgpipe.measure.result import DATA_PARALLEL, ONE_DEVICE, PIPELINE
+from avgpipe.measure.tuning import DATA_PARALLEL, ONE_DEVICE, PIPELINE, advice
 from avgpipe.plan import Plan
 from tests.measure.examples import row, tuning
 

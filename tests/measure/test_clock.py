@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from avgpipe.measure.clock import typical
+from avgpipe.measure.sweep import typical
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from avgpipe.measure.forecast import Forecast, OnCluster, forecast
-from avgpipe.measure.search import _WINDOW, _Search, fits, search
-from avgpipe.measure.shapes import Shape, Space
+from avgpipe.measure.search import _WINDOW, Shape, Space, _Search, fits, search
 from avgpipe.planning import steady_batch_s
 from avgpipe.planning.cluster import Cluster, Device, Level
 from avgpipe.planning.cuts import CutSearch

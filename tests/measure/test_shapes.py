@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from avgpipe.measure.shapes import Shape, Space
+from avgpipe.measure.search import Shape, Space
 from avgpipe.plan import Plan
 from tests.measure.plans import shape_of
 

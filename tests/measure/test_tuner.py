@@ -3,12 +3,9 @@
 import pytest
 
 from avgpipe.errors import PipelineError
-from avgpipe.measure.result import DATA_PARALLEL, MAX_NUM, MAX_SIZE, ONE_DEVICE, PIPELINE, TRAVERSAL
-from avgpipe.measure.search import search
-from avgpipe.measure.shapes import Space
-from avgpipe.measure.traversal import settings
-from avgpipe.measure.trial import Trial
-from avgpipe.measure.tuner import study
+from avgpipe.measure.search import Space, search, settings
+from avgpipe.measure.trials import Trial
+from avgpipe.measure.tuning import DATA_PARALLEL, MAX_NUM, MAX_SIZE, ONE_DEVICE, PIPELINE, TRAVERSAL, study
 from tests.measure.examples import cluster, heavy
 
 SPACE = Space(2, 4, 4, (1, 2), (1, 2, 4))

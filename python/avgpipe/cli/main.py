@@ -12,7 +12,7 @@ import typer
 
 from avgpipe import __version__
 from avgpipe.cli import config
-from avgpipe.cli.bench import bench
+from avgpipe.cli.bench.commands import bench
 from avgpipe.cli.options import command
 
 COMMANDS = {

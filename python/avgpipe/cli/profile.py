@@ -14,10 +14,9 @@ from rich.table import Table
 from avgpipe.cli.config import ProfileConfig, ProfilingOptions
 from avgpipe.cli.errors import arguments, running
 from avgpipe.cli.resolve import check_device
-from avgpipe.measure.layers import plot_layers
-from avgpipe.measure.subject import profile_of
-from avgpipe.measure.trial import Subject
+from avgpipe.cli.subject import Subject, profile_of
 from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.report.layers import plot_layers
 from avgpipe.timeline.plot import check_picture
 from avgpipe.units import format_bytes
 from avgpipe.workloads import check_workload

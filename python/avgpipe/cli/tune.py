@@ -12,12 +12,10 @@ import torch
 from avgpipe.cli.config import TuneConfig
 from avgpipe.cli.errors import arguments, running
 from avgpipe.cli.profile import check_file, link_of, subject_of
-from avgpipe.measure.result import Tuning
-from avgpipe.measure.shapes import Space, profiled_sizes
-from avgpipe.measure.subject import profile_of
-from avgpipe.measure.table import show
-from avgpipe.measure.trial import Subject, measure
-from avgpipe.measure.tuner import study
+from avgpipe.cli.subject import Subject, profile_of, trial_of
+from avgpipe.cli.tune_table import show
+from avgpipe.measure.search import Space, profiled_sizes
+from avgpipe.measure.tuning import Tuning, study
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.ranks.machine import cores
@@ -121,7 +119,7 @@ class _Tuning:
             profile,
             cluster,
             space,
-            partial(measure, self.subject) if times and self.subject is not None else None,
+            partial(trial_of, self.subject) if times and self.subject is not None else None,
             trials=config.trials,
             baselines=config.baselines,
             traversal=config.traversal,

@@ -14,16 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from avgpipe.bench.machine import cpu_model
 from avgpipe.device import own_device
-from avgpipe.measure.clock import repeat, typical, undisturbed
-from avgpipe.measure.examples import Example, examples
-from avgpipe.measure.held import Sizes, measure_sizes
-from avgpipe.measure.lanes import lane_gain
-from avgpipe.measure.sweep import Sweep
+from avgpipe.measure.machine import cpu_model
+from avgpipe.measure.memory import Sizes, measure_sizes, measure_working
+from avgpipe.measure.sweep import Example, Sweep, examples, lane_gain, repeat, typical, undisturbed
 from avgpipe.measure.updates import UpdateCosts, Updates
 from avgpipe.measure.workers import WorkerCosts, measure_workers
-from avgpipe.measure.working import measure_working
 from avgpipe.planning.profile import MOST_JITTER, LayerProfile, LinkProfile, Profile, Skip, Tie
 from avgpipe.ranks.machine import keep_freed_memory
 from avgpipe.runtime.batch import LossFn

@@ -6,10 +6,11 @@ every layer is timed amid the others, with caches as they are in training.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -19,13 +20,104 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.errors import StageError, reason
 from avgpipe.links.message import tensors_of, wanting_gradients
-from avgpipe.measure.clock import Clock
-from avgpipe.measure.examples import Example
-from avgpipe.runtime.batch import LossFn
+from avgpipe.runtime.batch import LossFn, plain, sample_count, to_device
 from avgpipe.runtime.context import Position, mix, seed_generators, set_position
 from avgpipe.runtime.loss import loss_of
 from avgpipe.runtime.split_backward import input_backward, run_backward
 from avgpipe.runtime.stage import Stage, writes_to_a_leaf
+
+_ROUNDS = 3, 25  # at least and at most
+
+
+class Clock:
+    """Marks on the device's own course: on CUDA events of its current stream, else the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._has_streams = device, device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self._has_streams:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        """Wait for all that was begun; ``seconds`` may then be asked."""
+        if self._has_streams:
+            torch.cuda.synchronize(self._device)
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1e3 if self._has_streams else float(end - begin)
+
+
+def repeat(one_round: Callable[[int], None], budget_s: float) -> int:
+    """Call with 0, 1, 2, ... until about ``budget_s`` seconds are spent, but at least 3 times and at most 25."""
+    fewest, most = _ROUNDS
+    begin = time.perf_counter()
+    for done in range(most):
+        spent_s = time.perf_counter() - begin
+        if done >= fewest and spent_s + spent_s / done > budget_s:
+            return done
+        one_round(done)
+        gc.collect(0)  # what the round has left, while nothing is timed
+    return most
+
+
+def typical(samples: Sequence[float]) -> float:
+    """The mean, without a tenth of the samples at either end.
+
+    Batches are sums of many times, and sums of medians are below them where long times are longer than short ones are
+    short.
+    """
+    left_out = len(samples) // 10
+    return statistics.fmean(sorted(samples)[left_out : len(samples) - left_out])
+
+
+@contextmanager
+def undisturbed(threads: int) -> Iterator[None]:
+    """Inside, torch computes with so many threads and the collector waits."""
+    before, collects = torch.get_num_threads(), gc.isenabled()
+    torch.set_num_threads(threads)
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+        torch.set_num_threads(before)
+
+
+class Example(NamedTuple):
+    """A micro-batch. ``number``: among the sizes."""
+
+    number: int
+    samples: int
+    inputs: Any
+    target: Any
+
+
+def examples(inputs: Any, target: Any, sizes: Sequence[int], device: torch.device) -> list[Example]:
+    """The first samples of a batch for each size; the batch over and over where it has fewer.
+
+    ValueError for tensors that have not the samples as dimension 0.
+    """
+    inputs, target = plain(inputs), plain(target)
+    samples = sample_count(inputs, target)
+
+    def cut(value: Any, size: int) -> Any:
+        rows = torch.arange(size) % samples
+        chosen = pytree.tree_map(lambda x: _rows(x, rows), value)
+        return to_device(chosen, device)
+
+    return [Example(n, size, cut(inputs, size), cut(target, size)) for n, size in enumerate(sizes)]
+
+
+def _rows(leaf: Any, rows: torch.Tensor) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        return leaf
+    return leaf.detach().index_select(0, rows.to(leaf.device)).requires_grad_(leaf.requires_grad)
 
 
 class Times(NamedTuple):
@@ -239,3 +331,49 @@ def _gradients(layer: Done) -> list[torch.Tensor | None]:
 def _mean(output: Any, target: Any) -> torch.Tensor:
     """A loss where none is given."""
     return torch.stack([t.float().mean() for t in wanting_gradients(output)]).sum()
+
+
+_TURNS = 4  # micro-batches of each replica in a sample
+
+
+def lane_gain(sweeps: Sequence[Sweep], example: Example, budget_s: float) -> float:
+    """Of two ``sweeps`` over replicas on one CUDA device: time on one stream by time on two, from 1 to 2."""
+    device = sweeps[0].stage.device
+    streams: list[Any] = [torch.cuda.Stream(device) for _ in sweeps]  # type: ignore[no-untyped-call]
+    clock = Clock(device)
+    alone, together = list[float](), list[float]()
+
+    def once(number: int) -> None:
+        alone.append(_seconds(clock, lambda: _alternate(sweeps, [streams[0]] * len(sweeps), example)))
+        together.append(_seconds(clock, lambda: _alternate(sweeps, streams, example)))
+
+    once(0)  # fills the allocator's pools of both streams
+    alone.clear()
+    together.clear()
+    repeat(once, budget_s)
+    return min(2.0, max(1.0, statistics.median(alone) / statistics.median(together)))
+
+
+def _alternate(sweeps: Sequence[Sweep], streams: Sequence[Any], example: Example) -> None:
+    """The replicas' forwards and backwards in turn; the current stream waits for all of them."""
+    current = torch.cuda.current_stream(sweeps[0].stage.device)
+    for stream in streams:
+        stream.wait_stream(current)
+    for _ in range(_TURNS):
+        losses = []
+        for sweep, stream in zip(sweeps, streams):
+            with torch.cuda.stream(stream):
+                losses.append(sweep.uncut(example))
+        for loss, stream in zip(losses, streams):
+            with torch.cuda.stream(stream):
+                loss.backward()  # type: ignore[no-untyped-call]
+    for stream in streams:
+        current.wait_stream(stream)
+
+
+def _seconds(clock: Clock, act: Callable[[], None]) -> float:
+    begin = clock.mark()
+    act()
+    end = clock.mark()
+    clock.settle()
+    return clock.seconds(begin, end)

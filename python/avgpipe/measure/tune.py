@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from avgpipe.bench.schedules.rows import seconds_per_batch
 from avgpipe.measure.forecast import Forecast
 from avgpipe.measure.profiler import layer_profile, with_workers
-from avgpipe.measure.shapes import PIPELINES, Space, profiled_sizes
-from avgpipe.measure.trial import Batches, Trial, batches_of_round
-from avgpipe.measure.tuner import Measure, study
+from avgpipe.measure.search import PIPELINES, Space, profiled_sizes
+from avgpipe.measure.trials import Trial, batches_of_round, pipeline_seconds
+from avgpipe.measure.tuning import Measure, study
 from avgpipe.measure.workers import measure_workers
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
@@ -135,11 +134,9 @@ def _among(world: World, make: Callable[[Plan], Pipeline], batch: Any) -> Measur
         if forecast.plan.workers != world.size:
             return None
         with make(forecast.plan) as pipeline:
-            row = Batches(pipeline, batch)
             count = batches_of_round(forecast)
-            rounds = torch.tensor(
-                [seconds_per_batch(row, count) for _ in range(_ROUNDS)], dtype=torch.float64
-            )
+            samples = [pipeline_seconds(pipeline, batch, count) for _ in range(_ROUNDS)]
+        rounds = torch.tensor(samples, dtype=torch.float64)
         first = tuple(world.broadcast(rounds, 0).tolist())
         return Trial(statistics.median(first), (), first)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from avgpipe.elastic import Arena, Reference
-from avgpipe.measure.clock import Clock, repeat, typical
+from avgpipe.measure.sweep import Clock, repeat, typical
 from avgpipe.runtime.options import OptimizerFn
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage

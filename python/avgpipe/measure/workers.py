@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.bench.transfers import ways
+from avgpipe.measure.link import Peers, Through, payload
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile
@@ -111,12 +111,12 @@ def costs_here(with_link: bool, timeout_s: float) -> WorkerCosts:
 
 def _between(timeout_s: float) -> tuple[LinkProfile, LinkProfile]:
     """Of messages and of sums."""
-    peers = ways.Peers(timeout_s)
-    make = ways.through_shared_memory if ring.supported() else ways.through_group
+    peers = Peers(timeout_s)
+    make = peers.shared_memory if ring.supported() else peers.gloo
     # A worker that waits for an action of another one mostly waits so long that it sleeps.
-    through = make(peers, False)
-    small_s = _message_s(through.sending(_SMALL), _SMALL_TRIPS)
-    large_s = _message_s(through.sending(_LARGE), _LARGE_TRIPS)
+    through = make(False)
+    small_s = _message_s(through, payload(_SMALL, peers.rank), _SMALL_TRIPS)
+    large_s = _message_s(through, payload(_LARGE, peers.rank), _LARGE_TRIPS)
     sums_s = [_sum_s(size, trips) for size, trips in zip((_SMALL, _LARGE), _SUMS)]
     dist.barrier()
     through.link.close(10)
@@ -142,13 +142,13 @@ def _sum_s(size: int, times: int) -> float:
     return statistics.median(samples[1:])
 
 
-def _message_s(sending: ways.Sending, trips: int) -> float:
-    sending.exchange(trips)  # makes slots, learns sizes
+def _message_s(through: Through, source: torch.Tensor, trips: int) -> float:
+    through.exchange(trips, source)  # makes slots, learns sizes
     samples = []
     for _ in range(_SAMPLES):
         dist.barrier()
-        sending.exchange(1)
-        samples.append(sending.exchange(trips))
+        through.exchange(1, source)
+        samples.append(through.exchange(trips, source))
     return statistics.median(samples)
 
 

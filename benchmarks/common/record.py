@@ -1,0 +1,40 @@
+"""Where these programs leave what they found."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from avgpipe.files import write_atomically
+from avgpipe.measure.machine import machine, versions
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def say(line: str) -> None:
+    """Tell whoever watches what goes on."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def write_record(name: str, question: str, found: dict[str, Any], out: str | None = None) -> Path:
+    """Write a dated JSON file into benchmarks/results, or to `out`, with versions, machine and command."""
+    date = time.strftime("%Y-%m-%d")
+    program = ".".join(
+        ["benchmarks", *Path(sys.argv[0]).resolve().relative_to(RESULTS.parent).with_suffix("").parts]
+    )
+    record = {
+        "question": question,
+        "date": date,
+        "command": "OMP_NUM_THREADS=1 " + shlex.join(["python", "-m", program, *sys.argv[1:]]),
+        "machine": machine(1, "cpu"),
+        "versions": versions(),
+        **found,
+    }
+    path = Path(out) if out else RESULTS / f"{name}-{date}.json"
+    write_atomically(path, json.dumps(record, indent=1) + "\n")
+    say(f"written to {path}")
+    return path

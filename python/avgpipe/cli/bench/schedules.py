@@ -1,0 +1,340 @@
+"""``avgpipe bench schedules``: our schedules and systems beside torch's, with stages that only take their time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from avgpipe.cli.bench.sections import quartiles
+from avgpipe.plan import Plan
+from avgpipe.planning import Costs, steady_batch_s
+from avgpipe.ranks.launch import run_on_ranks
+from avgpipe.ranks.process import progress
+from avgpipe.schedule import Schedule, build_schedule
+from avgpipe.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from avgpipe.cli.bench.rows import Row, Task, Unavailable
+
+SCHEDULES = (
+    *("1f1b", "all-forward-all-backward", "advance-forward"),
+    *("interleaved-1f1b", "zero-bubble-h1", "zero-bubble-v"),
+)
+SYSTEMS = ("pipedream", "pipedream-2bw", "ea-pipe", "data-parallel", "model-parallel")
+TORCH = ("torch-1f1b", "torch-gpipe", "torch-advance-forward", "torch-interleaved-1f1b", "torch-zero-bubble")
+ROWS = (*SCHEDULES, *SYSTEMS, *TORCH)
+ALL = "all"  # in place of the names of rows
+# The schedules for which both sides have a row; each system more takes its time.
+DEFAULT = (*SCHEDULES[:3], *(name for name in TORCH if name != "torch-advance-forward"))
+LINKS = ("auto", "shm", "gloo")
+_CHUNKS = 2  # stages of a worker in the interleaved schedules
+_SEVERAL_STAGES = ("interleaved-1f1b", "zero-bubble-v")
+_WHOLE_BATCHES = ("pipedream-2bw", "data-parallel")  # the other systems' batches are one micro-batch
+_LEAST_ACTIVATION_BYTES = 64
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """What is compared. Raises ValueError for values out of range.
+
+    Attributes:
+        forward_s, backward_s: Of a micro-batch on a worker.
+        activation_bytes: Of a micro-batch, float32.
+        pipelines: Of the row advance-forward, each number a row.
+        batches: Of a row in a round, at least.
+        only: Names of rows; ("all",) is every one, () those of DEFAULT.
+    """
+
+    stages: int = 6
+    micro_batches: int = 12
+    forward_s: float = 10e-3
+    backward_s: float = 20e-3
+    activation_bytes: int = 2**20
+    pipelines: tuple[int, ...] = (1, 2, 3)
+    link: str = "auto"
+    batches: int = 6
+    rounds: int = 3
+    only: tuple[str, ...] = ()
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("pipelines", "only"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("stages", "micro_batches", "batches", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        for name, seconds in (("forward-ms", self.forward_s), ("backward-ms", self.backward_s)):
+            if not 0 <= seconds < 3600:
+                raise ValueError(f"--{name} {seconds * 1e3:g}: must be at least 0 and less than an hour")
+        if self.activation_bytes < _LEAST_ACTIVATION_BYTES or self.activation_bytes % 4:
+            raise ValueError(
+                f"--activation {self.activation_bytes}: must be a multiple of 4 bytes and at least "
+                f"{_LEAST_ACTIVATION_BYTES}"
+            )
+        if not self.pipelines or min(self.pipelines) < 1:
+            raise ValueError(
+                f"--pipelines {','.join(map(str, self.pipelines))}: must be numbers of at least 1"
+            )
+        if self.link not in LINKS:
+            raise ValueError(f"--link {self.link}: use one of {', '.join(LINKS)}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"--timeout {self.timeout_s:g}: must be positive")
+        for name in self.only:
+            if name not in (*ROWS, ALL):
+                raise ValueError(f"--rows {name}: no such row, use some of {','.join(ROWS)}, or {ALL}")
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Names of what is measured, in the order of the table."""
+        chosen = ROWS if ALL in self.only else self.only or DEFAULT
+        return tuple(name for name in ROWS if name in chosen)
+
+    @property
+    def no_bubble_s(self) -> float:
+        """Of a batch, where every worker computes all the time: M (t_f + t_b)."""
+        return self.micro_batches * (self.forward_s + self.backward_s)
+
+    @property
+    def flush_s(self) -> float:
+        """Of a batch, one after another: (M + K - 1) (t_f + t_b)."""
+        return self.no_bubble_s + (self.stages - 1) * (self.forward_s + self.backward_s)
+
+    @property
+    def budget_s(self) -> float:
+        """Seconds that all workers may take: far above what any row should need."""
+        rows = len(self.rows) + len(self.pipelines) + 2  # some names are two rows
+        if "model-parallel" in self.rows:
+            rows += math.ceil(self.stages * self.no_bubble_s / max(self.flush_s, 1e-9))
+        return (
+            120 + self.timeout_s + 6 * rows * (self.rounds + 1) * (self.batches + 5) * (self.flush_s + 0.02)
+        )
+
+    def stage_s(self, stages: int) -> tuple[float, float]:
+        """Of a forward and a backward of a stage, where the model is cut into so many: all rows do the same work."""
+        return self.forward_s * self.stages / stages, self.backward_s * self.stages / stages
+
+
+class Case(NamedTuple):
+    """One of our rows: ``plan``, on all workers, with a stage for each module.
+
+    Attributes:
+        per_batch: How many of the plan's batches are one of the comparison, which has M micro-batches.
+    """
+
+    name: str
+    plan: Plan
+    per_batch: int
+
+    def simulated_s(self, settings: ScheduleSettings) -> float:
+        """Of a batch in the steady state, where nothing but the stages takes time."""
+        return self.per_batch * steady_batch_s(
+            self.schedule, self.costs(settings), pipelines=self.plan.pipelines
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        """What one replica of the stages runs."""
+        plan = self.plan
+        own = -(-plan.micro_batches // max(plan.replication or [1]))
+        return build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
+
+    def costs(self, settings: ScheduleSettings) -> Costs:
+        forward_s, backward_s = settings.stage_s(self.plan.stages)
+        # The first stage spends its backward on the weights alone.
+        halves = [0.0, *[backward_s / 2] * (self.plan.stages - 1)]
+        return Costs(forward_s, backward_s, input_backward_s=halves)
+
+
+def our_cases(settings: ScheduleSettings) -> Iterator[Case | Unavailable]:
+    """Those of our rows that are asked for, in the order of the table."""
+    from avgpipe.cli.bench.rows import Unavailable
+
+    workers, micro_batches = settings.stages, settings.micro_batches
+    for row in settings.rows:
+        if row.startswith("torch-"):
+            continue
+        for pipelines in settings.pipelines if row == "advance-forward" else (1,):
+            chunks = _CHUNKS if row in _SEVERAL_STAGES else 1
+            name = f"avgpipe {row}" + (f", {chunks} a rank" if chunks > 1 else "")
+            name += f", N = {pipelines}" if row == "advance-forward" else ""
+            try:
+                if row in SYSTEMS:
+                    given = {"micro_batches": micro_batches} if row in _WHOLE_BATCHES else {}
+                    plan = Plan.for_system(row, stages=workers, **given)
+                else:
+                    plan = Plan(workers * chunks, pipelines, micro_batches, schedule=row)
+            except ValueError as error:
+                yield Unavailable(name, " ".join(str(error).split()))
+            else:
+                plan = replace(plan, partition=list(range(1, plan.stages)))
+                yield Case(name, plan, micro_batches // plan.micro_batches)
+
+
+def build(settings: ScheduleSettings, without: Sequence[str] = ()) -> Iterator[Row | Unavailable]:
+    """On every rank: all rows but those named, in the order of the table."""
+    import torch.distributed as dist
+
+    from avgpipe.cli.bench.emulation import EmulatedStage
+    from avgpipe.cli.bench.rows import OurRow, PassingRow, Unavailable, torch_row
+
+    task = _task(settings)
+
+    def stages(count: int) -> list[EmulatedStage]:
+        return [EmulatedStage(*settings.stage_s(count)) for _ in range(count)]
+
+    def begin(name: str) -> None:
+        dist.barrier()  # so that whoever fails from here on fails at this row
+        progress(f"building: {name}")
+
+    for case in our_cases(settings):
+        if isinstance(case, Unavailable):
+            yield case
+        elif case.name not in without:
+            begin(case.name)
+            modules = stages(case.plan.stages)
+            options: dict[str, Any] = {"per_batch": case.per_batch, "timeout_s": settings.timeout_s}
+            options |= {} if settings.link == "auto" else {"link": settings.link}
+            try:
+                yield PassingRow(partial(OurRow, case.name, task, modules, case.plan, **options))
+            except ValueError as error:
+                yield Unavailable(case.name, " ".join(str(error).split()))
+    for name, schedule, chunks in _torch_rows(settings):
+        if name not in without:
+            begin(name)
+            yield torch_row(name, task, stages(settings.stages * chunks), schedule, settings.micro_batches)
+
+
+def _torch_rows(settings: ScheduleSettings) -> Iterator[tuple[str, str, int]]:
+    """Name of the row, of the schedule, and stages of a rank."""
+    for row in settings.rows:
+        schedule = row.removeprefix("torch-")
+        if row == "torch-advance-forward":
+            yield "torch advance-forward (ours)", schedule, 1
+        elif row in ("torch-interleaved-1f1b", "torch-zero-bubble"):
+            # Two stages a rank have half the bubble and twice the transfers: each is better somewhere.
+            for chunks in (1, _CHUNKS):
+                yield f"torch {schedule}, {chunks} a rank", schedule, chunks
+        elif row in TORCH:
+            yield f"torch {schedule}", schedule, 1
+
+
+def _task(settings: ScheduleSettings) -> Task:
+    import torch
+
+    from avgpipe.cli.bench.emulation import MeanLoss
+    from avgpipe.cli.bench.rows import Task
+
+    inputs = torch.ones(settings.micro_batches, settings.activation_bytes // 4)
+    targets = torch.zeros(settings.micro_batches, 1)
+    return Task(inputs, targets, MeanLoss(), lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
+
+
+def worker(settings: dict[str, Any]) -> dict[str, Any]:
+    """A rank: builds all rows and measures them."""
+    import torch
+
+    from avgpipe.cli.bench.emulation import precise_sleeps
+    from avgpipe.cli.bench.rows import Unavailable, measure_rows
+    from avgpipe.ranks.rendezvous import join
+
+    asked = ScheduleSettings(**settings)
+    torch.set_num_threads(1)
+    precise_sleeps()
+    join(asked.timeout_s, "gloo")  # nobody may wait forever, neither in our rows nor in torch's
+    built = list(build(asked))
+    rows = [row for row in built if not isinstance(row, Unavailable)]
+    measured = measure_rows(rows, asked.rounds, asked.batches, progress)
+    for row in rows:
+        row.close()
+    return {
+        "rows": [row._asdict() for row in measured],
+        "unavailable": [row._asdict() for row in built if isinstance(row, Unavailable)],
+    }
+
+
+def run(settings: ScheduleSettings, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Start the workers and measure; the result as one JSON object. PipelineError when a worker fails."""
+    arguments = {"settings": asdict(settings)}
+    found = run_on_ranks(
+        f"{__name__}:worker", settings.stages, arguments, timeout_s=settings.budget_s, say=say
+    )
+    simulated = {c.name: c.simulated_s(settings) for c in our_cases(settings) if isinstance(c, Case)}
+    return {
+        "emulated": True,
+        "settings": asdict(settings),
+        "limit_s": settings.no_bubble_s,
+        "bounds": [
+            {"name": "no bubble: M (t_f + t_b)", "seconds": settings.no_bubble_s},
+            {"name": "flush: (M+K-1) (t_f + t_b)", "seconds": settings.flush_s},
+        ],
+        "rows": [timed(row, simulated.get(row["name"])) for row in found[0]["rows"]],
+        "unavailable": found[0]["unavailable"],
+    }
+
+
+def timed(measured: dict[str, Any], simulated_s: float | None) -> dict[str, Any]:
+    """A row of the result, of what rank 0 measured, where batches end last."""
+    samples = measured["seconds"]
+    quartile1_s, quartile3_s = quartiles(samples)
+    median_s = statistics.median(samples)
+    return {
+        "name": measured["name"],
+        "median_s": median_s,
+        "samples_s": samples,
+        "quartile1_s": quartile1_s,
+        "quartile3_s": quartile3_s,
+        "simulated_s": simulated_s,
+        "over_simulated": median_s / simulated_s if simulated_s else None,
+    }
+
+
+def table(result: dict[str, Any]) -> Group:
+    """Bounds, then rows. "over it": measured over simulated time; "of limit": the limit over the row's time; "ours
+    is": how many times faster our best pipeline is.
+    """
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made.add_column("", no_wrap=True)
+    for heading in ("per batch", "quartiles", "simulated", "over it", "of limit", "ours is"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for bound in result["bounds"]:
+        made.add_row(bound["name"], format_seconds(bound["seconds"]), style="dim")
+    ours = [row["median_s"] for row in result["rows"] if is_ours(row) and "data-parallel" not in row["name"]]
+    for row in result["rows"]:
+        made.add_row(
+            row["name"],
+            format_seconds(row["median_s"]),
+            f"{format_seconds(row['quartile1_s'])} - {format_seconds(row['quartile3_s'])}",
+            "" if row["simulated_s"] is None else format_seconds(row["simulated_s"]),
+            "" if row["over_simulated"] is None else f"{row['over_simulated']:.3f}",
+            f"{result['limit_s'] / row['median_s']:.3f}",
+            f"{row['median_s'] / min(ours):.2f}x" if ours and not is_ours(row) else "",
+            style="bold" if is_ours(row) else "",
+        )
+    s = result["settings"]
+    title = (
+        f"emulated: stages {s['stages']}, micro-batches {s['micro_batches']}, forward "
+        f"{format_seconds(s['forward_s'])}, backward {format_seconds(s['backward_s'])}, activations "
+        f"{format_bytes(s['activation_bytes'])}"
+    )
+    notes = [
+        "Stages take their time and compute nothing; runtime, tensors and links are real.",
+        f"Per batch of one pipeline in the steady state: medians of {s['rounds']} rounds of at least {s['batches']} "
+        "batches. Simulated: transfers, updates and the host take nothing.",
+        *(f"left out: {row['name']}: {row['reason']}" for row in result["unavailable"]),
+    ]
+    return Group(Text(title, style="bold"), made, Text("\n".join(notes)))
+
+
+def is_ours(row: dict[str, Any]) -> bool:
+    return bool(row["name"].startswith("avgpipe "))

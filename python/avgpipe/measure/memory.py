@@ -1,0 +1,154 @@
+"""Bytes of a micro-batch, layer by layer: what is held and sent, and what a layer needs for a moment besides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from avgpipe.links.message import tensors_of
+from avgpipe.measure.sweep import Example, InBatch, Sweep
+from avgpipe.runtime.memory import SavedBytes
+from avgpipe.runtime.model import Skips
+from avgpipe.runtime.tracing import TracedLayer
+
+
+@dataclass
+class Sizes:
+    """Bytes of each layer, and of each skip by its ends; see ``LayerProfile`` and ``Skip``."""
+
+    held: list[int]
+    handed: list[int]
+    output: list[int]
+    skips: dict[tuple[int, int], int]
+
+
+class _Keepers(SavedBytes):
+    """Counts what autograd saves for the layer that made it, once. ``layer``: the one that runs now.
+
+    An output that only later layers save is held for the layer that returned it first, and handed on by it.
+    """
+
+    def __init__(self, known: Iterable[int], layers: int) -> None:
+        super().__init__(known)
+        self.held, self.handed = [0] * layers, [0] * layers
+        self.layer = 0
+        self._makers: dict[int, int] = {}  # of the outputs so far, by address
+
+    def returned(self, output: Any) -> None:
+        for tensor in tensors_of(output):
+            self._makers.setdefault(tensor.untyped_storage().data_ptr(), self.layer)
+
+    def count(self, tensor: torch.Tensor) -> None:
+        before = self.bytes
+        super().count(tensor)
+        new = self.bytes - before
+        maker = self._makers.get(tensor.untyped_storage().data_ptr(), self.layer)
+        self.held[maker] += new
+        if maker != self.layer:
+            self.handed[maker] += new
+
+
+def measure_sizes(sweep: Sweep, example: Example, skips: Sequence[Skips]) -> Sizes:
+    """By one forward in which layers are not cut apart. skips: of the model with a stage for each layer."""
+    stage = sweep.stage
+    layers = len(stage.layers)
+    weights = [*stage.parameters(), *stage.buffers()]
+    keepers = _Keepers((t.untyped_storage().data_ptr() for t in weights), layers)
+    sizes = Sizes(keepers.held, keepers.handed, [0] * layers, {})
+    value = example.inputs
+    alive = []  # an address must not come again
+    with InBatch(stage, -2, example):
+        for n in range(layers):
+            keepers.layer = n
+            with keepers.counting():
+                value = sweep.call(n, value, example)
+            keepers.returned(value)
+            alive.append(value)
+            if n < layers - 1:  # the model's own output goes nowhere
+                _measure_output(sizes, stage.layers, n, value, skips)
+    del alive
+    return sizes
+
+
+def _measure_output(sizes: Sizes, layers: Any, n: int, output: Any, skips: Sequence[Skips]) -> None:
+    layer, following = layers[n], layers[n + 1]
+    if not (isinstance(layer, TracedLayer) and isinstance(following, TracedLayer)):
+        sizes.output[n] = _bytes(output)
+        return
+    takes = following.values.takes
+    elsewhere = {takes[place] for route in skips[n + 1].arrivals for place in route.places}
+    for name, value in zip(layer.values.gives, output):
+        if name in following.values.uses and name not in elsewhere:
+            sizes.output[n] += _bytes(value)
+    for route in skips[n].departures:
+        sizes.skips[n, route.stage] = sum(_bytes(output[place]) for place in route.places)
+
+
+def _bytes(value: Any) -> int:
+    return sum(t.nbytes for t in tensors_of(value))
+
+
+_reference: Any = StorageWeakRef  # torch leaves it untyped
+
+
+class _Mark(NamedTuple):
+    """Bytes that are there now, and the most since the mark before."""
+
+    now: int
+    peak: int
+
+
+class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, follows the memory of every tensor that an operator returns, as long as it lives.
+
+    What an operator uses within itself is not seen.
+    """
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {_reference(t.untyped_storage()) for t in known}
+        self._alive: dict[Any, int] = {}
+        self._peak = 0
+
+    def mark(self) -> _Mark:
+        now = self._now()
+        peak, self._peak = max(self._peak, now), now
+        return _Mark(now, peak)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+                storage = leaf.untyped_storage()
+                reference = _reference(storage)
+                if reference not in self._known:
+                    self._alive[reference] = storage.nbytes()
+        self._peak = max(self._peak, self._now())
+        return result
+
+    def _now(self) -> int:
+        for reference in [r for r in self._alive if r.expired()]:
+            del self._alive[reference]
+        return sum(self._alive.values())
+
+
+def measure_working(sweep: Sweep, example: Example, output_bytes: list[int]) -> list[int]:
+    """Of each layer, the greater of its forward's and its backward's. output_bytes: gradients of outputs have as many,
+    and are there while a backward runs.
+    """
+    weights = [*sweep.stage.parameters(), *sweep.stage.buffers()]
+    gradients = [p.grad for p in sweep.stage.parameters() if p.grad is not None]
+    inputs = [x for x in pytree.tree_leaves((example.inputs, example.target)) if isinstance(x, torch.Tensor)]
+    memory = _Memory([*weights, *gradients, *inputs])
+    with memory:
+        marks = sweep.marked(example, memory.mark)
+    layers = len(sweep.stage.layers)
+    forwards = [end.peak - end.now for _, end in marks[:layers]]
+    backwards = [end.peak - begin.now for begin, end in marks[layers:]][::-1]
+    return [max(f, b + size) for f, b, size in zip(forwards, backwards, output_bytes)]

@@ -1,0 +1,126 @@
+"""Emulated stages: right gradients, and time where it belongs."""
+
+import time
+
+import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from avgpipe.cli.bench.emulation import WEIGHTS, EmulatedStage, MeanLoss, Occupied
+from avgpipe.runtime.split_backward import input_backward
+
+
+def double_stage():
+    stage = EmulatedStage(0.0, 0.0).double()
+    with torch.no_grad():
+        stage.weight.copy_(torch.arange(WEIGHTS, dtype=torch.float64))
+    return stage
+
+
+def test_the_mean_of_the_weights_is_added_to_every_value():
+    stage = double_stage()
+    x = torch.randn(2, 20, dtype=torch.float64)
+    torch.testing.assert_close(stage(x), x + 7.5, rtol=0, atol=0)
+
+
+def test_gradients_are_those_of_finite_differences():
+    stage = double_stage()
+    x = torch.randn(2, 20, dtype=torch.float64, requires_grad=True)
+
+    def of(x, weight):
+        return torch.func.functional_call(stage, {"weight": weight}, (x,)).square().sum()
+
+    weight = torch.randn(WEIGHTS, dtype=torch.float64)
+    got = torch.autograd.grad(stage(x).square().sum(), [x, stage.weight])
+    step = 1e-6
+    for n in (0, 5, 15):
+        bump = torch.zeros(WEIGHTS, dtype=torch.float64)
+        bump[n] = step
+        slope = (of(x, stage.weight + bump) - of(x, stage.weight - bump)) / (2 * step)
+        assert got[1][n].item() == pytest.approx(slope.item(), rel=1e-5)
+    torch.testing.assert_close(got[0], 2 * stage(x).detach(), rtol=1e-12, atol=0)
+    assert of(x, weight).isfinite()
+
+
+def test_the_loss_is_the_mean_and_so_is_its_gradient():
+    output = torch.randn(3, 20, dtype=torch.float64, requires_grad=True)
+    loss = MeanLoss()(output, torch.zeros(3, 1))
+    (grad,) = torch.autograd.grad(loss, output)
+    assert loss.item() == pytest.approx(output.mean().item())
+    torch.testing.assert_close(grad, torch.full((3, 20), 1 / 60, dtype=torch.float64))
+
+
+def spans(monkeypatch):
+    """Seconds for which the device is asked for, in order."""
+    asked = []
+    monkeypatch.setattr(Occupied, "__init__", lambda self, seconds: asked.append(seconds))
+    monkeypatch.setattr(Occupied, "__enter__", lambda self: None)
+    monkeypatch.setattr(Occupied, "__exit__", lambda self, *_: None)
+    return asked
+
+
+def test_each_gradient_takes_half_of_the_backward(monkeypatch):
+    asked = spans(monkeypatch)
+    stage = EmulatedStage(0.25, 0.5)
+    stage(torch.ones(1, 16, requires_grad=True)).sum().backward()
+    assert asked == [0.25, 0.25, 0.25]
+
+
+def test_the_first_stage_spends_all_of_it_on_its_weights(monkeypatch):
+    asked = spans(monkeypatch)
+    EmulatedStage(0.25, 0.5)(torch.ones(1, 16)).sum().backward()
+    assert asked == [0.25, 0.5]
+
+
+def test_the_halves_can_run_apart(monkeypatch):
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    asked = spans(monkeypatch)
+    stage = EmulatedStage(0.25, 0.5)
+    x = torch.ones(1, 16, requires_grad=True)
+    y = stage(x)
+    grads, groups = stage_backward_input([y], [torch.ones(1, 16)], [x], stage.parameters())
+    assert asked == [0.25, 0.25]
+    assert stage.weight.grad is None
+    torch.testing.assert_close(grads[0], torch.ones(1, 16))
+    stage_backward_weight(stage.parameters(), groups)
+    assert asked == [0.25, 0.25, 0.25]
+    torch.testing.assert_close(stage.weight.grad, torch.ones(16))
+
+
+def split(stage, x, loss=None):
+    """I of our runtime; its W."""
+    output = stage(x) if loss is None else loss(stage(x), None)
+    edges = [get_gradient_edge(output)]
+    return input_backward(edges, [torch.ones_like(output)], [x] if x.requires_grad else [])
+
+
+@pytest.mark.parametrize("loss", [None, MeanLoss()])
+def test_our_runtime_runs_the_half_of_the_weights_later(monkeypatch, loss):
+    asked = spans(monkeypatch)
+    stage, x = EmulatedStage(0.25, 0.5), torch.ones(1, 16, requires_grad=True)
+    weights_part = split(stage, x, loss)
+    share = 1.0 if loss is None else 1 / 16
+    torch.testing.assert_close(x.grad, torch.full((1, 16), share))
+    assert asked == [0.25, 0.25]
+    assert stage.weight.grad is None
+    weights_part.run()
+    assert asked == [0.25, 0.25, 0.25]
+    torch.testing.assert_close(stage.weight.grad, torch.full((16,), share))
+
+
+def test_our_runtime_runs_all_of_the_first_stage_later(monkeypatch):
+    asked = spans(monkeypatch)
+    stage = EmulatedStage(0.25, 0.5)
+    weights_part = split(stage, torch.ones(1, 16))
+    assert asked == [0.25]
+    weights_part.run()
+    assert asked == [0.25, 0.5]
+    torch.testing.assert_close(stage.weight.grad, torch.ones(16))
+
+
+def test_work_inside_is_part_of_the_time():
+    begin = time.perf_counter()
+    with Occupied(0.02):
+        time.sleep(0.015)
+    assert time.perf_counter() - begin >= 0.02

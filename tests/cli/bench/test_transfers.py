@@ -1,0 +1,45 @@
+"""Every way carries the other process's bytes, once for each message."""
+
+import pytest
+
+from avgpipe.cli.bench.transfers import LINKS, check
+from avgpipe.ranks.launch import run_on_ranks
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_on_ranks("tests.cli.bench.targets:every_way", 2, {}, timeout_s=100)
+
+
+@pytest.mark.parametrize("way", ["shm", "gloo", "plain gloo"])
+def test_both_ranks_get_each_message_of_the_other_one(found, way):
+    for rank in found:
+        assert rank[way]["messages"] == 3
+        assert rank[way]["right"]
+
+
+def test_ways_within_a_process_are_the_first_ranks(found):
+    assert [rank["local"]["messages"] for rank in found] == [3, 0]
+    # Two pairs of buffers, as many as the ways between processes touch.
+    assert [rank["memcpy"]["messages"] for rank in found] == [6, 0]
+
+
+def test_all_take_time(found):
+    assert all(way["seconds"] > 0 for way in found[0].values())
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"links": ()}, "--links"),
+        ({"links": ("shm", "tcp")}, "--links tcp"),
+        ({"sizes": (12,)}, "--sizes 12"),
+        ({"sizes": (0,)}, "--sizes 0"),
+        ({"rounds": 0}, "--rounds 0"),
+        ({"timeout_s": 0}, "--timeout 0"),
+        ({"timeout_s": float("nan")}, "--timeout nan"),
+    ],
+)
+def test_what_cannot_be_is_refused(values, named):
+    with pytest.raises(ValueError, match=named):
+        check(**{"links": LINKS, "sizes": (8,), "rounds": 1, "timeout_s": 30.0, **values})
