@@ -218,7 +218,7 @@ class Pipeline:
             yield feed.results.popleft()
 
     def step(self, inputs: Any, targets: Any) -> float:
-        """Train every pipeline on its share of the samples and wait; the mean loss over all of them."""
+        """Train every pipeline on its share of the samples, wait, and return the mean loss over all of them."""
         feed, n = self._feed, self.plan.pipelines
         self.drain()
         feed.results.clear()
@@ -245,7 +245,7 @@ class Pipeline:
         self._feed.drain()
 
     def _choose_advance(self) -> None:
-        """Once, after the first batches, where the plan says "auto": every rank measures, and all choose alike."""
+        """Choose the advance once, after the first batches, where the plan says "auto": all ranks choose alike."""
         if self._choose_at is None or self._feed.begun < self._choose_at:
             return
         self._choose_at = None
@@ -274,7 +274,7 @@ class Pipeline:
         *,
         weights: str | int = "reference",
     ) -> EvaluationResult:
-        """Mean loss, and mean of ``metric_fn(output, target)`` per sample, over ``loader``; batches of any size.
+        """Return the mean loss, and mean of ``metric_fn(output, target)`` per sample; batches may have any size.
 
         ``metric_fn`` is the mean over the samples it is given, a number or a dict of numbers by name.
         ``weights``: "reference", or the index of a pipeline. Training goes on afterwards as if nothing had happened.
@@ -312,7 +312,7 @@ class Pipeline:
         )
 
     def predict(self, inputs: Any, *, weights: str | int = "reference") -> Any:
-        """The model's output for a batch of any size, in evaluation mode, on every rank."""
+        """Return the model's output for a batch of any size, in evaluation mode, on every rank."""
         self.drain()
         which = self._which(weights)
         inputs = plain(inputs)
@@ -324,7 +324,7 @@ class Pipeline:
         return output
 
     def state_dict(self, weights: str | int = "reference") -> dict[str, torch.Tensor]:
-        """Weights and buffers under the names of the unsplit model, into which they load with ``strict=True``."""
+        """Return weights and buffers under the unsplit model's names; they load into it with ``strict=True``."""
         self.drain()
         which = self._which(weights)
         with self._worker.running():
@@ -374,7 +374,7 @@ class Pipeline:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes; of CUDA with its number."""
+        """The device where this rank computes; of CUDA with its number."""
         return self._device
 
     @property
@@ -383,7 +383,7 @@ class Pipeline:
         return self._feed.next_batch
 
     def loader_state(self, loader: Any) -> Any:
-        """``loader.state_dict()`` as it was after the batches that were trained on, to be saved beside :meth:`save`.
+        """Return ``loader.state_dict()`` after the batches that were trained on, to be saved beside :meth:`save`.
 
         The loader itself may be a batch ahead. ``loader`` is what was given to :meth:`train`, and has a ``state_dict``,
         as torchdata's StatefulDataLoader. Batches that are in flight are finished first.
@@ -402,7 +402,7 @@ class Pipeline:
         return sum({i: lane.update.skipped for (_, i), lane in self._worker.lanes.items()}.values())
 
     def timeline(self) -> Timeline:
-        """When what ran in the last steps, on all ranks; times in seconds from the first of them."""
+        """Return what ran when in the last steps, on all ranks; times in seconds from the first of them."""
         self.drain()
         with self._worker.running():
             return gather_timeline(self._worker)
@@ -437,7 +437,7 @@ class Pipeline:
 
 
 def _close(pipeline: weakref.ref[Pipeline]) -> None:
-    """At the end of the program, for those who did not."""
+    """Close a Pipeline at the end of the program, for those who did not."""
     alive = pipeline()
     if alive is not None:
         alive.close()

@@ -15,7 +15,7 @@ LossFn = Callable[[Any, Any], Any]
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
-    """What a loader yielded, as (inputs, targets)."""
+    """Return what a loader yielded as (inputs, targets)."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return plain(batch[0]), plain(batch[1])
     got = (
@@ -25,13 +25,14 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A mapping of a class that torch does not know as a container, such as a tokenizer's output, as a dict."""
+    """Turn a mapping that torch does not know as a container, such as a tokenizer's output, into a dict."""
     return dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
 
 
 def batch_size(value: Any) -> int:
-    """Samples in a pytree of tensors that all have the batch as dimension 0 (0-d tensors and plain values do not
-    count).
+    """Count the samples in a pytree of tensors that all have the batch as dimension 0.
+
+    0-d tensors and plain values do not count.
     """
     sizes = {t.shape[0] for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor) and t.dim() > 0}
     if len(sizes) != 1:
@@ -43,7 +44,7 @@ def batch_size(value: Any) -> int:
 
 
 def sample_count(inputs: Any, targets: Any = None) -> int:
-    """Samples in a batch, at least one; targets, if there are any, must have as many as the inputs."""
+    """Count the samples in a batch, at least one; targets, if there are any, must have as many as the inputs."""
     samples = batch_size(inputs)
     if samples == 0:
         raise ValueError("a batch has no samples: leave it out, or give it at least one")
@@ -58,7 +59,7 @@ def sample_count(inputs: Any, targets: Any = None) -> int:
 
 
 def sizes_of(samples: int, parts: int) -> list[int]:
-    """Sizes of the micro-batches, as ``split`` makes them."""
+    """Return the sizes of the micro-batches that :func:`split` makes."""
     return [samples // parts + (m < samples % parts) for m in range(parts)]
 
 
@@ -72,7 +73,7 @@ def split(value: Any, parts: int) -> list[Any]:
 
 
 def concatenate(values: list[Any]) -> Any:
-    """The inverse of :func:`split` for outputs: tensors joined along dimension 0, plain values from the first."""
+    """Invert :func:`split` for outputs: join tensors along dimension 0, take plain values from the first."""
     leaves = [tree_flatten(v)[0] for v in values]
     joined = [
         torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].dim() > 0 else column[0]
@@ -102,7 +103,7 @@ class LossWeights:
 def loss_weights(
     loss_fn: LossFn, targets: list[Any], sizes: list[int], weight_fn: Callable[[Any], Any] | None
 ) -> LossWeights:
-    """Weights of micro-batches with ``targets`` and ``sizes`` samples; ``weight_fn(target)`` overrides the rule."""
+    """Weigh micro-batches with ``targets`` and ``sizes`` samples; ``weight_fn(target)`` overrides the rule."""
     if weight_fn is None and getattr(loss_fn, "reduction", "mean") == "sum":
         return LossWeights([1.0] * len(sizes), 1.0)
     if weight_fn is not None:

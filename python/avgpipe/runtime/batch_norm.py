@@ -20,7 +20,7 @@ from avgpipe.runtime.context import Position, position
 
 
 class Moments(NamedTuple):
-    """Of a layer's input in one micro-batch: values per channel, then [2, channels], mean and unbiased variance."""
+    """A layer's input in one micro-batch: values per channel, then [2, channels], mean and unbiased variance."""
 
     size: int
     values: torch.Tensor
@@ -30,7 +30,7 @@ _Seen: TypeAlias = "dict[tuple[DeferredBatchNorm, int], dict[int, Moments]]"
 
 
 class BatchStatistics:
-    """What the layers of a stage have seen of the batches in hand, by call within a forward and by micro-batch."""
+    """What a stage's layers have seen of the batches in flight, by call within a forward and by micro-batch."""
 
     def __init__(self) -> None:
         self.layers: list[DeferredBatchNorm] = []
@@ -46,7 +46,7 @@ class BatchStatistics:
             layer.seen.clear()
 
     def end_forward(self) -> None:
-        """Keep what the layers saw of the micro-batch in hand, which :meth:`begin_forward` named.
+        """Keep what the layers saw of the micro-batch that :meth:`begin_forward` named.
 
         A forward that runs again, as in recomputation, says again what it said.
         """
@@ -58,7 +58,7 @@ class BatchStatistics:
         self.notes = False
 
     def of(self, place: Position) -> list[tuple[DeferredBatchNorm, int, Moments]]:
-        """What was noted of a micro-batch, for :meth:`put`."""
+        """Return what was noted of a micro-batch, for :meth:`put`."""
         seen, m = self._batches.get(place.batch, {}), place.micro_batch
         return [(*call, parts[m]) for call, parts in seen.items() if m in parts]
 
@@ -67,7 +67,7 @@ class BatchStatistics:
             self._batches[place.batch].setdefault((layer, call), {})[place.micro_batch] = moments
 
     def noted(self, batch: int) -> list[list[Any]]:
-        """What was noted of a batch, for another process: layer's number, call, micro-batch, size and values."""
+        """Return what was noted of a batch: layer's number, call, micro-batch, size and values."""
         seen = self._batches.get(batch, {})
         return [
             [layer.number, call, m, moments.size, moments.values]
@@ -76,26 +76,28 @@ class BatchStatistics:
         ]
 
     def add(self, batch: int, noted: list[list[Any]]) -> None:
-        """What another replica noted of its micro-batches of a batch."""
+        """Add what another replica noted of its micro-batches of a batch."""
         for number, call, m, size, values in noted:
             parts = self._batches[batch].setdefault((self.layers[number], call), {})
             parts[m] = Moments(size, values)
 
     def commit(self, batch: int) -> None:
-        """A batch is done: move the running statistics, once for each call of a layer as one device does."""
+        """End a batch: move the running statistics, once for each call of a layer as one device does."""
         for (layer, _), parts in self._batches.pop(batch, {}).items():
             layer.move(*whole_batch([moments for _, moments in sorted(parts.items())]))
         self.defers = bool(self._batches)
 
     def drop(self, batch: int) -> None:
-        """A batch is done and shall not count."""
+        """End a batch that shall not count."""
         self._batches.pop(batch, None)
         self.defers = bool(self._batches)
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """A BatchNorm of a stage. In training, ``running_mean``, ``running_var`` and ``num_batches_tracked`` stay as they
-    are until ``BatchStatistics.commit``. Outside of any pipeline, and in evaluation, it is the plain layer.
+    """A stage's BatchNorm, whose running statistics move once for each batch.
+
+    In training, ``running_mean``, ``running_var`` and ``num_batches_tracked`` stay as they are until
+    ``BatchStatistics.commit``. Outside of any pipeline, and in evaluation, it is the plain layer.
     """
 
     statistics: BatchStatistics
@@ -125,7 +127,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def move(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """The running statistics go on by a batch of float64 ``mean`` and unbiased ``variance``, each [channels]."""
+        """Move the running statistics by a batch of float64 ``mean`` and unbiased ``variance``, each [channels]."""
         factor: float | torch.Tensor = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -175,7 +177,7 @@ def defer_batch_norms(layers: nn.Module) -> BatchStatistics:
 
 @torch.no_grad()
 def whole_batch(parts: list[Moments]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and unbiased variance, float64, of a batch whose micro-batches have the moments ``parts``.
+    """Return mean and unbiased variance, float64, of a batch whose micro-batches have the moments ``parts``.
 
     With n_m values in micro-batch m and n in all (Chan, Golub, LeVeque 1979):
     mean = sum_m n_m mean_m / n,  variance = sum_m ((n_m - 1) variance_m + n_m (mean_m - mean)^2) / (n - 1).
@@ -192,14 +194,14 @@ def whole_batch(parts: list[Moments]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @lru_cache(maxsize=64)  # every batch of a run asks for the same, and the way to a device is long
 def _weights(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Each [micro-batches, 1]: n_m / n, (n_m - 1) / (n - 1) and n_m / (n - 1)."""
+    """Return n_m / n, (n_m - 1) / (n - 1) and n_m / (n - 1), each [micro-batches, 1]."""
     n = sum(sizes)
     rows = [[c / n for c in sizes], [(c - 1) / (n - 1) for c in sizes], [c / (n - 1) for c in sizes]]
     return torch.tensor(rows, dtype=torch.float64, device=device).unsqueeze(-1).unbind()
 
 
 def _moments(input: torch.Tensor) -> torch.Tensor:
-    """As ``Moments.values``, of at least 32 bits."""
+    """Return the values of :class:`Moments`, of at least 32 bits."""
     dims = [0, *range(2, input.dim())]
     variance, mean = torch.var_mean(input.to(torch.promote_types(input.dtype, torch.float32)), dims)
     return torch.stack((mean, variance))

@@ -64,7 +64,7 @@ class Compiler:
         return copies
 
     def refuse_cuda_graphs(self, layers: Sequence[nn.Module]) -> None:
-        """ValueError for layers, or options, with which torch.compile makes CUDA graphs of its own.
+        """Refuse, with ValueError, layers or options with which torch.compile makes CUDA graphs of its own.
 
         These give out memory that their next run overwrites, and end a run with the backward, or with the next call of
         another compiled function. Here a layer hands its output to the next one, and several micro-batches, each with
@@ -80,7 +80,7 @@ class Compiler:
             )
 
     def _function(self, layer: Any, is_asked_for: bool) -> Callable[..., Any]:
-        """Calls ``layer``. Modules that come compiled share nothing with those that are compiled here."""
+        """Return a function that calls ``layer``. Modules that come compiled share nothing with those compiled here."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return layer._call_impl(*args, **kwargs)
@@ -90,7 +90,7 @@ class Compiler:
 
 
 def _looks(layer: nn.Module) -> Any:
-    """Equal for layers that are likely to be compiled to the same. A copy of a traced graph is a class of its own."""
+    """Return what is equal for layers that are likely to be compiled to the same: traced graphs never are."""
     if any(isinstance(m, fx.GraphModule) for m in layer.modules()):
         return object()
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
@@ -101,7 +101,7 @@ def _looks(layer: nn.Module) -> Any:
 
 
 def compile_options(given: Any, recompute: str = "never") -> dict[str, Any] | None:
-    """What ``Pipeline(compile=given)`` asks for, as arguments of torch.compile; None: nothing.
+    """Return what ``Pipeline(compile=given)`` asks for, as arguments of torch.compile; None if nothing.
 
     With recomputation, sizes are fixed in what is compiled (``dynamic=False``) unless ``given`` says otherwise: what
     serves all sizes may save other tensors than what was compiled for one of them and ran the first forward.
@@ -134,7 +134,7 @@ def compile_options(given: Any, recompute: str = "never") -> dict[str, Any] | No
 
 
 def described(options: dict[str, Any] | None) -> str:
-    """The same text on every rank that asks for the same."""
+    """Describe options by a text that is the same on every rank that asks for the same."""
 
     def text(value: Any) -> str:
         if isinstance(value, dict):
@@ -167,7 +167,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def unwrapped(module: Any, memo: dict[int, nn.Module]) -> Any:
-    """What ``torch.compile(module)`` wraps, compiled as if by its own ``compile()``; anything else as it is.
+    """Return what ``torch.compile(module)`` wraps, compiled as if by its own ``compile()``; anything else as it is.
 
     The wrapped module stays as it is: a wrapper's is copied, but for its parameters and children. ``memo``: the
     results so far, so that a module that stands at several places stays one.
@@ -182,7 +182,7 @@ def unwrapped(module: Any, memo: dict[int, nn.Module]) -> Any:
 
 
 def original(model: Any) -> Any:
-    """What ``torch.compile(model)`` wraps; anything else as it is."""
+    """Return what ``torch.compile(model)`` wraps; anything else as it is."""
     return model._orig_mod if _is_wrapper(model) else model
 
 
@@ -193,7 +193,7 @@ def _is_wrapper(module: Any) -> bool:
 
 
 def _context_of(module: Any) -> _Context | None:
-    """How a module was compiled; None if it was not."""
+    """Return how a module was compiled; None if it was not."""
     if _is_wrapper(module):
         context: _Context = module.dynamo_ctx
         return context
@@ -201,7 +201,7 @@ def _context_of(module: Any) -> _Context | None:
 
 
 def _context_in(function: Any) -> _Context | None:
-    """How a function was compiled; None if it was not.
+    """Return how a function was compiled; None if it was not.
 
     torch has no way to ask. Its wrapper of a function is a closure over the context; where it should be another thing
     in some release, the default options are the honest rest.
@@ -235,7 +235,7 @@ def _refuse_compiled_forward(module: nn.Module) -> None:
 
 
 def compiler_error() -> type[Exception]:
-    """What torch.compile raises that is no RuntimeError: code that needs one graph has too many variants."""
+    """Return what torch.compile raises that is no RuntimeError: code that needs one graph has too many variants."""
     found: type[Exception] = getattr(
         sys.modules.get("torch._dynamo.exc"), "FailOnRecompileLimitHit", RuntimeError
     )
@@ -243,7 +243,7 @@ def compiler_error() -> type[Exception]:
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says, in a line; of a compiler's what went wrong in it."""
+    """Say in a line what an error is about; of a compiler's, what went wrong in it."""
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, BaseException):  # "backend='inductor' raised:", and this
         return f"torch.compile: {type(inner).__name__}: {reason_of(inner)}"

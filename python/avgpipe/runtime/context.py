@@ -30,7 +30,7 @@ _here = Position()
 
 
 def position() -> Position:
-    """The place of the computation that is running now."""
+    """Return the place of the computation that is running now."""
     return _here
 
 
@@ -73,12 +73,12 @@ class Carry(nn.Module):
         self.values[m], self._newest[m] = value, batch
 
     def forget(self, batch: int) -> None:
-        """No forward of ``batch`` will run again."""
+        """Forget what only forwards of ``batch`` need, none of which will run again."""
         for place in [place for place in self._read if place[0] == batch]:
             del self._read[place]
 
     def drop_nonfinite(self) -> None:
-        """What was carried from a batch that shall not count; where it has infinities or NaN, begin anew."""
+        """Begin anew where what was carried has infinities or NaN, as its batch shall not count."""
         for m, value in list(self.values.items()):
             tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
             if not all(bool(x.isfinite().all()) for x in tensors):
@@ -103,12 +103,12 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*words: int) -> int:
-    """A 64-bit key of integers (the finaliser of SplitMix64, Steele, Lea and Flood 2014, over each word)."""
+    """Hash integers to 64 bits, by the finaliser of SplitMix64 (Steele, Lea and Flood 2014) over each word."""
     return mix_more(0, *words)
 
 
 def mix_more(key: int, *words: int) -> int:
-    """The key of more words after those that made ``key``."""
+    """Go on hashing more words after those that made ``key``."""
     for word in words:
         key = (key + word + 0x9E3779B97F4A7C15) & _MASK
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -143,7 +143,7 @@ class CallerGenerators:
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
-        """The caller's own code runs inside this block, and draws as if no layer had run."""
+        """Let the caller's own code, inside this block, draw as if no layer had run."""
         self.__exit__()
         try:
             yield

@@ -25,7 +25,7 @@ _log = logging.getLogger("avgpipe")
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What a batch came to; alike on every rank. ``loss`` is that of the whole batch before its update."""
+    """A batch that has ended; alike on every rank. ``loss`` is that of the whole batch before its update."""
 
     loss: float
     batch: int  # counted over the life of the pipeline
@@ -184,7 +184,7 @@ _LEFT = 4  # iterators left with a batch ahead that are remembered, for they may
 
 
 class Prefetch:
-    """Pairs (inputs, targets) of the loaders that are opened one after another, with what ``copy`` made of each.
+    """Yields the pairs (inputs, targets) of loaders, opened one after another, with what ``copy`` made of each.
 
     Fetching happens in the scheduler's thread, when it would wait otherwise, so loaders need to know nothing of
     threads and their calls keep their order. What a loader raises comes out of :meth:`next`, where it would have
@@ -235,7 +235,7 @@ class Prefetch:
             self._ended = True
 
     def state(self, loader: Any) -> Any:
-        """The state of ``loader`` after the batches that were taken from it here."""
+        """Return the state of ``loader`` after the batches that were taken from it here."""
         tell = getattr(loader, "state_dict", None)
         if not callable(tell):
             raise TypeError(
@@ -250,7 +250,7 @@ class Prefetch:
         return self._state if self._ahead else tell()
 
     def next(self) -> Batch | None:
-        """The next batch, or None at the end."""
+        """Return the next batch, or None at the end."""
         if not self._ahead and not self._ended:
             self._fetch()
         if not self._ahead:

@@ -23,7 +23,7 @@ _log = logging.getLogger("avgpipe")
 
 
 class StageGraphs:
-    """Called as the stage is, by a lane that trains it. What has another shape than the first batch runs without."""
+    """Runs a stage that trains by its graphs. What has another shape than the first batch runs without."""
 
     def __init__(self, stage: Stage) -> None:
         check_capturable(stage)
@@ -50,7 +50,7 @@ class StageGraphs:
 
 
 def check_capturable(stage: Stage) -> None:
-    """ValueError, with the way out, for a stage whose forward is not the same kernels every time."""
+    """Refuse, with ValueError, a stage whose forward is not the same kernels every time."""
     way_out = "leave cuda_graphs out, or use a model without it"
     if stage.carries():
         raise ValueError(
@@ -83,7 +83,7 @@ def draws_random_numbers(layers: _Layers, tensors: list[torch.Tensor]) -> bool:
 
 
 class _Layers(nn.Module):
-    """The layers of a stage as a function from tensors to tensors, as capturing wants it."""
+    """A stage's layers as a function from tensors to tensors, as capturing wants it."""
 
     stage: Stage
 
@@ -111,7 +111,7 @@ class _Layers(nn.Module):
         return value
 
     def result(self, tensors: Any) -> Any:
-        """The value whose tensors the last forward returned."""
+        """Return the value whose tensors the last forward returned."""
         stream = iter(tensors)
         leaves = [next(stream) if leaf is None else leaf[0] for leaf in self._plain]
         return pytree.tree_unflatten(leaves, self._result)
@@ -166,7 +166,7 @@ class _Captured:
 
 
 class _OwnGradient(torch.autograd.Function):
-    """The identity. A gradient that a graph made lies in its memory: what is sent must be a copy."""
+    """Copies the gradient on its way back: one that a graph made lies in its memory, and is overwritten."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ _BUCKET_BYTES = 8 * 2**20  # large enough for the network, small enough to begin
 def sum_group(
     ranks: Sequence[int], device: torch.device, timeout_s: float, backend: str
 ) -> dist.ProcessGroup:
-    """A group of ``ranks``, for sums of tensors on ``device``. Every rank of the world calls this, in one order."""
+    """Make a group of ``ranks`` for sums of tensors on ``device``. Every rank of the world calls this, in one order."""
     select(device)  # for whichever thread connects
     group: dist.ProcessGroup = dist.new_group(
         list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend
@@ -47,8 +47,12 @@ def sum_group(
 
 
 class GroupSum:
-    """``parameters``: alike on all ranks of ``group``, which is for this alone, and on ``device``. ``key``: of the
-    message that the sums of a batch are there, without the batch.
+    """Sums the gradients of a stage's replicas, bucket by bucket.
+
+    Args:
+        parameters: alike on all ranks of ``group``.
+        group: is for this alone, and its tensors are on ``device``.
+        key: names the message that the sums of a batch are there, but for the batch.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class GroupSum:
             p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
 
     def arm(self) -> None:
-        """The backward that comes is the last one before :meth:`complete`: what it makes is final."""
+        """Begin: the backward that comes is the last one before :meth:`complete`, and what it makes is final."""
         self._waiting = [set(bucket.members) for bucket in self._buckets]
         self._armed = True
 
@@ -111,7 +115,7 @@ class GroupSum:
         self._works.append(dist.all_reduce(bucket.flat, group=self._group, async_op=True))
 
     def total(self, n: int) -> torch.Tensor:
-        """The sum of the gradients of parameter n; overwritten by the next batch's."""
+        """Return the sum of the gradients of parameter n; the next batch's overwrites it."""
         total: torch.Tensor = self._buckets[self._bucket_of[n]].members[n]
         return total
 
@@ -135,7 +139,7 @@ class GroupSum:
 
 
 class _Sums(Handed):
-    """The message of a batch: who takes it goes on, on its stream, after the works."""
+    """The message that a batch's sums are there: who takes it goes on, on its stream, after they are."""
 
     __slots__ = ("_batch",)
 
@@ -169,7 +173,7 @@ class _Bucket:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-    """From the last parameter to the first, in which order a backward makes their gradients, more or less."""
+    """Fill buckets from the last parameter to the first: a backward makes gradients in that order, more or less."""
     groups: list[list[int]] = []
     size = _BUCKET_BYTES
     for n in reversed(range(len(parameters))):

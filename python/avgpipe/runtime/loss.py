@@ -30,7 +30,7 @@ class Loss(NamedTuple):
 
 
 def loss_of(loss_fn: LossFn, output: Any, target: Any) -> Loss:
-    """The loss of a micro-batch, refused unless it is a scalar tensor, or that and a count."""
+    """Return the loss of a micro-batch, refused unless it is a scalar tensor, or that and a count."""
     loss = loss_fn(output, target)
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return Loss(loss)
@@ -52,8 +52,9 @@ def _is_scalar(value: Any) -> bool:
 
 
 def is_mean_by_kind(loss_fn: LossFn) -> bool:
-    """Whether it is known without a look that micro-batches of this loss are weighed rightly: torch's own modules, and
-    what says by ``reduction`` that it is a sum.
+    """Whether micro-batches of this loss are known to be weighed rightly, without a look.
+
+    True for torch's own modules, and for what says by ``reduction`` that it is a sum.
     """
     return getattr(loss_fn, "reduction", None) == "sum" or (
         isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch.nn.")
@@ -61,7 +62,7 @@ def is_mean_by_kind(loss_fn: LossFn) -> bool:
 
 
 class MeanCheck:
-    """Looks whether a loss of unknown kind is a mean over samples, in the micro-batches of the first batch.
+    """Checks in the micro-batches of the first batch whether a loss of unknown kind is a mean over samples.
 
     Each is evaluated whole and sample by sample. What finds nothing says nothing: where outputs do not have their
     samples in dimension 0 there is no telling.
@@ -76,7 +77,7 @@ class MeanCheck:
 
     @torch.no_grad()
     def look(self, batch: int, output: Any, target: Any) -> None:
-        """At a micro-batch; warns, once, of a loss that is no mean."""
+        """Look at a micro-batch, and warn, once, of a loss that is no mean."""
         if self._batch is None:
             self._batch = batch
         elif batch != self._batch:
@@ -110,7 +111,7 @@ class MeanCheck:
         )
 
     def _evaluate(self, output: Any, target: Any, samples: int) -> tuple[float | None, list[float]]:
-        """The loss of some samples, None if that cannot be said, and the losses of each."""
+        """Return the loss of some samples, None if that cannot be said, and the losses of each."""
         tensors = [t for t in tensors_of((output, target)) if t.dim() > 0]
         if any(t.shape[0] % samples for t in tensors):
             return None, []
@@ -135,12 +136,12 @@ class MeanCheck:
 
 
 def _samples(part: tuple[Any, Any]) -> int:
-    """Of output and target. The target has its samples in dimension 0."""
+    """Count the samples of output and target. The target has them in dimension 0."""
     return next((t.shape[0] for t in tensors_of(part[1]) + tensors_of(part[0]) if t.dim() > 0), 1)
 
 
 def _near(a: float, b: float, parts: list[float]) -> bool:
-    """Within what rounding may do, in 16 bits too. False for NaN."""
+    """Whether two losses differ by no more than rounding may do, in 16 bits too. False for NaN."""
     return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b), sum(map(abs, parts)) / len(parts))
 
 
@@ -150,10 +151,15 @@ _KEPT = 256  # versions of the weights, more than are ever under way
 
 
 class LossScale:
-    """``fixed``: a scale that never changes; None: dynamic.
+    """Scales losses of float16, by the rule and the defaults of torch.amp.GradScaler, so that small gradients survive.
 
-    versioned: whether batches run on weights that are not the newest. A batch's scale is then the one that was there
-    when its weights were made, or it would depend on timing.
+    The last stage multiplies the loss; all stages divide their gradients again before anything looks at them, and all
+    skip an update where a gradient on any of them overflowed. Each pipeline has a scale of its own.
+
+    Args:
+        fixed: a scale that never changes; None: dynamic.
+        versioned: whether batches run on weights that are not the newest. A batch's scale is then the one that was
+            there when its weights were made, or it would depend on timing.
     """
 
     _scale: float
@@ -167,11 +173,11 @@ class LossScale:
         self.load_state_dict({"scale": _INITIAL if fixed is None else fixed, "growth_tracker": 0})
 
     def at(self, version: int) -> float:
-        """The scale for a batch that runs on this version of the weights, counted in updates."""
+        """Return the scale for a batch that runs on this version of the weights, counted in updates."""
         return self._scales.get(version, self._first) if self._versioned else self._scale
 
     def update(self, overflowed: bool) -> None:
-        """A batch is done; ``overflowed``: a gradient of it, on any stage, was not finite."""
+        """Go on after a batch. ``overflowed``: a gradient of it, on any stage, was not finite."""
         if self._fixed is None:
             self._tracker = 0 if overflowed else self._tracker + 1
             if overflowed:
@@ -183,7 +189,7 @@ class LossScale:
         self._scales.pop(self._updates - _KEPT, None)
 
     def resume(self, updates: int) -> None:
-        """The weights were replaced by those after so many updates."""
+        """Go on with weights that were replaced by those after so many updates."""
         self._updates, self._first = updates, self._scale
         self._scales = {updates: self._scale}
 
@@ -206,37 +212,41 @@ _REMEDY = (
 
 
 class NonfiniteNotice:
-    """``watches``: whether nothing else sees to it, as ``skip_nonfinite`` does."""
+    """Warns of infinities and NaN where they are first seen: once in a run, by one rank.
+
+    Attributes:
+        watches: whether nothing else sees to them, as ``skip_nonfinite`` does.
+    """
 
     def __init__(self, world: World, placement: Placement, watches: bool) -> None:
         self._world, self._placement = world, placement
         self.watches = watches
 
     def loss(self, loss: float, batch: int, pipeline: int) -> None:
-        """Of a whole batch; on every rank."""
+        """Look at the loss of a whole batch, on every rank."""
         if self.watches and not math.isfinite(loss):
             replica = self._placement.first_replicas(pipeline)[-1]
             if self._placement.rank_of(replica) == self._world.rank:
-                self._tell(f"the loss on {self._placement.name(replica)} is {loss}", batch, pipeline)
+                self._warn(f"the loss on {self._placement.name(replica)} is {loss}", batch, pipeline)
 
     def gradients(
         self,
         grads: Sequence[torch.Tensor],
-        told: torch.Tensor | None,
+        outcome: torch.Tensor | None,
         replica: int,
         batch: int,
         pipeline: int,
     ) -> None:
-        """Of a stage, on the CPU. ``told``: its batch's loss, if it knows that, which may be the cause."""
+        """Look at a stage's gradients, on the CPU. ``outcome``: the batch's loss, if known, which may be the cause."""
         if _are_finite(grads):
             return
-        if told is not None:
-            self.loss(float(told.reshape(-1)[0]), batch, pipeline)
+        if outcome is not None:
+            self.loss(float(outcome.reshape(-1)[0]), batch, pipeline)
         if self.watches:
             what = f"gradients on {self._placement.name(replica)} have infinities or NaN"
-            self._tell(what, batch, pipeline)
+            self._warn(what, batch, pipeline)
 
-    def _tell(self, what: str, batch: int, pipeline: int) -> None:
+    def _warn(self, what: str, batch: int, pipeline: int) -> None:
         self.watches = False
         rank = self._world.rank
         if self._world.is_first("nonfinite"):

@@ -38,7 +38,7 @@ class SavedBytes:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has used: on ``device`` where that is CUDA, else resident in main memory."""
+    """Return the most memory this process has used: on ``device`` where that is CUDA, else resident in main memory."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:

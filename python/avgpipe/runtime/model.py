@@ -29,14 +29,14 @@ from avgpipe.runtime.tracing import TracedLayer, Values, traced
 
 
 class SkipRoute(NamedTuple):
-    """One end of a way past other stages. ``stage``: the other end. ``places``: of the values, in this end's tuple."""
+    """One end of a skip over other stages. ``stage``: the other end. ``places``: the values' in this end's tuple."""
 
     stage: int
     places: tuple[int, ...]
 
 
 class Skips(NamedTuple):
-    """Of a stage: where values of its input come from, and where values of its output go, each in stage order."""
+    """Where skipping values of a stage's input come from, and those of its output go, each in stage order."""
 
     arrivals: tuple[SkipRoute, ...] = ()
     departures: tuple[SkipRoute, ...] = ()
@@ -46,7 +46,7 @@ NO_SKIPS = Skips()
 
 
 def skips_of(pieces: Sequence[Values], bounds: Sequence[int]) -> list[Skips]:
-    """Of every stage. ``bounds``: first piece of each stage, then the number of pieces."""
+    """Find the skips of every stage. ``bounds``: first piece of each stage, then the number of pieces."""
     stages = [pieces[a:b] for a, b in pairwise(bounds)]
     ways: dict[tuple[int, int], list[str]] = {}  # by both ends, what goes there
     holders = dict.fromkeys(stages[0][-1].gives, 0)  # by value, the stage that made it or used it last
@@ -75,7 +75,7 @@ def _places(names: tuple[str, ...], found: Iterable[str]) -> tuple[int, ...]:
 def extract_skips(
     output: tuple[Any, ...], departures: Sequence[SkipRoute]
 ) -> tuple[tuple[Any, ...], list[list[Any]]]:
-    """A stage's output as the next stage gets it, and for each departure the values that go there."""
+    """Return a stage's output as the next stage gets it, and for each departure the values that go there."""
     parts = [[output[n] for n in route.places] for route in departures]
     gone = {n for route in departures for n in route.places}
     return tuple(None if n in gone else value for n, value in enumerate(output)), parts
@@ -84,7 +84,7 @@ def extract_skips(
 def insert_skips(
     given: tuple[Any, ...], arrivals: Sequence[SkipRoute], parts: Sequence[Sequence[Any]]
 ) -> tuple[Any, ...]:
-    """A stage's input, from what the stage before gave and for each arrival what came from there."""
+    """Return a stage's input, from what the stage before gave and for each arrival what came from there."""
     whole = list(given)
     for route, values in zip(arrivals, parts):
         for n, value in zip(route.places, values):
@@ -96,8 +96,10 @@ def insert_skips(
 
 
 def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The chain that computes ``model``: its children if it is sequential, the adapter's layers if its forward is
-    one of the transformers library, else segments of its traced graph.
+    """Return the chain of layers that computes ``model``.
+
+    Its children if it is sequential, the adapter's layers if its forward is one of the transformers library, else
+    pieces of its traced graph.
     """
     model = original(model)
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
@@ -113,7 +115,7 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def stage_bounds(layers: Sequence[nn.Module], stages: int, partition: Sequence[Any] | None) -> list[int]:
-    """First layer of every stage, then the number of layers. ``partition``: as in ``Plan``."""
+    """Return the first layer of every stage, then the number of layers. ``partition``: as in ``Plan``."""
     count = len(layers)
     if stages > count:
         raise ValueError(
@@ -133,7 +135,7 @@ def stage_bounds(layers: Sequence[nn.Module], stages: int, partition: Sequence[A
 
 
 def _named(layers: Sequence[nn.Module], name: str) -> int:
-    """The first layer that calls the module ``name`` or one inside of it; a layer's ``calls`` says which it calls."""
+    """Find the first layer that calls the module ``name`` or one inside of it; its ``calls`` says which it calls."""
     stated = [getattr(layer, "calls", None) for layer in layers]
     called = [calls if isinstance(calls, str) else str(n) for n, calls in enumerate(stated)]
     for n, target in enumerate(called):
@@ -143,7 +145,7 @@ def _named(layers: Sequence[nn.Module], name: str) -> int:
 
 
 def _cost(layer: nn.Module) -> float:
-    """A rough estimate of a layer's compute before anything is measured: its weights, each used once per sample.
+    """Estimate a layer's compute before anything is measured: its weights, each used once per sample.
 
     An embedding only looks up; a layer may state its own ``compute_cost``.
     """
@@ -156,7 +158,7 @@ def _cost(layer: nn.Module) -> float:
 
 
 def _forward_module(model: nn.Module) -> str:
-    """The package whose code ``model.forward`` is."""
+    """Return the package whose code ``model.forward`` is."""
     owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
     return owner.__module__.split(".")[0]
 
@@ -168,7 +170,7 @@ def _of_transformers(model: nn.Module) -> list[nn.Module]:
 
 
 def named_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """The ``state_dict`` of the unsplit model, with the very tensors (tied ones stand there under each name)."""
+    """Return the ``state_dict`` of the unsplit model, with the very tensors (tied ones under each name)."""
     whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
     state = whole.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
@@ -178,8 +180,12 @@ def named_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Ten
 
 
 class Entry(NamedTuple):
-    """A tensor of a stage's ``state_dict``: its names in the unsplit model, its name in the stage, its place in
-    the arena.
+    """A tensor of a stage's ``state_dict``.
+
+    Attributes:
+        names: in the unsplit model.
+        local: its name in the stage.
+        arena: its number among the parameters in flat buffers; None for a frozen parameter or a buffer.
     """
 
     names: list[str]
@@ -193,12 +199,16 @@ class Entry(NamedTuple):
 class Model:
     """What is known of the model that was given: nothing here changes with it afterwards.
 
-    bounds: first layer of each stage, then the number of layers. names: of the unsplit model's ``state_dict``, in its
-    order. entries: everything that is saved, per stage; a tensor that is tied inside a stage stands there once.
-    trainable: of each stage the first names of its trainable parameters, each once, in the order of its arena.
-    shapes: of each stage a tensor without values for each of them. shared: of each stage, for every other one that
-    holds trainable parameters of it too, their places in ``trainable``, in an order that both agree on. skips: of each
-    stage, the values that go past the stages beside it. unused: copies of what no stage holds, as no forward uses it.
+    Attributes:
+        bounds: first layer of each stage, then the number of layers.
+        names: of the unsplit model's ``state_dict``, in its order.
+        entries: everything that is saved, per stage; a tensor that is tied inside a stage stands there once.
+        trainable: the first names of each stage's trainable parameters, each once, in the order of its flat buffers.
+        shapes: a tensor without values for each of these.
+        shared: of each stage, for every other one that holds trainable parameters of it too, their places in
+            ``trainable``, in an order that both agree on.
+        skips: of each stage, the values that skip the stages beside it.
+        unused: copies of what no stage holds, as no forward uses it.
     """
 
     bounds: list[int]
@@ -224,7 +234,7 @@ class Model:
         stages: int,
         partition: Sequence[Any] | None,
     ) -> Model:
-        """``layers``: those of ``model``."""
+        """Cut ``model``, which ``layers`` compute, into ``stages``."""
         bounds = stage_bounds(layers, stages, partition)
         tensors = named_tensors(model)
         names: dict[int, list[str]] = {}  # all names of a tensor
@@ -266,7 +276,7 @@ class Model:
         }
 
     def shared_values(self, layers: Sequence[nn.Module]) -> dict[str, str]:
-        """SHA-256 of every parameter of ``layers`` that several stages hold: copies that must begin alike."""
+        """Return the SHA-256 of each parameter that several stages hold: their copies must begin alike."""
         found = {}
         for k, others in enumerate(self.shared):
             parameters = trainable_parameters(nn.ModuleList(layers[self.bounds[k] : self.bounds[k + 1]]))
@@ -277,7 +287,7 @@ class Model:
 
 
 def trainable_parameters(layers: nn.Module) -> list[nn.Parameter]:
-    """Those of a stage, each once, in the order of its arena."""
+    """Return a stage's trainable parameters, each once, in the order of its flat buffers."""
     return [p for p in layers.parameters() if p.requires_grad]
 
 

@@ -86,7 +86,7 @@ class Placement:
         return {n: worker for worker, held in enumerate(self.workers) for n in held}
 
     def held_by(self, rank: int) -> list[int]:
-        """The replicas of a process."""
+        """Return the replicas of a process."""
         return list(range(len(self.replicas))) if self.ranks == 1 else list(self.workers[rank])
 
     def rank_of(self, replica: int) -> int:
@@ -99,28 +99,28 @@ class Placement:
         return self.replicas[replica].stage
 
     def pipelines_of(self, replica: int) -> list[int]:
-        """The pipelines that train there."""
+        """Return the pipelines that train on a replica."""
         return [self.replicas[replica].group] if self.is_dedicated else list(range(self.pipelines))
 
     def replicas_of(self, stage: int, pipeline: int = 0) -> list[int]:
         return self._by_stage[pipeline if self.is_dedicated else 0, stage]
 
     def replica_for(self, stage: int, micro_batch: int, pipeline: int = 0) -> int:
-        """The replica of a stage that a micro-batch goes to."""
+        """Return the replica of a stage that a micro-batch goes to."""
         replicas = self.replicas_of(stage, pipeline)
         return replicas[micro_batch % len(replicas)]
 
     def first_replicas(self, pipeline: int = 0) -> list[int]:
-        """The first replica of each stage: it evaluates, and tells what all replicas of its stage know."""
+        """Return the first replica of each stage: it evaluates, and tells what all replicas of its stage know."""
         return [self.replicas_of(stage, pipeline)[0] for stage in range(self.stages)]
 
     def source_for(self, replica: int, stage: int) -> int:
-        """The replica of another stage that tells ``replica`` what all of that stage know."""
+        """Return the replica of another stage that tells ``replica`` what all of that stage know."""
         _, number, group = self.replicas[replica]
         return self.replica_for(stage, number, group)
 
     def receivers_of(self, replica: int, stage: int) -> list[int]:
-        """The replicas of another stage that ``replica`` tells what all of its stage know."""
+        """Return the replicas of another stage that ``replica`` tells what all of its stage know."""
         own, _, group = self.replicas[replica]
         return [other for other in self.replicas_of(stage, group) if self.source_for(other, own) == replica]
 

@@ -118,7 +118,7 @@ def warn_of_waits(options: TrainingOptions, plan: Plan, shares: bool) -> None:
 
 
 def check_optimizer(made: Any) -> None:
-    """What the caller's function ``optimizer`` returned."""
+    """Refuse what no optimizer of a Pipeline can be. ``made``: what the caller's function returned."""
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must return one torch.optim.Optimizer, not {_kind(made)}; where parameters need different "
@@ -132,7 +132,7 @@ def check_optimizer(made: Any) -> None:
 
 
 def check_lr_scheduler(made: Any) -> None:
-    """What the caller's function ``lr_scheduler`` returned."""
+    """Refuse what cannot step by itself. ``made``: what the caller's function returned."""
     if not callable(getattr(made, "step", None)):
         raise TypeError(
             f"lr_scheduler must return something with a method step, not {_kind(made)}; for several schedules return "
@@ -150,7 +150,7 @@ def _ranks() -> int:
 
 
 def _required(method: Any) -> bool:
-    """Whether it cannot be called without arguments."""
+    """Whether a method cannot be called without arguments."""
     try:
         parameters = inspect.signature(method).parameters.values()
     except (TypeError, ValueError):  # no signature to be had

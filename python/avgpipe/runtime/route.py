@@ -81,7 +81,7 @@ class Route:
         return self.stage == self.placement.stages - 1
 
     def at(self, stage: int, micro_batch: int) -> int:
-        """The replica of another stage that has to do with a micro-batch of this pipeline."""
+        """Return the replica of another stage that has to do with a micro-batch of this pipeline."""
         return self.placement.replica_for(stage, micro_batch, self.pipeline)
 
     @cached_property
@@ -95,7 +95,7 @@ class Route:
 
     @cached_property
     def learns_the_loss(self) -> bool:
-        """Whether by a message of its own: it cannot ride on the last gradient where several replicas know parts."""
+        """Whether the loss comes by a message of its own: where several replicas know parts, no gradient carries it."""
         return self.placement.is_replicated and not self.last
 
     @cached_property
@@ -150,7 +150,7 @@ class Route:
     # ---- messages ------------------------------------------------------------------------------------------------
 
     def needs(self, kind: StepKind, batch: int, micro_batch: int) -> tuple[Key, ...]:
-        """The messages that a step of training consumes; a neighbour's before those that skip stages."""
+        """Return the messages that a step of training consumes; a neighbour's before those that skip stages."""
         channels = self._channels.get((kind, micro_batch))
         if channels is None:  # the same for every batch
             channels = [
@@ -163,23 +163,23 @@ class Route:
         return tuple(keys)
 
     def sums_key(self, batch: int) -> Key:
-        """Names the message that a group's sums of gradients are there."""
+        """Name the message that a group's sums of gradients are there."""
         return Key(Message.SUMS_READY, self.pipeline, self.replica, self.replica, batch, -1)
 
     def evaluation_needs(self, batch: int, micro_batch: int) -> tuple[Key, ...]:
-        """The messages that an evaluation's forward consumes."""
+        """Return the messages that an evaluation's forward consumes."""
         sources = [] if self.first else [self.stage - 1]
         sources += [stage for stage, _ in self.skips.arrivals]
         return tuple(self.evaluation_key(k, self.stage, batch, micro_batch) for k in sources)
 
     def evaluation_key(self, source: int, target: int, batch: int, micro_batch: int) -> Key:
-        """Names the activation of an evaluation that goes from one stage to another."""
+        """Name the activation of an evaluation that goes from one stage to another."""
         replicas = self.placement.first_replicas(self.pipeline)
         pipeline = evaluation_pipeline(self.placement, self.pipeline)
         return Key(Message.EVALUATION, pipeline, replicas[source], replicas[target], batch, micro_batch)
 
     def _sources(self, kind: StepKind, m: int) -> list[tuple[Message, int]]:
-        """The kinds of the messages that a step takes, each with the replica that it comes from."""
+        """Return the kinds of the messages that a step takes, each with the replica that it comes from."""
         placement, stage, K = self.placement, self.stage, StepKind
         if kind is K.FORWARD:
             before = [] if self.first else [(Message.ACTIVATION, self.at(stage - 1, m))]
@@ -237,7 +237,7 @@ def result_key(placement: Placement, rank: int, pipeline: int, batch: int) -> Ke
 
 
 def evaluation_pipeline(placement: Placement, pipeline: int) -> int:
-    """The pipeline that messages of an evaluation name: one serves all that share their replicas."""
+    """Return the pipeline that an evaluation's messages name: one serves all that share their replicas."""
     return pipeline if placement.is_dedicated else 0
 
 

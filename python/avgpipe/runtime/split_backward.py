@@ -83,7 +83,7 @@ def input_backward(
 
 
 class Deferred:
-    """W of one backward: what :func:`input_backward` left to do."""
+    """What :func:`input_backward` left to do: W of one backward."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
@@ -140,14 +140,14 @@ class _Feeder(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """``nexts``: where each node's gradients go. ``depth``: the longest way to an input, 0 if there is none."""
+    """A backward graph. ``nexts``: where each node's gradients go. ``depth``: the longest way to an input, or 0."""
 
     nexts: dict[Node, list[Node]]
     depth: dict[Node, int]
 
 
 def _explore(roots: Sequence[GradientEdge], wanted: set[int]) -> _Graph:
-    """``wanted``: identities of the input leaves."""
+    """Walk through the graph behind ``roots``. ``wanted``: identities of the input leaves."""
     nexts: dict[Node, list[Node]] = {}
     depth: dict[Node, int] = {}
     # Without recursion: a graph may be deeper than Python's stack.
@@ -171,7 +171,7 @@ def _explore(roots: Sequence[GradientEdge], wanted: set[int]) -> _Graph:
 def _plan(
     graph: _Graph, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor]
 ) -> tuple[list[_Part], set[Node], list[torch.Tensor]]:
-    """The runs of W, the nodes that they need, and the weights that cannot wait for them."""
+    """Return the runs of W, the nodes that they need, and the weights that cannot wait for them."""
     parts: dict[int, _Part] = {}
     part_of: dict[Node, _Part] = {}
     now: list[torch.Tensor] = []
@@ -210,7 +210,7 @@ def _bundles(graph: _Graph) -> Iterable[list[Node]]:
 
 
 def _join(of: dict[Node, list[Node]], bundle: list[Node], node: Node) -> list[Node]:
-    """``bundle`` with ``node`` and all that hangs together with it."""
+    """Return ``bundle`` with ``node`` and all that hangs together with it."""
     other = of.get(node)
     if other is bundle:
         return bundle
@@ -233,7 +233,7 @@ def _can_wait(bundle: list[Node], feeders: list[Node], graph: _Graph) -> bool:
 
 
 def _is_chain(feeders: list[Node], graph: _Graph) -> bool:
-    """Whether one leads to another."""
+    """Whether one of the feeders leads to another."""
     members = set(feeders)
     lowest = min(graph.depth[node] for node in feeders)
     stack, seen = list(feeders), set()
@@ -266,7 +266,7 @@ def _is_joint(kind: type) -> bool:
 
 @lru_cache(maxsize=1024)
 def _saved_names(kind: type) -> tuple[tuple[str, str], ...]:
-    """Attributes of a kind of node: each saved tensor (or tuple of them) as it is kept, and as it is given out."""
+    """Return a kind of node's attributes: each saved tensor (or tuple) as it is kept, and as it is given out."""
     raw = [name for name in dir(kind) if name.startswith("_raw_saved_")]
     custom = issubclass(kind, BackwardCFunction)
     return tuple((name, "saved_tensors" if custom else name[len("_raw") :]) for name in raw)
@@ -311,7 +311,7 @@ def _run(
     leaves: Sequence[torch.Tensor],
     keep_graph: bool = False,
 ) -> None:
-    """As ``run_backward``, but only what leads to ``leaves``; [] is all."""
+    """Run a backward through what leads to ``leaves`` alone; [] is all."""
     _engine_run_backward(
         tuple(roots),
         tuple(grads),
@@ -324,7 +324,7 @@ def _run(
 
 
 def run_backward(edges: Sequence[GradientEdge], grads: Sequence[torch.Tensor]) -> None:
-    """``torch.autograd.backward`` without its checks of shapes, which take as long as a small layer's backward.
+    """Do as ``torch.autograd.backward`` without its checks of shapes, which take as long as a small layer's backward.
 
     The gradients were made by autograd itself for these very outputs, so they fit. ``_engine_run_backward`` is torch's
     own entry for this, and private: the tests run it under the oldest and the newest torch that we support.

@@ -41,7 +41,7 @@ class Stage(nn.Module):
         self._chain = list(enumerate(self.layers, first))  # quicker to walk than a ModuleList
 
     def forward(self, value: Any, place: Position, again: bool = False) -> Any:
-        """``again``: the same value comes for another forward."""
+        """Run the layers. ``again``: the same value comes for another forward."""
         before = set_position(place)
         try:
             return self.inputs.run(self._run, value, place, self.training, again)
@@ -62,7 +62,7 @@ class Stage(nn.Module):
         return value
 
     def recomputed(self, value: Any, place: Position) -> Any:
-        """As a call, but keeps only ``value`` and runs the layers again in the backward."""
+        """Run the layers, keep only ``value``, and run them again in the backward."""
         # The generators are keyed, so the second forward draws what the first one drew without saving their state.
         return checkpoint(self, value, place, True, use_reentrant=False, preserve_rng_state=False)
 
@@ -87,7 +87,7 @@ _Layers = Callable[[Any, Position], Any]
 
 
 class Inputs:
-    """What one stage, number ``index``, has been seen to write to."""
+    """Knows which inputs the layers of stage ``index`` have been seen to write to."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -100,7 +100,7 @@ class Inputs:
         return True in self._written
 
     def run(self, layers: _Layers, value: Any, place: Position, training: bool, again: bool) -> Any:
-        """``layers(value, place)``, but ``value`` stays as it is. ``again``: it is needed for another forward."""
+        """Return ``layers(value, place)``; ``value`` stays as it is. ``again``: it is needed for another forward."""
         written = self._written.get(training)
         if written is None or written or again:
             return self._checked(layers, value, place, training, again)

@@ -19,7 +19,7 @@ from avgpipe.runtime.compiled import is_compiled
 
 
 class Values(NamedTuple):
-    """The values of a piece of a model, by name.
+    """A piece of a model's values, by name.
 
     takes, gives: in the order of its tuples. uses: what it computes with of the former; the first piece takes the
     model's input, which has no names, and the last gives the model's output, so neither is listed.
@@ -61,7 +61,7 @@ class TracedLayer(nn.Module):
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Compiled modules are called as they are: torch.compile cannot be traced through."""
+        """Call compiled modules as they are: torch.compile cannot be traced through."""
         return is_compiled(m) or super().is_leaf_module(m, module_qualified_name)
 
 
@@ -110,25 +110,26 @@ def _traced_layer(
 
 
 def _users_in(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> set[fx.Node]:
-    """Nodes of piece ``s``, and the output if it is the last."""
+    """Return the nodes of piece ``s``, and the output if it is the last."""
     return set(pieces[s]) | ({result} if s == len(pieces) - 1 else set())
 
 
 def _users(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> set[fx.Node]:
-    """Nodes of pieces ``s`` and later, and the output."""
+    """Return the nodes of pieces ``s`` and later, and the output."""
     return {node for piece in pieces[s:] for node in piece} | {result}
 
 
 def _crossing(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> list[fx.Node]:
-    """Values made before piece ``s`` that it or a later one needs. Parameters are fetched where they are used
-    instead.
+    """Return the values made before piece ``s`` that it or a later one needs.
+
+    Parameters are fetched where they are used instead.
     """
     later = _users(pieces, s, result)
     return [n for piece in pieces[:s] for n in piece if n.op != "get_attr" and later.intersection(n.users)]
 
 
 def _fetched_here(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> list[fx.Node]:
-    """Parameters and buffers of the model that piece ``s`` uses itself."""
+    """Return the model's parameters and buffers that piece ``s`` uses itself."""
     users = _users_in(pieces, s, result)
     return [n for piece in pieces for n in piece if n.op == "get_attr" and users.intersection(n.users)]
 
@@ -150,7 +151,7 @@ _VIEW_MODULES = nn.Flatten | nn.Unflatten | nn.Identity | nn.modules.dropout._Dr
 
 
 def joined(pieces: Sequence[list[fx.Node]], model: nn.Module) -> list[list[fx.Node]]:
-    """``pieces`` of the traced graph of ``model``, in order, put together where a cut would change a result."""
+    """Put ``pieces`` of the traced graph of ``model`` together where a cut would change a result."""
     order = {node: n for n, node in enumerate(node for piece in pieces for node in piece)}
     piece_of = {node: s for s, piece in enumerate(pieces) for node in piece}
     sharing = _sharing(order, model)
@@ -174,7 +175,7 @@ def joined(pieces: Sequence[list[fx.Node]], model: nn.Module) -> list[list[fx.No
 
 
 def _sharing(order: dict[fx.Node, int], model: nn.Module) -> dict[fx.Node, list[fx.Node]]:
-    """By value, all that may lie in its memory, itself among them."""
+    """Return, by value, all that may lie in its memory, itself among them."""
     groups = {node: [node] for node in order}
     for node in order:
         source = _changed(node, model)
@@ -194,7 +195,7 @@ def _is_view(node: fx.Node, model: nn.Module) -> bool:
 
 
 def _changed(node: fx.Node, model: nn.Module) -> fx.Node | None:
-    """The value that a node changes in place, if any."""
+    """Return the value that a node changes in place, if any."""
     value = node.kwargs.get("out") or (node.args[0] if node.args else node.kwargs.get("input"))
     if not isinstance(value, fx.Node):
         return None

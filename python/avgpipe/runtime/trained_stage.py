@@ -18,10 +18,13 @@ Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class TrainedStage:
-    """``reference`` is None when there is one pipeline: the replica is then itself what is evaluated and saved.
+    """A stage that one pipeline trains.
 
-    ``versioned``: whether batches run on older weights than the newest. ``loss_scale``: of a last stage, where losses
-    are scaled. ``hooks``: by parameter, see :meth:`run_hooks`.
+    Args:
+        reference: None when there is one pipeline: its weights are then themselves what is evaluated and saved.
+        versioned: whether batches run on older weights than the newest.
+        loss_scale: of a last stage, where losses are scaled.
+        hooks: by parameter, see :meth:`run_hooks`.
     """
 
     def __init__(
@@ -56,14 +59,14 @@ class TrainedStage:
 
     @property
     def arena(self) -> Arena:
-        """Weights and gradients after all steps: one that waits for the round's others is done now."""
+        """Weights and gradients after all steps; one that waits for the round's others is done now."""
         if self.elastic is not None:
             self.elastic.complete()
         return self._arena
 
     @property
     def bytes(self) -> int:
-        """Of weights, as many of gradients, and optimizer state."""
+        """Bytes of weights, as many of gradients, and optimizer state."""
         state = self.optimizer.state.values() if self.optimizer is not None else ()
         tensors = [t for of in state for t in of.values() if isinstance(t, torch.Tensor)]
         older = self.versions.bytes if self.versions is not None else 0
@@ -84,7 +87,7 @@ class TrainedStage:
         return self.versions is None or version <= self.versions.newest
 
     def take_grads(self) -> list[torch.Tensor | None]:
-        """The parameters' gradients, which then have none."""
+        """Take the parameters' gradients away from them."""
         grads = [p.grad for p in self._arena.parameters]
         self._arena.drop_grads()
         return grads
@@ -99,7 +102,7 @@ class TrainedStage:
             grad.mul_(factor.to(grad.device, torch.promote_types(grad.dtype, torch.float32)))
 
     def run_hooks(self) -> None:
-        """Those of the caller's parameters, on the gradients of a batch, which they may replace."""
+        """Run the hooks of the caller's parameters on a batch's gradients, which they may replace."""
         for p, hooks in self._hooks:
             for hook in hooks:
                 if p.grad is not None and (replaced := hook(p.grad)) is not None:
@@ -121,7 +124,7 @@ class TrainedStage:
         return self.elastic.update if self.elastic is not None else None
 
     def step(self, batch: int, needed_from: int, skips: bool = False, forgets: bool = True) -> None:
-        """One optimizer step, with its averaging, on the gradients there are; drops them. BatchNorms count the batch.
+        """Step the optimizer, with its averaging, and drop the gradients. BatchNorms count the batch.
 
         ``needed_from``: the lowest version of the weights that other batches need. ``skips``: a step without
         gradients, which counts as one; if it ``forgets``, without statistics too. With staleness 0 the last pipeline
@@ -153,7 +156,7 @@ class TrainedStage:
             arena.drop_grads()
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that are saved, by their names in the stage."""
+        """Return the buffers that are saved, by their names in the stage."""
         state = self.stage.layers.state_dict(keep_vars=True)
         return {
             name: t
@@ -165,8 +168,9 @@ class TrainedStage:
     def inference(
         self, reference: Reference | None, buffers: Mapping[str, torch.Tensor] | None = None
     ) -> Iterator[None]:
-        """Evaluation mode on the reference's weights (None: the replica's own) and ``buffers`` in place of its own
-        of these names, carried state set aside.
+        """Be in evaluation mode inside, on the reference's weights (None: its own), with carried state set aside.
+
+        ``buffers`` stand in for its own of these names.
         """
         carries = self.stage.carries()
         kept = [c.values for c in carries]
@@ -186,7 +190,7 @@ class TrainedStage:
 
     @contextmanager
     def _reading(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Other values for buffers inside the block; as with :meth:`Arena.reading`, no bytes are moved."""
+        """Give buffers other values inside the block; no bytes are moved."""
         mine = self.buffers()
         own = [(mine[name], mine[name].data) for name in buffers]  # of shared ones all names have the same
         for name, value in buffers.items():

@@ -91,7 +91,7 @@ class Worker:
         )
 
     def rows_of(self, pipeline: int) -> list[PipelineRow]:
-        """This process's rows of a pipeline; none where dedicated pipelines have other workers."""
+        """Return this process's rows of a pipeline; none where dedicated pipelines have other workers."""
         return [row for row in self.rows if row.pipeline == pipeline]
 
     # ---- building ------------------------------------------------------------------------------------------------
