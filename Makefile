@@ -14,7 +14,7 @@ comma := ,
 EXTRAS := dev$(if $(shell command -v nvcc),$(comma)cuda-check$(comma)cupy)
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test lint types unit native-test sanitize gpu clean
+.PHONY: demo test lint types unit slow native-test sanitize docs gpu clean
 
 demo: $(VENV)/installed
 	rm -rf runs/demo
@@ -25,6 +25,7 @@ test: lint types native-test sanitize unit
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/clang-format --dry-run --Werror $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
 types: $(VENV)/installed
@@ -41,8 +42,17 @@ sanitize: $(VENV)/installed
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
+# Quick tests; two at a time, but for those that start processes of their own, which take turns.
 unit: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+slow: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
+
+# The documentation as a site, in build/site.
+docs: $(VENV)/installed
+	$(BIN)/pip install -q --no-build-isolation -e '.[docs]'
+	$(BIN)/mkdocs build --quiet
 
 $(VENV)/installed: $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
