@@ -46,6 +46,10 @@ OPTIONS = {
         *("--profile", "--cluster", "--bandwidth", "--latency", "--device", "--budget", "--trials"),
         *("--baselines", "--traversal", "--out", "--json"),
     ],
+    "partition": [
+        *("PROFILE", "--method", "--workers", "--cluster", "--stages", "--batch-size", "--micro-batches"),
+        *("--pipelines", "--schedule", "--memory-limit", "--bandwidth", "--latency", "--out", "--json"),
+    ],
     "simulate": [
         *("--schedule", "--stages", "--micro-batches", "--forward-ms", "--backward-ms", "--transfer-ms"),
         *("--update-ms", "--pipelines", "--batches", "--advance", "--plot", "--json"),

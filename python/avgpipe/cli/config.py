@@ -57,6 +57,10 @@ def _parse_systems(name: str, text: str) -> tuple[str, ...]:
     return names
 
 
+def _parse_methods(name: str, text: str) -> tuple[str, ...]:
+    return parse_names(text)
+
+
 Folder = Annotated[str, Value("DIR")]
 File = Annotated[str, Value("FILE")]
 Count = Annotated[int, Value("NUMBER", parse_count)]
@@ -319,6 +323,39 @@ class TuneConfig(ProfilingOptions):
     baselines: bool = False
     traversal: bool = False
     out: File = "plan.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionConfig(ProfilingOptions):
+    """Cut WORKLOAD, or a profile of its layers, into stages by several methods, side by side.
+
+    Prints for each method the cut, the replicas of stages, the workers they are placed on, and the simulated time of
+    the system that the method is for: pipedream, dapple and 2bw each for its own, balance and simulated for avgpipe.
+
+    Attributes:
+        workload: Model and task to profile, or a profile written by `avgpipe profile`.
+        method: Methods, as in pipedream,dapple: balance, simulated, pipedream, dapple, 2bw. Default: all.
+        workers: Number of workers.
+        cluster: TOML file with the devices and links to plan for, instead of --workers.
+        stages: Number of stages. Default: what a method finds best, or as many as workers.
+        micro_batches: Micro-batches per batch; 2bw finds its own.
+        pipelines: Number of pipelines that share the workers (balance, simulated).
+        schedule: Order of the work (balance, simulated).
+        batch_size: Samples in a batch. Default: the preset's, or as many of the profile's largest micro-batches.
+        memory_limit_bytes: Memory of a worker, as 2GiB. Default: no limit.
+        out: Write the plan that trains most samples per second.
+    """
+
+    workload: Annotated[str, Value("WORKLOAD|PROFILE", positional=True)]
+    method: Annotated[tuple[str, ...] | None, Value("NAME,...", _parse_methods)] = None
+    workers: Count | None = None
+    cluster: File | None = None
+    stages: Count | None = None
+    micro_batches: Count = 8
+    pipelines: Count = 1
+    schedule: Schedule = "advance-forward"
+    memory_limit_bytes: Size | None = None
+    out: File | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ COMMANDS = {
     "compare": config.CompareConfig,
     "profile": config.ProfileConfig,
     "tune": config.TuneConfig,
+    "partition": config.PartitionConfig,
     "simulate": config.SimulateConfig,
     "doctor": config.DoctorConfig,
     "run": config.RunConfig,

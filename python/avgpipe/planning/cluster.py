@@ -192,6 +192,14 @@ class Cluster:
         ]
         return LinkProfile(max(x.latency_s for x in links), min(x.bytes_per_s for x in links))
 
+    def slowest(self, here: Sequence[int], there: Sequence[int]) -> LinkProfile:
+        """The slowest link between a worker of ``here`` and another one of ``there``; a free one without pairs."""
+        heights = {self.height(a, b) for a in here for b in there if a != b}
+        if not heights:
+            return _FREE
+        levels = [self.levels[height] for height in heights]
+        return LinkProfile(max(x.latency_s for x in levels), min(x.bytes_per_s for x in levels))
+
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """From a TOML file; ValueError names what in it cannot be.

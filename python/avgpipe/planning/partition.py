@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -20,8 +20,8 @@ from avgpipe.planning.chain import (
     stage_costs,
     weight_versions,
 )
-from avgpipe.planning.cluster import network
-from avgpipe.planning.costs import Costs
+from avgpipe.planning.cluster import Cluster, network, ring_s
+from avgpipe.planning.costs import Costs, Each
 from avgpipe.planning.cuts import Cut, CutSearch, check_stages, least_dearest
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.planning.simulation import check_count, steady_batch_s
@@ -187,16 +187,70 @@ def partition(
         raise TypeError(
             f"profile={profile!r}: must be a Profile, make one with avgpipe.profile or Profile.load"
         )
-    module, name = _METHODS[method]
-    chosen = getattr(importlib.import_module(f"avgpipe.planning.{module}"), name)
-    known = [p for p in inspect.signature(chosen).parameters if p not in ("profile", "stages")]
+    known = method_options(method)
     for option, value in options.items():
         if option not in known:
             raise TypeError(
                 f"{option}={value!r}: method {method!r} has no such option; {nearest(option, known)}"
             )
-    found: Partition = chosen(profile, stages, **options)
+    found: Partition = _function(method)(profile, stages, **options)
     return found
+
+
+def method_options(method: str) -> list[str]:
+    """The options of a method, beside ``profile`` and ``stages``."""
+    return [p for p in inspect.signature(_function(method)).parameters if p not in ("profile", "stages")]
+
+
+def _function(method: str) -> Callable[..., Partition]:
+    module, name = _METHODS[method]
+    function: Callable[..., Partition] = getattr(importlib.import_module(f"avgpipe.planning.{module}"), name)
+    return function
+
+
+def simulated_batch_s(
+    profile: Profile,
+    found: Partition,
+    schedule: Schedule,
+    cluster: Cluster,
+    pipelines: int = 1,
+    recompute: str = "never",
+) -> float:
+    """Simulated seconds of a batch of ``schedule``, which has the replicas of ``found``, on a cluster's workers.
+
+    A stage is as quick as its slowest device, a boundary as its slowest link. Replicas sum their gradients over a ring
+    of their slowest link, after the last backward.
+    """
+    chain = Chain(profile, found.micro_batch_size)
+    blocks = list(pairwise(found.bounds))
+    costs = stage_costs(chain, found.bounds, schedule.micro_batches, pipelines, recompute).of_stages(
+        found.stages, schedule.micro_batches
+    )
+    workers = schedule.replicas
+    speeds = [min(cluster.devices[w].speed for w in own) for own in workers]
+    links = [cluster.slowest(here, there) for here, there in pairwise(workers)]
+    rings = [cluster.slowest(own, own) for own in workers]
+    sums_s = [
+        ring_s(chain.parameter_bytes(*block), len(own), ring.bytes_per_s)
+        + 2 * (len(own) - 1) * ring.latency_s
+        for block, own, ring in zip(blocks, workers, rings)
+    ]
+    on_cluster = Costs(
+        forward_s=[_over(cost, speed) for cost, speed in zip(costs.forward_s, speeds)],
+        backward_s=[_over(cost, speed) for cost, speed in zip(costs.backward_s, speeds)],
+        input_backward_s=[_over(cost, speed) for cost, speed in zip(costs.input_backward_s, speeds)],
+        update_s=[cost / speed for cost, speed in zip(costs.update_s, speeds)],
+        transfer_s=[
+            chain.boundary_bytes[last - 1] / link.bytes_per_s for (_, last), link in zip(blocks[:-1], links)
+        ],
+        latency_s=[link.latency_s for link in links],
+        allreduce_s=sums_s,
+    )
+    return steady_batch_s(schedule, on_cluster, pipelines=pipelines)
+
+
+def _over(cost: Each, speed: float) -> Each:
+    return tuple(seconds / speed for seconds in cost) if isinstance(cost, tuple) else cost / speed
 
 
 # ---- options that several take -------------------------------------------------------------------------------------

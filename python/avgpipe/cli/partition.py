@@ -1,0 +1,213 @@
+"""``avgpipe partition``: where several methods cut a model, side by side, and a plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from avgpipe.cli.config import PartitionConfig
+from avgpipe.cli.errors import arguments, running
+from avgpipe.cli.profile import check_file, link_of, subject_of
+from avgpipe.cli.subject import profile_of
+from avgpipe.errors import nearest
+from avgpipe.measure.search import profiled_sizes
+from avgpipe.plan import Plan
+from avgpipe.planning import Partition, Profile, partition, partition_methods
+from avgpipe.planning.cluster import Cluster
+from avgpipe.planning.partition import method_options, simulated_batch_s
+from avgpipe.systems import SYSTEMS
+from avgpipe.units import format_bytes, format_seconds
+from avgpipe.workloads import check_workload, workload_names
+
+_FILE_COLUMNS = 140  # of a table that is not for a terminal
+
+
+def run(config: PartitionConfig) -> None:
+    with arguments():
+        methods = _methods(config)
+        batch_size = _check(config)
+    with running():
+        profile = _profile(config, batch_size)
+    with arguments():  # only the profile tells what fits into the memory
+        rows = _Partitioning(config, profile, batch_size).rows(methods)
+    best = max((row for row in rows if row.plan is not None), key=lambda row: row.samples_per_s)
+    if config.out is not None and best.plan is not None:
+        with running():
+            best.plan.save(config.out)
+    if config.json:
+        answer = {"model": profile.model, "best": best.method, "methods": [row.to_json() for row in rows]}
+        print(json.dumps(answer))
+    else:
+        _show(profile, rows, best, config.out)
+
+
+def _methods(config: PartitionConfig) -> tuple[str, ...]:
+    known = partition_methods()
+    for name in config.method or ():
+        if name not in known:
+            raise ValueError(f"unknown method {name!r}: {nearest(name, known)}")
+    return config.method or tuple(known)
+
+
+def _check(config: PartitionConfig) -> int | None:
+    """The samples of a batch, None where the profile says it; ValueError for what cannot be."""
+    if (config.workers is None) == (config.cluster is None):
+        raise ValueError("say what the plan is for: --workers NUMBER, or --cluster FILE")
+    for option, value in (("--memory-limit", config.memory_limit_bytes), ("--bandwidth", config.bandwidth)):
+        if config.cluster is not None and value is not None:
+            raise ValueError(f"{option} with --cluster: write it into the file, or give only one of them")
+    if config.out is not None:
+        check_file(config.out)
+    if Path(config.workload).is_file():
+        return config.batch_size
+    if config.workload not in workload_names():
+        raise ValueError(
+            f"{config.workload!r} is neither a workload nor a file that `avgpipe profile` wrote: "
+            f"{nearest(config.workload, workload_names())}"
+        )
+    return check_workload(config.workload, config.build_options()).batch_size
+
+
+def _profile(config: PartitionConfig, batch_size: int | None) -> Profile:
+    if batch_size is None or Path(config.workload).is_file():
+        with arguments():
+            return Profile.load(config.workload)
+    sizes = profiled_sizes(batch_size)
+    return profile_of(
+        subject_of(config), micro_batch_sizes=sizes, link=link_of(config), budget_s=config.budget_s
+    )
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a method found and what comes of it, or why it found nothing.
+
+    Attributes:
+        batch_s: Simulated seconds of a batch of ``plan``, of which some systems have smaller ones.
+    """
+
+    method: str
+    found: Partition | None = None
+    plan: Plan | None = None
+    batch_s: float = 0.0
+    error: str = ""
+
+    @property
+    def samples(self) -> float:
+        return self.found.micro_batch_size * self.plan.micro_batches if self.found and self.plan else 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.batch_s if self.batch_s else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        if self.found is None or self.plan is None:
+            return {"method": self.method, "error": self.error}
+        predicted = {
+            "batch_samples": self.samples,
+            "batch_s": self.batch_s,
+            "samples_per_s": self.samples_per_s,
+        }
+        return {**asdict(self.found), "plan": asdict(self.plan), **predicted}
+
+
+class _Partitioning:
+    """What all methods are asked."""
+
+    def __init__(self, config: PartitionConfig, profile: Profile, batch_size: int | None) -> None:
+        self._config, self._profile = config, profile
+        if config.cluster is not None:
+            self._cluster = Cluster.load(config.cluster)
+        else:
+            assert config.workers is not None
+            self._cluster = Cluster.like(profile, config.workers, config.memory_limit_bytes, link_of(config))
+        self._batch_size = batch_size or config.micro_batches * profile.micro_batch_sizes[-1]
+
+    def rows(self, methods: tuple[str, ...]) -> list[_Row]:
+        """One for each method. ValueError if none of them finds anything."""
+        rows = [self._row(method) for method in methods]
+        if all(row.plan is None for row in rows):
+            raise ValueError("; ".join(f"{row.method}: {row.error}" for row in rows))
+        return rows
+
+    def _row(self, method: str) -> _Row:
+        config = self._config
+        try:
+            found = partition(self._profile, method=method, **self._options(method))
+            free = "pipelines" not in SYSTEMS[found.system]  # whose choices are not the system's
+            chosen = (
+                {n: getattr(config, n) for n in ("schedule", "pipelines", "micro_batches")} if free else {}
+            )
+            plan = Plan.for_partition(found, **chosen)
+            batch_s = simulated_batch_s(
+                self._profile, found, plan.build_schedule(), self._cluster, plan.pipelines, plan.recompute
+            )
+        except ValueError as error:
+            return _Row(method, error=str(error))
+        return _Row(method, found, plan, batch_s)
+
+    def _options(self, method: str) -> dict[str, Any]:
+        """Those of all that were given or follow that the method takes."""
+        config, cluster = self._config, self._cluster
+        taken = method_options(method)
+        slowest = min(cluster.levels, key=lambda level: level.bytes_per_s)
+        limits = [device.memory_bytes for device in cluster.devices if device.memory_bytes is not None]
+        options: dict[str, Any] = {
+            "micro_batches": config.micro_batches,
+            "pipelines": config.pipelines,
+            "schedule": config.schedule,
+            "micro_batch_size": self._batch_size / config.micro_batches,
+            "batch_size": self._batch_size,
+            "memory_limit_bytes": min(limits, default=None),
+        }
+        if "levels" in taken and len(cluster.levels) > 1:
+            options.update(levels=cluster.levels, stages=config.stages)
+        else:
+            stages = min(cluster.workers, len(self._profile.layers)) if "workers" not in taken else None
+            options.update(workers=cluster.workers, link=slowest.link, stages=config.stages or stages)
+        return {name: value for name, value in options.items() if name in (*taken, "stages")}
+
+
+# ---- for a reader ----------------------------------------------------------------------------------------------------
+
+
+def _show(profile: Profile, rows: list[_Row], best: _Row, out: str | None) -> None:
+    screen = Console(highlight=False, markup=False)
+    if not screen.is_terminal:
+        screen.width = _FILE_COLUMNS
+    screen.print(f"{profile.model}: {len(profile.layers)} layers", style="bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("method", "first layers", "replicas", "workers"):
+        table.add_column(heading)
+    for heading in ("batch", "predicted", "samples/s", "most memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(row))
+    screen.print(table)
+    for row in rows:
+        for note in row.found.notes if row.found is not None else (row.error,):
+            screen.print(f"{row.method}: {note}")
+    screen.print(f"best: {best.method}" + (f"; plan: {out}" if out is not None else ""))
+
+
+def _cells(row: _Row) -> list[str]:
+    found = row.found
+    if found is None:
+        return [row.method, *["-"] * 7]
+    placed = found.placement
+    return [
+        row.method,
+        ",".join(map(str, found.boundaries)) or "-",
+        ",".join(map(str, found.replication)),
+        "in order" if placed is None else " | ".join(",".join(map(str, workers)) for workers in placed),
+        f"{row.samples:g}",
+        format_seconds(row.batch_s),
+        f"{row.samples_per_s:.4g}",
+        format_bytes(max(found.memory_bytes)) if found.memory_bytes else "-",
+    ]
