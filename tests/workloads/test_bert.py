@@ -22,19 +22,19 @@ from avgpipe.workloads.bert import (
     PAIRS_MODEL,
     PRESETS,
     BertTask,
-    HiddenAnew,
+    MaskedRows,
     PairRows,
     confusion,
-    hide,
     joined,
+    mask_pieces,
     pair_metrics,
     pretrained_model,
     segments,
 )
 from avgpipe.workloads.data import MRPC_FILES, Paraphrase
 from avgpipe.workloads.huggingface import Vocabulary, check_pretrained, new_model
-from avgpipe.workloads.tokens import IGNORED, TokenLoss, told_metrics
-from avgpipe.workloads.training import Training
+from avgpipe.workloads.tokens import IGNORED, TokenLoss, token_metrics
+from avgpipe.workloads.training import Recipe
 
 from .equality import assert_equal_to_one_device
 
@@ -44,7 +44,7 @@ MANY = Vocabulary(size=1000, pad=0, begin=1, end=2, mask=3)
 
 
 def small_task(**changes):
-    training = Training(batch_size=8, epochs=1, optimizer="adamw", lr=2e-3)
+    training = Recipe(batch_size=8, epochs=1, optimizer="adamw", lr=2e-3)
     sizes = {
         "hidden_size": 16,
         "num_hidden_layers": 3,
@@ -101,7 +101,7 @@ def rebuild(**options):
 def test_sentence_pairs_are_classified(small, pairs_folder):
     workload = rebuild(data=pairs_folder)
     assert type(workload.layers).__name__ == PAIRS_MODEL
-    assert workload.title == "paraphrases told among 40 sentence pairs of pairs"
+    assert workload.title == "paraphrases among 40 sentence pairs of pairs"
     assert (workload.metric_name, workload.lower_is_better) == ("accuracy", False)
     assert workload.trivial == ("always a paraphrase", pytest.approx(100 * 14 / 20))
     inputs, labels = next(iter(workload.train_batches(0)))
@@ -113,7 +113,7 @@ def test_sentence_pairs_are_classified(small, pairs_folder):
 def test_a_text_is_learnt_from_with_masks(small, text_folder):
     workload = rebuild(data=text_folder)
     assert type(workload.layers).__name__ == MASKED_MODEL
-    assert workload.title == f"masked pieces told in the text of {text_folder.name}"
+    assert workload.title == f"masked pieces of the text of {text_folder.name}"
     assert (workload.metric_name, workload.lower_is_better) == ("perplexity", True)
     inputs, targets = next(iter(workload.train_batches(0)))
     assert inputs.shape == targets.shape == (8, 16)
@@ -125,14 +125,14 @@ def test_without_data_python_is_learnt_from(small, monkeypatch):
         PRESETS["bert"], "tiny", replace(PRESETS["bert"]["tiny"], masked=small_task(max_bytes=30_000))
     )
     workload = rebuild()
-    assert workload.title == "masked pieces told in the text of Python's standard library"
+    assert workload.title == "masked pieces of the text of Python's standard library"
     assert len(workload.train_batches(0)) > 1
 
 
 @pytest.mark.parametrize("kind", ["pairs", "masked"])
 def test_it_learns_through_two_stages(small, kind, pairs_folder, text_folder, monkeypatch):
     preset = PRESETS["bert"]["tiny"]
-    training = Training(batch_size=16, epochs=1, optimizer="adamw", lr=1e-2)
+    training = Recipe(batch_size=16, epochs=1, optimizer="adamw", lr=1e-2)
     task = getattr(preset, kind)
     one_layer = {**task.model, "num_hidden_layers": 1}
     monkeypatch.setitem(
@@ -211,7 +211,7 @@ def test_pairs_train_as_on_one_device():
 def test_masked_text_trains_as_on_one_device():
     draw = random.Random(3)
     text = [draw.randrange(4, 60) for _ in range(14 * 10)]
-    make = HiddenAnew(segments([text], 12, VOCABULARY), VOCABULARY)
+    make = MaskedRows(segments([text], 12, VOCABULARY), VOCABULARY)
     batches = [make(torch.arange(a, a + 7), generator(a)) for a in (0, 7)]
     batches[0][1][:2] = -100  # micro-batches with fewer hidden pieces weigh less
     batches[0][1][0, 1] = 5
@@ -371,7 +371,7 @@ def test_segments_refuse_what_fills_none(lines, length, message):
 
 def test_shares_of_hidden_pieces_are_the_papers():
     rows = segments([text(62 * 2000)], 64, MANY)
-    read, targets = hide(rows, MANY, draw())
+    read, targets = mask_pieces(rows, MANY, draw())
     hidden = targets != IGNORED
     assert (hidden.sum(1) == 9).all()  # 15 % of 62, rounded
     assert torch.equal(targets[hidden], rows[hidden])
@@ -386,7 +386,7 @@ def test_shares_of_hidden_pieces_are_the_papers():
 def test_every_place_is_hidden_alike_and_special_pieces_never():
     rows = segments([text(18 * 4000)], 20, MANY)
     rows[:, 15:17] = torch.tensor([MANY.end, MANY.begin])
-    _, targets = hide(rows, MANY, draw())
+    _, targets = mask_pieces(rows, MANY, draw())
     often = (targets != IGNORED).double().mean(0)
     special = torch.tensor([0, 15, 16, 19])
     assert (often[special] == 0).all()
@@ -396,7 +396,7 @@ def test_every_place_is_hidden_alike_and_special_pieces_never():
 
 def test_any_piece_replaces_some():
     rows = segments([text(98 * 1000)], 100, MANY)
-    read, targets = hide(rows, MANY, draw())
+    read, targets = mask_pieces(rows, MANY, draw())
     other = (targets != IGNORED) & (read != MANY.mask) & (read != rows)
     replaced = read[other].double()
     assert replaced.min() >= 0
@@ -406,7 +406,7 @@ def test_any_piece_replaces_some():
 
 def test_each_row_hides_at_least_one_piece():
     rows = torch.tensor([[1, 7, 2, 0, 0]] * 50)
-    _, targets = hide(rows, MANY, draw())
+    _, targets = mask_pieces(rows, MANY, draw())
     assert (targets == torch.tensor([IGNORED, 7, IGNORED, IGNORED, IGNORED])).all()
 
 
@@ -414,7 +414,7 @@ def test_what_is_hidden_follows_from_seed_epoch_and_batch_alone():
     rows = segments([text(14 * 40)], 16, MANY)
 
     def batches(**which):
-        return SampleBatches(torch.arange(40), 8, HiddenAnew(rows, MANY), **which)
+        return SampleBatches(torch.arange(40), 8, MaskedRows(rows, MANY), **which)
 
     first = list(batches(seed=1, epoch=2))
     again = list(batches(seed=1, epoch=2, start=3))
@@ -430,7 +430,7 @@ def test_evaluation_hides_the_same_whatever_the_batch_size():
     rows = segments([text(14 * 20)], 16, MANY)
     read = {}
     for size in (3, 20):
-        make = pickle.loads(pickle.dumps(TensorRows(hide(rows, MANY, draw()))))
+        make = pickle.loads(pickle.dumps(TensorRows(mask_pieces(rows, MANY, draw()))))
         batches = SampleBatches(torch.arange(20), size, make, seed=size)
         read[size] = [torch.cat(parts) for parts in zip(*batches)]
     assert torch.equal(read[3][0], read[20][0])
@@ -439,7 +439,7 @@ def test_evaluation_hides_the_same_whatever_the_batch_size():
 
 def test_loss_and_metrics_are_those_of_a_plain_count():
     rows = segments([text(14 * 6)], 16, MANY)
-    _, targets = hide(rows, MANY, draw())
+    _, targets = mask_pieces(rows, MANY, draw())
     logits = torch.randn(6, 16, 1000, dtype=torch.float64, generator=draw(1))
     logits[:3].scatter_add_(
         2, rows[:3].unsqueeze(-1), torch.full((3, 16, 1), 9.0, dtype=torch.float64)
@@ -456,8 +456,8 @@ def test_loss_and_metrics_are_those_of_a_plain_count():
     assert loss_fn.weight(targets) == len(losses)
     loss = float(loss_fn(logits, targets))
     assert loss == pytest.approx(sum(losses) / len(losses))
-    means = {name: float(value) for name, value in loss_fn.told(logits, targets).items()}
-    metrics = told_metrics(loss, means)
+    means = {name: float(value) for name, value in loss_fn.correct(logits, targets).items()}
+    metrics = token_metrics(loss, means)
     assert metrics["perplexity"] == pytest.approx(math.exp(loss))
     assert metrics["accuracy"] == pytest.approx(100 * told / len(losses))
 

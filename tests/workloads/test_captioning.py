@@ -20,14 +20,14 @@ from avgpipe.workloads.captioning import (
     VOCABULARY,
     CaptioningPreset,
     S2VTConfig,
-    blind_accuracy,
+    baseline_accuracy,
     exact_matches,
     make_clips,
     s2vt_costs,
     s2vt_layers,
 )
 from avgpipe.workloads.tokens import TokenLoss
-from avgpipe.workloads.training import Training
+from avgpipe.workloads.training import Recipe
 from tests.workloads.equality import assert_equal_to_one_device
 from tests.workloads.lowprec import needs_bfloat16_lstm
 
@@ -37,7 +37,7 @@ DEEP = replace(SMALL, video_lstms=2)
 
 
 def preset(train=30, valid=10, features=16, **options):
-    training = Training(8, 12, "adamw", lr=0.01, clip_grad_norm=1.0, warmup=0.05)
+    training = Recipe(8, 12, "adamw", lr=0.01, clip_grad_norm=1.0, warmup=0.05)
     model = S2VTConfig(len(VOCABULARY), features=features, embedding=48, hidden=48)
     return CaptioningPreset(model, training, train, valid, **{"decoded": 20, **options})
 
@@ -338,7 +338,7 @@ def test_a_built_workload_learns_far_more_than_frequencies(quick):
     train, valid = make_clips(quick)
     answer, accuracy = workload.trivial
     assert answer == "the most frequent word of each position"
-    assert accuracy == blind_accuracy(captions(train), captions(valid))
+    assert accuracy == baseline_accuracy(captions(train), captions(valid))
     metrics = evaluate(workload, layers, workload.valid_batches())
     assert (workload.metric_name, workload.lower_is_better) == ("accuracy", False)
     assert metrics["accuracy"] > accuracy + 15
@@ -360,9 +360,9 @@ def test_blind_accuracy_says_the_most_frequent_word_of_each_position():
         best = max(sorted(set(column)), key=column.count, default=None)
         said = [int(w) for w in valid[:, at] if w != PAD]
         right, words = right + said.count(best), words + len(said)
-    assert blind_accuracy(train, valid) == pytest.approx(100 * right / words)
+    assert baseline_accuracy(train, valid) == pytest.approx(100 * right / words)
     # captions that go on longer than all of training's cannot be guessed there
-    assert 0 < blind_accuracy(train[:, :2], valid) < blind_accuracy(train, valid)
+    assert 0 < baseline_accuracy(train[:, :2], valid) < baseline_accuracy(train, valid)
 
 
 def test_exact_matches_are_whole_captions():

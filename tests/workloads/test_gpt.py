@@ -18,7 +18,7 @@ from avgpipe.workloads.gpt import (
     PRESETS,
     PieceLoss,
     Pieces,
-    blind_perplexity,
+    baseline_perplexity,
     pieces_and_words,
     pieces_of,
     segments,
@@ -266,7 +266,7 @@ def test_the_trivial_answer_knows_the_frequencies_alone():
     train = Pieces(torch.tensor([0, 0, 1]), torch.zeros(3))
     held_out = Pieces(torch.tensor([0, 2]), torch.tensor([0.5, 0.5]))  # one word
     # counts plus one: 3, 2, 1 of 6
-    assert blind_perplexity(train, held_out) == pytest.approx(6 / 3 * 6 / 1, rel=1e-5)
+    assert baseline_perplexity(train, held_out) == pytest.approx(6 / 3 * 6 / 1, rel=1e-5)
 
 
 # ---- the text ------------------------------------------------------------------------------------------------------

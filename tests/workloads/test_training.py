@@ -10,9 +10,9 @@ from torch import nn
 
 from avgpipe import ElasticAveraging, Reference
 from avgpipe.workloads import BuildOptions
-from avgpipe.workloads.training import NTASGD, Training
+from avgpipe.workloads.training import NTASGD, Recipe
 
-PLAIN = Training(batch_size=8, epochs=3, optimizer="adamw", lr=0.1, weight_decay=0.01)
+PLAIN = Recipe(batch_size=8, epochs=3, optimizer="adamw", lr=0.1, weight_decay=0.01)
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1), ("sqrt", 2), ("linear", 4)])
@@ -23,9 +23,9 @@ def test_the_rate_grows_with_the_pipelines(scaling, factor):
 
 
 def test_options_override_the_preset():
-    asked = PLAIN.asked(BuildOptions(batch_size=3, epochs=7, lr_scaling="linear"))
+    asked = PLAIN.with_options(BuildOptions(batch_size=3, epochs=7, lr_scaling="linear"))
     assert (asked.batch_size, asked.epochs, asked.lr_scaling) == (3, 7, "linear")
-    assert PLAIN.asked(BuildOptions()) == PLAIN
+    assert PLAIN.with_options(BuildOptions()) == PLAIN
 
 
 def test_linear_and_cosine_decay_follow_the_warm_up_to_zero():

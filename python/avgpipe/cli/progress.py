@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from avgpipe.cli.folder import duration
 from avgpipe.links.choose import LINK_MESSAGE
-from avgpipe.workloads.workload import Batches
+from avgpipe.workloads.workload import BatchLoader
 
 _LINE_EVERY_S = 10.0
 _SMOOTHING = 0.95  # of the loss shown, per batch
@@ -27,7 +27,7 @@ class Silent:
     def batch(self, loss: float, samples: int, seconds: float) -> None:
         """A batch is done; it took so many seconds of training since the one before."""
 
-    def validating(self, batches: Batches) -> Iterable[Any]:
+    def validating(self, batches: BatchLoader) -> Iterable[Any]:
         """The batches, with their progress shown as they are taken."""
         return batches
 
@@ -69,7 +69,7 @@ class ProgressBar(Silent):
         elif self._line_is_due():
             self.note(f"batch {self._done}/{self._total}  {self._facts()}")
 
-    def validating(self, batches: Batches) -> Iterator[Any]:
+    def validating(self, batches: BatchLoader) -> Iterator[Any]:
         task = (
             self._bar.add_task("validation", total=len(batches), facts="") if self._bar is not None else None
         )

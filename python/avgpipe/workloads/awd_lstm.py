@@ -32,7 +32,7 @@ from avgpipe.workloads.tokens import (
     run_lstm,
     uniform_from,
 )
-from avgpipe.workloads.training import NTASGD, Training, make_workload
+from avgpipe.workloads.training import NTASGD, Recipe, make_workload
 from avgpipe.workloads.workload import BuildOptions, Workload
 
 
@@ -75,7 +75,7 @@ class LanguagePreset:
     """
 
     model: AWDLSTMConfig
-    training: Training
+    training: Recipe
     length: int
     published: bool = False
     source_bytes: int = 8_000_000
@@ -93,7 +93,7 @@ _LIGHT = partial(
     output_dropout=0.1,
     weight_dropout=0.1,
 )
-_ADAMW = partial(Training, optimizer="adamw", betas=(0.9, 0.99), weight_decay=0.01, clip_grad_norm=0.25)
+_ADAMW = partial(Recipe, optimizer="adamw", betas=(0.9, 0.99), weight_decay=0.01, clip_grad_norm=0.25)
 
 PRESETS = {
     "awd-lstm": {
@@ -115,7 +115,7 @@ PRESETS = {
         # The values of the paper's WikiText-2 model, 33.6 M parameters.
         "paper": LanguagePreset(
             model=AWDLSTMConfig(0, embedding=400, hidden=1150, lstm_layers=3),
-            training=Training(
+            training=Recipe(
                 80, 750, "sgd", lr=30.0, lr_scaling="none", weight_decay=1.2e-6, clip_grad_norm=0.25
             ),
             length=70,
@@ -125,7 +125,7 @@ PRESETS = {
 }
 
 
-def check(name: str, options: BuildOptions) -> tuple[int, Training]:
+def check(name: str, options: BuildOptions) -> tuple[int, Recipe]:
     chosen = PRESETS[name][options.preset]
     if options.data is not None:
         find_text(options.data)
@@ -134,7 +134,7 @@ def check(name: str, options: BuildOptions) -> tuple[int, Training]:
 
 def build(name: str, options: BuildOptions) -> Workload:
     chosen = PRESETS[name][options.preset]
-    training = chosen.training.asked(options)
+    training = chosen.training.with_options(options)
     pipelines, seed = options.pipelines, options.seed
     corpus = load_text(options.data, vocabulary_size=chosen.vocabulary, max_bytes=chosen.source_bytes)
     train, valid = corpus.train[: chosen.train_tokens], corpus.valid[: chosen.valid_tokens]

@@ -97,7 +97,7 @@ def penalty(length: int, a: float) -> float:
 def _log_probabilities(
     predict: Predict, source: Mapping[str, Tensor], alive: Tensor, prefix: Tensor
 ) -> Tensor:
-    """Of the next piece, float64 [n, w, vocabulary]."""
+    """Log-probabilities of the next piece, float64 [n, w, vocabulary]."""
     n, w, t = prefix.shape
     rows = alive.repeat_interleave(w)
     inputs = {name: part[rows.to(part.device)] for name, part in source.items()}

@@ -1,4 +1,4 @@
-"""The workload ``bert``: transformers' BERT, taught to tell paraphrases or to fill in masked text.
+"""The workload ``bert``: transformers' BERT, trained to recognise paraphrases or to fill in masked text.
 
 The data folder decides: sentence pairs are classified; a text, or this Python's own source, is learnt from with masks.
 Model and sizes: Devlin, Chang, Lee, Toutanova, NAACL 2019, arXiv 1810.04805.
@@ -28,8 +28,8 @@ from avgpipe.workloads.data import (
     read_text,
 )
 from avgpipe.workloads.huggingface import Subwords, Vocabulary, check_pretrained, load_pretrained, new_model
-from avgpipe.workloads.tokens import IGNORED, TokenLoss, log_frequencies, perplexity, told_metrics
-from avgpipe.workloads.training import Training, sample_workload
+from avgpipe.workloads.tokens import IGNORED, TokenLoss, log_frequencies, perplexity, token_metrics
+from avgpipe.workloads.training import Recipe, sample_workload
 from avgpipe.workloads.workload import BuildOptions, Workload, library
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
@@ -37,11 +37,8 @@ Encode = Callable[[Sequence[str]], list[list[int]]]
 PRETRAINED = True
 PAIRS_MODEL, MASKED_MODEL = "BertForSequenceClassification", "BertForMaskedLM"
 
-_HIDDEN, _MASK, _RANDOM = (
-    0.15,
-    0.8,
-    0.1,
-)  # of pieces; of hidden ones those replaced by <mask> and by any piece
+# The share of pieces that are masked, and of these the shares that become <mask> and any piece.
+_MASKED, _MASK, _RANDOM = 0.15, 0.8, 0.1
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class BertTask:
     """
 
     model: dict[str, int]
-    training: Training
+    training: Recipe
     pieces: int
     length: int
     dropout: float = 0.1
@@ -100,7 +97,7 @@ def _sizes(hidden: int, layers: int, heads: int) -> dict[str, int]:
 _TINY = {**_sizes(128, 2, 4), "max_position_embeddings": 128}
 _SMALL = {**_sizes(256, 4, 4), "max_position_embeddings": 128}
 _BASE = {**_sizes(768, 12, 12), "max_position_embeddings": 512}
-_ADAMW = partial(Training, optimizer="adamw", weight_decay=0.01, clip_grad_norm=1.0, warmup=0.1)
+_ADAMW = partial(Recipe, optimizer="adamw", weight_decay=0.01, clip_grad_norm=1.0, warmup=0.1)
 _PAIRS = partial(BertTask, pieces=12_000, length=128, dropout=0.2)
 _TEXT = partial(BertTask, dropout=0.0, frequency_bias=True)
 
@@ -124,7 +121,7 @@ PRESETS = {
 }
 
 
-def check(name: str, options: BuildOptions) -> tuple[int, Training]:
+def check(name: str, options: BuildOptions) -> tuple[int, Recipe]:
     library("transformers", name)
     task = PRESETS[name][options.preset].task(options.data)
     layers = task.model["num_hidden_layers"]
@@ -162,7 +159,7 @@ def _pairs(name: str, options: BuildOptions, task: BertTask) -> Workload:
         metrics=pair_metrics,
         metric_fn=confusion,
         metric_name="accuracy",
-        title=f"paraphrases told among {len(train.labels):,} sentence pairs of {options.data.resolve().name}",
+        title=f"paraphrases among {len(train.labels):,} sentence pairs of {options.data.resolve().name}",
         trivial=("always a paraphrase", 100 * float(valid.labels.double().mean())),
     )
 
@@ -176,7 +173,9 @@ def _masked(name: str, options: BuildOptions, task: BertTask) -> Workload:
     if task.frequency_bias and options.pretrained is None:
         with torch.no_grad():
             model.cls.predictions.bias.copy_(log_shares)
-    read, targets = hide(valid_rows, vocabulary, generator(0))  # the same whatever seed and batch size are
+    inputs, targets = mask_pieces(
+        valid_rows, vocabulary, generator(0)
+    )  # the same whatever seed and batch size are
     blind = -float(log_shares[targets[targets != IGNORED]].double().mean())
     source = "Python's standard library" if options.data is None else options.data.resolve().name
     loss = TokenLoss()
@@ -185,16 +184,16 @@ def _masked(name: str, options: BuildOptions, task: BertTask) -> Workload:
         options,
         task.training,
         order=lambda _, seed, epoch: shuffled(len(rows), seed, epoch),
-        train=HiddenAnew(rows, vocabulary),
-        valid=TensorRows((read, targets)),
-        valid_order=torch.arange(len(read)),
+        train=MaskedRows(rows, vocabulary),
+        valid=TensorRows((inputs, targets)),
+        valid_order=torch.arange(len(inputs)),
         layers=model,
         loss_fn=loss,
-        metrics=told_metrics,
-        metric_fn=loss.told,
+        metrics=token_metrics,
+        metric_fn=loss.correct,
         metric_name="perplexity",
         lower_is_better=True,
-        title=f"masked pieces told in the text of {source}",
+        title=f"masked pieces of the text of {source}",
         trivial=("the pieces' frequencies", perplexity(blind)),
     )
 
@@ -249,8 +248,8 @@ def segments(lines: Iterable[list[int]], length: int, vocabulary: Vocabulary) ->
     return torch.cat([ends[:, :1], pieces[: count * room].view(count, room), ends[:, 1:]], 1)
 
 
-def hide(rows: Tensor, vocabulary: Vocabulary, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Hide 15 % of each row's pieces, rounded and at least one: 80 % of them become ``<mask>``, 10 % any piece, 10 %
+def mask_pieces(rows: Tensor, vocabulary: Vocabulary, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Mask 15 % of each row's pieces, rounded and at least one: 80 % of them become ``<mask>``, 10 % any piece, 10 %
     stay as they are.
 
     Args:
@@ -259,30 +258,30 @@ def hide(rows: Tensor, vocabulary: Vocabulary, draw: torch.Generator) -> tuple[T
         draw: all that is drawn comes from it.
 
     Returns:
-        Of the same shape, the rows to read and the targets: the hidden pieces, elsewhere ``IGNORED``.
+        Of the same shape, the inputs and the targets: the masked pieces, elsewhere ``IGNORED``.
     """
     special = torch.isin(rows, torch.tensor([vocabulary.pad, vocabulary.begin, vocabulary.end]))
     # Different pieces of a row: those with the smallest of its random numbers.
     order = torch.rand(rows.shape, generator=draw).masked_fill(special, 2.0).argsort(1)
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(rows.shape[1]).expand_as(order))
-    wanted = ((~special).sum(1, keepdim=True) * _HIDDEN).round().clamp(min=1)
-    hidden = (rank < wanted) & ~special
+    wanted = ((~special).sum(1, keepdim=True) * _MASKED).round().clamp(min=1)
+    masked = (rank < wanted) & ~special
     fate = torch.rand(rows.shape, generator=draw)
     any_piece = torch.randint(vocabulary.size, rows.shape, generator=draw)
-    read = rows.masked_fill(hidden & (fate < _MASK), vocabulary.mask)
-    read = torch.where(hidden & (fate >= 1 - _RANDOM), any_piece, read)
-    return read, rows.masked_fill(~hidden, IGNORED)
+    read = rows.masked_fill(masked & (fate < _MASK), vocabulary.mask)
+    read = torch.where(masked & (fate >= 1 - _RANDOM), any_piece, read)
+    return read, rows.masked_fill(~masked, IGNORED)
 
 
 @dataclass(frozen=True)
-class HiddenAnew:
-    """Makes training batches of segments, each time with other pieces hidden; inputs and targets int64 [n, T]."""
+class MaskedRows:
+    """Makes training batches of segments, each time with other pieces masked; inputs and targets int64 [n, T]."""
 
     rows: Tensor
     vocabulary: Vocabulary
 
     def __call__(self, indices: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-        return hide(self.rows[indices], self.vocabulary, draw)
+        return mask_pieces(self.rows[indices], self.vocabulary, draw)
 
 
 # ---- sentence pairs ------------------------------------------------------------------------------------------------
@@ -332,12 +331,12 @@ class PairRows:
 
 def confusion(logits: Tensor, labels: Tensor) -> dict[str, Any]:
     """Return shares of the pairs, from which accuracy and F1 are made; logits [n, 2], labels [n]."""
-    told, true = logits.argmax(-1) == 1, labels == 1
-    shares = {"right": told == true, "told": told, "true": true, "both": told & true}
+    predicted, true = logits.argmax(-1) == 1, labels == 1
+    shares = {"correct": predicted == true, "predicted": predicted, "true": true, "both": predicted & true}
     return {name: share.double().mean() for name, share in shares.items()}
 
 
 def pair_metrics(loss: float, means: dict[str, float]) -> dict[str, float]:
-    """Make accuracy and F1 of the paraphrases, in percent; F1 is 0 where there are none and none is told."""
-    either = means["told"] + means["true"]
-    return {"accuracy": 100 * means["right"], "f1": 200 * means["both"] / either if either else 0.0}
+    """Make accuracy and F1 of the paraphrases, in percent; F1 is 0 where there are none and none is predicted."""
+    either = means["predicted"] + means["true"]
+    return {"accuracy": 100 * means["correct"], "f1": 200 * means["both"] / either if either else 0.0}

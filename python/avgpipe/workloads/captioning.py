@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from avgpipe.workloads.batches import RaggedRows, by_length, generator
 from avgpipe.workloads.beam import beam_search
-from avgpipe.workloads.tokens import Projection, TokenLoss, Uniform, run_lstm, told_metrics, uniform_from
-from avgpipe.workloads.training import Training, sample_workload
+from avgpipe.workloads.tokens import Projection, TokenLoss, Uniform, run_lstm, token_metrics, uniform_from
+from avgpipe.workloads.training import Recipe, sample_workload
 from avgpipe.workloads.workload import BuildOptions, Predict, Workload
 
 PAD, BOS, EOS = 0, 1, 2  # numbers of the words that are none
@@ -91,7 +91,7 @@ class CaptioningPreset:
     """
 
     model: S2VTConfig
-    training: Training
+    training: Recipe
     train: int
     valid: int
     decoded: int
@@ -101,7 +101,7 @@ class CaptioningPreset:
 
 
 _SIZES = partial(S2VTConfig, len(VOCABULARY))
-_ADAMW = partial(Training, batch_size=32, optimizer="adamw", clip_grad_norm=1.0, warmup=0.05)
+_ADAMW = partial(Recipe, batch_size=32, optimizer="adamw", clip_grad_norm=1.0, warmup=0.05)
 
 PRESETS = {
     "captioning": {
@@ -127,7 +127,7 @@ PRESETS = {
         # at 10 are 0.2 and 0.5 here; 25,000 steps of 32. There the rate is halved for the last 5,000.
         "paper": CaptioningPreset(
             model=S2VTConfig(12_594),
-            training=Training(32, 17, "sgd", lr=0.2, lr_scaling="none", clip_grad_norm=0.5, decay="none"),
+            training=Recipe(32, 17, "sgd", lr=0.2, lr_scaling="none", clip_grad_norm=0.5, decay="none"),
             train=48000,
             valid=100,
             decoded=100,
@@ -137,7 +137,7 @@ PRESETS = {
 }
 
 
-def check(name: str, options: BuildOptions) -> tuple[int, Training]:
+def check(name: str, options: BuildOptions) -> tuple[int, Recipe]:
     if options.data is not None:
         raise ValueError(f"{name} makes its clips itself and reads no data: leave out {options.data}")
     chosen = PRESETS[name][options.preset]
@@ -160,12 +160,12 @@ def build(name: str, options: BuildOptions) -> Workload:
         valid_order=torch.arange(chosen.valid),
         layers=s2vt_layers(chosen.model, seed=options.seed),
         loss_fn=loss,
-        metrics=told_metrics,
-        metric_fn=loss.told,
+        metrics=token_metrics,
+        metric_fn=loss.correct,
         metric_name="accuracy",
         layer_costs=s2vt_costs(chosen.model, frames, words),
         decode=partial(exact_matches, valid, chosen.decoded, chosen.training.batch_size),
-        trivial=("the most frequent word of each position", blind_accuracy(*captions)),
+        trivial=("the most frequent word of each position", baseline_accuracy(*captions)),
         title=f"captions of {chosen.train} synthetic clips",
     )
 
@@ -196,9 +196,9 @@ class Clips:
         for row, (index, length) in enumerate(zip(indices.tolist(), lengths.tolist())):
             noise = generator(_NOISE, 0, self.first + index)
             frames[row, :length] += self.noise * torch.randn(length, frames.shape[2], generator=noise)
-        said = self.captions.padded(indices)
-        read = F.pad(said[:, :-1], (1, 0), value=BOS).masked_fill(said == PAD, PAD)
-        return {"frames": frames, "lengths": lengths, "target": read}, said
+        captions = self.captions.padded(indices)
+        shifted = F.pad(captions[:, :-1], (1, 0), value=BOS).masked_fill(captions == PAD, PAD)
+        return {"frames": frames, "lengths": lengths, "target": shifted}, captions
 
 
 def make_clips(preset: CaptioningPreset) -> tuple[Clips, Clips]:
@@ -261,7 +261,7 @@ def _draw_event(draw: random.Random, frames: Range, before: list[Event]) -> tupl
     return (kind, subject, action, acted_on), slow, draw.randint(*frames)
 
 
-def blind_accuracy(train: Tensor, valid: Tensor) -> float:
+def baseline_accuracy(train: Tensor, valid: Tensor) -> float:
     """Return the word accuracy in percent of always saying the most frequent word of each position in captions."""
     seen = torch.zeros(len(VOCABULARY), train.shape[1], dtype=torch.int64)
     seen.scatter_add_(0, train, torch.ones_like(train))  # [words, positions]
@@ -279,7 +279,7 @@ def exact_matches(clips: Clips, count: int, batch_size: int, predict: Predict) -
         del inputs["target"]
         found = beam_search(predict, inputs, begin=BOS, end=EOS, beam=1, max_length=true.shape[1])
         captions = [[word for word in row if word != PAD] for row in true.tolist()]
-        matches += sum([*said.pieces, EOS] == caption for said, caption in zip(found, captions))
+        matches += sum([*best.pieces, EOS] == caption for best, caption in zip(found, captions))
     return {"exact_match": 100 * matches / count}
 
 

@@ -18,18 +18,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from avgpipe.workloads.batches import shuffled
 from avgpipe.workloads.images import IMAGE_FOLDER, ImageBatch, find_images, read_images
-from avgpipe.workloads.training import Training, sample_workload
+from avgpipe.workloads.training import Recipe, sample_workload
 from avgpipe.workloads.workload import BuildOptions, DataNotFound, Workload
 
 Image = tuple[int, int, int]  # channels, height and width
 
 
-class Network(Protocol):
+class ConvNet(Protocol):
     def layers(self, image: Image, classes: int) -> list[nn.Module]:
         """Make the layers for images of some size and a number of classes."""
 
 
-def network_layers(network: Network, image: Image, classes: int, *, seed: int = 0) -> list[nn.Module]:
+def network_layers(network: ConvNet, image: Image, classes: int, *, seed: int = 0) -> list[nn.Module]:
     """Make a network's layers with initial weights that depend on the seed alone; the caller's random state stays as it
     is.
 
@@ -48,7 +48,7 @@ def network_layers(network: Network, image: Image, classes: int, *, seed: int = 
     return layers
 
 
-def multiply_adds(network: Network, image: Image, classes: int) -> list[float]:
+def multiply_adds(network: ConvNet, image: Image, classes: int) -> list[float]:
     """Count the multiply-adds of each layer's forward for one image, without computing it."""
     costs = []
     with torch.device("meta"), torch.no_grad():
@@ -239,23 +239,23 @@ class ImagePreset:
         padding: shift images by up to so many pixels.
     """
 
-    model: Network
-    training: Training
+    model: ConvNet
+    training: Recipe
     limit: int | None = None
     held_out_limit: int | None = None
     padding: int = 4
 
 
-_SHORT = Training(batch_size=32, epochs=4, optimizer="sgd", lr=0.1, weight_decay=5e-4, warmup=0.1)
-_PAPER = partial(Training, optimizer="sgd", decay="steps", weight_decay=5e-4)
+_SHORT = Recipe(batch_size=32, epochs=4, optimizer="sgd", lr=0.1, weight_decay=5e-4, warmup=0.1)
+_PAPER = partial(Recipe, optimizer="sgd", decay="steps", weight_decay=5e-4)
 _LOWERED = (0.5, 0.75, 0.9)  # the papers lower the rate three times, when validation stops improving
 
 
-def _tiny(model: Network, lr: float) -> ImagePreset:
+def _tiny(model: ConvNet, lr: float) -> ImagePreset:
     return ImagePreset(model, replace(_SHORT, lr=lr), limit=5000, held_out_limit=1000)
 
 
-def _small(model: Network, lr: float) -> ImagePreset:
+def _small(model: ConvNet, lr: float) -> ImagePreset:
     return ImagePreset(model, replace(_SHORT, lr=lr, batch_size=64, epochs=6))
 
 
@@ -284,7 +284,7 @@ PRESETS = {
 }
 
 
-def check(name: str, options: BuildOptions) -> tuple[int, Training]:
+def check(name: str, options: BuildOptions) -> tuple[int, Recipe]:
     if options.data is None:
         raise DataNotFound(f"{name} needs images, and there are none in the package; give {IMAGE_FOLDER}")
     find_images(options.data)

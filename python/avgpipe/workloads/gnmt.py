@@ -42,7 +42,7 @@ from avgpipe.workloads.tokens import (
     perplexity,
     uniform_from,
 )
-from avgpipe.workloads.training import Training, sample_workload
+from avgpipe.workloads.training import Recipe, sample_workload
 from avgpipe.workloads.workload import BuildOptions, DataNotFound, Predict, Workload, library
 
 Value = dict[str, Any]
@@ -97,7 +97,7 @@ class TranslationPreset:
     """
 
     model: GNMTConfig
-    training: Training
+    training: Recipe
     vocabulary: int
     decoded: int | None
     beam: int
@@ -106,7 +106,7 @@ class TranslationPreset:
     unigram_bias: bool = True
 
 
-_ADAM = partial(Training, optimizer="adam", clip_grad_norm=5.0)
+_ADAM = partial(Recipe, optimizer="adam", clip_grad_norm=5.0)
 _SMALL = partial(GNMTConfig, 0, encoder_layers=2, decoder_layers=2, tied_output=True, embedding_bound=1.0)
 
 PRESETS = {
@@ -143,7 +143,7 @@ PRESETS = {
 }
 
 
-def check(name: str, options: BuildOptions) -> tuple[int, Training]:
+def check(name: str, options: BuildOptions) -> tuple[int, Recipe]:
     chosen = PRESETS[name][options.preset]
     if options.data is None:
         raise DataNotFound(f"{name} needs a data folder: {TRANSLATIONS_FOLDER}")
@@ -162,7 +162,7 @@ def build(name: str, options: BuildOptions) -> Workload:
         raise ValueError(f"every training pair is longer than {chosen.max_length} pieces")
     train, valid = PairBatch.of(kept), PairBatch.of(encoded(pairs["valid"], subwords))
     config = replace(chosen.model, vocabulary=len(subwords))
-    bias = log_frequencies(train.said.values, len(subwords)) if chosen.unigram_bias else None
+    bias = log_frequencies(train.target.values, len(subwords)) if chosen.unigram_bias else None
     left_out = len(rows) - len(kept)
     without = f", {left_out} longer than {chosen.max_length} pieces left out" if left_out else ""
     return sample_workload(
@@ -209,26 +209,27 @@ class PairBatch:
     """
 
     source: RaggedRows
-    read: RaggedRows
-    said: RaggedRows
+    decoder_input: RaggedRows
+    target: RaggedRows
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[list[int], list[int]]]) -> PairBatch:
         """Make it of :func:`encoded` pairs."""
-        read = RaggedRows.of([[Subwords.begin, *target] for _, target in pairs])
-        return cls(ended(source for source, _ in pairs), read, ended(target for _, target in pairs))
+        shifted = RaggedRows.of([[Subwords.begin, *target] for _, target in pairs])
+        return cls(ended(source for source, _ in pairs), shifted, ended(target for _, target in pairs))
 
     @property
     def lengths(self) -> Tensor:
         """Pieces of each pair in both languages, with the ends."""
-        return self.source.lengths + self.said.lengths
+        return self.source.lengths + self.target.lengths
 
     def __call__(self, indices: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
         source = {"source": self.source.padded(indices), "lengths": self.source.lengths[indices]}
-        return {**source, "target": self.read.padded(indices)}, self.said.padded(indices)
+        return {**source, "target": self.decoder_input.padded(indices)}, self.target.padded(indices)
 
 
 def ended(rows: Iterable[list[int]]) -> RaggedRows:
+    """Put the end behind each row."""
     return RaggedRows.of([[*row, Subwords.end] for row in rows])
 
 

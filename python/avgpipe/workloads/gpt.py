@@ -19,7 +19,7 @@ from avgpipe.workloads.batches import TensorRows, shuffled
 from avgpipe.workloads.data import find_text, read_text, split_words
 from avgpipe.workloads.huggingface import Subwords, check_pretrained, load_pretrained, new_model
 from avgpipe.workloads.tokens import IGNORED, TokenLoss, log_frequencies, perplexity
-from avgpipe.workloads.training import Training, sample_workload
+from avgpipe.workloads.training import Recipe, sample_workload
 from avgpipe.workloads.workload import BuildOptions, Workload, library
 
 PRETRAINED = True
@@ -38,7 +38,7 @@ class GPTPreset:
     """
 
     model: dict[str, Any]
-    training: Training
+    training: Recipe
     max_bytes: int | None = None
 
     def config(self) -> Any:
@@ -51,7 +51,7 @@ _TINY = {"n_embd": 64, "n_layer": 4, "n_head": 2, "vocab_size": 4096, "n_positio
 _SMALL = {"n_embd": 192, "n_layer": 4, "n_head": 4, "vocab_size": 8192, "n_positions": 128}
 _PAPER = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50_257, "n_positions": 1024}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_COSINE = partial(Training, optimizer="adamw", clip_grad_norm=1.0, warmup=0.05, decay="cosine")
+_COSINE = partial(Recipe, optimizer="adamw", clip_grad_norm=1.0, warmup=0.05, decay="cosine")
 _ONCE = partial(_COSINE, batch_size=16, epochs=1, weight_decay=0.1, betas=(0.9, 0.95))
 
 PRESETS = {
@@ -70,7 +70,7 @@ PRESETS = {
 }
 
 
-def check(name: str, options: BuildOptions) -> tuple[int, Training]:
+def check(name: str, options: BuildOptions) -> tuple[int, Recipe]:
     preset = PRESETS[name][options.preset]
     layers = preset.model["n_layer"]
     if options.pretrained is not None:
@@ -102,7 +102,7 @@ def build(name: str, options: BuildOptions) -> Workload:
         metric_name="perplexity",
         lower_is_better=True,
         autocast={"cuda": torch.bfloat16},  # CPUs gain only where they have instructions for it
-        trivial=("the pieces' frequencies", blind_perplexity(train, valid)),
+        trivial=("the pieces' frequencies", baseline_perplexity(train, valid)),
         title=f"the next piece of the text of {'Python' if options.data is None else options.data.name}",
     )
 
@@ -206,7 +206,7 @@ def word_perplexity(loss: float, means: dict[str, float]) -> dict[str, float]:
     return {"perplexity": perplexity(per_word), "piece_perplexity": perplexity(loss)}
 
 
-def blind_perplexity(train: Pieces, valid: Pieces) -> float:
+def baseline_perplexity(train: Pieces, valid: Pieces) -> float:
     """Return the perplexity per word of telling the frequencies of the pieces of ``train``, one added to each count."""
     size = 1 + int(max(train.numbers.max(), valid.numbers.max()))
     nats = -log_frequencies(train.numbers, size)[valid.numbers].double().sum()

@@ -214,7 +214,7 @@ def _idx_array(file: Path, magic: int) -> Tensor:
 
 
 def _mean_and_std(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each channel of images uint8 [n, C, H, W], float32 [C], the pixels being 0 to 1."""
+    """Mean and deviation of each channel of images uint8 [n, C, H, W], float32 [C], the pixels being 0 to 1."""
     sums = torch.zeros(2, images.shape[1], dtype=torch.float64)
     for some in torch.split(images, 500):  # as floats the whole would take four times its room
         pixels = some.float() / 255

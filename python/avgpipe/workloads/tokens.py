@@ -105,16 +105,16 @@ class TokenLoss(nn.Module):
         """Return how many tokens the loss is the mean of."""
         return float((targets != self.ignored).sum())
 
-    def told(self, output: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def correct(self, output: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return means per sample: tokens that count, and how many of them have the largest logit."""
         counted = targets != self.ignored
-        told = (output.argmax(-1) == targets) & counted
-        return {"tokens": counted.sum() / len(targets), "told": told.sum() / len(targets)}
+        correct = (output.argmax(-1) == targets) & counted
+        return {"tokens": counted.sum() / len(targets), "correct": correct.sum() / len(targets)}
 
 
-def told_metrics(loss: float, means: dict[str, float]) -> dict[str, float]:
-    """Make the accuracy per token, in percent, from :meth:`TokenLoss.told`, and the perplexity."""
-    return {"perplexity": perplexity(loss), "accuracy": 100 * means["told"] / means["tokens"]}
+def token_metrics(loss: float, means: dict[str, float]) -> dict[str, float]:
+    """Make the accuracy per token, in percent, from :meth:`TokenLoss.correct`, and the perplexity."""
+    return {"perplexity": perplexity(loss), "accuracy": 100 * means["correct"] / means["tokens"]}
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from avgpipe.workloads.workload import BuildOptions, Workload
 
 
 @dataclass(frozen=True)
-class Training:
+class Recipe:
     """The numbers that one pipeline trains with.
 
     Attributes:
@@ -49,7 +49,7 @@ class Training:
     decay: Literal["none", "linear", "cosine", "steps"] = "linear"
     milestones: tuple[float, ...] = (0.5, 0.75)
 
-    def asked(self, options: BuildOptions) -> Training:
+    def with_options(self, options: BuildOptions) -> Recipe:
         """Return this with what the options override."""
         names = ("batch_size", "epochs", "lr_scaling")
         given: dict[str, Any] = {name: getattr(options, name) for name in names}
@@ -91,7 +91,7 @@ class Training:
         return partial(LambdaLR, lr_lambda=partial(self.lr_factor, steps))
 
 
-def _optimizer(training: Training, lr: float, params: Iterable[nn.Parameter]) -> Optimizer:
+def _optimizer(training: Recipe, lr: float, params: Iterable[nn.Parameter]) -> Optimizer:
     params = list(params)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": training.weight_decay},
@@ -107,7 +107,7 @@ def _optimizer(training: Training, lr: float, params: Iterable[nn.Parameter]) ->
 def sample_workload(
     name: str,
     options: BuildOptions,
-    training: Training,
+    training: Recipe,
     *,
     order: Callable[[int, int, int], Tensor],
     train: MakeBatch,
@@ -125,7 +125,7 @@ def sample_workload(
         valid_order: the samples of the validation in their order.
         rest: further fields of ``Workload``; ``loss_weight`` is that of a :class:`TokenLoss`.
     """
-    training = training.asked(options)
+    training = training.with_options(options)
     size, workers = training.batch_size, options.loader_workers
     valid_batches = SampleBatches(valid_order, size, valid, workers=workers)
 
@@ -138,7 +138,7 @@ def sample_workload(
 
 
 def make_workload(
-    name: str, options: BuildOptions, training: Training, train_batches: Any, valid_batches: Any, **rest: Any
+    name: str, options: BuildOptions, training: Recipe, train_batches: Any, valid_batches: Any, **rest: Any
 ) -> Workload:
     """Make a workload that is trained as ``training``, with the options applied to it, and ``rest`` say."""
     loss = rest["loss_fn"]

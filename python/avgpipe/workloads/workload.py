@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # The module of each workload. It has
 #   PRESETS     the presets of each of its workloads by name, smallest first
-#   check()     of name and options: (number of layers, Training); refuses what cannot be built, reading no data
+#   check()     of name and options: (number of layers, Recipe); refuses what cannot be built, reading no data
 #   build()     of name and options: the Workload, the same in every process
 #   PRETRAINED  True where a folder of weights can be given
 _MODULES = {
@@ -89,7 +89,7 @@ class BuildOptions:
             raise ValueError(f"lr_scaling must be one of {', '.join(LR_SCALINGS)}, got {self.lr_scaling!r}")
 
 
-class Batches(Protocol):
+class BatchLoader(Protocol):
     """Batches ``(inputs, targets)`` with the samples as dimension 0, and how many there are."""
 
     def __len__(self) -> int: ...
@@ -138,8 +138,8 @@ class Workload:
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     lr_scheduler: Callable[[Optimizer], LRScheduler] | None
     clip_grad_norm: float | None
-    train_batches: Callable[..., Batches]
-    valid_batches: Callable[[], Batches]
+    train_batches: Callable[..., BatchLoader]
+    valid_batches: Callable[[], BatchLoader]
     metrics: Callable[[float, dict[str, float]], dict[str, float]]
     metric_name: str
     batch_size: int
@@ -192,7 +192,7 @@ def check_workload(name: str, options: BuildOptions | None = None, **asked: Any)
     if options.pretrained is not None and not getattr(module, "PRETRAINED", False):
         raise ValueError(f"{name} has no pretrained weights to begin with: leave pretrained out")
     layers, training = module.check(name, options)
-    training = training.asked(options)
+    training = training.with_options(options)
     return WorkloadFacts(name, options.preset, layers, training.batch_size, training.epochs)
 
 
