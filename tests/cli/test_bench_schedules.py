@@ -66,6 +66,10 @@ def test_a_schedule_that_torch_refuses_is_left_out_with_its_reason():
     ("options", "named"),
     [
         (("--stages", "0"), "--stages 0"),
+        (("--forward-ms", "-1"), "--forward-ms -1"),
+        (("--backward-ms", "nan"), "--backward-ms nan"),
+        (("--pipelines", "1,0"), "--pipelines 1,0"),
+        (("--link", "rope"), "unknown link 'rope'"),
         (("--activation", "big"), "--activation big"),
         (("--rows", "none"), "--rows none"),
     ],

@@ -18,7 +18,7 @@ def answer(tmp_path_factory):
 def test_json_has_latency_and_bandwidths_with_gloo_and_memcpy(answer):
     found, _ = answer
     assert found["command"] == (
-        "avgpipe bench transfers --links shm,gloo,local --sizes 1024,65536 --rounds 1"
+        "avgpipe bench transfers --links shm,gloo,local --sizes 1024,65536 --rounds 1 --timeout 30"
     )
     sections = {(s["question"], s["case"]): s for s in found["sections"]}
     questions = ("handed over", "read once")

@@ -1,17 +1,19 @@
 """Variants that are said to do the same work leave the same numbers behind, in the memory that was counted."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from avgpipe.cli.bench import kernels
-from avgpipe.cli.bench.kernels import DTYPES, MIN_ELEMENTS, Operands, cases, chosen, measure, memory_bytes
+from avgpipe.cli.bench.commands import MIN_ELEMENTS, KernelsConfig
+from avgpipe.cli.bench.kernels import Operands, cases, choose, measure, memory_bytes
 from avgpipe.cli.bench.sections import Variant
 
 ELEMENTS = 2000
 CASES = cases(ELEMENTS, "float32")
-OPTIONS = {"threads": 1, "device": "cpu", "dtype": "float32", "rounds": 1}
+CONFIG = KernelsConfig(threads=1, rounds=1, no_compile=True)
 # Results of each question; those of "lists", "pack" and "unpack" are compared below.
 RESULTS = {
     "adamw": ("x", "first", "second", "update"),
@@ -95,7 +97,7 @@ def test_a_section_takes_no_more_memory_than_was_said(case, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES, ids=title)
 def test_a_section_has_its_limit_first_and_unique_names(case):
-    found = measure(case, **OPTIONS, compiles=False)
+    found = measure(case, CONFIG)
     names = [row["name"] for row in found["rows"]]
     assert found["rows"][0]["role"] == "limit"
     assert len(names) == len(set(names))
@@ -120,7 +122,7 @@ def test_bytes_are_those_that_the_update_must_move(question, name, size):
 
 
 def test_only_leaves_the_others_out():
-    found = chosen([2000, 4000], **OPTIONS, only=("pull",))
+    found = choose(KernelsConfig(elements=(2000, 4000), only=("pull",)))
     assert [(c.question, c.elements) for c in found] == [("pull", 2000)] * 2 + [("pull", 4000)] * 2
 
 
@@ -129,9 +131,9 @@ def test_what_does_not_fit_is_refused_with_the_size_that_would(monkeypatch):
     with pytest.raises(
         ValueError, match=r"round, N = 8: needs .* GiB .* use --elements \d\.\de\+07 or fewer"
     ):
-        chosen([1e8], **OPTIONS, only=())
+        choose(KernelsConfig(elements=(10**8,)))
     monkeypatch.setattr(kernels, "memory_available_bytes", lambda device: None)
-    assert chosen([1e8], **OPTIONS, only=())
+    assert choose(KernelsConfig(elements=(10**8,)))
 
 
 def test_a_compiler_that_does_not_work_is_left_out_with_its_reason(monkeypatch):
@@ -141,8 +143,8 @@ def test_a_compiler_that_does_not_work_is_left_out_with_its_reason(monkeypatch):
     monkeypatch.setattr(kernels.torch, "compile", lambda *_, **__: refuse)
     case = next(c for c in CASES if c.question == "sgd")
     skipped = {"name": "torch.compile", "reason": "no compiler found"}
-    assert measure(case, **OPTIONS, compiles=True)["skipped"] == [skipped]
-    assert measure(case, **OPTIONS, compiles=False)["skipped"] == [skipped | {"reason": "--no-compile"}]
+    assert measure(case, replace(CONFIG, no_compile=False))["skipped"] == [skipped]
+    assert measure(case, CONFIG)["skipped"] == [skipped | {"reason": "--no-compile"}]
 
 
 @pytest.mark.parametrize("elements", [MIN_ELEMENTS, 100_000, 25_000_000, 100_000_000])
@@ -153,7 +155,7 @@ def test_a_model_has_61_tensors_and_all_elements(elements):
     assert all(math.prod(shape) > 0 for shape in shapes)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_values_are_normal_numbers(dtype):
     (values,) = Operands([(100_000,)], getattr(torch, dtype), "cpu", False).ours("x")
     assert values.dtype == getattr(torch, dtype)

@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 import avgpipe_ext
-from avgpipe.cli.bench.sections import Skipped, Variant, summarise
+from avgpipe.cli.bench.commands import KernelsConfig
+from avgpipe.cli.bench.sections import Skipped, Variant, measuring, plot, report, say, summarise, table
+from avgpipe.cli.errors import arguments
 from avgpipe.cli.resolve import check_device
 from avgpipe.errors import nearest
 from avgpipe.measure.machine import memory_available_bytes
+from avgpipe.timeline.plot import check_picture
 from avgpipe.units import format_bytes
 
-DTYPES = ("float32", "float64", "bfloat16", "float16")
-MIN_ELEMENTS = 2000  # fewer cannot be cut into the lists of tensors that some questions are about
 _USABLE = 0.9  # of the free memory; the rest is for allocators, compilers and everybody else
 _SAMPLE_S = 5e-3  # at least, of several calls where one is short
 _TENSORS, _REPLICAS = 400, 8  # of the questions "lists" and "apply"
@@ -113,30 +114,33 @@ def cases(elements: int, dtype: str) -> list[Case]:
     return found
 
 
-def chosen(
-    sizes: Sequence[float], *, threads: int, device: str, dtype: str, rounds: int, only: Sequence[str]
-) -> list[Case]:
-    """What is to be measured. Raises ValueError for options out of range, and for what memory does not hold."""
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"--device {device}: use cpu or cuda")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
-    for option, value in (("threads", threads), ("rounds", rounds)):
-        if value < 1:
-            raise ValueError(f"--{option} {value}: must be at least 1")
-    for size in sizes:
-        if size != int(size):
-            raise ValueError(f"--elements {size:g}: must be a whole number")
-    found = [case for size in sizes for case in cases(int(size), dtype)]
+def run(config: KernelsConfig) -> None:
+    with arguments():
+        check_device(config.device)
+        if config.plot is not None:
+            check_picture(config.plot)
+        chosen = choose(config)
+    sections = []
+    with measuring():
+        for number, case in enumerate(chosen):
+            say(f"{number + 1} of {len(chosen)}: {case.question}, {case.case}")
+            sections.append(measure(case, config))
+        if config.plot is not None:
+            plot(sections, f"{config.dtype}, medians of {config.rounds} rounds", config.plot)
+    report("kernels", config, {"sections": sections}, [table(section) for section in sections], config.device)
+
+
+def choose(config: KernelsConfig) -> list[Case]:
+    """What is to be measured. Raises ValueError for an unknown question, and for what memory does not hold."""
+    found = [case for size in config.elements for case in cases(size, config.dtype)]
     questions = tuple(dict.fromkeys(case.question for case in found))
-    for name in only:
+    for name in config.only:
         if name not in questions:
             raise ValueError(f"--only {name}: no such question, {nearest(name, questions)}")
-    found = [case for case in found if not only or case.question in only]
-    check_device(device)
-    free = memory_available_bytes(device)
-    largest = max(found, key=lambda case: memory_bytes(case, dtype))
-    needed = memory_bytes(largest, dtype)
+    found = [case for case in found if not config.only or case.question in config.only]
+    free = memory_available_bytes(config.device)
+    largest = max(found, key=lambda case: memory_bytes(case, config.dtype))
+    needed = memory_bytes(largest, config.dtype)
     if free is not None and needed > _USABLE * free:
         raise ValueError(
             f"{largest.question}, {largest.case}: needs {format_bytes(needed)} and {format_bytes(free)} are free, of "
@@ -152,25 +156,23 @@ def memory_bytes(case: Case, dtype: str) -> int:
     return (case.arrays + 3) * case.elements * itemsize
 
 
-def measure(
-    case: Case, *, threads: int, device: str, dtype: str, rounds: int, compiles: bool
-) -> dict[str, Any]:
+def measure(case: Case, config: KernelsConfig) -> dict[str, Any]:
     """Time the variants of a section in turn, round after round: what slows the machine down slows all alike."""
-    operands = Operands(case.shapes, getattr(torch, dtype), device, compiles)
+    operands = Operands(case.shapes, getattr(torch, config.dtype), config.device, not config.no_compile)
     prepared = [_limits(operands)[0], *case.variants(operands)]
     variants = [item for item in prepared if isinstance(item, Variant)]
-    timers = [Timer("run()", globals={"run": v.run}, num_threads=threads) for v in variants]
+    timers = [Timer("run()", globals={"run": v.run}, num_threads=config.threads) for v in variants]
     with torch.no_grad():
         counts = [timer.blocked_autorange(min_run_time=_SAMPLE_S).number_per_run for timer in timers]
         samples: list[list[float]] = [[] for _ in variants]
-        for _ in range(rounds):
+        for _ in range(config.rounds):
             for timer, count, seconds in zip(timers, counts, samples):
                 seconds.append(timer.timeit(count).mean)
     torch.compiler.reset()
     gc.collect()  # operands go before the next section's come
     head = {name: getattr(case, name) for name in ("question", "case", "asks", "elements")}
     skipped = [item for item in prepared if isinstance(item, Skipped)]
-    return summarise({**head, "memory_bytes": memory_bytes(case, dtype)}, variants, samples, skipped)
+    return summarise({**head, "memory_bytes": memory_bytes(case, config.dtype)}, variants, samples, skipped)
 
 
 def _model_shapes(elements: int) -> list[tuple[int, ...]]:

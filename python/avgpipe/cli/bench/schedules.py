@@ -7,20 +7,27 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from avgpipe.cli.bench.sections import quartiles
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from avgpipe.cli.bench.commands import SchedulesConfig
+from avgpipe.cli.bench.emulation import EmulatedStage, MeanLoss, precise_sleeps
+from avgpipe.cli.bench.rows import OurRow, PassingRow, Row, Task, Unavailable, measure_rows, torch_row
+from avgpipe.cli.bench.sections import measuring, quartiles, report, say
+from avgpipe.cli.errors import arguments
 from avgpipe.plan import Plan
 from avgpipe.planning import Costs, steady_batch_s
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
+from avgpipe.ranks.rendezvous import join
 from avgpipe.schedule import Schedule, build_schedule
 from avgpipe.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from rich.console import Group
-
-    from avgpipe.cli.bench.rows import Row, Task, Unavailable
 
 SCHEDULES = (
     *("1f1b", "all-forward-all-backward", "advance-forward"),
@@ -32,7 +39,6 @@ ROWS = (*SCHEDULES, *SYSTEMS, *TORCH)
 ALL = "all"  # in place of the names of rows
 # The schedules for which both sides have a row; each system more takes its time.
 DEFAULT = (*SCHEDULES[:3], *(name for name in TORCH if name != "torch-advance-forward"))
-LINKS = ("auto", "shm", "gloo")
 _CHUNKS = 2  # stages of a worker in the interleaved schedules
 _SEVERAL_STAGES = ("interleaved-1f1b", "zero-bubble-v")
 _WHOLE_BATCHES = ("pipedream-2bw", "data-parallel")  # the other systems' batches are one micro-batch
@@ -41,7 +47,7 @@ _LEAST_ACTIVATION_BYTES = 64
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """What is compared. Raises ValueError for values out of range.
+    """What is compared.
 
     Attributes:
         forward_s, backward_s: Of a micro-batch on a worker.
@@ -66,25 +72,11 @@ class ScheduleSettings:
     def __post_init__(self) -> None:
         for name in ("pipelines", "only"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("stages", "micro_batches", "batches", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        for name, seconds in (("forward-ms", self.forward_s), ("backward-ms", self.backward_s)):
-            if not 0 <= seconds < 3600:
-                raise ValueError(f"--{name} {seconds * 1e3:g}: must be at least 0 and less than an hour")
         if self.activation_bytes < _LEAST_ACTIVATION_BYTES or self.activation_bytes % 4:
             raise ValueError(
                 f"--activation {self.activation_bytes}: must be a multiple of 4 bytes and at least "
                 f"{_LEAST_ACTIVATION_BYTES}"
             )
-        if not self.pipelines or min(self.pipelines) < 1:
-            raise ValueError(
-                f"--pipelines {','.join(map(str, self.pipelines))}: must be numbers of at least 1"
-            )
-        if self.link not in LINKS:
-            raise ValueError(f"--link {self.link}: use one of {', '.join(LINKS)}")
-        if not self.timeout_s > 0:
-            raise ValueError(f"--timeout {self.timeout_s:g}: must be positive")
         for name in self.only:
             if name not in (*ROWS, ALL):
                 raise ValueError(f"--rows {name}: no such row, use some of {','.join(ROWS)}, or {ALL}")
@@ -120,6 +112,29 @@ class ScheduleSettings:
         return self.forward_s * self.stages / stages, self.backward_s * self.stages / stages
 
 
+def run(config: SchedulesConfig) -> None:
+    with arguments():
+        same = (
+            "stages",
+            "micro_batches",
+            "activation_bytes",
+            "pipelines",
+            "link",
+            "batches",
+            "rounds",
+            "timeout_s",
+        )
+        settings = ScheduleSettings(
+            **{name: getattr(config, name) for name in same},
+            forward_s=config.forward_ms / 1e3,
+            backward_s=config.backward_ms / 1e3,
+            only=config.rows,
+        )
+    with measuring():
+        found = compare(settings, say)
+    report("schedules", config, found, [table(found)])
+
+
 class Case(NamedTuple):
     """One of our rows: ``plan``, on all workers, with a stage for each module.
 
@@ -153,7 +168,6 @@ class Case(NamedTuple):
 
 def our_cases(settings: ScheduleSettings) -> Iterator[Case | Unavailable]:
     """Those of our rows that are asked for, in the order of the table."""
-    from avgpipe.cli.bench.rows import Unavailable
 
     workers, micro_batches = settings.stages, settings.micro_batches
     for row in settings.rows:
@@ -178,10 +192,6 @@ def our_cases(settings: ScheduleSettings) -> Iterator[Case | Unavailable]:
 
 def build(settings: ScheduleSettings, without: Sequence[str] = ()) -> Iterator[Row | Unavailable]:
     """On every rank: all rows but those named, in the order of the table."""
-    import torch.distributed as dist
-
-    from avgpipe.cli.bench.emulation import EmulatedStage
-    from avgpipe.cli.bench.rows import OurRow, PassingRow, Unavailable, torch_row
 
     task = _task(settings)
 
@@ -225,10 +235,6 @@ def _torch_rows(settings: ScheduleSettings) -> Iterator[tuple[str, str, int]]:
 
 
 def _task(settings: ScheduleSettings) -> Task:
-    import torch
-
-    from avgpipe.cli.bench.emulation import MeanLoss
-    from avgpipe.cli.bench.rows import Task
 
     inputs = torch.ones(settings.micro_batches, settings.activation_bytes // 4)
     targets = torch.zeros(settings.micro_batches, 1)
@@ -237,11 +243,6 @@ def _task(settings: ScheduleSettings) -> Task:
 
 def worker(settings: dict[str, Any]) -> dict[str, Any]:
     """A rank: builds all rows and measures them."""
-    import torch
-
-    from avgpipe.cli.bench.emulation import precise_sleeps
-    from avgpipe.cli.bench.rows import Unavailable, measure_rows
-    from avgpipe.ranks.rendezvous import join
 
     asked = ScheduleSettings(**settings)
     torch.set_num_threads(1)
@@ -258,7 +259,7 @@ def worker(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(settings: ScheduleSettings, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def compare(settings: ScheduleSettings, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Start the workers and measure; the result as one JSON object. PipelineError when a worker fails."""
     arguments = {"settings": asdict(settings)}
     found = run_on_ranks(
@@ -298,10 +299,6 @@ def table(result: dict[str, Any]) -> Group:
     """Bounds, then rows. "over it": measured over simulated time; "of limit": the limit over the row's time; "ours
     is": how many times faster our best pipeline is.
     """
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     made.add_column("", no_wrap=True)

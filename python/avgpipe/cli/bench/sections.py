@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import statistics
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, Literal, NamedTuple
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from avgpipe.cli.errors import CommandFailed, running
+from avgpipe.cli.options import Options, words
+from avgpipe.measure.machine import machine, versions
 from avgpipe.timeline.plot import write_figure
 from avgpipe.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from rich.console import Group
+_FILE_COLUMNS = 120  # of a table that is not for a terminal
+_INTERRUPTED = 130
 
 _STYLES = {"ours": "bold", "baseline": "", "limit": "dim"}
 _COLORS = {"ours": "#2a6fb0", "baseline": "#b9b9b9", "limit": "#e8e3d9"}
@@ -93,11 +108,6 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float]:
 
 def table(section: dict[str, Any]) -> Group:
     """The section for a reader. "ours is": how many times longer a baseline took than our first row of the same."""
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     rows = section["rows"]
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     made.add_column("", no_wrap=True)
@@ -135,9 +145,6 @@ def title(section: dict[str, Any]) -> str:
 
 def plot(sections: Sequence[dict[str, Any]], heading: str, path: str) -> None:
     """Draw a panel for each section, a bar of GB/s for each row, the limit as a line; the suffix is the format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     heights = [_FRAME_IN + _BAR_IN * len(section["rows"]) for section in sections]
     figure = Figure(figsize=(_PANEL_IN, sum(heights) + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -157,3 +164,46 @@ def plot(sections: Sequence[dict[str, Any]], heading: str, path: str) -> None:
         axes.set_title(title(section), loc="left", fontsize=9.5)
     figure.suptitle(heading, fontsize=10)
     write_figure(figure, path, dpi=130)
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Inside, failures and Ctrl-C end the command in one line; whoever started processes has ended them."""
+    try:
+        with running():
+            yield
+    except KeyboardInterrupt as interrupt:
+        raise CommandFailed("interrupted; the processes are ended", _INTERRUPTED) from interrupt
+    finally:
+        say("")
+
+
+def say(line: str) -> None:
+    """Show one line that the next one replaces. No spinner: its thread would take a processor from what is measured."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def report(
+    name: str, config: Options, found: dict[str, Any], tables: Sequence[RenderableType], device: str = "cpu"
+) -> None:
+    """Print what ``avgpipe bench NAME`` found: one JSON object, or tables."""
+    asked = {
+        f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("json", "given", "plot")
+    }
+    given = {option: value for option, value in asked.items() if value not in (None, False, ())}
+    command = shlex.join(["avgpipe", "bench", name, *words(given)])
+    here = {"versions": versions(), "machine": machine(asked.get("threads", 1), device)}
+    if config.json:
+        print(json.dumps({"command": command, **here, **found}))
+        return
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen.width = _FILE_COLUMNS
+    for made in tables:
+        screen.print(made)
+    where = here["machine"].get("gpu") or f"{here['machine']['cpu']}, {here['machine']['cores']} cores"
+    screen.print(f"{where}, torch {here['versions']['torch']}")

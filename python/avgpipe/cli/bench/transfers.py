@@ -13,25 +13,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from avgpipe.cli.bench.sections import Skipped, Variant, summarise
-from avgpipe.links import ON_HOST
+from avgpipe.cli.bench.commands import TransfersConfig
+from avgpipe.cli.bench.sections import Skipped, Variant, measuring, plot, report, say, summarise, table
+from avgpipe.cli.errors import arguments
 from avgpipe.links.link import LocalLink, Mailbox
 from avgpipe.measure.link import Peers, Read, Through, leave, payload
 from avgpipe.measure.machine import memory_available_bytes
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
+from avgpipe.timeline.plot import check_picture
 from avgpipe.units import format_bytes
 from avgpipe_ext import ring
 
-LINKS = (*ON_HOST, "local")
+LINKS = TransfersConfig.links
 _LATENCY, _LATENCY_BYTES = "latency", 1024
 _ASKS = {
     _LATENCY: "How long does a small message take, from sending to having the tensor?",
     "handed over": "A message as a tensor of the other process, unread: how many bytes a second?",
     "read once": "The message handed over, and added up by the receiver: how many bytes a second?",
 }
-NOTES = """\
+_NOTES = """\
 A message at a time to and fro, half of a round trip. The two threads that send and wait have a processor each, where
 there are two; threads of gloo run anywhere. plain gloo: dist.send, and dist.irecv that is posted before. memcpy: one,
 of the same bytes within a process, between as many buffers as the others touch. shm, gloo: our links, with the mailbox
@@ -48,43 +50,41 @@ Rows = list[
 ]  # name, role, and what exchanges so many messages in seconds each
 
 
-def check(links: Sequence[str], sizes: Sequence[int], rounds: int, timeout_s: float) -> None:
-    """ValueError for options out of range, and for what this machine cannot do."""
-    if not links:
+def run(config: TransfersConfig) -> None:
+    with arguments():
+        check(config)
+        if config.plot is not None:
+            check_picture(config.plot)
+    sizes, rounds = config.sizes, config.rounds
+    asked = {name: getattr(config, name) for name in ("links", "sizes", "rounds", "timeout_s")}
+    limit_s = (
+        60 + config.timeout_s + rounds * (5 + sum(20 + size / 5e7 for size in sizes))
+    )  # far above the need
+    with measuring():
+        sections = run_on_ranks(f"{__name__}:worker", 2, asked, timeout_s=limit_s, say=say)[0]
+        if config.plot is not None:
+            plot(sections, f"messages between two processes, medians of {rounds} rounds", config.plot)
+    report("transfers", config, {"sections": sections}, [*map(table, sections), _NOTES])
+
+
+def check(config: TransfersConfig) -> None:
+    """ValueError for what is out of range, and for what this machine cannot do."""
+    if not config.links:
         raise ValueError(f"--links: name some of {','.join(LINKS)}")
-    for name in links:
+    for name in config.links:
         if name not in LINKS:
             raise ValueError(f"--links {name}: no such link, use some of {','.join(LINKS)}")
-    for size in sizes:
+    for size in config.sizes:
         if size < _WORD_BYTES or size % _WORD_BYTES:
             raise ValueError(f"--sizes {size}: must be multiples of {_WORD_BYTES} bytes, and at least one")
-    if rounds < 1:
-        raise ValueError(f"--rounds {rounds}: must be at least 1")
-    if not 0 < timeout_s < 3600:
-        raise ValueError(f"--timeout {timeout_s:g}: must be positive and less than an hour")
-    if tuple(links) == ("shm",) and not ring.supported():
+    if config.links == ("shm",) and not ring.supported():
         raise ValueError("--links shm: needs Linux, with /proc; use gloo")
-    free, needed = memory_available_bytes("cpu"), _COPIES * max(sizes)
+    free, needed = memory_available_bytes("cpu"), _COPIES * max(config.sizes)
     if free is not None and needed > _USABLE * free:
-        fitting = int(_USABLE * free / _COPIES)
         raise ValueError(
-            f"--sizes {format_bytes(max(sizes))}: needs {format_bytes(needed)} and {format_bytes(free)} are free; use "
-            f"at most {fitting // 2**20} MiB"
+            f"--sizes {format_bytes(max(config.sizes))}: needs {format_bytes(needed)} and {format_bytes(free)} are "
+            f"free; use at most {int(_USABLE * free / _COPIES) // 2**20} MiB"
         )
-
-
-def run(
-    links: Sequence[str], sizes: Sequence[int], rounds: int, timeout_s: float, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Start both processes and measure; a section for each question and size. PipelineError when one of them fails."""
-    arguments = {"links": list(links), "sizes": list(sizes), "rounds": rounds, "timeout_s": timeout_s}
-    limit_s = (
-        60 + timeout_s + rounds * (5 + sum(20 + size / 5e7 for size in sizes))
-    )  # far above what they need
-    found: list[dict[str, Any]] = run_on_ranks(
-        f"{__name__}:worker", 2, arguments, timeout_s=limit_s, say=say
-    )[0]
-    return found
 
 
 def worker(links: list[str], sizes: list[int], rounds: int, timeout_s: float) -> list[dict[str, Any]]:
