@@ -115,24 +115,6 @@ class Receiver:
 def copy(destination: int, source: int, bytes: int) -> None:
     """Copy between addresses of this process; other threads run while it copies much."""
 
-def echo(
-    sender: Sender,
-    receiver: Receiver,
-    bell: Bell,
-    *,
-    rounds: int,
-    bytes: int,
-    spin_s: float = 0.0,
-    timeout_s: float = 60.0,
-    is_first: bool = False,
-) -> float:
-    """Send messages of `bytes` to and fro, free of Python; returns the seconds that one takes in one direction.
-
-    Both processes call it with the same `rounds` and `bytes`, one of them with `is_first`. Each message is copied
-    into a slot of the way back. `bell` is this process's own, `spin_s` as for `Bell.wait`. TimeoutError if nothing
-    comes for `timeout_s`.
-    """
-
 # `path` is that of libavgpipe.so, which torch has loaded; ImportError if it has not.
 
 def build_info(path: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,44 +11,34 @@ from torch.autograd.graph import increment_version
 
 import avgpipe_ext._library  # noqa: F401 (loads the library)
 
-
-@dataclass(frozen=True)
-class Arguments:
-    """The leading tensor arguments: how many, which are written, which may be fewer because replicas share them, and
-    which may be any multiple of the others (an optimizer's states)."""
-
-    count: int
-    written: tuple[int, ...]
-    shared: tuple[int, ...] = ()
-    optional: tuple[int, ...] = ()
-
-
-OPERATORS = {
-    "elastic_pull_": Arguments(2, (0,)),
-    "elastic_step_": Arguments(4, (0, 3)),
-    "easgd_step_": Arguments(3, (0, 2)),
-    "elastic_sgd_": Arguments(5, (0, 2, 4), optional=(2,)),
-    "elastic_adamw_": Arguments(6, (0, 2, 3, 5)),
-    "elastic_round_": Arguments(4, (0, 2, 3), shared=(3,), optional=(2,)),
-    "reference_apply_": Arguments(2, (0, 1), shared=(0,)),
-}
+OPERATORS = (
+    "elastic_pull_", "elastic_step_", "easgd_step_", "elastic_sgd_", "elastic_adamw_", "elastic_round_",
+    "reference_apply_",
+)  # fmt: skip
+# Of the leading tensor arguments, by position, which may be fewer because replicas share them, and which may be any
+# multiple of the others: an optimizer's states.
+_SHARED = {"elastic_round_": 3, "reference_apply_": 0}
+_STATES = {"elastic_sgd_": 2, "elastic_round_": 2}
 
 
 def _listed(argument: Tensor | Sequence[Tensor] | None) -> Sequence[Tensor]:
     return [] if argument is None else [argument] if isinstance(argument, Tensor) else argument
 
 
-def _fake(arguments: Arguments) -> Callable[..., Tensor]:
+def _fake(name: str, overload: Any) -> Callable[..., Tensor]:
     """Checks lengths, shapes and devices and gives the result's shape, dtype and device; writes nothing."""
+    shared, states = _SHARED.get(name), _STATES.get(name)
+    types = [str(argument.type) for argument in overload._schema.arguments]
+    count = next(i for i, kind in enumerate(types) if "Tensor" not in kind)
 
     def fake(*values: Any, check_finite: bool = False, **options: Any) -> Tensor:
-        lists = [_listed(value) for value in values[: arguments.count]]
-        whole = next(tensors for i, tensors in enumerate(lists) if i not in arguments.shared)
+        lists = [_listed(value) for value in values[:count]]
+        whole = next(tensors for i, tensors in enumerate(lists) if i != shared)
         for i, tensors in enumerate(lists):
             fits = len(tensors) == len(whole)
-            if i in arguments.shared:
+            if i == shared:
                 fits = fits or (len(tensors) > 0 and len(whole) % len(tensors) == 0)
-            elif i in arguments.optional:
+            elif i == states:
                 fits = len(whole) == 0 or len(tensors) % len(whole) == 0
             if not fits:
                 raise ValueError(
@@ -136,11 +125,17 @@ def _refuse_lazy(name: str, overload: Any, key: str) -> Callable[..., Any]:
     return kernel
 
 
-def _move_versions(overload: Any, written: tuple[int | str, ...]) -> Callable[..., Any]:
+def _move_versions(overload: Any) -> Callable[..., Any]:
     """A kernel that runs the operator and then moves the version counters of what it wrote.
 
     Without it, autograd would not notice that a tensor saved for a backward pass has changed.
     """
+    arguments = overload._schema.arguments
+    written = [
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
     def kernel(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         result = overload.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments, **options)
@@ -156,26 +151,24 @@ def _move_versions(overload: Any, written: tuple[int | str, ...]) -> Callable[..
 _library = torch.library.Library("avgpipe", "IMPL")  # type: ignore[no-untyped-call]
 
 
-def _register(name: str, overload: Any, fake: Callable[..., Any], written: tuple[int | str, ...]) -> None:
-    """written: positions or, of those given by keyword, names."""
+def _register(name: str, overload: Any, fake: Callable[..., Any]) -> None:
     torch.library.register_fake(f"avgpipe::{name}", fake, lib=_library)
     for key in _LAZY:
         refusal = _refuse_lazy(name.partition(".")[0], overload, key)
         _library.impl(name, refusal, key)  # type: ignore[no-untyped-call]
-    if written:
-        _library.impl(  # type: ignore[no-untyped-call]
-            name, _move_versions(overload, written), "ADInplaceOrView", with_keyset=True
-        )
+    if overload._schema.is_mutable:
+        kernel = _move_versions(overload)
+        _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 def _register_all() -> None:
-    for name, arguments in OPERATORS.items():
+    for name in OPERATORS:
         packet = getattr(torch.ops.avgpipe, name)
-        _register(name, packet.default, _fake(arguments), arguments.written)
-        _register(f"{name}.list", packet.list, _fake(arguments), arguments.written)
-    _register("pack", torch.ops.avgpipe.pack.default, _fake_pack, ())
-    _register("pack.out", torch.ops.avgpipe.pack.out, _fake_pack_out, ("out",))
-    _register("unpack_", torch.ops.avgpipe.unpack_.default, _fake_unpack, (1,))
+        _register(name, packet.default, _fake(name, packet.default))
+        _register(f"{name}.list", packet.list, _fake(name, packet.list))
+    _register("pack", torch.ops.avgpipe.pack.default, _fake_pack)
+    _register("pack.out", torch.ops.avgpipe.pack.out, _fake_pack_out)
+    _register("unpack_", torch.ops.avgpipe.unpack_.default, _fake_unpack)
 
 
 _register_all()

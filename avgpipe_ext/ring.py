@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import os
 
-from avgpipe_ext._native import Bell, Lease, Memory, Receiver, Sender, copy, echo
+from avgpipe_ext._native import Bell, Lease, Memory, Receiver, Sender, copy
 
-__all__ = ["Bell", "Lease", "Memory", "Receiver", "Sender", "copy", "echo", "supported"]
+__all__ = ["Bell", "Lease", "Memory", "Receiver", "Sender", "copy", "supported"]
 
 
 def supported() -> bool:

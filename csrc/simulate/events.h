@@ -147,8 +147,9 @@ class Events {
         const bool is_forward = step.kind == kForward;
         const int64_t k = step.stage, to = is_forward ? k + 1 : k - 1;
         const int64_t place = q_.place(to, step.micro_batch), w = q_.replicas[place];
-        const Ticks there =
-            w == lane.worker ? now : links_.send(is_forward ? 2 * k : 2 * to + 1, step.micro_batch, batch, now);
+        const Ticks there = w == lane.worker
+                                ? now
+                                : links_.send(is_forward ? 2 * k : 2 * to + 1, step.micro_batch, batch, now);
         inbox(place, lane.pipeline, step) = there;
         Lane& other = lanes_[static_cast<size_t>(w * q_.pipelines + lane.pipeline)];
         if (other.walk.done() || other.is_running) return;

@@ -39,7 +39,8 @@ struct Question {
     const Ticks* transfer_ticks;  // per link, `transfer_width` numbers: how long a tensor occupies it
     int64_t transfer_width;
     const Ticks* latency_ticks;  // per link: from leaving it to being there
-    const int32_t* channel;  // per link: the first of its channels, which carry one tensor at a time; -1: none
+    const int32_t*
+        channel;  // per link: the first of its channels, which carry one tensor at a time; -1: none
     const int32_t* channel_count;  // per link: 1, or as many as senders, in turn
     int64_t channels;
     int64_t shared_channels;   // whether any channel has links of several stages

@@ -97,8 +97,8 @@ class RowWalk {
     Step step_ = {};
 };
 
-// How far apart the micro-batches in flight on a stage may be, counted through all batches: the newest less the
-// newest that is done. Tensors that were sent to it or by it, and not taken, are among them.
+// How far apart the micro-batches in flight on a stage may be, counted through all batches: the newest less
+// the newest that is done. Tensors that were sent to it or by it, and not taken, are among them.
 inline int64_t in_flight_span(const Question& q, int64_t worker, int64_t stage) {
     const Loop *first = q.loops + q.row_begin[worker], *last = q.loops + q.row_begin[worker + 1];
     int64_t ahead = 0, newest = -q.micro_batches, span = 1;

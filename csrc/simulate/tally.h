@@ -49,9 +49,13 @@ class Tally {
             answer_.makespan = std::max(answer_.makespan, end);
         }
         if (answer_.records != nullptr) {
-            answer_.records[answer_.count] = {
-                start, end, static_cast<int32_t>(worker), step.stage, static_cast<int32_t>(batch),
-                step.micro_batch, step.kind};
+            answer_.records[answer_.count] = {start,
+                                              end,
+                                              static_cast<int32_t>(worker),
+                                              step.stage,
+                                              static_cast<int32_t>(batch),
+                                              step.micro_batch,
+                                              step.kind};
         }
         ++answer_.count;
     }
@@ -72,7 +76,7 @@ class Tally {
 
     const Question& q_;
     Answer& answer_;
-    const bool is_plain_;  // one stage on each worker, without replicas
+    const bool is_plain_;        // one stage on each worker, without replicas
     std::vector<int64_t> held_;  // per place
     std::vector<std::vector<Held>> on_worker_;
 };

@@ -359,7 +359,8 @@ void test_replicas() {
     for (const int64_t slots : {1, 2}) {
         each.q.slots = slots;
         expect_equal("done", each.run() == Status::kDone, 1);
-        // F at 0-1 on both, there at 3; F0 B0 F1 B1 at 3-7, the gradient of 1 there at 9, B1 until 10, U 17-18.
+        // F at 0-1 on both, there at 3; F0 B0 F1 B1 at 3-7, the gradient of 1 there at 9, B1 until 10, U
+        // 17-18.
         expect_equal("makespan", each.answer.makespan, 18);
         expect_equal("busy", each.busy[0] + 10 * each.busy[1] + 100 * each.busy[2], 533);
         expect_equal("in flight", each.peak_in_flight[0], 1);

@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <limits>
 
 #include "text.h"
@@ -58,22 +59,33 @@ bool allocate(int file, int64_t bytes) {
     return status == 0;
 }
 
+[[noreturn]] void refuse(int64_t bytes, int error) {
+    const std::string what = text("no ", bytes, " bytes of shared memory");
+    const char* const reason = std::strerror(error);
+    if (error == ENOMEM || error == ENOSPC || error == EFBIG) {
+        throw NoMemory(text(
+            what, " (", reason,
+            "): use smaller or fewer micro-batches, or raise the memory or file size limit (ulimit -f)"));
+    }
+    const char* const way_out = error == EMFILE ? "; raise the limit of open files (ulimit -n)" : "";
+    throw SystemError(error, text(what, ": ", reason, way_out));
+}
+
+[[noreturn]] void refuse(const std::string& path, int error) {
+    throw SystemError(error, text(std::strerror(error), ": '", path, "'"));
+}
+
 }  // namespace
 
 Memory Memory::create(int64_t bytes) {
-    if (bytes <= 0) {
-        errno = EINVAL;
-        return {};
-    }
+    if (bytes <= 0) throw std::invalid_argument(text("a memory of ", bytes, " bytes: use at least 1"));
     // The kernel would take all there is and then kill a process.
-    if (bytes >= kLarge && bytes > available_bytes()) {
-        errno = ENOMEM;
-        return {};
-    }
+    if (bytes >= kLarge && bytes > available_bytes()) refuse(bytes, ENOMEM);
     Memory memory;
     memory.file_ = new_file();
-    if (memory.file_ < 0 || !allocate(memory.file_, bytes) || !seal(memory.file_) || !memory.map(bytes))
-        return {};
+    if (memory.file_ < 0 || !allocate(memory.file_, bytes) || !seal(memory.file_) || !memory.map(bytes)) {
+        refuse(bytes, errno);
+    }
     memory.path_ = text("/proc/", getpid(), "/fd/", memory.file_);
     return memory;
 }
@@ -82,15 +94,12 @@ Memory Memory::open(const std::string& path, int64_t bytes) {
     Memory memory;
     memory.path_ = path;
     memory.file_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
-    if (memory.file_ < 0) return {};
-    const bool keeps_its_size = is_sealed(memory.file_);  // asked before the size
+    const bool keeps_its_size = memory.file_ >= 0 && is_sealed(memory.file_);  // asked before the size
     struct stat facts = {};
-    if (fstat(memory.file_, &facts) != 0) return {};
-    if (bytes <= 0 || !S_ISREG(facts.st_mode) || !keeps_its_size || facts.st_size < bytes) {
-        errno = EINVAL;
-        return {};
-    }
-    if (!memory.map(bytes)) return {};
+    if (memory.file_ < 0 || fstat(memory.file_, &facts) != 0) refuse(path, errno);
+    if (bytes <= 0 || !S_ISREG(facts.st_mode) || !keeps_its_size || facts.st_size < bytes)
+        refuse(path, EINVAL);
+    if (!memory.map(bytes)) refuse(path, errno);
     memory.close_file();
     return memory;
 }
@@ -106,15 +115,11 @@ bool Memory::map(int64_t bytes) {
 }
 
 void Memory::close_file() {
-    const int error = errno;
     if (file_ >= 0) ::close(std::exchange(file_, -1));
-    errno = error;
 }
 
 Memory::~Memory() {
-    const int error = errno;
     if (data_ != nullptr) munmap(data_, static_cast<size_t>(bytes_));
-    errno = error;
     close_file();
 }
 

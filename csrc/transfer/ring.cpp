@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "text.h"
-#include "transfer/copy.h"
 
 namespace avgpipe::transfer {
 namespace {
@@ -34,6 +33,10 @@ bool Sender::is_free(size_t index) {
 }
 
 std::byte* Sender::reserve(int64_t bytes, bool may_make) {
+    if (bytes <= 0) {
+        throw std::invalid_argument(
+            text("a slot of ", bytes, " bytes: use at least 1, or publish 0 bytes without a slot"));
+    }
     reserved_ = -1;
     size_t small = slots_.size();
     for (size_t i = 0; i < slots_.size(); ++i) {
@@ -44,11 +47,11 @@ std::byte* Sender::reserve(int64_t bytes, bool may_make) {
         }
         small = std::min(small, i);
     }
-    if (small == kSlots || !may_make) {
-        errno = small == kSlots ? ENOBUFS : EAGAIN;
-        return nullptr;
-    }
-    return make(small, bytes);
+    if (small == kSlots)
+        throw Full(text("all ", kSlots,
+                        " slots are lent: the receiver keeps tensors of that many messages, or takes none; "
+                        "copy what is to be kept"));
+    return may_make ? make(small, bytes) : nullptr;
 }
 
 // Of the slots whose first message was taken, and mapped so: many slots need no many files.
@@ -65,19 +68,21 @@ std::byte* Sender::make(size_t index, int64_t bytes) {
     Slot& slot = slots_[index];
     slot.memory = Memory();  // first, so that old and new need not be there together
     slot.memory = Memory::create(bytes > kLargest ? bytes : (bytes + kPage - 1) / kPage * kPage);
-    if (slot.memory.data() == nullptr) return nullptr;
     slot.serial = ++serials_;
     slot.sent = 0;
     reserved_ = static_cast<int64_t>(index);
     return slot.memory.data();
 }
 
-int Sender::publish(int64_t bytes, const int64_t (&words)[kWords]) {
-    if (bytes < 0 || (bytes > 0 && (reserved_ < 0 || bytes > slots_[reserved_].memory.bytes())))
-        return EINVAL;
+void Sender::publish(int64_t bytes, const int64_t (&words)[kWords]) {
+    if (bytes < 0 || (bytes > 0 && (reserved_ < 0 || bytes > slots_[reserved_].memory.bytes()))) {
+        throw std::invalid_argument(text(bytes, " bytes to publish: reserve a slot of that many first"));
+    }
     if (sent_ - taken_ >= kRecords) {
         taken_ = ring_->taken.load(std::memory_order_acquire);
-        if (sent_ - taken_ >= kRecords) return EAGAIN;
+        if (sent_ - taken_ >= kRecords) {
+            throw Full("the queue is full: the receiver takes no messages; try again later");
+        }
     }
     Record& record = ring_->records[sent_ % kRecords];
     record = {.bytes = bytes, .slot = -1, .file = -1, .serial = 0, .capacity = 0, .words = {}};
@@ -94,7 +99,6 @@ int Sender::publish(int64_t bytes, const int64_t (&words)[kWords]) {
     }
     ring_->sent.store(++sent_, std::memory_order_release);
     bell_->ring();
-    return 0;
 }
 
 uint64_t Sender::waiting() const {
@@ -115,83 +119,50 @@ Lease::~Lease() {
     if (generation_ == generation()) lent_->store(0, std::memory_order_release);
 }
 
-// Has the record's slot in slots_ afterwards.
-Taken Receiver::find(bool may_map) {
+// Has the record's slot in slots_ afterwards, unless it may not map it.
+bool Receiver::find(bool may_map) {
     const Record& r = record_;
-    if (r.slot < 0 || r.slot >= kSlots || r.bytes <= 0 || r.bytes > r.capacity) return Taken::kBroken;
+    if (r.slot < 0 || r.slot >= kSlots || r.bytes <= 0 || r.bytes > r.capacity) refuse_record();
     const auto index = static_cast<size_t>(r.slot);
     if (index >= slots_.size()) slots_.resize(index + 1);
     Slot& slot = slots_[index];
     if (slot.memory == nullptr || slot.serial != r.serial) {
-        if (!may_map) return Taken::kUnmapped;
+        if (!may_map) return false;
         slot.memory.reset();
-        Memory memory = Memory::open(text("/proc/", sender_, "/fd/", r.file), r.capacity);
-        if (memory.data() == nullptr) return errno == EINVAL ? Taken::kBroken : Taken::kFailed;
-        slot = {std::make_shared<Memory>(std::move(memory)), r.serial};
+        try {
+            const std::string path = text("/proc/", sender_, "/fd/", r.file);
+            slot = {std::make_shared<Memory>(Memory::open(path, r.capacity)), r.serial};
+        } catch (const SystemError& refused) {
+            if (refused.error == EINVAL) refuse_record();
+            throw SystemError(refused.error, text("slot ", r.slot, " of ", r.capacity,
+                                                  " bytes cannot be mapped: ", std::strerror(refused.error)));
+        }
     }
-    return slot.memory->bytes() == r.capacity ? Taken::kMessage : Taken::kBroken;
+    if (slot.memory->bytes() != r.capacity) refuse_record();
+    return true;
+}
+
+void Receiver::refuse_record() const {
+    throw std::runtime_error(text("a broken ring: its next message has ", record_.bytes, " bytes in slot ",
+                                  record_.slot, " of ", record_.capacity,
+                                  " bytes; do both processes run the same version of avgpipe?"));
 }
 
 Taken Receiver::take(Message& message, bool may_map) {
     const uint64_t waiting = ring_->sent.load(std::memory_order_acquire) - taken_;
     if (waiting == 0) return Taken::kNothing;
     record_ = ring_->records[taken_ % kRecords];
-    if (waiting > kRecords) return Taken::kBroken;
+    if (waiting > kRecords || (record_.slot == -1 && record_.bytes != 0)) refuse_record();
     message.lease.reset();
     if (record_.slot != -1) {
-        const Taken found = find(may_map);
-        if (found != Taken::kMessage) return found;
+        if (!find(may_map)) return Taken::kUnmapped;
         std::shared_ptr<std::atomic<uint32_t>> lent(ring_, &ring_->lent[record_.slot]);
         message.lease = std::make_unique<Lease>(slots_[record_.slot].memory, std::move(lent));
-    } else if (record_.bytes != 0) {
-        return Taken::kBroken;
     }
     message.bytes = record_.bytes;
     std::memcpy(message.words, record_.words, sizeof message.words);
     ring_->taken.store(++taken_, std::memory_order_release);
     return Taken::kMessage;
-}
-
-// ---- echo -------------------------------------------------------------------------------------------------
-namespace {
-
-bool send(Sender& sender, const void* source, int64_t bytes) {
-    std::byte* const slot = sender.reserve(bytes, true);
-    if (slot == nullptr) return false;
-    if (source != nullptr) copy(slot, source, static_cast<size_t>(bytes));
-    errno = sender.publish(bytes, {});
-    return errno == 0;
-}
-
-bool receive(Receiver& receiver, Bell& bell, const Echo& how, Message& message) {
-    for (;;) {
-        const uint32_t seen = bell.count();
-        const Taken taken = receiver.take(message, true);
-        if (taken == Taken::kMessage) return true;
-        if (taken != Taken::kNothing) {
-            if (taken == Taken::kBroken) errno = EPROTO;
-            return false;
-        }
-        if (bell.wait(seen, how.timeout_s, how.spin_s) == seen) {
-            errno = ETIMEDOUT;
-            return false;
-        }
-    }
-}
-
-}  // namespace
-
-double echo(Sender& sender, Receiver& receiver, Bell& bell, const Echo& how) {
-    Message message = {};
-    const auto begin = std::chrono::steady_clock::now();
-    if (how.is_first && !send(sender, nullptr, how.bytes)) return -1;
-    for (int64_t round = 0; round < how.rounds; ++round) {
-        if (!receive(receiver, bell, how, message)) return -1;
-        const bool is_last = how.is_first && round + 1 == how.rounds;
-        if (!is_last && !send(sender, message.lease->data(), how.bytes)) return -1;
-        message.lease.reset();
-    }
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
 }  // namespace avgpipe::transfer

@@ -39,20 +39,24 @@ struct Ring {
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(std::atomic<uint64_t>) == 8);
 
+// No slot, or no place in the queue, is free.
+struct Full : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 class Sender {
   public:
     // Both lie in the receiver's memory, which they keep.
     Sender(std::shared_ptr<Ring> ring, std::shared_ptr<Bell> bell)
         : ring_(std::move(ring)), bell_(std::move(bell)) {}
 
-    // Where to write `bytes`, or null with errno. Of the free slots the first that is large enough, so few
-    // stay warm. EAGAIN: there is none, and it may not make one. ENOBUFS: all slots are lent. Else why memory
-    // could not be had.
+    // Where to write `bytes`; null if there is no such slot, and it may not make one. Of the free slots the
+    // first that is large enough, so few stay warm. Throws Full, or as Memory::create.
     std::byte* reserve(int64_t bytes, bool may_make);
 
-    // Announces what was written to the reserved slot; 0 bytes: the words alone. 0, or EINVAL (more bytes
-    // than were reserved), or EAGAIN (the queue is full: the slot stays reserved).
-    int publish(int64_t bytes, const int64_t (&words)[kWords]);
+    // Announces what was written to the reserved slot; 0 bytes: the words alone. Throws Full, and the slot
+    // stays reserved; std::invalid_argument for more bytes than were reserved.
+    void publish(int64_t bytes, const int64_t (&words)[kWords]);
 
     // Messages that the receiver has not taken. It cannot take them any more once this process has ended.
     uint64_t waiting() const;
@@ -107,8 +111,6 @@ enum class Taken {
     kNothing,
     kMessage,
     kUnmapped,  // the slot is new here, and mapping was not allowed
-    kFailed,    // the slot cannot be mapped, see errno; the message stays
-    kBroken,    // the record has impossible numbers; the message stays
 };
 
 class Receiver {
@@ -116,10 +118,9 @@ class Receiver {
     // The ring keeps the memory it lies in, and leases keep the ring.
     Receiver(std::shared_ptr<Ring> ring, int64_t sender) : ring_(std::move(ring)), sender_(sender) {}
 
+    // Throws SystemError if the slot cannot be mapped, std::runtime_error if the record has impossible
+    // numbers; the message stays then.
     Taken take(Message& message, bool may_map);
-
-    // The record that take() last looked at.
-    const Record& record() const { return record_; }
 
   private:
     struct Slot {
@@ -127,7 +128,8 @@ class Receiver {
         uint64_t serial = 0;
     };
 
-    Taken find(bool may_map);
+    bool find(bool may_map);
+    [[noreturn]] void refuse_record() const;
 
     std::shared_ptr<Ring> ring_;
     int64_t sender_;  // process id
@@ -135,17 +137,5 @@ class Receiver {
     Record record_ = {};
     uint64_t taken_ = 0;
 };
-
-// Both sides run it: each message is copied into a slot of the way back. `rounds` there and back, the first
-// message sent by the side with is_first. Seconds in all, or negative: nothing came for timeout_s, or an
-// error (see errno).
-struct Echo {
-    int64_t rounds;
-    int64_t bytes;
-    double spin_s;
-    double timeout_s;
-    bool is_first;
-};
-double echo(Sender& sender, Receiver& receiver, Bell& bell, const Echo& how);
 
 }  // namespace avgpipe::transfer

@@ -87,10 +87,6 @@ def answer(end, count):
     return open_files()
 
 
-def echo(end, rounds, size):
-    return ring.echo(end.sender, end.receiver, end.bell, rounds=rounds, bytes=size)
-
-
 def open_files(_=None):
     return len(os.listdir("/proc/self/fd"))
 
@@ -182,23 +178,6 @@ def test_open_files_do_not_grow_over_10000_messages(peer):
     after = open_files(), peer.result()
     assert after[0] <= before[0]
     assert after[1] <= before[1]
-
-
-def test_an_echo_gives_the_time_of_one_direction(peer):
-    peer.start(echo, 300, 1024)
-    seconds = ring.echo(
-        peer.end.sender, peer.end.receiver, peer.end.bell, rounds=300, bytes=1024, spin_s=1e-5, is_first=True
-    )
-    assert peer.result() > 0
-    assert 0 < seconds < 1
-
-
-def test_an_echo_that_nobody_answers_ends_at_its_timeout():
-    there, back = loop(), loop()
-    with pytest.raises(TimeoutError, match="1 rounds of 8 bytes"):
-        ring.echo(there.sender, back.receiver, back.bell, rounds=1, bytes=8, timeout_s=0.01, is_first=True)
-    with pytest.raises(ValueError, match="0 rounds of 8 bytes"):
-        ring.echo(there.sender, back.receiver, back.bell, rounds=0, bytes=8)
 
 
 def test_a_killed_sender_leaves_what_was_taken_and_nothing_else():
