@@ -28,7 +28,8 @@ ROOT = Path(__file__).parent.parent
 _LONG_S = 45  # a rank that runs longer shows where all its threads are
 
 _context: Any = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "avgpipe.pipeline", "avgpipe_ext"])
+# The first optimizer of a process would import torch._dynamo, which takes a second.
+_context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "avgpipe.pipeline", "avgpipe_ext"])
 
 
 class Ranks:

@@ -44,6 +44,11 @@ def misses_its_peer():
     raise ValueError("later")
 
 
+def refuses():
+    print("what standard output gets is kept back, too")
+    raise SystemExit(2)
+
+
 def threads():
     return os.environ["OMP_NUM_THREADS"]
 

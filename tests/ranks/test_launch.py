@@ -59,6 +59,12 @@ def test_who_only_missed_a_peer_is_not_to_blame():
     assert failure.value.exit_codes == (PEER_LOST, 1)
 
 
+def test_a_function_may_choose_its_exit_code():
+    last = "what standard output gets is kept back, too"
+    with pytest.raises(RanksFailed, match=f"worker 0 of 1 failed with exit code 2: {last}"):
+        run_on_ranks(f"{HERE}:refuses", 1, {}, timeout_s=60)
+
+
 @pytest.mark.parametrize(("chosen", "threads", "found"), [("5", None, "5"), ("5", 3, "3"), (None, None, "")])
 def test_threads_are_shared_unless_somebody_chose(monkeypatch, chosen, threads, found):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
