@@ -15,8 +15,8 @@ Weights, reference and updates of a stage are shared by its lanes. Their updates
     lane 0's stream   ... B7 ── U ── record(averaged) ── F0 of its next batch ...
     lane 1's stream   ... B7 ─────────└─ wait(averaged) ── U ── record(averaged) ...
 
-Where an update moves the weights of other lanes too (staleness 0), their next batch waits for that event as well. What
-spread pipelines of other processes tell of theirs is a part of the chain, on the stream of the lane that takes it in.
+Where an update moves the weights of other lanes too (staleness 0), their next batch waits for that event as well.
+Updates from pipelines in other processes are a part of the chain, on the stream of the lane that applies them.
 A batch begins after what the caller's stream held then; the caller's stream waits for a lane when its batch's loss is
 read. Nothing else waits, and the host waits for nothing but that loss.
 """
@@ -41,9 +41,13 @@ _REBASE_MS = 10_000.0  # events tell the time between them in float32
 
 
 def own_device(device: torch.device | str) -> torch.device:
-    """``device``, of CUDA with its number: where a launcher has numbered the processes of this host, each takes one of
-    its own as long as there are enough; else it is the current one. ValueError where torch sees no CUDA device, and for
-    one that is neither CPU nor CUDA.
+    """Return ``device``, with its number if it is CUDA.
+
+    Where a launcher has numbered the processes of this host, each takes a device of its own as long as there are
+    enough; else it is the current one.
+
+    Raises:
+        ValueError: torch sees no CUDA device, or the device is neither CPU nor CUDA.
     """
     asked = device
     try:
@@ -76,8 +80,8 @@ def device_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-class Handed:
-    """A value whose tensors are ready at an event: who takes it calls :meth:`received`."""
+class ReadyOnEvent:
+    """A value whose tensors are ready when an event has happened. The stream that needs it calls ``received``."""
 
     __slots__ = ("_device", "_ready", "value")
 
@@ -85,7 +89,7 @@ class Handed:
         self.value, self._ready, self._device = value, ready, device
 
     def received(self) -> Any:
-        """The value, for the current stream."""
+        """Return the value, for use on the current stream."""
         stream = cuda.current_stream(self._device)
         stream.wait_event(self._ready)
         # Allocated on the stream that recorded ``ready``, read on this one: without this the allocator would give
@@ -96,13 +100,13 @@ class Handed:
         return self.value
 
 
-def handed(value: Any, device: torch.device) -> Handed:
-    """``value``, which the current stream makes, for another one."""
-    return Handed(value, cuda.current_stream(device).record_event(), device)
+def ready_on_event(value: Any, device: torch.device) -> ReadyOnEvent:
+    """Return ``value``, which the current stream makes, for another stream."""
+    return ReadyOnEvent(value, cuda.current_stream(device).record_event(), device)
 
 
 class Streams:
-    """A worker's. None of them exists for a CPU: see :func:`streams_of`."""
+    """The streams of a worker on a CUDA device; see ``streams_of``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -111,14 +115,18 @@ class Streams:
         self.copies = Copies(device)
 
     def lane(self, reference: int, moves_others: bool) -> LaneStream:
-        """``reference``: a number that the lanes of one reference share, whose updates are one chain. ``moves_others``:
-        what is in it may move weights outside of a lane's own steps.
+        """Return a stream for a lane.
+
+        Args:
+            reference: A number that the lanes of one reference share; their updates are one chain.
+            moves_others: Whether an update may move weights outside of a lane's own steps.
         """
         averaging = self._averaging.setdefault(reference, Averaging(moves_others))
         return LaneStream(self._device, averaging, self.clock)
 
 
 def streams_of(device: torch.device) -> Streams | None:
+    """Return a worker's streams; None on the CPU, which has none."""
     return Streams(device) if device.type == "cuda" else None
 
 
@@ -137,14 +145,14 @@ class Averaging:
 
 
 class LaneStream:
-    """Where a lane's steps run: forward, backward, optimizer and averaging, one after another."""
+    """The stream of a lane, which runs its forwards, backwards, optimizer and averaging one after another."""
 
     def __init__(self, device: torch.device, averaging: Averaging, clock: DeviceClock) -> None:
         self._device, self._averaging, self._clock = device, averaging, clock
         self._stream = cuda.Stream(device)
 
-    def begin(self, batch: Handed | None) -> None:
-        """A batch begins, after all that the caller's stream holds: weights that it loaded, inputs that it made."""
+    def begin(self, batch: ReadyOnEvent | None) -> None:
+        """Begin a batch after all that the caller's stream holds: weights that it loaded, inputs that it made."""
         self._stream.wait_stream(cuda.current_stream(self._device))
         if batch is not None:
             with cuda.stream(self._stream):
@@ -152,7 +160,7 @@ class LaneStream:
 
     @contextmanager
     def step(self, place: tuple[int, int, int, int, str], begins: bool) -> Iterator[None]:
-        """What the block issues runs here. ``place``: stage, pipeline, batch, micro-batch and kind, for the clock."""
+        """Run here what the block issues. ``place``: stage, pipeline, batch, micro-batch and kind, for the clock."""
         update = place[4] == "U"
         with cuda.stream(self._stream):
             if update or (begins and self._averaging.moves_others):
@@ -165,14 +173,14 @@ class LaneStream:
 
     @contextmanager
     def averaging(self) -> Iterator[None]:
-        """What the block issues runs here too, outside of any step, as a link of the chain of updates."""
+        """Run here what the block issues outside of any step, as a part of the chain of updates."""
         with cuda.stream(self._stream):
             self._averaging.wait(self._stream)
             yield
             self._averaging.record(self._stream)
 
     def end(self) -> None:
-        """The caller's stream goes on after all that this lane has issued."""
+        """Let the caller's stream go on after all that this lane has issued."""
         cuda.current_stream(self._device).wait_stream(self._stream)
 
 
@@ -182,10 +190,10 @@ class Copies:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, cuda.Stream(device)
 
-    def start(self, value: Any) -> Handed:
-        """A pytree on the device; the host goes on at once."""
+    def start(self, value: Any) -> ReadyOnEvent:
+        """Begin to copy a pytree to the device; the host goes on at once."""
         with cuda.stream(self._stream):
-            return handed(pytree.tree_map(self._copy, value), self._device)
+            return ready_on_event(pytree.tree_map(self._copy, value), self._device)
 
     def _copy(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.is_cuda:
@@ -194,7 +202,7 @@ class Copies:
         return (leaf if leaf.is_pinned() else leaf.pin_memory()).to(self._device, non_blocking=True)
 
 
-class _Span(NamedTuple):
+class _TimedStep(NamedTuple):
     place: tuple[int, int, int, int, str]
     start: Any
     end: Any
@@ -204,17 +212,17 @@ Row = tuple[int, int, int, int, str, float, float, str]
 
 
 class DeviceClock:
-    """When the device did what, on the clock of time.perf_counter. Its events are used again once they are read."""
+    """Records when the device did what, on the clock of time.perf_counter. Events are used again once they are read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._unread: deque[_Span] = deque()
+        self._unread: deque[_TimedStep] = deque()
         self._free: list[Any] = []
         self._rows: deque[Row] = deque(maxlen=_KEPT)
         self._calibrate()
 
     def mark(self, stream: Any) -> Any:
-        """An event, recorded now."""
+        """Return an event that is recorded now."""
         if not self._free and len(self._unread) >= _UNREAD:
             self._read(lambda end: bool(end.query()))
         event = self._free.pop() if self._free else cuda.Event(enable_timing=True)
@@ -222,10 +230,10 @@ class DeviceClock:
         return event
 
     def note(self, place: tuple[int, int, int, int, str], start: Any, end: Any) -> None:
-        self._unread.append(_Span(place, start, end))
+        self._unread.append(_TimedStep(place, start, end))
 
     def rows(self) -> list[Row]:
-        """All that was noted; waits until the device has done it."""
+        """Return all that was noted; waits until the device has done it."""
 
         def wait(end: Any) -> bool:
             end.synchronize()

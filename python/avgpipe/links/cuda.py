@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from avgpipe import device as devices
-from avgpipe.device import Handed, device_id, select
+from avgpipe.device import ReadyOnEvent, device_id, select
 from avgpipe.links.link import Endpoint, Link, Mailbox, Transport
 from avgpipe.links.message import Channel, Decoder, Encoder, Format, Key, Message, padded
 from avgpipe.links.shared import Inbox, SharedLink, SharedTransport
@@ -122,24 +122,24 @@ class CudaIpcLink(SharedLink):
 
 
 class _SlotDecoder(Decoder):
-    """Of messages that name a slot of device memory."""
+    """Decodes messages that name a slot of device memory."""
 
     def __init__(self, headers: Decoder, slots: DeviceSlots, device: torch.device) -> None:
         self._headers, self._slots, self._reader = headers, slots, device
         self._opened: dict[bytes, Slot] = {}
 
-    def decode(self, number: int, text_bytes: int, memory: Any, offset: int = 0) -> Handed:
+    def decode(self, number: int, text_bytes: int, memory: Any, offset: int = 0) -> ReadyOnEvent:
         data = bytes(memoryview(memory)[: _RECORD_BYTES + text_bytes])
         record = data[:_RECORD_BYTES]
         slot = self._opened.get(record)
         if slot is None:
             slot = self._opened[record] = self._slots.open(record)
-        return _Arrived(
+        return _InSlot(
             self._slots, slot, self._headers.format(number, data[_RECORD_BYTES:]), memory, self._reader
         )
 
 
-class _Arrived(Handed):
+class _InSlot(ReadyOnEvent):
     """A message in a slot; its tensors are made for the stream that receives it."""
 
     __slots__ = ("_format", "_slot", "_slots")
@@ -397,7 +397,7 @@ class NcclLink(Link):
         self._control.close(patience_s)
 
 
-class _Posted(Handed):
+class _Posted(ReadyOnEvent):
     """A message whose receive is posted. ``value``: the buffer."""
 
     __slots__ = ("_format",)

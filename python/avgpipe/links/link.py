@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from avgpipe.device import Handed, handed
+from avgpipe.device import ReadyOnEvent, ready_on_event
 from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Decoder, Encoder, Key, detached
 from avgpipe.ranks.world import World
 from avgpipe_ext import ring
@@ -192,7 +192,7 @@ class Mailbox:
 
     def take(self, key: Key) -> Any:
         message = self.messages.pop(key)
-        return message.received() if isinstance(message, Handed) else message
+        return message.received() if isinstance(message, ReadyOnEvent) else message
 
     def collect(self) -> None:
         """Look into the sources if the bell has rung since the last time."""
@@ -270,4 +270,4 @@ class LocalLink(Link):
 
     def send(self, key: Key, value: Any) -> None:
         value = detached(value)
-        self._mailbox.put(key, handed(value, self._device) if self._has_streams else value)
+        self._mailbox.put(key, ready_on_event(value, self._device) if self._has_streams else value)

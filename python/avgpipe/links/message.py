@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from avgpipe.device import handed
+from avgpipe.device import ready_on_event
 from avgpipe_ext import pack, ring, unpack_
 
 _KNOWN = 64  # formats that a channel remembers
@@ -221,7 +221,7 @@ class Format:
 
 
 class _Slice:
-    """Where one tensor of a message lies. ``cast``: the dtype in which it travels, if that is not its own."""
+    """The place of one tensor in a message. ``cast``: the dtype in which it travels, if that is not its own."""
 
     def __init__(self, info: TensorInfo, wire_dtype: torch.dtype | None, offset: int) -> None:
         self.dtype: torch.dtype = getattr(torch, info.dtype)
@@ -310,7 +310,7 @@ class Decoder:
         text = _text(memory, offset, text_bytes) if text_bytes else b""
         value = self.format(number, text).read(memory, offset + padded(text_bytes), self._device)
         # On CUDA copied, or unpacked, by this thread's current stream, which need not be the lane's.
-        return handed(value, self._device) if self._has_streams else value
+        return ready_on_event(value, self._device) if self._has_streams else value
 
     def format(self, number: int, text: bytes) -> Format:
         """Return the format with that number, which is ``text`` if it comes along."""

@@ -53,7 +53,7 @@ class Inbox:
         return cls(memory, channels)
 
     def leave(self) -> None:
-        """Its worker takes nothing more from it: nobody need wait for that."""
+        """Note that this worker takes nothing more from it: nobody need wait for that."""
         self._bytes[_TOKEN_BYTES] = 1
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from avgpipe.device import Handed
+from avgpipe.device import ReadyOnEvent
 from avgpipe.errors import StageError
 from avgpipe.links.link import Link, Mailbox
 from avgpipe.links.message import Key, Message, tensors_of, wanting_gradients
@@ -57,7 +57,7 @@ class Work:
     inputs: Sequence[Any]
     targets: Sequence[Any]
     weights: LossWeights | None = None
-    copied: Handed | None = None
+    copied: ReadyOnEvent | None = None
     trains: bool = True
     collector: Collector | None = None
 

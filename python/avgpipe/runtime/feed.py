@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from avgpipe.device import Handed
+from avgpipe.device import ReadyOnEvent
 from avgpipe.plan import Plan
 from avgpipe.runtime.batch import LossFn, loss_weights, pair, sample_count, sizes_of, split
 from avgpipe.runtime.compute import Work
@@ -77,7 +77,7 @@ class Feed:
         """Whether the oldest batch cannot end, or a pipeline has nothing to do, unless another batch begins."""
         return len(self._in_flight) < self._most_in_flight
 
-    def begin(self, inputs: Any, targets: Any, copied: Handed | None) -> None:
+    def begin(self, inputs: Any, targets: Any, copied: ReadyOnEvent | None) -> None:
         batch, pipeline = self.next_batch, self.next_batch % self._plan.pipelines
         samples = sample_count(inputs, targets)
         parts = self._plan.micro_batches
@@ -178,7 +178,7 @@ class Feed:
         self.results.append(BatchResult(loss, batch, pipeline, samples))
 
 
-Batch = tuple[Any, Any, Handed | None]
+Batch = tuple[Any, Any, ReadyOnEvent | None]
 
 _LEFT = 4  # iterators left with a batch ahead that are remembered, for they may be given again
 
@@ -192,7 +192,7 @@ class Prefetch:
     loader and the caller draw from one generator must not depend on timing.
     """
 
-    def __init__(self, copy: Callable[[Any, Any], Handed | None]) -> None:
+    def __init__(self, copy: Callable[[Any, Any], ReadyOnEvent | None]) -> None:
         self._copy = copy
         self._source: Iterator[Any] = iter(())
         self._loader: Any = None

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.device import Handed, select
+from avgpipe.device import ReadyOnEvent, select
 from avgpipe.errors import PeerLost
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
@@ -138,7 +138,7 @@ class GroupSum:
             self._thread.join(_PATIENCE_S)
 
 
-class _Sums(Handed):
+class _Sums(ReadyOnEvent):
     """The message that a batch's sums are there: who takes it goes on, on its stream, after they are."""
 
     __slots__ = ("_batch",)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.device import Handed, LaneStream, streams_of
+from avgpipe.device import LaneStream, ReadyOnEvent, streams_of
 from avgpipe.elastic import Arena, Reference
 from avgpipe.errors import PipelineError
 from avgpipe.links.choose import Links
@@ -240,7 +240,7 @@ class Worker:
 
     # ---- running -------------------------------------------------------------------------------------------------
 
-    def copy_ahead(self, inputs: Any, targets: Any) -> Handed | None:
+    def copy_ahead(self, inputs: Any, targets: Any) -> ReadyOnEvent | None:
         """Begin to copy what this worker's stages need of a batch to their device; None on the CPU."""
         if self.streams is None:
             return None
