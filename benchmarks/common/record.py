@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from avgpipe.cli.bench.machine import machine, versions
 from avgpipe.files import write_atomically
-from avgpipe.measure.machine import machine, versions
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
     # Here, as it loads torch, whose memory the processes of the large schedules need not have.
-    from avgpipe.measure.machine import machine, versions
+    from avgpipe.cli.bench.machine import machine, versions
 
     record = {
         "question": "actions per second of the simulation, and how its time grows",

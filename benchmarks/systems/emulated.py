@@ -17,9 +17,9 @@ from typing import Any
 
 from rich.console import Console
 
+from avgpipe.cli.bench.machine import cpu_model
 from avgpipe.cli.bench.schedules import ALL
 from avgpipe.errors import PipelineError
-from avgpipe.measure.machine import cpu_model
 from benchmarks.common import emulated
 from benchmarks.common.emulated import EmulatedSettings
 from benchmarks.common.record import say, write_record

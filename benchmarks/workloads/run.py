@@ -140,7 +140,7 @@ def main() -> None:
     if "AVGPIPE_DATA" not in os.environ and any(DATA[row] for row in chosen):
         parser.error("AVGPIPE_DATA must name the folder of the data sets")
 
-    from avgpipe.measure.machine import machine, versions
+    from avgpipe.cli.bench.machine import machine, versions
 
     date = time.strftime("%Y-%m-%d")
     path = Path(asked.out) if asked.out else RESULTS / f"workloads-{asked.preset}-{date}.json"

@@ -34,7 +34,7 @@ _STARTING_S = 240.0  # for processes to begin and to read their data
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained, by what a worker process needs to make it.
+    """A workload to train, as a worker process needs to make it.
 
     Attributes:
         threads: Of torch, on the CPU, in each worker.
@@ -49,7 +49,7 @@ class Subject:
     threads: int = 1
 
     def build(self) -> tuple[Workload, tuple[Any, Any]]:
-        """The workload, and of its first batches the one of median size, as where sequences have many lengths."""
+        """Build the workload, and choose of its first batches the one of median size: sequences have many lengths."""
 
         def elements(batch: Any) -> int:
             return sum(x.numel() for x in pytree.tree_leaves(plain(batch)) if isinstance(x, torch.Tensor))
@@ -61,7 +61,7 @@ class Subject:
         return workload, sorted(found, key=elements)[len(found) // 2]
 
     def options(self, workload: Workload) -> dict[str, Any]:
-        """Those that a profile and a Pipeline take alike."""
+        """Return the options that a profile and a Pipeline take alike."""
         autocast = None if self.autocast == "none" else getattr(torch, self.autocast, None)
         return {
             "loss_fn": workload.loss_fn,
@@ -83,7 +83,7 @@ def profile_of(
     budget_s: float,
     at_once: int = 1,
 ) -> Profile:
-    """Made in processes that each read the workload once. PipelineError when one fails.
+    """Profile in processes that each read the workload once. PipelineError when one fails.
 
     at_once: so many profile the layers at the same time, as workers of this machine would compute; what the first one
     finds counts.
@@ -127,7 +127,7 @@ def profiled(
 
 
 def loaded(subject: dict[str, Any]) -> Any:
-    """What a worker has in memory besides its share of the model: the whole model, the data, and the code that runs."""
+    """Load what a worker has besides its share of the model: the whole model, the data, and the code that runs."""
     asked = Subject(**subject)
     workload, batch = asked.build()
     if asked.device == "cpu":
@@ -136,7 +136,7 @@ def loaded(subject: dict[str, Any]) -> Any:
 
 
 def _first_two(rank: int, timeout_s: float) -> WorkerCosts | None:
-    """What two workers cost, measured by ranks 0 and 1; the others wait for them."""
+    """Measure what two workers cost, by ranks 0 and 1; the others wait for them."""
     store = open_store(timeout_s)
     if rank > 1:
         store.wait([_MEASURED])
@@ -171,7 +171,7 @@ def layers_of_workload(
 
 
 def pipeline_of(subject: Subject, plan: Plan) -> tuple[Pipeline, tuple[Any, Any]]:
-    """And the batch to train it on."""
+    """Make a pipeline, and the batch to train it on."""
     workload, batch = subject.build()
     options = subject.options(workload)
     return Pipeline(workload.layers, plan, loss_weight=workload.loss_weight, **options), batch

@@ -1,4 +1,4 @@
-"""What a plan would take on a cluster, from a profile: seconds per batch by simulation, and bytes of each worker."""
+"""Forecast of a plan on a cluster, from a profile: seconds per batch by simulation, and bytes of each worker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Forecast:
 
 
 def forecast(profile: Profile, plan: Plan, batch_size: int, cluster: Cluster) -> Forecast:
-    """Of a plan that all workers share, with as many replicas of each stage, and stages cut by numbers of layers.
+    """Forecast a plan that all workers share, with as many replicas of each stage, and stages cut by numbers of layers.
 
     ValueError for another plan, and for a cluster that is too small.
     """
@@ -85,7 +85,7 @@ class OnCluster(Training):
 
     @property
     def _gain(self) -> float:
-        """Of two pipelines on a device, over one."""
+        """Throughput of two pipelines on a device over that of one."""
         return self._chain.profile.lane_gain(self._chain.micro_batch_size) if self.plan.pipelines > 1 else 1.0
 
     @property
@@ -103,7 +103,7 @@ class OnCluster(Training):
         return Forecast(plan, self.batch_size, self._jittered_s(cut), sizes)
 
     def _jittered_s(self, cut: Cut) -> float:
-        """As ``seconds``, of actions whose times vary as in the profile: who waits for each other waits longer then."""
+        """Like ``seconds``, with jitter; waiting for each other then costs more."""
         jitter = self._chain.profile.jitter
         if not jitter:
             return self.seconds(cut)
@@ -137,12 +137,14 @@ class OnCluster(Training):
 
     @property
     def micro_batches(self) -> int:
-        """Of a batch, those of one replica of each stage."""
+        """Micro-batches of a batch on one replica of each stage."""
         return self._schedule.micro_batches
 
     def costs_in_memory(self, cut: Cut) -> tuple[Costs | None, float | None]:
-        """With what a micro-batch in flight holds and a pipeline without any, as shares of the worker's memory, and the
-        limit for them, 1; None for the costs where that is not sure to be enough for 1F1B. Without limits, in bytes.
+        """Return the costs, with the memory of a micro-batch in flight and of a pipeline without any, and its limit.
+
+        Memory is in shares of the worker's, so the limit is 1; without limits it is in bytes, and the limit None. The
+        costs are None where the memory is not sure to be enough for 1F1B.
         """
         limits, count = self.limits, self.plan.pipelines
         least = [min(self.micro_batches, self.plan.stages - k) for k in range(self.plan.stages)]
@@ -173,7 +175,7 @@ class OnCluster(Training):
         return _AT_ONCE if here == there else self._cluster.link(here, there)
 
     def _sum_s(self, k: int, first: int, last: int) -> float:
-        """What the sum of gradients over replicas takes beyond the backward beside which it runs."""
+        """Seconds of the sum of gradients over replicas beyond the backward beside which it runs."""
         if self._width == 1:
             return 0.0
         link = self._ring(self._workers[k])
@@ -183,7 +185,7 @@ class OnCluster(Training):
         return max(whole_s - self._chain.backward_s(first, last) / self._speeds[k], at_end * whole_s)
 
     def _tied_s(self, cut: Cut) -> list[float]:
-        """What each stage does for the gradients of parameters that it shares with others: known of workers at hand.
+        """Seconds of each stage for gradients of parameters that it shares with others: known of workers at hand.
 
         They wait for each other little: the first stage, whose backward is the last, has the others' part by then.
         """
@@ -199,7 +201,7 @@ class OnCluster(Training):
         return seconds
 
     def _ring(self, workers: range) -> LinkProfile:
-        """Of a sum: as it was measured between the workers at hand, else by their links."""
+        """Link of a sum: as it was measured between the workers at hand, else by their links."""
         measured = self._chain.profile.reduction
         if measured is not None and self._cluster.is_here:
             return measured
@@ -207,7 +209,7 @@ class OnCluster(Training):
 
 
 def _pair_s(sums: LinkProfile, size: float) -> float:
-    """Of a sum over two workers."""
+    """Seconds of a sum over two workers."""
     return ring_s(size, 2, sums.bytes_per_s) + 2 * sums.latency_s
 
 

@@ -27,7 +27,7 @@ def leave(tensor: torch.Tensor) -> None:
 
 
 def payload(size: int, rank: int) -> torch.Tensor:
-    """So many bytes of int64, other ones for each rank."""
+    """Return so many bytes of int64, other ones for each rank."""
     return torch.arange(rank, rank + size // 8)
 
 
@@ -46,7 +46,7 @@ class Peers:
         return [Channel(Message("FB"[1 - rank]), 0, 1 - rank, rank)]
 
     def key(self, rank: int, number: int) -> Key:
-        """Of message ``number`` to a rank."""
+        """Return the key of message ``number`` to a rank."""
         return Key(*self.into(rank)[0], number, 0)
 
     def inboxes(self) -> tuple[Inbox, int, Inbox]:

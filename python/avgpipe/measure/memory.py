@@ -55,7 +55,7 @@ class _Keepers(SavedBytes):
 
 
 def measure_sizes(sweep: Sweep, example: Example, skips: Sequence[Skips]) -> Sizes:
-    """By one forward in which layers are not cut apart. skips: of the model with a stage for each layer."""
+    """Measure by one forward in which layers are not cut apart. skips: of the model with a stage for each layer."""
     stage = sweep.stage
     layers = len(stage.layers)
     weights = [*stage.parameters(), *stage.buffers()]
@@ -139,8 +139,9 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def measure_working(sweep: Sweep, example: Example, output_bytes: list[int]) -> list[int]:
-    """Of each layer, the greater of its forward's and its backward's. output_bytes: gradients of outputs have as many,
-    and are there while a backward runs.
+    """Return the workspace of each layer: the greater of its forward's and its backward's.
+
+    output_bytes: gradients of outputs have as many, and are there while a backward runs.
     """
     weights = [*sweep.stage.parameters(), *sweep.stage.buffers()]
     gradients = [p.grad for p in sweep.stage.parameters() if p.grad is not None]

@@ -1,21 +1,22 @@
-"""What the layers of a model cost on a device, measured."""
+"""The profiler: times and bytes of a model's layers on a device."""
 
 from __future__ import annotations
 
 import copy
 import math
+import platform
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from avgpipe.device import own_device
-from avgpipe.measure.machine import cpu_model
 from avgpipe.measure.memory import Sizes, measure_sizes, measure_working
 from avgpipe.measure.sweep import Example, Sweep, examples, lane_gain, repeat, typical, undisturbed
 from avgpipe.measure.updates import UpdateCosts, Updates
@@ -56,30 +57,40 @@ def profile(
     cold caches, as at the end of a batch. What the runtime adds, a worker's memory and the link are measured in one or
     two short processes.
 
-    example_inputs, target: a batch, tensors with the samples as dimension 0; micro-batches are cut from it, or repeat
-        it where it is too small.
-    loss_fn(output, target): a scalar, counted with the last layer; None: a mean of the output.
-    micro_batch_sizes: samples.
-    optimizer(params): None: no optimizer's time and state.
-    link: between two workers; None: that of two processes of this host, on CUDA none.
-    clip_grad_norm: of the ``Pipeline``; what finding and applying the norm takes is counted with the optimizer's steps.
-    autocast: dtype for ``torch.autocast``, as of the ``Pipeline``.
-    threads: of torch on the CPU; workers have the one that OMP_NUM_THREADS gives them unless told otherwise.
-    budget_s: about how many seconds measuring may take, beside the processes; more where three sweeps take longer.
-    name: the model's, in the profile; None: its class.
-    worker_loads: a function, as "module:name", and its arguments: called in the process whose memory is taken for that
-    of a worker without its share of the model, and what it returns is kept, such as the data and the whole model.
-
     On the CPU a worker runs one action at a time, so ``second_lane`` is 1 by construction; on CUDA it is measured with
     two streams, and ``process_bytes`` is 0, as torch counts a device's memory.
 
-    Raises ValueError and TypeError for wrong arguments, StageError, which names the layer, for one that cannot be
-    timed, and PipelineError when a process fails.
+    Args:
+        model: What a ``Pipeline`` takes.
+        example_inputs: A batch, tensors with the samples as dimension 0; micro-batches are cut from it, or repeat it
+            where it is too small.
+        loss_fn: Of output and target, a scalar, counted with the last layer; None: a mean of the output.
+        target: The targets of ``example_inputs``.
+        device: Where to measure.
+        micro_batch_sizes: Samples of the micro-batches that are timed.
+        optimizer: Of parameters, as of the ``Pipeline``; None: no optimizer's time and state.
+        link: Between two workers; None: that of two processes of this host, on CUDA none.
+        clip_grad_norm: As of the ``Pipeline``; what finding and applying the norm takes is counted with the optimizer's
+            steps.
+        autocast: Dtype for ``torch.autocast``, as of the ``Pipeline``.
+        threads: Threads of torch on the CPU; workers have the one that OMP_NUM_THREADS gives them, unless told
+            otherwise.
+        budget_s: About how many seconds measuring may take, beside the processes; more where three sweeps take longer.
+        name: The model's name in the profile; None: its class.
+        worker_loads: A function, as "module:name", and its arguments: called in the process whose memory is taken for
+            that of a worker without its share of the model, and what it returns is kept, such as the data and the
+            whole model.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong.
+        StageError: A layer, which it names, cannot be timed.
+        PipelineError: A process failed.
     """
     layers = layers_of(model)
     on_host = own_device(device).type == "cpu"
     found = layer_profile(
-        *(model, example_inputs),
+        model,
+        example_inputs,
         loss_fn=loss_fn,
         target=target,
         device=device,
@@ -122,9 +133,9 @@ def layer_profile(
     budget_s: float = 30.0,
     name: str | None = None,
 ) -> Profile:
-    """What this process alone can measure, without what the runtime adds, a worker's memory and links.
+    """Profile the layers in this process alone, without the runtime, a worker's memory and links.
 
-    For workers that compute at the same time: what they find then includes that they slow each other down.
+    Workers may do so at the same time: what they find then includes that they slow each other down.
     """
     where = own_device(device)
     if where.type == "cpu":
@@ -195,7 +206,7 @@ class _Measured:
         self.step_s = 0.0
 
     def sweep(self, skips: Sequence[Skips], budget_s: float) -> None:
-        """With a copy of the whole model, or two, which is gone afterwards."""
+        """Time the layers on a copy of the whole model, or two, which are freed afterwards."""
         begin = time.perf_counter()
         sweep = self._new_sweep()
         for example in self._asked:  # the first of a kind is slow; it makes the gradients to which others add
@@ -235,7 +246,7 @@ class _Measured:
                 s.rest_s.append(rest_s)
 
     def jitter(self) -> float:
-        """Of forwards and backwards of all layers, from one sweep to the next, so that a slow drift does not count."""
+        """Relative spread of all layers' times from one sweep to the next, so that a slow drift does not count."""
         steps: list[float] = []
         for number in range(len(self._asked)):
             samples = [of_layer[number] for of_layer in self._samples]
@@ -293,7 +304,7 @@ def _frozen(layer: nn.Module) -> list[torch.Tensor]:
 
 
 def _ties(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """By the layers that share them."""
+    """Find parameters that several layers share, by those layers."""
     holders: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}
     for n, layer in enumerate(layers):
@@ -309,7 +320,7 @@ def _ties(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
 
 
 def layer_names(layers: Sequence[nn.Module]) -> list[str]:
-    """Of a traced model, the module with which the layer begins; else index and class."""
+    """Name each layer: of a traced model by the module with which it begins, else by index and class."""
     names = []
     for n, layer in enumerate(layers):
         calls = getattr(layer, "calls", None)
@@ -325,3 +336,20 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     if not sizes or any(type(b) is not int or b < 1 for b in sizes):
         raise ValueError(f"micro_batch_sizes must be whole numbers of at least 1, got {list(sizes)}")
     return tuple(sorted(set(sizes)))
+
+
+def cpu_model() -> str:
+    """Name of the processor."""
+    for line in lines_of("/proc/cpuinfo"):
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def lines_of(path: str) -> list[str]:
+    """Lines of a system's file; none where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

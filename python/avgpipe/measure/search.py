@@ -90,11 +90,11 @@ class Space:
 
     @property
     def replicas(self) -> int:
-        """Of the whole model, for data parallelism."""
+        """Replicas of the whole model, for data parallelism."""
         return self._width(1)
 
     def _width(self, stages: int) -> int:
-        """As many replicas as there are workers for, but none without a sample, and all with as many micro-batches."""
+        """Replicas per stage: as many as the workers allow while all get the same number of micro-batches."""
         most = self.workers // stages
         if self.micro_batches is None:
             return min(most, self.batch_size)
@@ -174,7 +174,7 @@ class _Search:
         return (f.plan.stages, f.plan.workers) == (stages, workers)
 
     def _least_s(self, shape: Shape) -> float:
-        """No cut of this shape takes less for a batch: a worker's share of the work, and the dearest layer's."""
+        """Bound a batch's time with any cut of this shape: a worker's share of the work, and the largest layer's."""
         samples = self._space.batch_size / shape.micro_batches
         whole_s, added_s, largest = self._work(samples)
         each = -(-shape.micro_batches // shape.width)
@@ -184,7 +184,7 @@ class _Search:
         return _WINDOW * max(share_s, largest_s) / (gain * self._fastest)
 
     def _about_s(self, shape: Shape) -> float:
-        """What the shape may take: its bound, the way through the pipeline, and the sum of gradients."""
+        """Estimate a shape's time: its bound, the way through the pipeline, and the sum of gradients."""
         samples = self._space.batch_size / shape.micro_batches
         bound_s = self._least_s(shape)
         if shape.pipelines == 1:
@@ -240,7 +240,7 @@ class _Search:
     # ---- the best few ----------------------------------------------------------------------------------------------
 
     def _refined(self, rough: Forecast) -> Forecast:
-        """With the best cut, and the advance that ``advance="auto"`` would choose for it."""
+        """Return the plan with the best cut, and the advance that ``advance="auto"`` would choose for it."""
         problem = self._problem(replace(rough.plan, partition=None))
         cut, _, _ = CutSearch(problem, problem.limits).best()
         plans = [replace(problem.plan, advance=advance) for advance in self._advances(problem, cut)]
@@ -259,14 +259,16 @@ class _Search:
         if costs is None:
             return [0]
         chosen = choose_advance(
-            *(stages, problem.micro_batches, costs),
+            stages,
+            problem.micro_batches,
+            costs,
             pipelines=problem.plan.pipelines,
             memory_limit_bytes=limit,
         )
         return [0, chosen.advance]
 
     def _nothing_fits(self, shapes: Sequence[Shape]) -> ValueError:
-        """What the shapes that need least would need."""
+        """Return the error that says how much memory the smallest plans need."""
         least = (inf, inf, inf)
         for shape in shapes:
             few = shape.pipelines == min(self._space.pipelines) or shape.stages == 1
@@ -321,7 +323,7 @@ def _cuts(problem: OnCluster) -> list[Cut]:
 
 
 def _advances(stages: int, micro_batches: int) -> list[int | None]:
-    """Those that make different schedules."""
+    """Return the advances that make different schedules."""
     found: list[int | None] = [0]
     if micro_batches > 1 and stages > 1:
         found.append(None)

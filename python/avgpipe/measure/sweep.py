@@ -165,7 +165,7 @@ class Sweep:
         return self._times(self.marked(example, self._clock.mark, self._split_backward))
 
     def marked(self, example: Example, mark: Mark, backward: Backward | None = None) -> list[tuple[Any, Any]]:
-        """What ``mark`` gave before and after each layer's forward, then each backward from the last, and last the
+        """Return marks before and after each layer's forward, then each backward from the last, and last the
         second parts of these if there are two.
         """
         marks: list[tuple[Any, Any]] = []
@@ -234,7 +234,7 @@ class Sweep:
         return torch.autocast(self.stage.device.type, dtype=self._autocast)
 
     def _input(self, n: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        """What layer ``n`` gets, and which leaves of it want gradients."""
+        """Return the input of layer ``n``, and which leaves of it want gradients."""
         if n == 0:
             return value, wanting_gradients(value)
         value = pytree.tree_map(_detached, value)
@@ -304,7 +304,7 @@ class InBatch:
 
 
 def _engine_entry_s() -> float:
-    """What a backward through next to nothing takes."""
+    """Seconds of a backward through next to nothing."""
     x, grad = torch.zeros((), requires_grad=True), torch.zeros(())
     samples = []
     for _ in range(100):
@@ -337,7 +337,7 @@ _TURNS = 4  # micro-batches of each replica in a sample
 
 
 def lane_gain(sweeps: Sequence[Sweep], example: Example, budget_s: float) -> float:
-    """Of two ``sweeps`` over replicas on one CUDA device: time on one stream by time on two, from 1 to 2."""
+    """Return how much two replicas on one CUDA device gain from two streams: the ratio of times, from 1 to 2."""
     device = sweeps[0].stage.device
     streams: list[Any] = [torch.cuda.Stream(device) for _ in sweeps]  # type: ignore[no-untyped-call]
     clock = Clock(device)

@@ -40,7 +40,7 @@ class Trial:
 
 
 def batches_of_round(forecast: Forecast) -> int:
-    """For about a second, at least two of each pipeline."""
+    """Return how many batches take about a second, at least two of each pipeline."""
     pipelines = forecast.plan.pipelines
     each = math.ceil(_ROUND_S / max(forecast.batch_s, 1e-9) / pipelines)
     return pipelines * min(_MOST, max(_LEAST, each))

@@ -55,16 +55,29 @@ def tune(
     at hand as there are workers (a default process group, or torchrun's environment), the best ``trials`` are timed
     and the quickest is taken. Every rank calls this alike and gets the same plan. Alone, the plan is a prediction.
 
-    example_inputs, target: one pipeline's batch, tensors with the samples as dimension 0. loss_fn, optimizer,
-    clip_grad_norm, autocast: as of the ``Pipeline``.
-    workers: None: the ranks, or those of ``cluster``. memory_limit_bytes: of a worker, on the CPU with the whole
-    process. pipelines, micro_batches: numbers to try; micro_batches None: from 1 to one sample each.
-    cluster: what the plan is for, if not the workers at hand; nothing is timed then. link: between workers, in place of
-    the one that is measured; nor then.
-    budget_s: about how many seconds profiling may take.
+    Args:
+        model: What a ``Pipeline`` takes.
+        example_inputs: One pipeline's batch, tensors with the samples as dimension 0.
+        loss_fn: As of the ``Pipeline``; without it, and without an optimizer, nothing is timed.
+        target: The targets of ``example_inputs``.
+        optimizer: As of the ``Pipeline``.
+        workers: How many workers the plan is for; None: the ranks, or those of ``cluster``.
+        memory_limit_bytes: Memory of a worker, on the CPU of the whole process.
+        pipelines: Numbers of pipelines to try.
+        micro_batches: Numbers of micro-batches to try; None: from 1 to one sample each.
+        profile: A profile of the model, in place of a new one.
+        cluster: Devices and links that the plan is for, if not the workers at hand; nothing is timed then.
+        link: Between workers, in place of the one that is measured; nothing is timed then.
+        device: Where to profile and to time.
+        clip_grad_norm: As of the ``Pipeline``.
+        autocast: As of the ``Pipeline``.
+        trials: How many plans are timed.
+        budget_s: About how many seconds profiling may take.
 
-    Raises ValueError and TypeError for wrong arguments, ValueError where nothing fits into the memory (by how much, and
-    what would fit), StageError for a layer that cannot be timed, and PipelineError when a process fails.
+    Raises:
+        ValueError, TypeError: An argument is wrong, or nothing fits into the memory (by how much, and what would).
+        StageError: A layer cannot be timed.
+        PipelineError: A process failed.
     """
     world = World(_TIMEOUT_S)
     if cluster is not None and (workers is not None or memory_limit_bytes is not None):

@@ -44,7 +44,7 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, relative to what was measured."""
+        """Error of the prediction, relative to what was measured."""
         return None if self.trial is None else self.forecast.batch_s / self.trial.batch_s - 1
 
     def to_json(self) -> dict[str, Any]:
@@ -197,8 +197,13 @@ def study(
                 others += sorted(_timed(every, measure, say), key=lambda row: row.batch_s)
     rows.sort(key=lambda row: (row.trial is None, bool(row.failure), row.batch_s))
     return Tuning(
-        *(tuple(rows), tuple(others), space.batch_size, cluster.workers),
-        *(found.considered, found.excluded, clock.seconds),
+        rows=tuple(rows),
+        baselines=tuple(others),
+        batch_size=space.batch_size,
+        workers=cluster.workers,
+        considered=found.considered,
+        excluded=found.excluded,
+        seconds=clock.seconds,
     )
 
 
@@ -219,7 +224,7 @@ def _timed(rows: Iterable[Row], measure: Measure, say: Say) -> list[Row]:
 
 
 def _extremes(profile: Profile, cluster: Cluster, space: Space) -> dict[str, Forecast]:
-    """Of the AvgPipe paper: the most micro-batches, and the largest; as many pipelines as fit, the cut balanced."""
+    """Make the AvgPipe paper's baselines: most micro-batches, and largest; as many pipelines as fit, a balanced cut."""
     stages = min(space.workers, space.layers)
     if stages == 1:
         return {}

@@ -1,4 +1,4 @@
-"""What a batch's end costs a layer: the optimizer's step, elastic averaging, and adding up gradients before."""
+"""Costs of a layer at the end of a batch: adding up gradients, the optimizer's step, elastic averaging."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PIPELINES = 2
 
 @dataclass(frozen=True)
 class UpdateCosts:
-    """Of one layer; see ``LayerProfile``."""
+    """Update costs of one layer; the fields are explained in ``LayerProfile``."""
 
     optimizer_bytes: float = 0.0
     update_s: float = 0.0
@@ -48,7 +48,7 @@ class Updates:
 
     @property
     def step_s(self) -> float:
-        """What a step takes however few its weights."""
+        """Seconds of a step without any weights to speak of."""
         return self._any.update_s
 
     def measure(self, layer: nn.Module, budget_s: float) -> UpdateCosts:
@@ -100,7 +100,7 @@ class Updates:
         return self._timed([partial(step, replica) for replica in replicas], prepare, budget_s)
 
     def _clip(self, replica: TrainedStage, limit: float) -> None:
-        """As a stage does whose gradients are all there are."""
+        """Clip by this stage's norm alone."""
         norms = torch.stack([n.double() for n in torch._foreach_norm(replica.arena.grads)])
         replica.scale_grads((limit / (norms.square().sum().sqrt() + 1e-6)).clamp(max=1.0))
 
@@ -126,6 +126,6 @@ class Updates:
 
 
 def _add(sums: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-    """As autograd adds a gradient to the one that is there."""
+    """Add gradients as autograd does."""
     for total, grad in zip(sums, grads):
         total.add_(grad)

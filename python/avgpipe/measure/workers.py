@@ -1,4 +1,4 @@
-"""What workers cost by themselves, measured in processes of their own: the runtime's actions, memory, and the link."""
+"""Costs of workers beside the layers, measured in separate processes: runtime, memory, link and sums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ _LIBRARIES = ("avgpipe", "transformers")  # whose modules a worker loads for a m
 
 @dataclass(frozen=True)
 class WorkerCosts:
-    """As in ``Profile``. batch_s: what the runtime takes for a batch beside its actions."""
+    """Costs of a worker; the fields are explained in ``Profile``.
+
+    Attributes:
+        batch_s: What the runtime takes for a batch beside its actions.
+    """
 
     action_s: float
     batch_s: float
@@ -49,7 +53,7 @@ class WorkerCosts:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> WorkerCosts:
-        """What ``dataclasses.asdict`` makes."""
+        """Invert ``dataclasses.asdict``."""
         links = {name: LinkProfile(**found[name]) for name in ("link", "reduction") if found[name]}
         return cls(**{**found, **links})
 
@@ -92,7 +96,7 @@ def worker(
 
 
 def costs_here(with_link: bool, timeout_s: float) -> WorkerCosts:
-    """In a process of ``run_on_ranks``, which counts as a worker without its share of the model as it is.
+    """Measure in a process of ``run_on_ranks``, which counts as a worker without its share of the model.
 
     with_link: in ranks 0 and 1, which then have a process group, whose waits end after timeout_s; else this process is
     alone in its own.
@@ -110,7 +114,7 @@ def costs_here(with_link: bool, timeout_s: float) -> WorkerCosts:
 
 
 def _between(timeout_s: float) -> tuple[LinkProfile, LinkProfile]:
-    """Of messages and of sums."""
+    """Measure messages and sums between the two ranks."""
     peers = Peers(timeout_s)
     make = peers.shared_memory if ring.supported() else peers.gloo
     # A worker that waits for an action of another one mostly waits so long that it sleeps.
@@ -197,7 +201,7 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _resident_bytes() -> int:
-    """Of this process now; 0 where the system does not say."""
+    """Resident memory of this process; 0 where the system does not say."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

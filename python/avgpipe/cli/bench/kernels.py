@@ -18,11 +18,11 @@ from torch.utils.benchmark import Timer
 
 import avgpipe_ext
 from avgpipe.cli.bench.commands import KernelsConfig
+from avgpipe.cli.bench.machine import memory_available_bytes
 from avgpipe.cli.bench.sections import Skipped, Variant, measuring, plot, report, say, summarise, table
 from avgpipe.cli.errors import arguments
 from avgpipe.cli.resolve import check_device
 from avgpipe.errors import nearest
-from avgpipe.measure.machine import memory_available_bytes
 from avgpipe.timeline.plot import check_picture
 from avgpipe.units import format_bytes
 
@@ -58,7 +58,7 @@ class Operands:
         return [self._made[name] for name in names]
 
     def ours(self, *names: str) -> list[Any]:
-        """What an operator takes for each name: the list, or its one tensor."""
+        """Return what an operator takes for each name: the list, or its one tensor."""
         return [found if len(found) > 1 else found[0] for found in self.lists(*names)]
 
     def _filled(self, shape: Sequence[int]) -> Tensor:
@@ -131,7 +131,7 @@ def run(config: KernelsConfig) -> None:
 
 
 def choose(config: KernelsConfig) -> list[Case]:
-    """What is to be measured. Raises ValueError for an unknown question, and for what memory does not hold."""
+    """Choose the sections. Raises ValueError for an unknown question, and for what memory does not hold."""
     found = [case for size in config.elements for case in cases(size, config.dtype)]
     questions = tuple(dict.fromkeys(case.question for case in found))
     for name in config.only:
@@ -151,7 +151,7 @@ def choose(config: KernelsConfig) -> list[Case]:
 
 
 def memory_bytes(case: Case, dtype: str) -> int:
-    """With the three arrays of the limits."""
+    """Bytes of a section's operands and of the three arrays of its limits."""
     itemsize: int = getattr(torch, dtype).itemsize
     return (case.arrays + 3) * case.elements * itemsize
 

@@ -28,7 +28,7 @@ _INTERLEAVED = {
 
 @dataclass(frozen=True)
 class Task:
-    """What all rows train on: a whole batch, a loss (the mean over samples), and an optimizer of some parameters."""
+    """Task of all rows: a whole batch, a loss (the mean over samples), and an optimizer of some parameters."""
 
     inputs: torch.Tensor
     targets: torch.Tensor

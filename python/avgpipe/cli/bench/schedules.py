@@ -89,12 +89,12 @@ class ScheduleSettings:
 
     @property
     def no_bubble_s(self) -> float:
-        """Of a batch, where every worker computes all the time: M (t_f + t_b)."""
+        """Seconds of a batch where every worker computes all the time: M (t_f + t_b)."""
         return self.micro_batches * (self.forward_s + self.backward_s)
 
     @property
     def flush_s(self) -> float:
-        """Of a batch, one after another: (M + K - 1) (t_f + t_b)."""
+        """Seconds of a batch that begins when the one before has ended: (M + K - 1) (t_f + t_b)."""
         return self.no_bubble_s + (self.stages - 1) * (self.forward_s + self.backward_s)
 
     @property
@@ -108,7 +108,7 @@ class ScheduleSettings:
         )
 
     def stage_s(self, stages: int) -> tuple[float, float]:
-        """Of a forward and a backward of a stage, where the model is cut into so many: all rows do the same work."""
+        """Return the seconds of a stage's forward and backward, for so many stages: all rows do the same work."""
         return self.forward_s * self.stages / stages, self.backward_s * self.stages / stages
 
 
@@ -147,14 +147,14 @@ class Case(NamedTuple):
     per_batch: int
 
     def simulated_s(self, settings: ScheduleSettings) -> float:
-        """Of a batch in the steady state, where nothing but the stages takes time."""
+        """Return seconds per batch in the steady state, where nothing but the stages takes time."""
         return self.per_batch * steady_batch_s(
             self.schedule, self.costs(settings), pipelines=self.plan.pipelines
         )
 
     @property
     def schedule(self) -> Schedule:
-        """What one replica of the stages runs."""
+        """The schedule of one replica of the stages."""
         plan = self.plan
         own = -(-plan.micro_batches // max(plan.replication or [1]))
         return build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
@@ -167,7 +167,7 @@ class Case(NamedTuple):
 
 
 def our_cases(settings: ScheduleSettings) -> Iterator[Case | Unavailable]:
-    """Those of our rows that are asked for, in the order of the table."""
+    """Make our rows that are asked for, in the order of the table."""
 
     workers, micro_batches = settings.stages, settings.micro_batches
     for row in settings.rows:

@@ -18,9 +18,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from avgpipe.cli.bench.machine import machine, versions
 from avgpipe.cli.errors import CommandFailed, running
 from avgpipe.cli.options import Options, words
-from avgpipe.measure.machine import machine, versions
 from avgpipe.timeline.plot import write_figure
 from avgpipe.units import format_bytes, format_seconds
 

@@ -5,7 +5,7 @@ import json
 import torch
 
 import avgpipe_ext
-from avgpipe.measure.machine import machine, memory_available_bytes, versions
+from avgpipe.cli.bench.machine import machine, memory_available_bytes, versions
 
 
 def test_machine_has_processor_cores_threads_and_memory():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from avgpipe import __version__
+from avgpipe.measure.profiler import cpu_model, lines_of
 
 
 def versions() -> dict[str, Any]:
@@ -46,27 +46,12 @@ def machine(threads: int, device: str) -> dict[str, Any]:
     return found
 
 
-def cpu_model() -> str:
-    for line in _lines("/proc/cpuinfo"):
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
-
-
 def memory_available_bytes(device: str) -> int | None:
     """Bytes that can be had without swapping; None where the system does not say."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
-    for line in _lines("/proc/meminfo"):
+    for line in lines_of("/proc/meminfo"):
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
     return None
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
