@@ -46,10 +46,11 @@ def forecast(profile: Profile, plan: Plan, batch_size: int, cluster: Cluster) ->
 
     ValueError for another plan, and for a cluster that is too small.
     """
-    partition = plan.partition or []
+    partition: list[Any] = list(plan.partition or ())
     if len(partition) != plan.stages - 1 or any(not isinstance(first, int) for first in partition):
         raise ValueError(
-            f"partition {plan.partition}: a forecast needs the first layers of the stages after the first, as numbers"
+            f"partition {partition or None}: a forecast needs the first layers of the stages after the first, as "
+            "numbers"
         )
     if partition and int(partition[-1]) >= len(profile.layers):
         raise ValueError(f"partition {partition}: the profile has {len(profile.layers)} layers")
@@ -68,7 +69,7 @@ class OnCluster(Training):
         if plan.spread or len(set(plan.replication or [1])) > 1:
             raise ValueError(
                 "a forecast is of pipelines that share all workers, with as many replicas of each stage; this plan has "
-                f"replication {plan.replication}, spread {plan.spread}"
+                f"replication {list(plan.replication or ()) or None}, spread {plan.spread}"
             )
         self.plan, self.batch_size, self._cluster = plan, batch_size, cluster
         self._width = (plan.replication or [1])[0]
