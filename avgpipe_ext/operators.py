@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,25 +13,46 @@ from torch import Tensor
 import avgpipe_ext._registration  # noqa: F401 (loads the library; fake kernels and version counters)
 
 _ops = torch.ops.avgpipe
-
+_P = ParamSpec("_P")
+_BOUND = torch.empty(0)  # what the body of an operator's face returns to say that its arguments fit
 
 Tensors: TypeAlias = "Tensor | Sequence[Tensor]"
 
 
-def _call(operator: Any, tensors: tuple[Tensors, ...], *scalars: float, **options: Any) -> Tensor:
-    """The operator's overload for single tensors or for lists, without recording gradients."""
-    single = isinstance(tensors[0], Tensor)
-    if any(isinstance(argument, Tensor) is not single for argument in tensors):
-        kinds = ", ".join(type(argument).__name__ for argument in tensors)
-        raise TypeError(f"{operator.__name__}: got {kinds}; pass tensors only, or lists of tensors only")
-    overload = operator.default if single else operator.list
-    with torch.no_grad():
-        try:  # as in _run, which would cost another call
-            result: Tensor = overload(*tensors, *scalars, **options)
-        except RuntimeError as error:
-            _check_types(overload, (*tensors, *scalars), options, error)
-            raise
-    return result
+def _operator(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """Make a function the face of the operator of its name, which has the same arguments and defaults.
+
+    Called with tensors it runs the overload for single ones, with lists that for lists, without recording gradients.
+    """
+    packet = getattr(_ops, function.__name__)
+    names = [argument.name for argument in packet.default._schema.arguments]
+    tensors = [a.name for a in packet.list._schema.arguments if str(a.type) == "List[Tensor]"]
+    singles = [a.name for a in packet.default._schema.arguments if "List" not in str(a.type)]
+
+    @wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> Tensor:
+        function(*args, **options)  # a TypeError for what is not in its signature
+        given: dict[str, Any] = {**dict(zip(names, args)), **options}
+        single = isinstance(given["z"], Tensor)
+        if single and "scale" in given and not isinstance(given["update"], Tensor):
+            given["z"], single = [given["z"]], False
+        for name in tensors:
+            if given[name] is None and name == "momentum":
+                given[name] = None if single else []
+            elif name not in singles:
+                _require_lists(function.__name__, given[name])
+            elif isinstance(given[name], Tensor) is not single:
+                kinds = ", ".join(type(given[name]).__name__ for name in tensors)
+                raise TypeError(
+                    f"{function.__name__}: got {kinds}; pass tensors only, or lists of tensors only"
+                )
+        if "step" in names:
+            step = given.get("step", 1.0)
+            given["step"] = step if isinstance(step, Tensor) else torch.tensor(float(step))
+        result: Tensor = _run(packet.default if single else packet.list, **given)
+        return result
+
+    return call
 
 
 def _run(overload: Any, *arguments: Any, **options: Any) -> Any:
@@ -80,10 +102,7 @@ def _require_lists(operator: str, *arguments: Sequence[Tensor]) -> None:
             raise TypeError(f"{operator}: got a Tensor where a list of tensors belongs; pass [tensor]")
 
 
-def _counter(step: Tensor | float) -> Tensor:
-    return step if isinstance(step, Tensor) else torch.tensor(float(step))
-
-
+@_operator
 def elastic_pull_(x: Tensors, z: Tensors, alpha: float, *, check_finite: bool = False) -> Tensor:
     """Pull the replica x towards the reference z, in place: x += alpha (z - x).
 
@@ -95,9 +114,10 @@ def elastic_pull_(x: Tensors, z: Tensors, alpha: float, *, check_finite: bool = 
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
-    return _call(_ops.elastic_pull_, (x, z), alpha, check_finite=check_finite)
+    return _BOUND
 
 
+@_operator
 def elastic_step_(
     x: Tensors,
     x_before: Tensors,
@@ -132,17 +152,10 @@ def elastic_step_(
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
-    return _call(
-        _ops.elastic_step_,
-        (x, x_before, z, update),
-        *(alpha, staleness),
-        from_step=from_step,
-        from_force=from_force,
-        accumulate=accumulate,
-        check_finite=check_finite,
-    )
+    return _BOUND
 
 
+@_operator
 def easgd_step_(
     x: Tensors,
     z: Tensors,
@@ -170,10 +183,10 @@ def easgd_step_(
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
-    options = {"from_force": from_force, "accumulate": accumulate, "check_finite": check_finite}
-    return _call(_ops.easgd_step_, (x, z, update), alpha, **options)
+    return _BOUND
 
 
+@_operator
 def elastic_sgd_(
     x: Tensors,
     grad: Tensors,
@@ -222,29 +235,10 @@ def elastic_sgd_(
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
-    options = {
-        "lr": lr,
-        "mu": mu,
-        "dampening": dampening,
-        "weight_decay": weight_decay,
-        "nesterov": nesterov,
-        "maximize": maximize,
-        "first_step": first_step,
-        "from_step": from_step,
-        "from_force": from_force,
-        "accumulate": accumulate,
-        "grad_scale": grad_scale,
-        "found_inf": found_inf,
-        "check_finite": check_finite,
-    }
-    if momentum is not None:
-        return _call(_ops.elastic_sgd_, (x, grad, momentum, z, update), alpha, staleness, **options)
-    none: list[Tensor] | None = None if isinstance(x, Tensor) else []
-    overload = _ops.elastic_sgd_.default if isinstance(x, Tensor) else _ops.elastic_sgd_.list
-    result: Tensor = _run(overload, x, grad, none, z, update, alpha, staleness, **options)
-    return result
+    return _BOUND
 
 
+@_operator
 def elastic_adamw_(
     x: Tensors,
     grad: Tensors,
@@ -290,27 +284,10 @@ def elastic_adamw_(
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
-    return _call(
-        _ops.elastic_adamw_,
-        (x, grad, exp_avg, exp_avg_sq, z, update),
-        *(alpha, staleness),
-        step=_counter(step),
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled=decoupled,
-        maximize=maximize,
-        from_step=from_step,
-        from_force=from_force,
-        accumulate=accumulate,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        check_finite=check_finite,
-    )
+    return _BOUND
 
 
+@_operator
 def elastic_round_(
     xs: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -356,30 +333,10 @@ def elastic_round_(
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
-    _require_lists("elastic_round_", xs, grads, states)
-    overload = _ops.elastic_round_.default if isinstance(z, Tensor) else _ops.elastic_round_.list
-    result: Tensor = _run(
-        overload,
-        *(xs, grads, states, z, alpha),
-        optimizer=optimizer,
-        lr=lr,
-        step=_counter(step),
-        mu=mu,
-        dampening=dampening,
-        nesterov=nesterov,
-        first_step=first_step,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        check_finite=check_finite,
-    )
-    return result
+    return _BOUND
 
 
+@_operator
 def reference_apply_(
     z: Tensors, update: Tensors, scale: float, *, zero: bool = True, check_finite: bool = False
 ) -> Tensor:
@@ -396,9 +353,7 @@ def reference_apply_(
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
-    if isinstance(z, Tensor) and not isinstance(update, Tensor):
-        z = [z]
-    return _call(_ops.reference_apply_, (z, update), scale, zero=zero, check_finite=check_finite)
+    return _BOUND
 
 
 def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:

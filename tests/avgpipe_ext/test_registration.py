@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -58,6 +60,19 @@ def test_the_schema_marks_what_is_written(name, overload):
     assert written == WRITTEN[name]
     assert schema.arguments[-1].name == "check_finite"
     assert schema.arguments[-1].kwarg_only
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_typed_face_has_the_arguments_and_defaults_of_the_schema(name):
+    parameters = inspect.signature(getattr(avgpipe_ext, name)).parameters.values()
+    arguments = getattr(torch.ops.avgpipe, name).default._schema.arguments
+    assert [(p.name, p.kind is p.KEYWORD_ONLY) for p in parameters] == [
+        (a.name, a.kwarg_only) for a in arguments
+    ]
+    for p, a in zip(parameters, arguments):
+        if p.name != "step":  # a number or a tensor; the operators want a tensor
+            assert (p.default is not p.empty) == a.has_default_value()
+            assert p.default is p.empty or p.default == a.default_value
 
 
 def rows(case, shapes, dtype):
