@@ -67,7 +67,7 @@ class FixedOrder {
                 }
                 start = std::max(start, there);
                 there = kNever;
-            } else if (step.kind == kUpdate) {
+            } else if (step.kind == kUpdate && q_.sum_ticks[step.stage] > 0) {
                 const Ticks ready = sums_.ready(step, 0);
                 if (ready == kNever) break;
                 start = std::max(start, ready);
@@ -79,7 +79,7 @@ class FixedOrder {
             if (free > kLongest) return false;
             if (step.takes()) {
                 tally_.release(step.stage);
-                sums_.add(step, 0, free);
+                if (q_.sum_ticks[step.stage] > 0) sums_.add(step, 0, free);
             }
             tally_.ran(w, step.own, step, start, free);
             if (step.sends(q_.stages)) send(w, step, free);

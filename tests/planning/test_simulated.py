@@ -144,10 +144,10 @@ def test_stages_of_one_worker_share_its_memory() -> None:
 
 
 def test_versions_of_the_weights() -> None:
-    assert weight_versions(build_schedule("1f1b", 4, 4)) == [1, 1, 1, 1]
-    assert weight_versions(build_schedule("pipedream-2bw", 4, 4)) == [2, 2, 2, 2]
-    assert weight_versions(build_schedule("pipedream", 4, 1)) == [4, 3, 2, 1]
-    assert weight_versions(build_schedule("pipedream", 4, 2)) == [3, 2, 2, 1]
+    assert weight_versions(build_schedule("1f1b", 4, 4), "flush") == [1, 1, 1, 1]
+    assert weight_versions(build_schedule("pipedream-2bw", 4, 4), "double-buffer") == [2, 2, 2, 2]
+    assert weight_versions(build_schedule("pipedream", 4, 1), "stash") == [4, 3, 2, 1]
+    assert weight_versions(build_schedule("pipedream", 4, 2), "stash") == [3, 2, 2, 1]
 
 
 def test_costs_of_stages_have_averaging_with_several_pipelines_alone() -> None:

@@ -76,7 +76,7 @@ class OnCluster(Training):
         own = -(-plan.micro_batches // self._width)
         schedule = build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
         chain = Chain(profile, batch_size / plan.micro_batches)
-        super().__init__(chain, schedule, plan.pipelines, plan.recompute)
+        super().__init__(chain, schedule, plan.pipelines, plan.recompute, plan.weights or "flush")
         worker_of = {k: n for n, stages in enumerate(schedule.placement) for k in stages}
         self._workers = [
             range(self._width * worker_of[k], self._width * (worker_of[k] + 1)) for k in range(plan.stages)

@@ -239,12 +239,9 @@ def _added(cost: Each, more_s: float, again: Sequence[bool]) -> Each:
     return found[0] if len(set(found)) == 1 else found
 
 
-def weight_versions(schedule: Schedule) -> list[int]:
-    """Per stage, how many versions of the weights are kept, the newest included."""
-    stages = schedule.stages
-    if schedule.flush:
-        return [1] * stages
-    if schedule.name == "pipedream-2bw":
-        return [2] * stages
+def weight_versions(schedule: Schedule, weights: str) -> list[int]:
+    """Per stage, how many versions of the weights are kept, the newest included; ``weights``: see ``Plan``."""
+    if weights == "double-buffer":
+        return [2] * schedule.stages
     # One for each batch that has micro-batches in flight.
-    return [1 + math.ceil((stages - 1 - k) / schedule.micro_batches) for k in range(stages)]
+    return [1 + max(schedule.rows[w].lookahead for w in workers) for workers in schedule.replicas]

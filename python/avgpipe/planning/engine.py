@@ -123,18 +123,21 @@ def compile_schedule(schedule: Schedule, costs: Costs) -> Program:
 
 def _row_arrays(schedule: Schedule) -> dict[str, Array]:
     """The rows as loops of actions, and which workers have which stage."""
-    actions: list[tuple[int, int, int, int]] = []
-    loops: list[tuple[int, int, int, int]] = []
-    begins = [0]
-    for row in schedule.rows:
-        for repeated, repeats, stride in row.loops:
-            begin = len(actions)
-            actions += [(_CODES[kind], k, m or 0, ahead) for kind, m, k, ahead in repeated]
-            loops.append((begin, len(actions), repeats, stride))
-        begins.append(len(loops))
+    loops = [loop for row in schedule.rows for loop in row.loops]
+    ends = np.cumsum([len(repeated) for repeated, _, _ in loops])
+    actions = [
+        number
+        for repeated, _, _ in loops
+        for kind, m, k, ahead in repeated
+        for number in (_CODES[kind], k, m or 0, ahead)
+    ]
+    table = np.empty((len(loops), 4), dtype=np.int32)
+    table[1:, 0], table[0, 0], table[:, 1] = ends[:-1], 0, ends
+    table[:, 2] = [repeats for _, repeats, _ in loops]
+    table[:, 3] = [stride for _, _, stride in loops]
     return {
-        "row_begin": np.array(begins, dtype=np.int64),
-        "loops": np.array(loops, dtype=np.int32),
+        "row_begin": np.cumsum([0, *(len(row.loops) for row in schedule.rows)], dtype=np.int64),
+        "loops": table,
         "actions": np.array(actions, dtype=np.int32),
         "replicas_begin": np.cumsum([0, *map(len, schedule.replicas)], dtype=np.int64),
         "replicas": np.array([w for workers in schedule.replicas for w in workers], dtype=np.int32),

@@ -25,8 +25,7 @@ from avgpipe.planning.costs import Costs, Each
 from avgpipe.planning.cuts import Cut, CutSearch, check_stages, least_dearest
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.planning.simulation import check_count, steady_batch_s
-from avgpipe.schedule.builders import build_schedule
-from avgpipe.schedule.schedule import Schedule
+from avgpipe.schedule import Schedule, build_schedule, published
 from avgpipe.units import format_bytes, format_seconds
 
 
@@ -367,7 +366,7 @@ def simulated(
     order = build_schedule(schedule, count, micro_batches, advance, stages_per_worker)
     net = network(profile, count, order.workers, None, link)[0]
     chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size), net.link)
-    training = Training(chain, order, pipelines, recompute)
+    training = Training(chain, order, pipelines, recompute, published(schedule).weights)
     limits = None if memory_limit_bytes is None else [memory_limit_bytes] * order.workers
     cut, batch_s, exact = CutSearch(training, limits).best()
     notes = transfer_notes(net.bytes_per_s)
@@ -395,11 +394,13 @@ def simulated(
 class Training:
     """A schedule of ``pipelines`` pipelines over a chain, as an objective of the search over cuts."""
 
-    def __init__(self, chain: Chain, schedule: Schedule, pipelines: int, recompute: str) -> None:
+    def __init__(
+        self, chain: Chain, schedule: Schedule, pipelines: int, recompute: str, weights: str
+    ) -> None:
         self._chain, self._schedule, self._pipelines = chain, schedule, pipelines
         self._recompute = recompute
         self._share = sum(recomputed(schedule.micro_batches, recompute)) / schedule.micro_batches
-        self._versions = weight_versions(schedule)
+        self._versions = weight_versions(schedule, weights)
         self.layers = chain.layers
         self.placement = schedule.placement
         self.process_bytes = chain.profile.process_bytes

@@ -13,6 +13,7 @@ from avgpipe.schedule.schedule import Schedule
 
 Advance = int | Sequence[int] | str | None
 _F, _B, _I, _W, _U = Kind
+_action = Action._make  # unchecked, as rows of large schedules are made of them
 
 
 class Asked(NamedTuple):
@@ -79,14 +80,14 @@ def _flushing_row(stage: int, warm_up: int, own: range) -> Row:
     if not own:
         return Row([Action(_U, None, stage)])
     warm_up = min(warm_up, len(own))
-    first, after = Action(_F, own[0], stage), Action(_B, own[len(own) - warm_up], stage)
-    in_turn = (Action(_B, own[0], stage), Action(_F, own[warm_up], stage)) if warm_up < len(own) else ()
+    rest = len(own) - warm_up
+    in_turn = (_action((_B, own[0], stage, 0)), _action((_F, own[warm_up], stage, 0))) if rest else ()
     return Row(
         loops=(
-            Loop((first,), warm_up, own.step),
-            Loop(in_turn, len(own) - warm_up, own.step),
-            Loop((after,), warm_up, own.step),
-            Loop((Action(_U, None, stage),)),
+            Loop((_action((_F, own[0], stage, 0)),), warm_up, own.step),
+            Loop(in_turn, rest, own.step),
+            Loop((_action((_B, own[rest], stage, 0)),), warm_up, own.step),
+            Loop((_action((_U, None, stage, 0)),)),
         )
     )
 
@@ -103,14 +104,14 @@ def _endless_row(stage: int, warm_up: int, own: range) -> Row:
 
     def pair(n: int) -> tuple[Action, Action]:
         ahead, forward = divmod(warm_up + n, count)
-        return Action(_B, own[n], stage), Action(_F, own[forward], stage, ahead)
+        return _action((_B, own[n], stage, 0)), _action((_F, own[forward], stage, ahead))
 
     last, forward = pair(count - 1)
     return Row(
         loops=(
             Loop(pair(0), min(switch, count - 1), own.step),
             Loop(pair(switch) if first else (), max(0, first - 1), own.step),
-            Loop((last, Action(_U, None, stage), forward)),
+            Loop((last, _action((_U, None, stage, 0)), forward)),
         )
     )
 

@@ -163,12 +163,22 @@ class Row(Sequence[Action]):
     @cached_property
     def stages(self) -> tuple[int, ...]:
         """The stages that the row has actions of, ascending."""
-        return tuple(sorted({action.stage for action in self.kinds}))
+        return tuple(sorted({action.stage for loop in self.loops for action in loop.actions}))
 
     @cached_property
     def ahead(self) -> int:
         """By how many batches the row runs ahead at most; 0 with a flush."""
         return max((action.ahead for action in self.kinds), default=0)
+
+    @cached_property
+    def lookahead(self) -> int:
+        """How many batches after a turn's own must have begun before the row comes to the turn's last update."""
+        ahead = before = 0
+        for action in self.kinds:
+            if action.kind is Kind.UPDATE:
+                before = ahead
+            ahead = max(ahead, action.ahead)
+        return max(before, ahead - 1)
 
     def forwards(self, micro_batches: int, stage: int) -> int:
         """How many micro-batches of a batch of ``micro_batches`` have their forward on ``stage`` in this row."""

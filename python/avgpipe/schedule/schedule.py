@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from avgpipe.errors import ScheduleError
 from avgpipe.schedule.checks import Fault, dry_run, find_fault, row_name, steps_of, token
-from avgpipe.schedule.row import Action, Kind, Row
+from avgpipe.schedule.row import Action, Row
 from avgpipe.schedule.text import draw_grid, read_csv, write_csv
 
 
@@ -119,7 +119,7 @@ class Schedule:
     @property
     def lookahead(self) -> int:
         """How many later batches must have begun before one can be updated everywhere; 0 with a flush."""
-        return max(map(_lookahead, self.rows))
+        return max(row.lookahead for row in self.rows)
 
     @property
     def peak_in_flight(self) -> list[int]:
@@ -244,13 +244,3 @@ def _numbered(action: Action, first: int) -> Action:
     """The action of a batch whose micro-batches are numbered from ``first``."""
     m = action.micro_batch
     return Action(action.kind, m if m is None else first + m, action.stage)
-
-
-def _lookahead(row: Row) -> int:
-    """How many batches after a turn's own the row must know to come to the turn's last update."""
-    ahead = before = 0
-    for action in row.kinds:
-        if action.kind is Kind.UPDATE:
-            before = ahead
-        ahead = max(ahead, action.ahead)
-    return max(before, ahead - 1)
