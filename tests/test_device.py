@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan, pipeline
-from avgpipe.cli import subject
+from avgpipe.cli import measuring
+from avgpipe.cli.config import ProfilingOptions
 from avgpipe.device import own_device
 from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
@@ -117,19 +118,20 @@ def test_a_trial_s_worker_reports_the_memory_of_its_own_device(monkeypatch: pyte
         def __exit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr(subject, "pipeline_of", lambda asked, plan: (Made(), None))
-    monkeypatch.setattr(subject, "rounds_of", lambda pipeline, batch, batches: [1.0])
-    monkeypatch.setattr(subject, "peak_memory_bytes", lambda device: {CUDA: 7}[device])
-    asked = {"workload": "awd-lstm", "device": "cuda"}
-    assert subject.tried(asked, Plan().to_json(), 1)["memory_bytes"] == 7
+    monkeypatch.setattr(measuring, "pipeline_of", lambda asked, plan: (Made(), None))
+    monkeypatch.setattr(measuring, "rounds_of", lambda pipeline, batch, batches: [1.0])
+    monkeypatch.setattr(measuring, "peak_memory_bytes", lambda device: {CUDA: 7}[device])
+    config = ProfilingOptions(workload="awd-lstm", device="cuda").to_json()
+    assert measuring.tried(config, Plan().to_json(), 1)["memory_bytes"] == 7
 
 
 def test_processes_that_profile_take_a_device_each(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setenv("RANK", "2")
-    monkeypatch.setattr(subject, "loaded", stop)
+    monkeypatch.setattr(measuring, "loaded", stop)
+    config = ProfilingOptions(workload="awd-lstm", device="cuda").to_json()
     with pytest.raises(Stop):
-        subject.profiled({"workload": "awd-lstm", "device": "cuda"}, [1], 1.0, False, 3, 60.0)
+        measuring.profiled(config, [1], False, 3, 60.0)
     assert host.selected == [("MainThread", torch.device("cuda", 2))]
     assert profiler.own_device("cuda") == torch.device("cuda", 2)
 

@@ -25,7 +25,7 @@ from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.links.message import Channel, Key, Message
-from avgpipe.ranks.machine import keep_freed_memory, launch_environment
+from avgpipe.ranks.machine import keep_freed_memory
 
 WINDOW = 32
 _POSTED = 4  # receives of plain gloo
@@ -163,7 +163,6 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=7, help="Samples of each way; their median counts.")
     options = parser.parse_args()
-    os.environ.update(launch_environment())  # as workers have it
     with tempfile.TemporaryDirectory() as folder:
         arguments = ([kib << 10 for kib in options.kib], options.repeats, os.path.join(folder, "store"))
         multiprocessing.spawn(worker, arguments, nprocs=2)

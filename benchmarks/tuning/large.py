@@ -44,7 +44,7 @@ def profiled() -> Any:
 def main() -> None:
     from rich.console import Console
 
-    from avgpipe.cli.tune_table import lines, table
+    from avgpipe.cli.tune import lines, table
     from avgpipe.measure.search import Space
     from avgpipe.measure.tuning import study
     from avgpipe.planning.cluster import Cluster

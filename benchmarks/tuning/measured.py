@@ -8,21 +8,20 @@ from typing import Any
 _SLICE_S = 1.0
 
 
-def profiles(
-    subject: dict[str, Any], size: int, budget_s: float, repeats: int, turns: dict[str, Any]
-) -> list[str]:
+def profiles(config: str, size: int, budget_s: float, repeats: int, turns: dict[str, Any]) -> list[str]:
     """A profile of the layers at one micro-batch size in each turn after the first, made by all ranks at once."""
     import torch
     import torch.distributed as dist
 
-    from avgpipe.cli.subject import Subject, layers_of_workload
+    from avgpipe.cli.config import ProfilingOptions
+    from avgpipe.cli.measuring import build, layers_of_workload
     from avgpipe.ranks.rendezvous import join
     from benchmarks.tuning.turns import Turns
 
     torch.set_num_threads(1)
     join(600.0, "gloo")
-    asked = Subject(**subject)
-    workload, batch = asked.build()
+    asked = ProfilingOptions.from_json(config)
+    workload, batch = build(asked)
     mine, found = Turns(**turns), []
     for _ in range(1 + repeats):
         with mine.own(dist.barrier):
@@ -30,20 +29,19 @@ def profiles(
     return found[1:]
 
 
-def trial(
-    subject: dict[str, Any], plan: str, expected_s: float, repeats: int, turns: dict[str, Any]
-) -> dict[str, Any]:
+def trial(config: str, plan: str, expected_s: float, repeats: int, turns: dict[str, Any]) -> dict[str, Any]:
     """Seconds per batch in each turn after the first, and the most memory of the process."""
     import torch
 
-    from avgpipe.cli.subject import Subject, pipeline_of
+    from avgpipe.cli.config import ProfilingOptions
+    from avgpipe.cli.measuring import pipeline_of
     from avgpipe.measure.trials import pipeline_seconds
     from avgpipe.plan import Plan
     from avgpipe.runtime.memory import peak_memory_bytes
     from benchmarks.tuning.turns import Turns
 
     torch.set_num_threads(1)
-    pipeline, batch = pipeline_of(Subject(**subject), Plan.from_json(plan))
+    pipeline, batch = pipeline_of(ProfilingOptions.from_json(config), Plan.from_json(plan))
     mine, slices = Turns(**turns), []
     with pipeline:
         n = pipeline.plan.pipelines

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from avgpipe.cli.subject import Subject
+    from avgpipe.cli.config import ProfilingOptions
     from avgpipe.measure.workers import WorkerCosts
     from avgpipe.plan import Plan
     from avgpipe.planning.profile import Profile
@@ -92,34 +92,29 @@ def main() -> None:
 
 
 def settings_of(model: str, preset: str, slices: int) -> list[Setting]:
-    from avgpipe.cli.subject import Subject, loaded, profile_of
+    from avgpipe.cli.config import ProfilingOptions
+    from avgpipe.cli.measuring import build, loaded, profile_of
     from avgpipe.measure.search import profiled_sizes
     from avgpipe.measure.workers import measure_workers
     from avgpipe.runtime.model import layers_of
 
-    subject = Subject(model, preset)
-    workload, _ = subject.build()
+    config = ProfilingOptions(workload=model, preset=preset, budget_s=_FIRST_BUDGET_S)
+    workload, _ = build(config)
     size = workload.batch_size
-    loads = f"{loaded.__module__}:loaded", {"subject": asdict(subject)}
+    loads = f"{loaded.__module__}:loaded", {"config": config.to_json()}
     around = measure_workers(layers_of(workload.layers), 1, True, loads)
-    first = profile_of(
-        subject,
-        micro_batch_sizes=profiled_sizes(size),
-        link=None,
-        budget_s=_FIRST_BUDGET_S,
-        at_once=2,
-    )
+    first = profile_of(config, profiled_sizes(size), at_once=2)
     settings = []
     for plan, expected_s in plans(first, size):
         setting = Setting(model, plan)
         settings.append(setting)
-        measure(setting, expected_s, subject, size, around, slices)
+        measure(setting, expected_s, config, size, around, slices)
         print(line(setting), file=sys.stderr, flush=True)
     return settings
 
 
 def measure(
-    setting: Setting, expected_s: float, subject: Subject, size: int, around: WorkerCosts, slices: int
+    setting: Setting, expected_s: float, config: ProfilingOptions, size: int, around: WorkerCosts, slices: int
 ) -> None:
     from avgpipe.measure.forecast import forecast
     from avgpipe.measure.profiler import with_workers
@@ -128,7 +123,7 @@ def measure(
     from benchmarks.tuning.turns import in_turn
 
     plan = setting.plan
-    asked = {"subject": asdict(subject), "repeats": slices}
+    asked = {"config": config.to_json(), "repeats": slices}
     if size % plan.micro_batches:
         raise ValueError(f"{plan.micro_batches} micro-batches of {size} samples: none in whole samples")
     of_layers = {**asked, "size": size // plan.micro_batches, "budget_s": _BUDGET_S}

@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +86,10 @@ def finalists(found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def contest(workload: str, preset: str, rows: list[dict[str, Any]], slices: int) -> list[list[float]]:
     """Of each row, seconds per batch, a sample a slice."""
-    from avgpipe.cli.subject import Subject
+    from avgpipe.cli.config import ProfilingOptions
     from benchmarks.tuning.turns import in_turn
 
-    asked = {"subject": asdict(Subject(workload, preset)), "repeats": slices}
+    asked = {"config": ProfilingOptions(workload=workload, preset=preset).to_json(), "repeats": slices}
     groups = []
     for row in rows:
         plan = Plan(**row["plan"])

@@ -19,7 +19,7 @@ WRONG = {
     "staleness": (["awd-lstm", "--staleness", "3"], ["staleness", "3"]),
     "device": (["awd-lstm", "--device", "gpu"], ["'gpu'", "cpu, cuda"]),
     "advance": (["awd-lstm", "--advance", "x"], ["--advance x", "whole numbers"]),
-    "advance of other stages": (["awd-lstm", "--advance", "1,0,0"], ["[1, 0, 0]", "2 stages"]),
+    "advance of other stages": (["awd-lstm", "--advance", "1,0,0"], ["(1, 0, 0)", "2 stages"]),
     "stages": (["awd-lstm", "--stages", "9"], ["9 stages", "4 layers", "--stages 1 to 4"]),
     "micro-batches": (
         ["awd-lstm", "--batch-size", "4", "--micro-batches", "5"],
@@ -81,7 +81,7 @@ def test_a_data_folder_without_the_files(folder):
     (folder / "data" / "train.txt").write_text("a b c\n")
     line = refused("awd-lstm", "--data", "data", "--out", "run")
     assert "data" in line
-    assert "valid.txt, test.txt" in line
+    assert "lacks valid.txt" in line
     assert not (folder / "run").exists()
 
 
@@ -89,7 +89,7 @@ def test_a_text_too_short_for_the_batch(folder):
     (folder / "data").mkdir()
     for split in ("train", "valid", "test"):
         (folder / "data" / f"{split}.txt").write_text("a b c\n")
-    assert "train has 4 tokens" in refused("awd-lstm", "--data", "data", "--out", "run")
+    assert "valid has 4 tokens" in refused("awd-lstm", "--data", "data", "--out", "run")
     assert not (folder / "run").exists()
 
 

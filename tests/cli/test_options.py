@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Annotated, Literal
 
@@ -142,9 +142,25 @@ def test_the_help_page_is_the_docstring_and_the_fields(bake):
 
 
 def test_options_become_the_words_that_give_them():
-    options = {"heat_s": 3.0, "fan": True, "size": (1, 2), "what_bytes": 5}
-    assert words(options) == ["--heat", "3", "--fan", "--size", "1,2", "--what", "5"]
+    options = {"heat_s": 3.0, "fan": True, "size": (1, 2), "what_bytes": 5, "more": 0.1234567}
+    found = ["--heat", "3", "--fan", "--size", "1,2", "--what", "5", "--more", "0.1234567"]
+    assert words(options) == found
     assert flag("batch_size") == "--batch-size"
+
+
+def test_a_configuration_travels_as_json():
+    found = BakeConfig.of(what="bread", size=(1, 2))
+    assert BakeConfig.from_json(found.to_json()) == replace(found, given=())
+    assert OvenOptions.from_json(found.to_json()) == OvenOptions()
+
+
+def test_a_configuration_is_spelled_out():
+    assert BakeConfig.of(what="bread", json=True).complete == {
+        "heat_s": 1.5,
+        "what": "bread",
+        "kind": "rye",
+        "shape": "round",
+    }
 
 
 def test_an_option_without_help_is_noticed():

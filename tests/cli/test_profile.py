@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from avgpipe.cli import subject
+from avgpipe.cli import measuring
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.workloads import awd_lstm
 from tests.cli.command import invoke, strict
@@ -19,15 +19,15 @@ def quick(monkeypatch, text):
     """Options of a small model on a small text, measured briefly, and in this process."""
 
     def run_here(target, workers, arguments, **_):
-        assert (target, workers) == ("avgpipe.cli.subject:profiled", 1)
+        assert (target, workers) == ("avgpipe.cli.measuring:profiled", 1)
         monkeypatch.setenv("RANK", "0")
         try:
-            return json.loads(json.dumps([subject.profiled(**arguments)]))
+            return json.loads(json.dumps([measuring.profiled(**arguments)]))
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    monkeypatch.setattr(subject, "run_on_ranks", run_here)
+    monkeypatch.setattr(measuring, "run_on_ranks", run_here)
     presets = awd_lstm.PRESETS["awd-lstm"]
     small = replace(presets["tiny"], model=replace(presets["tiny"].model, embedding=8, hidden=12), length=5)
     monkeypatch.setitem(presets, "tiny", small)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from avgpipe.cli.options import Options, Value, internal, parse_count, parse_positive
+from avgpipe.cli.options import Options, Value, as_tuples, internal, parse_count, parse_positive
 from avgpipe.errors import nearest
 from avgpipe.links import NAMES as LINKS
 from avgpipe.plan import RECOMPUTE, WEIGHTS, Plan
@@ -79,8 +79,8 @@ class WorkloadOptions(Options):
 
     Attributes:
         workload: Model and task.
-        data: Data folder. A language model needs train.txt, valid.txt and test.txt in it; without a folder it reads
-            the source of Python's standard library. The reference has the other workloads.
+        data: Data folder. A language model needs train.txt and valid.txt in it; without a folder it reads the source
+            of Python's standard library. The documentation of the commands has the other workloads.
         preset: Size of the model.
         batch_size: Samples in a batch of one pipeline. Default: the preset's.
         device: Where to compute.
@@ -207,16 +207,9 @@ class TrainConfig(TrainingOptions, PlanOptions):
     def last_checkpoint(self) -> Path:
         return Path(self.out) / "checkpoints" / "last"
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(replace(self, given=())), indent=2) + "\n"
-
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
-        return cls(**read_values(json.loads(text)))
-
-
-def as_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls.of_values(read_values(json.loads(text)))
 
 
 def read_values(stored: dict[str, Any]) -> dict[str, Any]:
@@ -261,11 +254,13 @@ class ProfilingOptions(WorkloadOptions):
         bandwidth: Bandwidth of the link between two workers, as 10Gbit; goes with --latency. Default: measured between
             two processes.
         latency: Latency of that link, as 50us.
+        threads: Threads of torch in each process, on the CPU.
         budget_s: About how many seconds to measure.
     """
 
     bandwidth: Annotated[float | None, Value("RATE", parse_rate)] = None
     latency: Annotated[float | None, Value("TIME", parse_seconds)] = None
+    threads: Count = 1
     budget_s: Positive = 15.0
 
 
@@ -278,14 +273,12 @@ class ProfileConfig(ProfilingOptions):
     Attributes:
         micro_batch_sizes: Sizes of the micro-batches that are timed, in samples.
         workers: Processes that profile at the same time, as workers of this machine would compute.
-        threads: Threads of torch, on the CPU.
         out: Where to write the profile.
         plot: Draw a picture.
     """
 
     micro_batch_sizes: Counts = (1, 2, 4, 8)
     workers: Count = 1
-    threads: Count = 1
     out: File = "profile.json"
     plot: File | None = None
 
@@ -299,7 +292,7 @@ class TuneConfig(ProfilingOptions):
 
     Attributes:
         workload: Model and task; without it give --profile and --batch-size.
-        workers: Number of devices, or on the CPU of processes with one thread.
+        workers: Number of devices, or on the CPU of processes.
         memory_limit_bytes: Memory of a worker, as 2GiB; on the CPU of its whole process. Default: no limit.
         pipelines: Numbers of pipelines to try.
         micro_batches: Numbers of micro-batches to try. Default: up to one for each sample.

@@ -7,10 +7,11 @@ and the docstring of the class has the help: an option is declared there and now
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from importlib import import_module
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -20,6 +21,7 @@ import typer
 from avgpipe.cli.errors import arguments, reporting
 from avgpipe.errors import nearest
 
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _FEW = 5  # choices that a help page has room for beside the option's name
 _O = TypeVar("_O", bound="Options")
 
@@ -56,12 +58,11 @@ class Options:
 
     Attributes:
         json: Print one JSON object and nothing else.
+        given: Names of the options that were given; the others have their defaults.
     """
 
     json: bool = False
-    given: tuple[str, ...] = field(
-        default=(), metadata={"internal": True}
-    )  # names of options that are no defaults
+    given: tuple[str, ...] = field(default=(), metadata={"internal": True})
 
     @classmethod
     def of(cls: type[_O], **given: Any) -> _O:
@@ -73,6 +74,29 @@ class Options:
         """The options that were given, by name."""
         return {name: getattr(self, name) for name in self.given}
 
+    @property
+    def complete(self) -> dict[str, Any]:
+        """The options by name, defaults too, without those that are off and those that say where results go."""
+        values = {
+            f.name: getattr(self, f.name) for f in _options(type(self)) if f.name not in ("json", "plot")
+        }
+        return {
+            name: v for name, v in values.items() if v is not None and v is not False and v not in ("", ())
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(replace(self, given=())), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls: type[_O], text: str) -> _O:
+        return cls.of_values(json.loads(text))
+
+    @classmethod
+    def of_values(cls: type[_O], values: Mapping[str, Any]) -> _O:
+        """Make the options from those of a JSON object that are theirs."""
+        known = {f.name for f in fields(cls)} - {"given"}
+        return cls(**as_tuples({name: value for name, value in values.items() if name in known}))
+
 
 def flag(name: str) -> str:
     """The option that fills the field ``name``; it says its unit in its help instead."""
@@ -82,6 +106,15 @@ def flag(name: str) -> str:
 def internal(default: Any) -> Any:
     """A field that is no option."""
     return field(default=default, metadata={"internal": True})
+
+
+def as_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a JSON object, with tuples for lists: a configuration is frozen."""
+
+    def frozen(value: Any) -> Any:
+        return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+    return {name: frozen(value) for name, value in values.items()}
 
 
 def words(options: Mapping[str, Any]) -> list[str]:
@@ -97,23 +130,17 @@ def command(config: type[Options], module: str) -> Callable[..., None]:
 
     The module is imported when its command runs, so that help pages and refusals are quick.
     """
-    hints = get_type_hints(config, include_extras=True)
-    shown = sorted(
-        (f for f in fields(config) if "internal" not in f.metadata), key=lambda f: f.name == "json"
-    )
+    shown, hints, helps = _options(config), get_type_hints(config, include_extras=True), _helps(config)
     values = {f.name: _value(hints[f.name]) for f in shown}
 
     def run(**texts: Any) -> None:
         with reporting(texts["json"]):
             with arguments():
-                given = {
-                    n: _read(values[n], n, text) for n, text in texts.items() if text not in (None, False, [])
-                }
-                asked = config.of(**given)
+                given = {n: text for n, text in texts.items() if text not in (None, False, [])}
+                asked = config.of(**{n: values[n].read(flag(n), text) for n, text in given.items()})
                 answer = import_module(module).run
             answer(asked)
 
-    helps = _helps(config)
     parameters = [_parameter(f, values[f.name], helps[f.name], _panel(config, f.name)) for f in shown]
     run.__doc__ = _about(config)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -121,35 +148,40 @@ def command(config: type[Options], module: str) -> Callable[..., None]:
     return run
 
 
-def _value(annotation: Any) -> Value | None:
-    """How values of a type are written; None for a flag."""
+_FLAG = Value("")  # of an option that is written without one
+
+
+def _options(config: type[Options]) -> list[Field[Any]]:
+    """The fields that are options; what all commands have comes last."""
+    found = [f for f in fields(config) if "internal" not in f.metadata]
+    return sorted(found, key=lambda f: f.name == "json")
+
+
+def _value(annotation: Any) -> Value:
+    """How values of a type are written."""
     if annotation is bool:
-        return None
+        return _FLAG
     if get_origin(annotation) in (Union, UnionType):
         (annotation,) = (a for a in get_args(annotation) if a is not type(None))
     if get_origin(annotation) is Annotated:
         (value,) = annotation.__metadata__
-        return value if isinstance(value, Value) else Value(value)
+        assert isinstance(value, Value)
+        return value
     if get_origin(annotation) is Literal:
         names = get_args(annotation)
         return Value("|".join(names), choices=names)
     return {int: Value("NUMBER", parse_whole), float: Value("NUMBER", parse_number), str: Value()}[annotation]
 
 
-def _read(value: Value | None, name: str, text: Any) -> Any:
-    return text if value is None else value.read(flag(name), text)
-
-
-def _parameter(f: Field[Any], value: Value | None, text: str, panel: str | None) -> inspect.Parameter:
-    default = inspect.Parameter.empty if f.default is MISSING else (None if value else False)
-    kind = inspect.Parameter.KEYWORD_ONLY
-    if value is None:
+def _parameter(f: Field[Any], value: Value, text: str, panel: str | None) -> inspect.Parameter:
+    """An option as an argument of a typer command, which gets texts: None and False where it is not given."""
+    if value is _FLAG:
         option = typer.Option(flag(f.name), help=text, rich_help_panel=panel)
-        return inspect.Parameter(f.name, kind, default=default, annotation=Annotated[bool, option])
+        return inspect.Parameter(f.name, _KEYWORD, default=False, annotation=Annotated[bool, option])
     text, to, otherwise = text.partition(" Default: ")
     if value.choices is not None and len(value.choices) > _FEW:
         text += f" One of {', '.join(value.choices)}."
-    if f.default not in (MISSING, None, "", ()):
+    if not to and f.default not in (MISSING, None, "", ()):
         to, otherwise = " Default: ", f"{_text(f.default)}."
     text += to + otherwise
     info = (
@@ -157,14 +189,15 @@ def _parameter(f: Field[Any], value: Value | None, text: str, panel: str | None)
         if value.positional
         else typer.Option(flag(f.name), metavar=value.metavar, help=text, rich_help_panel=panel)
     )
-    kept = list[str] if value.rest else str
-    return inspect.Parameter(f.name, kind, default=default, annotation=Annotated[kept | None, info])
+    kind, required = list[str] if value.rest else str, f.default is MISSING
+    default = inspect.Parameter.empty if required else None
+    return inspect.Parameter(f.name, _KEYWORD, default=default, annotation=Annotated[kind | None, info])
 
 
 def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(_text, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _about(config: type[Options]) -> str:

@@ -13,8 +13,9 @@ from rich.table import Table
 
 from avgpipe.cli.config import PartitionConfig
 from avgpipe.cli.errors import arguments, running
-from avgpipe.cli.profile import check_file, link_of, subject_of
-from avgpipe.cli.subject import profile_of
+from avgpipe.cli.measuring import link_of, profile_of
+from avgpipe.cli.profile import check_file
+from avgpipe.cli.resolve import check_device
 from avgpipe.errors import nearest
 from avgpipe.measure.search import profiled_sizes
 from avgpipe.plan import Plan
@@ -62,6 +63,7 @@ def _check(config: PartitionConfig) -> int | None:
     for option, value in (("--memory-limit", config.memory_limit_bytes), ("--bandwidth", config.bandwidth)):
         if config.cluster is not None and value is not None:
             raise ValueError(f"{option} with --cluster: write it into the file, or give only one of them")
+    link_of(config)
     if config.out is not None:
         check_file(config.out)
     if Path(config.workload).is_file():
@@ -71,6 +73,7 @@ def _check(config: PartitionConfig) -> int | None:
             f"{config.workload!r} is neither a workload nor a file that `avgpipe profile` wrote: "
             f"{nearest(config.workload, workload_names())}"
         )
+    check_device(config.device)
     return check_workload(config.workload, config.build_options()).batch_size
 
 
@@ -78,10 +81,7 @@ def _profile(config: PartitionConfig, batch_size: int | None) -> Profile:
     if batch_size is None or Path(config.workload).is_file():
         with arguments():
             return Profile.load(config.workload)
-    sizes = profiled_sizes(batch_size)
-    return profile_of(
-        subject_of(config), micro_batch_sizes=sizes, link=link_of(config), budget_s=config.budget_s
-    )
+    return profile_of(config, profiled_sizes(batch_size))
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from avgpipe.cli.config import ProfileConfig, ProfilingOptions
+from avgpipe.cli.config import ProfileConfig
 from avgpipe.cli.errors import arguments, running
+from avgpipe.cli.measuring import link_of, profile_of
 from avgpipe.cli.resolve import check_device
-from avgpipe.cli.subject import Subject, profile_of
-from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.planning.profile import Profile
 from avgpipe.report.layers import plot_layers
 from avgpipe.timeline.plot import check_picture
 from avgpipe.units import format_bytes
@@ -27,8 +27,8 @@ _MIB = 2**20
 
 def run(config: ProfileConfig) -> None:
     with arguments():
-        subject = subject_of(config, config.threads)
-        link = link_of(config)
+        check_device(config.device)
+        link_of(config)
         check_file(config.out)
         if config.plot is not None:
             check_picture(config.plot)
@@ -36,13 +36,7 @@ def run(config: ProfileConfig) -> None:
     with running():
         if sys.stderr.isatty():
             print(f"measuring for about {config.budget_s:g} s ...", file=sys.stderr, flush=True)
-        found = profile_of(
-            subject,
-            micro_batch_sizes=config.micro_batch_sizes,
-            link=link,
-            budget_s=config.budget_s,
-            at_once=config.workers,
-        )
+        found = profile_of(config, config.micro_batch_sizes, config.workers)
         found.save(config.out)
         if config.plot is not None:
             plot_layers(found, config.plot)
@@ -50,30 +44,6 @@ def run(config: ProfileConfig) -> None:
             print(json.dumps(json.loads(found.to_json())))
         else:
             _show(found, config.out)
-
-
-def subject_of(config: ProfilingOptions, threads: int = 1) -> Subject:
-    """What is profiled, on a device that is here."""
-    check_device(config.device)
-    return Subject(
-        workload=config.workload,
-        preset=config.preset,
-        data=config.data,
-        batch_size=config.batch_size,
-        device=config.device,
-        autocast=config.autocast,
-        threads=threads,
-    )
-
-
-def link_of(config: ProfilingOptions) -> LinkProfile | None:
-    """The link that was described; None for one that is to be measured."""
-    if config.latency is None and config.bandwidth is None:
-        return None
-    if config.latency is None or config.bandwidth is None:
-        given, missing = ("--latency", "--bandwidth")[:: 1 if config.bandwidth is None else -1]
-        raise ValueError(f"{given} without {missing}: give both, or neither to have the link measured")
-    return LinkProfile(config.latency, config.bandwidth)
 
 
 def check_file(out: str) -> None:

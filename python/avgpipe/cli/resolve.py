@@ -20,9 +20,9 @@ from avgpipe.cli.config import (
     DEFAULT_PIPELINES,
     DEFAULT_STAGES,
     TrainConfig,
-    as_tuples,
     read_values,
 )
+from avgpipe.cli.options import as_tuples
 from avgpipe.errors import CheckpointError
 from avgpipe.links import ON_CUDA
 from avgpipe.plan import Plan

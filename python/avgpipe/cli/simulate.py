@@ -66,7 +66,7 @@ def _simulate(config: SimulateConfig) -> _Simulated:
         update_s=_scaled(config.update_ms, 1e-3),
     )
     stages, micro_batches, pipelines = config.stages, config.micro_batches, config.pipelines
-    advance = list(config.advance) if isinstance(config.advance, tuple) else config.advance
+    advance = config.advance
     schedule = build_schedule(config.schedule, stages, micro_batches, advance, config.stages_per_worker)
     choice = None
     if advance == "auto":

@@ -37,7 +37,7 @@ from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Key, Message, padde
 from avgpipe.ranks.world import transport_reason
 
 _ENVELOPES_AHEAD = 8  # receives of envelopes, of which at least half are posted at any time
-_MEDIUM_BYTES = 2 << 20  # payloads up to which two receives are posted
+_PAYLOADS_AHEAD = 2  # receives of a channel's payloads: while one arrives, the next one may begin
 _RECENT = 8  # payloads of a channel by which the next receive is measured
 _ON_THE_LINE = 2  # payloads given to gloo: while one is written, the next one waits in line
 _UNREAPED = 16  # envelopes that the scheduler's thread has sent, until the other one sees to their completion
@@ -60,20 +60,18 @@ class Room:
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=_RECENT)
-        self._posted: deque[int] = deque()
+        self._posted = deque([0] * _PAYLOADS_AHEAD)  # 0: none
 
-    def next(self, payload_bytes: int) -> tuple[int, list[int]]:
-        """Return the size of the receive for the next payload, which has ``payload_bytes``, 0 if none is posted; and
-        the sizes of those to post when it has come.
-        """
-        room = self._posted.popleft() if self._posted else 0
+    def next(self, payload_bytes: int) -> int:
+        """Return the size of the receive for the next payload, which has ``payload_bytes``."""
         self._recent.append(payload_bytes)
-        size = max(self._recent)
-        # While one payload arrives, the next one may begin; large ones wait little for their receive, and it is large.
-        ahead = 2 if size <= _MEDIUM_BYTES else 1
-        more = [size] * (ahead - len(self._posted))
-        self._posted += more
-        return room, more
+        self._posted.append(max(self._recent))
+        return self._posted.popleft()
+
+    @property
+    def newest(self) -> int:
+        """Size of the receive that is posted when the last payload has come."""
+        return self._posted[-1]
 
 
 class GroupLink(Link):
@@ -240,6 +238,9 @@ class GroupLink(Link):
         if took_s < self.latency_s.get(key.kind, float("inf")):
             self.latency_s[key.kind] = took_s
         self._end.mailbox.deliver(key, value)
+        if has_payload:
+            # Not before: while it writes a payload, gloo keeps a processor busy with what the other end sends.
+            incoming.post(self)
         return True
 
 
@@ -289,7 +290,7 @@ class _Outgoing:
     def post(self, link: GroupLink, payload: torch.Tensor) -> list[Any]:
         """Send a payload whose envelope was sent; return the works to wait for."""
         size = payload.numel()
-        room, _ = self._room.next(size)
+        room = self._room.next(size)
         if size <= room:
             return [link.post_send(payload, self._tag)]
         works = [link.post_send(torch.zeros(1, dtype=torch.uint8), self._tag)] if room else []
@@ -308,20 +309,20 @@ class _Incoming:
         return Key(*self._channel, batch, micro_batch)
 
     def payload(self, link: GroupLink, size: int) -> torch.Tensor:
-        """Wait for the payload that an envelope has announced, and post the receives of the next ones."""
-        room, more = self._room.next(size)
-        buffer = None
-        if room:
+        """Wait for the payload that an envelope has announced."""
+        if room := self._room.next(size):
             buffer, work = self._posted.popleft()
             work.wait(_FOREVER)
-        if buffer is None or size > room:
-            buffer = torch.empty(size, dtype=torch.uint8)
-            link.post_receive(buffer, self._tag + 1).wait(_FOREVER)
-        # Not before: while it writes a payload, gloo keeps a processor busy with what the other end sends.
-        for bytes in more:
-            following = torch.empty(bytes, dtype=torch.uint8)
-            self._posted.append((following, link.post_receive(following, self._tag)))
+            if size <= room:
+                return buffer
+        buffer = torch.empty(size, dtype=torch.uint8)
+        link.post_receive(buffer, self._tag + 1).wait(_FOREVER)
         return buffer
+
+    def post(self, link: GroupLink) -> None:
+        """Post a receive behind those that are posted."""
+        buffer = torch.empty(self._room.newest, dtype=torch.uint8)
+        self._posted.append((buffer, link.post_receive(buffer, self._tag)))
 
 
 def _envelope(more_bytes: int, *record: float) -> torch.Tensor:

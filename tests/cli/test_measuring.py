@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from avgpipe.cli.subject import Subject, profile_of
+from avgpipe.cli.config import ProfilingOptions
+from avgpipe.cli.measuring import profile_of
 from avgpipe.errors import PipelineError
 from tests.cli.conftest import write_text
 
@@ -20,8 +21,8 @@ def text(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_two_processes_measure_what_is_around_the_layers(text: Path, at_once: int) -> None:
     """Of three that profile at once, too: the third one waits for them."""
-    asked = Subject("awd-lstm", data=str(text), batch_size=4)
-    found = profile_of(asked, micro_batch_sizes=[4], link=None, budget_s=0.1, at_once=at_once)
+    asked = ProfilingOptions(workload="awd-lstm", data=str(text), batch_size=4, budget_s=0.1)
+    found = profile_of(asked, [4], at_once)
     assert found.model == "awd-lstm tiny"
     assert found.micro_batch_sizes == (4,)
     assert all(layer.forward_s[0] > 0 and layer.update_s >= 0 for layer in found.layers)
@@ -33,6 +34,6 @@ def test_two_processes_measure_what_is_around_the_layers(text: Path, at_once: in
 
 def test_data_that_cannot_be_read_say_so(text: Path) -> None:
     (text / "valid.txt").write_text("\n")
-    asked = Subject("awd-lstm", data=str(text))
+    asked = ProfilingOptions(workload="awd-lstm", data=str(text), budget_s=0.1)
     with pytest.raises(PipelineError, match=r"^worker 0 of 2 failed .*valid has 1 tokens"):
-        profile_of(asked, micro_batch_sizes=[1], link=None, budget_s=0.1)
+        profile_of(asked, [1])

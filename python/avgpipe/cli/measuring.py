@@ -1,0 +1,183 @@
+"""Profiles and trials of a workload, each in worker processes of this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from avgpipe.cli.config import ProfilingOptions
+from avgpipe.device import own_device, select
+from avgpipe.measure.forecast import Forecast
+from avgpipe.measure.profiler import layer_profile, with_workers
+from avgpipe.measure.trials import ROUNDS, Trial, batches_of_round, rounds_of
+from avgpipe.measure.workers import WorkerCosts, costs_here
+from avgpipe.pipeline import Pipeline
+from avgpipe.plan import Plan
+from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.ranks.launch import run_on_ranks
+from avgpipe.ranks.rendezvous import open_store
+from avgpipe.runtime.batch import plain
+from avgpipe.runtime.memory import peak_memory_bytes
+from avgpipe.workloads import build_workload
+from avgpipe.workloads.workload import Workload
+
+_BATCHES = 16  # among which a typical one is looked for
+_ONCE_S = 1e-3  # a budget for as little measuring as there can be
+_MEASURED = "avgpipe/measured"  # of the store, when ranks 0 and 1 are done
+_STARTING_S = 240.0  # for processes to begin and to read their data
+
+
+def build(config: ProfilingOptions) -> tuple[Workload, tuple[Any, Any]]:
+    """Build the workload, and find the batch of median size among its first ones: sequences have many lengths."""
+
+    def elements(batch: Any) -> int:
+        return sum(x.numel() for x in pytree.tree_leaves(plain(batch)) if isinstance(x, torch.Tensor))
+
+    workload = build_workload(config.workload, config.build_options())
+    found = list(islice(iter(workload.train_batches(0)), _BATCHES))
+    return workload, sorted(found, key=elements)[len(found) // 2]
+
+
+def _training_options(config: ProfilingOptions, workload: Workload) -> dict[str, Any]:
+    """The options that a profile and a Pipeline have in common."""
+    autocast = None if config.autocast == "none" else getattr(torch, config.autocast, None)
+    return {
+        "loss_fn": workload.loss_fn,
+        "optimizer": workload.optimizer,
+        "clip_grad_norm": workload.clip_grad_norm,
+        "autocast": workload.autocast.get(config.device) if config.autocast == "auto" else autocast,
+        "device": config.device,
+    }
+
+
+# ---- profiles ------------------------------------------------------------------------------------------------------
+
+
+def link_of(config: ProfilingOptions) -> LinkProfile | None:
+    """The link that was described; None for one that is to be measured."""
+    if config.latency is None and config.bandwidth is None:
+        return None
+    if config.latency is None or config.bandwidth is None:
+        given, missing = ("--latency", "--bandwidth")[:: 1 if config.bandwidth is None else -1]
+        raise ValueError(f"{given} without {missing}: give both, or neither to have the link measured")
+    return LinkProfile(config.latency, config.bandwidth)
+
+
+def profile_of(config: ProfilingOptions, micro_batch_sizes: Sequence[int], at_once: int = 1) -> Profile:
+    """Profile a workload in processes that each read it once. PipelineError when one fails.
+
+    Args:
+        config: What to profile, and for how long.
+        micro_batch_sizes: Samples of the micro-batches that are timed.
+        at_once: Processes that profile the layers at the same time, as workers of this machine would compute; what the
+            first one finds counts.
+    """
+    link = link_of(config)
+    with_link = config.device == "cpu" and link is None
+    limit_s = _STARTING_S + 10 * config.budget_s
+    asked = {
+        "config": config.to_json(),
+        "micro_batch_sizes": list(micro_batch_sizes),
+        "with_link": with_link,
+        "at_once": at_once,
+        "timeout_s": limit_s,
+    }
+    processes = max(at_once, 2 if with_link else 1)
+    target = f"{__name__}:profiled"
+    found, *_ = run_on_ranks(target, processes, asked, timeout_s=limit_s, threads=config.threads)
+    return with_workers(Profile.from_json(found["layers"]), WorkerCosts.from_dict(found["around"]), link)
+
+
+def profiled(
+    config: str, micro_batch_sizes: Sequence[int], with_link: bool, at_once: int, timeout_s: float
+) -> dict[str, Any]:
+    """Measure as a process of :func:`profile_of`."""
+    rank = int(os.environ["RANK"])
+    asked = ProfilingOptions.from_json(config)
+    torch.set_num_threads(asked.threads)
+    select(own_device(asked.device))
+    kept = loaded(config) if rank < at_once else None
+    around = _first_two(rank, timeout_s) if with_link else costs_here(False, timeout_s)
+    layers = ""
+    if kept is not None:
+        workload, batch = kept
+        layers = layers_of_workload(asked, workload, batch, micro_batch_sizes, asked.budget_s).to_json()
+    return {"around": None if around is None else asdict(around), "layers": layers}
+
+
+def loaded(config: str) -> Any:
+    """What a worker has in memory besides its share of the model: the whole model, the data, and the code that runs."""
+    asked = ProfilingOptions.from_json(config)
+    workload, batch = build(asked)
+    if asked.device == "cpu":
+        layers_of_workload(asked, workload, batch, [1], _ONCE_S)
+    return workload, batch
+
+
+def _first_two(rank: int, timeout_s: float) -> WorkerCosts | None:
+    """What two workers cost, measured by ranks 0 and 1; the others wait for them."""
+    store = open_store(timeout_s)
+    if rank > 1:
+        store.wait([_MEASURED])
+        return None
+    found = costs_here(True, timeout_s)
+    store.set(_MEASURED, "")
+    return found
+
+
+def layers_of_workload(
+    config: ProfilingOptions,
+    workload: Workload,
+    batch: tuple[Any, Any],
+    micro_batch_sizes: Sequence[int],
+    budget_s: float,
+) -> Profile:
+    """Profile the layers in this process."""
+    inputs, target = batch
+    return layer_profile(
+        workload.layers,
+        inputs,
+        target=target,
+        micro_batch_sizes=micro_batch_sizes,
+        threads=config.threads,
+        budget_s=budget_s,
+        name=f"{workload.name} {workload.preset}",
+        **_training_options(config, workload),
+    )
+
+
+# ---- trials --------------------------------------------------------------------------------------------------------
+
+
+def pipeline_of(config: ProfilingOptions, plan: Plan) -> tuple[Pipeline, tuple[Any, Any]]:
+    """A pipeline, and the batch to train it on."""
+    workload, batch = build(config)
+    options = _training_options(config, workload)
+    return Pipeline(workload.layers, plan, loss_weight=workload.loss_weight, **options), batch
+
+
+def trial_of(config: ProfilingOptions, forecast: Forecast) -> Trial:
+    """Train for some seconds, if the forecast is right. PipelineError when a worker fails."""
+    plan, batches = forecast.plan, batches_of_round(forecast)
+    arguments = {"config": config.to_json(), "plan": plan.to_json(), "batches": batches}
+    limit_s = _STARTING_S + 20 * (ROUNDS + 1) * (batches + 2 * plan.pipelines) * forecast.batch_s
+    found = run_on_ranks(
+        f"{__name__}:tried", plan.workers, arguments, timeout_s=limit_s, threads=config.threads
+    )
+    return Trial.of_rounds(found[0]["rounds_s"], [rank["memory_bytes"] for rank in found])
+
+
+def tried(config: str, plan: str, batches: int) -> dict[str, Any]:
+    """Measure as a process of :func:`trial_of`."""
+    asked = ProfilingOptions.from_json(config)
+    torch.set_num_threads(asked.threads)
+    pipeline, batch = pipeline_of(asked, Plan.from_json(plan))
+    with pipeline:
+        rounds_s = rounds_of(pipeline, batch, batches)
+        return {"rounds_s": rounds_s, "memory_bytes": peak_memory_bytes(pipeline.device)}
