@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=2 avgpipe bench kernels --elements 25e6,100e6 --threads 2 --rounds 15 --json > kernels.json
     python -m benchmarks.kernels.draw kernels.json docs/images/kernels.png
 
-The second line draws the sections of the first size that docs/results.md shows.
+The second line draws the sections of the first size that docs/results/update-speed.md shows.
 """
 
 from __future__ import annotations

@@ -1,0 +1,118 @@
+"""Fill the tables of docs/results/ from the records in benchmarks/results/.
+
+    python -m benchmarks.pages            # write the pages
+    python -m benchmarks.pages --check    # exit code 1 if a page is not what the records give
+
+A table stands between two marks. The first names the function of benchmarks/tables/ that makes the table, and the
+records that it takes:
+
+    <!-- generated: overhead overlap-overhead-2026-11-21 -->
+    <!-- end -->
+
+Everything outside the marks is written by hand and kept. Bold figures miss their bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.tables import operators, pipelines, plans, training
+from benchmarks.tables.markdown import Record, table
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "benchmarks" / "results"
+PAGES = ROOT / "docs" / "results"
+
+_BLOCK = re.compile(r"(<!-- generated: ([^\n]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page would change")
+    parser.add_argument("pages", nargs="*", type=Path, help="default: all of docs/results")
+    arguments = parser.parse_args()
+    stale = []
+    for path in arguments.pages or sorted(PAGES.glob("*.md")):
+        text = path.read_text()
+        filled = fill(text)
+        if filled != text:
+            stale.append(path)
+            if not arguments.check:
+                path.write_text(filled)
+    for path in stale:
+        print(f"{path}: {'not what the records give' if arguments.check else 'written'}")
+    sys.exit(1 if arguments.check and stale else 0)
+
+
+def fill(text: str) -> str:
+    """Return the page with its tables made anew."""
+    return _BLOCK.sub(lambda found: f"{found[1]}\n{make(found[2])}\n\n{found[3]}", text)
+
+
+def make(mark: str) -> str:
+    """Make what a mark asks for: the name of a table, then the names of its records."""
+    name, *records = mark.split()
+    if name not in TABLES:
+        raise ValueError(f"no table {name!r} is known; known are {', '.join(TABLES)}")
+    return TABLES[name](*map(load, records))
+
+
+def load(name: str) -> Record:
+    """Read a record. Those that do not say their date have it in their name."""
+    record: Record = json.loads((RECORDS / f"{name}.json").read_text())
+    return {"record": name, "date": name[-len("2026-11-21") :], **record}
+
+
+def source(*records: Record) -> str:
+    """Say of each record when, how and where it was made."""
+    rows = []
+    for record in records:
+        machine = record.get("machine") or "not recorded"
+        if isinstance(machine, dict):
+            known = (machine.get("cpu"), f"{machine['cores']} cores", _threads(machine), _load(machine))
+            machine = ", ".join(filter(None, known))
+        command = record.get("command")
+        torch = (record.get("versions") or {}).get("torch", "not recorded")
+        rows.append(
+            (
+                f"`{record['record']}.json`",
+                record["date"],
+                f"`{command}`" if command else "not recorded",
+                machine,
+                torch,
+            )
+        )
+    return table("record | date | command as recorded | machine | torch", rows)
+
+
+def _threads(machine: Record) -> str:
+    return f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}" if "threads" in machine else ""
+
+
+def _load(machine: Record) -> str:
+    return f"load {machine['load_average']:.1f}" if "load_average" in machine else ""
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    made.__name__.replace("_", "-"): made
+    for made in (
+        *(source, training.losses, training.workloads, training.sixteen_bits),
+        *(operators.operators, operators.more_operators),
+        *(pipelines.emulated, pipelines.emulated_bars, pipelines.real_models, pipelines.compiled),
+        *(pipelines.overhead, pipelines.latency, pipelines.bandwidth, pipelines.memory),
+        *(pipelines.compared, pipelines.simulated),
+        *(plans.rates, plans.large_simulations, plans.growth, plans.vgg16, plans.vgg16_by_efficiency),
+        *(plans.predictions, plans.emulated_predictions),
+        *(plans.tuning_time, plans.finals, plans.large_plans),
+    )
+}
+
+if __name__ == "__main__":
+    main()
