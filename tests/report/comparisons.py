@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from avgpipe.report.compare import OK, Comparison, Figures, Outcome
+from avgpipe.report.compare import OK, Comparison, Figures, SystemResult
 
 PLAIN = Figures(
     stages=2,
@@ -40,5 +40,5 @@ def compared(*outcomes, **systems):
     """Of ``outcomes``, then of ``systems`` by name, "_" for "-"."""
     names = ("target", "trivial", "metric_name", "lower_is_better", "memory_limit_bytes")
     options = {"metric_name": "perplexity", **{n: systems.pop(n) for n in names if n in systems}}
-    more = (Outcome(name.replace("_", "-"), OK, figures) for name, figures in systems.items())
+    more = (SystemResult(name.replace("_", "-"), OK, figures) for name, figures in systems.items())
     return Comparison("awd-lstm tiny", 2, (*outcomes, *more), **options)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from avgpipe.report.compare import DOES_NOT_FIT, FAILED, Figures, Outcome, format_figure
+from avgpipe.report.compare import DOES_NOT_FIT, FAILED, Figures, SystemResult, format_figure
 from tests.report.comparisons import PLAIN, at, compared, reaching
 
 SUMMARY = {
@@ -52,8 +52,8 @@ def test_a_high_accuracy_and_a_low_perplexity_are_good():
 
 
 def test_what_does_not_fit_or_failed_is_not_ranked():
-    big = Outcome("big", DOES_NOT_FIT, at(1000), "needs 4 GiB")
-    found = compared(big, Outcome("broken", FAILED, None, "no"), a=at(10), b=at(20))
+    big = SystemResult("big", DOES_NOT_FIT, at(1000), "needs 4 GiB")
+    found = compared(big, SystemResult("broken", FAILED, None, "no"), a=at(10), b=at(20))
     assert [name for name, _ in found.ranked] == ["a", "b"]
     assert found.best_systems(column(found, "samples_per_second")) == ["b"]
 
@@ -79,7 +79,7 @@ def test_whether_the_trivial_answer_is_beaten():
 
 
 def test_json_has_a_row_for_every_system():
-    found = compared(Outcome("broken", FAILED, None, "no"), a=PLAIN).to_json()
+    found = compared(SystemResult("broken", FAILED, None, "no"), a=PLAIN).to_json()
     assert found[0] == {"system": "broken", "status": "failed", "reason": "no", "warnings": []}
     assert found[1]["epoch_seconds"] == 40.0
     assert found[1]["train_seconds"] == 80.0

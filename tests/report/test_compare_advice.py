@@ -2,14 +2,14 @@
 
 import pytest
 
-from avgpipe.report.compare import DOES_NOT_FIT, FAILED, Outcome, advice, listed
+from avgpipe.report.compare import DOES_NOT_FIT, FAILED, SystemResult, advice, listed
 from tests.report.comparisons import REPLICAS, at, compared, reaching
 
 MIB = 2**20
 
 
 def test_nothing_to_compare():
-    broken = Outcome("gpipe", FAILED, None, "no")
+    broken = SystemResult("gpipe", FAILED, None, "no")
     assert advice(compared(broken)) == "Advice: none, for no system gave figures to rank."
     assert advice(compared(broken, a=at(10))) == "Advice: none, for a gave figures to rank alone."
 
@@ -37,7 +37,7 @@ def test_data_parallelism_is_the_simplest_of_equals():
 
 
 def test_data_parallelism_that_does_not_fit_is_out_of_the_question():
-    big = Outcome("data-parallel", DOES_NOT_FIT, at(100, **REPLICAS), "needs 9 GiB")
+    big = SystemResult("data-parallel", DOES_NOT_FIT, at(100, **REPLICAS), "needs 9 GiB")
     assert (
         advice(compared(big, gpipe=at(10), dapple=at(12)))
         == "Advice: dapple is fastest here, 20 % faster than gpipe: use it."

@@ -8,7 +8,7 @@ from avgpipe.report.compare import (
     DOES_NOT_FIT,
     OK,
     OUT_OF_MEMORY,
-    Outcome,
+    SystemResult,
     cells,
     headings,
     markdown,
@@ -17,8 +17,8 @@ from avgpipe.report.compare import (
 )
 from tests.report.comparisons import PLAIN, REPLICAS, at, compared, reaching
 
-BIG = Outcome("ea-pipe", DOES_NOT_FIT, at(99, pipelines=2, micro_batches=1), "needs 3.12 GiB")
-BROKEN = Outcome("pipedream", OUT_OF_MEMORY, None, "RuntimeError: CUDA out of memory")
+BIG = SystemResult("ea-pipe", DOES_NOT_FIT, at(99, pipelines=2, micro_batches=1), "needs 3.12 GiB")
+BROKEN = SystemResult("pipedream", OUT_OF_MEMORY, None, "RuntimeError: CUDA out of memory")
 
 
 def printed(comparison, width):
@@ -62,7 +62,7 @@ def test_what_gave_no_figures_says_so_in_its_row():
 
 
 def test_what_a_run_warned_of_is_told():
-    warned = Outcome("pipedream", OK, PLAIN, warnings=("a stage waits",))
+    warned = SystemResult("pipedream", OK, PLAIN, warnings=("a stage waits",))
     assert "pipedream: a stage waits." in notes(compared(warned, gpipe=PLAIN))
 
 

@@ -33,7 +33,7 @@ from avgpipe.report.compare import (
     OK,
     Comparison,
     Figures,
-    Outcome,
+    SystemResult,
     advice,
     markdown,
     notes,
@@ -118,7 +118,7 @@ def comparison(config: CompareConfig, ended: Sequence[SystemRun]) -> Comparison:
     return Comparison(
         what=f"{config.workload} {config.preset}{title}",
         workers=config.stages,
-        outcomes=tuple(_outcome(config, run, summaries.get(run.system)) for run in ended),
+        outcomes=tuple(_result(config, run, summaries.get(run.system)) for run in ended),
         metric_name=known.get("metric_name", "metric"),
         lower_is_better=known.get("lower_is_better", True),
         trivial=known.get("trivial_metric"),
@@ -127,17 +127,17 @@ def comparison(config: CompareConfig, ended: Sequence[SystemRun]) -> Comparison:
     )
 
 
-def _outcome(config: CompareConfig, run: SystemRun, summary: dict[str, Any] | None) -> Outcome:
+def _result(config: CompareConfig, run: SystemRun, summary: dict[str, Any] | None) -> SystemResult:
     if summary is None:
-        return Outcome(run.system, run.status, None, run.reason)
+        return SystemResult(run.system, run.status, None, run.reason)
     plan = Plan.load(Path(config.out) / run.system / "plan.json")
     replicas = plan.pipelines if plan.spread else max(plan.replication or [1])
     figures, limit = Figures.of(summary, replicas), config.memory_limit_bytes
     warnings = tuple(summary["warnings"])
     if limit is not None and figures.peak_memory_bytes > limit:
         needs = f"needs {format_bytes(figures.peak_memory_bytes)}"
-        return Outcome(run.system, DOES_NOT_FIT, figures, needs, warnings)
-    return Outcome(run.system, OK, figures, warnings=warnings)
+        return SystemResult(run.system, DOES_NOT_FIT, figures, needs, warnings)
+    return SystemResult(run.system, OK, figures, warnings=warnings)
 
 
 def write_results(config: CompareConfig, found: Comparison, interrupted: bool) -> str:

@@ -86,7 +86,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SystemResult:
     """What became of a system.
 
     Attributes:
@@ -125,7 +125,7 @@ class Comparison:
 
     what: str
     workers: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SystemResult, ...]
     metric_name: str = "metric"
     lower_is_better: bool = True
     trivial: float | None = None
@@ -289,10 +289,15 @@ def _least_memory(memory: Mapping[str, int]) -> str:
 
 
 def headings(comparison: Comparison) -> list[str]:
-    return ["system", "K/N/M", "schedule", *(column.heading for column in comparison.columns())]
+    return [
+        "system",
+        "K/N/M",
+        "schedule",
+        *(column.heading for column in comparison.columns()),
+    ]
 
 
-def cells(comparison: Comparison, outcome: Outcome) -> list[tuple[str, bool]]:
+def cells(comparison: Comparison, outcome: SystemResult) -> list[tuple[str, bool]]:
     """The text of each cell of a system's row, and whether it is the best of its column."""
     columns, figures = comparison.columns(), outcome.figures
     if figures is None:
@@ -307,7 +312,7 @@ def cells(comparison: Comparison, outcome: Outcome) -> list[tuple[str, bool]]:
     return row
 
 
-def _schedule(outcome: Outcome, figures: Figures) -> str:
+def _schedule(outcome: SystemResult, figures: Figures) -> str:
     if outcome.status == DOES_NOT_FIT:
         return f"does not fit: {outcome.reason}"
     if figures.replicas == 1:
@@ -380,7 +385,7 @@ def notes(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _without_figures(outcome: Outcome) -> str:
+def _without_figures(outcome: SystemResult) -> str:
     if outcome.status == DOES_NOT_FIT:
         return f"does not fit: {outcome.reason}; left out of the ranking."
     return f"{outcome.status}{': ' if outcome.reason else ''}{outcome.reason}".rstrip(".") + "."

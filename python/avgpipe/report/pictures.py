@@ -145,7 +145,7 @@ def _finished(figure: Figure, heading: str, path: str | os.PathLike[str] | None)
 
 
 @dataclass(frozen=True)
-class _Pace:
+class _BatchRate:
     """How fast a run goes.
 
     Attributes:
@@ -160,7 +160,7 @@ class _Pace:
     per_batch_s: float
 
     @classmethod
-    def of(cls, timeline: Timeline) -> _Pace:
+    def of(cls, timeline: Timeline) -> _BatchRate:
         begins: dict[int, float] = {}
         computed = [event for event in timeline.events if event.kind in COMPUTE_KINDS]
         for event in computed:
@@ -200,7 +200,7 @@ def plot_timelines(
 
 
 def _draw_panels(figure: Figure, timelines: Mapping[str, Timeline], heights: Sequence[float]) -> None:
-    paces = {name: _Pace.of(timeline) for name, timeline in timelines.items()}
+    paces = {name: _BatchRate.of(timeline) for name, timeline in timelines.items()}
     times = [pace.per_batch_s for pace in paces.values()]
     span_s = min(max(_SLOWEST * max(times), _FASTEST_LEAST * min(times)), _FASTEST_MOST * min(times))
     span_s = max(span_s, 1e-9)

@@ -48,7 +48,7 @@ ACTIONS = tuple(EventKind)[:5]
 COMPUTE_KINDS = frozenset((*ACTIONS, EventKind.AVERAGE))
 
 
-class _Fields(NamedTuple):
+class _EventFields(NamedTuple):
     stage: int
     pipeline: int
     batch: int
@@ -60,7 +60,7 @@ class _Fields(NamedTuple):
     worker: int
 
 
-class Event(_Fields):
+class Event(_EventFields):
     """Something that a worker did for a stage and a pipeline; times in seconds on a clock common to all workers.
 
     Attributes:
