@@ -45,7 +45,7 @@ class FoundCheckpoint:
     manifest: Manifest
     directory: Path
     contents: dict[int, dict[str, Any]] | None
-    saved: _Saved | None
+    saved: _SavedStages | None
 
     def is_finite(self) -> bool:
         """Whether all replicas may go on; what is read by name is mended, and a single pipeline is as it is."""
@@ -97,7 +97,7 @@ def _read_all(
     if exactly and same:
         contents = {number: _read_whole(manifest, directory, worker, number) for number in worker.held}
         return FoundCheckpoint(manifest, directory, contents, None)
-    saved = _Saved([_read(manifest, directory, n, lazily=True) for n in range(len(manifest.files))])
+    saved = _SavedStages([_read(manifest, directory, n, lazily=True) for n in range(len(manifest.files))])
     return FoundCheckpoint(manifest, directory, None, saved)
 
 
@@ -190,7 +190,7 @@ def _put_in_place(content: dict[str, Any], layout: Layout) -> None:
             elastic["start"] = moved(elastic["start"])
 
 
-class _Saved:
+class _SavedStages:
     """The files of all saved stage replicas, merged by name."""
 
     def __init__(self, contents: list[dict[str, Any]]) -> None:
@@ -245,7 +245,7 @@ class _Saved:
 
 
 @torch.no_grad()
-def _restore_by_name(saved: _Saved, model: Model, worker: Worker, number: int) -> None:
+def _restore_by_name(saved: _SavedStages, model: Model, worker: Worker, number: int) -> None:
     k = worker.placement.stage_of(number)
     names = model.trainable[k]
     reference, weights = worker.references[number], saved.reference()

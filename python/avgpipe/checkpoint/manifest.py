@@ -64,7 +64,7 @@ class Manifest:
     @classmethod
     def parse(cls, text: str, directory: Path) -> Manifest:
         """Invert :meth:`to_json`; CheckpointError names the field that is wrong."""
-        check = _Fields(directory / NAME)
+        check = _FieldChecks(directory / NAME)
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -151,7 +151,7 @@ def read_text(directory: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise _Fields(path).damaged(str(error)) from error
+        raise _FieldChecks(path).damaged(str(error)) from error
 
 
 def verify_checkpoint(directory: str | Path, signature: Mapping[str, list[Any]] | None = None) -> Manifest:
@@ -173,7 +173,7 @@ def verify_checkpoint(directory: str | Path, signature: Mapping[str, list[Any]] 
     raise CheckpointError(f"{directory} is replaced faster than it can be read")
 
 
-class _Fields:
+class _FieldChecks:
     """Checks the fields of the manifest at ``path``."""
 
     def __init__(self, path: Path) -> None:

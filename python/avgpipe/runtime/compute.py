@@ -62,7 +62,7 @@ class Work:
     collector: Collector | None = None
 
 
-class Saved(NamedTuple):
+class SavedForward(NamedTuple):
     """What a forward leaves for its backward.
 
     Not the outputs themselves: of those, autograd keeps what it needs.
@@ -106,7 +106,7 @@ class BatchState:
     version: int
     backwards_left: int
     computing_left: int
-    saved: dict[int, Saved] = field(default_factory=dict)
+    saved: dict[int, SavedForward] = field(default_factory=dict)
     deferred: dict[int, Deferred] = field(default_factory=dict)
     losses: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     counts: list[torch.Tensor | float] = field(default_factory=list)
@@ -224,10 +224,12 @@ class Compute:
         del value  # the message's memory is free again once nothing needs it
         if route.last:
             edges = _edges(output)
-            state.saved[m] = Saved(inputs, edges, [self._seed(state, m, output)] if edges else [], arrived)
+            state.saved[m] = SavedForward(
+                inputs, edges, [self._seed(state, m, output)] if edges else [], arrived
+            )
             return
         output, parts = extract_skips(output, self._departures) if self._departures else (output, [])
-        state.saved[m] = Saved(inputs, _edges(output), None, arrived, _edges(parts) if parts else ())
+        state.saved[m] = SavedForward(inputs, _edges(output), None, arrived, _edges(parts) if parts else ())
         self._port.send(Message.ACTIVATION, route.at(route.stage + 1, m), batch, m, output)
         for skip, values in zip(self._departures, parts):
             self._port.send(Message.SKIP_ACTIVATION, route.at(skip.stage, m), batch, m, values)
@@ -358,7 +360,7 @@ class Compute:
             self._port.send(Message.SKIP_GRADIENT, to, step.batch, m, [x.grad for x in tensors])
 
     def _take_gradients(
-        self, state: BatchState, step: Step, saved: Saved
+        self, state: BatchState, step: Step, saved: SavedForward
     ) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Return where gradients of the outputs go in, and these; after the last one comes the batch's outcome."""
         roots = saved.outputs

@@ -114,7 +114,7 @@ class _Part(NamedTuple):
             _run(roots, grads, self.leaves)
 
 
-class _Arrived:
+class _ArrivedGradients:
     """A hook that keeps the gradients that reach a node in I, and lets the same reach it in W.
 
     In W the hooks of the node's outputs come first once more; what they make of the gradients is dropped here.
@@ -136,7 +136,7 @@ class _Arrived:
 
 class _Feeder(NamedTuple):
     node: Node
-    arrived: _Arrived
+    arrived: _ArrivedGradients
 
 
 class _Graph(NamedTuple):
@@ -188,7 +188,7 @@ def _plan(
         part.leaves.extend(leaves)
         part_of.update(dict.fromkeys(bundle, part))
         for node in feeders:
-            arrived = _Arrived()
+            arrived = _ArrivedGradients()
             node.register_prehook(arrived)
             part.feeders.append(_Feeder(node, arrived))
     for edge, grad in zip(roots, grads):
