@@ -106,6 +106,7 @@ def test_a_folder_that_is_none_is_named(tmp_path):
         ("train.txt.gz", b"no gzip", "train.txt.gz cannot be read"),
         ("train.txt.gz", gzip.compress(b"words " * 1000)[:-20], "train.txt.gz cannot be read"),
     ],
+    ids=["not UTF-8", "not gzip", "cut short"],
 )
 def test_unreadable_files_are_named(tmp_path, name, content, message):
     write(tmp_path)
