@@ -247,7 +247,11 @@ def test_sixty_four_headers_are_remembered() -> None:
     assert wire.texts == 64
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), [b"bytes"], [torch.ones(2), slice(1)], 1j], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [{1, 2}, object(), [b"bytes"], [torch.ones(2), slice(1)], 1j],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_cannot_travel_is_named_and_leaves_the_channel_as_it_was(value: Any) -> None:
     wire = Wire()
     wire(torch.ones(2))
