@@ -8,6 +8,7 @@ gradients and of the views at their places. What has no gradient now makes no st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import is_
@@ -86,6 +87,9 @@ class FusedStep:
         self._state: dict[str, FlatBuffers] = {}
         self._calls: list[Call] = []
         self._known: list[Any] | None = None  # what the calls were planned for
+        if self._never is None:  # now, as looking at gaps may wait for a device
+            with suppress(Unfusable):
+                self._locate()
 
     def check(self) -> None:
         """Raise Unfusable if the next step cannot be fused, whatever its gradients."""

@@ -158,7 +158,10 @@ class Reference:
                     f"replica {replica} shares a tensor of shape {tuple(t.shape)} with {whose}: "
                     f"give each replica its own copy, such as copy.deepcopy(model)"
                 )
-        return self.rounds.attach(replica, tensors, optimizer, flat, self._applied)
+        update = None if self.rounds.follows else self.rounds.update_of(replica)
+        mine = Replica(self.z.layout, tensors, self.elasticity, update, optimizer, flat, self._applied)
+        self.rounds.replicas[replica] = mine
+        return mine
 
     def release(self, replica: int) -> None:
         """Forget a replica's weights, so that another optimizer can be made for it between two rounds."""

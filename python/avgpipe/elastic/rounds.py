@@ -136,13 +136,6 @@ class Rounds:
             self.updates[i] = self.layout.zeros()
         return self.updates[i]
 
-    def attach(self, i: int, *args: Any) -> Replica:
-        """Make replica ``i``: see :class:`Replica`."""
-        update = None if self.follows else self.update_of(i)
-        tensors, *rest = args
-        self.replicas[i] = Replica(self.layout, tensors, self.elasticity, update, *rest)
-        return self.replicas[i]
-
     def detach(self, i: int) -> None:
         self.finish()
         del self.replicas[i]
