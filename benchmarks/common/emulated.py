@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from avgpipe.cli.bench.emulation import precise_sleeps
 from avgpipe.cli.bench.rows import Unavailable, measure_rows
-from avgpipe.cli.bench.schedules import Case, ScheduleSettings, build, our_cases, timed
+from avgpipe.cli.bench.schedules import PlanCase, ScheduleSettings, build, our_cases, timed
 from avgpipe.errors import PipelineError
 from avgpipe.planning import Costs, steady_batch_s
 from avgpipe.ranks.launch import run_on_ranks
@@ -187,7 +187,7 @@ def action_costs(timeline: Timeline, first_batch: int | None = None) -> dict[str
 
 
 def simulated_s(
-    case: Case,
+    case: PlanCase,
     settings: EmulatedSettings,
     line_bytes_per_s: float | None = None,
     actions: Mapping[str, Sequence[float]] | None = None,
@@ -230,7 +230,7 @@ def summarise(
 ) -> dict[str, Any]:
     """found: what rank 0 measured."""
     line = found["line_bytes_per_s"]
-    cases = {case.name: case for case in our_cases(settings) if isinstance(case, Case)}
+    cases = {case.name: case for case in our_cases(settings) if isinstance(case, PlanCase)}
     bounds = settings.bounds(line)
     limits = [b["seconds"] for b in bounds if b["name"].startswith("no bubble") or "line rate" in b["name"]]
     rows = []

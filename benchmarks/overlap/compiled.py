@@ -23,7 +23,7 @@ def worker(model: str, parts: int, rounds: int, batches: int, compile: dict[str,
     import torch
     import torch.distributed as dist
 
-    from avgpipe.cli.bench.rows import OurRow, Row, Task, measure_rows
+    from avgpipe.cli.bench.rows import OurRow, Task, TrainingRow, measure_rows
     from avgpipe.plan import Plan
     from avgpipe.ranks.process import progress
     from avgpipe.ranks.rendezvous import join
@@ -45,7 +45,7 @@ def worker(model: str, parts: int, rounds: int, batches: int, compile: dict[str,
     compiled = shape.layers()
     for layer in compiled:
         layer.compile(**compile)
-    rows: list[Row] = [
+    rows: list[TrainingRow] = [
         AloneRow("one process", task, shape.layers(), parts),
         AloneRow("one process, compiled", task, compiled, parts),
     ]

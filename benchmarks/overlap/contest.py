@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.cli.bench.rows import OurRow, Row, Task, Unavailable, measure_rows, torch_row
+from avgpipe.cli.bench.rows import OurRow, Task, TrainingRow, Unavailable, measure_rows, torch_row
 from avgpipe.measure.trials import seconds_per_batch
 from avgpipe.plan import Plan
 from avgpipe.ranks.process import progress
@@ -34,7 +34,7 @@ class Candidate:
     """One way to set a system up. label: what was chosen."""
 
     label: str
-    make: Callable[[str], Row | Unavailable]
+    make: Callable[[str], TrainingRow | Unavailable]
 
 
 def worker(model: str, rounds: int, batches: int, cuts: int, links: list[str], only: str) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def worker(model: str, rounds: int, batches: int, cuts: int, links: list[str], o
     }
     tried: dict[str, dict[str, float | str]] = {}
     finalists = [partial(AloneRow, f"one process, {p} parts", task, shape.layers(), p) for p in ACCUMULATIONS]
-    rows: list[Row] = [make() for make in finalists]
+    rows: list[TrainingRow] = [make() for make in finalists]
     for name, candidates in _systems(task, shape.layers, costs, cuts, links):
         if not re.search(only, name):
             continue
@@ -105,18 +105,18 @@ def _ours(
     cut: list[int],
     link: str,
     name: str,
-) -> Row:
+) -> TrainingRow:
     plan = Plan(stages=RANKS, pipelines=pipelines, micro_batches=parts, partition=list(cut), staleness=1)
     return OurRow(name, task, layers(), plan, link=link, timeout_s=TIMEOUT_S)
 
 
 def _torch(
     task: Task, layers: Callable[[], list[nn.Module]], schedule: str, parts: int, cut: list[int], name: str
-) -> Row | Unavailable:
+) -> TrainingRow | Unavailable:
     return torch_row(name, task, stages_of(layers(), cut), schedule, parts)
 
 
-def _data_parallel(task: Task, layers: Callable[[], list[nn.Module]], parts: int, name: str) -> Row:
+def _data_parallel(task: Task, layers: Callable[[], list[nn.Module]], parts: int, name: str) -> TrainingRow:
     return DataParallelRow(name, task, layers(), parts)
 
 

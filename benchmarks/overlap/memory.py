@@ -33,14 +33,14 @@ TORCH_ROWS = ("1f1b", "gpipe", "zero-bubble")
 def worker(kind: str, link: str, pipelines: int, batches: int) -> dict[str, Any]:
     """A rank of one row. kind: "avgpipe", or the name of one of torch's schedules."""
     from avgpipe.cli.bench.emulation import EmulatedStage, MeanLoss
-    from avgpipe.cli.bench.rows import OurRow, Row, Task, Unavailable, our_plan, torch_row
+    from avgpipe.cli.bench.rows import OurRow, Task, TrainingRow, Unavailable, our_plan, torch_row
     from avgpipe.ranks.rendezvous import join
 
-    def built(activation_bytes: int) -> Row:
+    def built(activation_bytes: int) -> TrainingRow:
         inputs = torch.ones(MICRO_BATCHES, activation_bytes // 4)
         task = Task(inputs, torch.zeros(MICRO_BATCHES, 1), MeanLoss(), lambda p: torch.optim.SGD(p, lr=1e-3))
         modules = [EmulatedStage(0.0, 0.0) for _ in range(STAGES)]
-        row: Row | Unavailable
+        row: TrainingRow | Unavailable
         if kind == "avgpipe":
             row = OurRow(kind, task, modules, our_plan(STAGES, MICRO_BATCHES, pipelines=pipelines), link=link)
         else:

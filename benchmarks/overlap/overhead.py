@@ -35,7 +35,15 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def worker(rounds: int, batches: int, links: list[str], pipelines: list[int]) -> list[dict[str, Any]]:
-    from avgpipe.cli.bench.rows import OurRow, Row, Task, Unavailable, measure_rows, our_plan, torch_row
+    from avgpipe.cli.bench.rows import (
+        OurRow,
+        Task,
+        TrainingRow,
+        Unavailable,
+        measure_rows,
+        our_plan,
+        torch_row,
+    )
     from avgpipe.ranks.process import progress
     from avgpipe.ranks.rendezvous import join
     from benchmarks.overlap.baselines import AloneRow
@@ -45,7 +53,7 @@ def worker(rounds: int, batches: int, links: list[str], pipelines: list[int]) ->
     task = Task(
         torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, 1), loss, lambda p: torch.optim.SGD(p, lr=1e-3)
     )
-    rows: list[Row | Unavailable] = []
+    rows: list[TrainingRow | Unavailable] = []
     for link in links:
         for n in pipelines:
             plan = our_plan(RANKS, MICRO_BATCHES, pipelines=n)

@@ -147,13 +147,13 @@ def measure(
 def plans(profile: Profile, size: int) -> list[tuple[Plan, float]]:
     """With the cuts that the search finds, and about how many seconds a batch takes."""
     from avgpipe.measure.forecast import OnCluster
-    from avgpipe.measure.search import Shape
+    from avgpipe.measure.search import PlanShape
     from avgpipe.planning.cluster import Cluster
     from avgpipe.planning.cuts import CutSearch
 
     found = []
     for stages, pipelines, micro_batches in SETTINGS:
-        plan = Shape(stages, 1, pipelines, micro_batches).plan()
+        plan = PlanShape(stages, 1, pipelines, micro_batches).plan()
         problem = OnCluster(profile, plan, size, Cluster.like(profile, stages))
         best = problem.forecast(CutSearch(problem, None).best()[0])
         found.append((best.plan, best.batch_s))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from avgpipe.measure.forecast import Forecast
 from avgpipe.measure.trials import Trial
-from avgpipe.measure.tuning import Row, Tuning
+from avgpipe.measure.tuning import TunedPlan, TuningResult
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import LinkProfile, Profile
@@ -29,13 +29,13 @@ def row(
     measured_s: float | None = None,
     plan: Plan | None = None,
     failure: str = "",
-) -> Row:
+) -> TunedPlan:
     """As many bytes predicted as 100 MiB for each worker, and measured 110."""
     plan = plan or Plan()
     sizes = (100.0 * MIB,) * plan.workers
     trial = None if measured_s is None else Trial(measured_s, (110 * MIB,) * plan.workers)
-    return Row(what, Forecast(plan, 8, predicted_s, sizes), trial, failure)
+    return TunedPlan(what, Forecast(plan, 8, predicted_s, sizes), trial, failure)
 
 
-def tuning(*rows: Row, baselines: tuple[Row, ...] = (), excluded: int = 0) -> Tuning:
-    return Tuning(rows, baselines, 8, 2, 12, excluded, {"search_s": 0.5, "traversal_s": 60.0})
+def tuning(*rows: TunedPlan, baselines: tuple[TunedPlan, ...] = (), excluded: int = 0) -> TuningResult:
+    return TuningResult(rows, baselines, 8, 2, 12, excluded, {"search_s": 0.5, "traversal_s": 60.0})

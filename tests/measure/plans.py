@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from avgpipe.measure.forecast import Forecast, OnCluster
-from avgpipe.measure.search import Found, Shape, Space
+from avgpipe.measure.search import Found, PlanShape, Space
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster, Device, Level
 from avgpipe.planning.profile import Profile
@@ -16,7 +16,7 @@ from tests.planning import chains
 
 BATCH = 4
 RECOMPUTE = ("never", "except-last", "always")
-Way = tuple[Shape, str, int | None]  # with the recomputation, and the advance
+Way = tuple[PlanShape, str, int | None]  # with the recomputation, and the advance
 
 
 def cluster_of(
@@ -36,7 +36,7 @@ def space(
     return Space(workers, len(p.layers), BATCH, pipelines, micro_batches)
 
 
-def cuts_of(p: Profile, shape: Shape) -> list[tuple[int, ...]]:
+def cuts_of(p: Profile, shape: PlanShape) -> list[tuple[int, ...]]:
     return [tuple(a for a, _ in blocks[1:]) for blocks in chains.cuts(len(p.layers), shape.stages)]
 
 
@@ -87,8 +87,8 @@ def with_whole_bytes(seed: int) -> Profile:
     return replace(p, layers=rows, skips=(), ties=())
 
 
-def shape_of(plan: Plan) -> Shape:
-    return Shape(plan.stages, (plan.replication or [1])[0], plan.pipelines, plan.micro_batches)
+def shape_of(plan: Plan) -> PlanShape:
+    return PlanShape(plan.stages, (plan.replication or [1])[0], plan.pipelines, plan.micro_batches)
 
 
 def best_of(found: Found, stages: int, workers: int) -> Forecast | None:

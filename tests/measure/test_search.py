@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from avgpipe.measure.forecast import Forecast, OnCluster, forecast
-from avgpipe.measure.search import _WINDOW, Shape, Space, _Search, fits, search
+from avgpipe.measure.search import _WINDOW, PlanShape, Space, _PlanSearch, fits, search
 from avgpipe.planning import steady_batch_s
 from avgpipe.planning.cluster import Cluster, Device, Level
 from avgpipe.planning.cuts import CutSearch
@@ -98,7 +98,7 @@ def test_no_cut_is_below_the_bound_of_its_shape(
     p = with_accumulation(seed, second_lane)
     cluster = cluster_of(len(speeds), speeds=speeds)
     shapes = Space(len(speeds), len(p.layers), BATCH, (1, 2, 3), (1, 2, 4), lanes=second_lane is not None)
-    bounds = _Search(p, cluster, shapes)
+    bounds = _PlanSearch(p, cluster, shapes)
     for shape in shapes.shapes():
         problem = OnCluster(p, shape.plan(), BATCH, cluster)
         plan, own = shape.plan(), -(-shape.micro_batches // shape.width)
@@ -325,7 +325,9 @@ def test_recomputation_only_where_memory_asks_for_it() -> None:
     p = heavy()
     shapes = space(p, 2, pipelines=(1,), micro_batches=(4,))
     own, few = (
-        OnCluster(p, replace(Shape(2, 1, 1, 4).plan(), advance=advance), BATCH, cluster_of(2)).forecast((2,))
+        OnCluster(p, replace(PlanShape(2, 1, 1, 4).plan(), advance=advance), BATCH, cluster_of(2)).forecast(
+            (2,)
+        )
         for advance in (None, 0)
     )
     assert (own.memory_bytes, few.memory_bytes) == ((860.0, 824.0), (840.0, 824.0))
@@ -351,7 +353,7 @@ def test_more_memory_is_never_slower() -> None:
 
 def test_what_fits() -> None:
     p = heavy()
-    f = OnCluster(p, Shape(2, 1, 1, 4).plan(), BATCH, cluster_of(2)).forecast((2,))
+    f = OnCluster(p, PlanShape(2, 1, 1, 4).plan(), BATCH, cluster_of(2)).forecast((2,))
     assert f.memory_bytes == (860.0, 824.0)
     assert fits(f, cluster_of(2))
     assert fits(f, cluster_of(2, memory=860.0))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from avgpipe.measure.search import Shape, Space
+from avgpipe.measure.search import PlanShape, Space
 from avgpipe.plan import Plan
 from tests.measure.plans import shape_of
 
@@ -73,25 +73,25 @@ def test_a_batch_is_parted_alike_among_replicas() -> None:
 def test_all_shapes_of_two_workers() -> None:
     space = Space(2, layers=4, batch_size=2, pipelines=(1, 2))
     assert list(space.shapes()) == [
-        Shape(1, 1, 1, 1),
-        Shape(1, 1, 1, 2),
-        Shape(1, 2, 1, 2),
-        Shape(2, 1, 1, 1),
-        Shape(2, 1, 2, 1),
-        Shape(2, 1, 1, 2),
-        Shape(2, 1, 2, 2),
+        PlanShape(1, 1, 1, 1),
+        PlanShape(1, 1, 1, 2),
+        PlanShape(1, 2, 1, 2),
+        PlanShape(2, 1, 1, 1),
+        PlanShape(2, 1, 2, 1),
+        PlanShape(2, 1, 1, 2),
+        PlanShape(2, 1, 2, 2),
     ]
 
 
 def test_several_pipelines_on_one_device_where_that_may_gain() -> None:
     space = Space(2, layers=4, batch_size=2, pipelines=(1, 3), micro_batches=(2,), lanes=True)
     assert list(space.shapes()) == [
-        Shape(1, 1, 1, 2),
-        Shape(1, 1, 3, 2),
-        Shape(1, 2, 1, 2),
-        Shape(1, 2, 3, 2),
-        Shape(2, 1, 1, 2),
-        Shape(2, 1, 3, 2),
+        PlanShape(1, 1, 1, 2),
+        PlanShape(1, 1, 3, 2),
+        PlanShape(1, 2, 1, 2),
+        PlanShape(1, 2, 3, 2),
+        PlanShape(2, 1, 1, 2),
+        PlanShape(2, 1, 3, 2),
     ]
 
 
@@ -104,12 +104,12 @@ def test_every_shape_is_a_plan() -> None:
 
 
 def test_plans_of_shapes() -> None:
-    assert Shape(1, 1, 1, 4).plan() == Plan(stages=1, micro_batches=4, schedule="1f1b")
-    assert Shape(1, 3, 1, 6).plan() == Plan(
+    assert PlanShape(1, 1, 1, 4).plan() == Plan(stages=1, micro_batches=4, schedule="1f1b")
+    assert PlanShape(1, 3, 1, 6).plan() == Plan(
         stages=1, micro_batches=6, schedule="1f1b", system="data-parallel", replication=[3]
     )
-    assert Shape(2, 1, 3, 4).plan() == Plan(stages=2, pipelines=3, micro_batches=4)
-    assert Shape(2, 2, 1, 4).plan("always") == Plan(
+    assert PlanShape(2, 1, 3, 4).plan() == Plan(stages=2, pipelines=3, micro_batches=4)
+    assert PlanShape(2, 2, 1, 4).plan("always") == Plan(
         stages=2, micro_batches=4, replication=[2, 2], recompute="always"
     )
 

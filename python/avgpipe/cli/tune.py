@@ -19,7 +19,7 @@ from avgpipe.cli.measuring import link_of, profile_of, trial_of
 from avgpipe.cli.profile import check_file
 from avgpipe.cli.resolve import check_device
 from avgpipe.measure.search import Space, profiled_sizes
-from avgpipe.measure.tuning import TRAVERSAL, Row, Tuning, advice, study
+from avgpipe.measure.tuning import TRAVERSAL, TunedPlan, TuningResult, advice, study
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import Profile
 from avgpipe.ranks.machine import cores
@@ -105,7 +105,7 @@ class _Tuning:
         found = profile_of(config, profiled_sizes(self.batch_size), at_once)
         return found, time.perf_counter() - begin
 
-    def answer(self, profile: Profile, profile_s: float | None) -> Tuning:
+    def answer(self, profile: Profile, profile_s: float | None) -> TuningResult:
         """Search for the best plan. ValueError where nothing fits into the memory."""
         config, cluster = self.config, self.cluster
         if cluster is None:
@@ -154,7 +154,7 @@ def _say(line: str) -> None:
 # ---- for a reader ----------------------------------------------------------------------------------------------------
 
 
-def show(found: Tuning, out: str) -> None:
+def show(found: TuningResult, out: str) -> None:
     screen = Console(highlight=False, markup=False)
     if not screen.is_terminal:
         screen.width = _FILE_COLUMNS
@@ -164,7 +164,7 @@ def show(found: Tuning, out: str) -> None:
     screen.print(f"plan: {out}")
 
 
-def table(found: Tuning) -> Table:
+def table(found: TuningResult) -> Table:
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in _HEADINGS:
         text = heading in ("plan", "cut")
@@ -174,7 +174,7 @@ def table(found: Tuning) -> Table:
     return made
 
 
-def _cells(found: Tuning, row: Row) -> list[str]:
+def _cells(found: TuningResult, row: TunedPlan) -> list[str]:
     plan, trial = row.plan, row.trial
     width = (plan.replication or [1])[0]
     memory = f"{max(trial.memory_bytes) / _MIB:.0f}" if trial is not None and trial.memory_bytes else "-"
@@ -207,7 +207,7 @@ def _some(numbers: Sequence[int] | Sequence[str]) -> str:
     return shown + (f",... ({len(numbers)})" if len(numbers) > _MOST_NAMED else "") or "-"
 
 
-def lines(found: Tuning) -> list[str]:
+def lines(found: TuningResult) -> list[str]:
     """What else there is to say."""
     said = [
         f"{found.considered} sizes of plans were considered"
@@ -229,7 +229,7 @@ def lines(found: Tuning) -> list[str]:
     return [*said, advice(found)]
 
 
-def _memory(row: Row) -> str:
+def _memory(row: TunedPlan) -> str:
     """Peak of each worker."""
     predicted = _sizes(row.forecast.memory_bytes)
     if row.trial is None or not row.trial.memory_bytes:

@@ -148,7 +148,7 @@ def layer_profile(
     layers = layers_of(model)
     asked = examples(example_inputs, target, sizes, where)
     with CallerGenerators(where), undisturbed(threads):
-        measured = _Measured(layers, asked, copy.deepcopy(loss_fn), where, autocast)
+        measured = _LayerMeasurements(layers, asked, copy.deepcopy(loss_fn), where, autocast)
         measured.sweep(Model.split(model, len(layers), None).skips, budget_s)
         measured.update(Updates(optimizer, where, clip_grad_norm), budget_s)
     on_host = where.type == "cpu"
@@ -181,7 +181,7 @@ class _Samples:
         return whole_s, min(whole_s, whole_s * input_s / max(input_s + rest_s, 1e-12))
 
 
-class _Measured:
+class _LayerMeasurements:
     """A copy of the model, and what its layers were found to take."""
 
     def __init__(

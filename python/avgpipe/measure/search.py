@@ -23,7 +23,7 @@ _IDLE = 0.02  # the share of the workers that more may leave idle
 _OF_A_REPLICA = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
-class Shape(NamedTuple):
+class PlanShape(NamedTuple):
     """width: replicas of each stage. micro_batches: of a batch, which the replicas share."""
 
     stages: int
@@ -77,7 +77,7 @@ class Space:
                 f"micro_batches={over}: a batch of {self.batch_size} samples has not so many parts"
             )
 
-    def shapes(self) -> Iterator[Shape]:
+    def shapes(self) -> Iterator[PlanShape]:
         alone = self.pipelines if self.lanes else (1,)
         yield from self._of(1, 1, alone)
         if self.replicas > 1:
@@ -100,10 +100,10 @@ class Space:
             return min(most, self.batch_size)
         return max(w for m in self.micro_batches for w in range(1, min(m, most) + 1) if m % w == 0)
 
-    def _of(self, stages: int, width: int, pipelines: Sequence[int]) -> Iterator[Shape]:
+    def _of(self, stages: int, width: int, pipelines: Sequence[int]) -> Iterator[PlanShape]:
         for m in self.parts(width):
             for n in pipelines:
-                yield Shape(stages, width, n, m)
+                yield PlanShape(stages, width, n, m)
 
     def parts(self, width: int) -> list[int]:
         """Micro-batches of a batch that ``width`` replicas share alike."""
@@ -145,10 +145,10 @@ class Found:
 
 def search(profile: Profile, cluster: Cluster, space: Space) -> Found:
     """ValueError where nothing fits into the memory: by how much, and what would."""
-    return _Search(profile, cluster, space).run()
+    return _PlanSearch(profile, cluster, space).run()
 
 
-class _Search:
+class _PlanSearch:
     def __init__(self, profile: Profile, cluster: Cluster, space: Space) -> None:
         self._profile, self._cluster, self._space = profile, cluster, space
         self._chain = cache(lambda samples: Chain(profile, samples))
@@ -173,7 +173,7 @@ class _Search:
     def _is(f: Forecast, stages: int, workers: int) -> bool:
         return (f.plan.stages, f.plan.workers) == (stages, workers)
 
-    def _least_s(self, shape: Shape) -> float:
+    def _least_s(self, shape: PlanShape) -> float:
         """Bound a batch's time with any cut of this shape: a worker's share of the work, and the largest layer's."""
         samples = self._space.batch_size / shape.micro_batches
         whole_s, added_s, largest = self._work(samples)
@@ -183,7 +183,7 @@ class _Search:
         gain = self._profile.lane_gain(samples) if shape.pipelines > 1 else 1.0
         return _WINDOW * max(share_s, largest_s) / (gain * self._fastest)
 
-    def _about_s(self, shape: Shape) -> float:
+    def _about_s(self, shape: PlanShape) -> float:
         """Estimate a shape's time: its bound, the way through the pipeline, and the sum of gradients."""
         samples = self._space.batch_size / shape.micro_batches
         bound_s = self._least_s(shape)
@@ -201,7 +201,7 @@ class _Search:
         layers = [(chain.compute_s(n, n + 1), chain.accumulate_s(n, n + 1)) for n in range(chain.layers)]
         return chain.compute_s(0, chain.layers), chain.accumulate_s(0, chain.layers), layers
 
-    def _rough(self, shapes: Sequence[Shape]) -> list[Forecast]:
+    def _rough(self, shapes: Sequence[PlanShape]) -> list[Forecast]:
         """Simulated with a balanced cut, in the order of their times: those that may be best, and of one stage all."""
         found: list[Forecast] = []
         tried, best_s = 0, inf
@@ -217,7 +217,7 @@ class _Search:
             best_s = min(best_s, forecast.batch_s)
         return sorted(found, key=_seconds)
 
-    def _first(self, shape: Shape) -> Forecast | None:
+    def _first(self, shape: PlanShape) -> Forecast | None:
         """The quickest of the ways to fit, with a first cut; None where none fits.
 
         Ways that need less memory are looked at only where memory is what decides.
@@ -267,7 +267,7 @@ class _Search:
         )
         return [0, chosen.advance]
 
-    def _nothing_fits(self, shapes: Sequence[Shape]) -> ValueError:
+    def _nothing_fits(self, shapes: Sequence[PlanShape]) -> ValueError:
         """Return the error that says how much memory the smallest plans need."""
         least = (inf, inf, inf)
         for shape in shapes:
@@ -304,7 +304,7 @@ def settings(profile: Profile, cluster: Cluster, space: Space) -> list[Forecast]
     stages = min(space.workers, space.layers)
     for m in space.parts(1):
         for n in space.pipelines:
-            plan = Shape(stages, 1, n, m).plan()
+            plan = PlanShape(stages, 1, n, m).plan()
             cuts = _cuts(OnCluster(profile, plan, space.batch_size, cluster))
             for advance in _advances(stages, m):
                 problem = OnCluster(profile, replace(plan, advance=advance), space.batch_size, cluster)

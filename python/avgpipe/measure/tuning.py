@@ -10,7 +10,7 @@ from typing import Any
 
 from avgpipe.errors import PipelineError
 from avgpipe.measure.forecast import Forecast, OnCluster
-from avgpipe.measure.search import Shape, Space, search, settings
+from avgpipe.measure.search import PlanShape, Space, search, settings
 from avgpipe.measure.trials import Trial
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
@@ -23,7 +23,7 @@ BASELINES = (MAX_NUM, MAX_SIZE, TRAVERSAL)
 
 
 @dataclass(frozen=True)
-class Row:
+class TunedPlan:
     """what: ONE_DEVICE, DATA_PARALLEL, PIPELINE, or a baseline. trial: None: not timed; failure: why, where that was
     tried.
     """
@@ -61,14 +61,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TuningResult:
     """rows: the best first, by what was measured; those that were only predicted after those. Baselines are not among
     them but in ``baselines``. considered: sizes of plans that there were; excluded: how many of those looked at fitted
     into no memory. seconds: spent on each step.
     """
 
-    rows: tuple[Row, ...]
-    baselines: tuple[Row, ...]
+    rows: tuple[TunedPlan, ...]
+    baselines: tuple[TunedPlan, ...]
     batch_size: int
     workers: int
     considered: int
@@ -76,7 +76,7 @@ class Tuning:
     seconds: dict[str, float]
 
     @property
-    def best(self) -> Row:
+    def best(self) -> TunedPlan:
         return self.rows[0]
 
     @property
@@ -84,17 +84,17 @@ class Tuning:
         return self.best.plan
 
     @property
-    def runner_up(self) -> Row | None:
+    def runner_up(self) -> TunedPlan | None:
         return self.rows[1] if len(self.rows) > 1 else None
 
-    def of(self, what: str) -> Row | None:
+    def of(self, what: str) -> TunedPlan | None:
         """The best of a kind."""
         return next(self._all(what), None)
 
-    def _all(self, what: str) -> Iterator[Row]:
+    def _all(self, what: str) -> Iterator[TunedPlan]:
         return (row for row in (*self.rows, *self.baselines) if row.what == what)
 
-    def samples_per_s(self, row: Row) -> float:
+    def samples_per_s(self, row: TunedPlan) -> float:
         return self.batch_size / row.batch_s
 
     def to_json(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def kind_of(plan: Plan) -> str:
 CLOSE = 0.05  # plans of one machine differ by as much from run to run
 
 
-def advice(found: Tuning) -> str:
+def advice(found: TuningResult) -> str:
     """The simplest of the plans that are hardly slower than the fastest: one device, then data parallelism.
 
     What was measured is not compared with what was only predicted.
@@ -145,7 +145,7 @@ def advice(found: Tuning) -> str:
     return f"Advice: {sentence}."
 
 
-def _against(found: Tuning, row: Row, other: Row | None) -> str:
+def _against(found: TuningResult, row: TunedPlan, other: TunedPlan | None) -> str:
     """Samples a second of a row, and how another one compares."""
     speed = f"{found.samples_per_s(row):.4g} samples/s{'' if row.trial else ' predicted'}"
     if other is None or other is row:
@@ -168,7 +168,7 @@ def study(
     traversal: bool = False,
     say: Say = lambda line: None,
     profile_s: float | None = None,
-) -> Tuning:
+) -> TuningResult:
     """The best plans for a profile on a cluster.
 
     measure: times a plan for real, None for one that it cannot; None in its place: predictions alone. trials: how many
@@ -177,11 +177,11 @@ def study(
 
     Raises ValueError where nothing fits into the memory.
     """
-    clock = _Clock({} if profile_s is None else {"profile_s": profile_s})
+    clock = _StepTimes({} if profile_s is None else {"profile_s": profile_s})
     with clock.step("search_s"):
         found = search(profile, cluster, space)
-    rows = [Row(kind_of(f.plan), f) for f in found.ranked]
-    others = [Row(what, f) for what, f in _extremes(profile, cluster, space).items()]
+    rows = [TunedPlan(kind_of(f.plan), f) for f in found.ranked]
+    others = [TunedPlan(what, f) for what, f in _extremes(profile, cluster, space).items()]
     if measure is not None:
         with clock.step("trials_s"):
             chosen = _worth_timing(rows, trials)
@@ -193,10 +193,10 @@ def study(
                 others = _timed(others, measure, say)
         if traversal:
             with clock.step("traversal_s"):
-                every = [Row(TRAVERSAL, f) for f in settings(profile, cluster, space)]
+                every = [TunedPlan(TRAVERSAL, f) for f in settings(profile, cluster, space)]
                 others += sorted(_timed(every, measure, say), key=lambda row: row.batch_s)
     rows.sort(key=lambda row: (row.trial is None, bool(row.failure), row.batch_s))
-    return Tuning(
+    return TuningResult(
         rows=tuple(rows),
         baselines=tuple(others),
         batch_size=space.batch_size,
@@ -207,12 +207,12 @@ def study(
     )
 
 
-def _worth_timing(rows: Sequence[Row], trials: int) -> list[Row]:
+def _worth_timing(rows: Sequence[TunedPlan], trials: int) -> list[TunedPlan]:
     """The best few, and the best of each simpler kind: the advice compares what was measured."""
     return [*rows[:trials], *(row for row in rows[trials:] if row.plan.stages == 1)] if trials else []
 
 
-def _timed(rows: Iterable[Row], measure: Measure, say: Say) -> list[Row]:
+def _timed(rows: Iterable[TunedPlan], measure: Measure, say: Say) -> list[TunedPlan]:
     done = []
     for row in rows:
         say(f"timing {describe(row.forecast)}")
@@ -232,7 +232,7 @@ def _extremes(profile: Profile, cluster: Cluster, space: Space) -> dict[str, For
     found = {}
     for what, m in ((MAX_NUM, max(parts)), (MAX_SIZE, min(parts))):
         for n in sorted(space.pipelines, reverse=True):
-            problem = OnCluster(profile, Shape(stages, 1, n, m).plan(), space.batch_size, cluster)
+            problem = OnCluster(profile, PlanShape(stages, 1, n, m).plan(), space.batch_size, cluster)
             cut = CutSearch(problem, problem.limits).first()
             if cut is not None:
                 found[what] = problem.forecast(cut)
@@ -249,7 +249,7 @@ def describe(f: Forecast) -> str:
 
 
 @dataclass
-class _Clock:
+class _StepTimes:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager

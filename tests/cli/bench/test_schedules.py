@@ -3,7 +3,7 @@
 import pytest
 
 from avgpipe.cli.bench.rows import Unavailable, batches_in_flight
-from avgpipe.cli.bench.schedules import DEFAULT, ROWS, Case, ScheduleSettings, compare, our_cases
+from avgpipe.cli.bench.schedules import DEFAULT, ROWS, PlanCase, ScheduleSettings, compare, our_cases
 
 # name: stages, pipelines and micro-batches of the plan, its batches in one of 12, batches in flight
 CASES = {
@@ -82,7 +82,7 @@ def test_what_a_plan_refuses_is_left_out_with_the_reason():
     assert isinstance(found["pipedream-2bw"], Unavailable)
     assert "4 are fewer than 6" in found["pipedream-2bw"].reason
     assert "at least 6 micro-batches" in found["data-parallel"].reason
-    assert isinstance(found["pipedream"], Case)
+    assert isinstance(found["pipedream"], PlanCase)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class Operands:
         return made.uniform_(0.005, 0.015, generator=torch.Generator(self.device).manual_seed(0))
 
 
-class Case(NamedTuple):
+class KernelCase(NamedTuple):
     """A section to be measured: ``arrays`` counts the operands of all elements that it needs at once."""
 
     question: str
@@ -81,7 +81,7 @@ class Case(NamedTuple):
         return sum(map(math.prod, self.shapes))
 
 
-def cases(elements: int, dtype: str) -> list[Case]:
+def cases(elements: int, dtype: str) -> list[KernelCase]:
     """All sections with operands of so many elements, in the order of the tables."""
     one, model = [(elements,)], _model_shapes(elements)
     update = "'s step, the update for the reference and the pull (staleness 1): in one pass, or apart?"
@@ -92,25 +92,29 @@ def cases(elements: int, dtype: str) -> list[Case]:
         ("step", "After any optimizer's step, update and force: in one pass, or apart?", 4, _step),
         ("easgd", "Rule easgd: in one pass, or apart?", 4, _easgd),
     )
-    found = [Case("limit", "one tensor", "How fast does this memory move?", one, 1, lambda o: _limits(o)[1:])]
+    found = [
+        KernelCase("limit", "one tensor", "How fast does this memory move?", one, 1, lambda o: _limits(o)[1:])
+    ]
     for question, asks, arrays, make in questions:
-        found.append(Case(question, "one tensor", asks, one, arrays, make))
-        found.append(Case(question, f"{len(model)} tensors", asks, model, arrays, make))
+        found.append(KernelCase(question, "one tensor", asks, one, arrays, make))
+        found.append(KernelCase(question, f"{len(model)} tensors", asks, model, arrays, make))
     asks = f"The updates of {_REPLICAS} replicas into the reference: together, or one after another?"
-    found.append(Case("apply", f"N = {_REPLICAS}", asks, one, 1 + _REPLICAS, _apply))
+    found.append(KernelCase("apply", f"N = {_REPLICAS}", asks, one, 1 + _REPLICAS, _apply))
     asks = "AdamW steps of N replicas, their mean into the reference, pulls (staleness 0): in one pass, or apart?"
-    found += [Case("round", f"N = {n}", asks, one, 5 * n + 1, partial(_round, n=n)) for n in (2, 4, 8)]
+    found += [KernelCase("round", f"N = {n}", asks, one, 5 * n + 1, partial(_round, n=n)) for n in (2, 4, 8)]
     asks = f"What does a list of {_TENSORS} tensors cost beside one arena of the same bytes? (0.91 is 1.1 times.)"
     each = max(1, elements // _TENSORS)
     for size in dict.fromkeys((each, min(each, 4096))):
         for name, arrays, one_pass in (("elastic_adamw_", 12, _adamw_pass), ("elastic_pull_", 4, _pull_pass)):
             shapes, compare = [(size,)] * _TENSORS, partial(_list_or_arena, make=one_pass)
-            found.append(Case("lists", f"{name}, {_TENSORS} x {size}", asks, shapes, arrays, compare))
+            found.append(KernelCase("lists", f"{name}, {_TENSORS} x {size}", asks, shapes, arrays, compare))
     asks = "How near to a plain copy are tensors packed for sending, and unpacked?"
     for question, variants in (("pack", _pack), ("unpack", _unpack)):
         for wire in dict.fromkeys((dtype, "bfloat16")):
             case = f"{len(model)} tensors of {dtype}, buffer of {wire}"
-            found.append(Case(question, case, asks, model, 5, partial(variants, wire=getattr(torch, wire))))
+            found.append(
+                KernelCase(question, case, asks, model, 5, partial(variants, wire=getattr(torch, wire)))
+            )
     return found
 
 
@@ -130,7 +134,7 @@ def run(config: KernelsConfig) -> None:
     report("kernels", config, {"sections": sections}, [table(section) for section in sections], config.device)
 
 
-def choose(config: KernelsConfig) -> list[Case]:
+def choose(config: KernelsConfig) -> list[KernelCase]:
     """Choose the sections. Raises ValueError for an unknown question, and for what memory does not hold."""
     found = [case for size in config.elements for case in cases(size, config.dtype)]
     questions = tuple(dict.fromkeys(case.question for case in found))
@@ -150,13 +154,13 @@ def choose(config: KernelsConfig) -> list[Case]:
     return found
 
 
-def memory_bytes(case: Case, dtype: str) -> int:
+def memory_bytes(case: KernelCase, dtype: str) -> int:
     """Bytes of a section's operands and of the three arrays of its limits."""
     itemsize: int = getattr(torch, dtype).itemsize
     return (case.arrays + 3) * case.elements * itemsize
 
 
-def measure(case: Case, config: KernelsConfig) -> dict[str, Any]:
+def measure(case: KernelCase, config: KernelsConfig) -> dict[str, Any]:
     """Time the variants of a section in turn, round after round: what slows the machine down slows all alike."""
     operands = Operands(case.shapes, getattr(torch, config.dtype), config.device, not config.no_compile)
     prepared = [_limits(operands)[0], *case.variants(operands)]

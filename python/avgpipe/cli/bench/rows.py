@@ -40,7 +40,7 @@ class Task:
         return self.optimizer(parameters) if parameters else None
 
 
-class Row(Protocol):
+class TrainingRow(Protocol):
     """A way of training, alike on every rank.
 
     Attributes:
@@ -65,7 +65,7 @@ class Unavailable(NamedTuple):
     reason: str
 
 
-class Measured(NamedTuple):
+class RowSamples(NamedTuple):
     """Seconds per batch of a row on one rank, a sample a round."""
 
     name: str
@@ -73,8 +73,8 @@ class Measured(NamedTuple):
 
 
 def measure_rows(
-    rows: Sequence[Row], rounds: int, batches: int, say: Callable[[str], None] = lambda line: None
-) -> list[Measured]:
+    rows: Sequence[TrainingRow], rounds: int, batches: int, say: Callable[[str], None] = lambda line: None
+) -> list[RowSamples]:
     """Time all rows in turn, A B C A B C ..., after a round that only warms up."""
     seconds: list[list[float]] = [[] for _ in rows]
     for number in range(rounds + 1):
@@ -85,7 +85,7 @@ def measure_rows(
             if number:
                 samples.append(taken)
     dist.barrier()  # nobody closes a row while another rank is still at its last batch
-    return [Measured(row.name, samples) for row, samples in zip(rows, seconds)]
+    return [RowSamples(row.name, samples) for row, samples in zip(rows, seconds)]
 
 
 def update(optimizer: torch.optim.Optimizer | None) -> None:

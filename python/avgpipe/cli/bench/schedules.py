@@ -18,7 +18,7 @@ from rich.text import Text
 
 from avgpipe.cli.bench.commands import SchedulesConfig
 from avgpipe.cli.bench.emulation import EmulatedStage, MeanLoss, precise_sleeps
-from avgpipe.cli.bench.rows import OurRow, PassingRow, Row, Task, Unavailable, measure_rows, torch_row
+from avgpipe.cli.bench.rows import OurRow, PassingRow, Task, TrainingRow, Unavailable, measure_rows, torch_row
 from avgpipe.cli.bench.sections import measuring, quartiles, report, say
 from avgpipe.cli.errors import arguments
 from avgpipe.plan import Plan
@@ -135,7 +135,7 @@ def run(config: SchedulesConfig) -> None:
     report("schedules", config, found, [table(found)])
 
 
-class Case(NamedTuple):
+class PlanCase(NamedTuple):
     """One of our rows: ``plan``, on all workers, with a stage for each module.
 
     Attributes:
@@ -166,7 +166,7 @@ class Case(NamedTuple):
         return Costs(forward_s, backward_s, input_backward_s=halves)
 
 
-def our_cases(settings: ScheduleSettings) -> Iterator[Case | Unavailable]:
+def our_cases(settings: ScheduleSettings) -> Iterator[PlanCase | Unavailable]:
     """Make our rows that are asked for, in the order of the table."""
 
     workers, micro_batches = settings.stages, settings.micro_batches
@@ -187,10 +187,10 @@ def our_cases(settings: ScheduleSettings) -> Iterator[Case | Unavailable]:
                 yield Unavailable(name, " ".join(str(error).split()))
             else:
                 plan = replace(plan, partition=list(range(1, plan.stages)))
-                yield Case(name, plan, micro_batches // plan.micro_batches)
+                yield PlanCase(name, plan, micro_batches // plan.micro_batches)
 
 
-def build(settings: ScheduleSettings, without: Sequence[str] = ()) -> Iterator[Row | Unavailable]:
+def build(settings: ScheduleSettings, without: Sequence[str] = ()) -> Iterator[TrainingRow | Unavailable]:
     """On every rank: all rows but those named, in the order of the table."""
 
     task = _task(settings)
@@ -265,7 +265,7 @@ def compare(settings: ScheduleSettings, say: Callable[[str], None] = lambda line
     found = run_on_ranks(
         f"{__name__}:worker", settings.stages, arguments, timeout_s=settings.budget_s, say=say
     )
-    simulated = {c.name: c.simulated_s(settings) for c in our_cases(settings) if isinstance(c, Case)}
+    simulated = {c.name: c.simulated_s(settings) for c in our_cases(settings) if isinstance(c, PlanCase)}
     return {
         "emulated": True,
         "settings": asdict(settings),
