@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from typing import Any
 
@@ -97,22 +96,13 @@ def main() -> None:
 
 
 def _summary(found: dict[str, Any]) -> list[dict[str, Any]]:
+    from avgpipe.cli.bench.schedules import summary
+
     rows: list[dict[str, Any]] = []
     for number, (row, first_s) in enumerate(zip(found["rows"], found["first_s"])):
-        samples = row["seconds"]
-        quarters = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
-        median = statistics.median(samples)
-        rows.append(
-            {
-                "name": row["name"],
-                "median_s": median,
-                "quartile1_s": quarters[0],
-                "quartile3_s": quarters[2],
-                "samples_s": samples,
-                "first_s": first_s,
-                "of_plain": median / rows[-1]["median_s"] if number % 2 else None,
-            }
-        )
+        made = {**summary(row), "first_s": first_s}
+        made["of_plain"] = made["median_s"] / rows[-1]["median_s"] if number % 2 else None
+        rows.append(made)
     return rows
 
 

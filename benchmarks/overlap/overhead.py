@@ -70,6 +70,7 @@ def worker(rounds: int, batches: int, links: list[str], pipelines: list[int]) ->
 
 
 def main() -> None:
+    from avgpipe.cli.bench.sections import quartiles
     from avgpipe.ranks.launch import run_on_ranks
     from benchmarks.common.record import say, write_record
 
@@ -83,20 +84,14 @@ def main() -> None:
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
     asked = {name: getattr(arguments, name) for name in ("rounds", "batches", "links", "pipelines")}
-    ranks = run_on_ranks(
-        "benchmarks.overlap.overhead:worker",
-        RANKS,
-        asked,
-        timeout_s=900,
-        say=say,
-    )
+    ranks = run_on_ranks("benchmarks.overlap.overhead:worker", RANKS, asked, timeout_s=900, say=say)
     rows = []
     print("| | us per action | quartiles |\n|---|---|---|")
     for row in ranks[0]:
         samples = sorted(1e6 * seconds / ACTIONS for seconds in row["seconds"])
-        quarters = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
+        quarters = quartiles(samples)
         rows.append({"name": row["name"], "us_per_action": statistics.median(samples), "samples_us": samples})
-        print(f"| {row['name']} | {rows[-1]['us_per_action']:.0f} | {quarters[0]:.0f}-{quarters[2]:.0f} |")
+        print(f"| {row['name']} | {rows[-1]['us_per_action']:.0f} | {quarters[0]:.0f}-{quarters[1]:.0f} |")
     write_record(
         "overlap-overhead", "wall time of the host per action", {**asked, "rows": rows}, arguments.out
     )

@@ -13,7 +13,6 @@ the fastest single process.
 from __future__ import annotations
 
 import argparse
-import statistics
 from typing import Any
 
 BATCH = 16
@@ -56,19 +55,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def _summary(rank: dict[str, Any]) -> dict[str, Any]:
-    rows = []
-    for row in rank["rows"]:
-        samples = row["seconds"]
-        quarters = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
-        rows.append(
-            {
-                "name": row["name"],
-                "median_s": statistics.median(samples),
-                "samples_s": samples,
-                "quartile1_s": quarters[0],
-                "quartile3_s": quarters[2],
-            }
-        )
+    from avgpipe.cli.bench.schedules import summary
+
+    rows = [summary(row) for row in rank["rows"]]
     limit = min(row["median_s"] for row in rows if row["name"].startswith("one process")) / 2
     for row in rows:
         row["samples_per_s"] = BATCH / row["median_s"]

@@ -280,18 +280,22 @@ def compare(settings: ScheduleSettings, say: Callable[[str], None] = lambda line
 
 
 def timed(measured: dict[str, Any], simulated_s: float | None) -> dict[str, Any]:
-    """A row of the result, of what rank 0 measured, where batches end last."""
+    """Make a row of the result, of what rank 0 measured, where batches end last, and of its simulated time."""
+    row = summary(measured)
+    over = row["median_s"] / simulated_s if simulated_s else None
+    return {**row, "simulated_s": simulated_s, "over_simulated": over}
+
+
+def summary(measured: dict[str, Any]) -> dict[str, Any]:
+    """Median and quartiles of a row's samples."""
     samples = measured["seconds"]
     quartile1_s, quartile3_s = quartiles(samples)
-    median_s = statistics.median(samples)
     return {
         "name": measured["name"],
-        "median_s": median_s,
-        "samples_s": samples,
+        "median_s": statistics.median(samples),
         "quartile1_s": quartile1_s,
         "quartile3_s": quartile3_s,
-        "simulated_s": simulated_s,
-        "over_simulated": median_s / simulated_s if simulated_s else None,
+        "samples_s": samples,
     }
 
 
