@@ -1,31 +1,32 @@
-"""How much of plain gloo's speed the link through torch.distributed keeps, between two processes of this host.
+"""Question: how much of plain gloo's speed does the link through torch.distributed keep?
 
-Two processes exchange messages over the loopback device, in turn by plain `dist.isend` and `dist.irecv` and by
-`GroupLink`: A B A B, so that both see the same machine. Run as `python benchmarks/links/run.py`.
+    OMP_NUM_THREADS=1 python -m benchmarks.links.run
 
-to and fro   a message goes there, then one comes back; seconds of one direction
-in a row     `WINDOW` messages go there, then a small one comes back; bytes of the messages per second
+Two processes exchange messages over the loopback device, by plain `dist.isend` and `dist.irecv` and by `GroupLink` in
+turn, so that both see the same machine. The last column is plain gloo's time over the link's.
+
+to and fro   a message goes there, then one comes back; the time of one direction
+in a row     32 messages go there, then a small one comes back; the time of one of the 32
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
 from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.links.message import Channel, Key, Message
+from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.machine import keep_freed_memory
+from avgpipe.ranks.rendezvous import join
 
 WINDOW = 32
 _POSTED = 4  # receives of plain gloo
@@ -117,7 +118,6 @@ class Linked:
         self._number += rounds * WINDOW
 
     def close(self) -> None:
-        dist.barrier()
         self._link.close(10)
 
 
@@ -128,45 +128,60 @@ def seconds(action: Callable[[int], None], rounds: int) -> float:
     return time.perf_counter() - begin
 
 
-def worker(rank: int, sizes: Sequence[int], repeats: int, path: str) -> None:
+def worker(sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """A rank. What rank 0 measured counts."""
     torch.set_num_threads(1)
-    keep_freed_memory()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)  # type: ignore[attr-defined]
+    keep_freed_memory()  # as a Pipeline does
+    join(_TIMEOUT_S, "gloo")
+    rank, rows = dist.get_rank(), []
     for size in sizes:
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
-        plain, linked = Plain(rank, size), Linked(rank, size, group)
+        ways = {"plain": Plain(rank, size), "link": Linked(rank, size, group)}
         trips = max(8, min(2000, _SAMPLE_BYTES // size))
-        for name in ("to_and_fro", "in_a_row"):
-            rounds = trips if name == "to_and_fro" else max(2, trips // WINDOW)
-            messages = rounds * (2 if name == "to_and_fro" else WINDOW)
-            found: dict[str, list[float]] = {"plain": [], "link": []}
-            for way in (plain, linked):
-                getattr(way, name)(max(2, rounds // 4))
+        for question in ("to_and_fro", "in_a_row"):
+            rounds = trips if question == "to_and_fro" else max(2, trips // WINDOW)
+            messages = rounds * (2 if question == "to_and_fro" else WINDOW)
+            for way in ways.values():
+                getattr(way, question)(max(2, rounds // 4))
+            samples: dict[str, list[float]] = {name: [] for name in ways}
             for _ in range(repeats):
-                for label, way in (("plain", plain), ("link", linked)):
-                    found[label].append(seconds(getattr(way, name), rounds) / messages)
-            if rank == 0:
-                a, b = statistics.median(found["plain"]), statistics.median(found["link"])
-                columns = [f"{s * 1e6:9.1f} us {size / s / 1e9:6.2f} GB/s" for s in (a, b)]
-                what = f"{name.replace('_', ' '):11} {size >> 10:6} KiB"
-                print(f"{what}   plain {columns[0]}   link {columns[1]}   {a / b:5.2f}", flush=True)
-        linked.close()
+                for name, way in ways.items():
+                    samples[name].append(seconds(getattr(way, question), rounds) / messages)
+            rows.append({"question": question, "bytes": size, "seconds": samples})
+        dist.barrier()
+        ways["link"].close()
     dist.destroy_process_group()
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    plain, link = (statistics.median(row["seconds"][name]) for name in ("plain", "link"))
+    columns = [f"{s * 1e6:9.1f} us {row['bytes'] / s / 1e9:6.2f} GB/s" for s in (plain, link)]
+    what = f"{row['question'].replace('_', ' '):11} {row['bytes'] >> 10:6} KiB"
+    return f"{what}   plain {columns[0]}   link {columns[1]}   {plain / link:5.2f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument(
-        "--kib", type=int, nargs="+", default=[1, 64, 1024, 4096, 16384], help="Message sizes."
+    from benchmarks.common.record import write_record
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=7, help="Samples of each way; their median counts.")
+    sizes = [1, 64, 1024, 4096, 16384]
+    parser.add_argument("--kib", type=int, nargs="+", default=sizes, help="Sizes of messages.")
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="Samples of each way, whose medians are shown."
+    )
+    parser.add_argument("--out", help="File of the record; default: in benchmarks/results.")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = ([kib << 10 for kib in options.kib], options.repeats, os.path.join(folder, "store"))
-        multiprocessing.spawn(worker, arguments, nprocs=2)
+    asked = {"sizes": [kib << 10 for kib in options.kib], "repeats": options.repeats}
+    rows = run_on_ranks("benchmarks.links.run:worker", 2, asked, timeout_s=1800)[0]
+    print(*map(line, rows), sep="\n")
+    write_record(
+        "links", "speed of the torch.distributed link and of plain gloo", {"rows": rows}, options.out
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

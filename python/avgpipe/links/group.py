@@ -1,11 +1,11 @@
 """The link through a torch.distributed group (gloo: CPU memory; CUDA tensors pass through it).
 
-Every message begins with an *envelope*: a record, then the format's text and the tensors if they are few bytes. If not,
-they follow as a *payload*, under tags of its channel. gloo moves no data before a receive is posted, and a receive
+Every message has an *envelope*: a record, then the format's text and the tensors if they are few bytes. If not, those
+are a *payload*, under tags of its channel. gloo moves no data before a receive is posted, and a receive
 names a size. So receives are posted ahead: of envelopes, and of each channel's payloads, as large as the largest of
 the last ones. Both ends find the same sizes. A payload that outgrows its receive goes by another tag:
 
-    steady     sender  envelope, payload ────────────>  receiver  has posted for both
+    steady     sender  payload, envelope ────────────>  receiver  has posted for both
     outgrown   sender  envelope, 1 byte, payload ────>  receiver  the byte ends the receive that is too small; then it
                                                                   posts one that fits
 
@@ -37,7 +37,7 @@ from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Key, Message, padde
 from avgpipe.ranks.world import transport_reason
 
 _ENVELOPES_AHEAD = 8  # receives of envelopes, of which at least half are posted at any time
-_PAYLOADS_AHEAD = 2  # receives of a channel's payloads: while one arrives, the next one may begin
+_MEDIUM_BYTES = 2 << 20  # payloads up to which two receives are posted
 _RECENT = 8  # payloads of a channel by which the next receive is measured
 _ON_THE_LINE = 2  # payloads given to gloo: while one is written, the next one waits in line
 _UNREAPED = 16  # envelopes that the scheduler's thread has sent, until the other one sees to their completion
@@ -60,18 +60,20 @@ class Room:
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=_RECENT)
-        self._posted = deque([0] * _PAYLOADS_AHEAD)  # 0: none
+        self._posted: deque[int] = deque()
 
-    def next(self, payload_bytes: int) -> int:
-        """Return the size of the receive for the next payload, which has ``payload_bytes``."""
+    def next(self, payload_bytes: int) -> tuple[int, list[int]]:
+        """Return the size of the receive for the next payload, which has ``payload_bytes``, 0 if none is posted; and
+        the sizes of those to post when it has come.
+        """
+        room = self._posted.popleft() if self._posted else 0
         self._recent.append(payload_bytes)
-        self._posted.append(max(self._recent))
-        return self._posted.popleft()
-
-    @property
-    def newest(self) -> int:
-        """Size of the receive that is posted when the last payload has come."""
-        return self._posted[-1]
+        size = max(self._recent)
+        # While one payload arrives, the next one may begin; large ones wait little for their receive, and it is large.
+        ahead = 2 if size <= _MEDIUM_BYTES else 1
+        more = [size] * (ahead - len(self._posted))
+        self._posted += more
+        return room, more
 
 
 class GroupLink(Link):
@@ -106,11 +108,11 @@ class GroupLink(Link):
         self._unreaped: list[Any] = []  # works of envelopes that the scheduler's thread has sent
         self._incoming = [_Incoming(n, channel, end) for n, channel in enumerate(incoming)]
         self._posted: deque[tuple[torch.Tensor, Any]] = deque()  # receives of envelopes
-        loops = [(self._send_all, "send")] * bool(outgoing) + [(self._receive_all, "receive")] * bool(
-            incoming
-        )
+        loops = {"send": self._send_all} if outgoing else {}
+        loops |= {"receive": self._receive_all} if incoming else {}
         self._threads = [
-            threading.Thread(target=loop, name=f"avgpipe-{what}-{rank}", daemon=True) for loop, what in loops
+            threading.Thread(target=loop, name=f"avgpipe-{what}-{rank}", daemon=True)
+            for what, loop in loops.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -190,12 +192,11 @@ class GroupLink(Link):
                 if isinstance(item, list):
                     _wait(item)
                     continue
-                line.append([self.post_send(item.envelope, _ENVELOPE_TAG)])
                 if item.channel is None:
+                    line.append([self.post_send(item.envelope, _ENVELOPE_TAG)])
                     break
                 doing = f"sending {item.channel.words}"
-                if item.payload is not None:
-                    line[-1] += item.channel.post(self, item.payload)
+                line.append(item.channel.post(self, item))
             for works in line:
                 _wait(works)
         except Exception as error:
@@ -238,9 +239,6 @@ class GroupLink(Link):
         if took_s < self.latency_s.get(key.kind, float("inf")):
             self.latency_s[key.kind] = took_s
         self._end.mailbox.deliver(key, value)
-        if has_payload:
-            # Not before: while it writes a payload, gloo keeps a processor busy with what the other end sends.
-            incoming.post(self)
         return True
 
 
@@ -287,13 +285,18 @@ class _Outgoing:
         format.write_all(text, tensors, body.data_ptr())
         return _Packed(place, envelope, self, body)
 
-    def post(self, link: GroupLink, payload: torch.Tensor) -> list[Any]:
-        """Send a payload whose envelope was sent; return the works to wait for."""
+    def post(self, link: GroupLink, message: _Packed) -> list[Any]:
+        """Send a message; return the works to wait for."""
+        envelope, payload = message.envelope, message.payload
+        if payload is None:
+            return [link.post_send(envelope, _ENVELOPE_TAG)]
         size = payload.numel()
-        room = self._room.next(size)
-        if size <= room:
-            return [link.post_send(payload, self._tag)]
-        works = [link.post_send(torch.zeros(1, dtype=torch.uint8), self._tag)] if room else []
+        room, _ = self._room.next(size)
+        if size <= room:  # the payload first: when the envelope has come, all is there
+            return [link.post_send(payload, self._tag), link.post_send(envelope, _ENVELOPE_TAG)]
+        works = [link.post_send(envelope, _ENVELOPE_TAG)]
+        if room:
+            works.append(link.post_send(torch.zeros(1, dtype=torch.uint8), self._tag))
         return [*works, link.post_send(payload, self._tag + 1)]
 
 
@@ -309,20 +312,20 @@ class _Incoming:
         return Key(*self._channel, batch, micro_batch)
 
     def payload(self, link: GroupLink, size: int) -> torch.Tensor:
-        """Wait for the payload that an envelope has announced."""
-        if room := self._room.next(size):
+        """Wait for the payload that an envelope has announced, and post the receives of the next ones."""
+        room, more = self._room.next(size)
+        buffer = None
+        if room:
             buffer, work = self._posted.popleft()
             work.wait(_FOREVER)
-            if size <= room:
-                return buffer
-        buffer = torch.empty(size, dtype=torch.uint8)
-        link.post_receive(buffer, self._tag + 1).wait(_FOREVER)
+        if buffer is None or size > room:
+            buffer = torch.empty(size, dtype=torch.uint8)
+            link.post_receive(buffer, self._tag + 1).wait(_FOREVER)
+        # Not before: while it writes a payload, gloo keeps a processor busy with what the other end sends.
+        for bytes in more:
+            following = torch.empty(bytes, dtype=torch.uint8)
+            self._posted.append((following, link.post_receive(following, self._tag)))
         return buffer
-
-    def post(self, link: GroupLink) -> None:
-        """Post a receive behind those that are posted."""
-        buffer = torch.empty(self._room.newest, dtype=torch.uint8)
-        self._posted.append((buffer, link.post_receive(buffer, self._tag)))
 
 
 def _envelope(more_bytes: int, *record: float) -> torch.Tensor:
