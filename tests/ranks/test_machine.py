@@ -138,14 +138,14 @@ print((kept - before) >> 20, (_resident_bytes() - before) >> 20)
 def test_launched_processes_do_without_the_cache_per_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     without_choice(monkeypatch)
     found = launch_environment()
-    assert found == {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    assert found == {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"}
     monkeypatch.setenv("GLIBC_TUNABLES", found["GLIBC_TUNABLES"])
     assert launch_environment() == found  # theirs do so too
 
 
 @needs_glibc
 def test_launched_processes_keep_freed_memory_all_the_same() -> None:
-    kept, _ = faults(True, GLIBC_TUNABLES="glibc.malloc.tcache_count=0")
+    kept, _ = faults(True, GLIBC_TUNABLES="glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1")
     assert kept == "True"
 
 

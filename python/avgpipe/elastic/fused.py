@@ -64,11 +64,13 @@ class Call:
         """Take no more parameters."""
         self.columns = _columns(self.rows)
         self.counters = [entry["step"] for entry in self.entries if "step" in entry]
+        group = self.counters[0]._base if self.counters else None  # the counters of a group are one tensor
+        self._added = [group] if group is not None and len(group) == len(self.counters) else self.counters
 
     def count(self, by: float | torch.Tensor) -> None:
         """Count a step, or ``by`` -1 on the device one that was skipped after all."""
         if self.counters:
-            torch._foreach_add_(self.counters, by)
+            torch._foreach_add_(self._added, by)
         elif self.made == 0:
             for entry, row in zip(self.entries, self.rows):
                 entry["momentum_buffer"] = row[-1]
@@ -172,7 +174,7 @@ class FusedStep:
                 if grads[i] is None:
                     still.setdefault(p.device, []).extend([row] if row else [])
                 elif region is not None:
-                    states, made, entry = self._adopt(group, i)
+                    states, made, entry = self._adopt(group, members, i)
                     call = calls.setdefault((g, p.device, made), Call(g, made))
                     call.params.append(i)
                     call.regions.append(region)
@@ -213,9 +215,9 @@ class FusedStep:
         ends = list(accumulate(sizes))
         self._members = [range(end - size, end) for size, end in zip(sizes, ends)]
         self._views: dict[tuple[int, str], torch.Tensor] = {}  # of the state
-        self._made: dict[
-            int, tuple[torch.Tensor, float]
-        ] = {}  # Adam's counters, with what the host knows of them
+        # Adam's counters: one tensor for each group, and each parameter's with what the host knows of it
+        self._counters: dict[Any, torch.Tensor] = {}
+        self._made: dict[int, tuple[torch.Tensor, float]] = {}
         self._strides = [p.stride() if p.layout == torch.strided else () for p in params]
         self._params, self._pointers = params, list(map(torch.Tensor.data_ptr, params))
 
@@ -236,7 +238,9 @@ class FusedStep:
                     gaps.append(gap)
         return gaps
 
-    def _adopt(self, group: Group, i: int) -> tuple[list[torch.Tensor], float, dict[str, Any]]:
+    def _adopt(
+        self, group: Group, members: range, i: int
+    ) -> tuple[list[torch.Tensor], float, dict[str, Any]]:
         """Parameter i's state, brought to its place in flat memory, how many steps it has made, and its entry.
 
         SGD counts 0 or 1: in a first step, momentum becomes the gradient.
@@ -257,7 +261,7 @@ class FusedStep:
             if value is not None or not is_sgd:
                 entry[name] = mine
             states.append(mine)
-        return states, made if is_sgd else self._steps_made(group, i, entry), entry
+        return states, made if is_sgd else self._steps_made(group, members, i, entry), entry
 
     def _state_of(self, name: str, i: int) -> torch.Tensor:
         """Parameter i's place in the state called ``name``."""
@@ -269,16 +273,19 @@ class FusedStep:
             self._views[i, name] = region.view(self._state[name].flats)
         return self._views[i, name]
 
-    def _steps_made(self, group: Group, i: int, entry: dict[str, Any]) -> float:
+    def _steps_made(self, group: Group, members: range, i: int, entry: dict[str, Any]) -> float:
         """Adam's counter, made or moved to where torch would have it, as a number."""
         on_device = group["fused"] or group["capturable"]
         device = self._params[i].device if on_device else torch.device("cpu")
         mine, made = self._made.get(i, (torch.empty(0), 0.0))
         if mine is not entry.get("step") or mine.device != device:
             wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
+            dtype = torch.float64 if wide else torch.float32
+            key = members.start, dtype, device
+            if key not in self._counters:
+                self._counters[key] = torch.zeros(len(members), dtype=dtype, device=device)
             made = float(entry.get("step", 0.0))  # may wait for the device, once
-            mine = torch.tensor(made, dtype=torch.float64 if wide else torch.float32, device=device)
-            entry["step"] = mine
+            mine = entry["step"] = self._counters[key][i - members.start].fill_(made)
             self._made[i] = mine, made
         return made
 

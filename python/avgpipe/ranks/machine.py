@@ -17,7 +17,7 @@ _log = logging.getLogger("avgpipe")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT_BYTES = 2**31 - 1  # free at the end of the heap: the largest int
 _LARGE_BYTES = 2**30  # larger blocks go back at once
-_TUNABLES, _WITHOUT_THREAD_CACHE = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0"
+_TUNABLES, _ONE_HEAP = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"
 _MEMORY_CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", _TUNABLES, "LD_PRELOAD")
 _THREAD_CHOICES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables by which a user chooses
 _warned = False  # of threads
@@ -51,8 +51,11 @@ def launch_environment() -> dict[str, str]:
     next small object, and stay in the way when the block is freed: one of the same size does not fit there any more. A
     worker was seen to hold 570 MiB for 420. Without that cache the pieces grow together again, and a model's batches
     took no longer.
+
+    And what the thread of a link receives the scheduler's thread frees: where each had a heap of its own, every one
+    would keep its own peak, and heaps of threads are too small for large messages.
     """
-    return {} if _chooses_memory() else {_TUNABLES: _WITHOUT_THREAD_CACHE}
+    return {} if _chooses_memory() else {_TUNABLES: _ONE_HEAP}
 
 
 def return_freed_memory() -> None:
@@ -82,7 +85,7 @@ def warn_of_threads(threads: int) -> None:
 
 def _chooses_memory() -> bool:
     """Whether the environment says how memory is allocated, by another word than ours."""
-    return any(os.environ.get(name) not in (None, "", _WITHOUT_THREAD_CACHE) for name in _MEMORY_CHOICES)
+    return any(os.environ.get(name) not in (None, "", _ONE_HEAP) for name in _MEMORY_CHOICES)
 
 
 def _glibc_function(name: str) -> Any:
