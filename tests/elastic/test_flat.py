@@ -235,6 +235,24 @@ def test_the_whole_of_a_buffer_is_used_where_it_is() -> None:
     assert flat_of(opt) == place == arena.weights[0].data_ptr()
 
 
+def test_weights_of_a_released_replica_stay_in_their_buffer() -> None:
+    crew = Crew(2, AdamW)
+    place = flat_of(crew.opts[0])
+    crew.step()
+    crew.reference.release(0)
+    crew.opts[0] = ElasticAveraging(AdamW.torch(crew.x[0]), crew.reference, 0, fused=True)
+    assert flat_of(crew.opts[0]) == place
+    crew.step()
+    assert crew.reference.round == 2
+
+
+def test_parameters_of_an_arena_stay_there() -> None:
+    arena = Arena(model()[0].parameters())
+    reference = Reference([p.detach() for p in arena.parameters], 2)
+    opt = ElasticAveraging(torch.optim.SGD(arena.parameters), reference, 0, fused=True)
+    assert flat_of(opt) == arena.weights[0].data_ptr()
+
+
 def test_bfloat16_weights_of_a_float32_reference_lie_in_a_buffer_of_their_own_dtype() -> None:
     x = [nn.Parameter(torch.ones(3).bfloat16()), nn.Parameter(torch.ones(2).bfloat16())]
     opt = ElasticAveraging(torch.optim.SGD(x), Reference([torch.ones(3), torch.ones(2)], 2), fused=True)

@@ -146,7 +146,7 @@ def rehome(
 ) -> FlatBuffers | str:
     """Move ``tensors`` into flat buffers like ``layout``'s, of their own dtypes, or return why that cannot be.
 
-    Tensors that are such buffers already, each the whole of one, stay where they are.
+    Tensors that lie in such buffers already stay where they are.
 
     Args:
         layout: That of the reference, with a region for each tensor.
@@ -164,14 +164,27 @@ def rehome(
         found[region.buffer].add(t.dtype)
     if any(len(dtypes) != 1 for dtypes in found):
         return "parameters of several dtypes belong to one buffer of the reference"
-    if [t.numel() for t in tensors if t.is_contiguous()] == layout.sizes:
-        return FlatBuffers(layout, [t.detach().view(-1) for t in tensors])
+    if (flats := _buffers_of(layout, tensors)) is not None:
+        return FlatBuffers(layout, flats)
     places = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]
     if len(set(places)) < len(places) or not all(map(_owns_its_memory, tensors)):
         return "parameters share memory with each other or with another tensor"
     if (name := hidden_view(optimizer, tensors, tensors)) is not None:
         return f"the optimizer keeps weights by their memory, in its attribute {name}"
     return move_into(layout.zeros([dtypes.pop() for dtypes in found]), tensors)
+
+
+def _buffers_of(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The buffers that have the tensors at the layout's places; None unless there are such."""
+    flats: dict[int, torch.Tensor] = {}
+    for t, region in zip(tensors, layout.regions):
+        size, storage = layout.sizes[region.buffer], t.untyped_storage()
+        if t.storage_offset() != region.offset or storage.nbytes() != size * t.element_size():
+            return None
+        flat = flats.setdefault(region.buffer, t.detach().as_strided((size,), (1,), 0))
+        if flat.untyped_storage().data_ptr() != storage.data_ptr():
+            return None
+    return [flats[b] for b in range(len(layout.keys))]
 
 
 def hidden_view(
