@@ -5,7 +5,7 @@
 
 namespace avgpipe::simulate {
 
-// Fills the answer. Needs numbers that make sense: avgpipe/planning/program.py checks them.
+// Fills the answer. Needs numbers that make sense: avgpipe/planning/engine.py checks them.
 Status simulate(const Question& question, Answer& answer);
 
 }  // namespace avgpipe::simulate

@@ -124,7 +124,7 @@ def test_the_leanest_cut(seed: int, layers: int, placement: list[tuple[int, ...]
     least = min(max(table.worker_bytes(cut)) for cut in table.every())
     for limit in (0.9 * least, 1.5 * least):
         search = CutSearch(table, [limit] * len(placement))
-        lean = search.lean()
+        lean = search.min_memory()
         assert max(table.worker_bytes(lean)) == pytest.approx(least)
         assert search.excess(lean) == pytest.approx((least - limit, least, limit))
     with pytest.raises(ValueError, match="nothing fits") as raised:

@@ -279,7 +279,7 @@ class _PlanSearch:
                 plan = replace(shape.plan(recompute), advance=advance if shape.stages > 1 else None)
                 problem = self._problem(plan)
                 search = CutSearch(problem, problem.limits)
-                least = min(least, search.excess(search.lean()))
+                least = min(least, search.excess(search.min_memory()))
         _, size, limit = least
         return does_not_fit(limit, size, "use more workers, a smaller batch or a smaller model")
 

@@ -43,8 +43,8 @@ class AdvanceChoice:
         """Two lines: what was chosen, and why."""
         limit = "" if self.memory_limit_bytes is None else " under the memory limit"
         return (
-            f"advance {_spell(self.advance)}: {1000 * self.seconds:.1f} ms per batch predicted, "
-            f"{_spell(self.peak_in_flight)} micro-batches held per stage and pipeline\n"
+            f"advance {_text(self.advance)}: {1000 * self.seconds:.1f} ms per batch predicted, "
+            f"{_text(self.peak_in_flight)} micro-batches held per stage and pipeline\n"
             f"the least memory within {100 * TOLERANCE:g} % of the best{limit}, {1000 * self.best_seconds:.1f} ms; "
             f"the default K-1-k takes {1000 * self.default_seconds:.1f} ms, "
             f"1F1B {1000 * self.one_f_one_b_seconds:.1f} ms"
@@ -273,5 +273,5 @@ class _Search:
         return tuple(min(w, value) if j >= k else w for j, w in enumerate(warm))
 
 
-def _spell(numbers: Sequence[int]) -> str:
+def _text(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))

@@ -60,7 +60,7 @@ class Chain:
         return self._backward_s[last] - self._backward_s[first] + self.profile.action_s
 
     def input_backward_s(self, first: int, last: int) -> float:
-        """Of ``backward_s``, the part that makes the gradient of the stage's input."""
+        """Return the part of ``backward_s`` that makes the gradient of the stage's input."""
         part = self._input_backward_s[last] - self._input_backward_s[first] + self.profile.action_s / 2
         # Differences of sums may end a rounding error above the whole.
         return min(part, self.backward_s(first, last))
@@ -75,7 +75,7 @@ class Chain:
         return step_s + (self._elastic_s[last] - self._elastic_s[first] if elastic else 0.0)
 
     def accumulate_s(self, first: int, last: int) -> float:
-        """Of ``backward_s``, what a batch's first micro-batch does without."""
+        """Return the part of ``backward_s`` that a batch's first micro-batch does without."""
         added_s = self._accumulate_s[last] - self._accumulate_s[first]
         # Measured apart, it may come out as more than the backward itself.
         return min(added_s, self.backward_s(first, last) - self.input_backward_s(first, last))

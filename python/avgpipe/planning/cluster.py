@@ -180,7 +180,7 @@ class Cluster:
         return worker
 
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> LinkProfile:
-        """Of the slowest pair where each of ``senders`` sends to its receiver at once: a unit's share its link."""
+        """The link of the slowest pair when all ``senders`` send at once: those of one unit share its link."""
         sending: dict[tuple[int, int], int] = {}
         for a, b in zip(senders, receivers):
             height = self.height(a, b)

@@ -98,7 +98,7 @@ class Costs:
             object.__setattr__(self, name, check(name, value))
 
     def of_stages(self, stages: int, micro_batches: int | None = None) -> StageCosts:
-        """The same with one entry per stage and per boundary; ValueError for sequences of another length.
+        """Return the costs with one entry per stage and per boundary; ValueError for sequences of another length.
 
         ``micro_batches``: of a batch; needed where an entry has one number for each.
         """
@@ -126,6 +126,7 @@ class Costs:
             spread("activation_bytes", self.activation_bytes or 0.0, stages) if asked else None,
             spread("weight_bytes", self.weight_bytes or 0.0, stages) if asked else None,
             self._channels(stages),
+            frozenset(_number_of(group[0]) for group in self.shared_links if group),
         )
 
     def _channels(self, stages: int) -> list[int]:
@@ -155,6 +156,7 @@ class StageCosts(NamedTuple):
     activation_bytes: list[float] | None
     weight_bytes: list[float] | None
     channels: list[int]
+    shared_channels: frozenset[int]  # those that all senders share
 
     def seconds(self, kind: str, stage: int) -> Each:
         """How long an action of this kind occupies the stage's device."""
@@ -197,17 +199,17 @@ def _check_parts(parts: Sequence[Each], wholes: Sequence[Each]) -> None:
         rest = _less(whole, part)
         if min(rest if isinstance(rest, tuple) else (rest,)) < 0:
             raise ValueError(
-                f"input_backward_s={_spell(part)} on stage {k} is above backward_s={_spell(whole)}, which includes it: "
+                f"input_backward_s={_text(part)} on stage {k} is above backward_s={_text(whole)}, which includes it: "
                 "give backward_s the sum of both parts"
             )
 
 
-def _spell(cost: Each) -> str:
+def _text(cost: Each) -> str:
     return "[" + ", ".join(f"{s:g}" for s in cost) + "]" if isinstance(cost, tuple) else f"{cost:g}"
 
 
 def _number_of(link: Link) -> int:
-    """As the engine counts links."""
+    """The link's number in the engine."""
     source, to = link
     return 2 * source if to > source else 2 * to + 1
 
@@ -305,7 +307,7 @@ def spread(name: str, value: float | Sequence[float], count: int) -> list[float]
 def spread_each(
     name: str, value: float | Sequence[float | Sequence[float]], count: int, micro_batches: int | None
 ) -> list[Each]:
-    """The same of what :func:`checked_each` made, whose entries have ``micro_batches`` numbers if not one."""
+    """Spread what :func:`checked_each` made, whose entries have ``micro_batches`` numbers if not one."""
     if not isinstance(value, Sequence):
         return [value] * count
     spread: list[Each] = []
@@ -341,7 +343,7 @@ _DEVIATION = 37837.2
 
 
 class Draws(NamedTuple):
-    """As the engine takes them: times vary by ``jitter`` / 2^48 per unit of the sum of four 16-bit numbers;
+    """What the engine takes: times vary by ``jitter`` / 2^48 per unit of the sum of four 16-bit numbers;
     ``threshold`` of 2^32 draws are stragglers, which take ``factor`` / 2^16 times as long.
     """
 

@@ -29,10 +29,10 @@ def check_stages(layers: int, stages: int) -> None:
         raise ValueError(f"stages={stages!r}: {layers} layers can be cut into 1 to {layers} stages")
 
 
-def least_dearest(
+def least_bottleneck(
     layers: int, stages: int, cost: Callable[[int, int, int], float]
 ) -> tuple[float, list[int]]:
-    """The cut whose dearest stage is cheapest: that stage's cost, and the first layers of stages 1 and up.
+    """The cut whose bottleneck stage is cheapest: that stage's cost, and the first layers of stages 1 and up.
 
     ``cost(k, first, last)`` is of layers ``first`` to ``last`` - 1 as stage k, math.inf where they must not be. Among
     equally good cuts the one that ends early stages latest. O(stages layers^2) costs are asked for.
@@ -60,10 +60,10 @@ def least_dearest(
     return best[layers], first
 
 
-def nearly_least_dearest(
+def nearly_least_bottleneck(
     layers: int, stages: int, cost: Callable[[int, int, int], float]
 ) -> tuple[float, list[int]]:
-    """As :func:`least_dearest`, for costs that rise with the layers, by some 30 (layers + stages) of them.
+    """Nearly :func:`least_bottleneck`, for costs that rise with the layers, by some 30 (layers + stages) of them.
 
     Stages are filled in turn up to a bound, which is halved in; it is the least where a stage costs the same whichever
     its number.
@@ -74,12 +74,12 @@ def nearly_least_dearest(
         first, worst, begin = list[int](), 0.0, 0
         for k in range(stages):
             last = begin + 1 if k < stages - 1 else layers
-            dearest = cost(k, begin, last)
+            bottleneck = cost(k, begin, last)
             while last < layers - (stages - 1 - k) and (more := cost(k, begin, last + 1)) <= bound:
-                last, dearest = last + 1, more
-            if dearest > bound:
+                last, bottleneck = last + 1, more
+            if bottleneck > bound:
                 return None
-            worst, begin = max(worst, dearest), last
+            worst, begin = max(worst, bottleneck), last
             first.append(begin)
         return worst, first[:-1]
 
@@ -135,7 +135,7 @@ def _layered(layers: int, need: Need, most: int, stages: int) -> tuple[list[list
 def _first_block(
     i: int, lasts: range | list[int], behind: list[int], need: Need, most: int
 ) -> tuple[int, int]:
-    """Of the rest of the chain from layer i on: fewest workers, and where its first block ends."""
+    """Fewest workers for the rest of the chain from layer i on, and where its first block ends."""
     best, end = most + 1, i + 1
     for j in lasts:
         if behind[j] + 1 >= best:
@@ -199,7 +199,7 @@ def tightest(
 MOST_CUTS = 5_000  # that are all looked at
 _MOST_ACTIONS, _LEAST_SIMULATED = 10_000_000, 6
 _NEGLIGIBLE = 1e-9
-_MOST_COSTS = 200_000  # of stages, to find the cut with the cheapest dearest one
+_MOST_COSTS = 200_000  # of stages, to find the cut with the least bottleneck
 _STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
 
 Cut = tuple[int, ...]  # first layers of stages 1 and up
@@ -224,7 +224,7 @@ class Objective(Protocol):
         """Roughly, how many a simulation runs."""
 
     def seconds(self, cut: Cut) -> float:
-        """Of a batch, simulated."""
+        """Simulated seconds of a batch."""
 
     def work_s(self, k: int, first: int, last: int) -> float:
         """What the stage has to do for a batch."""
@@ -233,7 +233,7 @@ class Objective(Protocol):
         """What a batch sends to the stage and from it, in both directions."""
 
     def stage_bytes(self, k: int, first: int, last: int) -> float:
-        """Of a worker that has this stage alone."""
+        """Bytes of a worker that has this stage alone."""
 
 
 class CutSearch:
@@ -278,7 +278,7 @@ class CutSearch:
         return [sum(sizes[k] for k in stages) - (len(stages) - 1) * process for stages in self._placement]
 
     def excess(self, cut: Cut) -> tuple[float, float, float]:
-        """Of the worker that needs most beyond its limit: how much that is, its bytes and its limit."""
+        """How much the worker that needs most beyond its limit needs beyond it, its bytes and its limit."""
         limits = self._limits or [math.inf] * len(self._placement)
         return max((size - limit, size, limit) for size, limit in zip(self._worker_bytes(cut), limits))
 
@@ -288,28 +288,28 @@ class CutSearch:
     def _check_fits(self) -> None:
         if self._limits is None:
             return
-        lean = self.lean()
-        excess, size, limit = self.excess(lean)
+        smallest_cut = self.min_memory()
+        excess, size, limit = self.excess(smallest_cut)
         if excess > 0:
             raise does_not_fit(
                 limit, size, "use more stages, fewer pipelines, smaller micro-batches or less advance"
             )
 
-    def lean(self) -> Cut:
+    def min_memory(self) -> Cut:
         """The cut that needs least memory, for what there is; of many where workers have several stages, or of many
         layers, the best of those tried.
         """
-        by_stage = self._least_dearest(self._share)
+        by_stage = self._least_bottleneck(self._share)
         if all(len(stages) == 1 for stages in self._placement):
             return by_stage
         if self._few:
             return min(self._every(), key=self.excess)
-        starts = (by_stage, self._least_dearest(self._objective.work_s))
+        starts = (by_stage, self._least_bottleneck(self._objective.work_s))
         most = lambda cut: self.excess(cut)[0]  # noqa: E731
         return min((self._descend(cut, most) for cut in starts), key=most)
 
     def _share(self, k: int, first: int, last: int) -> float:
-        """Of the worker's memory, or bytes where nothing is limited."""
+        """Share of the worker's memory, or bytes where nothing is limited."""
         limit = self._limits[self._worker_of[k]] if self._limits is not None else 1.0
         return self._objective.stage_bytes(k, first, last) / limit
 
@@ -350,12 +350,12 @@ class CutSearch:
         def with_transfers(k: int, first: int, last: int) -> float:
             return self._objective.work_s(k, first, last) + self._objective.moved_s(k, first, last)
 
-        found = [self._least_dearest(self._objective.work_s, fitting=True)]
+        found = [self._least_bottleneck(self._objective.work_s, fitting=True)]
         if not self._long:
-            found.append(self._least_dearest(with_transfers, fitting=True))
+            found.append(self._least_bottleneck(with_transfers, fitting=True))
         found = [cut for cut in dict.fromkeys(found) if self._fits(cut)]
         if self._limits is not None and not (self._long and found):
-            found += [cut for cut in (self.lean(),) if self._fits(cut) and cut not in found]
+            found += [cut for cut in (self.min_memory(),) if self._fits(cut) and cut not in found]
         return found
 
     @property
@@ -363,13 +363,13 @@ class CutSearch:
         """Whether the best of all cuts, even by a sum, takes too long to find."""
         return self._stages * self._layers**2 > _MOST_COSTS
 
-    def _least_dearest(self, cost: Callable[[int, int, int], float], fitting: bool = False) -> Cut:
+    def _least_bottleneck(self, cost: Callable[[int, int, int], float], fitting: bool = False) -> Cut:
         """fitting: leave out stages that do not fit, where that is possible."""
         if self._long:
-            return tuple(nearly_least_dearest(self._layers, self._stages, cost)[1])
+            return tuple(nearly_least_bottleneck(self._layers, self._stages, cost)[1])
         if fitting and self._limits is not None:
-            return tuple(least_dearest(self._layers, self._stages, self._allowed(cost))[1])
-        return tuple(least_dearest(self._layers, self._stages, cost)[1])
+            return tuple(least_bottleneck(self._layers, self._stages, self._allowed(cost))[1])
+        return tuple(least_bottleneck(self._layers, self._stages, cost)[1])
 
     def _allowed(self, cost: Callable[[int, int, int], float]) -> Callable[[int, int, int], float]:
         """The cost, or math.inf where the stage alone does not fit."""

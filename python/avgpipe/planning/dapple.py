@@ -29,13 +29,13 @@ class Held(NamedTuple):
     micro_batches: int
 
     def bytes(self, first: int, last: int, workers: int, behind: int) -> float:
-        """In flight on each of m workers with n behind are 1 + ceil(n / m), and never more than it has of a batch."""
+        """Each of m workers with n behind has 1 + ceil(n / m) in flight, never more than it has of a batch."""
         own = math.ceil(self.micro_batches / workers)
         in_flight = min(own, 1 + math.ceil(behind / workers))
         return stage_bytes(self.chain, first, last, in_flight=in_flight)
 
 
-def frugal(
+def fewest_workers(
     held: Held, workers: int, stages: int | None, limit: float, stage_s: float = math.inf
 ) -> list[Block] | None:
     """The fewest workers with which every stage fits into the limit and computes a micro-batch in ``stage_s``."""
@@ -58,7 +58,7 @@ def steady(held: Held, workers: int, stages: int | None, limit: float) -> list[B
     """Stages of which the slowest is about as quick as can be within the limit; None if nothing fits."""
 
     def within(stage_s: float) -> tuple[float, list[Block]] | None:
-        blocks = frugal(held, workers, stages, limit, stage_s)
+        blocks = fewest_workers(held, workers, stages, limit, stage_s)
         return None if blocks is None else (_slowest_s(held, blocks), blocks)
 
     start = within(math.inf)
@@ -75,7 +75,7 @@ def least_limit(held: Held, workers: int, stages: int | None) -> float:
     """The least limit for which there is a plan; to a millionth."""
 
     def within(limit: float) -> tuple[float, list[Block]] | None:
-        blocks = frugal(held, workers, stages, limit)
+        blocks = fewest_workers(held, workers, stages, limit)
         return None if blocks is None else (most_bytes(held, blocks), blocks)
 
     start = within(math.inf)
@@ -158,7 +158,7 @@ class Span(NamedTuple):
     reduce_s: float = 0.0
 
 
-class Seat(NamedTuple):
+class PlacedStage(NamedTuple):
     """Layers ``first`` to ``last`` - 1, and the devices of each machine that they are on."""
 
     first: int
@@ -186,7 +186,7 @@ class Machines(NamedTuple):
         return cls(levels[1].units if len(levels) == 2 else 1, levels[0].units, levels)
 
     def bytes_per_s(self, taken: Taken) -> float:
-        """Of the slowest link among these devices."""
+        """Bandwidth of the slowest link among these devices."""
         return self.levels[_machines(taken) > 1].bytes_per_s
 
 
@@ -200,20 +200,20 @@ class Model:
     def __init__(self, chain: Chain, machines: Machines, micro_batches: int, limit: float | None) -> None:
         self.chain, self.machines, self.micro_batches, self.limit = chain, machines, micro_batches, limit
         self.held = Held(chain, micro_batches)
-        self._stages: dict[Seat, Span] = {}
-        self._transfers: dict[tuple[Seat, Seat], Span] = {}
+        self._stages: dict[PlacedStage, Span] = {}
+        self._transfers: dict[tuple[PlacedStage, PlacedStage], Span] = {}
 
-    def stage(self, seat: Seat) -> Span:
-        """Of m replicas each takes every m-th micro-batch; a ring over the slowest link makes the all-reduce."""
-        workers = seat.workers
-        weights = self.chain.parameter_bytes(seat.first, seat.last)
+    def stage(self, placed: PlacedStage) -> Span:
+        """Each of m replicas takes every m-th micro-batch; a ring over the slowest link makes the all-reduce."""
+        workers = placed.workers
+        weights = self.chain.parameter_bytes(placed.first, placed.last)
         return Span(
-            self.chain.forward_s(seat.first, seat.last) / workers,
-            self.chain.backward_s(seat.first, seat.last) / workers,
-            ring_s(weights, workers, self.machines.bytes_per_s(seat.taken)),
+            self.chain.forward_s(placed.first, placed.last) / workers,
+            self.chain.backward_s(placed.first, placed.last) / workers,
+            ring_s(weights, workers, self.machines.bytes_per_s(placed.taken)),
         )
 
-    def transfer(self, before: Seat, after: Seat) -> Span:
+    def transfer(self, before: PlacedStage, after: PlacedStage) -> Span:
         """Each pair of machines, or of devices inside one, carries its share at the same time as the others."""
         union = tuple(a + b for a, b in zip(before.taken, after.taken))
         crosses = _machines(union) > 1
@@ -223,32 +223,32 @@ class Model:
         seconds = self.machines.levels[crosses].link.seconds(size / lanes)
         return Span(seconds, seconds)
 
-    def spans(self, seats: Sequence[Seat]) -> list[Span]:
+    def spans(self, layout: Sequence[PlacedStage]) -> list[Span]:
         """The stages, and between them their transfers."""
-        for seat in seats:
-            if seat not in self._stages:
-                self._stages[seat] = self.stage(seat)
-        found = [self._stages[seats[0]]]
-        for pair in pairwise(seats):
+        for placed in layout:
+            if placed not in self._stages:
+                self._stages[placed] = self.stage(placed)
+        found = [self._stages[layout[0]]]
+        for pair in pairwise(layout):
             if pair not in self._transfers:
                 self._transfers[pair] = self.transfer(*pair)
             found += [self._transfers[pair], self._stages[pair[1]]]
         return found
 
-    def order(self, seats: Sequence[Seat]) -> tuple[float, float]:
+    def order(self, layout: Sequence[PlacedStage]) -> tuple[float, float]:
         """What plans are ordered by: among those that do not fit, or take the same time, what needs less is better."""
-        most = max(self.bytes(seats))
+        most = max(self.bytes(layout))
         if self.limit is not None and most > self.limit:
             return math.inf, most
-        return latency_s(self.spans(seats), self.micro_batches), most
+        return latency_s(self.spans(layout), self.micro_batches), most
 
-    def bytes(self, seats: Sequence[Seat]) -> list[float]:
-        """Of a worker of each stage."""
+    def bytes(self, layout: Sequence[PlacedStage]) -> list[float]:
+        """Bytes of a worker of each stage."""
         found = []
         behind = 0
-        for seat in reversed(seats):
-            found.append(self.held.bytes(seat.first, seat.last, seat.workers, behind))
-            behind += seat.workers
+        for placed in reversed(layout):
+            found.append(self.held.bytes(placed.first, placed.last, placed.workers, behind))
+            behind += placed.workers
         return found[::-1]
 
 
@@ -294,28 +294,28 @@ MOST_PLANS = 20_000
 _BEAM, _CUTS, _FRUITLESS = 4, 40, 3
 _IMPROVED, _STEPS = 4, 150_000  # starts of local search; stages of plans that each may look at
 
-Seats = tuple[Seat, ...]
+Layout = tuple[PlacedStage, ...]
 Value = tuple[float, float]
 
 
-def find(model: Model, stages: int | None) -> tuple[Value, Seats, bool]:
+def find(model: Model, stages: int | None) -> tuple[Value, Layout, bool]:
     """The first plan by ``Model.order``, with what that says, and whether all plans were looked at."""
     if _plans(model, stages) <= MOST_PLANS:
-        return (*min((model.order(seats), seats) for seats in _every(model, stages)), True)
+        return (*min((model.order(layout), layout) for layout in _every(model, stages)), True)
     starts = [*_even(model, stages), _beam(model, stages)[1]]
     if model.limit is not None:
         starts.append(_steady(model, stages, model.limit))
-    starts = sorted((seats for seats in starts if seats), key=model.order)
-    return (*min(_improved(model, stages, seats) for seats in starts[:_IMPROVED]), False)
+    starts = sorted((layout for layout in starts if layout), key=model.order)
+    return (*min(_improved(model, stages, layout) for layout in starts[:_IMPROVED]), False)
 
 
-def _steady(model: Model, stages: int | None, limit: float) -> Seats:
+def _steady(model: Model, stages: int | None, limit: float) -> Layout:
     """Stages that are about equally quick and fit into the memory; none if nothing does."""
     blocks = steady(model.held, sum(_all_free(model)), stages, limit)
     return _placed(model, blocks or [])
 
 
-def _even(model: Model, stages: int | None) -> Iterator[Seats]:
+def _even(model: Model, stages: int | None) -> Iterator[Layout]:
     """Stages cut at about equal compute, with devices in proportion to it."""
     layers, workers = model.chain.layers, sum(_all_free(model))
     most = min(layers, workers)
@@ -327,14 +327,14 @@ def _even(model: Model, stages: int | None) -> Iterator[Seats]:
         yield _placed(model, [Block(a, b, n) for (a, b), n in zip(pairwise(bounds), own)])
 
 
-def _placed(model: Model, blocks: list[Block]) -> Seats:
+def _placed(model: Model, blocks: list[Block]) -> Layout:
     """On fresh machines first."""
     free = _all_free(model)
-    seats: Seats = ()
+    layout: Layout = ()
     for block in blocks:
         taken = placements(free, model.machines.devices, block.workers)[0]
-        seats, free = (*seats, Seat(block.first, block.last, taken)), left(free, taken)
-    return seats
+        layout, free = (*layout, PlacedStage(block.first, block.last, taken)), left(free, taken)
+    return layout
 
 
 def _plans(model: Model, stages: int | None) -> int:
@@ -349,37 +349,37 @@ def _all_free(model: Model) -> Free:
     return (model.machines.devices,) * model.machines.machines
 
 
-def _every(model: Model, stages: int | None) -> Iterator[Seats]:
-    def after(seats: Seats, first: int, free: Free) -> Iterator[Seats]:
-        if stages is not None and len(seats) == stages:
+def _every(model: Model, stages: int | None) -> Iterator[Layout]:
+    def after(layout: Layout, first: int, free: Free) -> Iterator[Layout]:
+        if stages is not None and len(layout) == stages:
             if first == model.chain.layers:
-                yield seats
+                yield layout
             return
         if first == model.chain.layers:
             if stages is None:
-                yield seats
+                yield layout
             return
         for count in range(1, sum(free) + 1):
             for taken in placements(free, model.machines.devices, count):
                 for last in range(first + 1, model.chain.layers + 1):
-                    yield from after((*seats, Seat(first, last, taken)), last, left(free, taken))
+                    yield from after((*layout, PlacedStage(first, last, taken)), last, left(free, taken))
 
     yield from after((), 0, _all_free(model))
 
 
-def _beam(model: Model, stages: int | None) -> tuple[Value, Seats]:
+def _beam(model: Model, stages: int | None) -> tuple[Value, Layout]:
     """Stages are split off the front; what is left makes one last stage, and the few best of each length go on."""
     layers, free = model.chain.layers, _all_free(model)
-    kept: list[tuple[Seats, Free]] = [((), free)]
-    best: tuple[Value, Seats] = ((math.inf, math.inf), ())
+    kept: list[tuple[Layout, Free]] = [((), free)]
+    best: tuple[Value, Layout] = ((math.inf, math.inf), ())
     fruitless = 0
     length = 1
     while kept and fruitless < _FRUITLESS:
         found = []
-        for seats, rest in kept:
-            first = seats[-1].last if seats else 0
+        for layout, rest in kept:
+            first = layout[-1].last if layout else 0
             for taken in _last_placements(model, rest):
-                plan = (*seats, Seat(first, layers, taken))
+                plan = (*layout, PlacedStage(first, layers, taken))
                 found.append((model.order(plan), plan))
         lead = min(found)
         fruitless = fruitless + 1 if stages is None and lead >= best else 0
@@ -392,19 +392,19 @@ def _beam(model: Model, stages: int | None) -> tuple[Value, Seats]:
     return best
 
 
-def _extended(model: Model, kept: list[tuple[Seats, Free]], later: int) -> list[tuple[Seats, Free]]:
+def _extended(model: Model, kept: list[tuple[Layout, Free]], later: int) -> list[tuple[Layout, Free]]:
     """The best with one more stage in front; ``later``: stages that must still find a layer and a device behind."""
     layers, size = model.chain.layers, model.machines.devices
-    found: list[tuple[Value, Seats, Free]] = []
-    for seats, free in kept:
-        first = seats[-1].last if seats else 0
+    found: list[tuple[Value, Layout, Free]] = []
+    for layout, free in kept:
+        first = layout[-1].last if layout else 0
         for cut in _cuts(model, first, layers - 1 - later):
             for count in _counts(model, first, cut, sum(free), later + 1):
                 for taken in placements(free, size, count):
-                    longer, rest = (*seats, Seat(first, cut, taken)), left(free, taken)
-                    value = model.order((*longer, Seat(cut, layers, rest)))
+                    longer, rest = (*layout, PlacedStage(first, cut, taken)), left(free, taken)
+                    value = model.order((*longer, PlacedStage(cut, layers, rest)))
                     found.append((value, longer, rest))
-    return [(seats, free) for _, seats, free in heapq.nsmallest(_BEAM, found)]
+    return [(layout, free) for _, layout, free in heapq.nsmallest(_BEAM, found)]
 
 
 def _last_placements(model: Model, free: Free) -> list[Free]:
@@ -438,90 +438,90 @@ def _counts(model: Model, first: int, cut: int, free: int, later: int) -> list[i
     return sorted(count for count in near if 1 <= count <= most)
 
 
-def _improved(model: Model, stages: int | None, seats: Seats) -> tuple[Value, Seats]:
+def _improved(model: Model, stages: int | None, layout: Layout) -> tuple[Value, Layout]:
     """Goes from a plan to the best of its neighbours until none is better."""
-    value = model.order(seats)
+    value = model.order(layout)
     looked = 0
     while looked < _STEPS:
         close = [
-            *_near(model, seats),
-            *([] if stages else _merged(seats)),
-            *([] if stages else _parted(seats)),
+            *_near(model, layout),
+            *([] if stages else _merged(layout)),
+            *([] if stages else _parted(layout)),
         ]
         nearby = [(model.order(near), near) for near in close]
-        looked += len(seats) * len(nearby)
-        better = min(nearby, default=(value, seats))
+        looked += len(layout) * len(nearby)
+        better = min(nearby, default=(value, layout))
         if better[0] >= value:
             break
-        value, seats = better
-    return value, seats
+        value, layout = better
+    return value, layout
 
 
-def _near(model: Model, seats: Seats) -> Iterator[Seats]:
+def _near(model: Model, layout: Layout) -> Iterator[Layout]:
     """A cut moved, a stage with other devices out of what is free."""
-    for k in range(len(seats) - 1):
-        a, b = seats[k], seats[k + 1]
+    for k in range(len(layout) - 1):
+        a, b = layout[k], layout[k + 1]
         for step in (-8, -4, -2, -1, 1, 2, 4, 8):
             cut = a.last + step
             if a.first < cut < b.last:
-                moved = (Seat(a.first, cut, a.taken), Seat(cut, b.last, b.taken))
-                yield (*seats[:k], *moved, *seats[k + 2 :])
+                moved = (PlacedStage(a.first, cut, a.taken), PlacedStage(cut, b.last, b.taken))
+                yield (*layout[:k], *moved, *layout[k + 2 :])
     free = _all_free(model)
-    for seat in seats:
-        free = left(free, seat.taken)
+    for placed in layout:
+        free = left(free, placed.taken)
     size = model.machines.devices
-    for k, seat in enumerate(seats):
-        room = tuple(a + b for a, b in zip(free, seat.taken))
+    for k, placed in enumerate(layout):
+        room = tuple(a + b for a, b in zip(free, placed.taken))
         for count in {
-            seat.workers - size,
-            seat.workers - 1,
-            seat.workers,
-            seat.workers + 1,
-            seat.workers + size,
+            placed.workers - size,
+            placed.workers - 1,
+            placed.workers,
+            placed.workers + 1,
+            placed.workers + size,
         }:
             if 1 <= count <= sum(room):
                 for taken in placements(room, size, count):
-                    yield (*seats[:k], Seat(seat.first, seat.last, taken), *seats[k + 1 :])
-    yield from _handed_over(seats)
+                    yield (*layout[:k], PlacedStage(placed.first, placed.last, taken), *layout[k + 1 :])
+    yield from _handed_over(layout)
 
 
-def _handed_over(seats: Seats) -> Iterator[Seats]:
+def _handed_over(layout: Layout) -> Iterator[Layout]:
     """A device given by one stage to the one beside it."""
-    for k in range(len(seats) - 1):
+    for k in range(len(layout) - 1):
         for giver, taker in ((k, k + 1), (k + 1, k)):
-            if seats[giver].workers > 1:
-                place = max(range(len(seats[giver].taken)), key=seats[giver].taken.__getitem__)
-                changed = list(seats)
-                changed[giver] = _with(seats[giver], place, -1)
-                changed[taker] = _with(seats[taker], place, 1)
+            if layout[giver].workers > 1:
+                place = max(range(len(layout[giver].taken)), key=layout[giver].taken.__getitem__)
+                changed = list(layout)
+                changed[giver] = _with(layout[giver], place, -1)
+                changed[taker] = _with(layout[taker], place, 1)
                 yield tuple(changed)
 
 
-def _with(seat: Seat, place: int, more: int) -> Seat:
-    taken = tuple(n + more if m == place else n for m, n in enumerate(seat.taken))
-    return Seat(seat.first, seat.last, taken)
+def _with(placed: PlacedStage, place: int, more: int) -> PlacedStage:
+    taken = tuple(n + more if m == place else n for m, n in enumerate(placed.taken))
+    return PlacedStage(placed.first, placed.last, taken)
 
 
-def _merged(seats: Seats) -> Iterator[Seats]:
+def _merged(layout: Layout) -> Iterator[Layout]:
     """Two neighbours as one stage."""
-    for k, (a, b) in enumerate(pairwise(seats)):
+    for k, (a, b) in enumerate(pairwise(layout)):
         taken = tuple(x + y for x, y in zip(a.taken, b.taken))
-        yield (*seats[:k], Seat(a.first, b.last, taken), *seats[k + 2 :])
+        yield (*layout[:k], PlacedStage(a.first, b.last, taken), *layout[k + 2 :])
 
 
-def _parted(seats: Seats) -> Iterator[Seats]:
+def _parted(layout: Layout) -> Iterator[Layout]:
     """A stage as two, one of which has one machine's devices or half of each machine's."""
-    for k, seat in enumerate(seats):
-        one = max(range(len(seat.taken)), key=seat.taken.__getitem__)
-        alone = tuple(n if m == one else 0 for m, n in enumerate(seat.taken))
-        some = {alone, tuple(n // 2 for n in seat.taken), tuple(int(m == one) for m in range(len(alone)))}
+    for k, placed in enumerate(layout):
+        one = max(range(len(placed.taken)), key=placed.taken.__getitem__)
+        alone = tuple(n if m == one else 0 for m, n in enumerate(placed.taken))
+        some = {alone, tuple(n // 2 for n in placed.taken), tuple(int(m == one) for m in range(len(alone)))}
         for taken in some:
-            rest = left(seat.taken, taken)
-            for cut in {seat.first + 1, (seat.first + seat.last) // 2, seat.last - 1}:
-                if seat.first < cut < seat.last and any(taken) and any(rest):
+            rest = left(placed.taken, taken)
+            for cut in {placed.first + 1, (placed.first + placed.last) // 2, placed.last - 1}:
+                if placed.first < cut < placed.last and any(taken) and any(rest):
                     for x, y in ((taken, rest), (rest, taken)):
-                        parts = (Seat(seat.first, cut, x), Seat(cut, seat.last, y))
-                        yield (*seats[:k], *parts, *seats[k + 1 :])
+                        parts = (PlacedStage(placed.first, cut, x), PlacedStage(cut, placed.last, y))
+                        yield (*layout[:k], *parts, *layout[k + 1 :])
 
 
 # ---- the method ----------------------------------------------------------------------------------------------------
@@ -563,38 +563,38 @@ def dapple(
     chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size))
     check_enough(stages, total)
     model = Model(chain, machines, micro_batches, memory_limit_bytes)
-    (latency_s, _), seats, exact = find(model, stages)
+    (latency_s, _), layout, exact = find(model, stages)
     if latency_s == math.inf:
         assert memory_limit_bytes is not None
         least = least_limit(model.held, total, stages)
         raise does_not_fit(memory_limit_bytes, least, "use more workers, fewer or smaller micro-batches")
-    spans = model.spans(seats)[::2]
+    spans = model.spans(layout)[::2]
     notes = transfer_notes(nets[-1].bytes_per_s)
     if not exact:
         notes += ("found by a beam and local search: there are too many plans to look at all",)
     return Partition(
         method="dapple",
         layers=chain.layers,
-        boundaries=[seat.first for seat in seats[1:]],
-        replication=[seat.workers for seat in seats],
+        boundaries=[placed.first for placed in layout[1:]],
+        replication=[placed.workers for placed in layout],
         stage_s=[span.forward_s + span.backward_s for span in spans],
         objective=f"one batch of {micro_batches} micro-batches",
         value=latency_s,
         micro_batch_size=chain.micro_batch_size,
         workers=total,
-        memory_bytes=model.bytes(seats),
-        placement=_workers_of(seats) if machines.machines > 1 else None,
-        machines=[seat.taken for seat in seats] if machines.machines > 1 else None,
+        memory_bytes=model.bytes(layout),
+        placement=_workers_of(layout) if machines.machines > 1 else None,
+        machines=[placed.taken for placed in layout] if machines.machines > 1 else None,
         system="dapple",
         micro_batches=micro_batches,
         notes=notes,
     )
 
 
-def _workers_of(seats: Sequence[Seat]) -> list[list[int]]:
+def _workers_of(layout: Sequence[PlacedStage]) -> list[list[int]]:
     """Per stage its workers: those that are used, numbered machine after machine, and in each stage after stage."""
-    on_machine = zip(*(seat.taken for seat in seats))
-    found: list[list[int]] = [[] for _ in seats]
+    on_machine = zip(*(placed.taken for placed in layout))
+    found: list[list[int]] = [[] for _ in layout]
     number = 0
     for counts in on_machine:
         for stage, count in enumerate(counts):

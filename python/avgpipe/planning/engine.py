@@ -158,8 +158,10 @@ def _action_arrays(costs: StageCosts, widest: float) -> dict[str, Array]:
 def _link_arrays(costs: StageCosts, schedule: Schedule, widest: float) -> dict[str, Array]:
     """Per link, 2k from stage k and 2k+1 back to it. Replicas that send have a channel each, unless links share one."""
     senders = [len(workers) for workers in schedule.replicas]
-    shared = {first for link, first in enumerate(costs.channels) if link != first}
-    counts = [1 if first in shared else senders[(link + 1) // 2] for link, first in enumerate(costs.channels)]
+    counts = [
+        1 if first in costs.shared_channels else senders[(link + 1) // 2]
+        for link, first in enumerate(costs.channels)
+    ]
     begin = np.cumsum([0, *counts])
     both = [cost for pair in zip(costs.transfer_s, costs.gradient_transfer_s) for cost in pair]
     return {

@@ -22,7 +22,7 @@ from avgpipe.planning.chain import (
 )
 from avgpipe.planning.cluster import Cluster, network, ring_s
 from avgpipe.planning.costs import Costs, Each
-from avgpipe.planning.cuts import Cut, CutSearch, check_stages, least_dearest
+from avgpipe.planning.cuts import Cut, CutSearch, check_stages, least_bottleneck
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.planning.simulation import check_count, steady_batch_s
 from avgpipe.schedule import Schedule, build_schedule, published
@@ -171,7 +171,7 @@ def partition(
     - "2bw" (Narayanan et al. 2021, section 4): most samples per second over width, depth, micro-batch size and
       recomputation, for ``workers`` and batches of ``batch_size`` samples. ``micro_batch_sizes`` to try; ``link``,
       ``memory_limit_bytes``, ``recompute``.
-    - "balance": the dearest stage is cheapest. ``by``: "time" or "bytes".
+    - "balance": the bottleneck, the stage that takes most, takes least. ``by``: "time" or "bytes".
     - "simulated": the least simulated time per batch of the schedule that will run: ``micro_batches``, ``pipelines``,
       ``schedule``, ``advance``, ``stages_per_worker``, ``recompute``, ``link``, ``memory_limit_bytes``.
 
@@ -285,7 +285,7 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
     if any(not c >= 0 for c in costs):
         raise ValueError(f"layer costs must be numbers of at least 0, not {list(costs)}")
     total = [0.0, *accumulate(costs)]
-    return least_dearest(len(costs), stages, lambda k, first, last: total[last] - total[first])[1]
+    return least_bottleneck(len(costs), stages, lambda k, first, last: total[last] - total[first])[1]
 
 
 def balanced(
@@ -311,7 +311,7 @@ def balanced(
     def size(k: int, first: int, last: int) -> float:
         return stage_bytes(chain, first, last, in_flight=1)
 
-    value, boundaries = least_dearest(chain.layers, count, seconds if by == "time" else size)
+    value, boundaries = least_bottleneck(chain.layers, count, seconds if by == "time" else size)
     bounds = list(pairwise([0, *boundaries, chain.layers]))
     return Partition(
         method="balance",
@@ -417,7 +417,7 @@ class Training:
         )
 
     def compute_s(self, first: int, last: int) -> float:
-        """Of a micro-batch, on average over those of a batch."""
+        """Seconds of a micro-batch, on average over those of a batch."""
         return self._chain.compute_s(first, last) + self._share * self._chain.forward_s(first, last)
 
     def work_s(self, k: int, first: int, last: int) -> float:
@@ -430,11 +430,11 @@ class Training:
         return 2 * self._schedule.micro_batches * way_s
 
     def stage_bytes(self, k: int, first: int, last: int) -> float:
-        """Of stage k alone, with what a worker needs before it has a model."""
+        """Bytes of stage k alone, with what a worker needs before it has a model."""
         return self.bytes_with(k, first, last, self._pipelines * self._in_flight[k])
 
     def bytes_with(self, k: int, first: int, last: int, in_flight: int) -> float:
-        """The same with so many micro-batches in flight, of all pipelines."""
+        """Bytes of stage k with so many micro-batches in flight, of all pipelines."""
         return stage_bytes(
             self._chain,
             first,

@@ -365,7 +365,7 @@ class _Search:
         return self._fewest_from(first, last, 0, low, bound_s)
 
     def _fewest(self, first: int, last: int, behind: int, alone: int, bound_s: float) -> int:
-        """The same with so many units behind them, which only memory minds."""
+        """Fewest units with so many behind them, which only matters for memory."""
         if alone in (NOT_THIS, TOO_LONG) or self._limit is None:
             return alone
         if (first, last) not in self._most_behind:

@@ -94,7 +94,7 @@ def pipedream_2bw(
 def _shapes(
     batch: int, sizes: Sequence[int], workers: int, depth: int, recompute: bool | None
 ) -> list[Shape]:
-    """Those whose micro-batches make the batch, at least ``depth`` of them, with as many workers for each pipeline."""
+    """Shapes whose micro-batches make the batch, at least ``depth`` of them, with as many workers for each pipeline."""
     again = (False, True) if recompute is None else (recompute,)
     found = [
         Shape(width, size, batch // (width * size), r)
@@ -158,7 +158,7 @@ class _Search:
         return self.chain(shape.samples).compute_s(first, last) * (_RECOMPUTE if shape.recompute else 1)
 
     def stage_s(self, shape: Shape, first: int, last: int) -> float:
-        """Of a micro-batch; incoming are the activation from the stage before and the gradient from the one after."""
+        """Seconds of a micro-batch; incoming are the activation and, from the stage after, the gradient."""
         chain = self.chain(shape.samples)
         busy_s = self._compute_s(shape, first, last) + chain.incoming_s(first) + chain.outgoing_s(last)
         size = chain.parameter_bytes(first, last)

@@ -201,7 +201,7 @@ class Profile:
         ]
 
     def skip_bytes(self, samples: float) -> list[float]:
-        """Of each of ``skips``."""
+        """Bytes of each of ``skips``."""
         low, share = self._between(samples)
         return [_line(skip.size_bytes, low, share) for skip in self.skips]
 
@@ -221,7 +221,7 @@ class Profile:
         return min(2.0, max(1.0, _line(self.second_lane, low, share)))
 
     def parameter_bytes(self, first: int, last: int) -> float:
-        """Of layers ``first`` to ``last`` - 1 together on one stage: what they share counts once."""
+        """Bytes of layers ``first`` to ``last`` - 1 together on one stage: what they share counts once."""
         total = sum(layer.parameter_bytes for layer in self.layers[first:last])
         for tie in self.ties:
             here = sum(first <= n < last for n in tie.layers)

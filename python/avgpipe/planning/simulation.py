@@ -268,12 +268,11 @@ class _Bounder:
     def _busiest_link(self) -> float:
         load: dict[int, float] = {}
         costs = self._costs
-        shared = {first for link, first in enumerate(costs.channels) if link != first}
         for link, channel in enumerate(costs.channels):
             k = link // 2
             if channel >= 0 and self._is_remote(k):
                 cost = (costs.gradient_transfer_s if link % 2 else costs.transfer_s)[k]
-                senders = 1 if channel in shared else len(self._workers[k + link % 2])
+                senders = 1 if channel in costs.shared_channels else len(self._workers[k + link % 2])
                 seconds = self._shrink * total(cost, range(self._micro_batches)) / senders
                 load[channel] = load.get(channel, 0.0) + seconds
         return max(load.values(), default=0.0)

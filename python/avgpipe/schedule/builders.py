@@ -201,7 +201,7 @@ def _h1_row(stage: int, warm_up: int, micro_batches: int) -> list[Action]:
 
 
 def _interleaved_1f1b(asked: Asked) -> Schedule:
-    """Of W workers, w has the stages w, w+W, w+2W, ... (Narayanan et al. 2021, Megatron-LM, section 2.2).
+    """Worker w of W has the stages w, w+W, w+2W, ... (Narayanan et al. 2021, Megatron-LM, section 2.2).
 
     Groups of W micro-batches go through the worker's first stage, then through its second, and so on; backwards from
     the last stage to the first. Worker w begins with 2 (W-1-w) + (V-1) W + 1 forwards, V stages per worker, then
