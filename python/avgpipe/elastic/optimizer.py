@@ -186,9 +186,8 @@ class ElasticAveraging(torch.optim.Optimizer):
             return
         self._position = 0
         rounds, done = self.reference.rounds, self._done
-        is_watched = (
-            self._optimizer_step_post_hooks or _global_optimizer_post_hooks
-        )  # they see every step's weights
+        # hooks see the weights after every step
+        is_watched = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
         if update is None or done is None or not (rounds.joins and update.may_wait) or is_watched:
             rounds.contribute(self.replica, update)
         else:
@@ -248,9 +247,8 @@ class ElasticAveraging(torch.optim.Optimizer):
                     loss = closure()
             try:
                 update = fused.prepare(scale, found_inf, skips)
-            except (
-                Unfusable
-            ):  # because of gradients, and hooks have run already: the class's step without them
+            except Unfusable:
+                # because of gradients, and hooks have run already: the class's step without them
                 self._plain_step(lambda: type(inner).step.__wrapped__(inner))
                 update = None
             self._end_step(update)
