@@ -226,5 +226,5 @@ def _owns_its_memory(t: torch.Tensor) -> bool:
 
 
 def dense_strides(p: torch.Tensor) -> tuple[int, ...]:
-    """Of a dense tensor its own strides, in whatever order of dimensions; else dense ones."""
+    """Return a dense tensor's own strides, in whatever order of dimensions; else dense ones."""
     return torch.empty_like(p, layout=torch.strided, device="meta").stride()

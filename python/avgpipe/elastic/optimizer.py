@@ -108,7 +108,8 @@ class ElasticAveraging(torch.optim.Optimizer):
 
     @property
     def update(self) -> list[torch.Tensor] | None:
-        """What this replica has told the reference with its last step, one flat tensor per buffer of the reference's;
+        """What this replica has told the reference with its last step, one flat tensor per buffer of the reference's.
+
         None if that step was not the last of a period. It stays until the next one that is.
         """
         if self._position or not self._local_steps:

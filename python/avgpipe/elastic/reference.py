@@ -98,8 +98,7 @@ class Reference:
 
     @property
     def dropped_updates(self) -> int:
-        """How many updates were left out, wholly or (on an accelerator) in part, because they were not
-        finite."""
+        """Updates that were left out because they were not finite; on an accelerator, in part."""
         return self.rounds.dropped
 
     @property
@@ -196,8 +195,9 @@ class Reference:
 
     @contextmanager
     def applied_to(self, model: nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
-        """Inside the block, the parameters of ``model`` (or the tensors given) are z; afterwards the old ones
-        again.
+        """Inside the block, the parameters of ``model`` (or the tensors given) are z.
+
+        Afterwards the old ones again.
 
         No copies are made unless dtype or device differ. Training inside the block is refused. ValueError if
         number or shapes differ from the reference's.
@@ -256,11 +256,10 @@ class Reference:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, here or in another process (``torch.load`` with
-        weights_only=True).
+        """Take over what :meth:`state_dict` gave, here or in another process.
 
-        ValueError if number or shapes of the parameters, the presence of an outer optimizer, or, in the
-        middle of a round, the number of replicas differ; then nothing has changed.
+        ``torch.load`` reads it with weights_only=True. ValueError if number or shapes of the parameters, the presence
+        of an outer optimizer, or, in the middle of a round, the number of replicas differ; then nothing has changed.
         """
         self.rounds.finish()
         lacking = sorted({"parameters", "pending", "round", "arrivals_in_round", "outer"} - set(state))
@@ -316,8 +315,10 @@ def _tensors(name: str, values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _averaged(parameters: list[torch.Tensor]) -> list[int]:
-    """Which take part: all but frozen ``nn.Parameter``s and integers. A plain tensor does: it is a flat buffer
-    whose views are the parameters, or a weight of functional code."""
+    """Which take part: all but frozen ``nn.Parameter``s and integers.
+
+    A plain tensor does: it is a flat buffer whose views are the parameters, or a weight of functional code.
+    """
     averaged = []
     for i, p in enumerate(parameters):
         frozen = isinstance(p, nn.Parameter) and not p.requires_grad

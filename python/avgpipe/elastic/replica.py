@@ -81,10 +81,10 @@ class Replica:
         return self.before
 
     def average(self, z: FlatBuffers) -> list[torch.Tensor]:
-        """Do the replica's own part of a round after its step: write its update, apply the force that needs no other
-        replica.
+        """Do the replica's own part of a round after its step.
 
-        Returns one count per buffer of the non-finite values that the operators met.
+        It writes its update, and applies the force that needs no other replica. Returns one count per buffer of the
+        non-finite values that the operators met.
         """
         assert self.update is not None, "z follows this replica; it has no update"
         self.load()

@@ -88,8 +88,10 @@ class Versions:
 
 
 def refuse_hidden_weights(optimizer: torch.optim.Optimizer, arena: Arena) -> None:
-    """ValueError for an optimizer that has kept views of the weights: where versions take turns in the memory, it would
-    change one that is not the newest. What it keeps in ``state`` or of its own is no concern.
+    """Refuse, with ValueError, an optimizer that has kept views of the weights.
+
+    Where versions take turns in the memory, it would change one that is not the newest. What it keeps in ``state`` or
+    of its own is no concern.
     """
     name = hidden_view(optimizer, arena.parameters, arena.weights)
     if name is not None:

@@ -63,8 +63,9 @@ class Room:
         self._posted: deque[int] = deque()
 
     def next(self, payload_bytes: int) -> tuple[int, list[int]]:
-        """Return the size of the receive for the next payload, which has ``payload_bytes``, 0 if none is posted; and
-        the sizes of those to post when it has come.
+        """Return the size of the receive for the next payload, which has ``payload_bytes``, 0 if none is posted.
+
+        And the sizes of those to post when it has come.
         """
         room = self._posted.popleft() if self._posted else 0
         self._recent.append(payload_bytes)
@@ -335,9 +336,10 @@ def _envelope(more_bytes: int, *record: float) -> torch.Tensor:
 
 
 def _copied_lazily(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of an activation or gradient as they are now. torch copies them when somebody writes to the
-    tensor before they are sent, which is seldom. Not for what is reached by its address, as flat buffers are, and so
-    not for a part of larger memory.
+    """Return the bytes of an activation or gradient as they are now.
+
+    torch copies them when somebody writes to the tensor before they are sent, which is seldom. Not for what is reached
+    by its address, as flat buffers are, and so not for a part of larger memory.
     """
     flat = tensor.reshape(-1).view(torch.uint8)
     if flat.untyped_storage().nbytes() == flat.numel():

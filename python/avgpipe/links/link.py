@@ -121,13 +121,15 @@ class Transport:
         self.world, self.topology, self.device, self.below = world, topology, device, below
 
     def offer(self) -> Any:
-        """Return what other workers need to link with this one, as JSON has it. OSError, MemoryError or RuntimeError
-        where it cannot be had here.
+        """Return what other workers need to link with this one, as JSON has it.
+
+        OSError, MemoryError or RuntimeError where it cannot be had here.
         """
 
     def open(self, rank: int, offers: Sequence[Any]) -> None:
-        """Try what ``rank`` offers; ``offers`` are those of all ranks. OSError, ValueError or RuntimeError says why the
-        link cannot be.
+        """Try what ``rank`` offers; ``offers`` are those of all ranks.
+
+        OSError, ValueError or RuntimeError says why the link cannot be.
         """
 
     def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> Link:
@@ -259,8 +261,9 @@ def _processors() -> int:
 
 
 class LocalLink(Link):
-    """Both ends in this process: tensors are detached and shared, not copied; on CUDA they come with the event at which
-    they are ready.
+    """Both ends in this process: tensors are detached and shared, not copied.
+
+    On CUDA they come with the event at which they are ready.
     """
 
     name = "local"

@@ -379,8 +379,9 @@ def _leaf_from_json(leaf: dict[str, Any]) -> Any:
 
 
 def _check_structure(text: str) -> None:
-    """Refuse, with TypeError, what ``treespec_loads`` would import or look up by a name that the text gives. Classes of
-    enumerations count that are loaded already.
+    """Refuse, with TypeError, what ``treespec_loads`` would import or look up by a name that the text gives.
+
+    Classes of enumerations count that are loaded already.
     """
     _check_node(json.loads(text)[1])
 

@@ -27,8 +27,12 @@ _AT_ONCE = LinkProfile(0.0, inf)
 
 @dataclass(frozen=True)
 class Forecast:
-    """batch_size: samples of one pipeline's batch. batch_s: from one batch's end to the next one's, of whichever
-    pipeline, in the steady state. memory_bytes: of each worker, those of a stage one after the other.
+    """What a plan is predicted to do.
+
+    Attributes:
+        batch_size: samples of one pipeline's batch.
+        batch_s: from one batch's end to the next one's, of whichever pipeline, in the steady state.
+        memory_bytes: of each worker, those of a stage one after the other.
     """
 
     plan: Plan

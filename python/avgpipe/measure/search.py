@@ -50,11 +50,18 @@ class PlanShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """workers, layers: of the cluster and the model. batch_size: samples of one pipeline's batch. pipelines,
-    micro_batches: what to try; micro_batches None: a sensible few. lanes: whether pipelines that share one device may
-    gain by that alone.
+    """The sizes of plans that are tried.
 
-    ValueError for what cannot be.
+    Attributes:
+        workers: of the cluster.
+        layers: of the model.
+        batch_size: samples of one pipeline's batch.
+        pipelines: numbers to try.
+        micro_batches: numbers to try; None: a sensible few.
+        lanes: whether pipelines that share one device may gain by that alone.
+
+    Raises:
+        ValueError: for what cannot be.
     """
 
     workers: int
@@ -130,8 +137,10 @@ _WINDOW = 0.96  # of a bound: over the few batches that a simulation times, a wo
 
 @dataclass(frozen=True)
 class Found:
-    """ranked: the best plans, by their times; those with one stage included. considered: shapes that there were.
-    excluded: how many of those looked at fitted into no memory.
+    """ranked: the best plans, by their times.
+
+    Those with one stage included. considered: shapes that there were. excluded: how many of those looked at fitted
+    into no memory.
     """
 
     ranked: tuple[Forecast, ...]
@@ -297,8 +306,9 @@ _CUTS = 5  # that are all tried; of more, the ones with the least work on the bu
 
 
 def settings(profile: Profile, cluster: Cluster, space: Space) -> list[Forecast]:
-    """A stage on each worker: all numbers of pipelines and micro-batches, no advance, the default and the most, and the
-    cuts nearest to balance; what fits into the memory.
+    """Yield the plans of a traversal that fit into the memory, with a stage on each worker.
+
+    All numbers of pipelines and micro-batches; no advance, the default and the most; the cuts nearest to balance.
     """
     found: list[Forecast] = []
     stages = min(space.workers, space.layers)

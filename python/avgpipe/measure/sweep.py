@@ -165,9 +165,7 @@ class Sweep:
         return self._times(self.marked(example, self._clock.mark, self._split_backward))
 
     def marked(self, example: Example, mark: Mark, backward: Backward | None = None) -> list[tuple[Any, Any]]:
-        """Return marks before and after each layer's forward, then each backward from the last, and last the
-        second parts of these if there are two.
-        """
+        """Return marks around each layer's forward, then each backward from the last, then their second parts."""
         marks: list[tuple[Any, Any]] = []
         with InBatch(self.stage, next(self._batches), example):
             (backward or self._whole_backward)(self._forward(example, mark, marks), mark, marks)

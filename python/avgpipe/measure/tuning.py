@@ -24,8 +24,9 @@ BASELINES = (MAX_NUM, MAX_SIZE, TRAVERSAL)
 
 @dataclass(frozen=True)
 class TunedPlan:
-    """what: ONE_DEVICE, DATA_PARALLEL, PIPELINE, or a baseline. trial: None: not timed; failure: why, where that was
-    tried.
+    """what: ONE_DEVICE, DATA_PARALLEL, PIPELINE, or a baseline. trial: None: not timed.
+
+    Failure: why, where that was tried.
     """
 
     what: str
@@ -62,9 +63,10 @@ class TunedPlan:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """rows: the best first, by what was measured; those that were only predicted after those. Baselines are not among
-    them but in ``baselines``. considered: sizes of plans that there were; excluded: how many of those looked at fitted
-    into no memory. seconds: spent on each step.
+    """rows: the best first, by what was measured; those that were only predicted after those.
+
+    Baselines are not among them but in ``baselines``. considered: sizes of plans that there were; excluded: how
+    many of those looked at fitted into no memory. seconds: spent on each step.
     """
 
     rows: tuple[TunedPlan, ...]

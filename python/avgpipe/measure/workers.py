@@ -160,10 +160,10 @@ def _message_s(through: Through, source: torch.Tensor, trips: int) -> float:
 
 
 def runtime_seconds(caches_bytes: int) -> tuple[float, float]:
-    """What the runtime takes for an action beyond the layers, and for a batch, in a pipeline over all ranks, or within
-    this process: what its workers record besides computing and waiting.
+    """Return what the runtime takes for an action beyond the layers, and for a batch.
 
-    Layers write so many bytes, and leave nothing in such caches, as real ones do: the runtime is slower then.
+    In a pipeline over all ranks, or within this process: what its workers record besides computing and waiting. Layers
+    write so many bytes, and leave nothing in such caches, as real ones do: the runtime is slower then.
     """
     model = [_Cold(caches_bytes) for _ in range(_STAGES)]
     batch = torch.zeros(_MICRO_BATCHES, _VALUES)

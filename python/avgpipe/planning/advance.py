@@ -63,8 +63,9 @@ def choose_advance(
     memory_limit_bytes: float | None = None,
     batches: int | None = None,
 ) -> AdvanceChoice:
-    """The a_k of "advance-forward" with the least activations in flight (bytes, summed over the stages; counted where
-    ``costs.activation_bytes`` is None) whose simulated seconds per batch are within 1 % of the best.
+    """The a_k of "advance-forward" with the least activations in flight (bytes, summed over the stages.
+
+    Counted where ``costs.activation_bytes`` is None) whose simulated seconds per batch are within 1 % of the best.
 
     memory_limit_bytes: of a device, for the weights of all pipelines and all the activations that their warm-ups may
     hold at once; what needs more is not considered. batches: how many to simulate for a time, see

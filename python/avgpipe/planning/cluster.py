@@ -126,10 +126,13 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Worker n has ``devices[n]``. levels: as of the partitioners, lowest first: so many units (of devices, on the
-    lowest level), each with a link of ``bytes_per_s`` in each direction to the others of its level. Their units,
-    multiplied, are the devices. is_here: whether these are the workers that were profiled, so that what was measured
-    between them counts.
+    """Devices, and how they hang together.
+
+    Attributes:
+        devices: one for each worker.
+        levels: as of the partitioners, lowest first: so many units (of devices, on the lowest level), each with a link
+            of ``bytes_per_s`` in each direction to the others of its level. Their units, multiplied, are the devices.
+        is_here: whether these are the workers that were profiled, so that what was measured between them counts.
     """
 
     devices: tuple[Device, ...]

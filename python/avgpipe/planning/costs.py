@@ -343,7 +343,8 @@ _DEVIATION = 37837.2
 
 
 class Draws(NamedTuple):
-    """What the engine takes: times vary by ``jitter`` / 2^48 per unit of the sum of four 16-bit numbers;
+    """What the engine takes: times vary by ``jitter`` / 2^48 per unit of the sum of four 16-bit numbers.
+
     ``threshold`` of 2^32 draws are stragglers, which take ``factor`` / 2^16 times as long.
     """
 

@@ -253,8 +253,9 @@ class CutSearch:
         self._budget = max(_LEAST_SIMULATED, _MOST_ACTIONS // objective.actions)
 
     def best(self) -> tuple[Cut, float, bool]:
-        """The cut, its seconds per batch, and whether no other can be better. ValueError where no cut fits, as far as
-        is known.
+        """The cut, its seconds per batch, and whether no other can be better.
+
+        ValueError where no cut fits, as far as is known.
         """
         self._check_fits()
         exact = self._few and self._try_all()
@@ -296,8 +297,9 @@ class CutSearch:
             )
 
     def min_memory(self) -> Cut:
-        """The cut that needs least memory, for what there is; of many where workers have several stages, or of many
-        layers, the best of those tried.
+        """The cut that needs least memory, for what there is.
+
+        Of many where workers have several stages, or of many layers, the best of those tried.
         """
         by_stage = self._least_bottleneck(self._share)
         if all(len(stages) == 1 for stages in self._placement):

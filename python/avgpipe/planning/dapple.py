@@ -149,8 +149,9 @@ def left(free: Free, taken: Taken) -> Free:
 
 
 class Span(NamedTuple):
-    """A stage, or a transfer between two, which counts as a stage of its own. Seconds of a micro-batch, and of the
-    all-reduce of a batch's gradients.
+    """A stage, or a transfer between two, which counts as a stage of its own.
+
+    Seconds of a micro-batch, and of the all-reduce of a batch's gradients.
     """
 
     forward_s: float
@@ -273,8 +274,10 @@ def latency_s(spans: Sequence[Span], micro_batches: int) -> float:
 
 
 def pivot(spans: Sequence[Span], micro_batches: int) -> int:
-    """The stage with the fewest bubbles: from the last on, a stage before takes over if its own steady phase is longer
-    than that of the pivot and the forwards and backwards of the stages between together.
+    """Return the pivot, the stage with the fewest bubbles.
+
+    From the last on, a stage before takes over if its own steady phase is longer than that of the pivot and the
+    forwards and backwards of the stages between together.
     """
     q, between_s = len(spans) - 1, 0.0
     for s in reversed(range(len(spans) - 1)):

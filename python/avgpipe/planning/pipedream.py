@@ -342,7 +342,6 @@ class _Search:
 
     def plan_within(self, bound_s: float) -> tuple[float, list[Block]] | None:
         """A plan with no stage, synchronisation or transfer above the bound, and its longest."""
-
         alone: dict[tuple[int, int], int] = {}
 
         def need(first: int, last: int, behind: int) -> int:

@@ -357,9 +357,7 @@ def _line(texts: Sequence[str]) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Sentences: what gave no figures and why, what runs warned of, what was equal for all, and what the figures do not
-    say.
-    """
+    """Return sentences: what gave no figures and why, what runs warned of, and what the figures do not say."""
     lines = [f"{o.system}: {_without_figures(o)}" for o in comparison.outcomes if o.status != OK]
     lines += [f"{o.system}: {warning}." for o in comparison.outcomes for warning in o.warnings]
     figures = [figures for _, figures in comparison.ranked]

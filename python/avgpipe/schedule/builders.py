@@ -93,8 +93,9 @@ def _flushing_row(stage: int, warm_up: int, own: range) -> Row:
 
 
 def _endless_row(stage: int, warm_up: int, own: range) -> Row:
-    """One backward, one forward, in turn, the forwards ``warm_up`` micro-batches ahead; the update after a batch's last
-    backward.
+    """One backward, one forward, in turn, the forwards ``warm_up`` micro-batches ahead.
+
+    The update after a batch's last backward.
     """
     if not own:
         return Row([Action(_U, None, stage)])
@@ -231,11 +232,10 @@ def _interleaved_1f1b(asked: Asked) -> Schedule:
 
 
 def _zero_bubble_v(asked: Asked) -> Schedule:
-    """W workers in a V: worker w has the stages w and 2W-1-w (ZB-V of Qi et al., NeurIPS 2024, "Pipeline
-    Parallelism with Controllable Memory").
+    """Build the schedule of W workers in a V, where worker w has the stages w and 2W-1-w.
 
-    At most 2W activations are held by a worker, of stages half as large as with one per worker: as much as by the first
-    stage of 1F1B.
+    ZB-V of Qi et al., NeurIPS 2024, "Pipeline Parallelism with Controllable Memory". At most 2W activations are held
+    by a worker, of stages half as large as with one per worker: as much as by the first stage of 1F1B.
     """
     _check_multiple(asked, 2)
     workers = asked.stages // 2

@@ -84,7 +84,7 @@ def draw_grid(
 
 
 def _padded(name: str, width: int) -> str:
-    """ "stage 3" with its number flush right."""
+    """Write a row's name, as "stage 3", with its number flush right."""
     word, number = name.split(" ")
     return f"{word} {number:>{width - len(word) - 1}}"
 

@@ -339,7 +339,7 @@ class Occupation(NamedTuple):
 
 
 def occupations(events: Iterable[Event], beside: Collection[str]) -> list[Occupation]:
-    """Of each action, with what its worker did next of the kinds ``beside``: it has to be done before the next one."""
+    """Return each action with what its worker did next of the kinds ``beside``, which delays the action after it."""
     found: list[Occupation] = []
     last: dict[int, int] = {}  # by worker, the action that it ran last
     for event in sorted(events, key=lambda e: e.start_s):

@@ -128,13 +128,13 @@ def by_length(lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor
 
 @dataclass(frozen=True)
 class ContinuedBatches:
-    """A text cut into ``pipelines * batch_size`` contiguous rows, read segment by segment, for truncated
-    back-propagation through time.
+    """A text cut into ``pipelines * batch_size`` contiguous rows, read segment by segment.
 
-    Pipeline i owns rows ``i * batch_size`` to ``(i + 1) * batch_size - 1``. Batch j is segment ``j // pipelines`` of
-    pipeline ``j % pipelines``, and row r of a pipeline's batch goes on where row r of its previous batch ended, so a
-    recurrent layer can carry its state. Yields ``(inputs, targets)``, both int64 [batch_size, T]; targets are the
-    next tokens. What does not fill the rows, less than one token per row, is left out.
+    For truncated back-propagation through time. Pipeline i owns rows ``i * batch_size`` to ``(i + 1) * batch_size -
+    1``. Batch j is segment ``j // pipelines`` of pipeline ``j % pipelines``, and row r of a pipeline's batch goes on
+    where row r of its previous batch ended, so a recurrent layer can carry its state. Yields ``(inputs, targets)``,
+    both int64 [batch_size, T]; targets are the next tokens. What does not fill the rows, less than one token per row,
+    is left out.
 
     Attributes:
         tokens: int64 [tokens].

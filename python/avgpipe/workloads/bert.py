@@ -249,8 +249,9 @@ def segments(lines: Iterable[list[int]], length: int, vocabulary: Vocabulary) ->
 
 
 def mask_pieces(rows: Tensor, vocabulary: Vocabulary, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Mask 15 % of each row's pieces, rounded and at least one: 80 % of them become ``<mask>``, 10 % any piece, 10 %
-    stay as they are.
+    """Mask 15 % of each row's pieces, rounded and at least one.
+
+    80 % of them become ``<mask>``, 10 % any piece, 10 % stay as they are.
 
     Args:
         rows: int64 [n, T] with at least one piece each.
@@ -290,11 +291,10 @@ class MaskedRows:
 def joined(
     first: list[int], second: list[int], vocabulary: Vocabulary, length: int
 ) -> tuple[list[int], list[int]]:
-    """Make pieces ``<s> first </s> second </s>``, at most ``length`` (5 or more) of them, and for each 0 or 1: which
-    sentence it is of.
+    """Make pieces ``<s> first </s> second </s>``, and for each 0 or 1: which sentence it is of.
 
-    A pair that is too long loses pieces from the end of its longer sentence, one at a time, as in BERT's own
-    fine-tuning: so neither sentence is lost while both still fit in part.
+    At most ``length`` (5 or more) pieces. A pair that is too long loses pieces from the end of its longer sentence,
+    one at a time, as in BERT's own fine-tuning: so neither sentence is lost while both still fit in part.
     """
     room = length - 3
     n = min(len(first), max(room - len(second), (room + 1) // 2))

@@ -353,8 +353,9 @@ class VideoLSTM(nn.Module):
 
 
 class WordLSTM(VideoLSTM):
-    """``x`` [b, F + T, H] joined with the embedded words to the steps of words alone, [b, T, H], or with ``at`` to that
-    step [b, H].
+    """Join ``x`` [b, F + T, H] with the embedded words.
+
+    Returns the steps of words alone, [b, T, H], or with ``at`` that step, [b, H].
     """
 
     def __init__(self, embedding: nn.Parameter, hidden: int, dropout: float, uniform: Uniform) -> None:

@@ -30,8 +30,9 @@ class ConvNet(Protocol):
 
 
 def network_layers(network: ConvNet, image: Image, classes: int, *, seed: int = 0) -> list[nn.Module]:
-    """Make a network's layers with initial weights that depend on the seed alone; the caller's random state stays as it
-    is.
+    """Make a network's layers with initial weights that depend on the seed alone.
+
+    The caller's random state stays as it is.
 
     Weights are normal with variance 2 over the fan-in (He et al. 2015, section 2.2), biases zero. Those of the last
     layer have a deviation of 0.01, so that at first every class is about as likely.
@@ -84,10 +85,10 @@ class ResNet:
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with the input added: [b, inputs, H, W] to [b, outputs, H, W], of half the size where there
-    are more outputs than inputs.
+    """Two 3x3 convolutions with the input added: [b, inputs, H, W] to [b, outputs, H, W].
 
-    There the shortcut takes every second pixel and adds channels of zeros (the paper's option A).
+    Where there are more outputs than inputs these have half the size, and the shortcut takes every second pixel and
+    adds channels of zeros (the paper's option A).
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -141,8 +142,9 @@ class VGG:
 
 @dataclass(frozen=True)
 class AlexNet:
-    """AlexNet (Krizhevsky, Sutskever, Hinton, NIPS 2012): 5 convolutions, 3 fully connected; the defaults are the
-    paper's (section 3.5).
+    """AlexNet (Krizhevsky, Sutskever, Hinton, NIPS 2012): 5 convolutions, 3 fully connected.
+
+    The defaults are the paper's (section 3.5).
 
     The two halves that the paper keeps on two GPUs are the two groups of its grouped convolutions.
 

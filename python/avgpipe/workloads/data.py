@@ -142,7 +142,7 @@ def load_text(
 
 
 def read_text(path: str | Path | None, max_bytes: int | None = None) -> dict[str, str]:
-    """Read "train" and "valid" as they stand in their files, with line ends ``\\n``.
+    """Read "train" and "valid" as they stand in their files, with one kind of line end.
 
     Args:
         path: a folder as :func:`load_text` reads it, or None: the standard library's source, file after file.

@@ -1,5 +1,6 @@
-"""Models of transformers and pieces of tokenizers, both optional: new ones, or those of a local folder. Nothing is
-downloaded.
+"""Models of transformers and pieces of tokenizers, both optional: new ones, or those of a local folder.
+
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -97,8 +98,9 @@ class Subwords:
 
 
 def new_model(kind: str, config: Any, seed: int = 0) -> Any:
-    """Make a transformers model of class ``kind`` whose initial weights depend on the seed alone; the caller's random
-    state stays as it is.
+    """Make a transformers model of class ``kind`` whose initial weights depend on the seed alone.
+
+    The caller's random state stays as it is.
     """
     transformers = library("transformers", kind)
     with torch.random.fork_rng(devices=[]):

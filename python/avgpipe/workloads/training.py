@@ -161,13 +161,13 @@ def make_workload(
 
 
 class NTASGD(SGD):
-    """SGD that, once triggered, keeps the running mean of its weights in ``state[p]["ax"]``: non-monotonically
-    triggered averaged SGD (Merity, Keskar, Socher, ICLR 2018, section 3, algorithm 1).
+    """SGD that, once triggered, keeps the running mean of its weights in ``state[p]["ax"]``.
 
-    The mean counts the weights at the trigger and after every later step, ``param_groups[...]["averaged"]`` in all (0
-    before the trigger). Training goes on with the plain weights; :meth:`averages` puts the means in their place.
-    torch's ASGD with ``t0`` computes nearly this, but it applies a change of the learning rate one step late, which
-    spoils learning rates that follow the length of a segment.
+    Non-monotonically triggered averaged SGD (Merity, Keskar, Socher, ICLR 2018, section 3, algorithm 1). The mean
+    counts the weights at the trigger and after every later step, ``param_groups[...]["averaged"]`` in all (0 before
+    the trigger). Training goes on with the plain weights; :meth:`averages` puts the means in their place. torch's ASGD
+    with ``t0`` computes nearly this, but it applies a change of the learning rate one step late, which spoils learning
+    rates that follow the length of a segment.
 
     Losses seen by :meth:`observe` are in ``param_groups[0]``, so ``state_dict`` holds all there is.
     """
@@ -196,8 +196,10 @@ class NTASGD(SGD):
                     self.state[p]["ax"] = p.detach().clone()
 
     def observe(self, loss: float) -> bool:
-        """Note a validation loss; trigger, and return True, when it is the first that is worse than the best one that
-        is at least ``window`` losses older.
+        """Note a validation loss.
+
+        Trigger, and return True, when it is the first that is worse than the best one that is at least ``window``
+        losses older.
         """
         group = self.param_groups[0]
         losses = group["validation_losses"]

@@ -1,6 +1,4 @@
-"""Emulated compute: a stage whose forward and backward occupy their device for given times without using a
-processor.
-"""
+"""Emulated compute: a stage that occupies its device for given times without using a processor."""
 
 from __future__ import annotations
 

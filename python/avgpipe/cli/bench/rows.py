@@ -99,8 +99,9 @@ def update(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 class OurRow:
-    """Pipelines of ``plan``, streaming; ``modules``: one for each stage. The task's batch is cut into ``per_batch`` of
-    the plan's, which are one batch of the row.
+    """Pipelines of ``plan``, streaming; ``modules``: one for each stage.
+
+    The task's batch is cut into ``per_batch`` of the plan's, which are one batch of the row.
     """
 
     def __init__(
@@ -134,8 +135,10 @@ class OurRow:
 
 
 class PassingRow:
-    """An ``OurRow`` that is there only while it trains: one that waits still watches over its ranks, and many of them
-    take a noticeable part of the processor from the row whose turn it is.
+    """An ``OurRow`` that is there only while it trains.
+
+    One that waits still watches over its ranks, and many of them take a noticeable part of the processor from the row
+    whose turn it is.
     """
 
     def __init__(self, make: Callable[[], OurRow]) -> None:
@@ -179,8 +182,9 @@ def our_plan(
 
 
 class TorchRow:
-    """A schedule of torch's over the ranks of the default group; ``modules``: one for each stage, of which rank r has
-    r, r + K, ...
+    """A schedule of torch's over the ranks of the default group.
+
+    ``modules``: one for each stage, of which rank r has r, r + K, ...
 
     Args:
         schedule: "gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", or "advance-forward": ours on torch's runtime.
@@ -233,8 +237,9 @@ class TorchRow:
 def torch_row(
     name: str, task: Task, modules: Sequence[nn.Module], schedule: str, micro_batches: int
 ) -> TorchRow | Unavailable:
-    """The row, or why torch refuses it: some schedules need M to be a multiple of something, or at least K; ours needs
-    a torch that it knows.
+    """The row, or why torch refuses it: some schedules need M to be a multiple of something, or at least K.
+
+    Ours needs a torch that it knows.
     """
     try:
         return TorchRow(name, task, modules, schedule, micro_batches)

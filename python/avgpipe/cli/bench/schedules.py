@@ -168,7 +168,6 @@ class PlanCase(NamedTuple):
 
 def our_cases(settings: ScheduleSettings) -> Iterator[PlanCase | Unavailable]:
     """Make our rows that are asked for, in the order of the table."""
-
     workers, micro_batches = settings.stages, settings.micro_batches
     for row in settings.rows:
         if row.startswith("torch-"):
@@ -192,7 +191,6 @@ def our_cases(settings: ScheduleSettings) -> Iterator[PlanCase | Unavailable]:
 
 def build(settings: ScheduleSettings, without: Sequence[str] = ()) -> Iterator[TrainingRow | Unavailable]:
     """On every rank: all rows but those named, in the order of the table."""
-
     task = _task(settings)
 
     def stages(count: int) -> list[EmulatedStage]:
@@ -243,7 +241,6 @@ def _task(settings: ScheduleSettings) -> Task:
 
 def worker(settings: dict[str, Any]) -> dict[str, Any]:
     """A rank: builds all rows and measures them."""
-
     asked = ScheduleSettings(**settings)
     torch.set_num_threads(1)
     precise_sleeps()
@@ -300,10 +297,11 @@ def summary(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Group:
-    """Bounds, then rows. "over it": measured over simulated time; "of limit": the limit over the row's time; "ours
-    is": how many times faster our best pipeline is.
-    """
+    """Bounds, then rows.
 
+    "over it": measured over simulated time; "of limit": the limit over the row's time; "ours is": how many times
+    faster our best pipeline is.
+    """
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     made.add_column("", no_wrap=True)
     for heading in ("per batch", "quartiles", "simulated", "over it", "of limit", "ours is"):
