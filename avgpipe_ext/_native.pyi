@@ -135,7 +135,7 @@ KERNEL_SOURCE: str
 """For NVRTC; a line AVGPIPE_DEFINE_KERNEL(definition) behind it makes a kernel."""
 KERNEL_DEFINITIONS: tuple[str, ...]
 KERNEL_THREADS: int
-"""Of a block of threads."""
+"""Threads of a block."""
 
 def grid_size(chunks: int, processors: int) -> int:
     """Blocks of threads for so many pieces of work on a device with so many multiprocessors."""

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from avgpipe import systems
-from avgpipe.cli.config import CompareConfig, TrainConfig, TrainingOptions
+from avgpipe.cli.config import CompareConfig, TrainConfig, LearningOptions
 from avgpipe.cli.errors import WRONG_ARGUMENTS
 from avgpipe.cli.folder import duration
 from avgpipe.cli.options import words
@@ -35,7 +35,7 @@ _NO_MEMORY = re.compile(
 _RAISED = re.compile(r"[\w.]*(Error|Exception)\b")  # the last line of a traceback
 _REASON_LETTERS = 200
 _PROGRAM = (sys.executable, "-m", "avgpipe.cli.main")
-_COMMON = tuple(f.name for f in fields(TrainingOptions) if f.name not in ("json", "given"))
+_COMMON = tuple(f.name for f in fields(LearningOptions) if f.name not in ("json", "given"))
 
 
 # ---- which runs ------------------------------------------------------------------------------------------------------

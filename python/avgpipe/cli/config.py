@@ -104,7 +104,7 @@ class WorkloadOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(WorkloadOptions):
+class LearningOptions(WorkloadOptions):
     """The training.
 
     Attributes:
@@ -180,7 +180,7 @@ class PlanOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(TrainingOptions, PlanOptions):
+class TrainConfig(LearningOptions, PlanOptions):
     """Train WORKLOAD: start the plan's workers on this machine, or join those that torchrun started.
 
     Writes plan.json, metrics.jsonl, timeline.json, timeline.png, checkpoints/ and summary.json to the run's folder.
@@ -221,7 +221,7 @@ def read_values(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareConfig(TrainingOptions):
+class CompareConfig(LearningOptions):
     """Train WORKLOAD with each system in turn, on the same data, seed and number of workers, and compare.
 
     Prints a table and a sentence of advice. A system that fails is a row that says why, and the others go on.

@@ -85,7 +85,7 @@ def _profile(config: PartitionConfig, batch_size: int | None) -> Profile:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _MethodRow:
     """What a method found and what comes of it, or why it found nothing.
 
     Attributes:
@@ -129,14 +129,14 @@ class _Partitioning:
             self._cluster = Cluster.like(profile, config.workers, config.memory_limit_bytes, link_of(config))
         self._batch_size = batch_size or config.micro_batches * profile.micro_batch_sizes[-1]
 
-    def rows(self, methods: tuple[str, ...]) -> list[_Row]:
+    def rows(self, methods: tuple[str, ...]) -> list[_MethodRow]:
         """One for each method. ValueError if none of them finds anything."""
         rows = [self._row(method) for method in methods]
         if all(row.plan is None for row in rows):
             raise ValueError("; ".join(f"{row.method}: {row.error}" for row in rows))
         return rows
 
-    def _row(self, method: str) -> _Row:
+    def _row(self, method: str) -> _MethodRow:
         config = self._config
         try:
             found = partition(self._profile, method=method, **self._options(method))
@@ -149,8 +149,8 @@ class _Partitioning:
                 self._profile, found, plan.build_schedule(), self._cluster, plan.pipelines, plan.recompute
             )
         except ValueError as error:
-            return _Row(method, error=str(error))
-        return _Row(method, found, plan, batch_s)
+            return _MethodRow(method, error=str(error))
+        return _MethodRow(method, found, plan, batch_s)
 
     def _options(self, method: str) -> dict[str, Any]:
         """Those of all that were given or follow that the method takes."""
@@ -177,7 +177,7 @@ class _Partitioning:
 # ---- for a reader ----------------------------------------------------------------------------------------------------
 
 
-def _show(profile: Profile, rows: list[_Row], best: _Row, out: str | None) -> None:
+def _show(profile: Profile, rows: list[_MethodRow], best: _MethodRow, out: str | None) -> None:
     screen = Console(highlight=False, markup=False)
     if not screen.is_terminal:
         screen.width = _FILE_COLUMNS
@@ -196,7 +196,7 @@ def _show(profile: Profile, rows: list[_Row], best: _Row, out: str | None) -> No
     screen.print(f"best: {best.method}" + (f"; plan: {out}" if out is not None else ""))
 
 
-def _cells(row: _Row) -> list[str]:
+def _cells(row: _MethodRow) -> list[str]:
     found = row.found
     if found is None:
         return [row.method, *["-"] * 7]

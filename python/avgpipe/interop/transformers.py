@@ -179,7 +179,7 @@ def _parts(value: Passed) -> dict[str, Any]:
 # ---- blocks --------------------------------------------------------------------------------------------------------
 
 
-class _Block(nn.Module):
+class _TransformerBlock(nn.Module):
     """One block of the model, between :func:`_parts` and :func:`_passed`."""
 
     def __init__(self, block: nn.Module, config: Any, causal: bool) -> None:
@@ -206,20 +206,20 @@ class _Block(nn.Module):
         )
 
 
-class _BertBlock(_Block):
+class _BertBlock(_TransformerBlock):
     def run(self, hidden: Tensor, mask: Any, positions: Tensor | None) -> Tensor:
         output: Tensor = self.block(hidden, mask)
         return output
 
 
-class _GPT2Block(_Block):
+class _GPT2Block(_TransformerBlock):
     def run(self, hidden: Tensor, mask: Any, positions: Tensor | None) -> Tensor:
         positions = _positions(hidden, positions)
         output: Tensor = self.block(hidden, attention_mask=mask, use_cache=False, position_ids=positions)
         return output
 
 
-class _LlamaBlock(_Block):
+class _LlamaBlock(_TransformerBlock):
     def __init__(self, block: nn.Module, config: Any, rotary: nn.Module) -> None:
         super().__init__(block, config, causal=True)
         self.rotary = rotary  # the blocks of a stage share one

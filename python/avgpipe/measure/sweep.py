@@ -29,7 +29,7 @@ from avgpipe.runtime.stage import Stage, writes_to_a_leaf
 _ROUNDS = 3, 25  # at least and at most
 
 
-class DeviceClock:
+class ProfilingClock:
     """Marks on the device's own course: on CUDA events of its current stream, else the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
@@ -150,7 +150,7 @@ class Sweep:
     ) -> None:
         self.stage, self._names = stage, names
         self._loss_fn, self._autocast = loss_fn or _mean, autocast
-        self._clock = DeviceClock(stage.device)
+        self._clock = ProfilingClock(stage.device)
         self._overwriting: set[int] = set()  # layers that overwrite their input
         # A stage enters autograd's engine once for all its layers, a sweep once for each: the runtime's, not theirs.
         self._entry_s = _engine_entry_s() if stage.device.type == "cpu" else 0.0
@@ -338,7 +338,7 @@ def lane_gain(sweeps: Sequence[Sweep], example: Example, budget_s: float) -> flo
     """Return how much two replicas on one CUDA device gain from two streams: the ratio of times, from 1 to 2."""
     device = sweeps[0].stage.device
     streams: list[Any] = [torch.cuda.Stream(device) for _ in sweeps]  # type: ignore[no-untyped-call]
-    clock = DeviceClock(device)
+    clock = ProfilingClock(device)
     alone, together = list[float](), list[float]()
 
     def once(number: int) -> None:
@@ -369,7 +369,7 @@ def _alternate(sweeps: Sequence[Sweep], streams: Sequence[Any], example: Example
         current.wait_stream(stream)
 
 
-def _seconds(clock: DeviceClock, act: Callable[[], None]) -> float:
+def _seconds(clock: ProfilingClock, act: Callable[[], None]) -> float:
     begin = clock.mark()
     act()
     end = clock.mark()

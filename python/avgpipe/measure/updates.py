@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from avgpipe.elastic import Arena, Reference
-from avgpipe.measure.sweep import DeviceClock, repeat, typical
+from avgpipe.measure.sweep import ProfilingClock, repeat, typical
 from avgpipe.runtime.options import OptimizerFn
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
@@ -39,7 +39,7 @@ class Updates:
     def __init__(
         self, optimizer: OptimizerFn | None, device: torch.device, clip_grad_norm: float | None
     ) -> None:
-        self._optimizer, self._device, self._clock = optimizer, device, DeviceClock(device)
+        self._optimizer, self._device, self._clock = optimizer, device, ProfilingClock(device)
         self._limit = clip_grad_norm
         self._scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8, device=device)
         # A stage makes one step for all its layers: what every step takes must not count for each of them.

@@ -85,7 +85,7 @@ def choose_advance(
     count = measured_batches(pipelines, batches)
     least = tuple(warm_ups(stages, micro_batches, [0] * stages))
     most = _most(least, micro_batches, costs.of_stages(stages, micro_batches), pipelines, memory_limit_bytes)
-    search = _Search(micro_batches, costs, pipelines, count, least, most)
+    search = _AdvanceSearch(micro_batches, costs, pipelines, count, least, most)
     default = tuple(warm_ups(stages, micro_batches, [stages - 1 - k for k in range(stages)]))
     default_s, one_f_one_b_s = search.seconds(default), search.seconds(least)
     chosen = search.best_choice()
@@ -129,7 +129,7 @@ def _most(
     return tuple(most)
 
 
-class _Search:
+class _AdvanceSearch:
     """Over the warm-ups w_k = min(M, K-k+a_k), which fall from stage to stage, from ``least`` to ``most``."""
 
     def __init__(

@@ -298,7 +298,7 @@ def pipedream(
         )
     check_enough(stages, total)
     check_limit(memory_limit_bytes)
-    search = _Search(chain, nets, memory_limit_bytes, stages)
+    search = _PipeDreamSearch(chain, nets, memory_limit_bytes, stages)
     plan = search.plan_within(math.inf)
     if plan is None:
         assert memory_limit_bytes is not None
@@ -323,7 +323,7 @@ def pipedream(
     )
 
 
-class _Search:
+class _PipeDreamSearch:
     """Over the highest level, whose units are what the levels below make of them."""
 
     def __init__(self, chain: Chain, nets: Levels, limit: float | None, stages: int | None) -> None:
@@ -462,7 +462,7 @@ def _least_limit(chain: Chain, nets: Levels, stages: int | None) -> float:
     enough = worker_bytes(chain, 0, chain.layers, total)
 
     def within(limit: float) -> tuple[float, list[Block]] | None:
-        search = _Search(chain, nets, limit, stages)
+        search = _PipeDreamSearch(chain, nets, limit, stages)
         plan = search.plan_within(math.inf)
         if plan is None:
             return None

@@ -23,7 +23,7 @@ from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
 
 
 class _Thread(NamedTuple):
-    """A thread of a group: a pipeline, or past the pipelines the waits and the host; further ones take what overlaps."""
+    """A row of a group: a pipeline, or past the pipelines the waits and the host; further ones take what overlaps."""
 
     worker: int
     group: int
