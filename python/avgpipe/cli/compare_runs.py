@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from avgpipe import systems
-from avgpipe.cli.config import CompareConfig, TrainConfig, LearningOptions
+from avgpipe.cli.config import CompareConfig, LearningOptions, TrainConfig
 from avgpipe.cli.errors import WRONG_ARGUMENTS
 from avgpipe.cli.folder import duration
 from avgpipe.cli.options import words
