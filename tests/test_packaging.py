@@ -122,7 +122,7 @@ def test_the_source_distribution_has_what_the_build_reads_and_nothing_stray(sdis
     sources = [path for path in (checkout / "csrc").rglob("*") if path.is_file()]
     needed = {str(path.relative_to(checkout)) for path in sources} - set(STRAY)
     needed |= {"CMakeLists.txt", "setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"}
-    needed |= {"docs/reference.md", "examples/skip_connection.py", "avgpipe_ext/py.typed"}
+    needed |= {"docs/commands.md", "examples/skip_connection.py", "avgpipe_ext/py.typed"}
     assert sorted(needed - names) == []
     assert sorted(names & set(STRAY)) == []
     stray = re.compile(r"\.(so|pyc|o)$|(^|/)(build|dist|runs|__pycache__|\.[^/]*)/|^tests/")
