@@ -45,6 +45,7 @@ def left_per_call(call):
     return min(tries)
 
 
+@pytest.mark.slow
 @needs_mallinfo2
 @pytest.mark.parametrize("is_list", [False, True], ids=["single", "list"])
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -55,12 +56,14 @@ def test_a_call_leaves_nothing_behind(case, is_list):
     assert left_per_call(lambda: case.operator(*passed, *case.scalars, check_finite=True)) < 8
 
 
+@pytest.mark.slow
 @needs_mallinfo2
 def test_packing_leaves_nothing_behind():
     tensors = [torch.randn(3, 5), torch.randn(7)]
     assert left_per_call(lambda: avgpipe_ext.unpack_(avgpipe_ext.pack(tensors), tensors)) < 8
 
 
+@pytest.mark.slow
 @needs_mallinfo2
 @pytest.mark.parametrize(
     "wrong", [{"from_force": float("inf")}, {"staleness": 2}, {"alpha": float("nan")}], ids=str

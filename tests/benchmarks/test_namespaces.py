@@ -88,6 +88,7 @@ def test_what_a_killed_run_left_is_removed_and_a_living_one_is_left_alone():
         assert made.host(0) in existing()
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_program_leaves_no_namespace(number):

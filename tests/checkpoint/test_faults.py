@@ -303,6 +303,7 @@ def test_a_run_that_ends_lets_the_next_one_save(saved: Path) -> None:
     assert verify_checkpoint(saved).batches == 12
 
 
+@pytest.mark.slow
 def test_a_folder_is_held_while_one_of_its_pipelines_lives(tmp_path: Path) -> None:
     look = (
         "import sys\nfrom pathlib import Path\nfrom avgpipe.checkpoint.folder import FolderLocks\n"
@@ -354,6 +355,7 @@ def _saves_until_it_is_stopped(folder: str, timeout_s: float) -> None:
             touch("saved")
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_in_a_save_costs_the_limit_and_is_not_called_dead(tmp_path: Path) -> None:
     limit_s = 4.0
     workers = Ranks(2, _saves_until_it_is_stopped, folder=str(tmp_path / "c"), timeout_s=limit_s)

@@ -19,6 +19,7 @@ SMALL = (
 SHORT = (*SMALL, "--activation", "4KiB", "--rounds", "1", "--batches", "1", "--pipelines", "1,2")
 
 
+@pytest.mark.slow
 def test_json_is_one_object_with_bounds_and_all_rows():
     process = avgpipe(*SHORT, "--json")
     stdout, stderr = process.communicate(timeout=100)
@@ -45,6 +46,7 @@ def test_json_is_one_object_with_bounds_and_all_rows():
     assert all(row["median_s"] > 0.004 for row in answer["rows"])
 
 
+@pytest.mark.slow
 def test_a_person_reads_a_table():
     result = invoke(*SHORT, "--rows", "1f1b,torch-gpipe")
     assert result.exit_code == 0, result.stderr
@@ -53,6 +55,7 @@ def test_a_person_reads_a_table():
     assert "torch gpipe" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_schedule_that_torch_refuses_is_left_out_with_its_reason():
     result = invoke(
         *SHORT[:4], "--micro-batches", "1", *SHORT[6:], "--rows", "advance-forward,torch-1f1b", "--json"

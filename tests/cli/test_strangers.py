@@ -183,6 +183,7 @@ def attack(running, host, ports, *inside):
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", ["ours", "own"])
 def test_what_a_script_starts_listens_on_loopback_alone(script, own):
     running = script(own)
@@ -192,6 +193,7 @@ def test_what_a_script_starts_listens_on_loopback_alone(script, own):
     finishes(running)
 
 
+@pytest.mark.slow
 def test_what_train_starts_listens_on_loopback_alone(tmp_path, options):
     running = Running(
         tmp_path, "train", "awd-lstm", *options, "--epochs", "50", "--out", str(tmp_path / "run")
@@ -206,6 +208,7 @@ def test_what_train_starts_listens_on_loopback_alone(tmp_path, options):
         running.stop()
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("own", ["ours", "own"])
 def test_another_user_of_this_host_changes_nothing(script, own):
@@ -215,6 +218,7 @@ def test_another_user_of_this_host_changes_nothing(script, own):
     finishes(running)
 
 
+@pytest.mark.slow
 @needs_root
 def test_another_user_reads_and_writes_no_file_of_the_run(script):
     running = script("ours")
@@ -273,6 +277,7 @@ with socket.create_server(("0.0.0.0", 0)) as server:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", ["ours", "own"])
 def test_another_host_reaches_nothing(script, outside, own):
     running = script(own)

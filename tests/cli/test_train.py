@@ -52,6 +52,7 @@ def finish(*arguments, **changes):
 # ---- two stages, two pipelines, two epochs ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_json_is_the_summary_and_nothing_else(whole):
     assert strict(whole.stdout) == whole.summary
     assert list(whole.summary) == KEYS
@@ -106,6 +107,7 @@ def test_the_folder_has_plan_timeline_picture_and_checkpoints(whole):
     assert not [p for p in whole.out.rglob("*") if p.suffix == ".tmp"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_to_resume(whole, tmp_path):
     shutil.copytree(whole.out, tmp_path / "run")
     code, stdout, stderr = finish("--out", str(tmp_path / "run"), "--resume", "--json")
@@ -131,6 +133,7 @@ def test_max_batches_end_in_the_middle_of_an_epoch_with_a_validation(small):
     assert small.rows[-1]["batch"] == 4
 
 
+@pytest.mark.slow
 def test_a_longer_run_in_another_layout_goes_on_from_the_checkpoint(small, tmp_path):
     shutil.copytree(small.out, tmp_path / "run")
     code, stdout, stderr = finish(
@@ -216,6 +219,7 @@ def test_what_workers_do_is_not_in_their_command_line(tmp_path, monkeypatch):
     assert TrainConfig.from_json(arguments["config"]) == config
 
 
+@pytest.mark.slow
 def test_it_joins_torchruns_workers(text, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -227,6 +231,7 @@ def test_it_joins_torchruns_workers(text, tmp_path):
     assert Run(out, run.stdout, run.stderr).summary["batches"] == 4
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_killed_run_again_from_its_checkpoint(text, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -245,6 +250,7 @@ def test_torchrun_starts_a_killed_run_again_from_its_checkpoint(text, tmp_path):
     assert [row["batch"] for row in rows(out) if row["kind"] == "train"] == list(range(32))
 
 
+@pytest.mark.slow
 def test_a_link_and_a_wire_can_be_chosen_and_the_link_is_named(text, tmp_path):
     out = tmp_path / "run"
     arguments = ("--data", str(text), "--batch-size", "4", "--stages", "2", "--max-batches", "12")

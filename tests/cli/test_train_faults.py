@@ -76,6 +76,7 @@ def losses(found):
     return [(row["kind"], row["batch"], row["loss"]) for row in found]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_and_the_run_resumes_bit_for_bit(start, whole):
     training = start()
     training.process.send_signal(signal.SIGINT)
@@ -99,6 +100,7 @@ def test_ctrl_c_ends_all_and_the_run_resumes_bit_for_bit(start, whole):
     assert (summary["epochs"], summary["batches"], summary["samples"]) == (2, 128, 512)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_all_with_its_own_exit_code(start):
     training = start()
     training.process.send_signal(signal.SIGTERM)
@@ -107,6 +109,7 @@ def test_sigterm_ends_all_with_its_own_exit_code(start):
     assert resume_line(training.out) in stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_worker_is_named_by_the_others_and_the_checkpoint_loads(start, killed):
     # it trains without a pause from the checkpoint at the end of the first epoch to that of the second
@@ -135,6 +138,7 @@ def test_a_killed_worker_is_named_by_the_others_and_the_checkpoint_loads(start, 
     assert strict(stdout)["batches"] == saved + 3
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_parent(start):
     training = start()
     assert sorted(training.workers) == [0, 1]
@@ -142,6 +146,7 @@ def test_workers_end_with_a_killed_parent(start):
     wait_for(lambda: not any(alive(pid) for pid in training.workers.values()), timeout_s=15)
 
 
+@pytest.mark.slow
 def test_a_run_in_one_process_is_interrupted_alike(tmp_path, text):
     options = [
         "--data",

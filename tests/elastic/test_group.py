@@ -52,6 +52,7 @@ def run_cases():
     return [run_case(case) for case in CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 def test_equals_replicas_in_one_process(n):
     by_rank = run(n, run_cases)

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.examples.scripts import EXAMPLES, printed
 
 SCRIPT = EXAMPLES / "torch_schedule.py"
 
 
+@pytest.mark.slow
 def test_the_model_learns():
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", printed(SCRIPT, "avgpipe run"))]
     assert len(losses) == 5  # of the last rank only

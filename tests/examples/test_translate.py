@@ -27,6 +27,7 @@ def run(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_sentence_has_one_translation(command, run):
     text = printed(SCRIPT, command, str(run), "w1 w2", "w3")

@@ -271,6 +271,7 @@ def test_a_pipeline_names_the_stage_of_wrong_inputs():
         pipeline.predict({"input_ids": tokens(), "token_type_ids": tokens()})
 
 
+@pytest.mark.slow
 def test_other_models_do_not_import_the_library():
     script = """
 import sys, torch

@@ -195,6 +195,7 @@ def test_model_random_state_and_threads_stay_as_they_were():
     assert model[4].weight.grad is None
 
 
+@pytest.mark.slow
 def test_processes_tell_of_the_runtime_and_the_link(measures_workers, monkeypatch):
     monkeypatch.setattr(profiler, "measure_workers", measures_workers)
     found = measured(dense(), torch.zeros(2, 8), micro_batch_sizes=(1,))

@@ -222,6 +222,7 @@ def test_what_is_found_fits(seed: int, workers: int, share: float) -> None:
         assert one is None or one.batch_s == quickest(alone)
 
 
+@pytest.mark.slow
 def test_within_a_limit_hardly_any_is_quicker() -> None:
     """Than the best of all shapes, recomputations, advances and cuts. Which shapes are refined, and with which
     recomputation and advance, is decided by their first cuts, so that nothing exact holds for each case; the best may
@@ -270,6 +271,7 @@ def test_of_the_way_that_is_chosen_no_cut_is_quicker(
     assert found.batch_s <= CLOSE * max(best_s)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10**9), st.lists(st.sampled_from([None, 0.2, 0.6, 0.9, 1.5]), min_size=2, max_size=4))
 def test_devices_may_have_different_memory(seed: int, shares: list[float | None]) -> None:

@@ -97,6 +97,7 @@ def largest(p: Profile, placed: Placed, micro_batches: int) -> float:
     return max(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("machines", "devices"), [(2, 2), (1, 4), (1, 3), (4, 1)])
 def test_no_plan_has_a_shorter_latency(machines: int, devices: int) -> None:
     for seed in range(12 if machines == 2 else 30):

@@ -22,6 +22,7 @@ def busy_ticks(schedule, actions):
     return busy
 
 
+@pytest.mark.slow
 @settings(max_examples=2500, deadline=None)
 @given(cases())
 def test_every_tick_is_that_of_the_reference(case):

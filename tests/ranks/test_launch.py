@@ -42,6 +42,7 @@ def test_ranks_find_each_other():
     assert run_on_ranks(f"{HERE}:meets", 2, {}, timeout_s=60) == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_with_its_reason_and_ends_the_others(tmp_path):
     with pytest.raises(
         RanksFailed, match="worker 1 of 2 failed with exit code 1: ValueError: one is enough"
@@ -51,6 +52,7 @@ def test_a_failure_is_told_with_its_reason_and_ends_the_others(tmp_path):
     assert not any(map(alive, workers_of(tmp_path)))
 
 
+@pytest.mark.slow
 def test_who_only_missed_a_peer_is_not_to_blame():
     with pytest.raises(
         RanksFailed, match="worker 1 of 2 failed with exit code 1: ValueError: later"
@@ -65,6 +67,7 @@ def test_a_function_may_choose_its_exit_code():
         run_on_ranks(f"{HERE}:refuses", 1, {}, timeout_s=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chosen", "threads", "found"), [("5", None, "5"), ("5", 3, "3"), (None, None, "")])
 def test_threads_are_shared_unless_somebody_chose(monkeypatch, chosen, threads, found):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -76,12 +79,14 @@ def test_threads_are_shared_unless_somebody_chose(monkeypatch, chosen, threads, 
     assert dict(os.environ) == before
 
 
+@pytest.mark.slow
 def test_workers_that_take_too_long_are_ended(tmp_path):
     with pytest.raises(PipelineError, match="not done after 3 s"):
         run_on_ranks(f"{HERE}:sleeps", 1, {"folder": str(tmp_path)}, timeout_s=3)
     assert not any(map(alive, workers_of(tmp_path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_workers_go_with_their_parent(tmp_path, number):
     code = (

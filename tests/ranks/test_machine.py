@@ -48,6 +48,7 @@ def faults(keep: bool, **environment: str) -> tuple[str, int]:
     return kept, int(count)
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_large_tensors_freed_and_taken_again_hardly_fault() -> None:
     _, without = faults(False)
@@ -57,6 +58,7 @@ def test_large_tensors_freed_and_taken_again_hardly_fault() -> None:
     assert found <= 1.5 * without / 5
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_what_the_environment_chooses_stays() -> None:
     kept, found = faults(True, MALLOC_MMAP_THRESHOLD_="1048576")
@@ -143,6 +145,7 @@ def test_launched_processes_do_without_the_cache_per_thread(monkeypatch: pytest.
     assert launch_environment() == found  # theirs do so too
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_launched_processes_keep_freed_memory_all_the_same() -> None:
     kept, _ = faults(True, GLIBC_TUNABLES="glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1")

@@ -64,6 +64,7 @@ class Silent(Store):
 # ---- the board ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_keeps_nobody() -> None:
     store = Silent()
     board = Board(store)
@@ -140,6 +141,7 @@ def test_who_does_not_come_is_named() -> None:
         meet(board, "start", 0, range(4), time.monotonic() + 0.1)
 
 
+@pytest.mark.slow
 def test_a_meeting_with_a_silent_store_ends() -> None:
     with pytest.raises(
         PeerLost, match="rank 0 cannot meet the others at its start: the store does not answer"
@@ -147,6 +149,7 @@ def test_a_meeting_with_a_silent_store_ends() -> None:
         meet(Board(Silent()), "start", 0, range(2), time.monotonic() + 0.1)
 
 
+@pytest.mark.slow
 def test_a_store_that_answers_late_is_asked_again() -> None:
     store = Silent()
     board = Board(store)
@@ -192,6 +195,7 @@ def test_a_missing_address_is_asked_for(monkeypatch: Any) -> None:
         open_store(1)
 
 
+@pytest.mark.slow
 def test_nobody_holds_the_store(monkeypatch: Any) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -225,6 +229,7 @@ def test_what_connects_is_returned() -> None:
     assert store.texts == {"here/done/0": b"here"}
 
 
+@pytest.mark.slow
 def test_who_neither_has_connected_nor_notices_is_named() -> None:
     store, ends = Store(), threading.Event()
     store.texts = {"here/done/1": b"", "here/done/3": b""}
@@ -235,6 +240,7 @@ def test_who_neither_has_connected_nor_notices_is_named() -> None:
     ends.set()
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_ends_the_others_waiting() -> None:
     store, ends = Store(), threading.Event()
 
@@ -266,6 +272,7 @@ def test_a_failure_of_one_ends_the_others_waiting() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_connecting_without_an_answer_of_the_store_ends() -> None:
     with pytest.raises(
         PeerLost, match="rank 0 cannot connect to rank 1, rank 2, rank 3, which died or stands still: no"
@@ -304,6 +311,7 @@ def _dies_before_the_second(victim: int) -> None:
     _dies_before(victim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize(
     ("function", "place"),
@@ -333,6 +341,7 @@ def _dies_while_it_connects(victim: int) -> None:
     _dies_before(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_that_died_while_the_others_connected_is_named(victim: int) -> None:
     workers = Ranks(3, _dies_while_it_connects, victim=victim)
@@ -374,6 +383,7 @@ def holder() -> Any:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_a_stopped_store_hides_no_rank_that_died(holder: Any) -> None:
     """The survivor asks the store why, which does not answer: it says so, within its limit."""
     process, port = holder
@@ -389,6 +399,7 @@ def test_a_stopped_store_hides_no_rank_that_died(holder: Any) -> None:
     assert re.search(r"PeerLost: rank 1 \(stage 1\) died or closed its connection", output), output
 
 
+@pytest.mark.slow
 def test_a_stopped_store_hides_no_rank_that_stands_still(holder: Any) -> None:
     process, port = holder
     workers = Ranks(2, _trains_until_it_ends, port=port)
@@ -405,6 +416,7 @@ def test_a_stopped_store_hides_no_rank_that_stands_still(holder: Any) -> None:
     assert "rank 1 cannot be asked: the store does not answer" in output
 
 
+@pytest.mark.slow
 def test_a_stopped_store_disturbs_no_training(holder: Any) -> None:
     process, port = holder
     workers = Ranks(2, _trains_until_it_ends, port=port)

@@ -144,6 +144,7 @@ def train(
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", LINKS)
 def test_a_rank_that_has_finished_and_left_disturbs_nobody(link: str) -> None:
     workers = Ranks(3, train, K=3, stage=1, at=3, where="backward", link=link)
@@ -157,6 +158,7 @@ def test_a_rank_that_has_finished_and_left_disturbs_nobody(link: str) -> None:
     assert losses[0] == losses[1] == losses[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_hung_layer_is_named_on_every_rank(link: str, stage: int) -> None:

@@ -102,6 +102,7 @@ def _dies() -> None:
         ours.broadcast(torch.ones(1), 1)
 
 
+@pytest.mark.slow
 def test_a_collective_names_the_rank_that_died() -> None:
     (code, output), _ = Ranks(2, _dies).join(60)
     assert code == 1

@@ -70,6 +70,7 @@ def compare(model: Any, plan: Plan, batches: list[Any], bound: float = 1e-10, **
 # ---- equality ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [1, 2, 3, 4])
 def test_weights_are_those_of_plain_layers_for_any_number_of_stages(K: int) -> None:
     # tied weights, pytrees between layers, an in-place activation, uneven micro-batches, a short last batch
@@ -94,6 +95,7 @@ def check_on_ranks() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_on_ranks() -> None:
     assert "'dynamic': True" in run(2, check_on_ranks)[1]
 
@@ -111,6 +113,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_weights_are_those_of_plain_layers_under_every_plan(name: str) -> None:
     plan = Plan(stages=2, micro_batches=3, **PLANS[name])
@@ -141,6 +144,7 @@ def test_autocast_and_float32() -> None:
     compare(model, Plan(stages=2, micro_batches=2), batches, 1e-6, autocast=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_the_default_backend() -> None:
     from torch._inductor import config, cpp_builder, exc
 
@@ -188,6 +192,7 @@ def carrying_model() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"recompute": "always"}, {"pipelines": 2}], ids=str)
 @pytest.mark.parametrize("name", ["plain", "batch norm", "carry"])
 def test_no_batch_is_compiled_for_itself(name: str, plan: dict[str, Any]) -> None:
@@ -202,6 +207,7 @@ def test_no_batch_is_compiled_for_itself(name: str, plan: dict[str, Any]) -> Non
     compare(make(), shape, batches[:8])
 
 
+@pytest.mark.slow
 def test_statistics_of_batch_norm_are_in_the_graph() -> None:
     batches = image_batches(4, last=11)
     for recompute in ("never", "always"):
@@ -295,6 +301,7 @@ def test_hooks_of_layers_are_called() -> None:
 # ---- using the pipeline --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("N", [1, 2])
 def test_evaluation_saving_and_loading(N: int, tmp_path: Path) -> None:
     plan, batches, held_out = (

@@ -103,6 +103,7 @@ def plans(K: int) -> Iterator[Plan]:
                     yield Plan(stages=K, pipelines=N, micro_batches=M, schedule=schedule, staleness=staleness)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("K", range(1, 7))
 def test_any_order_of_delivery_and_of_devices_ends_with_the_same_losses(K: int, shuffled: None) -> None:
     Shuffled.dice.seed(K)

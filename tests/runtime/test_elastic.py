@@ -127,6 +127,7 @@ def delayed(K: int) -> list[Any]:
         Lane.advance = advance
 
 
+@pytest.mark.slow
 def test_delays_change_nothing() -> None:
     ranks = [runner.run(2, delayed, K=2) for _ in range(2)]
     first = ranks[0][0]

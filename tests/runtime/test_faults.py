@@ -29,6 +29,7 @@ def endless(K: int, N: int, folder: str) -> None:
                     Path(folder, os.environ["RANK"]).touch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_every_rank_names_the_one_that_was_killed(victim: int, tmp_path: Path) -> None:
     ranks = Ranks(3, endless, K=3, N=2, folder=str(tmp_path))
@@ -52,6 +53,7 @@ def endless_saving(K: int, folder: str) -> None:
             Path(folder, os.environ["RANK"]).touch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_while_saving_is_named_and_the_checkpoint_is_whole(victim: int, tmp_path: Path) -> None:
     ranks = Ranks(3, endless_saving, K=3, folder=str(tmp_path))
@@ -94,6 +96,7 @@ def test_an_error_in_a_layer_ends_all_ranks_with_its_text() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_wait_over_the_limit_says_who_waited_for_what() -> None:
     ranks = Ranks(3, with_layer, kind="hangs", timeout_s=6)
     for process in ranks.processes[:2]:

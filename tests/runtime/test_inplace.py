@@ -233,6 +233,7 @@ def check_on_ranks(K: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [2, 3])
 def test_layers_that_write_to_their_input_train_on_ranks_over_every_link(K: int) -> None:
     assert run(K, check_on_ranks, K=K, timeout_s=110) == [True] * K

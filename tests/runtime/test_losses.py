@@ -165,6 +165,7 @@ def check_on_ranks(K: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [2, 3])
 def test_on_ranks(K: int) -> None:
     assert run(K, check_on_ranks, K=K, timeout_s=110) == [True] * K

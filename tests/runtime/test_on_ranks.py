@@ -114,6 +114,7 @@ def bounded(p: Pipeline) -> None:
             assert sender.slots()[0] <= limit, (channel, sender.slots(), limit)
 
 
+@pytest.mark.slow
 def test_what_a_layer_keeps_of_its_input_stays_right() -> None:
     for recompute in ("never", "always"):
         expected = keep(1, "auto", recompute)
@@ -162,6 +163,7 @@ def delayed(K: int, link: str) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [2, 4])
 def test_random_delays_change_nothing(K: int) -> None:
     ranks = [found for link in LINKS for found in run(K, delayed, K=K, link=link)]
@@ -186,6 +188,7 @@ def long(link: str) -> tuple[int, int]:
     return sizes[199], sizes[999]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", LINKS)
 def test_memory_does_not_grow_over_1000_batches(link: str) -> None:
     # A leaked message of 32 KiB in each batch would be 25 MiB. What may grow is the record of events for the

@@ -88,6 +88,7 @@ def on_ranks(options: dict[str, Any]) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [SPLIT[0], SPLIT[4], SPLIT[6], REPLICATED[0], REPLICATED[2], REPLICATED[5], *PLACED[:3]],

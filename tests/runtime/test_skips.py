@@ -425,6 +425,7 @@ def crossing_on_ranks() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_stage_may_give_the_next_one_nothing_on_ranks() -> None:
     assert run(4, crossing_on_ranks, timeout_s=60) == [True] * 4
 

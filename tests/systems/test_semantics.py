@@ -370,6 +370,7 @@ def test_asynchronous_data_parallelism_adds_up_what_each_has_learnt() -> None:
     assert run(2, apart) == [True] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [2, 4])
 def test_every_system_on_ranks_whatever_takes_long(K: int) -> None:
     assert run(K, late_on_ranks, K=K, timeout_s=110) == [True] * K

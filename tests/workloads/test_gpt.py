@@ -130,6 +130,7 @@ def test_initial_weights_leave_the_callers_random_state():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_read_without_a_folder(monkeypatch):
     monkeypatch.setitem(PRESETS["gpt"], "tiny", dataclasses.replace(REDUCED, max_bytes=60_000))
     workload = build_workload("gpt")

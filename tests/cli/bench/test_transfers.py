@@ -12,6 +12,7 @@ def found():
     return run_on_ranks("tests.cli.bench.targets:every_way", 2, {}, timeout_s=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["shm", "gloo", "plain gloo"])
 def test_both_ranks_get_each_message_of_the_other_one(found, way):
     for rank in found:
