@@ -148,5 +148,5 @@ def test_a_profile_s_clock_marks_the_stream_of_its_device(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"of {device}")
-    sweep.DeviceClock(CUDA).mark()
+    sweep.ProfilingClock(CUDA).mark()
     assert marked == ["of cuda:3"]
