@@ -51,7 +51,7 @@ slow: $(VENV)/installed
 
 # The documentation as a site, in build/site.
 docs: $(VENV)/installed
-	$(BIN)/pip install -q --no-build-isolation -e '.[docs]'
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install -q --no-build-isolation -e '.[docs]'
 	$(BIN)/mkdocs build --quiet
 
 $(VENV)/installed: $(NATIVE)
