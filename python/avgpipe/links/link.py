@@ -38,7 +38,7 @@ class Link:
 
     def send(self, key: Key, value: Any) -> None:
         """Send a message, and never wait for the other end. The caller may change ``value`` afterwards."""
-        raise NotImplementedError
+        raise NotImplementedError  # each link's own
 
     def leave(self) -> None:
         """Tell the other end that nothing more comes, and nothing more is taken; does not wait."""
@@ -134,7 +134,7 @@ class Transport:
 
     def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> Link:
         """Return the link with ``rank``; ``others``: what both could open beside it, the best first."""
-        raise NotImplementedError
+        raise NotImplementedError  # each transport's own
 
 
 class BellLike(Protocol):
