@@ -42,7 +42,7 @@ sanitize: $(VENV)/installed
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
-# Quick tests; two at a time, but for those that start processes of their own, which take turns.
+# Quick tests, two at a time, but for those that change the network or mounts (marked root), which take turns.
 unit: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 

@@ -224,6 +224,7 @@ print("arrived")
 """
 
 
+@pytest.mark.root
 def test_a_full_dev_shm_does_not_matter():
     fill = "mount -t tmpfs -o size=4096 none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full && exec "
     inside = ["unshare", "--mount", "sh", "-c"]

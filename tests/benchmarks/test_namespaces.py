@@ -43,6 +43,8 @@ def test_without_iproute2_it_says_what_is_missing(monkeypatch):
         check_namespaces("--rate")
 
 
+@pytest.mark.ranks
+@pytest.mark.root
 @needs_root
 def test_workers_meet_inside_and_nothing_is_left():
     with network(2, 1e9) as made:
@@ -52,6 +54,7 @@ def test_workers_meet_inside_and_nothing_is_left():
     assert not {name for name in existing() if name.startswith(f"avgpipe-{os.getpid()}-")}
 
 
+@pytest.mark.root
 @needs_root
 def test_what_a_host_sends_is_limited_and_what_it_receives_is_not():
     with network(1, 5e8) as made:
@@ -69,6 +72,7 @@ def test_what_a_host_sends_is_limited_and_what_it_receives_is_not():
         assert "tbf" not in shown[1]
 
 
+@pytest.mark.root
 @needs_root
 def test_a_failure_inside_leaves_nothing():
     with pytest.raises(KeyboardInterrupt), network(1, 1e9):
@@ -76,6 +80,7 @@ def test_a_failure_inside_leaves_nothing():
     assert not {name for name in existing() if name.startswith(f"avgpipe-{os.getpid()}-")}
 
 
+@pytest.mark.root
 @needs_root
 def test_what_a_killed_run_left_is_removed_and_a_living_one_is_left_alone():
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -89,6 +94,7 @@ def test_what_a_killed_run_left_is_removed_and_a_living_one_is_left_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.root
 @needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_program_leaves_no_namespace(number):

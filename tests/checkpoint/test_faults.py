@@ -116,6 +116,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)  # no closed Pipeline keeps it busy
 
 
+@pytest.mark.root
 def test_a_disk_that_is_really_full(disk: Path) -> None:
     with make() as p:
         losses(p)
@@ -134,6 +135,7 @@ def test_a_disk_that_is_really_full(disk: Path) -> None:
         assert verify_checkpoint(disk / "c").batches == 8
 
 
+@pytest.mark.root
 def test_a_folder_that_cannot_be_written(disk: Path, tmp_path: Path) -> None:
     with make() as p:
         losses(p)
@@ -175,6 +177,7 @@ def _one_rank_has_no_room(folder: str, rank: int) -> None:
         p.save(folder)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_agree_that_one_has_no_room(rank: int, tmp_path: Path) -> None:
     run(2, _one_rank_has_no_room, folder=str(tmp_path / "c"), rank=rank)
@@ -208,6 +211,7 @@ def _one_rank_cannot_read(folder: str) -> None:
         losses(p)
 
 
+@pytest.mark.ranks
 def test_all_ranks_agree_that_one_cannot_read(saved: Path) -> None:
     next(saved.glob("stage-1-*")).write_bytes(b"short")
     run(2, _one_rank_cannot_read, folder=str(saved))
@@ -355,6 +359,7 @@ def _saves_until_it_is_stopped(folder: str, timeout_s: float) -> None:
             touch("saved")
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_rank_that_stands_still_in_a_save_costs_the_limit_and_is_not_called_dead(tmp_path: Path) -> None:
     limit_s = 4.0

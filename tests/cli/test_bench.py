@@ -33,6 +33,7 @@ def test_a_person_reads_tables():
     assert "limit: mul_ in place" in result.stdout
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_nothing_but_json_reaches_standard_output_of_the_process():
     process = avgpipe(*SMALL, "--only", "easgd", "--json")

@@ -19,6 +19,7 @@ SMALL = (
 SHORT = (*SMALL, "--activation", "4KiB", "--rounds", "1", "--batches", "1", "--pipelines", "1,2")
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_json_is_one_object_with_bounds_and_all_rows():
     process = avgpipe(*SHORT, "--json")

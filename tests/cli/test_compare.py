@@ -383,6 +383,7 @@ def test_a_refusal_in_json_is_one_object():
 # ---- for real --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_two_systems_for_real(text, tmp_path):
     out = tmp_path / "out"

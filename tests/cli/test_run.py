@@ -4,6 +4,8 @@ import pytest
 
 from tests.cli.command import avgpipe, invoke, strict
 
+pytestmark = pytest.mark.ranks
+
 # The workers share the pipe: what is to be one line must be one write.
 SCRIPT = """
 import os, sys

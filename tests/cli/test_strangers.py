@@ -14,15 +14,13 @@ import pytest
 from tests.cli.command import alive, avgpipe, children, environment, wait_for
 
 pytestmark = [
+    pytest.mark.ranks,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc"),
     pytest.mark.timeout(240),
 ]
 NOBODY = 65534
-OUTSIDE, HERE, THERE = (
-    "avgpipe-stranger",
-    "198.18.7.1",
-    "198.18.7.2",
-)  # addresses for benchmarks of networks (RFC 2544)
+OUTSIDE, DEVICE = "avgpipe-stranger", "avgstranger"
+HERE, THERE = "198.18.7.1", "198.18.7.2"  # addresses for benchmarks of networks (RFC 2544)
 
 # Trains over gloo until the file "end" is there, then says how it went. With OWN it makes torch's group itself.
 SCRIPT = """
@@ -208,6 +206,7 @@ def test_what_train_starts_listens_on_loopback_alone(tmp_path, options):
         running.stop()
 
 
+@pytest.mark.root
 @pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("own", ["ours", "own"])
@@ -218,6 +217,7 @@ def test_another_user_of_this_host_changes_nothing(script, own):
     finishes(running)
 
 
+@pytest.mark.root
 @pytest.mark.slow
 @needs_root
 def test_another_user_reads_and_writes_no_file_of_the_run(script):
@@ -257,16 +257,16 @@ def outside():
     if (made := ip("netns", "add", OUTSIDE)).returncode:
         pytest.skip(f"no network namespace can be made: {made.stderr.strip()}")
     try:
-        ip("link", "add", "avgstranger", "type", "veth", "peer", "name", "eth0", "netns", OUTSIDE)
-        ip("addr", "add", f"{HERE}/30", "dev", "avgstranger")
-        ip("link", "set", "avgstranger", "up")
+        ip("link", "add", DEVICE, "type", "veth", "peer", "name", "eth0", "netns", OUTSIDE)
+        ip("addr", "add", f"{HERE}/30", "dev", DEVICE)
+        ip("link", "set", DEVICE, "up")
         ip("-n", OUTSIDE, "addr", "add", f"{THERE}/30", "dev", "eth0")
         if (last := ip("-n", OUTSIDE, "link", "set", "eth0", "up")).returncode:
             pytest.skip(f"no pair of devices can be made: {last.stderr.strip()}")
         yield ["ip", "netns", "exec", OUTSIDE]
     finally:
         ip("netns", "del", OUTSIDE)
-        ip("link", "del", "avgstranger")
+        ip("link", "del", DEVICE)
 
 
 REACHABLE = """
@@ -277,6 +277,7 @@ with socket.create_server(("0.0.0.0", 0)) as server:
 """
 
 
+@pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.parametrize("own", ["ours", "own"])
 def test_another_host_reaches_nothing(script, outside, own):

@@ -107,6 +107,7 @@ def test_the_folder_has_plan_timeline_picture_and_checkpoints(whole):
     assert not [p for p in whole.out.rglob("*") if p.suffix == ".tmp"]
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_finished_run_has_nothing_to_resume(whole, tmp_path):
     shutil.copytree(whole.out, tmp_path / "run")
@@ -133,6 +134,7 @@ def test_max_batches_end_in_the_middle_of_an_epoch_with_a_validation(small):
     assert small.rows[-1]["batch"] == 4
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_longer_run_in_another_layout_goes_on_from_the_checkpoint(small, tmp_path):
     shutil.copytree(small.out, tmp_path / "run")
@@ -250,6 +252,7 @@ def test_torchrun_starts_a_killed_run_again_from_its_checkpoint(text, tmp_path):
     assert [row["batch"] for row in rows(out) if row["kind"] == "train"] == list(range(32))
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_link_and_a_wire_can_be_chosen_and_the_link_is_named(text, tmp_path):
     out = tmp_path / "run"

@@ -12,6 +12,7 @@ from avgpipe.checkpoint import verify_checkpoint
 from tests.cli.command import alive, avgpipe, children, rank_of, rows, strict, wait_for
 
 pytestmark = [
+    pytest.mark.ranks,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc"),
     pytest.mark.timeout(240),
 ]

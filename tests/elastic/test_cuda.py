@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
@@ -12,14 +11,7 @@ from avgpipe import ElasticAveraging, Reference
 from tests.elastic.cases import set_gradients, weights
 from tests.elastic.emulation import AdamW, Emulation
 
-
-@pytest.fixture(autouse=True)
-def _gpu():
-    if torch.cuda.is_available():
-        return
-    if os.environ.get("AVGPIPE_REQUIRE_CUDA") == "1":
-        pytest.fail("AVGPIPE_REQUIRE_CUDA=1, but torch sees no CUDA device")
-    pytest.skip("no CUDA device, or a CPU build of torch")
+pytestmark = pytest.mark.gpu
 
 
 def on(device, params):

@@ -14,6 +14,8 @@ from tests.elastic.cases import Crew, set_gradients, weights
 from tests.elastic.emulation import AdamW, Momentum, Nesterov
 from tests.runner import run
 
+pytestmark = pytest.mark.ranks
+
 STEPS = 7
 CASES = [
     {"rule": rule, "staleness": staleness, "period": period, "outer": outer}

@@ -5,6 +5,8 @@ import pytest
 from tests.cli.command import avgpipe
 from tests.examples.scripts import COMMANDS, EXAMPLES, printed
 
+pytestmark = pytest.mark.ranks
+
 for needed in ("tokenizers", "sacrebleu"):
     pytest.importorskip(needed)
 SCRIPT = EXAMPLES / "translate.py"

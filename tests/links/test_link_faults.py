@@ -21,6 +21,8 @@ from tests.links.ends import LINKS
 from tests.runner import Ranks, run, touch
 from tests.runtime.cases import language_model, momentum, token_batches
 
+pytestmark = pytest.mark.ranks
+
 LOSS = nn.CrossEntropyLoss()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from avgpipe.links.cuda import NcclLink, edge_groups
@@ -14,6 +15,8 @@ from avgpipe.links.message import Key, Message
 from avgpipe.ranks.world import World
 from tests.links.ends import BACK, CHANNELS, CPU
 from tests.runner import run
+
+pytestmark = pytest.mark.ranks
 
 SENT = 20
 

@@ -23,6 +23,7 @@ def workers_of(folder, count=2):
     return [int(path.read_text()) for path in folder.iterdir() if path.read_text()][:count]
 
 
+@pytest.mark.ranks
 def test_every_rank_answers():
     said = []
     answers = run_on_ranks(f"{HERE}:adds", 2, {"a": 1, "b": 2}, timeout_s=60, say=said.append)
@@ -30,6 +31,7 @@ def test_every_rank_answers():
     assert set(said) <= {"rank 0 adds"}  # of rank 0 alone, if it was still there to be seen
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
 def test_arguments_are_not_in_the_command_line():
     """Which every user of the host may read."""
@@ -38,10 +40,12 @@ def test_arguments_are_not_in_the_command_line():
     assert not any("secret" in word or "a path" in word for word in words)
 
 
+@pytest.mark.ranks
 def test_ranks_find_each_other():
     assert run_on_ranks(f"{HERE}:meets", 2, {}, timeout_s=60) == [3.0, 3.0]
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_failure_is_told_with_its_reason_and_ends_the_others(tmp_path):
     with pytest.raises(
@@ -52,6 +56,7 @@ def test_a_failure_is_told_with_its_reason_and_ends_the_others(tmp_path):
     assert not any(map(alive, workers_of(tmp_path)))
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_who_only_missed_a_peer_is_not_to_blame():
     with pytest.raises(
@@ -61,12 +66,14 @@ def test_who_only_missed_a_peer_is_not_to_blame():
     assert failure.value.exit_codes == (PEER_LOST, 1)
 
 
+@pytest.mark.ranks
 def test_a_function_may_choose_its_exit_code():
     last = "what standard output gets is kept back, too"
     with pytest.raises(RanksFailed, match=f"worker 0 of 1 failed with exit code 2: {last}"):
         run_on_ranks(f"{HERE}:refuses", 1, {}, timeout_s=60)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(("chosen", "threads", "found"), [("5", None, "5"), ("5", 3, "3"), (None, None, "")])
 def test_threads_are_shared_unless_somebody_chose(monkeypatch, chosen, threads, found):
@@ -79,6 +86,7 @@ def test_threads_are_shared_unless_somebody_chose(monkeypatch, chosen, threads, 
     assert dict(os.environ) == before
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_workers_that_take_too_long_are_ended(tmp_path):
     with pytest.raises(PipelineError, match="not done after 3 s"):
@@ -105,6 +113,7 @@ def test_workers_go_with_their_parent(tmp_path, number):
         parent.kill()
 
 
+@pytest.mark.ranks
 def test_nothing_waits_when_a_worker_cannot_be_started():
     begin = time.monotonic()
     with pytest.raises(PipelineError, match=r"No module named 'tests\.nothing'"):
@@ -112,6 +121,7 @@ def test_nothing_waits_when_a_worker_cannot_be_started():
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.ranks
 def test_a_handler_of_the_caller_is_there_again_afterwards(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RanksFailed):

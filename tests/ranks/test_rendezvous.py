@@ -311,6 +311,7 @@ def _dies_before_the_second(victim: int) -> None:
     _dies_before(victim)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize(
@@ -341,6 +342,7 @@ def _dies_while_it_connects(victim: int) -> None:
     _dies_before(-1)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_that_died_while_the_others_connected_is_named(victim: int) -> None:
@@ -383,6 +385,7 @@ def holder() -> Any:
     process.communicate()
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_stopped_store_hides_no_rank_that_died(holder: Any) -> None:
     """The survivor asks the store why, which does not answer: it says so, within its limit."""
@@ -399,6 +402,7 @@ def test_a_stopped_store_hides_no_rank_that_died(holder: Any) -> None:
     assert re.search(r"PeerLost: rank 1 \(stage 1\) died or closed its connection", output), output
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_stopped_store_hides_no_rank_that_stands_still(holder: Any) -> None:
     process, port = holder
@@ -416,6 +420,7 @@ def test_a_stopped_store_hides_no_rank_that_stands_still(holder: Any) -> None:
     assert "rank 1 cannot be asked: the store does not answer" in output
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_stopped_store_disturbs_no_training(holder: Any) -> None:
     process, port = holder
@@ -435,6 +440,7 @@ def _alone() -> tuple[int, int, list[float]]:
         return p.world.rank, p.world.size, [r.loss for r in p.train(token_batches(2, 8))]
 
 
+@pytest.mark.ranks
 def test_a_rank_can_be_alone() -> None:
     first, second = run(2, _alone)
     assert first[:2] == (0, 1)
@@ -450,6 +456,7 @@ def _first_two() -> float:
     return float(total)
 
 
+@pytest.mark.ranks
 def test_some_ranks_can_be_a_group() -> None:
     assert run(3, _first_two) == [2.0, 2.0, 0.0]
 
@@ -467,6 +474,7 @@ def _own_group() -> list[float]:
     return losses
 
 
+@pytest.mark.ranks
 def test_the_callers_own_group_stays() -> None:
     first, second = run(2, _own_group)
     assert first == second

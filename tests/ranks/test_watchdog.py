@@ -144,6 +144,7 @@ def train(
     return losses
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("link", LINKS)
 def test_a_rank_that_has_finished_and_left_disturbs_nobody(link: str) -> None:
@@ -158,6 +159,7 @@ def test_a_rank_that_has_finished_and_left_disturbs_nobody(link: str) -> None:
     assert losses[0] == losses[1] == losses[2]
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("stage", [0, 1, 2])

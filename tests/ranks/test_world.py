@@ -15,6 +15,8 @@ from avgpipe.ranks import world
 from avgpipe.ranks.world import World, gather
 from tests.runner import Ranks, run
 
+pytestmark = pytest.mark.ranks
+
 VALUES = [
     *(0, "", "a", "Übung 日本", "x" * 10_000, "\udc80 as a file's name may be"),
     *(None, 0.1 + 0.2, -math.inf, [1, {"a": []}]),

@@ -95,6 +95,7 @@ def check_on_ranks() -> str:
     return str(caught.value)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_on_ranks() -> None:
     assert "'dynamic': True" in run(2, check_on_ranks)[1]

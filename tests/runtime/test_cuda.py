@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -23,17 +22,10 @@ from tests.runtime.cases import (
     unequal,
 )
 
+pytestmark = pytest.mark.gpu
+
 LOSS = nn.CrossEntropyLoss()
 BOUND = 1e-9  # float64; the two devices add in different orders
-
-
-@pytest.fixture(autouse=True)
-def _gpu() -> None:
-    if torch.cuda.is_available():
-        return
-    if os.environ.get("AVGPIPE_REQUIRE_CUDA") == "1":
-        pytest.fail("AVGPIPE_REQUIRE_CUDA=1, but torch sees no CUDA device")
-    pytest.skip("no CUDA device, or a CPU build of torch")
 
 
 def train(plan: Plan, batches: list[Any], device: str, model: nn.Module | None = None, **options: Any) -> Any:
@@ -192,6 +184,7 @@ def over(link: str, N: int, device: str = SHARED, batches: int = 8) -> Any:
     return losses, state, evaluated
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("N", [1, 2])
 @pytest.mark.parametrize("link", ["auto", "cuda-ipc", "shm", "gloo"])
 def test_processes_that_share_a_device_train_as_one(link: str, N: int) -> None:
@@ -206,6 +199,7 @@ def named() -> list[str]:
         return sorted({link.name for link in p._worker.links.values()})
 
 
+@pytest.mark.ranks
 def test_processes_that_share_a_device_use_its_memory() -> None:
     assert all("cuda-ipc" in names for names in run(2, named))
 
@@ -223,6 +217,7 @@ def held_up() -> Any:
     return over("cuda-ipc", 2)
 
 
+@pytest.mark.ranks
 def test_slots_are_neither_read_too_early_nor_written() -> None:
     alone = train(Plan(stages=3, pipelines=2, micro_batches=3), token_batches(8, 8, last=5), "cpu")
     for rank in run(3, held_up):
@@ -253,6 +248,7 @@ def held_up_with(options: dict[str, Any], device: str, wire: str | None = None) 
     return losses, state, evaluated
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("options", [REPLICATED, *SPREAD], ids=str)
 def test_replicas_and_spread_pipelines_may_share_a_device(options: dict[str, Any]) -> None:
     plan = Plan(**options)
@@ -261,6 +257,7 @@ def test_replicas_and_spread_pipelines_may_share_a_device(options: dict[str, Any
         check(rank, alone)
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each of two workers")
 @pytest.mark.parametrize("options", [{**REPLICATED, "stages": 1, "replication": [2]}, *SPREAD], ids=str)
 def test_replicas_and_spread_pipelines_may_have_a_device_each(options: dict[str, Any]) -> None:
@@ -269,6 +266,7 @@ def test_replicas_and_spread_pipelines_may_have_a_device_each(options: dict[str,
         check(rank, alone)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("link", ["shm", "gloo"])
 def test_a_narrower_wire_goes_through_the_host(link: str) -> None:
     """As on the CPU, but for what rounds to another side after a difference in the last bits."""
@@ -284,6 +282,7 @@ def on_a_gpu_each(N: int) -> Any:
     return over("nccl", N, "cuda")
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs a GPU for each of three workers")
 @pytest.mark.parametrize("N", [1, 2])
 def test_processes_with_a_gpu_each_train_as_one(N: int) -> None:

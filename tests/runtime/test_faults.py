@@ -17,6 +17,8 @@ from avgpipe.checkpoint import verify_checkpoint
 from tests.runner import Ranks
 from tests.runtime.cases import language_model, momentum, token_batches
 
+pytestmark = pytest.mark.ranks
+
 
 def endless(K: int, N: int, folder: str) -> None:
     """Train until something ends it; a file per rank says that training is under way."""

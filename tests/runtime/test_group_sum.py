@@ -178,6 +178,7 @@ def backends(has_nccl: bool) -> list[str]:
     return named
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("has_nccl", "backend"), [(True, "nccl"), (False, "gloo")])
 def test_replicas_use_nccl_where_all_workers_may(has_nccl: bool, backend: str) -> None:
     """Replicas that share a device, which NCCL refuses at its first collective, are summed by gloo. What each of them

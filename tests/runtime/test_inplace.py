@@ -215,6 +215,7 @@ def check_vision_model(name: str) -> bool:
     return True
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(
     not FOLDER.exists(), reason="make puts torchvision there; the models above have the same layers"
 )
@@ -233,6 +234,7 @@ def check_on_ranks(K: int) -> bool:
     return True
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("K", [2, 3])
 def test_layers_that_write_to_their_input_train_on_ranks_over_every_link(K: int) -> None:

@@ -165,6 +165,7 @@ def check_on_ranks(K: int) -> bool:
     return True
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("K", [2, 3])
 def test_on_ranks(K: int) -> None:
@@ -179,6 +180,7 @@ def check_replicas_on_ranks(replication: list[int]) -> bool:
     return True
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("replication", REPLICATED)
 def test_where_stages_have_replicas_on_ranks(replication: list[int]) -> None:
     ranks = sum(replication)
@@ -198,6 +200,7 @@ def spread_on_ranks() -> Any:
     return elastic(True, ignoring)
 
 
+@pytest.mark.ranks
 def test_several_pipelines_and_schedules_without_a_flush_agree_with_cross_entropy() -> None:
     """nn.CrossEntropyLoss says by its targets what micro-batches weigh: the same numbers, found in another way."""
     known = nn.CrossEntropyLoss(ignore_index=IGNORED)

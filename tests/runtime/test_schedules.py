@@ -88,6 +88,7 @@ def on_ranks(options: dict[str, Any]) -> bool:
     return True
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

@@ -425,6 +425,7 @@ def crossing_on_ranks() -> bool:
     return True
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_stage_may_give_the_next_one_nothing_on_ranks() -> None:
     assert run(4, crossing_on_ranks, timeout_s=60) == [True] * 4
@@ -448,6 +449,7 @@ def on_ranks() -> list[tuple[str, int, int, int]]:
     return log
 
 
+@pytest.mark.ranks
 def test_stages_between_receive_nothing_of_a_skipped_tensor() -> None:
     logs = run(4, on_ranks, timeout_s=60)
     sent = [row for log in logs for row in log if row[0] in "FBXYE"]

@@ -280,6 +280,7 @@ OF_THE_CALLER["dapple"] = OF_THE_CALLER["gpipe"]
 EXACT = [name for name in SYSTEMS if name != "data-parallel-asp"]  # whose updates land when they arrive
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("system", EXACT)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("K", [2, 3, 4])
@@ -298,6 +299,7 @@ def overflowing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output, target) * (torch.inf if target[0] == 0 else 1.0)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("system", EXACT)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("K", [2, 3])
@@ -365,11 +367,13 @@ def apart() -> bool:
     return True
 
 
+@pytest.mark.ranks
 def test_asynchronous_data_parallelism_adds_up_what_each_has_learnt() -> None:
     assert apart()
     assert run(2, apart) == [True] * 2
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("K", [2, 4])
 def test_every_system_on_ranks_whatever_takes_long(K: int) -> None:

@@ -6,6 +6,8 @@ from avgpipe.cli.bench.commands import TransfersConfig
 from avgpipe.cli.bench.transfers import check
 from avgpipe.ranks.launch import run_on_ranks
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def found():
