@@ -42,12 +42,12 @@ sanitize: $(VENV)/installed
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
-# Quick tests, two at a time, but for those that change the network or mounts (marked root), which take turns.
+# Quick tests, two at a time.
 unit: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
 slow: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
 
 # The documentation as a site, in build/site.
 docs: $(VENV)/installed

@@ -13,14 +13,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """What makes namespaces, devices and mounts of fixed names runs in one process, one test after the other."""
-    for item in items:
-        if item.get_closest_marker("root"):
-            item.add_marker(pytest.mark.xdist_group("root"))
-
-
 def pytest_runtest_setup(item):
     """What needs a GPU is skipped without one, or fails where one is required."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():

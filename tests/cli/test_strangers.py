@@ -19,8 +19,9 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 NOBODY = 65534
-OUTSIDE, DEVICE = "avgpipe-stranger", "avgstranger"
-HERE, THERE = "198.18.7.1", "198.18.7.2"  # addresses for benchmarks of networks (RFC 2544)
+# Of this process alone, as several run tests at once. Addresses for benchmarks of networks (RFC 2544).
+OUTSIDE, DEVICE = f"avgpipe-stranger-{os.getpid()}", f"avg{os.getpid()}"
+HERE, THERE = (f"198.18.{100 + os.getpid() % 100}.{host}" for host in (1, 2))
 
 # Trains over gloo until the file "end" is there, then says how it went. With OWN it makes torch's group itself.
 SCRIPT = """
@@ -253,7 +254,6 @@ def outside():
     def ip(*words):
         return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
 
-    ip("netns", "del", OUTSIDE)
     if (made := ip("netns", "add", OUTSIDE)).returncode:
         pytest.skip(f"no network namespace can be made: {made.stderr.strip()}")
     try:
