@@ -58,7 +58,9 @@ class Shuffled(LocalLink):
 
 def any_queue(scheduler: Scheduler) -> Queue | None:
     """As if every lane's device were slower or faster than the others', differently at every step."""
-    ready = [queue for queue in scheduler._queues if queue.head is not None and queue.head.is_ready()]
+    ready = [
+        queue for queue in scheduler._queues if queue.head and queue.lane_of(queue.head).is_ready(queue.head)
+    ]
     return Shuffled.dice.choice(ready) if ready else None
 
 

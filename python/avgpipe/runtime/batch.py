@@ -65,6 +65,8 @@ def sizes_of(samples: int, parts: int) -> list[int]:
 
 def split(value: Any, parts: int) -> list[Any]:
     """Cut every tensor along dimension 0 into ``parts`` pieces whose sizes differ by at most one sample."""
+    if isinstance(value, torch.Tensor) and value.dim() > 0:  # most are
+        return list(value.tensor_split(parts))
     leaves, spec = tree_flatten(value)
     pieces = [
         t.tensor_split(parts) if isinstance(t, torch.Tensor) and t.dim() > 0 else (t,) * parts for t in leaves

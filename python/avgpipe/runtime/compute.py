@@ -118,6 +118,7 @@ class BatchState:
     grads: list[torch.Tensor | None] = field(default_factory=list)
     grads_are_scaled: bool = False
     norm: torch.Tensor | None = None
+    update_is_planned: bool = False
     updated: bool = False
 
     def sum_losses(self) -> torch.Tensor:
@@ -155,10 +156,16 @@ class Step(NamedTuple):
     """What a stage does next. ``micro_batch``: -1 if it is of none. ``begins``: the batch's first forward here."""
 
     kind: StepKind
+    stage: int
     batch: int
     micro_batch: int
     needs: tuple[Key, ...]
     begins: bool = False
+
+    @property
+    def priority(self) -> tuple[bool, int, int]:
+        """The smallest runs: backwards and updates before forwards, the oldest batch, of several stages the later."""
+        return self.kind is StepKind.FORWARD, self.batch, -self.stage
 
     def __str__(self) -> str:
         action = self.kind.value if self.micro_batch < 0 else f"{self.kind.value}{self.micro_batch}"

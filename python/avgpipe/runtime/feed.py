@@ -153,7 +153,10 @@ class Feed:
         loss_message = loss_key(worker.placement, worker.world.rank, pipeline, batch)
 
         def ended() -> bool:
-            return all(lane.has_ended(batch) for lane in lanes) if lanes else loss_message in mailbox
+            for lane in lanes:  # asked before every step
+                if not lane.has_ended(batch):
+                    return False
+            return bool(lanes) or loss_message in mailbox
 
         with worker.running(), CallerGenerators(worker.device) as generators:
 

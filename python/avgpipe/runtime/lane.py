@@ -8,9 +8,9 @@ the update at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from avgpipe.device import LaneStream
 from avgpipe.links.message import Key, Message
@@ -20,7 +20,7 @@ from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import RemoteUpdates, Update
 from avgpipe.schedule import Action, Kind, Row, RowCursor
 
-Priority = tuple[bool, int, int]  # the scheduler runs the smallest
+_STEPS = {kind: StepKind(kind.value) for kind in Kind}
 
 
 class Lane:
@@ -46,7 +46,7 @@ class Lane:
         self.trained, self.route, self.port = trained, route, port
         self.compute, self.update, self.remote, self.stream = compute, update, remote, stream
         self.pipeline = route.pipeline
-        self.updates = Queue()
+        self.updates = Queue({route.stage: self})
         self._overlaps = overlaps
         self._in_flight: dict[int, BatchState] = {}  # by batch, oldest first
         self.next_version = 0  # the lowest that a batch which is not in flight yet may run on
@@ -58,10 +58,9 @@ class Lane:
     def oldest_batch(self) -> int | None:
         return next(iter(self._in_flight), None)
 
-    def start(self, work: Work, version: int, computing: Sequence[Action]) -> None:
-        """Take on a batch that runs on a ``version`` of the weights. ``computing``: its forwards and backwards here."""
-        forwards = sum(action.kind is Kind.FORWARD for action in computing)
-        self._in_flight[work.batch] = BatchState(work, version, forwards, len(computing))
+    def start(self, work: Work, version: int, backwards: int, computing: int) -> None:
+        """Take on a batch that runs on a ``version`` of the weights, with so many backwards and steps in all here."""
+        self._in_flight[work.batch] = BatchState(work, version, backwards, computing)
         self.trained.stage.train()
         if self.stream is not None:
             self.stream.begin(work.copied)
@@ -86,11 +85,25 @@ class Lane:
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def queue_update(self, batch: int) -> None:
+    def step(self, kind: StepKind, batch: int, micro_batch: int) -> Step:
+        """Return a step of training."""
+        route = self.route
+        begins = kind is StepKind.FORWARD and micro_batch <= len(route.peers)
+        return Step(kind, route.stage, batch, micro_batch, route.needs(kind, batch, micro_batch), begins)
+
+    def plan_update(self, batch: int) -> None:
+        """Have the update follow the last forward or backward of a batch."""
+        state = self._in_flight[batch]
+        state.update_is_planned = True
+        if state.computing_left == 0:
+            self._queue_update(batch)
+
+    def _queue_update(self, batch: int) -> None:
         for kind in self.route.update_steps:
-            self.updates.add(self, Step(kind, batch, -1, self.route.needs(kind, batch, -1)))
+            self.updates.add(self.step(kind, batch, -1))
 
     def missing(self, step: Step) -> list[Key]:
+        """Return the messages that a step still waits for."""
         found = [k for k in step.needs if k not in self.port.messages]
         return found if found or self.remote is None else self.remote.missing()
 
@@ -101,14 +114,10 @@ class Lane:
         if self.remote is not None:
             self.remote.collect()
         if step.micro_batch < 0:
-            if self._in_flight[step.batch].computing_left:
-                return False
             return step.kind is not StepKind.UPDATE or (self.trained.settled and self.trained.ready)
         due = self.updates.head
-        if due is not None and due.step.batch < step.batch and not self._overlaps:
-            earlier = self._in_flight[due.step.batch]
-            if not earlier.computing_left:  # its update goes first
-                return False
+        if due is not None and due.batch < step.batch and not self._overlaps:
+            return False  # the earlier batch's update goes first
         if not step.begins:
             return True
         return self.trained.settled and self.trained.has_made(self._in_flight[step.batch].version)
@@ -144,8 +153,11 @@ class Lane:
             else:
                 self.compute.backward(state, step)
             state.computing_left -= 1
-            if self._overlaps and state.computing_left == 0:
-                state.grads = self.trained.take_grads()  # before the next batch adds its own
+            if state.computing_left == 0:
+                if self._overlaps:
+                    state.grads = self.trained.take_grads()  # before the next batch adds its own
+                if state.update_is_planned:
+                    self._queue_update(step.batch)
         if state.outcome is not None and not state.outcome_is_sent:
             state.outcome_is_sent = True
             for to in self.route.loss_receivers:
@@ -171,39 +183,31 @@ class Lane:
             self.remote.resume(batches)
 
 
-class Queued(NamedTuple):
-    """A step in a queue, and whose it is."""
-
-    lane: Lane
-    step: Step
-    priority: Priority
-
-    def is_ready(self) -> bool:
-        return self.lane.is_ready(self.step)
-
-    def missing(self) -> list[Key]:
-        """Return the messages that the step still waits for."""
-        return self.lane.missing(self.step)
-
-
 class Queue:
-    """Steps of one pipeline that run in turn. ``head``: the next one."""
+    """Steps of one pipeline that run in turn, on stages of ``lanes``. ``head``: the next one."""
 
-    def __init__(self) -> None:
-        self.head: Queued | None = None
-        self._rest: deque[Queued] = deque()
+    def __init__(self, lanes: Mapping[int, Lane]) -> None:
+        self._lanes = lanes
+        self.head: Step | None = None
+        self._rest: deque[Step] = deque()
 
-    def add(self, lane: Lane, step: Step) -> None:
-        # Backwards and updates before forwards, then the oldest batch; of several stages the later.
-        priority = step.kind is StepKind.FORWARD, step.batch, -lane.route.replica
-        queued = Queued(lane, step, priority)
+    def add(self, step: Step) -> None:
         if self.head is None:
-            self.head = queued
+            self.head = step
         else:
-            self._rest.append(queued)
+            self._rest.append(step)
 
     def pop(self) -> None:
         self.head = self._rest.popleft() if self._rest else None
+
+    def lane_of(self, step: Step) -> Lane:
+        return self._lanes[step.stage]
+
+    @property
+    def next(self) -> tuple[Lane, Step]:
+        """The next step, of a queue that has one, and its lane."""
+        assert self.head is not None
+        return self._lanes[self.head.stage], self.head
 
 
 class PipelineRow:
@@ -219,16 +223,15 @@ class PipelineRow:
     def __init__(self, lanes: Sequence[Lane], row: Row, weights: str, first_row: Row) -> None:
         self.pipeline = lanes[0].pipeline
         self.lanes = {lane.route.stage: lane for lane in lanes}
-        self.computing = Queue()
+        self.computing = Queue(self.lanes)
         self._weights = weights
         self.follow(row, first_row)
 
     def follow(self, row: Row, first_row: Row) -> None:
         """Go on by another row; no batch is in flight."""
         self._cursor = RowCursor(row, self._weights, first_row)
-        self._actions = {
-            stage: [a for a in row if a.stage == stage and a.micro_batch is not None] for stage in self.lanes
-        }
+        self._row = row
+        self._counted: dict[tuple[int, int], tuple[int, int]] = {}
 
     @property
     def queues(self) -> list[Queue]:
@@ -237,10 +240,16 @@ class PipelineRow:
     def start(self, work: Work) -> None:
         """Take on a batch, and queue the steps that are certain now."""
         for stage, lane in self.lanes.items():
-            own = range(work.micro_batches)
-            computing = [action for action in self._actions[stage] if action.micro_batch in own]
-            lane.start(work, self._cursor.version(stage), computing)
+            lane.start(work, self._cursor.version(stage), *self._counts(stage, work.micro_batches))
         self._enqueue(self._cursor.begin(work.batch, work.micro_batches))
+
+    def _counts(self, stage: int, micro_batches: int) -> tuple[int, int]:
+        """Count the backwards, and all forwards and parts of backwards, that a batch has on a stage."""
+        found = self._counted.get((stage, micro_batches))
+        if found is None:  # most batches have as many
+            kinds = [a.kind for a in self._row if a.stage == stage and a.micro_batch in range(micro_batches)]
+            found = self._counted[stage, micro_batches] = kinds.count(Kind.FORWARD), len(kinds)
+        return found
 
     def drain(self) -> None:
         """Queue what is left, as no other batch comes for now."""
@@ -254,7 +263,7 @@ class PipelineRow:
         for m in range(work.micro_batches):
             for lane in lanes:
                 needs = lane.route.evaluation_needs(work.batch, m)
-                self.computing.add(lane, Step(StepKind.FORWARD, work.batch, m, needs))
+                self.computing.add(Step(StepKind.FORWARD, lane.route.stage, work.batch, m, needs))
 
     def resume(self, batches: int) -> None:
         """Go on with weights that were replaced, after ``batches`` in all; none is in flight."""
@@ -266,10 +275,8 @@ class PipelineRow:
         for action, batch in actions:
             lane, m = self.lanes[action.stage], action.micro_batch
             if m is None:
-                lane.queue_update(batch)
-                continue
-            kind = StepKind(action.kind.value)
-            begins = kind is StepKind.FORWARD and m <= len(lane.route.peers)
-            self.computing.add(lane, Step(kind, batch, m, lane.route.needs(kind, batch, m), begins))
+                lane.plan_update(batch)
+            else:
+                self.computing.add(lane.step(_STEPS[action.kind], batch, m))
         for stage, lane in self.lanes.items():
             lane.next_version = self._cursor.version(stage)

@@ -16,7 +16,8 @@ from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.ranks.watchdog import since
 from avgpipe.ranks.world import World
-from avgpipe.runtime.lane import Lane, Queue, Queued
+from avgpipe.runtime.compute import Step
+from avgpipe.runtime.lane import Lane, Queue
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import StepKind
 from avgpipe.timeline.timeline import Event, EventKind
@@ -49,7 +50,7 @@ class Scheduler:
         self._clock_offset = time.time() - time.perf_counter()  # ranks share the wall clock, not the counter
         self._left_at: float | None = None  # when run_until last returned to its caller
         self._doing: tuple[str, float] = ("nothing yet", time.monotonic())
-        self._running: Queued | None = None
+        self._running: tuple[Lane, Step] | None = None
         # As Event, but on the clock of time.perf_counter, and made by the ten thousand.
         self._events: deque[Row] = deque(maxlen=_KEPT_EVENTS)
 
@@ -74,18 +75,15 @@ class Scheduler:
         while not done():
             mailbox.collect()
             queue = self._most_urgent()
-            if queue is None or queue.head is None:
+            if queue is None:
                 if not idle():
                     self._wait(awaited, recorded)
                 continue
-            self._running = queue.head
-            lane, step, _ = queue.head
+            lane, step = self._running = queue.next
             start = clock()
             lane.advance(step)
             queue.pop()
-            if (
-                lane.stream is not None or not recorded
-            ):  # if only issued, the device's clock tells when it ran
+            if lane.stream is not None or not recorded:  # the device's clock tells when it ran
                 continue
             end = clock()
             sent_at = lane.port.sent_at
@@ -146,31 +144,35 @@ class Scheduler:
         best: Queue | None = None
         least = (True, 0, 0)
         for queue in self._queues:
-            head = queue.head
-            if head is not None and (best is None or head.priority < least) and head.is_ready():
-                best, least = queue, head.priority
+            step = queue.head
+            if (
+                step is not None
+                and (best is None or step.priority < least)
+                and queue.lane_of(step).is_ready(step)
+            ):
+                best, least = queue, step.priority
         return best
 
     # ---- waiting -------------------------------------------------------------------------------------------------
 
     def _wait(self, awaited: Sequence[Key], recorded: bool) -> None:
         """Wait until a step can run, or all of ``awaited`` are there."""
-        waiting = [queue.head for queue in self._queues if queue.head is not None]
-        oldest = min(waiting, key=lambda head: head.step.batch, default=None)
+        waiting = [queue.next for queue in self._queues if queue.head is not None]
+        oldest = min(waiting, key=lambda queued: queued[1].batch, default=None)
         assert oldest or awaited, "the scheduler was asked to wait while nothing has work"
         start = time.perf_counter()
         self.wait_for(
-            awaited if oldest is None else oldest.missing(),
+            awaited if oldest is None else oldest[0].missing(oldest[1]),
             lambda: (
-                any(head.is_ready() for head in waiting)
+                any(lane.is_ready(step) for lane, step in waiting)
                 or bool(awaited and all(k in self._mailbox for k in awaited))
             ),
-            lambda: [*(key for head in waiting for key in head.missing()), *awaited],
+            lambda: [*(key for lane, step in waiting for key in lane.missing(step)), *awaited],
         )
         queue = self._most_urgent()
-        if queue is None or queue.head is None or not recorded:
+        if queue is None or not recorded:
             return
-        lane, step, _ = queue.head
+        lane, step = queue.next
         what = step.needs[0].kind.value if step.needs else "average"
         place = lane.route.replica, lane.pipeline, step.batch, step.micro_batch
         self._events.append((*place, EventKind.RECEIVE.value, start, time.perf_counter(), what))
@@ -226,7 +228,7 @@ class Scheduler:
         running = self._running
         if running is None:
             return since(*self._doing)
-        lane, step, _ = running
+        lane, step = running
         return f"{step}, pipeline {lane.pipeline}, {self._placement.name(lane.route.replica)}"
 
     def _awaited(self, keys: Sequence[Key]) -> str:
