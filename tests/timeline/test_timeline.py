@@ -165,4 +165,5 @@ def test_an_action_occupies_its_worker_until_what_follows_it_is_done():
         Event(1, 0, 0, 0, "B", 0.0, 2.0),
         Event(0, 0, 0, 0, "recv", 2.0, 5.0, "B", worker=1),
     ]
-    assert occupations(events, ("send",)) == [("F", 2, 0, 0, 1.5), ("B", 1, 0, 0, 2.0)]
+    forward, _, backward, _ = events
+    assert occupations(events, ("send",)) == [forward._replace(end_s=1.5), backward]

@@ -199,7 +199,7 @@ def damaged(change):
         (b"\xff\xfe\xfa", "not a JSON trace"),
         ("[]", "expected an object with traceEvents, found list"),
         ("{}", "traceEvents must be a list, found None"),
-        ('{"traceEvents": []}', "otherData.stages must be the number of stages, found None"),
+        ('{"traceEvents": []}', "otherData must be an object, found None"),
         (
             '{"traceEvents": [3], "otherData": {"stages": 1}}',
             r"traceEvents\[0\] must be an object with args, found 3",

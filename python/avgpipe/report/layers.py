@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from avgpipe.timeline.plot import check_format, write_figure
+from avgpipe.timeline.plot import INK, dress, picture
 from avgpipe.units import time_unit
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from avgpipe.planning.profile import Profile
 
-_INK = "#333333"
 _ROW_IN, _FRAME_IN, _MOST_IN = 0.27, 1.5, 40.0
 _LABELS = 120  # more are thinned out
 
@@ -33,25 +32,18 @@ def plot_layers(
 
     samples: of the micro-batch that is drawn; None: of the largest that was measured.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    if path is not None:
-        check_format(f"path={os.fspath(path)!r}", path)
     size = profile.micro_batch_sizes[-1] if samples is None else samples
-    height = min(_MOST_IN, _FRAME_IN + _ROW_IN * len(profile.layers))
-    figure = Figure(figsize=(13.0, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, sharey=True)
-    seconds, sizes = _seconds(profile, size), _bytes(profile, size)
-    unit, per_s = time_unit(max(map(sum, zip(*(s.values for s in seconds)))))
-    _draw(left, seconds, per_s, f"time of a micro-batch, and of an update ({unit})")
-    _draw(right, sizes, 2.0**-20, "bytes of a micro-batch, and of the layer (MiB)")
-    _name_rows(left, [layer.name for layer in profile.layers])
-    heading = f"{profile.model}, micro-batches of {size:g}; {profile.device}"
-    figure.suptitle(heading, fontsize=10, color=_INK)
-    if path is not None:
-        write_figure(figure, path, dpi=130)
+    names = [layer.name for layer in profile.layers]
+    with picture(path, 13.0, min(_MOST_IN, _FRAME_IN + _ROW_IN * len(names))) as figure:
+        left, right = figure.subplots(1, 2, sharey=True)
+        seconds = _seconds(profile, size)
+        unit, per_s = time_unit(max(map(sum, zip(*(s.values for s in seconds)))))
+        _draw(left, seconds, per_s, f"time of a micro-batch, and of an update ({unit})")
+        _draw(right, _bytes(profile, size), 2.0**-20, "bytes of a micro-batch, and of the layer (MiB)")
+        places = range(0, len(names), -(-len(names) // _LABELS))
+        left.set_yticks(places, [names[n] for n in places], fontsize=7.5, color=INK)
+        heading = f"{profile.model}, micro-batches of {size:g}; {profile.device}"
+        figure.suptitle(heading, fontsize=10, color=INK)
     return figure
 
 
@@ -86,16 +78,8 @@ def _draw(axes: Axes, series: Sequence[_Series], scale: float, label: str) -> No
         reached = [a + b for a, b in zip(reached, widths)]
     axes.set_ylim(layers - 0.4, -0.6)
     axes.set_xlim(0, max(reached) * 1.02 or 1.0)
-    axes.set_xlabel(label, fontsize=8.5, color=_INK)
-    axes.tick_params(axis="x", labelsize=7.5, colors=_INK)
+    axes.set_xlabel(label, fontsize=8.5, color=INK)
+    dress(axes, without=("top", "right", "left"), grid="x")
+    axes.tick_params(axis="x", labelsize=7.5)
     axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#ececec", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
     axes.legend(fontsize=7.5, frameon=False, ncols=len(series), loc="lower left", bbox_to_anchor=(0, 1))
-
-
-def _name_rows(axes: Axes, names: Sequence[str]) -> None:
-    places = range(0, len(names), -(-len(names) // _LABELS))
-    axes.set_yticks(places, [names[n] for n in places], fontsize=7.5, color=_INK)

@@ -8,17 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from avgpipe.timeline.plot import (
-    GREYS,
-    HUES,
-    INK,
-    View,
-    draw_rows,
-    dress,
-    legend_entries,
-    new_figure,
-    write_figure,
-)
+from avgpipe.timeline.plot import GREYS, HUES, INK, View, draw_rows, dress, legend_entries, picture
 from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
 from avgpipe.units import format_seconds, time_unit
 
@@ -29,7 +19,7 @@ if TYPE_CHECKING:
 # Hues that readers who confuse red and green tell apart, by line style too from the ninth on.
 COLORS = (*(dark for _, dark in HUES), "#4bb3c9", "#c9a400")
 _STYLES = ("-", "--", ":")
-_WIDTH_IN, _DPI = 12.5, 130
+_WIDTH_IN = 12.5
 _SPAN = 5.0  # largest over smallest metric from which on its axis is logarithmic
 _MEMORY, _LEAST_MEMORY = 0.05, 5.0  # what a smoothed loss remembers: a share of the batches, and batches
 _ROW_IN, _FRAME_IN = 0.3, 0.5  # of a worker's row, and of a panel around them
@@ -91,96 +81,74 @@ def plot_curves(
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
     """A line for each system in four panels, written to ``path`` if given."""
-    figure = new_figure(_WIDTH_IN, 7.5)
-    panels = figure.subplots(2, 2, sharex="col", sharey="row")
     losses = {name: curve.smoothed() for name, curve in curves.items()}
     metrics = {name: curve.metric for name, curve in curves.items()}
     bounds = [(trivial, "trivial answer", "--"), (target, "target", ":")]
-    for column, (by, unit) in enumerate((("seconds", "seconds of training"), ("samples", "samples"))):
-        _draw_lines(panels[0][column], losses, by, "")
-        _draw_lines(panels[1][column], metrics, by, "o")
-        for value, label, style in bounds:
-            if value is not None:
-                words = f"{label}: {value:.4g}"
-                panels[1][column].axhline(
-                    value, color=GREYS[1], linewidth=1.1, linestyle=style, label=words, zorder=2
-                )
-        panels[1][column].set_xlabel(unit, color=INK)
-    # Logarithmic where a perplexity falls from thousands to tens; the axis is shared along the row.
     values = [point.value for points in metrics.values() for point in points]
     values += [value for value, _, _ in bounds if value is not None]
-    if values and min(values) > 0 and max(values) > _SPAN * min(values):
-        panels[1][0].set_yscale("log")
-    panels[0][0].set_ylabel("training loss, smoothed", color=INK)
-    panels[1][0].set_ylabel(f"validation {metric_name}", color=INK)
-    handles, labels = panels[1][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
-    return _finished(figure, heading, path)
+    with picture(path, _WIDTH_IN, 7.5) as figure:
+        panels = figure.subplots(2, 2, sharex="col", sharey="row")
+        for column, (by, unit) in enumerate((("seconds", "seconds of training"), ("samples", "samples"))):
+            _draw_lines(panels[0][column], losses, by, "")
+            _draw_lines(panels[1][column], metrics, by, "o")
+            for value, label, style in bounds:
+                if value is not None:
+                    look = {"color": GREYS[1], "linewidth": 1.1, "linestyle": style, "zorder": 2}
+                    panels[1][column].axhline(value, label=f"{label}: {value:.4g}", **look)
+            panels[1][column].set_xlabel(unit, color=INK)
+        # Logarithmic where a perplexity falls from thousands to tens; the axis is shared along the row.
+        if values and min(values) > 0 and max(values) > _SPAN * min(values):
+            panels[1][0].set_yscale("log")
+        panels[0][0].set_ylabel("training loss, smoothed", color=INK)
+        panels[1][0].set_ylabel(f"validation {metric_name}", color=INK)
+        handles, labels = panels[1][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+        figure.suptitle(heading, fontsize=10, color=INK)
+    return figure
 
 
 def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Point]], by: str, marker: str) -> None:
     for number, (name, points) in enumerate(lines.items()):
-        axes.plot(
-            [getattr(point, by) for point in points],
-            [point.value for point in points],
-            color=COLORS[number % len(COLORS)],
-            linestyle=_STYLES[number // len(COLORS) % len(_STYLES)],
-            linewidth=1.4,
-            marker=marker,
-            markersize=4,
-            label=name,
-            zorder=3,
-        )
+        shape = {"linewidth": 1.4, "marker": marker, "markersize": 4, "zorder": 3}
+        line, color = _STYLES[number // len(COLORS) % len(_STYLES)], COLORS[number % len(COLORS)]
+        along, values = [getattr(point, by) for point in points], [point.value for point in points]
+        axes.plot(along, values, label=name, color=color, linestyle=line, **shape)  # type: ignore[arg-type]
     dress(axes)
-
-
-def _finished(figure: Figure, heading: str, path: str | os.PathLike[str] | None) -> Figure:
-    figure.suptitle(heading, fontsize=10, color=INK)
-    if path is not None:
-        write_figure(figure, path, dpi=_DPI)
-    return figure
 
 
 # ---- timelines -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _BatchRate:
-    """How fast a run goes.
+class _Pace:
+    """How fast a run goes, from when each of its batches begins to compute.
 
     Attributes:
-        begins: Of each batch's first computation, ascending.
-        window: Batches that a pace is measured over: whole turns of all pipelines.
-        per_batch_s: In the steady state, of all pipelines together.
+        per_batch_s: In the steady state, of all pipelines together: the median over whole turns of all pipelines.
     """
 
-    begins: list[float]
-    end_s: float
-    window: int
-    per_batch_s: float
-
-    @classmethod
-    def of(cls, timeline: Timeline) -> _BatchRate:
+    def __init__(self, timeline: Timeline) -> None:
         begins: dict[int, float] = {}
         computed = [event for event in timeline.events if event.kind in COMPUTE_KINDS]
         for event in computed:
             begins[event.batch] = min(event.start_s, begins.get(event.batch, event.start_s))
-        ordered, end = sorted(begins.values()), max(event.end_s for event in computed)
-        window = max(1, min(len(ordered) - 1, 2 * len({event.pipeline for event in computed})))
-        if len(ordered) == 1:
-            return cls(ordered, end, window, end - ordered[0])
-        steps = [b - a for a, b in zip(ordered, ordered[window:])]
-        return cls(ordered, end, window, median(steps) / window)
+        self._begins, self._end_s = sorted(begins.values()), max(event.end_s for event in computed)
+        turn = max(1, min(len(begins) - 1, 2 * len({event.pipeline for event in computed})))
+        self._steps_s = [
+            b - a for a, b in zip(self._begins, self._begins[turn:])
+        ]  # ``turn`` batches from each
+        self.per_batch_s = median(self._steps_s or [self._end_s - self._begins[0]]) / turn
 
     def typical(self, span_s: float) -> float:
         """Where a stretch of ``span_s`` begins that runs at the median pace, after the first quarter."""
-        first, last = len(self.begins) // 4, len(self.begins) - self.window
-        inside = [i for i in range(first, last) if self.begins[i] + span_s <= self.end_s]
+        inside = [
+            (step_s, begin_s)
+            for begin_s, step_s in list(zip(self._begins, self._steps_s))[len(self._begins) // 4 :]
+            if begin_s + span_s <= self._end_s
+        ]
         if not inside:
-            return max(self.begins[0], self.end_s - span_s)
-        steps = {i: self.begins[i + self.window] - self.begins[i] for i in inside}
-        middle = median_low(steps.values())
-        return self.begins[next(i for i in inside if steps[i] == middle)]
+            return max(self._begins[0], self._end_s - span_s)
+        middle_s = median_low(step_s for step_s, _ in inside)
+        return next(begin_s for step_s, begin_s in inside if step_s == middle_s)
 
 
 def plot_timelines(
@@ -192,21 +160,21 @@ def plot_timelines(
     waited or did other things.
     """
     shown = {n: t for n, t in timelines.items() if any(e.kind in COMPUTE_KINDS for e in t.events)}
-    heights = [_FRAME_IN + _ROW_IN * timeline.stages for timeline in shown.values()] or [1.0]
-    figure = new_figure(_WIDTH_IN, 1.3 + sum(heights))
-    if shown:
-        _draw_panels(figure, shown, heights)
-    return _finished(figure, heading, path)
+    heights = [_FRAME_IN + _ROW_IN * timeline.stages for timeline in shown.values()]
+    with picture(path, _WIDTH_IN, 1.3 + (sum(heights) or 1.0)) as figure:
+        if shown:
+            _draw_panels(figure, shown, heights)
+        figure.suptitle(heading, fontsize=10, color=INK)
+    return figure
 
 
 def _draw_panels(figure: Figure, timelines: Mapping[str, Timeline], heights: Sequence[float]) -> None:
-    paces = {name: _BatchRate.of(timeline) for name, timeline in timelines.items()}
+    paces = {name: _Pace(timeline) for name, timeline in timelines.items()}
     times = [pace.per_batch_s for pace in paces.values()]
     span_s = min(max(_SLOWEST * max(times), _FASTEST_LEAST * min(times)), _FASTEST_MOST * min(times))
     span_s = max(span_s, 1e-9)
-    panels = figure.subplots(
-        len(timelines), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
-    )
+    ratios = {"height_ratios": heights}
+    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, gridspec_kw=ratios)
     events: list[Event] = []
     for axes, (name, timeline) in zip(panels.flat, timelines.items()):
         begin_s = paces[name].typical(span_s)

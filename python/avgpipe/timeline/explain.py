@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from avgpipe.timeline.timeline import (
     COMPUTE_KINDS,
+    DETAILED,
     Event,
     EventKind,
     Segment,
@@ -40,9 +41,9 @@ LATER_PIPELINE = 0.5  # each pipeline after the second fills fewer of the gaps
 class Cause(NamedTuple):
     """What a moment of the chain was spent on, at which stage.
 
-    ``what``: "compute" (``detail``: the kind), "transfer" (``stage`` receives; ``detail`` "F": an activation from
-    the stage before, "B": a gradient from the one after), "wait" (for something whose sender is not known), "send",
-    "host" (``detail``: the event's) or "runtime" (between events).
+    ``what``: an :class:`EventKind` (``detail``: of waits whose sender is not known, and of the host), "transfer"
+    (``stage`` receives; ``detail`` "F": an activation from the stage before, "B": a gradient from the one after) or
+    "runtime" (between events).
     """
 
     what: str
@@ -68,64 +69,46 @@ def messages_of(timeline: Timeline) -> Messages:
     }
 
 
-def sender_of(wait: Event, messages: Messages) -> Event | None:
+def sender_of(event: Event, messages: Messages) -> Event | None:
     """What computed the message that ended a wait; None where that is not known, or began only after the wait."""
-    stage = {"F": wait.stage - 1, "B": wait.stage + 1}.get(wait.detail)
-    if stage is None:
+    stage = {"F": event.stage - 1, "B": event.stage + 1}.get(event.detail)
+    if event.kind != EventKind.RECEIVE or stage is None:
         return None
-    sender = messages.get((stage, wait.pipeline, wait.batch, wait.micro_batch, wait.detail))
-    return sender if sender is not None and sender.start_s < wait.end_s else None
+    sender = messages.get((stage, *event[1:4], event.detail))
+    return sender if sender is not None and sender.start_s < event.end_s else None
 
 
 def critical_path(timeline: Timeline) -> dict[Cause, float]:
     """Seconds per cause; together the makespan."""
     causes: dict[Cause, float] = defaultdict(float)
     if not timeline.events:
-        return {}
+        return causes
     messages = messages_of(timeline)
     rows = [segments(row) for row in by_row(timeline)]
-    starts = [[segment.start_s for segment in row] for row in rows]
     begin_s = min(event.start_s for event in timeline.events)
     last = max(timeline.events, key=lambda event: event.end_s)
     row, now_s = last.worker, last.end_s
     while now_s > begin_s:
-        at = bisect_left(starts[row], now_s) - 1
-        if at < 0:  # before the worker's first event
-            causes[Cause("runtime", row)] += now_s - begin_s
-            break
-        row, now_s = _step(rows[row][at], row, now_s, messages, causes)
-    return dict(causes)
-
-
-def _step(
-    segment: Segment, row: int, now_s: float, messages: Messages, causes: dict[Cause, float]
-) -> tuple[int, float]:
-    """One step back from ``now_s`` within or after ``segment``: where the chain goes on, and when."""
-    event, start_s = segment.event, segment.start_s
-    if event is None or segment.end_s < now_s:  # a gap, or after the row's last event
-        began_s = start_s if event is None else segment.end_s
-        causes[Cause("runtime", row)] += now_s - began_s
-        return row, began_s
-    sender = sender_of(event, messages) if event.kind == EventKind.RECEIVE else None
-    if sender is None or sender.start_s >= now_s:
-        causes[_cause(event)] += now_s - start_s
-        return row, start_s
-    # Where clocks differ a little, a message comes before it was computed. The chain still gets shorter: at
-    # now_s, its sender is computing.
-    ready_s = min(sender.end_s, now_s)
-    causes[Cause("transfer", row, event.detail)] += now_s - max(start_s, ready_s)
-    return (row, start_s) if ready_s <= start_s else (sender.worker, ready_s)
-
-
-def _cause(event: Event) -> Cause:
-    if event.kind in COMPUTE_KINDS:
-        return Cause("compute", event.worker, event.kind)
-    if event.kind == EventKind.RECEIVE:
-        return Cause("wait", event.worker, event.detail)
-    if event.kind == EventKind.SEND:
-        return Cause("send", event.worker)
-    # Words of others are the host's work, as far as anyone can tell.
-    return Cause("host", event.worker, event.detail if event.kind == EventKind.HOST else event.kind)
+        at = bisect_left(rows[row], now_s, key=lambda segment: segment.start_s) - 1
+        event, began_s, end_s = rows[row][at] if at >= 0 else Segment(None, begin_s, now_s)
+        follow = row
+        if event is None or end_s < now_s:  # a gap, or after the row's last event
+            cause, began_s = Cause("runtime", row), began_s if event is None else end_s
+        elif (sender := sender_of(event, messages)) is None or sender.start_s >= now_s:
+            # Words of others are the host's work, as far as anyone can tell.
+            known = event.kind in tuple(EventKind)
+            detail = event.detail if event.kind in DETAILED else "" if known else event.kind
+            cause = Cause(event.kind if known else EventKind.HOST, row, detail)
+        else:
+            # Where clocks differ a little, a message comes before it was computed. The chain still gets shorter: at
+            # now_s, its sender is computing.
+            ready_s = min(sender.end_s, now_s)
+            if ready_s > began_s:
+                follow, began_s = sender.worker, ready_s
+            cause = Cause("transfer", row, event.detail)
+        causes[cause] += now_s - began_s
+        row, now_s = follow, began_s
+    return causes
 
 
 def with_waits(timeline: Timeline) -> Timeline:
@@ -134,18 +117,15 @@ def with_waits(timeline: Timeline) -> Timeline:
     There a worker waits whenever it does not compute, for what its next computation needs. Others are
     returned as they are.
     """
-    recorded = (EventKind.RECEIVE, EventKind.HOST)
-    if timeline.stages == 1 or any(event.kind in recorded for event in timeline.events):
+    if timeline.stages == 1 or any(event.kind in DETAILED for event in timeline.events):
         return timeline
     begin_s = min((event.start_s for event in timeline.events), default=0.0)
     waits = []
     for row in by_row(timeline):
         reached_s = begin_s
-        for event in row:
-            if event.kind not in COMPUTE_KINDS:
-                continue
+        for event in (event for event in row if event.kind in COMPUTE_KINDS):
             if event.start_s > reached_s:
-                awaited = str(EventKind.BACKWARD if event.kind == EventKind.BACKWARD_INPUT else event.kind)
+                awaited = "B" if event.kind == EventKind.BACKWARD_INPUT else str(event.kind)
                 wait = event._replace(kind=EventKind.RECEIVE, detail=awaited)
                 waits.append(wait._replace(start_s=reached_s, end_s=event.start_s))
             reached_s = max(reached_s, event.end_s)
@@ -184,24 +164,20 @@ class Facts:
         self.micro_batches = 1 + max(forwards, default=0)
         self.transfers = _transfers(timeline)
 
-    def on_path(self, what: str, detail: str | None = None) -> float:
+    def on_path(self, kinds: Collection[str], detail: str | None = None) -> float:
         """Seconds of the critical path, of all stages."""
-        return sum(s for c, s in self.path.items() if c.what == what and detail in (None, c.detail))
+        return sum(s for c, s in self.path.items() if c.what in kinds and detail in (None, c.detail))
 
 
 def _transfers(timeline: Timeline) -> dict[tuple[int, str], tuple[int, float]]:
     """The fastest had the link for itself. Only what was waited for tells when it came."""
     messages = messages_of(timeline)
-    fastest: dict[tuple[int, str], float] = {}
+    ways: dict[tuple[int, str], list[float]] = defaultdict(list)
     for event in timeline.events:
-        sender = sender_of(event, messages) if event.kind == EventKind.RECEIVE else None
-        if sender is not None:
-            edge, way_s = (event.stage, event.detail), max(0.0, event.end_s - sender.end_s)
-            fastest[edge] = min(way_s, fastest.get(edge, way_s))
-    sent = Counter(
-        (stage + (1 if kind == EventKind.FORWARD else -1), kind) for stage, _, _, _, kind in messages
-    )
-    return {edge: (sent[edge], seconds) for edge, seconds in fastest.items()}
+        if sender := sender_of(event, messages):
+            ways[event.stage, event.detail].append(max(0.0, event.end_s - sender.end_s))
+    sent = Counter((stage + (1 if kind == "F" else -1), kind) for stage, *_, kind in messages)
+    return {edge: (sent[edge], min(times)) for edge, times in ways.items()}
 
 
 def one_thread(facts: Facts) -> Candidate | None:
@@ -224,7 +200,7 @@ def balance(facts: Facts) -> Candidate | None:
     mean, slowest = sum(busy) / len(busy), max(range(len(busy)), key=busy.__getitem__)
     if busy[slowest] < IMBALANCE * mean or len(busy) == 1:
         return None
-    gain = sum(s * (1 - mean / busy[c.stage]) for c, s in facts.path.items() if c.what == "compute")
+    gain = sum(s * (1 - mean / busy[c.stage]) for c, s in facts.path.items() if c.what in COMPUTE_KINDS)
     sides = [busy[:slowest], busy[slowest + 1 :]]
     means = [sum(side) / len(side) if side else float("inf") for side in sides]
     neighbour = slowest - 1 if means[0] <= means[1] else slowest + 1
@@ -265,7 +241,7 @@ def links(facts: Facts) -> Candidate | None:
 
 def host(facts: Facts) -> Candidate | None:
     """The worker's thread does other things while nothing else decides how long the run takes."""
-    gains = {c.detail: facts.on_path("host", c.detail) for c in facts.path if c.what == "host"}
+    gains = {c.detail: facts.on_path(("host",), c.detail) for c in facts.path if c.what == "host"}
     if not gains:
         return None
     word = max(gains, key=gains.__getitem__)
@@ -275,9 +251,8 @@ def host(facts: Facts) -> Candidate | None:
         "loader": f"the data loader {share}: use workers (num_workers)",
         "caller": f"the code between results {share}: do less there, or less often",
     }
-    return Candidate(
-        gains[word], sentences.get(word, f"the host ({word or 'no detail'}) {share}: do less there")
-    )
+    other = f"the host ({word or 'no detail'}) {share}: do less there"
+    return Candidate(gains[word], sentences.get(word, other))
 
 
 def overhead(facts: Facts) -> Candidate | None:
@@ -290,7 +265,7 @@ def overhead(facts: Facts) -> Candidate | None:
     m = facts.micro_batches
     larger = f"larger micro-batches (micro_batches={m // 2} instead of {m})" if m > 1 else "larger batches"
     return Candidate(
-        (facts.on_path("runtime") + facts.on_path("send")) / 2,
+        facts.on_path(("runtime", "send")) / 2,
         f"the runtime and its sends take {format_seconds(spent / actions)} per action, which computes "
         f"{format_seconds(compute / actions)}: use {larger}",
     )
@@ -326,9 +301,8 @@ def explain(timeline: Timeline) -> str:
         f"{format_seconds(facts.makespan_s / max(1, facts.batches))} per batch; "
         f"stages: {timeline.stages}, pipelines: {facts.pipelines}, micro-batches: {facts.micro_batches}"
     )
-    return "\n".join(
-        [head, *_table(facts.rows, facts.makespan_s), _path_line(facts), f"advice: {advice(facts)}"]
-    )
+    table = _table(facts.rows, facts.makespan_s)
+    return "\n".join([head, *table, _path_line(facts), f"advice: {advice(facts)}"])
 
 
 def _recorded_by_all(timeline: Timeline) -> Timeline:
@@ -346,29 +320,27 @@ def _table(rows: Sequence[StageTime], makespan_s: float) -> list[str]:
     unit, per_s = time_unit(makespan_s)
     digits = 3 if makespan_s * per_s < 100 else 2 if makespan_s * per_s < 1000 else 1
     columns = [[f"worker ({unit}, %)", *(str(row.stage) for row in rows)]]
-    for name, values in _columns(rows).items():
+    spent = [_spent(row) for row in rows]
+    for column in sorted({column for of_row in spent for column in of_row}):
+        values = [of_row.get(column, 0.0) for of_row in spent]
         times = [f"{value * per_s:.{digits}f}" for value in values]
         if any(float(time) for time in times):
             shares = [f"{100 * value / makespan_s:5.1f}" for value in values]
-            columns.append([name, *(f"{time} {share}" for time, share in zip(times, shares))])
+            columns.append([column[1], *(f"{time} {share}" for time, share in zip(times, shares))])
     widths = [max(map(len, column)) for column in columns]
     return ["   ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in zip(*columns)]
 
 
-def _columns(rows: Sequence[StageTime]) -> dict[str, list[float]]:
-    columns = {
-        kind: [row.compute_s.get(kind, 0.0) for row in rows] for kind in ("F", "B", "I", "W", "U", "average")
+def _spent(row: StageTime) -> dict[tuple[int, str], float]:
+    """Seconds of a worker by column: its place among others, and its heading."""
+    return {
+        **{(tuple(EventKind).index(EventKind(kind)), kind): s for kind, s in row.compute_s.items()},
+        (6, "send"): row.send_s,
+        **{(7 if w in ("F", "B") else 8, f"wait {w}".strip()): s for w, s in row.recv_s.items()},
+        **{(9, _host_word(word)): s for word, s in row.host_s.items()},
+        (10, "runtime"): row.other_s,
+        (11, "outside"): row.outside_s,
     }
-    columns["send"] = [row.send_s for row in rows]
-    for word in sorted(
-        {word for row in rows for word in row.recv_s}, key=lambda word: (word not in ("F", "B"), word)
-    ):
-        columns[f"wait {word}".strip()] = [row.recv_s.get(word, 0.0) for row in rows]
-    for word in sorted({word for row in rows for word in row.host_s}):
-        columns[_host_word(word)] = [row.host_s.get(word, 0.0) for row in rows]
-    columns["runtime"] = [row.other_s for row in rows]
-    columns["outside"] = [row.outside_s for row in rows]
-    return columns
 
 
 def _host_word(detail: str) -> str:
@@ -377,11 +349,11 @@ def _host_word(detail: str) -> str:
 
 def _path_line(facts: Facts) -> str:
     """What decided how long it took, largest first."""
-    words = {"compute": "computing", "transfer": "transfers", "wait": "waiting", "send": "sending"}
-    sums: dict[str, float] = {}
+    words = {"transfer": "transfers", "recv": "waiting", "send": "sending", "runtime": "runtime"}
+    sums: dict[str, float] = defaultdict(float)
     for cause, seconds in facts.path.items():
-        word = words.get(cause.what, _host_word(cause.detail) if cause.what == "host" else cause.what)
-        sums[word] = sums.get(word, 0.0) + seconds
+        other = _host_word(cause.detail) if cause.what == "host" else "computing"
+        sums[words.get(cause.what, other)] += seconds
     parts = sorted(sums.items(), key=lambda item: -item[1])
     shown = [f"{word} {100 * s / facts.makespan_s:.1f} %" for word, s in parts if s > 0]
     return f"critical path: {', '.join(shown)}"

@@ -8,8 +8,10 @@ import math
 import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,19 +44,26 @@ _DIGIT_IN, _MARGIN_IN = 0.065, 0.05  # of a label
 # ---- figures as files ----------------------------------------------------------------------------------------
 
 
-def new_figure(width_in: float, height_in: float) -> Figure:
-    """A figure without pyplot: no global state, no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+@contextmanager
+def picture(
+    path: str | os.PathLike[str] | None, width_in: float, height_in: float, *, dpi: int = 130
+) -> Iterator[Figure]:
+    """A figure to draw in, written to ``path`` afterwards if given. Without pyplot: no global state, no display."""
     from matplotlib.figure import Figure
 
+    if path is not None:
+        check_format(f"path={os.fspath(path)!r}", path)
     figure = Figure(figsize=(width_in, height_in), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    yield figure
+    if path is not None:
+        write_figure(figure, path, dpi=dpi)
 
 
 def check_format(argument: str, path: str | os.PathLike[str]) -> None:
     """ValueError that begins with ``argument`` unless ``path`` ends like a picture (none at all means .png)."""
-    known = new_figure(1.0, 1.0).canvas.get_supported_filetypes()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
     if _suffix(path) not in known:
         raise ValueError(f"{argument}: no picture format, end it in one of .{', .'.join(sorted(known))}")
 
@@ -100,35 +109,32 @@ def plot_timeline(
         raise ValueError(
             f"batches={batches!r}: must be an int of at least 1, or None for as many as are readable"
         )
-    if path is not None:
-        check_format(f"path={os.fspath(path)!r}", path)
-    figure = new_figure(_WIDTH_IN, 1.5 + 0.6 * timeline.stages)
-    axes = figure.add_subplot()
     seen, shown = _last(timeline, batches or _readable(timeline))
-    origin = min((event.start_s for event in timeline.events), default=0.0)
-    unit = draw_rows(axes, seen, origin, labelled=True)
-    axes.set_xlabel(f"time since the first event ({unit})", color=INK)
-    for k, share in enumerate(seen.timeline.worker_busy_fraction):
-        where: dict[str, Any] = {
+    pipelines = sorted({event.pipeline for event in timeline.events})
+    total = len({event.batch for event in timeline.events})
+    which = f"batches: {total}" if shown == total else f"last {shown} of {total} batches"
+    bubbles = f"bubbles: {100 * seen.timeline.bubble_fraction:.1f} %"
+    with picture(path, _WIDTH_IN, 1.5 + 0.6 * timeline.stages, dpi=150) as figure:
+        axes = figure.add_subplot()
+        origin_s = min((event.start_s for event in timeline.events), default=0.0)
+        unit = draw_rows(axes, seen, origin_s, labelled=True)
+        axes.set_xlabel(f"time since the first event ({unit})", color=INK)
+        beside: dict[str, Any] = {
             "xycoords": ("axes fraction", "data"),
             "va": "center",
             "annotation_clip": False,
         }
-        axes.annotate(f"busy {100 * share:.0f} %", (1.008, k), fontsize=8, color=INK, **where)
-    pipelines = sorted({event.pipeline for event in timeline.events})
-    lines = _legend(axes, pipelines, seen.timeline.events)
-    total = len({event.batch for event in timeline.events})
-    which = f"batches: {total}" if shown == total else f"last {shown} of {total} batches"
-    axes.set_title(
-        f"stages: {timeline.stages}   pipelines: {len(pipelines)}   {which}   "
-        f"bubbles: {100 * seen.timeline.bubble_fraction:.1f} %",
-        loc="left",
-        pad=12 + 14 * lines,
-        fontsize=10,
-        color=INK,
-    )
-    if path is not None:
-        write_figure(figure, path, dpi=150)
+        for k, share in enumerate(seen.timeline.worker_busy_fraction):
+            axes.annotate(f"busy {100 * share:.0f} %", (1.008, k), fontsize=8, color=INK, **beside)
+        entries = legend_entries(seen.timeline.events, pipelines)
+        names = entries["labels"]
+        lines = math.ceil(sum(_ENTRY_IN + _LETTER_IN * len(name) for name in names) / (_WIDTH_IN - 1.8))
+        if names:
+            above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.0}
+            columns = math.ceil(len(names) / lines)
+            axes.legend(**entries, **above, ncols=columns, handlelength=2.2, columnspacing=1.4)
+        title = f"stages: {timeline.stages}   pipelines: {len(pipelines)}   {which}   {bubbles}"
+        axes.set_title(title, loc="left", pad=12 + 14 * lines, fontsize=10, color=INK)
     return figure
 
 
@@ -152,21 +158,14 @@ class View(NamedTuple):
 
 def _readable(timeline: Timeline) -> int:
     """How many of the last batches fit with ``_READABLE`` computations in the fullest row; at least one."""
+    computed = [event for event in timeline.events if event.kind in COMPUTE_KINDS]
     begins: dict[int, float] = {}
-    ends: list[list[float]] = [[] for _ in range(timeline.stages)]
-    for event in timeline.events:
-        if event.kind in COMPUTE_KINDS:
-            begins[event.batch] = min(event.start_s, begins.get(event.batch, event.start_s))
-            ends[event.worker].append(event.end_s)
-    for row in ends:
-        row.sort()
-    count, begin = 0, math.inf
-    for batch in sorted(begins, reverse=True):
-        begin = min(begin, begins[batch])
-        if max(len(row) - bisect_right(row, begin) for row in ends) > _READABLE:
-            break
-        count += 1
-    return max(1, count)
+    for event in computed:
+        begins[event.batch] = min(event.start_s, begins.get(event.batch, event.start_s))
+    rows = [sorted(event.end_s for event in computed if event.worker == k) for k in range(timeline.stages)]
+    froms = accumulate((begins[batch] for batch in sorted(begins, reverse=True)), min)
+    crowds = [max(len(ends) - bisect_right(ends, from_s) for ends in rows) for from_s in froms]
+    return max(1, sum(crowd <= _READABLE for crowd in crowds))
 
 
 def _last(timeline: Timeline, batches: int) -> tuple[View, int]:
@@ -251,42 +250,40 @@ def _place(event: Event, lanes: Sequence[int]) -> tuple[float, float]:
     return bottom, height
 
 
-# What an event looks like: its kind and, of waits and of the host, the detail where it has a look of its own.
+# What an event looks like, by its kind and, of waits and of the host, the detail where it has a look of its own: words
+# and style. "light" and "dark" are the pipeline's; waiting lies underneath, then the host, so that another pipeline's
+# work covers them; edges in the strip keep what is short visible.
 _Look = tuple[str, str]
-_WORDS: dict[_Look, str] = {
-    ("F", ""): "forward", ("B", ""): "backward", ("I", ""): "backward, inputs", ("W", ""): "backward, weights",
-    ("U", ""): "update", ("average", ""): "averaging", ("recv", "F"): "waiting for an activation",
-    ("recv", "B"): "waiting for a gradient", ("recv", ""): "waiting", ("host", "loader"): "data loader",
-    ("host", "caller"): "between results", ("host", ""): "host", ("send", ""): "sending (below)",
-}  # fmt: skip
+_Style = dict[str, Any]
+_WORK: _Style = {"facecolor": "dark", "edgecolor": "white", "linewidth": 0.4, "zorder": 3}
+_WAIT: _Style = {"facecolor": "#f4f4f4", "edgecolor": "#cfcfcf", "linewidth": 0.0, "zorder": 1}
+_HOST: _Style = {"facecolor": "#f6efc4", "edgecolor": "#a8974a", "linewidth": 0.4, "zorder": 2}
+_BELOW: _Style = {"facecolor": "dark", "edgecolor": "dark", "linewidth": 0.7, "zorder": 3}
+_LOOKS: dict[_Look, tuple[str, _Style]] = {
+    ("F", ""): ("forward", {**_WORK, "facecolor": "light"}),
+    ("B", ""): ("backward", _WORK),
+    ("I", ""): ("backward, inputs", _WORK),
+    ("W", ""): ("backward, weights", {**_WORK, "alpha": 0.6}),
+    ("U", ""): ("update", {"facecolor": "white", "edgecolor": "dark", "linewidth": 1.1, "zorder": 4}),
+    ("average", ""): ("averaging", {**_WORK, "hatch": "xxxx", "zorder": 4}),
+    ("recv", "F"): ("waiting for an activation", {**_WAIT, "hatch": "////"}),
+    ("recv", "B"): ("waiting for a gradient", {**_WAIT, "hatch": 4 * chr(92)}),
+    ("recv", ""): ("waiting", _WAIT),
+    ("host", "loader"): ("data loader", {**_HOST, "hatch": "...."}),
+    ("host", "caller"): ("between results", {**_HOST, "facecolor": "#e6d67e"}),
+    ("host", ""): ("host", _HOST),
+    ("send", ""): ("sending (below)", _BELOW),
+}
 
 
 def _look(event: Event) -> _Look:
-    return (event.kind, event.detail) if (event.kind, event.detail) in _WORDS else (event.kind, "")
+    return (event.kind, event.detail) if (event.kind, event.detail) in _LOOKS else (event.kind, "")
 
 
-def _style(look: _Look, hue: tuple[str, str]) -> dict[str, Any]:
-    """How bars look; waiting lies underneath, then the host, so that another pipeline's work covers them."""
-    light, dark = hue
-    work = {"facecolor": dark, "edgecolor": "white", "linewidth": 0.4, "zorder": 3}
-    wait = {"facecolor": "#f4f4f4", "edgecolor": "#cfcfcf", "linewidth": 0.0, "zorder": 1}
-    thread = {"facecolor": "#e6d67e", "edgecolor": "#a8974a", "linewidth": 0.4, "zorder": 2}
-    styles: dict[_Look, dict[str, Any]] = {
-        ("F", ""): {**work, "facecolor": light},
-        ("B", ""): work,
-        ("I", ""): work,
-        ("W", ""): {**work, "alpha": 0.6},
-        ("U", ""): {"facecolor": "white", "edgecolor": dark, "linewidth": 1.1, "zorder": 4},
-        ("average", ""): {**work, "hatch": "xxxx", "zorder": 4},
-        ("recv", "F"): {**wait, "hatch": "////"},
-        ("recv", "B"): {**wait, "hatch": 4 * chr(92)},
-        ("recv", ""): wait,
-        ("host", "loader"): {**thread, "facecolor": "#f6efc4", "hatch": "...."},
-        ("host", "caller"): thread,
-        ("host", ""): {**thread, "facecolor": "#f6efc4"},
-    }
-    # Edges in the strip keep what is short visible.
-    return styles.get(look, {"facecolor": dark, "edgecolor": dark, "linewidth": 0.7, "zorder": 3})
+def _style(look: _Look, hue: tuple[str, str]) -> _Style:
+    style = _LOOKS[look][1] if look in _LOOKS else _BELOW
+    shades = dict(zip(("light", "dark"), hue))
+    return {name: shades.get(value, value) for name, value in style.items()}
 
 
 def _label_s(view: View) -> dict[str, float]:
@@ -307,29 +304,17 @@ def legend_entries(events: Iterable[Event], pipelines: Iterable[int]) -> dict[st
     from matplotlib.patches import Patch
 
     looks = {_look(event) for event in events}
-    handles: list[Any] = [tuple(Patch(facecolor=color) for color in _hue(i)) for i in pipelines]
-    names = [f"pipeline {i}" for i in pipelines]
-    for look in [*_WORDS, *sorted(looks - _WORDS.keys())]:
-        if look in looks:
-            handles.append(Patch(**_style(look, GREYS)))
-            names.append(_WORDS.get(look, look[0]))
-    pairs = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
-    return {"handles": handles, "labels": names, "handler_map": pairs, "frameon": False, "fontsize": 8}
-
-
-def _legend(axes: Axes, pipelines: Sequence[int], events: Iterable[Event]) -> int:
-    """Above the rows; returns its lines."""
-    entries = legend_entries(events, pipelines)
-    names = entries["labels"]
-    lines = math.ceil(sum(_ENTRY_IN + _LETTER_IN * len(name) for name in names) / (_WIDTH_IN - 1.8))
-    if names:
-        axes.legend(
-            **entries,
-            loc="lower left",
-            bbox_to_anchor=(0.0, 1.0),
-            ncols=math.ceil(len(names) / lines),
-            borderaxespad=0.0,
-            handlelength=2.2,
-            columnspacing=1.4,
-        )
-    return lines
+    entries: list[tuple[str, Any]] = [
+        (f"pipeline {i}", tuple(Patch(facecolor=color) for color in _hue(i))) for i in pipelines
+    ]
+    entries += [
+        (_LOOKS[look][0] if look in _LOOKS else look[0], Patch(**_style(look, GREYS)))
+        for look in [*(look for look in _LOOKS if look in looks), *sorted(looks - _LOOKS.keys())]
+    ]
+    return {
+        "handles": [handle for _, handle in entries],
+        "labels": [name for name, _ in entries],
+        "handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.0)},
+        "frameon": False,
+        "fontsize": 8,
+    }

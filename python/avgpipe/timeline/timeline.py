@@ -5,10 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 import os
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class EventKind(str, Enum):
 _RANK = {kind: rank for rank, kind in enumerate(EventKind)}
 ACTIONS = tuple(EventKind)[:5]
 COMPUTE_KINDS = frozenset((*ACTIONS, EventKind.AVERAGE))
+DETAILED = (EventKind.RECEIVE, EventKind.HOST)  # whose details make a difference
 
 
 class _EventFields(NamedTuple):
@@ -84,8 +87,8 @@ class Event(_EventFields):
         detail: str = "",
         worker: int | None = None,
     ) -> Event:
-        place = stage, pipeline, batch, micro_batch
-        return cls._make((*place, kind, start_s, end_s, detail, stage if worker is None else worker))
+        row = stage if worker is None else worker
+        return cls._make((stage, pipeline, batch, micro_batch, kind, start_s, end_s, detail, row))
 
     def __str__(self) -> str:
         return f"{self.kind}" if self.micro_batch is None else f"{self.kind}{self.micro_batch}"
@@ -215,28 +218,23 @@ class Timeline:
 
     def __str__(self) -> str:
         """A line for the run and one per row."""
-        pipelines = len({event.pipeline for event in self.events})
-        batches = len({event.batch for event in self.events})
+        pipelines, batches = (len({event[field] for event in self.events}) for field in (1, 2))
         lines = [
             f"timeline: {self.stages} stages, {pipelines} pipelines, {batches} batches, "
             f"{len(self.events)} events, {self.makespan_s:.3f} s, bubbles {100 * self.bubble_fraction:.1f} %",
             "stage     busy    busy s    recv s      F ms      B ms  peak MiB",
         ]
-        shares, busy = self.worker_busy_fraction, self.busy_s
-        for k, own in enumerate(by_row(self)):
-            recv_s = sum(event.seconds for event in own if event.kind == EventKind.RECEIVE)
+        for k, (own, share, busy_s) in enumerate(zip(by_row(self), self.worker_busy_fraction, self.busy_s)):
+            times = {
+                kind: [event.seconds for event in own if event.kind == kind] for kind in ("F", "B", "recv")
+            }
+            forward, backward = (f"{1e3 * fmean(times[kind]):.3f}" if times[kind] else "-" for kind in "FB")
             memory = "-" if self.peak_memory_bytes is None else f"{self.peak_memory_bytes[k] / 2**20:.1f}"
             lines.append(
-                f"{k:>5}  {100 * shares[k]:>5.1f} %  {busy[k]:>8.3f}  {recv_s:>8.3f}  "
-                f"{_mean_ms(own, EventKind.FORWARD):>8}  {_mean_ms(own, EventKind.BACKWARD):>8}  {memory:>8}"
+                f"{k:>5}  {100 * share:>5.1f} %  {busy_s:>8.3f}  {sum(times['recv']):>8.3f}  "
+                f"{forward:>8}  {backward:>8}  {memory:>8}"
             )
         return "\n".join(lines)
-
-
-def _mean_ms(events: Sequence[Event], kind: EventKind) -> str:
-    """The mean duration of the events of a kind, in milliseconds, or a dash."""
-    times = [event.seconds for event in events if event.kind == kind]
-    return f"{1000 * sum(times) / len(times):.3f}" if times else "-"
 
 
 # ---- where the time went -------------------------------------------------------------------------------------
@@ -305,48 +303,31 @@ def segments(events: Sequence[Event]) -> list[Segment]:
 
 
 def _time_of(row: int, events: Sequence[Event], makespan_s: float) -> StageTime:
-    parts: dict[tuple[str, str], list[float]] = {}
+    spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event, start_s, end_s in segments(events):
         kind = event.kind if event is not None and event.kind in _RANK else "other"
-        detail = event.detail if event is not None and kind in (EventKind.RECEIVE, EventKind.HOST) else ""
-        parts.setdefault((kind, detail), []).append(end_s - start_s)
-    sums = {key: math.fsum(parts[key]) for key in sorted(parts)}
-
-    def by_detail(kind: EventKind) -> dict[str, float]:
-        return {detail: seconds for (other, detail), seconds in sums.items() if other == kind}
-
+        detail = event.detail if event is not None and kind in DETAILED else ""
+        spent[kind][detail] += end_s - start_s
     return StageTime(
         row,
-        compute_s={
-            str(kind): sums[kind, ""] for kind in _RANK if kind in COMPUTE_KINDS and (kind, "") in sums
-        },
-        send_s=sums.get((EventKind.SEND, ""), 0.0),
-        recv_s=by_detail(EventKind.RECEIVE),
-        host_s=by_detail(EventKind.HOST),
-        other_s=sums.get(("other", ""), 0.0),
-        outside_s=max(0.0, makespan_s - math.fsum(sums.values())),
+        compute_s={str(kind): spent[kind][""] for kind in EventKind if kind in COMPUTE_KINDS & spent.keys()},
+        send_s=sum(spent[EventKind.SEND].values()),
+        recv_s=dict(spent[EventKind.RECEIVE]),
+        host_s=dict(spent[EventKind.HOST]),
+        other_s=sum(spent["other"].values()),
+        outside_s=max(0.0, makespan_s - sum(sum(seconds.values()) for seconds in spent.values())),
     )
 
 
-class Occupation(NamedTuple):
-    """How long an action occupied its worker."""
-
-    kind: str
-    stage: int
-    pipeline: int
-    batch: int
-    seconds: float
-
-
-def occupations(events: Iterable[Event], beside: Collection[str]) -> list[Occupation]:
-    """Return each action with what its worker did next of the kinds ``beside``, which delays the action after it."""
-    found: list[Occupation] = []
+def occupations(events: Iterable[Event], beside: Collection[str]) -> list[Event]:
+    """Return each action, as long as its worker was occupied: longer by what followed of the kinds ``beside``."""
+    found: list[Event] = []
     last: dict[int, int] = {}  # by worker, the action that it ran last
     for event in sorted(events, key=lambda e: e.start_s):
         if event.kind in ACTIONS:
             last[event.worker] = len(found)
-            found.append(Occupation(event.kind, event.stage, event.pipeline, event.batch, event.seconds))
+            found.append(event)
         elif event.kind in beside and event.worker in last:
-            n = last[event.worker]
-            found[n] = found[n]._replace(seconds=found[n].seconds + event.seconds)
+            action = found[last[event.worker]]
+            found[last[event.worker]] = action._replace(end_s=action.end_s + event.seconds)
     return found
