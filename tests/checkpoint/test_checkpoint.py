@@ -186,6 +186,23 @@ def test_carried_state_is_saved_and_survives_recomputation(stages: int, tmp_path
     assert max(abs(a - b) for a, b in zip(*ends, strict=True)) < 1e-10
 
 
+def test_a_replica_takes_what_its_own_micro_batches_carry(tmp_path: Path) -> None:
+    """What the others' carry would grow old there, and be saved again beside the newer ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Summer(), nn.Linear(4, 3)).double()
+    batch = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    with Pipeline(model, Plan(micro_batches=4), loss_fn=LOSS, optimizer=momentum) as p:
+        list(p.train([batch]))
+        p.save(tmp_path / "c")
+    replicated = Plan(micro_batches=4, schedule="1f1b", replication=[2])
+    for _ in range(2):  # by name, and bit for bit
+        with Pipeline(model, replicated, loss_fn=LOSS, optimizer=momentum) as p:
+            p.load(tmp_path / "c")
+            carried = [next(iter(p._worker.trained[n, 0].stage.carries())).values for n in range(2)]
+            assert [sorted(values) for values in carried] == [[0, 2], [1, 3]]
+            p.save(tmp_path / "c")
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     with make(SHAPES[1]) as p:

@@ -90,16 +90,22 @@ def test_a_full_disk_costs_the_save_alone(saved: Path, tmp_path: Path, monkeypat
 
 def test_torch_says_in_its_own_words_what_the_disk_said(saved: Path, monkeypatch: Any) -> None:
     """In the middle of a file: torch.save raises another error when its writer fails."""
-    from avgpipe.checkpoint import save
-
-    monkeypatch.setattr(save._Disk, "write", lambda disk, data: disk._tried(no_room))
-    with make() as p, pytest.raises(CheckpointError, match=r"No space left on device: .*\.pt$"):
+    opened = Path.open
+    full = Path("/dev/full")
+    monkeypatch.setattr(
+        Path, "open", lambda path, mode="r": opened(full if path.suffix == ".pt" else path, mode)
+    )
+    with (
+        make(model=wide_model()) as p,
+        pytest.raises(CheckpointError, match=r"No space left on device: .*\.pt$"),
+    ):
         p.save(saved)
     assert verify_checkpoint(saved).batches == 4
 
 
-def no_room() -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def wide_model() -> nn.Module:
+    """A model whose tensors are larger than what a file buffers."""
+    return nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 3))
 
 
 @pytest.fixture
@@ -270,7 +276,8 @@ OTHER_RUN = """
 import sys
 from pathlib import Path
 from avgpipe.checkpoint.folder import FolderLocks
-with FolderLocks().saving(Path(sys.argv[1])):
+locks = FolderLocks()
+with locks.saving(Path(sys.argv[1])):
     print("held", flush=True)
 sys.stdin.read()
 """

@@ -10,9 +10,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.ranks.world import World
@@ -25,9 +25,6 @@ except ImportError:  # not a POSIX system: nothing is locked there
 _LOCK = ".lock"
 
 
-# ---- all ranks or none --------------------------------------------------------------------------------------------
-
-
 class NotFinite(CheckpointError):
     """Weights with infinities or NaN, which no other disk would take either."""
 
@@ -38,18 +35,17 @@ def agreed(world: World, what: str, action: Callable[[], Any]) -> list[Any]:
     Where it fails on one rank, CheckpointError on all, with the first one's reason behind ``what``. Collectives inside
     would hang.
     """
-    error: Exception | None = None
+    failure: Exception | None = None
     result: Any = None
     try:
         result = action()
-    except Exception as failure:
-        error = failure
-    mine = ["" if error is None else _in_one_line(error), isinstance(error, NotFinite), result]
-    outcomes = world.gather(mine)
+    except Exception as error:
+        failure = error
+    outcomes = world.gather([failure and _in_one_line(failure), isinstance(failure, NotFinite), result])
     for rank, (failed, is_not_finite, _) in enumerate(outcomes):
         if failed:
             where = f"{what} (rank {rank})" if world.size > 1 else what
-            raise (NotFinite if is_not_finite else CheckpointError)(f"{where}: {failed}") from error
+            raise (NotFinite if is_not_finite else CheckpointError)(f"{where}: {failed}") from failure
     return [value for _, _, value in outcomes]
 
 
@@ -59,19 +55,18 @@ def _in_one_line(error: Exception) -> str:
     return reason(error)
 
 
-# ---- one run ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
 class _FolderLock:
-    """A folder that this process has locked. ``holders``: how many of its Pipelines save there."""
+    """A folder that this process has locked, until nobody here has this object any more."""
 
-    descriptor: int
-    holders: int = 0
-    saving: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self.saving = descriptor, threading.Lock()
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
 
 
-_held: dict[tuple[int, int], _FolderLock] = {}  # by device and number of the locked file
+# By device and number of the locked file. The system would let one process lock a folder for each of its Pipelines.
+_locked: WeakValueDictionary[tuple[int, int], _FolderLock] = WeakValueDictionary()
 _guard = threading.Lock()
 
 
@@ -79,7 +74,7 @@ class FolderLocks:
     """Keeps the folders that one Pipeline saves into, until ``release``. A process that ends releases what it holds."""
 
     def __init__(self) -> None:
-        self._keys: set[tuple[int, int]] = set()
+        self._kept: set[_FolderLock] = set()
 
     @contextmanager
     def saving(self, folder: Path) -> Iterator[None]:
@@ -88,47 +83,33 @@ class FolderLocks:
         Left by an error, it lets go at once. CheckpointError if somebody else saves there. Where the file system has no
         locks, nobody is kept out.
         """
-        key, is_new = self._take(folder)
-        lock = _held[key]
+        lock = _lock_of(folder)
+        if not lock.saving.acquire(blocking=False):
+            raise CheckpointError(f"another Pipeline of this process saves into {folder} at this moment")
         try:
-            if not lock.saving.acquire(blocking=False):
-                raise CheckpointError(f"another Pipeline of this process saves into {folder} at this moment")
-            try:
-                yield
-            finally:
-                lock.saving.release()
-        except BaseException:
-            if is_new:
-                self._drop(key)
-            raise
+            yield
+            self._kept.add(lock)
+        finally:
+            lock.saving.release()
+            with _guard:
+                del lock  # a traceback keeps the variables of this function
 
     def release(self) -> None:
-        for key in list(self._keys):
-            self._drop(key)
-
-    def _take(self, folder: Path) -> tuple[tuple[int, int], bool]:
-        """Return the key of a folder's lock, and whether this is new."""
         with _guard:
-            descriptor = _open(folder, os.O_RDONLY)
-            status = os.fstat(descriptor)
-            key = status.st_dev, status.st_ino
-            if key in _held:
-                os.close(descriptor)
-            else:
-                _lock(descriptor, folder)
-                _held[key] = _FolderLock(descriptor)
-            is_new = key not in self._keys
-            if is_new:
-                _held[key].holders += 1
-                self._keys.add(key)
-            return key, is_new
+            self._kept.clear()
 
-    def _drop(self, key: tuple[int, int]) -> None:
-        with _guard:
-            self._keys.remove(key)
-            _held[key].holders -= 1
-            if not _held[key].holders:
-                os.close(_held.pop(key).descriptor)
+
+def _lock_of(folder: Path) -> _FolderLock:
+    with _guard:
+        descriptor = _open(folder, os.O_RDONLY)
+        status = os.fstat(descriptor)
+        key = status.st_dev, status.st_ino
+        lock = _locked.get(key)
+        if lock is not None:
+            os.close(descriptor)
+            return lock
+        _acquire(descriptor, folder)
+        return _locked.setdefault(key, _FolderLock(descriptor))
 
 
 def _open(folder: Path, mode: int) -> int:
@@ -136,7 +117,7 @@ def _open(folder: Path, mode: int) -> int:
     return os.open(folder / _LOCK, mode | os.O_CREAT, 0o600)
 
 
-def _lock(descriptor: int, folder: Path) -> None:
+def _acquire(descriptor: int, folder: Path) -> None:
     """CheckpointError, and ``descriptor`` closed, if another process has locked it."""
     if fcntl is None:
         return

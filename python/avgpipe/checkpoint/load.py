@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.manifest import Gone, Manifest, read_text
 from avgpipe.checkpoint.save import carries, parameter_names
-from avgpipe.elastic import ElasticAveraging, Layout
+from avgpipe.elastic import Layout
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.plan import Plan
 from avgpipe.runtime.model import Model
@@ -33,26 +33,66 @@ _log = logging.getLogger("avgpipe")
 _SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha", "weights", "replication", "spread")
 
 
+def _is_finite(weights: dict[str, torch.Tensor]) -> bool:
+    return all(bool(value.isfinite().all()) for value in weights.values())
+
+
+class SavedStages:
+    """Contents of files of stage replicas, merged by name: all of a checkpoint, or those of one stage."""
+
+    def __init__(self, contents: list[dict[str, Any]]) -> None:
+        self._all = contents
+        self._whole = [content for content in contents if "reference" in content]  # of each stage
+        self.pipelines = sorted({i for content in contents for i in content["replicas"]})
+        self.finite = [i for i in self.pipelines if _is_finite(self.replica(i, "weights"))]
+
+    @property
+    def averaging(self) -> dict[str, Any]:
+        """The state of one stage's reference."""
+        return self._whole[0]["reference"]["state"]  # type: ignore[no-any-return]
+
+    def replicas(self, i: int) -> list[dict[str, Any]]:
+        """Return what there is of a pipeline, stage by stage."""
+        return [content["replicas"][i] for content in self._whole if i in content["replicas"]]
+
+    def replica(self, i: int, what: str) -> dict[str, Any]:
+        """Return ``weights`` or ``rest`` of a pipeline."""
+        return {name: value for replica in self.replicas(i) for name, value in replica[what].items()}
+
+    def reference(self) -> dict[str, torch.Tensor]:
+        """Return the weights that all begin at: without a reference there is one pipeline."""
+        sources = [
+            content["reference"] or next(iter(content["replicas"].values())) for content in self._whole
+        ]
+        return {name: value for source in sources for name, value in source["weights"].items()}
+
+    def carry(self, i: int) -> dict[str, dict[int, Any]]:
+        """Return what a pipeline carries, by place and micro-batch."""
+        merged: dict[str, dict[int, Any]] = {}
+        for content in self._all:
+            for place, values in content["replicas"].get(i, {}).get("carry", {}).items():
+                merged.setdefault(place, {}).update(values)
+        return merged
+
+    def first(self, i: int, what: str) -> Any:
+        """Return what the first stage of a pipeline that has such a state says."""
+        return next((replica[what] for replica in self.replicas(i) if replica[what] is not None), None)
+
+
 @dataclass(frozen=True)
 class FoundCheckpoint:
     """What a process needs of a checkpoint, read and checked.
 
     Attributes:
-        contents: by stage replica, under the plan that wrote the checkpoint.
-        saved: all of it by name, under another plan.
+        batches: The number that the saved run had begun.
+        saved: Where each of the process's stage replicas is restored from.
+        exactly: Whether bit for bit, each from the files of its own stage; else all from the whole, by name.
     """
 
-    manifest: Manifest
     directory: Path
-    contents: dict[int, dict[str, Any]] | None
-    saved: _SavedStages | None
-
-    def is_finite(self) -> bool:
-        """Whether all replicas may go on; what is read by name is mended, and a single pipeline is as it is."""
-        if self.manifest.plan["pipelines"] == 1 or self.contents is None:
-            return True
-        replicas = [r for content in self.contents.values() for r in content["replicas"].values()]
-        return all(_is_finite(replica["weights"]) for replica in replicas)
+    batches: int
+    saved: dict[int, SavedStages]
+    exactly: bool
 
 
 def read_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -> FoundCheckpoint:
@@ -69,7 +109,13 @@ def read_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -
             if text == before:
                 raise
             return "replaced"  # by another checkpoint: the next look finds another manifest
-        return "whole" if found.is_finite() else "not finite"
+        # What is read by name is mended, and a single pipeline goes on as it is.
+        strict = found.exactly and plan.pipelines > 1
+        return (
+            "whole"
+            if not strict or all(s.finite == s.pipelines for s in found.saved.values())
+            else "not finite"
+        )
 
     while True:
         text = agreed(world, what, lambda: read_text(directory) if world.rank == 0 else "")[0]
@@ -94,48 +140,18 @@ def _read_all(
     manifest.check_model(model.signature(), directory)
     options = json.loads(plan.to_json())
     same = manifest.bounds == model.bounds and all(manifest.plan[n] == options[n] for n in _SAME)
-    if exactly and same:
-        contents = {number: _read_whole(manifest, directory, worker, number) for number in worker.held}
-        return FoundCheckpoint(manifest, directory, contents, None)
-    saved = _SavedStages([_read(manifest, directory, n, lazily=True) for n in range(len(manifest.files))])
-    return FoundCheckpoint(manifest, directory, None, saved)
+    exactly = exactly and same
 
+    def merged(files: Iterable[int]) -> SavedStages:
+        return SavedStages([_read(manifest, directory, n, lazily=not exactly) for n in files])
 
-def _is_finite(weights: dict[str, torch.Tensor]) -> bool:
-    return all(bool(value.isfinite().all()) for value in weights.values())
-
-
-def restore_checkpoint(found: FoundCheckpoint, model: Model, worker: Worker) -> int:
-    """Restore, and return the number of batches that the saved run had begun.
-
-    A failure leaves ``worker`` half restored.
-    """
-    try:
-        for number in worker.held:
-            if found.contents is not None:
-                _restore_exactly(found.contents[number], model, worker, number)
-            else:
-                assert found.saved is not None
-                _restore_by_name(found.saved, model, worker, number)
-    except (LookupError, TypeError, ValueError, AttributeError, StopIteration, RuntimeError) as error:
-        raise CheckpointError(
-            f"the checkpoint in {found.directory} does not fit: {type(error).__name__}: {reason(error)}; use the "
-            "optimizer and schedule that were saved, or another checkpoint"
-        ) from error
-    worker.world.barrier()
-    return found.manifest.batches
-
-
-def _read_whole(manifest: Manifest, directory: Path, worker: Worker, number: int) -> dict[str, Any]:
-    """Read all that a stage replica needs: its own file, and the first replica's if it is another one."""
-    stage, _, group = worker.placement.replicas[number]
-    first = worker.placement.replicas_of(stage, group)[0]
-    content = _read(manifest, directory, first, lazily=False)
-    if number != first:
-        own = _read(manifest, directory, number, lazily=False)
-        for i, replica in content["replicas"].items():
-            replica.update(own["replicas"][i])
-    return content
+    if exactly:
+        # Each replica's own file, and the first replica's, which has what all of a stage hold alike.
+        firsts = {n: worker.placement.replicas_of(*worker.placement.replicas[n][::2])[0] for n in worker.held}
+        saved = {n: merged(sorted({first, n})) for n, first in firsts.items()}
+    else:
+        saved = dict.fromkeys(worker.held, merged(range(len(manifest.files))))
+    return FoundCheckpoint(directory, manifest.batches, saved, exactly)
 
 
 def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> dict[str, Any]:
@@ -155,228 +171,179 @@ def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> 
 
 
 @torch.no_grad()
-def _restore_exactly(content: dict[str, Any], model: Model, worker: Worker, number: int) -> None:
-    k, reference = worker.placement.stage_of(number), worker.references[number]
-    if reference is not None:
-        pipeline = worker.placement.pipelines_of(number)[0]
-        _put_in_place(content, worker.trained[number, pipeline].arena.layout)
-        reference.load_state_dict(content["reference"]["state"])
-    for i, saved in content["replicas"].items():
-        trained = worker.trained[number, i]
-        if trained.optimizer is not None:  # first: another optimizer than the saved one may refuse its state
-            trained.optimizer.load_state_dict(saved["optimizer"]["state"])
-        if trained.lr_scheduler is not None and saved["lr_scheduler"] is not None:
-            trained.lr_scheduler.load_state_dict(saved["lr_scheduler"])
-        _restore(trained, model, k, saved["weights"], saved["rest"], saved["loss_scale"], saved["older"])
-        _restore_carries(trained, saved["carry"])
+def restore_checkpoint(found: FoundCheckpoint, model: Model, worker: Worker) -> int:
+    """Restore, and return the number of batches that the saved run had begun.
+
+    A failure leaves ``worker`` half restored.
+    """
+    try:
+        for number, saved in found.saved.items():
+            _restore_reference(saved, model, worker, number, found.exactly)
+            for i in worker.placement.pipelines_of(number):
+                _restore(saved, model, worker, number, i, found.exactly)
+    except (LookupError, TypeError, ValueError, AttributeError, StopIteration, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint in {found.directory} does not fit: {type(error).__name__}: {reason(error)}; use the "
+            "optimizer and schedule that were saved, or another checkpoint"
+        ) from error
+    worker.world.barrier()
+    return found.batches
 
 
-def _put_in_place(content: dict[str, Any], layout: Layout) -> None:
+def _restore_reference(saved: SavedStages, model: Model, worker: Worker, number: int, exactly: bool) -> None:
+    reference, k = worker.references[number], worker.placement.stage_of(number)
+    if reference is None:
+        return
+    layout = worker.trained[number, worker.placement.pipelines_of(number)[0]].arena.layout
+    if exactly:
+        _put_in_place(saved, layout)
+        reference.load_state_dict(saved.averaging)
+    else:
+        weights = saved.reference()
+        for name, view in zip(model.trainable[k], layout.tensors(reference.parameters)):
+            view.copy_(weights[name])
+
+
+def _put_in_place(saved: SavedStages, layout: Layout) -> None:
     """Bring the saved flat buffers into ``layout``: the saving run's model may have had other strides."""
-    saved = Layout(next(iter(content["replicas"].values()))["weights"].values())
+    replicas = [replica for i in saved.pipelines for replica in saved.replicas(i)]
+    theirs = Layout(replicas[0]["weights"].values())
 
     def moved(flats: list[torch.Tensor]) -> list[torch.Tensor]:
         buffers = layout.zeros()
-        for mine, value in zip(buffers.tensors(), saved.tensors(flats)):
+        for mine, value in zip(buffers.tensors(), theirs.tensors(flats)):
             mine.copy_(value)
         return buffers.flats
 
-    state = content["reference"]["state"]
+    state = saved.averaging
     state["parameters"] = moved(state["parameters"])
     state["pending"] = {i: moved(update) for i, update in state["pending"].items()}
-    for replica in content["replicas"].values():
+    for replica in replicas:
         elastic = replica["optimizer"]["state"]["elastic"]
         if elastic["start"] is not None:
             elastic["start"] = moved(elastic["start"])
 
 
-class _SavedStages:
-    """The files of all saved stage replicas, merged by name."""
-
-    def __init__(self, contents: list[dict[str, Any]]) -> None:
-        self._all = contents
-        self.contents = [content for content in contents if "reference" in content]  # of each stage
-        self.pipelines = 1 + max(i for content in contents for i in content["replicas"])
-        self.finite = [i for i in range(self.pipelines) if _is_finite(self.replica(i, "weights"))]
-
-    def reference(self) -> dict[str, torch.Tensor]:
-        merged: dict[str, torch.Tensor] = {}
-        for content in self.contents:
-            source = (
-                content["reference"] or content["replicas"][0]
-            )  # without a reference there is one pipeline
-            merged.update(source["weights"])
-        return merged
-
-    def replica(self, i: int, what: str) -> dict[str, Any]:
-        """``weights`` or ``rest`` of a pipeline over all stages."""
-        merged: dict[str, Any] = {}
-        for content in self.contents:
-            merged.update(content["replicas"].get(i, {}).get(what, {}))
-        return merged
-
-    def carry(self, i: int) -> dict[str, dict[int, Any]]:
-        """What a pipeline carries, by place and micro-batch."""
-        merged: dict[str, dict[int, Any]] = {}
-        for content in self._all:
-            for place, values in content["replicas"].get(i, {}).get("carry", {}).items():
-                merged.setdefault(place, {}).update(values)
-        return merged
-
-    def loss_scale(self, i: int) -> dict[str, Any] | None:
-        """That of a pipeline, which its last stage holds."""
-        held = [content["replicas"].get(i, {}).get("loss_scale") for content in self.contents]
-        return next((state for state in held if state is not None), None)
-
-    def optimizer(self, i: int) -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
-        """State by parameter name, settings of the parameter groups, and the learning-rate schedule's state."""
-        states: dict[str, Any] = {}
-        groups: list[dict[str, Any]] = []
-        lr_scheduler = None
-        for content in self.contents:
-            replica = content["replicas"].get(i)
-            if replica is None or replica["optimizer"] is None:
-                continue
-            state, names = replica["optimizer"]["state"], replica["optimizer"]["names"]
-            states.update({names[n]: value for n, value in state["state"].items()})
-            groups = groups or state["param_groups"]
-            lr_scheduler = lr_scheduler or replica["lr_scheduler"]
-        return states, groups, lr_scheduler
-
-
-@torch.no_grad()
-def _restore_by_name(saved: _SavedStages, model: Model, worker: Worker, number: int) -> None:
-    k = worker.placement.stage_of(number)
-    names = model.trainable[k]
-    reference, weights = worker.references[number], saved.reference()
-    pipelines = worker.placement.pipelines_of(number)
-    of_all = worker.placement.pipelines
-    if reference is not None:
-        views = worker.trained[number, pipelines[0]].arena.layout.tensors(reference.parameters)
-        for name, view in zip(names, views):
-            view.copy_(weights[name])
-    for i in pipelines:
-        trained, source = worker.trained[number, i], i % saved.pipelines
-        goes_on = of_all == saved.pipelines and source in saved.finite
+def _restore(
+    saved: SavedStages, model: Model, worker: Worker, number: int, pipeline: int, exactly: bool
+) -> None:
+    """Restore one pipeline's copy of a stage."""
+    placement, trained = worker.placement, worker.trained[number, pipeline]
+    k = placement.stage_of(number)
+    names, layout = model.trainable[k], trained.arena.layout
+    source, goes_on = pipeline, True
+    if not exactly:
+        source = pipeline % len(saved.pipelines)
+        goes_on = placement.pipelines == len(saved.pipelines) and source in saved.finite
         if source not in saved.finite:
             source = next(iter(saved.finite), source)
-        own = saved.replica(source, "weights") if goes_on and of_all > 1 else weights
-        _restore(trained, model, k, own, saved.replica(source, "rest"), saved.loss_scale(source), {})
-        _restore_optimizer(trained, names, *saved.optimizer(source))
-        if goes_on:
-            _restore_carries(trained, saved.carry(source))
-
-
-def _restore_optimizer(
-    trained: TrainedStage,
-    names: list[str],
-    states: dict[str, Any],
-    groups: list[dict[str, Any]],
-    lr_scheduler: Any,
-) -> None:
-    if trained.optimizer is None:
-        return
-    inner = trained.optimizer.inner if isinstance(trained.optimizer, ElasticAveraging) else trained.optimizer
-    current = inner.state_dict()
-    if len(groups) == len(current["param_groups"]):
-        for mine, theirs in zip(current["param_groups"], groups):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
-    order = parameter_names(trained, names)
-    # copies: a tied parameter's state goes to several stages, and a saved pipeline's to several new ones
-    current["state"] = {n: copy.deepcopy(states[name]) for n, name in enumerate(order) if name in states}
-    inner.load_state_dict(current)
+    # First: another optimizer than the saved one may refuse its state.
+    _restore_optimizer(trained, names, saved.replicas(source), exactly)
+    lr_scheduler, loss_scale = saved.first(source, "lr_scheduler"), saved.first(source, "loss_scale")
     if trained.lr_scheduler is not None and lr_scheduler is not None:
         trained.lr_scheduler.load_state_dict(lr_scheduler)
-
-
-def _restore(
-    trained: TrainedStage,
-    model: Model,
-    k: int,
-    weights: dict[str, torch.Tensor],
-    rest: dict[str, torch.Tensor],
-    loss_scale: dict[str, Any] | None,
-    older: dict[int, dict[str, torch.Tensor]],
-) -> None:
-    """Copy what a pipeline's stage ``k`` consists of. ``rest``: frozen parameters and buffers."""
-    names, layout = model.trainable[k], trained.arena.layout
-    for name, view in zip(names, layout.tensors(trained.arena.weights)):
-        view.copy_(weights[name])
+    if trained.loss_scale is not None and loss_scale is not None:
+        trained.loss_scale.load_state_dict(loss_scale)
+    own = goes_on and placement.pipelines > 1
+    _copy(
+        saved.replica(source, "weights") if own else saved.reference(), names, layout, trained.arena.weights
+    )
     if trained.versions is not None:
-        buffers = {behind: layout.zeros() for behind in older}
-        for behind, values in older.items():
-            for name, view in zip(names, buffers[behind].tensors()):
-                view.copy_(values[name])
-        trained.versions.restore({behind: buffer.flats for behind, buffer in buffers.items()})
-    state = trained.stage.layers.state_dict(keep_vars=True)
+        older = saved.replicas(source)[0]["older"] if exactly else {}
+        buffers = {behind: layout.zeros().flats for behind in older}
+        for behind, flats in buffers.items():
+            _copy(older[behind], names, layout, flats)
+        trained.versions.restore(buffers)
+    rest, state = saved.replica(source, "rest"), trained.stage.layers.state_dict(keep_vars=True)
     for entry in model.entries[k]:
         if entry.arena is None and entry.names[0] in rest:
             state[entry.local].data.copy_(rest[entry.names[0]])
-    if trained.loss_scale is not None and loss_scale is not None:
-        trained.loss_scale.load_state_dict(loss_scale)
+    if goes_on:
+        carried = saved.carry(source)
+        for place, carry in carries(trained).items():
+            carry.values = {
+                m: torch.utils._pytree.tree_map(lambda t: t.to(trained.stage.device).clone(), value)
+                for m, value in carried.get(place, {}).items()
+                if placement.replica_for(k, m, pipeline) == number  # the others' would grow old here
+            }
 
 
-def _restore_carries(trained: TrainedStage, values: dict[str, Any]) -> None:
-    device = trained.stage.device
-    for place, carry in carries(trained).items():
-        carry.values = {
-            m: torch.utils._pytree.tree_map(lambda t: t.to(device).clone(), value)
-            for m, value in values.get(place, {}).items()
-        }
+def _copy(
+    values: dict[str, torch.Tensor], names: list[str], layout: Layout, flats: list[torch.Tensor]
+) -> None:
+    for name, view in zip(names, layout.tensors(flats)):
+        view.copy_(values[name])
+
+
+def _restore_optimizer(
+    trained: TrainedStage, names: list[str], replicas: list[dict[str, Any]], exactly: bool
+) -> None:
+    if trained.optimizer is None:
+        return
+    saved = [replica["optimizer"] for replica in replicas if replica["optimizer"] is not None]
+    if exactly:
+        trained.optimizer.load_state_dict(saved[0]["state"])
+        return
+    inner = trained.elastic.inner if trained.elastic is not None else trained.optimizer
+    current = inner.state_dict()
+    groups = saved[0]["state"]["param_groups"] if saved else []
+    if len(groups) == len(current["param_groups"]):
+        for mine, theirs in zip(current["param_groups"], groups):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+    states = {stage["names"][n]: value for stage in saved for n, value in stage["state"]["state"].items()}
+    # Copies: a tied parameter's state goes to several stages, and a saved pipeline's to several new ones.
+    order = parameter_names(trained, trained.optimizer, names)
+    current["state"] = {n: copy.deepcopy(states[name]) for n, name in enumerate(order) if name in states}
+    inner.load_state_dict(current)
 
 
 # ---- what a file may hold ----------------------------------------------------------------------------------------
 
-_REPLICA = {"weights", "rest", "carry", "older", "optimizer", "lr_scheduler", "loss_scale"}
+_MAY_BE_NONE = ("optimizer", "lr_scheduler", "loss_scale")
+_REPLICA = {"weights", "rest", "carry", "older", *_MAY_BE_NONE}
 
 
 def _check_content(content: Any, signature: Mapping[str, list[Any]], pipelines: Collection[int]) -> None:
     """Raise ValueError for what no save has written.
 
     Args:
-        signature: shape and dtype by tensor name.
-        pipelines: whose replicas the file has.
+        signature: Shape and dtype by tensor name.
+        pipelines: Whose replicas the file has.
     """
-    replicas = _a(dict, _a(dict, content, "the content").get("replicas"), "'replicas'")
+    replicas = _part(content, "replicas")
     if replicas.keys() != set(pipelines):
         raise ValueError(f"it has replicas of pipelines {list(replicas)}, not of {list(pipelines)}")
     whole = "reference" in content
-    for i, replica in replicas.items():
-        expected = _REPLICA if whole else {"carry"}
-        if _a(dict, replica, f"replica {i}").keys() != expected:
+    for i in replicas:
+        replica, expected = _part(replicas, i), _REPLICA if whole else {"carry"}
+        if replica.keys() != expected:
             raise ValueError(f"replica {i} has {sorted(map(str, replica))}, not {sorted(expected)}")
-        _a(dict, replica["carry"], "'carry'")
+        for name in replica:
+            if replica[name] is not None or name not in _MAY_BE_NONE:
+                _part(replica, name)
         if whole:
-            _check_replica(replica, signature)
+            _check_tensors(replica["weights"], signature)
+            _check_tensors(replica["rest"], signature)
+            for behind in replica["older"]:
+                _check_tensors(_part(replica["older"], int(behind)), signature)
+            if replica["optimizer"] is not None:
+                _part(replica["optimizer"], "state")
+                _part(replica["optimizer"], "names", list)
     if whole and content["reference"] is not None:
-        reference = _a(dict, content["reference"], "'reference'")
-        _check_tensors(reference.get("weights"), signature)
-        _a(dict, reference.get("state"), "the state of the reference")
+        reference = _part(content, "reference")
+        _check_tensors(_part(reference, "weights"), signature)
+        _part(reference, "state")
 
 
-def _check_replica(replica: dict[str, Any], signature: Mapping[str, list[Any]]) -> None:
-    _check_tensors(replica["weights"], signature)
-    _check_tensors(replica["rest"], signature)
-    for behind, weights in _a(dict, replica["older"], "'older'").items():
-        _a(int, behind, "a version")
-        _check_tensors(weights, signature)
-    if replica["optimizer"] is not None:
-        optimizer = _a(dict, replica["optimizer"], "'optimizer'")
-        _a(dict, optimizer.get("state"), "the state of the optimizer")
-        _a(list, optimizer.get("names"), "the names of the optimizer's parameters")
-    for name in ("lr_scheduler", "loss_scale"):
-        if replica[name] is not None:
-            _a(dict, replica[name], f"{name!r}")
-
-
-def _check_tensors(values: Any, signature: Mapping[str, list[Any]]) -> None:
-    for name, value in _a(dict, values, "a list of tensors").items():
+def _check_tensors(values: dict[str, Any], signature: Mapping[str, list[Any]]) -> None:
+    for name, value in values.items():
         found = [list(value.shape), str(value.dtype)[6:]] if isinstance(value, torch.Tensor) else None
         if found is None or signature.get(name) != found:
             raise ValueError(f"{name!r} is {found}, and {signature.get(name)} in the manifest")
 
 
-def _a(kind: type, value: Any, what: str) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{what} is a {type(value).__name__}, not a {kind.__name__}")
-    return value
+def _part(whole: Any, name: Any, kind: type = dict) -> Any:
+    found = whole.get(name) if isinstance(whole, dict) else None
+    if not isinstance(found, kind):
+        raise ValueError(f"{name!r} is a {type(found).__name__}, not a {kind.__name__}")
+    return found

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -31,16 +31,20 @@ _LATER_OPTIONS = {"placement"}  # of a plan, which checkpoints of this format ma
 _TRIES = 20  # of opening the files of a checkpoint that is replaced again and again meanwhile
 
 
+class Gone(CheckpointError):
+    """A file of a checkpoint is missing. If the manifest is another one by now, it was replaced, else it is lost."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint is.
 
     Attributes:
-        plan: the options of the plan that wrote it.
-        batches: begun so far.
-        bounds: see :class:`avgpipe.runtime.model.Model`.
-        signature: shape and dtype by tensor name.
-        files: one per replica of each stage, with size in bytes and CRC-32.
+        plan: The options of the plan that wrote it.
+        batches: Begun so far.
+        bounds: See :class:`avgpipe.runtime.model.Model`.
+        signature: Shape and dtype by tensor name.
+        files: One per replica of each stage, with size in bytes and CRC-32.
     """
 
     plan: dict[str, Any]
@@ -64,25 +68,25 @@ class Manifest:
     @classmethod
     def parse(cls, text: str, directory: Path) -> Manifest:
         """Invert :meth:`to_json`; CheckpointError names the field that is wrong."""
-        check = _FieldChecks(directory / NAME)
+        path = directory / NAME
         try:
             values = json.loads(text)
+            version = values.get("format") if isinstance(values, dict) else None
+            if type(version) is int and version != _FORMAT:
+                raise CheckpointError(
+                    f"{path} has format {version}; this version reads {_FORMAT}: use the version that wrote it"
+                )
+            names = {field.name for field in fields(cls)}
+            _expect_keys("manifest", values, {"format", *names, "crc32"})
+            _expect("format", version, type(version) is int, f"{_FORMAT}")
+            found = cls(**{name: values[name] for name in names})
+            _check_fields(found)
+            if found.to_json() != text:
+                raise ValueError("'crc32', its checksum, does not fit the rest")
+        except CheckpointError:
+            raise
         except (ValueError, RecursionError) as error:
-            raise check.damaged(str(error)) from error
-        if not isinstance(values, dict):
-            raise check.damaged(f"it holds {_short(values)}")
-        version = values.get("format")
-        if type(version) is int and version != _FORMAT:
-            raise CheckpointError(
-                f"{check.path} has format {version}; this version reads {_FORMAT}: use the version that wrote it"
-            )
-        expected = {"format", *(field.name for field in fields(cls)), "crc32"}
-        for name in sorted(expected ^ values.keys()):
-            raise check.damaged(f"{name!r} is {'missing' if name in expected else 'unknown'}")
-        found = cls(**{field.name: values[field.name] for field in fields(cls)})
-        check.all_of(found)
-        if found.to_json() != text:
-            raise check.damaged("'crc32', its checksum, does not fit the rest")
+            raise _corrupt(f"{path} is damaged: {error}") from error
         return found
 
     @property
@@ -112,24 +116,14 @@ class Manifest:
         """Open a file; refused if it is missing, short or altered. Open, it stays readable if it is replaced."""
         name, size, crc = self.files[number]
         path = directory / str(name)
-        try:
-            file = _open_file(path)
-        except FileNotFoundError:
-            raise Gone(
-                f"corrupt checkpoint: {path} is missing; on several hosts the folder must be on a shared file system"
-            ) from None
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
+        missing = f"{path} is missing; on several hosts the folder must be on a shared file system"
+        file = _open_file(path, Gone(f"corrupt checkpoint: {missing}"))
         try:
             found = os.fstat(file.fileno()).st_size
             if found != size:
-                raise CheckpointError(
-                    f"corrupt checkpoint: {path} has {found} bytes instead of {size}; use another one"
-                )
+                raise _corrupt(f"{path} has {found} bytes instead of {size}")
             if _crc(file) != crc:
-                raise CheckpointError(
-                    f"corrupt checkpoint: the content of {path} has changed; use another one"
-                )
+                raise _corrupt(f"the content of {path} has changed")
             file.seek(0)
         except BaseException:
             file.close()
@@ -137,21 +131,14 @@ class Manifest:
         return file
 
 
-class Gone(CheckpointError):
-    """A file of the manifest is not there: if the manifest is another one by now, it was replaced, else it is lost."""
-
-
 def read_text(directory: Path) -> str:
+    """Return the text of the manifest in a folder."""
     path = directory / NAME
-    try:
-        with _open_file(path) as file:
+    with _open_file(path, CheckpointError(f"no checkpoint in {directory}: it has no {NAME}")) as file:
+        try:
             return file.read().decode()
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"no checkpoint in {directory}: it has no {NAME}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise _FieldChecks(path).damaged(str(error)) from error
+        except UnicodeDecodeError as error:
+            raise _corrupt(f"{path} is damaged: {error}") from error
 
 
 def verify_checkpoint(directory: str | Path, signature: Mapping[str, list[Any]] | None = None) -> Manifest:
@@ -173,92 +160,13 @@ def verify_checkpoint(directory: str | Path, signature: Mapping[str, list[Any]] 
     raise CheckpointError(f"{directory} is replaced faster than it can be read")
 
 
-class _FieldChecks:
-    """Checks the fields of the manifest at ``path``."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"corrupt checkpoint: {self.path} is damaged: {what}; use another one")
-
-    def all_of(self, manifest: Manifest) -> None:
-        self._plan(manifest.plan)
-        self._is("batches", manifest.batches, _is_count(manifest.batches), "a number of batches")
-        bounds = manifest.bounds
-        rising = (
-            isinstance(bounds, list)
-            and all(map(_is_count, bounds))
-            and all(a < b for a, b in pairwise(bounds))
-        )
-        fits = rising and len(bounds) == manifest.plan["stages"] + 1 and bounds[0] == 0
-        self._is("bounds", bounds, fits, f"the rising layer numbers of {manifest.plan['stages']} stages")
-        self._is("signature", manifest.signature, isinstance(manifest.signature, dict), "an object")
-        for name, entry in manifest.signature.items():
-            self._is(f"signature of {name}", entry, _is_shape_and_dtype(entry), "a shape and a dtype")
-        self._files(manifest)
-
-    def _plan(self, plan: Any) -> None:
-        self._is("plan", plan, isinstance(plan, dict), "an object")
-        names = {field.name for field in fields(Plan)}
-        for name in sorted((names ^ plan.keys()) - _LATER_OPTIONS):
-            raise self.damaged(f"'plan' has {'no' if name in names else 'an unknown'} {name!r}")
-        for name in ("stages", "pipelines", "micro_batches"):
-            self._is(
-                f"plan: {name}",
-                plan[name],
-                _is_count(plan[name]) and plan[name] > 0,
-                "a number of at least 1",
-            )
-        self._is("plan: spread", plan["spread"], isinstance(plan["spread"], bool), "true or false")
-        replication = plan["replication"]
-        of_each = isinstance(replication, list) and len(replication) == plan["stages"]
-        fits = replication is None or (of_each and all(_is_count(r) and r > 0 for r in replication))
-        self._is("plan: replication", replication, fits, "a number of replicas for each stage")
-
-    def _files(self, manifest: Manifest) -> None:
-        files, plan = manifest.files, manifest.plan
-        self._is("files", files, isinstance(files, list), "a list")
-        count = sum(plan["replication"] or [plan["stages"]]) * (plan["pipelines"] if plan["spread"] else 1)
-        self._is(
-            "files", files, len(files) == count, f"{count} of them, as the plan's stages and replicas are"
-        )
-        for entry, replica in zip(files, manifest.replicas):
-            fits = isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str)
-            fits = fits and is_file_of(entry[0], replica) and all(map(_is_count, entry[1:]))
-            self._is(
-                f"file of {'-'.join(map(str, replica))}",
-                entry,
-                fits,
-                "the name of its file, its size and its CRC-32",
-            )
-
-    def _is(self, name: str, value: Any, fits: bool, what: str) -> None:
-        if not fits:
-            raise self.damaged(f"{name!r} is {_short(value)}, not {what}")
-
-
 def file_name(of: StageReplica, token: int) -> str:
     return f"stage-{of.stage}-{of.replica}-{of.group}-{token:012x}.pt"
-
-
-def is_file_of(name: str, of: StageReplica) -> bool:
-    """Whether this is a name that :func:`file_name` gives, so that none leads out of the folder."""
-    return re.fullmatch(rf"stage-{of.stage}-{of.replica}-{of.group}-[0-9a-f]{{12}}\.pt", name) is not None
 
 
 def crc_of(path: Path) -> int:
     with path.open("rb") as file:
         return _crc(file)
-
-
-def _open_file(path: Path) -> IO[bytes]:
-    """Open, and refuse what is no file: a pipe would keep the reader for ever, a device has no end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"corrupt checkpoint: {path} is no ordinary file; use another one")
-    return os.fdopen(descriptor, "rb")
 
 
 def _crc(file: IO[bytes]) -> int:
@@ -268,21 +176,85 @@ def _crc(file: IO[bytes]) -> int:
     return crc
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
+def _open_file(path: Path, missing: CheckpointError) -> IO[bytes]:
+    """Open, and refuse what is no file: a pipe would keep the reader for ever, a device has no end."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        raise missing from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _corrupt(f"{path} is no ordinary file")
+    return os.fdopen(descriptor, "rb")
+
+
+def _corrupt(what: str) -> CheckpointError:
+    return CheckpointError(f"corrupt checkpoint: {what}; use another one")
+
+
+# ---- fields, which may have any value ----------------------------------------------------------------------------
+
+
+def _check_fields(found: Manifest) -> None:
+    """Raise ValueError for the first field that no save has written."""
+    plan, bounds, files = found.plan, found.bounds, found.files
+    _expect_keys("plan", plan, {field.name for field in fields(Plan)}, _LATER_OPTIONS)
+    for name in ("stages", "pipelines", "micro_batches"):
+        _expect(f"plan: {name}", plan[name], _is_count(plan[name], 1), "a number of at least 1")
+    _expect("plan: spread", plan["spread"], isinstance(plan["spread"], bool), "true or false")
+    stages, replication = plan["stages"], plan["replication"]
+    fits = replication is None or (_are_counts(replication, 1) and len(replication) == stages)
+    _expect("plan: replication", replication, fits, "a number of replicas for each stage")
+    _expect("batches", found.batches, _is_count(found.batches), "a number of batches")
+    rising = _are_counts(bounds) and all(a < b for a, b in pairwise(bounds))
+    fits = rising and len(bounds) == stages + 1 and bounds[0] == 0
+    _expect("bounds", bounds, fits, f"the rising layer numbers of {stages} stages")
+    _expect("signature", found.signature, isinstance(found.signature, dict), "an object")
+    for name, entry in found.signature.items():
+        _expect(f"signature of {name}", entry, _is_shape_and_dtype(entry), "a shape and a dtype")
+    count = sum(replication or [stages]) * (plan["pipelines"] if plan["spread"] else 1)
+    fits = isinstance(files, list) and len(files) == count
+    _expect("files", files, fits, f"a list of {count}, as the plan's stages and replicas are")
+    for entry, replica in zip(files, found.replicas):
+        what = "the name of its file, its size and its CRC-32"
+        _expect(f"file of {'-'.join(map(str, replica))}", entry, _is_file_of(entry, replica), what)
+
+
+def _expect(name: str, value: Any, fits: bool, what: str) -> None:
+    if not fits:
+        text = repr(value)
+        raise ValueError(f"{name!r} is {text if len(text) <= 80 else f'{text[:80]}...'}, not {what}")
+
+
+def _expect_keys(name: str, value: Any, keys: Set[str], optional: Set[str] = frozenset()) -> None:
+    _expect(name, value, isinstance(value, dict), "an object")
+    for key in sorted((keys ^ value.keys()) - optional):
+        raise ValueError(f"{name!r} has {'no' if key in keys else 'an unknown'} {key!r}")
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 1 << 63
+
+
+def _are_counts(values: Any, least: int = 0) -> bool:
+    return isinstance(values, list) and all(_is_count(value, least) for value in values)
 
 
 def _is_shape_and_dtype(entry: Any) -> bool:
     if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], str):
         return False
-    shape, dtype = entry
-    is_dtype = isinstance(getattr(torch, dtype.removeprefix("torch."), None), torch.dtype)
-    return isinstance(shape, list) and all(map(_is_count, shape)) and is_dtype
+    is_dtype = isinstance(getattr(torch, entry[1].removeprefix("torch."), None), torch.dtype)
+    return _are_counts(entry[0]) and is_dtype
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+def _is_file_of(entry: Any, of: StageReplica) -> bool:
+    """Whether this is a name that :func:`file_name` gives, so that none leads out of the folder, with two numbers."""
+    if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], str):
+        return False
+    pattern = rf"stage-{of.stage}-{of.replica}-{of.group}-[0-9a-f]{{12}}\.pt"
+    return re.fullmatch(pattern, entry[0]) is not None and _are_counts(entry[1:])
 
 
 def _in_words(entry: list[Any] | None) -> str:
