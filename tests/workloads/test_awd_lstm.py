@@ -48,6 +48,7 @@ def lstm(inputs=3, hidden=5, **options):
     def normal(*shape, bound):
         return nn.Parameter(torch.randn(shape) * bound)
 
+    options = {"weight_dropout": 0.0, "dropout": 0.0, "penalties": False, **options}
     return WeightDropLSTM(inputs, hidden, normal, **options).double()
 
 

@@ -31,13 +31,13 @@ def equal(some, others):
 
 
 def test_an_epoch_has_every_sample_once_and_a_short_last_batch():
-    made = list(batches(shuffled(10, seed=1, epoch=0)))
+    made = list(batches(shuffled(10, 4, seed=1, epoch=0)))
     assert [len(y) for _, y in made] == [4, 4, 2]
     assert sorted(torch.cat([y for _, y in made]).tolist()) == list(range(10))
 
 
 def test_a_batch_depends_on_seed_epoch_and_number_alone():
-    order = shuffled(10, seed=1, epoch=2)
+    order = shuffled(10, 4, seed=1, epoch=2)
     whole = list(batches(order, seed=1, epoch=2))
     torch.manual_seed(99)  # the caller's draws play no part
     assert equal(whole, list(batches(order, seed=1, epoch=2)))
@@ -49,13 +49,13 @@ def test_a_batch_depends_on_seed_epoch_and_number_alone():
 
 
 def test_workers_make_the_same_batches_in_the_same_order():
-    order = shuffled(30, seed=1, epoch=0)
+    order = shuffled(30, 4, seed=1, epoch=0)
     assert equal(list(batches(order, start=2)), list(batches(order, start=2, workers=2)))
 
 
 def test_orders_differ_from_epoch_to_epoch():
-    assert not torch.equal(shuffled(50, 1, 0), shuffled(50, 1, 1))
-    assert not torch.equal(shuffled(50, 1, 0), shuffled(50, 2, 0))
+    assert not torch.equal(shuffled(50, 4, 1, 0), shuffled(50, 4, 1, 1))
+    assert not torch.equal(shuffled(50, 4, 1, 0), shuffled(50, 4, 2, 0))
 
 
 def test_by_length_puts_like_with_like():

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from avgpipe.workloads.beam import Hypothesis, beam_search, penalty
+from avgpipe.workloads.tokens import Hypothesis, beam_search, penalty
 
 BEGIN, END = 1, 2
 

@@ -13,16 +13,16 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime.model import stage_bounds
 from avgpipe.workloads import build_workload, check_workload
-from avgpipe.workloads.cnn import (
+from avgpipe.workloads.images import (
     PRESETS,
     VGG,
     AlexNet,
     ResidualBlock,
     ResNet,
-    Upscale,
     accuracy,
     multiply_adds,
     network_layers,
+    upscale,
 )
 from tests.workloads.equality import assert_equal_to_one_device, one_device, sgd
 from tests.workloads.pictures import idx_folder, jpeg_folder
@@ -173,7 +173,8 @@ def test_images_are_scaled_in_the_first_layer():
     first, *others = replace(VERY_SMALL_VGG, side=32).layers((2, 8, 8), 5)
     assert first(torch.zeros(1, 2, 8, 8)).shape == (1, 4, 16, 16)
     assert sum(p.numel() for layer in others for p in layer.parameters()) > 6 * 8 * 8 * 7
-    ramp = Upscale(8)(torch.arange(4.0).expand(1, 1, 4, 4))
+    (scaled,) = upscale(8)
+    ramp = scaled(torch.arange(4.0).expand(1, 1, 4, 4))
     torch.testing.assert_close(ramp[0, 0, 3, 1:-1], torch.arange(6) / 2 + 0.25)
 
 

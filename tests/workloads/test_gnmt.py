@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.workloads.beam import beam_search
 from avgpipe.workloads.gnmt import GNMTConfig, gnmt_costs, gnmt_layers, reverse
-from avgpipe.workloads.tokens import TokenLoss
+from avgpipe.workloads.tokens import TokenLoss, beam_search
 from tests.workloads.equality import assert_equal_to_one_device, sgd
 
 PAD, BEGIN, END = 0, 1, 2

@@ -16,7 +16,6 @@ from avgpipe.workloads.data import load_text, read_text
 from avgpipe.workloads.gpt import (
     MODEL,
     PRESETS,
-    PieceLoss,
     Pieces,
     baseline_perplexity,
     pieces_and_words,
@@ -26,7 +25,7 @@ from avgpipe.workloads.gpt import (
 )
 from avgpipe.workloads.huggingface import Subwords, load_pretrained
 from avgpipe.workloads.huggingface import new_model as new_model_of
-from avgpipe.workloads.tokens import IGNORED
+from avgpipe.workloads.tokens import IGNORED, TokenLoss
 from tests.workloads.equality import assert_equal_to_one_device
 
 transformers = pytest.importorskip("transformers")
@@ -148,7 +147,7 @@ def test_the_loss_is_the_mean_over_what_is_predicted():
     target = torch.tensor([[1, 2, 3, 4], [5, IGNORED, IGNORED, IGNORED]])
     expected = [logits[b, t].exp().sum().log() - logits[b, t, v] for b, t, v in
                 [(0, 0, 1), (0, 1, 2), (0, 2, 3), (0, 3, 4), (1, 0, 5)]]  # fmt: skip
-    loss = PieceLoss()
+    loss = TokenLoss()
     assert float(loss(logits, target)) == pytest.approx(float(sum(expected)) / 5, rel=1e-12)
     assert torch.equal(loss(logits, (target, torch.ones(2))), loss(logits, target))
     assert loss(logits.bfloat16(), target).dtype == torch.float32
@@ -179,7 +178,7 @@ def test_stages_train_as_one_device():
         targets = numbers[:, 1:].clone()
         targets[-1, 3:] = IGNORED
         batches.append((numbers[:, :-1], targets))
-    assert_equal_to_one_device(model, batches, PieceLoss(), loss_weight=PieceLoss().weight)
+    assert_equal_to_one_device(model, batches, TokenLoss(), loss_weight=TokenLoss().weight)
 
 
 def test_paper_size_is_gpt_2_small():
@@ -198,7 +197,7 @@ def test_paper_size_is_gpt_2_small():
     for layer in layers:
         value = layer(value)
     assert value.shape == (2, 1024, 50_257)
-    PieceLoss()(value, target).backward()
+    TokenLoss()(value, target).backward()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
 

@@ -321,7 +321,7 @@ def test_a_batch_depends_on_seed_epoch_and_batch_alone():
     make = ImageBatch(some_images(), MEAN, STD, padding=4, mirrored=True)
 
     def batches(seed=1, epoch=0, start=0, workers=0):
-        order = shuffled(40, seed, epoch)
+        order = shuffled(40, 8, seed, epoch)
         return list(SampleBatches(order, 8, make, seed=seed, epoch=epoch, start=start, workers=workers))
 
     torch.manual_seed(1)

@@ -11,7 +11,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("sacrebleu")
 
 from avgpipe.workloads import DataNotFound, LibraryNotFound, build_workload, check_workload, gnmt
-from avgpipe.workloads.gnmt import PRESETS, GNMTConfig, PairBatch, translate
+from avgpipe.workloads.gnmt import PRESETS, GNMTConfig, PairBatch, ended, translate
 from avgpipe.workloads.huggingface import Subwords
 
 WORDS = {"one": "eins", "two": "zwei", "three": "drei", "six": "sechs", "dog": "Hund", "cat": "Katze"}
@@ -86,7 +86,7 @@ def evaluate(model, workload):
 
 
 def test_batches_are_padded_pairs_with_begin_and_end():
-    make = PairBatch.of([([10, 11], [20]), ([12], [21, 22, 23]), ([13, 14, 15], [24])])
+    make = PairBatch(ended([[10, 11], [12], [13, 14, 15]]), ended([[20], [21, 22, 23], [24]]))
     inputs, targets = make(torch.tensor([2, 1]), torch.Generator())
     assert inputs["source"].tolist() == [[13, 14, 15, 2], [12, 2, 0, 0]]
     assert inputs["lengths"].tolist() == [4, 2]

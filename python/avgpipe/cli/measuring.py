@@ -24,8 +24,7 @@ from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.rendezvous import open_store
 from avgpipe.runtime.batch import plain
 from avgpipe.runtime.memory import peak_memory_bytes
-from avgpipe.workloads import build_workload
-from avgpipe.workloads.workload import Workload
+from avgpipe.workloads import Workload, build_workload
 
 _BATCHES = 16  # among which a typical one is looked for
 _ONCE_S = 1e-3  # a budget for as little measuring as there can be

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from avgpipe.cli.folder import duration
 from avgpipe.links.choose import LINK_MESSAGE
-from avgpipe.workloads.workload import BatchLoader
+from avgpipe.workloads import BatchLoader
 
 _LINE_EVERY_S = 10.0
 _SMOOTHING = 0.95  # of the loss shown, per batch

@@ -1,23 +1,229 @@
-"""Models of the papers with their data: what ``avgpipe train`` trains. torch is imported when one is built."""
+"""Models of the papers with their data, by name: what ``avgpipe train`` trains. torch is imported when one is built."""
 
-from avgpipe.workloads.workload import (
-    LR_SCALINGS,
-    BuildOptions,
-    DataNotFound,
-    LibraryNotFound,
-    Workload,
-    build_workload,
-    check_workload,
-    workload_names,
-)
+from __future__ import annotations
 
-__all__ = [
-    "LR_SCALINGS",
-    "BuildOptions",
-    "DataNotFound",
-    "LibraryNotFound",
-    "Workload",
-    "build_workload",
-    "check_workload",
-    "workload_names",
-]
+import importlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from avgpipe.errors import nearest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# The module of each workload. It has
+#   PRESETS     the presets of each of its workloads by name, smallest first
+#   check()     of name, preset and options: (number of layers, Recipe); refuses what cannot be built, reading no data
+#   build()     of name, preset and options: the Workload, the same in every process
+#   PRETRAINED  True where a folder of weights can be given
+_MODULES = {
+    "awd-lstm": "awd_lstm",
+    "gnmt": "gnmt",
+    "bert": "bert",
+    "gpt": "gpt",
+    "resnet": "images",
+    "vgg": "images",
+    "alexnet": "images",
+    "captioning": "captioning",
+}
+
+LR_SCALINGS = ("none", "sqrt", "linear")
+
+Predict = Callable[[Any], Any]
+
+
+class DataNotFound(FileNotFoundError, ValueError):
+    """The data that a workload should read is not there. The message names the folder and what is missing."""
+
+
+class LibraryNotFound(ImportError, ValueError):
+    """A workload needs a library that is not installed. The message names it and how to get it."""
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What can be asked of a workload. None stands for the preset's value.
+
+    Attributes:
+        preset: the size.
+        data: the data folder; None: what the workload reads without one.
+        pretrained: a folder of weights to begin with, for workloads that can.
+        pipelines: how many train side by side.
+        batch_size: samples in one pipeline's batch.
+        seed: seed of the initial weights and of everything else that is drawn.
+        epochs: how many to train.
+        max_batches: how many batches all pipelines together train at most, when the run ends before its epochs do; a
+            learning rate that decays reaches its end there.
+        lr_scaling: how the learning rate grows with the pipelines, one of ``LR_SCALINGS``.
+        loader_workers: processes that make batches ahead.
+    """
+
+    preset: str = "tiny"
+    data: Path | None = None
+    pretrained: Path | None = None
+    pipelines: int = 1
+    batch_size: int | None = None
+    seed: int = 0
+    epochs: int | None = None
+    max_batches: int | None = None
+    lr_scaling: str | None = None
+    loader_workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("pipelines", "batch_size", "epochs", "max_batches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("seed", "loader_workers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.lr_scaling is not None and self.lr_scaling not in LR_SCALINGS:
+            raise ValueError(f"lr_scaling must be one of {', '.join(LR_SCALINGS)}, got {self.lr_scaling!r}")
+
+
+class BatchLoader(Protocol):
+    """Batches ``(inputs, targets)`` with the samples as dimension 0, and how many there are."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]: ...
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model as layers, its data and how it is trained.
+
+    Attributes:
+        name, preset: what it was built from.
+        layers: each gets exactly what the one before returned; initial weights depend on the seed alone. Or a model
+            that the runtime splits into such layers itself.
+        loss_fn: ``(output, targets)`` to a scalar, the mean over samples or over what ``loss_weight`` counts.
+        optimizer: makes the optimizer of some parameters; its learning rate fits the number of pipelines.
+        lr_scheduler: makes the scheduler of one of these optimizers, to step once after each of its steps; or None.
+        clip_grad_norm: the largest norm of all gradients together, or None.
+        train_batches: ``(epoch, start=0)`` to the batches of an epoch (from 0) from batch ``start`` on; batch j is for
+            pipeline j % N.
+        valid_batches: for evaluation, in order, for one pipeline.
+        metrics: what is reported of an evaluation, by name, from its mean loss and the means per sample of what
+            ``metric_fn`` returned; ``metric_name`` is among them unless ``decode`` makes it. Shares are in percent.
+        metric_name, lower_is_better: the metric by which runs are judged.
+        batch_size: samples in one pipeline's batch.
+        epochs: how many to train.
+        layer_costs: relative computing cost of each layer; None: estimated from the weights.
+        loss_weight: of targets, how many things the loss is the mean of; None: the samples.
+        metric_fn: ``(output, targets)`` to means over samples, by name; None: the loss says all.
+        decode: further metrics, by name, from translating or generating with the ``predict`` it is given, or None.
+        autocast: by device type, the dtype of ``torch.autocast`` that makes training there faster.
+        trivial: the best answer that looks at no input, and its ``metric_name`` on the validation data; None: it
+            scores nothing.
+        title: what is learnt from which data, where that depends on the data; or "".
+        after_validation: to call with each optimizer and the loss after each validation; returns whether it changed
+            the optimizer. None: nothing to do.
+        averaged: of an optimizer that keeps a running mean of its weights, a context in which the parameters hold
+            it, or None while there is none yet. None: the weights themselves are evaluated.
+    """
+
+    name: str
+    preset: str
+    layers: list[nn.Module] | nn.Module
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    lr_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None
+    clip_grad_norm: float | None
+    train_batches: Callable[..., BatchLoader]
+    valid_batches: Callable[[], BatchLoader]
+    metrics: Callable[[float, dict[str, float]], dict[str, float]]
+    metric_name: str
+    batch_size: int
+    epochs: int
+    lower_is_better: bool = False
+    layer_costs: list[float] | None = None
+    loss_weight: Callable[[Any], float] | None = None
+    metric_fn: Callable[[Any, Any], dict[str, Any]] | None = None
+    decode: Callable[[Predict], dict[str, float]] | None = None
+    autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
+    trivial: tuple[str, float] | None = None
+    title: str = ""
+    after_validation: Callable[[Any, float], bool] | None = None
+    averaged: Callable[[Any], Any] | None = None
+
+
+class WorkloadFacts(NamedTuple):
+    """What is known of a workload before its data is read."""
+
+    name: str
+    preset: str
+    layers: int
+    batch_size: int
+    epochs: int
+
+
+def workload_names() -> tuple[str, ...]:
+    return tuple(_MODULES)
+
+
+def check_workload(name: str, options: BuildOptions | None = None, **asked: Any) -> WorkloadFacts:
+    """Refuse what :func:`build_workload` would refuse, without reading the data.
+
+    Args:
+        name: one of :func:`workload_names`.
+        options: None: the defaults.
+        asked: fields of ``BuildOptions``, over those of ``options``.
+
+    Raises:
+        ValueError: an unknown name or preset, or a number out of range.
+        DataNotFound: a ValueError that names the folder and the missing files.
+        LibraryNotFound: a ValueError that names a library that is not installed.
+    """
+    return _checked(name, _options(options, asked))[1]
+
+
+def build_workload(name: str, options: BuildOptions | None = None, **asked: Any) -> Workload:
+    """Read the data and make the model with its initial weights, the same on every rank.
+
+    The caller's random state stays as it is. Arguments and errors are those of :func:`check_workload`; ValueError is
+    raised for data that are not what they should be, too.
+    """
+    options = _options(options, asked)
+    module, _ = _checked(name, options)
+    workload: Workload = module.build(name, module.PRESETS[name][options.preset], options)
+    return workload
+
+
+def library(name: str, user: str) -> Any:
+    """Import the module ``name``, which ``user`` needs. Raises LibraryNotFound."""
+    package = name.split(".")[0]
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        missing = f"{user} needs {package}, which cannot be imported ({error})"
+        raise LibraryNotFound(f"{missing}: pip install 'avgpipe[workloads]'") from None
+    logging.getLogger(package).setLevel(logging.ERROR)  # its hints are not for our users
+    return module
+
+
+def _options(options: BuildOptions | None, asked: dict[str, Any]) -> BuildOptions:
+    for name in ("data", "pretrained"):
+        if asked.get(name) is not None:
+            asked[name] = Path(asked[name])
+    return replace(options or BuildOptions(), **asked)
+
+
+def _checked(name: str, options: BuildOptions) -> tuple[Any, WorkloadFacts]:
+    """The workload's module, and what is known of it."""
+    if name not in _MODULES:
+        raise ValueError(f"unknown workload {name!r}: {nearest(name, workload_names())}")
+    module = importlib.import_module(f"avgpipe.workloads.{_MODULES[name]}")
+    presets = module.PRESETS[name]
+    if options.preset not in presets:
+        names = nearest(options.preset, tuple(presets))
+        raise ValueError(f"unknown preset {options.preset!r} of {name}: {names}")
+    if options.pretrained is not None and not getattr(module, "PRETRAINED", False):
+        raise ValueError(f"{name} has no pretrained weights to begin with: leave pretrained out")
+    layers, recipe = module.check(name, presets[options.preset], options)
+    recipe = recipe.with_options(options)
+    return module, WorkloadFacts(name, options.preset, layers, recipe.batch_size, recipe.epochs)

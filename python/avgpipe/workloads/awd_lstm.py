@@ -19,21 +19,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from avgpipe.runtime.context import Carry
+from avgpipe.workloads import BuildOptions, Workload, tokens
 from avgpipe.workloads.batches import ContinuedBatches, segment_lengths
 from avgpipe.workloads.data import find_text, load_text
-from avgpipe.workloads.tokens import (
-    LSTM,
-    Projection,
-    TokenLoss,
-    Uniform,
-    at_least_float32,
-    log_frequencies,
-    perplexity,
-    run_lstm,
-    uniform_from,
-)
+from avgpipe.workloads.tokens import TokenLoss, at_least_float32, perplexity
 from avgpipe.workloads.training import NTASGD, Recipe, make_workload
-from avgpipe.workloads.workload import BuildOptions, Workload
 
 
 @dataclass(frozen=True)
@@ -84,75 +74,56 @@ class LanguagePreset:
     valid_tokens: int | None = None
 
 
-_LIGHT = partial(
-    AWDLSTMConfig,
-    0,
-    embedding_dropout=0.0,
-    input_dropout=0.1,
-    hidden_dropout=0.1,
-    output_dropout=0.1,
-    weight_dropout=0.1,
-)
+# sizes, then dropout of embedding, input, hidden features, output and weights
+_SMALL = AWDLSTMConfig(0, 128, 640, 2, 0.0, 0.1, 0.1, 0.1, 0.1)
 _ADAMW = partial(Recipe, optimizer="adamw", betas=(0.9, 0.99), weight_decay=0.01, clip_grad_norm=0.25)
+_NTASGD = partial(Recipe, optimizer="sgd", lr_scaling="none", weight_decay=1.2e-6, clip_grad_norm=0.25)
+_FEW: dict[str, Any] = {
+    "source_bytes": 2_000_000,
+    "vocabulary": 5_000,
+    "train_tokens": 500_000,
+    "valid_tokens": 50_000,
+}
 
 PRESETS = {
     "awd-lstm": {
         "tiny": LanguagePreset(
-            model=_LIGHT(embedding=128, hidden=256, lstm_layers=2),
-            training=_ADAMW(batch_size=16, epochs=1, lr=0.02, warmup=0.01),
-            length=35,
-            source_bytes=2_000_000,
-            vocabulary=5_000,
-            train_tokens=500_000,
-            valid_tokens=50_000,
+            replace(_SMALL, hidden=256), _ADAMW(16, 1, lr=0.02, warmup=0.01), length=35, **_FEW
         ),
-        "small": LanguagePreset(
-            model=_LIGHT(embedding=128, hidden=640, lstm_layers=2),
-            # With a warm-up of 1 % two pipelines at sqrt(2) times the rate learnt nothing.
-            training=_ADAMW(batch_size=24, epochs=1, lr=0.007, warmup=0.05),
-            length=35,
-        ),
+        # With a warm-up of 1 % two pipelines at sqrt(2) times the rate learnt nothing.
+        "small": LanguagePreset(_SMALL, _ADAMW(24, 1, lr=0.007, warmup=0.05), length=35),
         # The values of the paper's WikiText-2 model, 33.6 M parameters.
         "paper": LanguagePreset(
-            model=AWDLSTMConfig(0, embedding=400, hidden=1150, lstm_layers=3),
-            training=Recipe(
-                80, 750, "sgd", lr=30.0, lr_scaling="none", weight_decay=1.2e-6, clip_grad_norm=0.25
-            ),
-            length=70,
-            published=True,
+            AWDLSTMConfig(0, 400, 1150, 3), _NTASGD(80, 750, lr=30.0), length=70, published=True
         ),
     }
 }
 
 
-def check(name: str, options: BuildOptions) -> tuple[int, Recipe]:
-    chosen = PRESETS[name][options.preset]
+def check(name: str, preset: LanguagePreset, options: BuildOptions) -> tuple[int, Recipe]:
     if options.data is not None:
         find_text(options.data)
-    return chosen.model.lstm_layers + 2, chosen.training
+    return preset.model.lstm_layers + 2, preset.training
 
 
-def build(name: str, options: BuildOptions) -> Workload:
-    chosen = PRESETS[name][options.preset]
-    training = chosen.training.with_options(options)
-    pipelines, seed = options.pipelines, options.seed
-    corpus = load_text(options.data, vocabulary_size=chosen.vocabulary, max_bytes=chosen.source_bytes)
-    train, valid = corpus.train[: chosen.train_tokens], corpus.valid[: chosen.valid_tokens]
-    config = replace(chosen.model, vocabulary=len(corpus.vocabulary))
-    log_shares = log_frequencies(train, config.vocabulary)
-    valid_batches = partial(ContinuedBatches, valid, training.batch_size, chosen.length, name="valid")
+def build(name: str, preset: LanguagePreset, options: BuildOptions) -> Workload:
+    recipe, seed = preset.training.with_options(options), options.seed
+    corpus = load_text(options.data, vocabulary_size=preset.vocabulary, max_bytes=preset.source_bytes)
+    train, valid = corpus.train[: preset.train_tokens], corpus.valid[: preset.valid_tokens]
+    config = replace(preset.model, vocabulary=len(corpus.vocabulary))
+    log_shares = tokens.log_frequencies(train, config.vocabulary)
+    batches = partial(ContinuedBatches, batch_size=recipe.batch_size, length=preset.length)
+    valid_batches = partial(batches, valid, name="valid")
     valid_batches()  # too short a text is refused now, not after an epoch
 
     def train_batches(epoch: int, start: int = 0) -> ContinuedBatches:
-        where = {"pipelines": pipelines, "seed": seed, "epoch": epoch, "start": start}
-        return ContinuedBatches(
-            train, training.batch_size, chosen.length, jitter=chosen.published, name="train", **where
-        )
+        where = {"pipelines": options.pipelines, "seed": seed, "epoch": epoch, "start": start}
+        return batches(train, jitter=preset.published, name="train", **where)
 
     published: dict[str, Any] = {}
-    if chosen.published:
-        lr, decay = training.scaled_lr(pipelines), training.weight_decay
-        factor = length_factor(sum(train_batches(0).lengths), chosen.length, seed)
+    if preset.published:
+        lr, decay = recipe.scaled_lr(options.pipelines), recipe.weight_decay
+        factor = length_factor(sum(train_batches(0).lengths), preset.length, seed)
         published = {
             "optimizer": partial(NTASGD, lr=lr, weight_decay=decay),
             "lr_scheduler": partial(LambdaLR, lr_lambda=factor),
@@ -163,10 +134,9 @@ def build(name: str, options: BuildOptions) -> Workload:
     return make_workload(
         name,
         options,
-        training,
-        train_batches,
-        valid_batches,
-        layers=awd_lstm_layers(config, seed=seed, decoder_bias=None if chosen.published else log_shares),
+        recipe,
+        (train_batches, valid_batches),
+        layers=awd_lstm_layers(config, seed=seed, decoder_bias=None if preset.published else log_shares),
         loss_fn=AWDLSTMLoss(config.alpha, config.beta),
         loss_weight=None,
         metrics=lambda loss, _: {"perplexity": perplexity(loss)},
@@ -209,7 +179,7 @@ def awd_lstm_layers(
 
     ``decoder_bias``: where the decoder's bias begins, [vocabulary]; None: zero, as in the paper.
     """
-    uniform = uniform_from(seed)
+    uniform = tokens.uniform_from(seed)
     weight = uniform(config.vocabulary, config.embedding, bound=0.1)
     layers: list[nn.Module] = [DroppedEmbedding(weight, config.embedding_dropout, config.input_dropout)]
     for inputs, hidden in config.lstm_sizes():
@@ -217,8 +187,7 @@ def awd_lstm_layers(
         dropout = config.output_dropout if last else config.hidden_dropout
         penalties = last and (config.alpha != 0 or config.beta != 0)
         layers.append(WeightDropLSTM(inputs, hidden, uniform, config.weight_dropout, dropout, penalties))
-    bias = torch.zeros(config.vocabulary) if decoder_bias is None else decoder_bias
-    return [*layers, TiedDecoder(weight, bias)]
+    return [*layers, TiedDecoder(weight, decoder_bias)]
 
 
 def awd_lstm_costs(config: AWDLSTMConfig) -> list[float]:
@@ -229,9 +198,7 @@ def awd_lstm_costs(config: AWDLSTMConfig) -> list[float]:
 
 def locked_dropout(x: Tensor, p: float, training: bool) -> Tensor:
     """Drop features of [b, T, features] with one mask [b, 1, features] for all T (variational dropout)."""
-    if not training or p == 0:
-        return x
-    return x * x.new_empty(x.shape[0], 1, x.shape[2]).bernoulli_(1 - p).div_(1 - p)
+    return x * F.dropout(x.new_ones(x.shape[0], 1, x.shape[2]), p) if training else x
 
 
 class DroppedEmbedding(nn.Module):
@@ -249,14 +216,12 @@ class DroppedEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = F.embedding(tokens, self.weight)
-        if self.training and self.word_dropout > 0:
-            kept = 1 - self.word_dropout
-            words = self.weight.new_empty(self.weight.shape[0]).bernoulli_(kept).div_(kept)
-            x = x * words[tokens].unsqueeze(-1)
+        if self.training:
+            x = x * F.dropout(self.weight.new_ones(len(self.weight)), self.word_dropout)[tokens].unsqueeze(-1)
         return locked_dropout(x, self.dropout, self.training)
 
 
-class WeightDropLSTM(LSTM):
+class WeightDropLSTM(tokens.LSTM):
     """One LSTM layer, [b, T, inputs] to [b, T, hidden], with DropConnect on its hidden-to-hidden weights.
 
     One weight mask serves a whole forward; locked dropout follows the output. The hidden state is carried
@@ -271,10 +236,10 @@ class WeightDropLSTM(LSTM):
         self,
         inputs: int,
         hidden: int,
-        uniform: Uniform,
-        weight_dropout: float = 0.0,
-        dropout: float = 0.0,
-        penalties: bool = False,
+        uniform: tokens.Uniform,
+        weight_dropout: float,
+        dropout: float,
+        penalties: bool,
     ) -> None:
         super().__init__(inputs, hidden, uniform, dropout=dropout)
         self.weight_dropout = weight_dropout
@@ -290,14 +255,11 @@ class WeightDropLSTM(LSTM):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         carry = self.training_carry if self.training else self.evaluation_carry
-        state = carry.get()
-        if state is not None:
-            fits = state[0].shape[1] == x.shape[0]
-            state = (state[0].to(x), state[1].to(x)) if fits else None
+        state = [part.to(x) for part in carry.get() or () if part.shape[1] == x.shape[0]]
         weight_hh = F.dropout(self.weight_hh, self.weight_dropout, self.training)
         weights = [self.weight_ih, weight_hh, self.bias_ih, self.bias_hh]
-        raw, (h, c) = run_lstm(x, weights, self.training, state)
-        carry.set((h.detach(), c.detach()))
+        raw, *state = tokens.run_lstm(x, weights, self.training, state)
+        carry.set(tuple(part.detach() for part in state))
         dropped = locked_dropout(raw, self.dropout, self.training)
         if self.training and self.penalties:
             return dropped, _penalties(raw, dropped)
@@ -306,13 +268,12 @@ class WeightDropLSTM(LSTM):
 
 def _penalties(raw: Tensor, dropped: Tensor) -> Tensor:
     activation = at_least_float32(dropped).square().mean((1, 2))
-    if raw.shape[1] == 1:
-        return torch.stack((activation, torch.zeros_like(activation)), 1)
-    raw = at_least_float32(raw)
-    return torch.stack((activation, (raw[:, 1:] - raw[:, :-1]).square().mean((1, 2))), 1)
+    changes = at_least_float32(raw).diff(dim=1)  # none in a single step
+    temporal = changes.square().mean((1, 2)) if changes.shape[1] else torch.zeros_like(activation)
+    return torch.stack((activation, temporal), 1)
 
 
-class TiedDecoder(Projection):
+class TiedDecoder(tokens.Projection):
     """Features [b, T, embedding] to logits [b, T, vocabulary] by the embedding's weight; penalties pass."""
 
     def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Any:
@@ -332,11 +293,9 @@ class AWDLSTMLoss(TokenLoss):
         self.beta = beta
 
     def forward(self, output: Any, targets: Tensor) -> Tensor:
-        if isinstance(output, Tensor):
-            return super().forward(output, targets)
-        logits, penalties = output
+        logits, penalties = (output, None) if isinstance(output, Tensor) else output
         loss = super().forward(logits, targets)
-        if self.training:
+        if self.training and penalties is not None:
             activation, temporal = penalties.mean(0)
             loss = loss + self.alpha * activation + self.beta * temporal
         return loss

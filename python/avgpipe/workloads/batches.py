@@ -92,7 +92,8 @@ class RaggedRows:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Any]]) -> RaggedRows:
-        return cls(torch.tensor([v for row in rows for v in row]), torch.tensor([len(row) for row in rows]))
+        values, lengths = [v for row in rows for v in row], [len(row) for row in rows]
+        return cls(torch.tensor(values, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64))
 
     def padded(self, indices: Tensor, value: int = 0) -> Tensor:
         """Return the rows ``indices`` [n] as a tensor [n, length of the longest, ...]."""
@@ -106,9 +107,13 @@ def generator(*words: int) -> torch.Generator:
     return torch.Generator().manual_seed(mix(*words))
 
 
-def shuffled(samples: int, seed: int, epoch: int) -> Tensor:
-    """Return a permutation of ``range(samples)``, another one in each epoch."""
-    return torch.randperm(samples, generator=generator(_ORDER, seed, epoch))
+def shuffled(samples: int, batch_size: int, seed: int, epoch: int, *, drop_last: bool = False) -> Tensor:
+    """Return a permutation of ``range(samples)``, another one in each epoch.
+
+    ``drop_last``: without what fills no batch, unless there is no whole one.
+    """
+    kept = max(1, samples // batch_size) * batch_size if drop_last else samples
+    return torch.randperm(samples, generator=generator(_ORDER, seed, epoch))[:kept]
 
 
 def by_length(lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:

@@ -7,7 +7,7 @@ Model and sizes: Devlin, Chang, Lee, Toutanova, NAACL 2019, arXiv 1810.04805.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,23 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from avgpipe.workloads import BuildOptions, Workload, data, library, tokens
 from avgpipe.workloads.batches import RaggedRows, TensorRows, by_length, generator, shuffled
-from avgpipe.workloads.data import (
-    MRPC_FILES,
-    TEXT_FOLDER,
-    Paraphrase,
-    find_paraphrases,
-    find_text,
-    has_paraphrases,
-    read_paraphrases,
-    read_text,
+from avgpipe.workloads.huggingface import (
+    Encode,
+    Subwords,
+    Vocabulary,
+    check_pretrained,
+    load_pretrained,
+    new_model,
 )
-from avgpipe.workloads.huggingface import Subwords, Vocabulary, check_pretrained, load_pretrained, new_model
-from avgpipe.workloads.tokens import IGNORED, TokenLoss, log_frequencies, perplexity, token_metrics
-from avgpipe.workloads.training import Recipe, sample_workload
-from avgpipe.workloads.workload import BuildOptions, Workload, library
-
-Encode = Callable[[Sequence[str]], list[list[int]]]
+from avgpipe.workloads.tokens import IGNORED
+from avgpipe.workloads.training import Recipe, make_workload, sample_batches
 
 PRETRAINED = True
 PAIRS_MODEL, MASKED_MODEL = "BertForSequenceClassification", "BertForMaskedLM"
@@ -85,9 +80,9 @@ class BertPreset:
     pairs: BertTask
     masked: BertTask
 
-    def task(self, data: Path | None) -> BertTask:
+    def task(self, folder: Path | None) -> BertTask:
         """Choose the task of a data folder."""
-        return self.pairs if has_paraphrases(data) else self.masked
+        return self.pairs if data.has_paraphrases(folder) else self.masked
 
 
 def _sizes(hidden: int, layers: int, heads: int) -> dict[str, int]:
@@ -121,39 +116,39 @@ PRESETS = {
 }
 
 
-def check(name: str, options: BuildOptions) -> tuple[int, Recipe]:
+def check(name: str, preset: BertPreset, options: BuildOptions) -> tuple[int, Recipe]:
     library("transformers", name)
-    task = PRESETS[name][options.preset].task(options.data)
+    task = preset.task(options.data)
     layers = task.model["num_hidden_layers"]
     if options.pretrained is not None:
         layers = int(check_pretrained(options.pretrained, "bert").get("num_hidden_layers", layers))
-    if options.data is not None and has_paraphrases(options.data):
-        find_paraphrases(options.data)
+    if options.data is not None and task is preset.pairs:
+        data.find_paraphrases(options.data)
     elif options.data is not None:
-        find_text(options.data, f"{TEXT_FOLDER}, or with sentence pairs: {', '.join(MRPC_FILES)}")
+        data.find_text(
+            options.data, f"{data.TEXT_FOLDER}, or with sentence pairs: {', '.join(data.MRPC_FILES)}"
+        )
     return layers + 2, task.training  # embeddings before and a head behind the encoder
 
 
-def build(name: str, options: BuildOptions) -> Workload:
-    task = PRESETS[name][options.preset].task(options.data)
-    return (_pairs if has_paraphrases(options.data) else _masked)(name, options, task)
+def build(name: str, preset: BertPreset, options: BuildOptions) -> Workload:
+    task = preset.task(options.data)
+    return (_pairs if task is preset.pairs else _masked)(name, options, task)
 
 
 def _pairs(name: str, options: BuildOptions, task: BertTask) -> Workload:
     assert options.data is not None
-    pairs = read_paraphrases(options.data)
+    pairs = data.read_paraphrases(options.data)
     lines = [sentence for pair in pairs["train"] for sentence in (pair.first, pair.second)]
     model, encode, vocabulary = _model(PAIRS_MODEL, task, lines, options)
     length = min(task.length, model.config.max_position_embeddings)
     train, valid = (PairRows.of(pairs[s], encode, vocabulary, length) for s in ("train", "valid"))
-    return sample_workload(
+    order, valid_order = partial(by_length, train.pieces.lengths), torch.arange(len(valid.labels))
+    return make_workload(
         name,
         options,
         task.training,
-        order=partial(by_length, train.pieces.lengths),
-        train=train,
-        valid=valid,
-        valid_order=torch.arange(len(valid.labels)),
+        sample_batches(task.training, options, order, train, valid, valid_order),
         layers=model,
         loss_fn=nn.CrossEntropyLoss(),
         metrics=pair_metrics,
@@ -165,36 +160,35 @@ def _pairs(name: str, options: BuildOptions, task: BertTask) -> Workload:
 
 
 def _masked(name: str, options: BuildOptions, task: BertTask) -> Workload:
-    lines = {split: text.split("\n") for split, text in read_text(options.data, task.max_bytes).items()}
+    texts = data.read_text(options.data, task.max_bytes)
+    lines = {split: text.split("\n") for split, text in texts.items()}
     model, encode, vocabulary = _model(MASKED_MODEL, task, lines["train"], options)
     length = min(task.length, model.config.max_position_embeddings)
     rows, valid_rows = (segments(encode(lines[split]), length, vocabulary) for split in ("train", "valid"))
-    log_shares = log_frequencies(rows[:, 1:-1].flatten(), vocabulary.size)
+    log_shares = tokens.log_frequencies(rows[:, 1:-1].flatten(), vocabulary.size)
     if task.frequency_bias and options.pretrained is None:
-        with torch.no_grad():
-            model.cls.predictions.bias.copy_(log_shares)
-    inputs, targets = mask_pieces(
-        valid_rows, vocabulary, generator(0)
-    )  # the same whatever seed and batch size are
-    blind = -float(log_shares[targets[targets != IGNORED]].double().mean())
+        model.cls.predictions.bias.data.copy_(log_shares)
+    masked = mask_pieces(valid_rows, vocabulary, generator(0))  # the same whatever seed and batch size are
+    blind = -float(log_shares[masked[1][masked[1] != IGNORED]].double().mean())
     source = "Python's standard library" if options.data is None else options.data.resolve().name
-    loss = TokenLoss()
-    return sample_workload(
+    loss = tokens.TokenLoss()
+    order, valid_order = partial(shuffled, len(rows)), torch.arange(len(valid_rows))
+    batches = sample_batches(
+        task.training, options, order, MaskedRows(rows, vocabulary), TensorRows(masked), valid_order
+    )
+    return make_workload(
         name,
         options,
         task.training,
-        order=lambda _, seed, epoch: shuffled(len(rows), seed, epoch),
-        train=MaskedRows(rows, vocabulary),
-        valid=TensorRows((inputs, targets)),
-        valid_order=torch.arange(len(inputs)),
+        batches,
         layers=model,
         loss_fn=loss,
-        metrics=token_metrics,
+        metrics=tokens.token_metrics,
         metric_fn=loss.correct,
         metric_name="perplexity",
         lower_is_better=True,
         title=f"masked pieces of the text of {source}",
-        trivial=("the pieces' frequencies", perplexity(blind)),
+        trivial=("the pieces' frequencies", tokens.perplexity(blind)),
     )
 
 
@@ -222,12 +216,8 @@ def pretrained_model(kind: str, folder: Path, seed: int = 0) -> tuple[Any, Encod
     numbers: list[Any] = [getattr(tokenizer, f"{name}_id", None) for name in names]
     if None in numbers:
         raise ValueError(f"the tokenizer in {folder} has no {names[numbers.index(None)]}")
-
-    def encode(lines: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = tokenizer(list(lines), add_special_tokens=False)["input_ids"]
-        return ids
-
-    return model, encode, Vocabulary(len(tokenizer), *numbers)
+    encode = partial(tokenizer, add_special_tokens=False)
+    return model, lambda lines: encode(list(lines))["input_ids"], Vocabulary(len(tokenizer), *numbers)
 
 
 # ---- masked text (section 3.1 and appendix A.1) --------------------------------------------------------------------
@@ -317,11 +307,13 @@ class PairRows:
     pad: int
 
     @classmethod
-    def of(cls, pairs: Sequence[Paraphrase], encode: Encode, vocabulary: Vocabulary, length: int) -> PairRows:
-        firsts, seconds = encode([pair.first for pair in pairs]), encode([pair.second for pair in pairs])
-        pieces, types = zip(*(joined(*both, vocabulary, length) for both in zip(firsts, seconds)))
-        labels = torch.tensor([pair.label for pair in pairs])
-        return cls(RaggedRows.of(pieces), RaggedRows.of(types), labels, vocabulary.pad)
+    def of(
+        cls, pairs: Sequence[data.Paraphrase], encode: Encode, vocabulary: Vocabulary, length: int
+    ) -> PairRows:
+        firsts, seconds, labels = zip(*pairs)
+        both = zip(encode(firsts), encode(seconds))
+        pieces, types = zip(*(joined(first, second, vocabulary, length) for first, second in both))
+        return cls(RaggedRows.of(pieces), RaggedRows.of(types), torch.tensor(labels), vocabulary.pad)
 
     def __call__(self, indices: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
         rows, types = self.pieces.padded(indices, self.pad), self.types.padded(indices)

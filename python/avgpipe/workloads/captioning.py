@@ -23,25 +23,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from avgpipe.workloads import BuildOptions, Predict, Workload, tokens
 from avgpipe.workloads.batches import RaggedRows, by_length, generator
-from avgpipe.workloads.beam import beam_search
-from avgpipe.workloads.tokens import Projection, TokenLoss, Uniform, run_lstm, token_metrics, uniform_from
-from avgpipe.workloads.training import Recipe, sample_workload
-from avgpipe.workloads.workload import BuildOptions, Predict, Workload
+from avgpipe.workloads.tokens import Projection, Uniform
+from avgpipe.workloads.training import Recipe, make_workload, sample_batches
 
 PAD, BOS, EOS = 0, 1, 2  # numbers of the words that are none
 
-_KINDS, _SUBJECTS, _ON_OBJECTS, _ALONE, _OBJECTS = map(
-    str.split,
-    (
-        "red blue green small big old",
-        "dog cat boy girl man woman horse bird robot monkey",
-        "chases carries kicks throws washes paints lifts drops opens watches",
-        "sleeps jumps dances sings eats runs",
-        "ball box car chair book hat drum bike lamp boat",
-    ),
-)
 _OTHERS = ("<pad>", "<bos>", "<eos>", "a", "the", "it", "then", "slowly")
+_KINDS = ["red", "blue", "green", "small", "big", "old"]
+_SUBJECTS = ["dog", "cat", "boy", "girl", "man", "woman", "horse", "bird", "robot", "monkey"]
+_ON_OBJECTS = [
+    "chases",
+    "carries",
+    "kicks",
+    "throws",
+    "washes",
+    "paints",
+    "lifts",
+    "drops",
+    "opens",
+    "watches",
+]
+_ALONE = ["sleeps", "jumps", "dances", "sings", "eats", "runs"]
+_OBJECTS = ["ball", "box", "car", "chair", "book", "hat", "drum", "bike", "lamp", "boat"]
 VOCABULARY = (*_OTHERS, *_KINDS, *_SUBJECTS, *_ON_OBJECTS, *_ALONE, *_OBJECTS)
 _NUMBER = {word: number for number, word in enumerate(VOCABULARY)}
 
@@ -49,7 +54,6 @@ _PROJECTION, _NOISE, _SCRIPT = 11, 12, 13  # what a generator is for
 
 Range = tuple[int, int]
 Event = tuple[str, str, str, str]  # kind, subject, action, and object or <pad>
-
 
 _BOUND = 0.08  # of the initial weights, as in the authors' configuration
 _FORGET_BIAS = 1.0  # so that what was seen is still there some ten frames later from the beginning
@@ -106,28 +110,18 @@ _ADAMW = partial(Recipe, batch_size=32, optimizer="adamw", clip_grad_norm=1.0, w
 PRESETS = {
     "captioning": {
         "tiny": CaptioningPreset(
-            model=_SIZES(features=64, embedding=64, hidden=128),
-            training=_ADAMW(epochs=6, lr=0.005),
-            train=6000,
-            valid=300,
-            decoded=100,
-            noise=1.0,
-            events=(1, 2),
+            _SIZES(64, 64, 128), _ADAMW(epochs=6, lr=0.005), 6000, 300, decoded=100, noise=1.0, events=(1, 2)
         ),
         "small": CaptioningPreset(
-            model=_SIZES(features=128, embedding=128, hidden=256, video_lstms=2, dropout=0.1),
-            training=_ADAMW(epochs=5, lr=0.002),
-            train=12000,
-            valid=500,
-            decoded=200,
+            _SIZES(128, 128, 256, 2, dropout=0.1), _ADAMW(epochs=5, lr=0.002), 12000, 500, decoded=200
         ),
         # Sizes: sections 3.3 and 4.2. Numbers of clips: MSVD's pairs of clip and sentence for training, about 48,000,
         # and its 100 clips for validation; frames and words together are below the paper's 80 steps. Optimizer: the
         # authors' published configuration, where the loss counts 20-fold, so that its learning rate 0.01 and clipping
         # at 10 are 0.2 and 0.5 here; 25,000 steps of 32. There the rate is halved for the last 5,000.
         "paper": CaptioningPreset(
-            model=S2VTConfig(12_594),
-            training=Recipe(32, 17, "sgd", lr=0.2, lr_scaling="none", clip_grad_norm=0.5, decay="none"),
+            S2VTConfig(12_594),
+            Recipe(32, 17, "sgd", lr=0.2, lr_scaling="none", clip_grad_norm=0.5, decay="none"),
             train=48000,
             valid=100,
             decoded=100,
@@ -137,36 +131,32 @@ PRESETS = {
 }
 
 
-def check(name: str, options: BuildOptions) -> tuple[int, Recipe]:
+def check(name: str, preset: CaptioningPreset, options: BuildOptions) -> tuple[int, Recipe]:
     if options.data is not None:
         raise ValueError(f"{name} makes its clips itself and reads no data: leave out {options.data}")
-    chosen = PRESETS[name][options.preset]
-    return 3 + chosen.model.video_lstms, chosen.training
+    return 3 + preset.model.video_lstms, preset.training
 
 
-def build(name: str, options: BuildOptions) -> Workload:
-    chosen = PRESETS[name][options.preset]
-    train, valid = make_clips(chosen)
+def build(name: str, preset: CaptioningPreset, options: BuildOptions) -> Workload:
+    train, valid = make_clips(preset)
     frames, words = (float(x.double().mean()) for x in (train.shown.lengths, train.captions.lengths))
     captions = (clips.captions.padded(torch.arange(len(clips.captions.lengths))) for clips in (train, valid))
-    loss = TokenLoss(PAD)
-    return sample_workload(
+    order, valid_order = partial(by_length, train.shown.lengths), torch.arange(preset.valid)
+    loss = tokens.TokenLoss(PAD)
+    return make_workload(
         name,
         options,
-        chosen.training,
-        order=partial(by_length, train.shown.lengths),
-        train=train,
-        valid=valid,
-        valid_order=torch.arange(chosen.valid),
-        layers=s2vt_layers(chosen.model, seed=options.seed),
+        preset.training,
+        sample_batches(preset.training, options, order, train, valid, valid_order),
+        layers=s2vt_layers(preset.model, seed=options.seed),
         loss_fn=loss,
-        metrics=token_metrics,
+        metrics=tokens.token_metrics,
         metric_fn=loss.correct,
         metric_name="accuracy",
-        layer_costs=s2vt_costs(chosen.model, frames, words),
-        decode=partial(exact_matches, valid, chosen.decoded, chosen.training.batch_size),
+        layer_costs=s2vt_costs(preset.model, frames, words),
+        decode=partial(exact_matches, valid, preset.decoded, preset.training.batch_size),
         trivial=("the most frequent word of each position", baseline_accuracy(*captions)),
-        title=f"captions of {chosen.train} synthetic clips",
+        title=f"captions of {preset.train} synthetic clips",
     )
 
 
@@ -197,8 +187,7 @@ class Clips:
             noise = generator(_NOISE, 0, self.first + index)
             frames[row, :length] += self.noise * torch.randn(length, frames.shape[2], generator=noise)
         captions = self.captions.padded(indices)
-        shifted = F.pad(captions[:, :-1], (1, 0), value=BOS).masked_fill(captions == PAD, PAD)
-        return {"frames": frames, "lengths": lengths, "target": shifted}, captions
+        return {"frames": frames, "lengths": lengths, "target": tokens.shifted(captions, BOS, PAD)}, captions
 
 
 def make_clips(preset: CaptioningPreset) -> tuple[Clips, Clips]:
@@ -235,36 +224,28 @@ def _draw_script(
     draw: random.Random, preset: CaptioningPreset
 ) -> tuple[tuple[Event, ...], list[int], list[str]]:
     """The events of a clip, how many frames each lasts, and the caption."""
-    events: list[Event] = []
-    frames, words = [], []
+    events: list[Event] = [("", "", "", "")]  # before the first is none
+    frames: list[int] = []
+    words: list[str] = []
     for _ in range(draw.randint(*preset.events)):
-        event, slow, count = _draw_event(draw, preset.frames, events)
-        while events and event == events[-1]:  # nobody could see where it ends
-            event, slow, count = _draw_event(draw, preset.frames, events)
-        kind, subject, action, acted_on = event
-        again = bool(events) and (kind, subject) == events[-1][:2]
-        words += ["then"] * bool(events) + (["it"] if again else ["a", kind, subject]) + [action]
+        event = before = events[-1]
+        while event == before:  # nobody could see where the one ends
+            again = bool(frames) and draw.random() < 0.4
+            who = before[:2] if again else (draw.choice(_KINDS), draw.choice(_SUBJECTS))
+            action = draw.choice(_ON_OBJECTS + _ALONE)
+            acted_on = draw.choice(_OBJECTS) if action in _ON_OBJECTS else VOCABULARY[PAD]
+            slow, count = draw.random() < 1 / 3, draw.randint(*preset.frames)
+            event = (*who, action, acted_on)
+        words += ["then"] * bool(frames) + (["it"] if who == before[:2] else ["a", *who]) + [action]
         words += ["the", acted_on] * (action in _ON_OBJECTS) + ["slowly"] * slow
         events.append(event)
         frames.append(count * (1 + slow))
-    return tuple(events), frames, words
-
-
-def _draw_event(draw: random.Random, frames: Range, before: list[Event]) -> tuple[Event, bool, int]:
-    if before and draw.random() < 0.4:
-        kind, subject = before[-1][:2]
-    else:
-        kind, subject = draw.choice(_KINDS), draw.choice(_SUBJECTS)
-    action = draw.choice(_ON_OBJECTS + _ALONE)
-    acted_on = draw.choice(_OBJECTS) if action in _ON_OBJECTS else VOCABULARY[PAD]
-    slow = draw.random() < 1 / 3
-    return (kind, subject, action, acted_on), slow, draw.randint(*frames)
+    return tuple(events[1:]), frames, words
 
 
 def baseline_accuracy(train: Tensor, valid: Tensor) -> float:
     """Return the word accuracy in percent of always saying the most frequent word of each position in captions."""
-    seen = torch.zeros(len(VOCABULARY), train.shape[1], dtype=torch.int64)
-    seen.scatter_add_(0, train, torch.ones_like(train))  # [words, positions]
+    seen = torch.stack([(train == word).sum(0) for word in range(len(VOCABULARY))])  # [words, positions]
     seen[PAD] = 0
     best = seen.argmax(0)[: valid.shape[1]]
     right = valid[:, : len(best)] == best
@@ -273,13 +254,13 @@ def baseline_accuracy(train: Tensor, valid: Tensor) -> float:
 
 def exact_matches(clips: Clips, count: int, batch_size: int, predict: Predict) -> dict[str, float]:
     """Return the share in percent of the first ``count`` clips whose generated caption is the true one."""
+    search = partial(tokens.beam_search, predict, begin=BOS, end=EOS, beam=1)
     matches = 0
     for indices in torch.split(torch.arange(count), batch_size):
         inputs, true = clips(indices, generator(0))
         del inputs["target"]
-        found = beam_search(predict, inputs, begin=BOS, end=EOS, beam=1, max_length=true.shape[1])
-        captions = [[word for word in row if word != PAD] for row in true.tolist()]
-        matches += sum([*best.pieces, EOS] == caption for best, caption in zip(found, captions))
+        found = [[*best.pieces, EOS] for best in search(inputs, max_length=true.shape[1])]
+        matches += sum(caption == row[row != PAD].tolist() for caption, row in zip(found, true))
     return {"exact_match": 100 * matches / count}
 
 
@@ -297,12 +278,12 @@ def s2vt_layers(config: S2VTConfig, *, seed: int = 0) -> list[nn.Module]:
     Initial weights depend on the seed alone; the caller's random state stays as it is.
     """
     V, D, E, H, p = config.vocabulary, config.features, config.embedding, config.hidden, config.dropout
-    uniform = uniform_from(seed)
+    uniform = tokens.uniform_from(seed)
     video = [VideoLSTM(E if n == 0 else H, H, p, uniform) for n in range(config.video_lstms)]
     words = WordLSTM(uniform(V, E, bound=_BOUND), H, p, uniform)
     # so an embedding's features begin as large as a frame's
-    frames = FrameEmbedding(uniform(E, D, bound=(3 / D) ** 0.5), torch.zeros(E))
-    return [frames, *video, words, WordOutput(uniform(V, H, bound=_BOUND), torch.zeros(V), p)]
+    frames = FrameEmbedding(uniform(E, D, bound=(3 / D) ** 0.5))
+    return [frames, *video, words, Projection(uniform(V, H, bound=_BOUND), dropout=p)]
 
 
 def s2vt_costs(config: S2VTConfig, frames: float, words: float) -> list[float]:
@@ -319,16 +300,20 @@ class FrameEmbedding(Projection):
     def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
         rest = {name: part for name, part in inputs.items() if name != "frames"}
         x = super().forward(inputs["frames"])
-        real = torch.arange(x.shape[1], device=x.device) < rest["lengths"].unsqueeze(1)
-        x = x.masked_fill(~real.unsqueeze(-1), 0)
+        padding = torch.arange(x.shape[1], device=x.device) >= rest["lengths"].unsqueeze(1)
+        x = x.masked_fill(padding.unsqueeze(-1), 0)
         return {"x": F.pad(x, (0, 0, 0, rest["target"].shape[1])), **rest}
 
 
 class OneBiasLSTM(nn.Module):
-    """One LSTM over [b, steps, inputs], from zero, to [b, steps, hidden]; one bias per gate as in the paper."""
+    """One LSTM over [b, steps, inputs], from zero, to [b, steps, hidden]; one bias per gate as in the paper.
 
-    def __init__(self, inputs: int, hidden: int, uniform: Uniform) -> None:
+    With dropout of its input.
+    """
+
+    def __init__(self, inputs: int, hidden: int, dropout: float, uniform: Uniform) -> None:
         super().__init__()
+        self.dropout = dropout
         self.weight_ih = uniform(4 * hidden, inputs, bound=_BOUND)
         self.weight_hh = uniform(4 * hidden, hidden, bound=_BOUND)
         self.bias = nn.Parameter(torch.zeros(4 * hidden))
@@ -336,8 +321,9 @@ class OneBiasLSTM(nn.Module):
             self.bias[hidden : 2 * hidden] = _FORGET_BIAS
 
     def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, self.dropout, self.training)
         weights = [self.weight_ih, self.weight_hh, self.bias, torch.zeros_like(self.bias)]
-        return run_lstm(x, weights, self.training)[0]
+        return tokens.run_lstm(x, weights, self.training)[0]
 
 
 class VideoLSTM(nn.Module):
@@ -345,11 +331,10 @@ class VideoLSTM(nn.Module):
 
     def __init__(self, inputs: int, hidden: int, dropout: float, uniform: Uniform) -> None:
         super().__init__()
-        self.lstm = OneBiasLSTM(inputs, hidden, uniform)
-        self.dropout = nn.Dropout(dropout)
+        self.lstm = OneBiasLSTM(inputs, hidden, dropout, uniform)
 
     def forward(self, inputs: dict[str, Any]) -> Any:
-        return {**inputs, "x": self.lstm(self.dropout(inputs["x"]))}
+        return {**inputs, "x": self.lstm(inputs["x"])}
 
 
 class WordLSTM(VideoLSTM):
@@ -368,18 +353,7 @@ class WordLSTM(VideoLSTM):
         embedded = F.embedding(words, self.embedding)
         placed = embedded.new_zeros(*x.shape[:2], embedded.shape[2])  # zeros at the steps without a word
         placed = placed.scatter(1, steps.unsqueeze(2).expand_as(embedded), embedded)
-        x = self.lstm(self.dropout(torch.cat((x, placed), 2)))
+        x = self.lstm(torch.cat((x, placed), 2))
         if "at" in inputs:
             return x[torch.arange(len(x), device=x.device), steps[:, inputs["at"]]]
         return x.gather(1, steps.unsqueeze(2).expand(-1, -1, x.shape[2]))
-
-
-class WordOutput(Projection):
-    """Features [..., H] to logits [..., vocabulary]."""
-
-    def __init__(self, weight: nn.Parameter, bias: Tensor, dropout: float) -> None:
-        super().__init__(weight, bias)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(self.dropout(x))

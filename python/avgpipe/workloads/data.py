@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from avgpipe.workloads.workload import DataNotFound
+from avgpipe.workloads import DataNotFound
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 

@@ -29,21 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from avgpipe.workloads import BuildOptions, DataNotFound, Predict, Workload, library, tokens
 from avgpipe.workloads.batches import RaggedRows, by_length
-from avgpipe.workloads.beam import beam_search
 from avgpipe.workloads.data import TRANSLATIONS_FOLDER, find_translations, read_translations
 from avgpipe.workloads.huggingface import Subwords
-from avgpipe.workloads.tokens import (
-    LSTM,
-    Projection,
-    TokenLoss,
-    Uniform,
-    log_frequencies,
-    perplexity,
-    uniform_from,
-)
-from avgpipe.workloads.training import Recipe, sample_workload
-from avgpipe.workloads.workload import BuildOptions, DataNotFound, Predict, Workload, library
+from avgpipe.workloads.tokens import LSTM, Uniform
+from avgpipe.workloads.training import Recipe, make_workload, sample_batches
 
 Value = dict[str, Any]
 
@@ -112,28 +103,22 @@ _SMALL = partial(GNMTConfig, 0, encoder_layers=2, decoder_layers=2, tied_output=
 PRESETS = {
     "gnmt": {
         "tiny": TranslationPreset(
-            model=_SMALL(hidden=128, dropout=0.1),
-            training=_ADAM(batch_size=32, epochs=2, lr=0.008, warmup=0.05),
-            vocabulary=2_000,
+            _SMALL(128, dropout=0.1),
+            _ADAM(32, 2, lr=0.008, warmup=0.05),
+            2_000,
             decoded=64,
             beam=1,
             pairs=12_000,
         ),
         "small": TranslationPreset(
-            model=_SMALL(hidden=192, dropout=0.2),
-            training=_ADAM(batch_size=32, epochs=4, lr=0.004, warmup=0.02),
-            vocabulary=4_000,
-            decoded=300,
-            beam=2,
+            _SMALL(192, dropout=0.2), _ADAM(32, 4, lr=0.004, warmup=0.02), 4_000, decoded=300, beam=2
         ),
         # Sizes, Adam, clipping, label smoothing, dropout and beam as NVIDIA publishes its GNMT v2 for WMT16; the
         # halvings of the learning rate in the last third are two steps of a tenth here.
         "paper": TranslationPreset(
-            model=GNMTConfig(0),
-            training=_ADAM(
-                batch_size=128, epochs=6, lr=0.001, warmup=0.01, decay="steps", milestones=(0.67, 0.83)
-            ),
-            vocabulary=32_000,
+            GNMTConfig(0),
+            _ADAM(128, 6, lr=0.001, warmup=0.01, decay="steps", milestones=(0.67, 0.83)),
+            32_000,
             decoded=None,
             beam=5,
             max_length=50,
@@ -143,80 +128,63 @@ PRESETS = {
 }
 
 
-def check(name: str, options: BuildOptions) -> tuple[int, Recipe]:
-    chosen = PRESETS[name][options.preset]
+def check(name: str, preset: TranslationPreset, options: BuildOptions) -> tuple[int, Recipe]:
     if options.data is None:
         raise DataNotFound(f"{name} needs a data folder: {TRANSLATIONS_FOLDER}")
     find_translations(options.data)
     for needed in ("tokenizers", "sacrebleu"):
         library(needed, name)
-    return chosen.model.encoder_layers + chosen.model.decoder_layers + 2, chosen.training
+    return preset.model.encoder_layers + preset.model.decoder_layers + 2, preset.training
 
 
-def build(name: str, options: BuildOptions) -> Workload:
-    chosen = PRESETS[name][options.preset]
+def build(name: str, preset: TranslationPreset, options: BuildOptions) -> Workload:
     pairs, subwords = read(name, options)
-    rows = encoded(pairs["train"], subwords)
-    kept = [row for row in rows if max(map(len, row)) <= chosen.max_length]
+    rows = {split: [subwords.encode(side) for side in zip(*found)] for split, found in pairs.items()}
+    kept = [pair for pair in zip(*rows["train"]) if max(map(len, pair)) <= preset.max_length]
     if not kept:
-        raise ValueError(f"every training pair is longer than {chosen.max_length} pieces")
-    train, valid = PairBatch.of(kept), PairBatch.of(encoded(pairs["valid"], subwords))
-    config = replace(chosen.model, vocabulary=len(subwords))
-    bias = log_frequencies(train.target.values, len(subwords)) if chosen.unigram_bias else None
-    left_out = len(rows) - len(kept)
-    without = f", {left_out} longer than {chosen.max_length} pieces left out" if left_out else ""
-    return sample_workload(
+        raise ValueError(f"every training pair is longer than {preset.max_length} pieces")
+    train, valid = (PairBatch(*map(ended, sides)) for sides in (zip(*kept), rows["valid"]))
+    config = replace(preset.model, vocabulary=len(subwords))
+    bias = tokens.log_frequencies(train.target.values, len(subwords)) if preset.unigram_bias else None
+    left_out = len(pairs["train"]) - len(kept)
+    without = f", {left_out} longer than {preset.max_length} pieces left out" if left_out else ""
+    order, valid_order = partial(by_length, train.lengths), valid.lengths.argsort(stable=True)
+    return make_workload(
         name,
         options,
-        chosen.training,
-        order=partial(by_length, train.lengths),
-        train=train,
-        valid=valid,
-        valid_order=valid.lengths.argsort(stable=True),
+        preset.training,
+        sample_batches(preset.training, options, order, train, valid, valid_order),
         layers=gnmt_layers(config, seed=options.seed, output_bias=bias),
-        loss_fn=TokenLoss(subwords.pad, smoothing=0.1),
-        metrics=lambda loss, _: {"perplexity": perplexity(loss)},
+        loss_fn=tokens.TokenLoss(subwords.pad, smoothing=0.1),
+        metrics=lambda loss, _: {"perplexity": tokens.perplexity(loss)},
         metric_name="bleu",
         layer_costs=gnmt_costs(config),
-        decode=partial(bleu, pairs["valid"][: chosen.decoded], subwords, chosen.beam),
+        decode=partial(bleu, pairs["valid"][: preset.decoded], subwords, preset.beam),
         title=f"translation from English to German, {len(kept):,} sentence pairs{without}",
     )
 
 
 def read(name: str, options: BuildOptions) -> tuple[dict[str, list[tuple[str, str]]], Subwords]:
     """Read the sentence pairs, and learn pieces from them: those of any run with these options."""
-    check(name, options)
+    preset = PRESETS[name][options.preset]
+    check(name, preset, options)
     assert options.data is not None
-    chosen = PRESETS[name][options.preset]
     pairs = read_translations(options.data)
-    pairs["train"] = pairs["train"][: chosen.pairs]
+    pairs["train"] = pairs["train"][: preset.pairs]
     lines = [sentence for side in zip(*pairs["train"]) for sentence in side]
-    return pairs, Subwords.learn(lines, chosen.vocabulary)
-
-
-def encoded(pairs: Sequence[tuple[str, str]], subwords: Subwords) -> list[tuple[list[int], list[int]]]:
-    """Return the numbers of the pieces of each pair."""
-    source, target = zip(*pairs)
-    return list(zip(subwords.encode(source), subwords.encode(target)))
+    return pairs, Subwords.learn(lines, preset.vocabulary)
 
 
 @dataclass(frozen=True)
 class PairBatch:
-    """Makes padded batches of sentence pairs.
+    """Makes padded batches of sentence pairs, the rows of both of which end with the end.
 
-    The inputs: ``source`` int64 [b, S], which ends with the end, ``lengths`` int64 [b] of it, and ``target``
-    int64 [b, T], which begins with the begin. The targets: int64 [b, T], the pieces that follow, with the end.
+    The inputs: ``source`` int64 [b, S], ``lengths`` int64 [b] of it, and ``target`` int64 [b, T], which begins with
+    the begin. The targets: int64 [b, T], the pieces that follow, with the end.
     """
 
     source: RaggedRows
-    decoder_input: RaggedRows
     target: RaggedRows
-
-    @classmethod
-    def of(cls, pairs: Sequence[tuple[list[int], list[int]]]) -> PairBatch:
-        """Make it of :func:`encoded` pairs."""
-        shifted = RaggedRows.of([[Subwords.begin, *target] for _, target in pairs])
-        return cls(ended(source for source, _ in pairs), shifted, ended(target for _, target in pairs))
 
     @property
     def lengths(self) -> Tensor:
@@ -224,8 +192,9 @@ class PairBatch:
         return self.source.lengths + self.target.lengths
 
     def __call__(self, indices: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        target = self.target.padded(indices)
         source = {"source": self.source.padded(indices), "lengths": self.source.lengths[indices]}
-        return {**source, "target": self.decoder_input.padded(indices)}, self.target.padded(indices)
+        return {**source, "target": tokens.shifted(target, Subwords.begin)}, target
 
 
 def ended(rows: Iterable[list[int]]) -> RaggedRows:
@@ -246,20 +215,17 @@ def translate(
         beam: hypotheses kept per sentence, see :func:`beam_search`.
         batch_size: sentences that are translated together; similar lengths are.
     """
-    rows = subwords.encode(sentences)
-    order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+    if not sentences:
+        return []
+    source = ended(subwords.encode(sentences))
+    search = partial(tokens.beam_search, predict, begin=subwords.begin, end=subwords.end, beam=beam)
     pieces: dict[int, list[int]] = {}
-    for first in range(0, len(order), batch_size):
-        chunk = order[first : first + batch_size]
-        source = ended(rows[row] for row in chunk)
-        inputs = {"source": source.padded(torch.arange(len(chunk))), "lengths": source.lengths}
-        longest = len(rows[chunk[-1]])
+    for chunk in torch.split(source.lengths.argsort(stable=True), batch_size):
+        inputs = {"source": source.padded(chunk), "lengths": source.lengths[chunk]}
+        longest = int(inputs["lengths"][-1]) - 1
         most = longest + longest // 2 + 5  # half as many pieces again, and five
-        found = beam_search(
-            predict, inputs, begin=subwords.begin, end=subwords.end, beam=beam, max_length=most
-        )
-        pieces.update((row, hypothesis.pieces) for row, hypothesis in zip(chunk, found))
-    return subwords.decode([pieces[row] for row in range(len(rows))])
+        pieces.update(zip(chunk.tolist(), (found.pieces for found in search(inputs, max_length=most))))
+    return subwords.decode([pieces[row] for row in range(len(sentences))])
 
 
 def bleu(
@@ -287,18 +253,19 @@ def gnmt_layers(config: GNMTConfig, *, seed: int = 0, output_bias: Tensor | None
     ``output_bias``: where the projection's bias begins, [vocabulary]; None: zero.
     """
     H, p = config.hidden, config.dropout
-    uniform = uniform_from(seed)
+    uniform = tokens.uniform_from(seed)
     embedding = uniform(config.vocabulary, H, bound=config.embedding_bound)
     layers: list[nn.Module] = [SourceEmbedding(embedding)]
     for index, inputs in enumerate(config.encoder_inputs()):
-        kind = EncoderLSTM if index else BidirectionalLSTM
+        kind = ResidualLSTM if index else BidirectionalLSTM
         layers.append(kind(inputs, H, uniform, dropout=p, residual=index >= 2))
     layers.append(AttentionLSTM(embedding, config.memory(), uniform, dropout=p))
     for index in range(1, config.decoder_layers):
         last = index == config.decoder_layers - 1
-        layers.append(DecoderLSTM(H, config.memory(), uniform, dropout=p, residual=index >= 2, last=last))
+        inputs = H + config.memory()
+        layers.append(ResidualLSTM(inputs, H, uniform, dropout=p, residual=index >= 2, last=last))
     weight = embedding if config.tied_output else uniform(config.vocabulary, H, bound=H**-0.5)
-    return [*layers, Output(weight, torch.zeros(config.vocabulary) if output_bias is None else output_bias)]
+    return [*layers, Output(weight, output_bias)]
 
 
 def gnmt_costs(config: GNMTConfig, length: int = 20) -> list[float]:
@@ -335,20 +302,33 @@ class SourceEmbedding(nn.Module):
         return {**rest, "x": F.embedding(value["source"], self.weight)}
 
 
-class EncoderLSTM(nn.Module):
-    """``x`` [b, S, inputs] to [b, S, H], with itself added where ``residual``."""
+class ResidualLSTM(nn.Module):
+    """``x`` [b, S or T, inputs] to [b, S or T, H], with itself added where ``residual``.
 
-    def __init__(self, inputs: int, hidden: int, uniform: Uniform, *, dropout: float, residual: bool) -> None:
+    The decoder's ``context`` is an input too, and dropped by the ``last``.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        uniform: Uniform,
+        *,
+        dropout: float,
+        residual: bool,
+        last: bool = False,
+    ) -> None:
         super().__init__()
         self.lstm = LSTM(inputs, hidden, uniform, dropout=dropout)
-        self.residual = residual
+        self.residual, self.last = residual, last
 
     def forward(self, value: Value) -> Value:
-        x = self.lstm(value["x"])
-        return {**value, "x": x + value["x"] if self.residual else x}
+        x = self.lstm(torch.cat([value[name] for name in ("x", "context") if name in value], -1))
+        kept = {name: part for name, part in value.items() if not (self.last and name == "context")}
+        return {**kept, "x": x + value["x"] if self.residual else x}
 
 
-class BidirectionalLSTM(EncoderLSTM):
+class BidirectionalLSTM(ResidualLSTM):
     """``x`` [b, S, H] to [b, S, 2H]: one LSTM over the sentence, another over the sentence reversed."""
 
     def __init__(self, inputs: int, hidden: int, uniform: Uniform, *, dropout: float, residual: bool) -> None:
@@ -411,24 +391,7 @@ class AttentionLSTM(nn.Module):
         return {**rest, "x": x, "context": self.attention(x, value["x"], value["lengths"])}
 
 
-class DecoderLSTM(nn.Module):
-    """``x`` and ``context`` [b, T, H] to ``x`` [b, T, H], with itself added where ``residual``."""
-
-    def __init__(
-        self, hidden: int, memory: int, uniform: Uniform, *, dropout: float, residual: bool, last: bool
-    ) -> None:
-        super().__init__()
-        self.lstm = LSTM(hidden + memory, hidden, uniform, dropout=dropout)
-        self.residual = residual
-        self.last = last
-
-    def forward(self, value: Value) -> Value:
-        x = self.lstm(torch.cat((value["x"], value["context"]), -1))
-        kept = {name: part for name, part in value.items() if not (self.last and name == "context")}
-        return {**kept, "x": x + value["x"] if self.residual else x}
-
-
-class Output(Projection):
+class Output(tokens.Projection):
     """``x`` [b, T, H] to logits [b, T, vocabulary], or of position ``at`` alone [b, vocabulary]."""
 
     def forward(self, value: Value) -> Any:

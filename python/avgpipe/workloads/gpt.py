@@ -6,7 +6,6 @@ embedding is the output layer's weight too, the same Parameter in the first and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avgpipe.workloads.batches import TensorRows, shuffled
+from avgpipe.workloads import BuildOptions, Workload, library
+from avgpipe.workloads.batches import RaggedRows, TensorRows, shuffled
 from avgpipe.workloads.data import find_text, read_text, split_words
-from avgpipe.workloads.huggingface import Subwords, check_pretrained, load_pretrained, new_model
+from avgpipe.workloads.huggingface import Encode, Subwords, check_pretrained, load_pretrained, new_model
 from avgpipe.workloads.tokens import IGNORED, TokenLoss, log_frequencies, perplexity
-from avgpipe.workloads.training import Recipe, sample_workload
-from avgpipe.workloads.workload import BuildOptions, Workload, library
+from avgpipe.workloads.training import Recipe, make_workload, sample_batches
 
 PRETRAINED = True
 MODEL = "GPT2LMHeadModel"
@@ -70,8 +69,7 @@ PRESETS = {
 }
 
 
-def check(name: str, options: BuildOptions) -> tuple[int, Recipe]:
-    preset = PRESETS[name][options.preset]
+def check(name: str, preset: GPTPreset, options: BuildOptions) -> tuple[int, Recipe]:
     layers = preset.model["n_layer"]
     if options.pretrained is not None:
         layers = int(check_pretrained(options.pretrained, "gpt2").get("n_layer", layers))
@@ -80,23 +78,21 @@ def check(name: str, options: BuildOptions) -> tuple[int, Recipe]:
     return layers + 2, preset.training  # the embedding before the blocks, the output layer behind
 
 
-def build(name: str, options: BuildOptions) -> Workload:
-    preset = PRESETS[name][options.preset]
+def build(name: str, preset: GPTPreset, options: BuildOptions) -> Workload:
     texts = read_text(options.data, preset.max_bytes)
     model, encode = _model(preset, options, texts["train"])
     train, valid = (pieces_of(texts[s], encode, source=options.data is None) for s in ("train", "valid"))
     length = min(preset.model["n_positions"], model.config.n_positions)
     (inputs, targets, _), (valid_inputs, *valid_targets) = segments(train, length), segments(valid, length)
-    return sample_workload(
+    train_rows, valid_rows = TensorRows((inputs, targets)), TensorRows((valid_inputs, tuple(valid_targets)))
+    order, valid_order = partial(shuffled, len(inputs)), torch.arange(len(valid_inputs))
+    return make_workload(
         name,
         options,
         preset.training,
-        order=lambda _, seed, epoch: shuffled(len(inputs), seed, epoch),
-        train=TensorRows((inputs, targets)),
-        valid=TensorRows((valid_inputs, tuple(valid_targets))),
-        valid_order=torch.arange(len(valid_inputs)),
+        sample_batches(preset.training, options, order, train_rows, valid_rows, valid_order),
         layers=model,
-        loss_fn=PieceLoss(),
+        loss_fn=TokenLoss(),
         metrics=word_perplexity,
         metric_fn=pieces_and_words,
         metric_name="perplexity",
@@ -115,18 +111,12 @@ def _model(preset: GPTPreset, options: BuildOptions, train: str) -> tuple[Any, E
         return model, lambda lines: [[*row, Subwords.end] for row in subwords.encode(lines)]
     model, tokenizer = load_pretrained(MODEL, options.pretrained, "gpt2", use_cache=False)
 
-    def encode(lines: Sequence[str]) -> list[list[int]]:
-        rows: list[list[int]] = tokenizer([line + "\n" for line in lines], add_special_tokens=False)[
-            "input_ids"
-        ]
-        return rows
-
-    return model, encode
+    return model, lambda lines: tokenizer([f"{line}\n" for line in lines], add_special_tokens=False)[
+        "input_ids"
+    ]
 
 
 # ---- a text as segments of a fixed number of pieces ----------------------------------------------------------------
-
-Encode = Callable[[Sequence[str]], list[list[int]]]
 
 
 class Pieces(NamedTuple):
@@ -148,14 +138,10 @@ def pieces_of(text: str, encode: Encode, *, source: bool = False) -> Pieces:
     ``source``: words are counted as in a program, see :func:`avgpipe.workloads.data.split_words`.
     """
     lines = text.removesuffix("\n").split("\n")
-    rows = encode(lines)
-    counts = torch.tensor([len(row) for row in rows])
-    of_lines = [
-        0 if source and not line.strip() else len(split_words(line + "\n", source=source)) for line in lines
-    ]
-    words = torch.tensor(of_lines, dtype=torch.float32)
-    numbers = torch.tensor([number for row in rows for number in row], dtype=torch.int64)
-    return Pieces(numbers, (words / counts.clamp(min=1)).repeat_interleave(counts))
+    rows = RaggedRows.of(encode(lines))
+    counted = [line + "\n" if line.strip() or not source else "" for line in lines]
+    words = torch.tensor([float(len(split_words(line, source=source))) for line in counted])
+    return Pieces(rows.values, (words / rows.lengths.clamp(min=1)).repeat_interleave(rows.lengths))
 
 
 def segments(pieces: Pieces, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,16 +165,6 @@ def segments(pieces: Pieces, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 # ---- loss and metric -----------------------------------------------------------------------------------------------
-
-
-class PieceLoss(TokenLoss):
-    """Mean cross entropy in nats per predicted piece; the targets may come with the words that they stand for."""
-
-    def forward(self, output: Tensor, targets: Any) -> Tensor:
-        return super().forward(output, targets if isinstance(targets, Tensor) else targets[0])
-
-    def weight(self, targets: Any) -> float:
-        return super().weight(targets if isinstance(targets, Tensor) else targets[0])
 
 
 def pieces_and_words(output: Tensor, targets: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

@@ -6,15 +6,15 @@ Nothing is downloaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from avgpipe.errors import reason
+from avgpipe.workloads import library
 from avgpipe.workloads.data import find_files
-from avgpipe.workloads.workload import library
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _FOLDER = {
@@ -22,6 +22,8 @@ _FOLDER = {
     "weights": tuple(name + index for index in ("", ".index.json") for name in _WEIGHTS),
     "tokenizer": ("tokenizer.json", "vocab.txt", "vocab.json"),
 }
+
+Encode = Callable[[Sequence[str]], list[list[int]]]  # the numbers of each line's pieces
 
 
 class Vocabulary(NamedTuple):

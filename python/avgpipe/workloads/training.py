@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from avgpipe.workloads import BatchLoader, BuildOptions, Workload
 from avgpipe.workloads.batches import MakeBatch, SampleBatches
 from avgpipe.workloads.tokens import TokenLoss
-from avgpipe.workloads.workload import BuildOptions, Workload
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,11 @@ class Recipe:
     def with_options(self, options: BuildOptions) -> Recipe:
         """Return this with what the options override."""
         names = ("batch_size", "epochs", "lr_scaling")
-        given: dict[str, Any] = {name: getattr(options, name) for name in names}
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
+        return replace(self, **{name: getattr(options, name) or getattr(self, name) for name in names})
 
     def scaled_lr(self, pipelines: int) -> float:
         """Return the learning rate of each of N pipelines: lr, lr sqrt(N) or lr N."""
-        growth = {"none": 1.0, "sqrt": math.sqrt(pipelines), "linear": float(pipelines)}
-        return self.lr * growth[self.lr_scaling]
+        return self.lr * {"none": 1.0, "sqrt": math.sqrt(pipelines), "linear": pipelines}[self.lr_scaling]
 
     def lr_factor(self, steps: int, step: int) -> float:
         """Return what the learning rate is multiplied with at ``step`` (from 0) of ``steps``."""
@@ -104,29 +102,29 @@ def _optimizer(training: Recipe, lr: float, params: Iterable[nn.Parameter]) -> O
     return kind(groups, lr=lr, betas=training.betas)
 
 
-def sample_workload(
-    name: str,
+Batches = tuple[
+    Callable[..., BatchLoader], Callable[[], BatchLoader]
+]  # ``Workload``'s, to train and to validate
+
+
+def sample_batches(
+    recipe: Recipe,
     options: BuildOptions,
-    training: Recipe,
-    *,
     order: Callable[[int, int, int], Tensor],
     train: MakeBatch,
     valid: MakeBatch,
     valid_order: Tensor,
-    **rest: Any,
-) -> Workload:
-    """Make a workload of independent samples, whose batches are the same for any number of stages and pipelines.
+) -> Batches:
+    """Make batches of independent samples, the same for any number of stages and pipelines.
 
     Args:
-        name, options: as of ``build``.
-        training: the preset's; the options are applied to it here.
+        recipe: the preset's; the options are applied to it here.
+        options: as of ``build``.
         order: of batch size, seed and epoch, the order in which an epoch trains on its samples.
         train, valid: make batches of samples.
         valid_order: the samples of the validation in their order.
-        rest: further fields of ``Workload``; ``loss_weight`` is that of a :class:`TokenLoss`.
     """
-    training = training.with_options(options)
-    size, workers = training.batch_size, options.loader_workers
+    size, workers = recipe.with_options(options).batch_size, options.loader_workers
     valid_batches = SampleBatches(valid_order, size, valid, workers=workers)
 
     def train_batches(epoch: int, start: int = 0) -> SampleBatches:
@@ -134,29 +132,27 @@ def sample_workload(
             order(size, options.seed, epoch), size, train, options.seed, epoch, start, workers
         )
 
-    return make_workload(name, options, training, train_batches, lambda: valid_batches, **rest)
+    return train_batches, lambda: valid_batches
 
 
 def make_workload(
-    name: str, options: BuildOptions, training: Recipe, train_batches: Any, valid_batches: Any, **rest: Any
+    name: str, options: BuildOptions, recipe: Recipe, batches: Batches, **rest: Any
 ) -> Workload:
-    """Make a workload that is trained as ``training``, with the options applied to it, and ``rest`` say."""
+    """Make a workload that is trained as ``recipe``, with the options applied to it, and ``rest`` say."""
+    recipe, (train_batches, valid_batches) = recipe.with_options(options), batches
     loss = rest["loss_fn"]
-    course = {
-        "optimizer": training.optimizer_for(options.pipelines),
-        "lr_scheduler": training.lr_scheduler_for(len(train_batches(0)), options),
-        "loss_weight": loss.weight if isinstance(loss, TokenLoss) else None,
-        **rest,
-    }
+    rest.setdefault("optimizer", recipe.optimizer_for(options.pipelines))
+    rest.setdefault("lr_scheduler", recipe.lr_scheduler_for(len(train_batches(0)), options))
+    rest.setdefault("loss_weight", loss.weight if isinstance(loss, TokenLoss) else None)
     return Workload(
         name=name,
         preset=options.preset,
-        clip_grad_norm=training.clip_grad_norm,
+        clip_grad_norm=recipe.clip_grad_norm,
         train_batches=train_batches,
         valid_batches=valid_batches,
-        batch_size=training.batch_size,
-        epochs=training.epochs,
-        **course,
+        batch_size=recipe.batch_size,
+        epochs=recipe.epochs,
+        **rest,
     )
 
 
