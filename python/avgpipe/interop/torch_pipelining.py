@@ -31,8 +31,6 @@ except (ImportError, AttributeError) as error:
         "install one of those, or use avgpipe.Pipeline"
     ) from error
 
-_COMPUTE = {"F": _F, "B": _B}
-
 
 class ScheduleAdvanceForward(_PipelineScheduleRuntime):
     """Advance forward (Chen et al. 2023) on one stage per rank, with the interface of ``Schedule1F1B``.
@@ -74,15 +72,8 @@ class ScheduleAdvanceForward(_PipelineScheduleRuntime):
     ) -> None:
         _check_stage(stage)
         order = compute_order(stage.num_stages, n_microbatches, advance)
-        super().__init__(  # type: ignore[no-untyped-call]
-            [stage],
-            n_microbatches,
-            loss_fn=loss_fn,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-        )
+        specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
+        super().__init__([stage], n_microbatches, loss_fn, *specs, scale_grads=scale_grads)  # type: ignore[no-untyped-call]
         # whether the last step trained, and on micro-batches of which shapes
         self._shapes: tuple[bool, list[Any]] | None = None
         self.pipeline_order = {rank: list(actions) for rank, actions in order.items()}
@@ -92,12 +83,7 @@ class ScheduleAdvanceForward(_PipelineScheduleRuntime):
             self.pipeline_order_with_comms = {r: receives_early(actions) for r, actions in lowered.items()}
 
     def _step_microbatches(
-        self,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        *args: Any,
-        **kwargs: Any,
+        self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         self._check_shapes(arg_mbs or [], target_mbs or [])
         whole = self.pipeline_order_with_comms
@@ -136,11 +122,9 @@ def compute_order(
     stages: int, micro_batches: int, advance: int | Sequence[int] | str | None
 ) -> dict[int, list[_Action]]:
     """For each stage the forwards and backwards of :func:`avgpipe.build_schedule`, as torch writes them."""
-    columns = build_schedule("advance-forward", stages, micro_batches, advance).columns
-    return {
-        k: [_Action(k, _COMPUTE[a.kind], a.micro_batch) for a in column if a.kind in _COMPUTE]
-        for k, column in enumerate(columns)
-    }
+    kinds = {"F": _F, "B": _B}
+    columns = enumerate(build_schedule("advance-forward", stages, micro_batches, advance).columns)
+    return {k: [_Action(k, kinds[a.kind], a.micro_batch) for a in c if a.kind in kinds] for k, c in columns}
 
 
 def receives_early(actions: Sequence[_Action]) -> list[_Action]:

@@ -79,24 +79,21 @@ def _weights(*modules: nn.Module | None) -> float:
 class _Embeddings(nn.Module):
     """Turns the input into hidden states, and passes on what later layers need of it."""
 
-    takes: tuple[str, ...] = ("input_ids", "attention_mask", "position_ids", "at")
+    takes: tuple[str, ...] = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "at")
     passes_positions = True  # whether the blocks need them too
+
+    def __init__(self, config: Any, lookups: float) -> None:
+        super().__init__()
+        self.compute_cost = lookups * config.hidden_size
 
     def forward(self, inputs: Passed) -> Passed:
         given = {"input_ids": inputs} if isinstance(inputs, Tensor) else self._checked(inputs)
-        hidden = self.embed(
-            given["input_ids"], given.get("token_type_ids"), positions := given.get("position_ids")
-        )
-        mask, at = given.get("attention_mask"), given.get("at")
-        passed = {
-            "hidden": hidden,
-            "mask": None if mask is None else mask.bool(),
-            "positions": positions if self.passes_positions else None,
-            "at": at,
-        }
-        return _passed(passed)
+        mask, at = given.pop("attention_mask", None), given.pop("at", None)
+        positions = given.get("position_ids") if self.passes_positions else None
+        mask = None if mask is None else mask.bool()
+        return _passed(hidden=self.embed(**given), mask=mask, positions=positions, at=at)
 
-    def embed(self, tokens: Tensor, token_types: Tensor | None, positions: Tensor | None) -> Tensor:
+    def embed(self, input_ids: Tensor, **given: Tensor) -> Any:
         raise NotImplementedError  # each family's own, below
 
     def _checked(self, inputs: Any) -> dict[str, Any]:
@@ -121,44 +118,36 @@ class _Embeddings(nn.Module):
 
 
 class _BertEmbeddings(_Embeddings):
-    takes = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "at")
     passes_positions = False
 
     def __init__(self, base: Any) -> None:
-        super().__init__()
+        super().__init__(base.config, 4.0)
         self.embeddings = base.embeddings
-        self.compute_cost = 4.0 * base.config.hidden_size
 
-    def embed(self, tokens: Tensor, token_types: Tensor | None, positions: Tensor | None) -> Tensor:
-        hidden: Tensor = self.embeddings(input_ids=tokens, token_type_ids=token_types, position_ids=positions)
-        return hidden
+    def embed(self, input_ids: Tensor, **given: Tensor) -> Any:
+        return self.embeddings(input_ids=input_ids, **given)
 
 
 class _GPT2Embeddings(_Embeddings):
-    takes = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "at")
-
     def __init__(self, base: Any) -> None:
-        super().__init__()
+        super().__init__(base.config, 2.0)
         self.tokens, self.positions, self.dropout = base.wte, base.wpe, base.drop
-        self.compute_cost = 2.0 * base.config.hidden_size
 
-    def embed(self, tokens: Tensor, token_types: Tensor | None, positions: Tensor | None) -> Tensor:
-        hidden = self.tokens(tokens) + self.positions(_positions(tokens, positions))
-        if token_types is not None:
-            hidden = hidden + self.tokens(token_types)
-        dropped: Tensor = self.dropout(hidden)
-        return dropped
+    def embed(self, input_ids: Tensor, **given: Tensor) -> Any:
+        hidden = self.tokens(input_ids) + self.positions(_positions(input_ids, given.get("position_ids")))
+        types = given.get("token_type_ids")
+        return self.dropout(hidden if types is None else hidden + self.tokens(types))
 
 
 class _LlamaEmbeddings(_Embeddings):
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.tokens = base.embed_tokens
-        self.compute_cost = float(base.config.hidden_size)
+    takes = ("input_ids", "attention_mask", "position_ids", "at")
 
-    def embed(self, tokens: Tensor, token_types: Tensor | None, positions: Tensor | None) -> Tensor:
-        hidden: Tensor = self.tokens(tokens)
-        return hidden
+    def __init__(self, base: Any) -> None:
+        super().__init__(base.config, 1.0)
+        self.tokens = base.embed_tokens
+
+    def embed(self, input_ids: Tensor, **given: Tensor) -> Any:
+        return self.tokens(input_ids)
 
 
 def _positions(like: Tensor, positions: Tensor | None) -> Tensor:
@@ -166,7 +155,7 @@ def _positions(like: Tensor, positions: Tensor | None) -> Tensor:
     return arange(like.shape[1], device=like.device).unsqueeze(0) if positions is None else positions
 
 
-def _passed(parts: dict[str, Any]) -> Passed:
+def _passed(**parts: Any) -> Passed:
     """What travels: the hidden states alone, or a dict where more was given."""
     kept = {name: value for name, value in parts.items() if value is not None}
     return kept if len(kept) > 1 else kept["hidden"]
@@ -180,21 +169,34 @@ def _parts(value: Passed) -> dict[str, Any]:
 
 
 class _TransformerBlock(nn.Module):
-    """One block of the model, between :func:`_parts` and :func:`_passed`."""
+    """One block of the model, between :func:`_parts` and :func:`_passed`.
 
-    def __init__(self, block: nn.Module, config: Any, causal: bool) -> None:
+    Args:
+        block: the model's own.
+        config: the model's.
+        causal: whether it looks back only.
+        positioned: whether it takes positions, and could have a cache.
+        rotary: makes the embeddings of positions that it takes too; the blocks of a stage share one.
+    """
+
+    def __init__(
+        self, block: nn.Module, config: Any, causal: bool, positioned: bool, rotary: nn.Module | None = None
+    ) -> None:
         super().__init__()
-        self.block, self.config, self.causal = block, config, causal
+        self.block, self.config, self.rotary = block, config, rotary
+        self.causal, self.positioned = causal, positioned
         self.compute_cost = _weights(block)
 
     def forward(self, value: Passed) -> Passed:
         parts = _parts(value)
         hidden, positions = parts["hidden"], parts.get("positions")
-        mask = self._attention_mask(hidden, parts.get("mask"), positions)
-        return _passed({**parts, "hidden": self.run(hidden, mask, positions)})
-
-    def run(self, hidden: Tensor, mask: Any, positions: Tensor | None) -> Tensor:
-        raise NotImplementedError  # each family's own, below
+        given = {"attention_mask": self._attention_mask(hidden, parts.get("mask"), positions)}
+        if self.positioned:
+            positions = _positions(hidden, positions)
+            given |= {"position_ids": positions, "use_cache": False}
+        if self.rotary is not None:
+            given["position_embeddings"] = self.rotary(hidden, position_ids=positions)
+        return _passed(**{**parts, "hidden": self.block(hidden, **given)})
 
     def _attention_mask(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> Any:
         """As the attention implementation wants it; None where it needs none."""
@@ -206,66 +208,27 @@ class _TransformerBlock(nn.Module):
         )
 
 
-class _BertBlock(_TransformerBlock):
-    def run(self, hidden: Tensor, mask: Any, positions: Tensor | None) -> Tensor:
-        output: Tensor = self.block(hidden, mask)
-        return output
-
-
-class _GPT2Block(_TransformerBlock):
-    def run(self, hidden: Tensor, mask: Any, positions: Tensor | None) -> Tensor:
-        positions = _positions(hidden, positions)
-        output: Tensor = self.block(hidden, attention_mask=mask, use_cache=False, position_ids=positions)
-        return output
-
-
-class _LlamaBlock(_TransformerBlock):
-    def __init__(self, block: nn.Module, config: Any, rotary: nn.Module) -> None:
-        super().__init__(block, config, causal=True)
-        self.rotary = rotary  # the blocks of a stage share one
-
-    def run(self, hidden: Tensor, mask: Any, positions: Tensor | None) -> Tensor:
-        positions = _positions(hidden, positions)
-        output: Tensor = self.block(
-            hidden,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=False,
-            position_embeddings=self.rotary(hidden, position_ids=positions),
-        )
-        return output
-
-
 # ---- last layers ---------------------------------------------------------------------------------------------------
 
 
-class _Hidden(nn.Module):
-    """The last hidden states [b, T, d]. A pooler is held for its weights alone: only the pooled output needs it."""
+class _Head(nn.Module):
+    """Logits [b, T, V], or [b, V] of the position ``at``; without ``output`` the last hidden states [b, T, d].
 
-    def __init__(self, name: str, norm: nn.Module | None = None, pooler: nn.Module | None = None) -> None:
+    A pooler is held for its weights alone: only the pooled output needs it.
+    """
+
+    def __init__(
+        self, model: Any, norm: Any = None, output: nn.Module | None = None, pooler: Any = None
+    ) -> None:
         super().__init__()
-        self.name, self.norm, self.pooler = name, norm, pooler
-        self.compute_cost = 1.0
+        self.name = type(model).__name__ if output is None else None
+        self.norm, self.output, self.pooler = norm, output, pooler
+        self.compute_cost = max(1.0, _weights(output))
 
-    def forward(self, value: Passed) -> Tensor:
-        hidden = _without_at(value, self.name)
-        return hidden if self.norm is None else self.norm(hidden)
-
-
-class _LanguageModelHead(nn.Module):
-    """Logits [b, T, V], or [b, V] of the position ``at``."""
-
-    def __init__(self, norm: nn.Module | None, output: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.output = norm, output
-        self.compute_cost = _weights(output)
-
-    def forward(self, value: Passed) -> Tensor:
-        hidden = _at(_parts(value))
-        if self.norm is not None:
-            hidden = self.norm(hidden)
-        logits: Tensor = self.output(hidden)
-        return logits
+    def forward(self, value: Passed) -> Any:
+        hidden = _at(value, self.name)
+        hidden = hidden if self.norm is None else self.norm(hidden)
+        return hidden if self.output is None else self.output(hidden)
 
 
 class _BertPretrainingHead(nn.Module):
@@ -276,10 +239,8 @@ class _BertPretrainingHead(nn.Module):
         self.pooler, self.output = model.bert.pooler, model.cls
         self.compute_cost = _weights(self.output)
 
-    def forward(self, value: Passed) -> tuple[Tensor, Tensor]:
-        parts = _parts(value)
-        logits, next_sentence = self.output(_at(parts), self.pooler(parts["hidden"]))
-        return logits, next_sentence
+    def forward(self, value: Passed) -> Any:
+        return self.output(_at(value), self.pooler(_parts(value)["hidden"]))
 
 
 class _BertClassifier(nn.Module):
@@ -292,50 +253,47 @@ class _BertClassifier(nn.Module):
         # once per sequence, however long
         self.compute_cost = _weights(self.pooler, self.classifier) / model.config.max_position_embeddings
 
-    def forward(self, value: Passed) -> Tensor:
-        logits: Tensor = self.classifier(self.dropout(self.pooler(_without_at(value, self.name))))
-        return logits
+    def forward(self, value: Passed) -> Any:
+        return self.classifier(self.dropout(self.pooler(_at(value, self.name))))
 
 
-def _at(parts: dict[str, Any]) -> Tensor:
-    hidden: Tensor = parts["hidden"]
-    return hidden[:, parts["at"]] if "at" in parts else hidden
-
-
-def _without_at(value: Passed, name: str) -> Tensor:
+def _at(value: Passed, no_language_model: str | None = None) -> Any:
+    """The hidden states, or those of the position ``at`` alone; refuses that for what is ``no_language_model``."""
     parts = _parts(value)
-    if "at" in parts:
-        raise ValueError(
-            f"at={parts['at']} asks for a position's logits, and {name} is no language model: leave it out"
-        )
-    hidden: Tensor = parts["hidden"]
-    return hidden
+    if "at" not in parts:
+        return parts["hidden"]
+    if no_language_model is not None:
+        asked = f"at={parts['at']} asks for a position's logits"
+        raise ValueError(f"{asked}, and {no_language_model} is no language model: leave it out")
+    return parts["hidden"][:, parts["at"]]
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
 
 
 def _bert(base: Any, head: nn.Module) -> list[nn.Module]:
-    blocks = [_BertBlock(block, base.config, base.config.is_decoder) for block in base.encoder.layer]
+    causal = base.config.is_decoder
+    blocks = [_TransformerBlock(b, base.config, causal, positioned=False) for b in base.encoder.layer]
     return [_BertEmbeddings(base), *blocks, head]
 
 
 def _gpt2(base: Any, head: nn.Module) -> list[nn.Module]:
-    return [_GPT2Embeddings(base), *(_GPT2Block(block, base.config, True) for block in base.h), head]
+    blocks = [_TransformerBlock(b, base.config, causal=True, positioned=True) for b in base.h]
+    return [_GPT2Embeddings(base), *blocks, head]
 
 
 def _llama(base: Any, head: nn.Module) -> list[nn.Module]:
-    blocks = [_LlamaBlock(block, base.config, base.rotary_emb) for block in base.layers]
+    blocks = [_TransformerBlock(b, base.config, True, True, base.rotary_emb) for b in base.layers]
     return [_LlamaEmbeddings(base), *blocks, head]
 
 
 _BUILDERS: dict[str, Callable[[Any], list[nn.Module]]] = {
-    "BertModel": lambda m: _bert(m, _Hidden("BertModel", pooler=m.pooler)),
+    "BertModel": lambda m: _bert(m, _Head(m, pooler=m.pooler)),
     "BertForSequenceClassification": lambda m: _bert(m.bert, _BertClassifier(m)),
-    "BertForMaskedLM": lambda m: _bert(m.bert, _LanguageModelHead(None, m.cls)),
+    "BertForMaskedLM": lambda m: _bert(m.bert, _Head(m, output=m.cls)),
     "BertForPreTraining": lambda m: _bert(m.bert, _BertPretrainingHead(m)),
-    "GPT2Model": lambda m: _gpt2(m, _Hidden("GPT2Model", norm=m.ln_f)),
-    "GPT2LMHeadModel": lambda m: _gpt2(m.transformer, _LanguageModelHead(m.transformer.ln_f, m.lm_head)),
-    "LlamaModel": lambda m: _llama(m, _Hidden("LlamaModel", norm=m.norm)),
-    "LlamaForCausalLM": lambda m: _llama(m.model, _LanguageModelHead(m.model.norm, m.lm_head)),
+    "GPT2Model": lambda m: _gpt2(m, _Head(m, norm=m.ln_f)),
+    "GPT2LMHeadModel": lambda m: _gpt2(m.transformer, _Head(m, m.transformer.ln_f, m.lm_head)),
+    "LlamaModel": lambda m: _llama(m, _Head(m, norm=m.norm)),
+    "LlamaForCausalLM": lambda m: _llama(m.model, _Head(m, m.model.norm, m.lm_head)),
 }
