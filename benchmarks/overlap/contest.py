@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe.cli.bench.rows import OurRow, Task, TrainingRow, Unavailable, measure_rows, torch_row
-from avgpipe.measure.trials import seconds_per_batch
+from avgpipe.measure.tune import seconds_per_batch
 from avgpipe.plan import Plan
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join

@@ -126,7 +126,7 @@ def worker(workers: int, rounds: int) -> dict[str, Any]:
 
     from avgpipe.cli.bench.emulation import precise_sleeps
     from avgpipe.cli.bench.rows import PassingRow, measure_rows
-    from avgpipe.measure.trials import seconds_per_batch
+    from avgpipe.measure.tune import seconds_per_batch
     from avgpipe.ranks.rendezvous import join
     from benchmarks.common.emulated import action_costs, plain_bytes_per_s
 

@@ -46,7 +46,7 @@ def main() -> None:
 
     from avgpipe.cli.tune import lines, table
     from avgpipe.measure.search import Space
-    from avgpipe.measure.tuning import study
+    from avgpipe.measure.tune import study
     from avgpipe.planning.cluster import Cluster
     from benchmarks.common.record import write_record
 

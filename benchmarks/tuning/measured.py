@@ -35,7 +35,7 @@ def trial(config: str, plan: str, expected_s: float, repeats: int, turns: dict[s
 
     from avgpipe.cli.config import ProfilingOptions
     from avgpipe.cli.measuring import pipeline_of
-    from avgpipe.measure.trials import pipeline_seconds
+    from avgpipe.measure.tune import rounds_of
     from avgpipe.plan import Plan
     from avgpipe.runtime.memory import peak_memory_bytes
     from benchmarks.tuning.turns import Turns
@@ -48,5 +48,5 @@ def trial(config: str, plan: str, expected_s: float, repeats: int, turns: dict[s
         count = n * max(2, math.ceil(_SLICE_S / expected_s / n))
         for number in range(1 + repeats):
             with mine.own(pipeline.world.barrier):
-                slices.append(pipeline_seconds(pipeline, batch, count if number else n))
+                slices += rounds_of(pipeline, batch, count if number else n, 1)
         return {"batch_s": slices[1:], "memory_bytes": peak_memory_bytes("cpu")}

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from avgpipe.cli.tune import lines, show, table
-from avgpipe.measure.tuning import ONE_DEVICE, PIPELINE, TRAVERSAL
+from avgpipe.measure.tune import ONE_DEVICE, PIPELINE, TRAVERSAL
 from avgpipe.plan import Plan
 from tests.cli.command import invoke, strict
 from tests.measure.examples import heavy, row, tuning

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from avgpipe.measure.forecast import Forecast
-from avgpipe.measure.trials import Trial
-from avgpipe.measure.tuning import TunedPlan, TuningResult
+from avgpipe.measure.tune import Trial, TunedPlan, TuningResult
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import LinkProfile, Profile
@@ -34,7 +33,7 @@ def row(
     plan = plan or Plan()
     sizes = (100.0 * MIB,) * plan.workers
     trial = None if measured_s is None else Trial(measured_s, (110 * MIB,) * plan.workers)
-    return TunedPlan(what, Forecast(plan, 8, predicted_s, sizes), trial, failure)
+    return TunedPlan(what, Forecast(plan, predicted_s, sizes), trial, failure)
 
 
 def tuning(*rows: TunedPlan, baselines: tuple[TunedPlan, ...] = (), excluded: int = 0) -> TuningResult:

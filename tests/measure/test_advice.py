@@ -2,7 +2,7 @@
 
 import pytest
 
-from avgpipe.measure.tuning import DATA_PARALLEL, ONE_DEVICE, PIPELINE, advice
+from avgpipe.measure.tune import DATA_PARALLEL, ONE_DEVICE, PIPELINE, advice
 from avgpipe.plan import Plan
 from tests.measure.examples import row, tuning
 

@@ -33,8 +33,7 @@ def test_uniform_stages(schedule: str, stages: int, micro_batches: int) -> None:
     found = forecast(p, plan, 16, flat(stages))
     micro_batch_s = 16 / micro_batches * 12 / stages * (1.0 + 2.0)
     assert found.batch_s == pytest.approx((micro_batches + stages - 1) * micro_batch_s + 12 / stages * 0.25)
-    assert found.samples_per_s == pytest.approx(16 / found.batch_s)
-    assert (found.plan, found.batch_size) == (plan, 16)
+    assert found.plan == plan
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 8])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from avgpipe.measure import trials
-from avgpipe.measure.trials import seconds_per_batch
+from avgpipe.measure import tune
+from avgpipe.measure.tune import seconds_per_batch
 
 
 class Ticking:
@@ -12,7 +12,7 @@ class Ticking:
     def __init__(self, monkeypatch, ends, losses=None):
         self._ends, self._losses = ends, losses or [1.0] * len(ends)
         self.trained, self.now = 0, 0.0
-        monkeypatch.setattr(trials.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(tune.time, "perf_counter", lambda: self.now)
 
     def losses(self, batches):
         for n in range(batches):

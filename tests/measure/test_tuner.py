@@ -3,9 +3,8 @@
 import pytest
 
 from avgpipe.errors import PipelineError
-from avgpipe.measure.search import Space, search, settings
-from avgpipe.measure.trials import Trial
-from avgpipe.measure.tuning import DATA_PARALLEL, MAX_NUM, MAX_SIZE, ONE_DEVICE, PIPELINE, TRAVERSAL, study
+from avgpipe.measure.search import MAX_NUM, MAX_SIZE, Space, search, settings
+from avgpipe.measure.tune import DATA_PARALLEL, ONE_DEVICE, PIPELINE, TRAVERSAL, Trial, study
 from tests.measure.examples import cluster, heavy
 
 SPACE = Space(2, 4, 4, (1, 2), (1, 2, 4))
@@ -107,4 +106,4 @@ def test_the_record_has_everything():
     first = found["rows"][0]
     assert first["what"] == PIPELINE
     assert first["measured_batch_s"] == first["predicted_batch_s"]
-    assert first["measured_memory_bytes"] == [1, 1]
+    assert first["measured_memory_bytes"] == (1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -14,8 +15,8 @@ from torch.utils import _pytree as pytree
 from avgpipe.cli.config import ProfilingOptions
 from avgpipe.device import own_device, select
 from avgpipe.measure.forecast import Forecast
-from avgpipe.measure.profiler import layer_profile, with_workers
-from avgpipe.measure.trials import ROUNDS, Trial, batches_of_round, rounds_of
+from avgpipe.measure.profiler import profile, with_workers
+from avgpipe.measure.tune import ROUNDS, Trial, batches_of_round, rounds_of
 from avgpipe.measure.workers import WorkerCosts, costs_here
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
@@ -139,7 +140,7 @@ def layers_of_workload(
 ) -> Profile:
     """Profile the layers in this process."""
     inputs, target = batch
-    return layer_profile(
+    return profile(
         workload.layers,
         inputs,
         target=target,
@@ -147,6 +148,7 @@ def layers_of_workload(
         threads=config.threads,
         budget_s=budget_s,
         name=f"{workload.name} {workload.preset}",
+        layers_only=True,
         **_training_options(config, workload),
     )
 
@@ -169,7 +171,7 @@ def trial_of(config: ProfilingOptions, forecast: Forecast) -> Trial:
     found = run_on_ranks(
         f"{__name__}:tried", plan.workers, arguments, timeout_s=limit_s, threads=config.threads
     )
-    return Trial.of_rounds(found[0]["rounds_s"], [rank["memory_bytes"] for rank in found])
+    return Trial(statistics.median(found[0]["rounds_s"]), tuple(rank["memory_bytes"] for rank in found))
 
 
 def tried(config: str, plan: str, batches: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from avgpipe.cli.measuring import link_of, profile_of, trial_of
 from avgpipe.cli.profile import check_file
 from avgpipe.cli.resolve import check_device
 from avgpipe.measure.search import Space, profiled_sizes
-from avgpipe.measure.tuning import TRAVERSAL, TunedPlan, TuningResult, advice, study
+from avgpipe.measure.tune import TRAVERSAL, TunedPlan, TuningResult, advice, study
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import Profile
 from avgpipe.ranks.machine import cores
@@ -215,9 +215,8 @@ def lines(found: TuningResult) -> list[str]:
         + "; "
         + ", ".join(f"{name.removesuffix('_s')} {seconds:.1f} s" for name, seconds in found.seconds.items())
     ]
-    for name, row in (("best", found.best), ("runner-up", found.runner_up)):
-        if row is not None:
-            said.append(f"{name}: {row.what}, {_memory(row)}")
+    for name, row in zip(("best", "runner-up"), found.rows):
+        said.append(f"{name}: {row.what}, {_memory(row)}")
     said += [f"{row.what} was not timed: {row.failure}" for row in found.rows if row.failure]
     every = [row.batch_s for row in found.baselines if row.what == TRAVERSAL and row.trial is not None]
     if every:

@@ -18,9 +18,8 @@ from avgpipe.planning.partition import Training
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.schedule import build_schedule
 
-_BUCKET_BYTES = (
-    8 * 2**20
-)  # of the runtime's sum of gradients over replicas: the last one begins after the backward
+# Of the runtime's sum of gradients over replicas: the last one begins after the backward.
+_BUCKET_BYTES = 8 * 2**20
 _JITTERED = 48  # batches of each pipeline, so that the mean is known to about a hundredth
 _AT_ONCE = LinkProfile(0.0, inf)
 
@@ -30,19 +29,13 @@ class Forecast:
     """What a plan is predicted to do.
 
     Attributes:
-        batch_size: samples of one pipeline's batch.
-        batch_s: from one batch's end to the next one's, of whichever pipeline, in the steady state.
-        memory_bytes: of each worker, those of a stage one after the other.
+        batch_s: From one batch's end to the next one's, of whichever pipeline, in the steady state.
+        memory_bytes: Of each worker, those of a stage one after the other.
     """
 
     plan: Plan
-    batch_size: int
     batch_s: float
     memory_bytes: tuple[float, ...]
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.batch_size / self.batch_s
 
 
 def forecast(profile: Profile, plan: Plan, batch_size: int, cluster: Cluster) -> Forecast:
@@ -75,7 +68,7 @@ class OnCluster(Training):
                 "a forecast is of pipelines that share all workers, with as many replicas of each stage; this plan has "
                 f"replication {list(plan.replication or ()) or None}, spread {plan.spread}"
             )
-        self.plan, self.batch_size, self._cluster = plan, batch_size, cluster
+        self.plan, self._cluster = plan, cluster
         self._width = (plan.replication or [1])[0]
         own = -(-plan.micro_batches // self._width)
         schedule = build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
@@ -105,7 +98,7 @@ class OnCluster(Training):
     def forecast(self, cut: Cut) -> Forecast:
         plan = replace(self.plan, partition=list(cut) if cut else None)
         sizes = tuple(size for size in self.worker_bytes(cut) for _ in range(self._width))
-        return Forecast(plan, self.batch_size, self._jittered_s(cut), sizes)
+        return Forecast(plan, self._jittered_s(cut), sizes)
 
     def _jittered_s(self, cut: Cut) -> float:
         """Like ``seconds``, with jitter; waiting for each other then costs more."""
@@ -124,6 +117,7 @@ class OnCluster(Training):
 
     def costs(self, cut: Cut) -> Costs:
         found = super().costs(cut)
+        updates_s: Any = found.update_s
         sent = [self._chain.boundary_bytes[first - 1] for first in cut]
         return replace(
             found,
@@ -132,7 +126,7 @@ class OnCluster(Training):
             input_backward_s=_on(self._speeds, found.input_backward_s),
             update_s=[
                 update_s / speed + tied_s
-                for update_s, speed, tied_s in zip(_each(found.update_s), self._speeds, self._tied_s(cut))
+                for update_s, speed, tied_s in zip(updates_s, self._speeds, self._tied_s(cut))
             ],
             transfer_s=[size / link.bytes_per_s for size, link in zip(sent, self._links)],
             latency_s=[link.latency_s for link in self._links],
@@ -202,7 +196,9 @@ class OnCluster(Training):
             stages = {bisect_right(cut, layer) for layer in tie.layers}
             if len({self._workers[k] for k in stages}) > 1:
                 for k in stages:
-                    seconds[k] += _pair_s(measured, tie.parameter_bytes)
+                    seconds[k] += (
+                        ring_s(tie.parameter_bytes, 2, measured.bytes_per_s) + 2 * measured.latency_s
+                    )
         return seconds
 
     def _ring(self, workers: range) -> LinkProfile:
@@ -211,16 +207,6 @@ class OnCluster(Training):
         if measured is not None and self._cluster.is_here:
             return measured
         return self._cluster.link(workers, [*workers[1:], workers[0]])
-
-
-def _pair_s(sums: LinkProfile, size: float) -> float:
-    """Seconds of a sum over two workers."""
-    return ring_s(size, 2, sums.bytes_per_s) + 2 * sums.latency_s
-
-
-def _each(seconds: Any) -> tuple[float, ...]:
-    assert isinstance(seconds, tuple)
-    return seconds
 
 
 def _on(speeds: Sequence[float], seconds: Any) -> list[float | list[float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,19 +11,19 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgpipe.links.message import tensors_of
-from avgpipe.measure.sweep import Example, InBatch, Sweep
+from avgpipe.measure.sweep import Example, Sweep
 from avgpipe.runtime.memory import SavedBytes
 from avgpipe.runtime.model import Skips
 from avgpipe.runtime.tracing import TracedLayer
 
 
-@dataclass
-class Sizes:
+class LayerBytes(NamedTuple):
     """Bytes of each layer, and of each skip by its ends; see ``LayerProfile`` and ``Skip``."""
 
-    held: list[int]
-    handed: list[int]
-    output: list[int]
+    held_bytes: list[int]
+    handed_bytes: list[int]
+    output_bytes: list[int]
+    working_bytes: list[int]
     skips: dict[tuple[int, int], int]
 
 
@@ -54,16 +53,19 @@ class _Keepers(SavedBytes):
             self.handed[maker] += new
 
 
-def measure_sizes(sweep: Sweep, example: Example, skips: Sequence[Skips]) -> Sizes:
-    """Measure by one forward in which layers are not cut apart. skips: of the model with a stage for each layer."""
+def measure_bytes(sweep: Sweep, example: Example, skips: Sequence[Skips]) -> LayerBytes:
+    """Measure by one forward in which layers are not cut apart, and one sweep; a sweep must have gone before.
+
+    skips: of the model with a stage for each layer.
+    """
     stage = sweep.stage
     layers = len(stage.layers)
     weights = [*stage.parameters(), *stage.buffers()]
     keepers = _Keepers((t.untyped_storage().data_ptr() for t in weights), layers)
-    sizes = Sizes(keepers.held, keepers.handed, [0] * layers, {})
+    outputs, routed = [0] * layers, dict[tuple[int, int], int]()
     value = example.inputs
     alive = []  # an address must not come again
-    with InBatch(stage, -2, example):
+    with sweep.in_batch(example):
         for n in range(layers):
             keepers.layer = n
             with keepers.counting():
@@ -71,23 +73,21 @@ def measure_sizes(sweep: Sweep, example: Example, skips: Sequence[Skips]) -> Siz
             keepers.returned(value)
             alive.append(value)
             if n < layers - 1:  # the model's own output goes nowhere
-                _measure_output(sizes, stage.layers, n, value, skips)
-    del alive
-    return sizes
+                outputs[n] = _output_bytes(stage.layers[n], stage.layers[n + 1], value, skips[n + 1])
+                for route in skips[n].departures:
+                    routed[n, route.stage] = sum(_bytes(value[place]) for place in route.places)
+    del alive, value
+    working = _working_bytes(sweep, example, outputs)
+    return LayerBytes(keepers.held, keepers.handed, outputs, working, routed)
 
 
-def _measure_output(sizes: Sizes, layers: Any, n: int, output: Any, skips: Sequence[Skips]) -> None:
-    layer, following = layers[n], layers[n + 1]
+def _output_bytes(layer: Any, following: Any, output: Any, skips: Skips) -> int:
+    """Bytes that go to the next layer, without those that skip it. skips: that arrive there."""
     if not (isinstance(layer, TracedLayer) and isinstance(following, TracedLayer)):
-        sizes.output[n] = _bytes(output)
-        return
-    takes = following.values.takes
-    elsewhere = {takes[place] for route in skips[n + 1].arrivals for place in route.places}
-    for name, value in zip(layer.values.gives, output):
-        if name in following.values.uses and name not in elsewhere:
-            sizes.output[n] += _bytes(value)
-    for route in skips[n].departures:
-        sizes.skips[n, route.stage] = sum(_bytes(output[place]) for place in route.places)
+        return _bytes(output)
+    uses, takes = following.values.uses, following.values.takes
+    elsewhere = {takes[place] for route in skips.arrivals for place in route.places}
+    return sum(_bytes(value) for name, value in zip(layer.values.gives, output) if name in uses - elsewhere)
 
 
 def _bytes(value: Any) -> int:
@@ -95,13 +95,6 @@ def _bytes(value: Any) -> int:
 
 
 _reference: Any = StorageWeakRef  # torch leaves it untyped
-
-
-class _Mark(NamedTuple):
-    """Bytes that are there now, and the most since the mark before."""
-
-    now: int
-    peak: int
 
 
 class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -116,10 +109,11 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[Any, int] = {}
         self._peak = 0
 
-    def mark(self) -> _Mark:
+    def mark(self) -> tuple[int, int]:
+        """Return the bytes that are there now, and the most since the mark before."""
         now = self._now()
         peak, self._peak = max(self._peak, now), now
-        return _Mark(now, peak)
+        return now, peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -138,18 +132,17 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self._alive.values())
 
 
-def measure_working(sweep: Sweep, example: Example, output_bytes: list[int]) -> list[int]:
+def _working_bytes(sweep: Sweep, example: Example, output_bytes: list[int]) -> list[int]:
     """Return the workspace of each layer: the greater of its forward's and its backward's.
 
     output_bytes: gradients of outputs have as many, and are there while a backward runs.
     """
-    weights = [*sweep.stage.parameters(), *sweep.stage.buffers()]
-    gradients = [p.grad for p in sweep.stage.parameters() if p.grad is not None]
+    parameters = list(sweep.stage.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
     inputs = [x for x in pytree.tree_leaves((example.inputs, example.target)) if isinstance(x, torch.Tensor)]
-    memory = _Memory([*weights, *gradients, *inputs])
-    with memory:
+    with _Memory([*parameters, *sweep.stage.buffers(), *gradients, *inputs]) as memory:
         marks = sweep.marked(example, memory.mark)
-    layers = len(sweep.stage.layers)
-    forwards = [end.peak - end.now for _, end in marks[:layers]]
-    backwards = [end.peak - begin.now for begin, end in marks[layers:]][::-1]
+    layers = len(output_bytes)
+    forwards = [peak - now for _, (now, peak) in marks[:layers]]
+    backwards = [peak - before for (before, _), (_, peak) in marks[layers:]][::-1]
     return [max(f, b + size) for f, b, size in zip(forwards, backwards, output_bytes)]

@@ -7,25 +7,26 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from avgpipe.device import own_device
-from avgpipe.measure.memory import Sizes, measure_sizes, measure_working
-from avgpipe.measure.sweep import Example, Sweep, examples, lane_gain, repeat, typical, undisturbed
+from avgpipe.measure.memory import LayerBytes, measure_bytes
+from avgpipe.measure.sweep import Example, Sweep, Times, examples, lane_gain, repeat, typical, undisturbed
 from avgpipe.measure.updates import UpdateCosts, Updates
 from avgpipe.measure.workers import WorkerCosts, measure_workers
 from avgpipe.planning.profile import MOST_JITTER, LayerProfile, LinkProfile, Profile, Skip, Tie
 from avgpipe.ranks.machine import keep_freed_memory
 from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.context import CallerGenerators
-from avgpipe.runtime.model import Model, Skips, layers_of
+from avgpipe.runtime.model import Model, layers_of
 from avgpipe.runtime.options import OptimizerFn
 from avgpipe.runtime.stage import Stage
 
@@ -48,6 +49,7 @@ def profile(
     budget_s: float = 30.0,
     name: str | None = None,
     worker_loads: tuple[str, dict[str, Any]] | None = None,
+    layers_only: bool = False,
 ) -> Profile:
     """Measure a model that a ``Pipeline`` takes, layer by layer; it stays as it is, and so do random generators.
 
@@ -80,29 +82,61 @@ def profile(
         worker_loads: A function, as "module:name", and its arguments: called in the process whose memory is taken for
             that of a worker without its share of the model, and what it returns is kept, such as the data and the
             whole model.
+        layers_only: Leave out what other processes measure: the runtime, a worker's memory and the link. Workers may
+            profile so at the same time: what they find then includes that they slow each other down.
 
     Raises:
         ValueError, TypeError: An argument is wrong.
         StageError: A layer, which it names, cannot be timed.
         PipelineError: A process failed.
     """
-    layers = layers_of(model)
-    on_host = own_device(device).type == "cpu"
-    found = layer_profile(
-        model,
-        example_inputs,
-        loss_fn=loss_fn,
-        target=target,
-        device=device,
-        micro_batch_sizes=micro_batch_sizes,
-        optimizer=optimizer,
-        clip_grad_norm=clip_grad_norm,
-        autocast=autocast,
-        threads=threads,
-        budget_s=budget_s,
-        name=name,
+    where, layers = own_device(device), layers_of(model)
+    on_host = where.type == "cpu"
+    if on_host:
+        keep_freed_memory()  # as the pipelines do
+    if not micro_batch_sizes or any(type(b) is not int or b < 1 for b in micro_batch_sizes):
+        raise ValueError(
+            f"micro_batch_sizes must be whole numbers of at least 1, got {list(micro_batch_sizes)}"
+        )
+    asked = {"threads": threads, "budget_s": budget_s, "clip_grad_norm": clip_grad_norm}
+    for what, value in asked.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{what} must be above 0, got {value}")
+    sizes = sorted(set(micro_batch_sizes))
+    batches, names = examples(example_inputs, target, sizes, where), layer_names(layers)
+    with CallerGenerators(where), undisturbed(threads):
+        loss = copy.deepcopy(loss_fn)
+        if isinstance(loss, nn.Module):
+            loss.to(where)
+        swept = _swept(lambda: Sweep(_stage(layers, where), names, loss, autocast), model, batches, budget_s)
+        updates = Updates(optimizer, where, clip_grad_norm)
+        share_s = _UPDATES_SHARE * budget_s / len(layers)
+        rows = tuple(
+            _row(name, layer, n, swept, updates.measure(layer, share_s))
+            for n, (name, layer) in enumerate(zip(names, layers))
+        )
+    found = Profile(
+        model=name
+        or (type(model).__name__ if isinstance(model, nn.Module) else f"list of {len(layers)} layers"),
+        device=f"cpu: {cpu_model()}, threads: {threads}" if on_host else torch.cuda.get_device_name(where),
+        micro_batch_sizes=tuple(sizes),
+        layers=rows,
+        skips=swept.skips,
+        ties=_ties(layers),
+        second_lane=swept.gains,
+        step_s=updates.step_s,
+        jitter=swept.jitter,
     )
+    if layers_only:
+        return found
     return with_workers(found, measure_workers(layers, threads, on_host and link is None, worker_loads), link)
+
+
+def _row(name: str, layer: nn.Module, n: int, swept: _Swept, update: UpdateCosts) -> LayerProfile:
+    by_size: dict[str, Any] = {key: tuple(at[key][n] for at in swept.by_size) for key in swept.by_size[0]}
+    trained = sum(p.nbytes for p in layer.parameters() if p.requires_grad)
+    frozen = sum(t.nbytes for t in (*layer.parameters(), *layer.buffers())) - trained
+    return LayerProfile(name, parameter_bytes=trained, frozen_bytes=frozen, **by_size, **update._asdict())
 
 
 def with_workers(found: Profile, workers: WorkerCosts, link: LinkProfile | None) -> Profile:
@@ -118,176 +152,74 @@ def with_workers(found: Profile, workers: WorkerCosts, link: LinkProfile | None)
     )
 
 
-def layer_profile(
-    model: nn.Module | Sequence[nn.Module],
-    example_inputs: Any,
-    *,
-    loss_fn: LossFn | None = None,
-    target: Any = None,
-    device: torch.device | str = "cpu",
-    micro_batch_sizes: Sequence[int] = (1, 2, 4, 8),
-    optimizer: OptimizerFn | None = None,
-    clip_grad_norm: float | None = None,
-    autocast: torch.dtype | None = None,
-    threads: int = 1,
-    budget_s: float = 30.0,
-    name: str | None = None,
-) -> Profile:
-    """Profile the layers in this process alone, without the runtime, a worker's memory and links.
+class _Swept(NamedTuple):
+    """What sweeps have found: fields of ``LayerProfile`` at each size, a value per layer; and fields of ``Profile``."""
 
-    Workers may do so at the same time: what they find then includes that they slow each other down.
-    """
-    where = own_device(device)
-    if where.type == "cpu":
-        keep_freed_memory()  # as the pipelines do
-    sizes = _checked_sizes(micro_batch_sizes)
-    limits = (("clip_grad_norm", clip_grad_norm),) if clip_grad_norm is not None else ()
-    for what, value in (("threads", threads), ("budget_s", budget_s), *limits):
-        if not value > 0:
-            raise ValueError(f"{what} must be above 0, got {value}")
-    layers = layers_of(model)
-    asked = examples(example_inputs, target, sizes, where)
-    with CallerGenerators(where), undisturbed(threads):
-        measured = _LayerMeasurements(layers, asked, copy.deepcopy(loss_fn), where, autocast)
-        measured.sweep(Model.split(model, len(layers), None).skips, budget_s)
-        measured.update(Updates(optimizer, where, clip_grad_norm), budget_s)
-    on_host = where.type == "cpu"
-    return Profile(
-        model=name or _model_name(model, len(layers)),
-        device=f"cpu: {cpu_model()}, threads: {threads}" if on_host else torch.cuda.get_device_name(where),
-        micro_batch_sizes=sizes,
-        layers=measured.rows(),
-        skips=measured.skips(),
-        ties=_ties(layers),
-        second_lane=tuple(measured.gains) or (1.0,) * len(sizes),
-        step_s=measured.step_s,
-        jitter=measured.jitter(),
-    )
+    by_size: list[dict[str, Any]]
+    skips: tuple[Skip, ...]
+    gains: tuple[float, ...]
+    jitter: float
 
 
-@dataclass
-class _Samples:
-    """Seconds of one layer at one size."""
+def _swept(new_sweep: Callable[[], Sweep], model: Any, batches: Sequence[Example], budget_s: float) -> _Swept:
+    """Measure the layers on a copy of the whole model, or two, which are freed afterwards."""
+    begin = time.perf_counter()
+    sweep = new_sweep()
+    device, layers = sweep.stage.device, len(sweep.stage.layers)
+    for batch in batches:  # the first of a kind is slow; it makes the gradients to which others add
+        sweep.times(batch)
+        sweep.times(batch, split=True)
+    routes = Model.split(model, layers, None).skips
+    sizes = [measure_bytes(sweep, batch, routes) for batch in batches]
+    whole: list[list[Times]] = [[] for _ in batches]
+    split: list[list[Times]] = [[] for _ in batches]
 
-    forward_s: list[float] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)
-    input_s: list[float] = field(default_factory=list)
-    rest_s: list[float] = field(default_factory=list)
+    def once(number: int) -> None:
+        for batch in batches:
+            whole[batch.number].append(sweep.times(batch))
+            if number % 2 == 0:  # the parts are a ratio, which is found sooner
+                split[batch.number].append(sweep.times(batch, split=True))
 
-    def backwards(self) -> tuple[float, float]:
-        """The whole, and of it the input's part: in proportion to what the two parts take one after the other."""
-        whole_s = typical(self.backward_s)
-        input_s, rest_s = typical(self.input_s), typical(self.rest_s)
-        return whole_s, min(whole_s, whole_s * input_s / max(input_s + rest_s, 1e-12))
-
-
-class _LayerMeasurements:
-    """A copy of the model, and what its layers were found to take."""
-
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        asked: Sequence[Example],
-        loss_fn: LossFn | None,
-        device: torch.device,
-        autocast: torch.dtype | None,
-    ) -> None:
-        if isinstance(loss_fn, nn.Module):
-            loss_fn.to(device)
-        self._layers, self._asked = layers, asked
-        self.names = layer_names(layers)
-        self._device = device
-        self._loss_fn, self._autocast = loss_fn, autocast
-        self._samples = [[_Samples() for _ in asked] for _ in layers]
-        self._sizes: list[Sizes] = []
-        self._working: list[list[int]] = []
-        self._updates: list[UpdateCosts] = []
-        self.gains: list[float] = []
-        self.step_s = 0.0
-
-    def sweep(self, skips: Sequence[Skips], budget_s: float) -> None:
-        """Time the layers on a copy of the whole model, or two, which are freed afterwards."""
-        begin = time.perf_counter()
-        sweep = self._new_sweep()
-        for example in self._asked:  # the first of a kind is slow; it makes the gradients to which others add
-            sweep.whole(example)
-            sweep.split(example)
-        self._sizes = [measure_sizes(sweep, example, skips) for example in self._asked]
-        self._working = [
-            measure_working(sweep, example, sizes.output) for example, sizes in zip(self._asked, self._sizes)
-        ]
-        left_s = _SWEEPS_SHARE * budget_s - (time.perf_counter() - begin)
-        repeat(lambda number: self._round(sweep, number), left_s)
-        if self._device.type == "cuda":
-            share_s = _LANES_SHARE * budget_s / len(self._asked)
-            pair = [sweep, self._new_sweep()]
-            self.gains = [lane_gain(pair, example, share_s) for example in self._asked]
-
-    def update(self, updates: Updates, budget_s: float) -> None:
-        """Steps, with copies of one layer at a time."""
-        self.step_s = updates.step_s
-        share_s = _UPDATES_SHARE * budget_s / len(self._layers)
-        self._updates = [updates.measure(layer, share_s) for layer in self._layers]
-
-    def _new_sweep(self) -> Sweep:
-        stage = _stage(self._layers, self._device)
-        return Sweep(stage, self.names, self._loss_fn, self._autocast)
-
-    def _round(self, sweep: Sweep, number: int) -> None:
-        for example in self._asked:
-            samples = [of_layer[example.number] for of_layer in self._samples]
-            for s, forward_s, backward_s, _ in _rows_of(sweep.whole(example), samples):
-                s.forward_s.append(forward_s)
-                s.backward_s.append(backward_s)
-            if number % 2:
-                continue  # the parts are a ratio, which is found sooner
-            for s, _, input_s, rest_s in _rows_of(sweep.split(example), samples):
-                s.input_s.append(input_s)
-                s.rest_s.append(rest_s)
-
-    def jitter(self) -> float:
-        """Relative spread of all layers' times from one sweep to the next, so that a slow drift does not count."""
-        steps: list[float] = []
-        for number in range(len(self._asked)):
-            samples = [of_layer[number] for of_layer in self._samples]
-            for kind in ("forward_s", "backward_s"):
-                sums = [math.fsum(times) for times in zip(*(getattr(s, kind) for s in samples))]
-                mean_s = statistics.fmean(sums)
-                steps += [abs(b - a) / mean_s for a, b in pairwise(sums)]
-        # Some are outliers. Of normal samples the median is 0.6745 times the square root of 2 standard deviations.
-        return min(MOST_JITTER, statistics.median(steps) / (0.6745 * math.sqrt(2)))
-
-    def rows(self) -> tuple[LayerProfile, ...]:
-        return tuple(self._row(n) for n in range(len(self._layers)))
-
-    def _row(self, n: int) -> LayerProfile:
-        layer, update = self._layers[n], self._updates[n]
-        backwards = [s.backwards() for s in self._samples[n]]
-        return LayerProfile(
-            name=self.names[n],
-            forward_s=tuple(typical(s.forward_s) for s in self._samples[n]),
-            backward_s=tuple(whole for whole, _ in backwards),
-            input_backward_s=tuple(part for _, part in backwards),
-            held_bytes=tuple(sizes.held[n] for sizes in self._sizes),
-            output_bytes=tuple(sizes.output[n] for sizes in self._sizes),
-            handed_bytes=tuple(sizes.handed[n] for sizes in self._sizes),
-            working_bytes=tuple(working[n] for working in self._working),
-            parameter_bytes=sum(p.nbytes for p in layer.parameters() if p.requires_grad),
-            frozen_bytes=sum(t.nbytes for t in _frozen(layer)),
-            optimizer_bytes=update.optimizer_bytes,
-            update_s=update.update_s,
-            elastic_s=update.elastic_s,
-            accumulate_s=update.accumulate_s,
-        )
-
-    def skips(self) -> tuple[Skip, ...]:
-        ends = sorted(self._sizes[0].skips)
-        return tuple(Skip(*end, tuple(sizes.skips[end] for sizes in self._sizes)) for end in ends)
+    repeat(once, _SWEEPS_SHARE * budget_s - (time.perf_counter() - begin))
+    gains = [1.0] * len(batches)
+    if device.type == "cuda":
+        pair = [sweep, new_sweep()]
+        gains = [lane_gain(pair, batch, _LANES_SHARE * budget_s / len(batches)) for batch in batches]
+    by_size = [{**_typical_times(*times), **_by_layer(at)} for *times, at in zip(whole, split, sizes)]
+    ends = sorted(sizes[0].skips)
+    skips = tuple(Skip(*end, tuple(at.skips[end] for at in sizes)) for end in ends)
+    return _Swept(by_size, skips, tuple(gains), _jitter(whole))
 
 
-def _rows_of(times: Any, samples: Sequence[_Samples]) -> list[tuple[_Samples, float, float, float]]:
-    rest_s = times.rest_s or [0.0] * len(samples)
-    return list(zip(samples, times.forward_s, times.backward_s, rest_s))
+def _by_layer(found: LayerBytes) -> dict[str, Any]:
+    values = found._asdict()
+    del values["skips"]
+    return values
+
+
+def _typical_times(whole: Sequence[Times], split: Sequence[Times]) -> dict[str, Any]:
+    """Seconds of each layer; of a backward the input's part is in proportion to what two parts in turn take."""
+    forward_s, backward_s = _columns(t.forward_s for t in whole), _columns(t.backward_s for t in whole)
+    inputs_s, rests_s = _columns(t.backward_s for t in split), _columns(t.rest_s for t in split)
+    parts = [
+        min(whole_s, whole_s * input_s / max(input_s + rest_s, 1e-12))
+        for whole_s, input_s, rest_s in zip(backward_s, inputs_s, rests_s)
+    ]
+    return {"forward_s": forward_s, "backward_s": backward_s, "input_backward_s": parts}
+
+
+def _columns(rows: Iterable[list[float]]) -> list[float]:
+    return [typical(column) for column in zip(*rows)]
+
+
+def _jitter(sweeps: Sequence[Sequence[Times]]) -> float:
+    """Relative spread of all layers' times from one sweep to the next, so that a slow drift does not count."""
+    steps: list[float] = []
+    for times in sweeps:
+        for sums in ([sum(t.forward_s) for t in times], [sum(t.backward_s) for t in times]):
+            steps += [abs(b - a) / statistics.fmean(sums) for a, b in pairwise(sums)]
+    # Some are outliers. Of normal samples the median is 0.6745 times the square root of 2 standard deviations.
+    return min(MOST_JITTER, statistics.median(steps) / (0.6745 * math.sqrt(2)))
 
 
 def _stage(layers: Sequence[nn.Module], device: torch.device) -> Stage:
@@ -299,43 +231,25 @@ def _stage(layers: Sequence[nn.Module], device: torch.device) -> Stage:
     return stage
 
 
-def _frozen(layer: nn.Module) -> list[torch.Tensor]:
-    return [*(p for p in layer.parameters() if not p.requires_grad), *layer.buffers()]
-
-
 def _ties(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
     """Find parameters that several layers share, by those layers."""
-    holders: dict[int, list[int]] = {}
-    sizes: dict[int, int] = {}
+    holders: dict[nn.Parameter, list[int]] = defaultdict(list)
     for n, layer in enumerate(layers):
         for p in layer.parameters():
             if p.requires_grad:
-                holders.setdefault(id(p), []).append(n)
-                sizes[id(p)] = p.nbytes
-    shared: dict[tuple[int, ...], int] = {}
-    for key, found in holders.items():
+                holders[p].append(n)
+    shared: dict[tuple[int, ...], int] = defaultdict(int)
+    for p, found in holders.items():
         if len(found) > 1:
-            shared[tuple(found)] = shared.get(tuple(found), 0) + sizes[key]
+            shared[tuple(found)] += p.nbytes
     return tuple(Tie(found, size) for found, size in sorted(shared.items()))
 
 
 def layer_names(layers: Sequence[nn.Module]) -> list[str]:
     """Name each layer: of a traced model by the module with which it begins, else by index and class."""
-    names = []
-    for n, layer in enumerate(layers):
-        calls = getattr(layer, "calls", None)
-        names.append(calls if isinstance(calls, str) and calls else f"{n} {type(layer).__name__}")
-    return names
-
-
-def _model_name(model: nn.Module | Sequence[nn.Module], layers: int) -> str:
-    return type(model).__name__ if isinstance(model, nn.Module) else f"list of {layers} layers"
-
-
-def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    if not sizes or any(type(b) is not int or b < 1 for b in sizes):
-        raise ValueError(f"micro_batch_sizes must be whole numbers of at least 1, got {list(sizes)}")
-    return tuple(sorted(set(sizes)))
+    calls = [getattr(layer, "calls", None) for layer in layers]
+    named = [call if isinstance(call, str) else "" for call in calls]
+    return [call or f"{n} {type(layer).__name__}" for n, (call, layer) in enumerate(zip(named, layers))]
 
 
 def cpu_model() -> str:

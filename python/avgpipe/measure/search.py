@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from math import comb, inf
+from operator import attrgetter
 from typing import NamedTuple
 
 from avgpipe.measure.forecast import Forecast, OnCluster
@@ -86,9 +87,8 @@ class Space:
 
     def shapes(self) -> Iterator[PlanShape]:
         alone = self.pipelines if self.lanes else (1,)
-        yield from self._of(1, 1, alone)
-        if self.replicas > 1:
-            yield from self._of(1, self.replicas, alone)
+        for width in dict.fromkeys((1, self.replicas)):
+            yield from self._of(1, width, alone)
         widths = {k: self._width(k) for k in range(2, min(self.workers, self.layers) + 1)}
         most = max((k * width for k, width in widths.items()), default=0)
         for stages, width in widths.items():
@@ -129,18 +129,17 @@ def profiled_sizes(samples: int) -> tuple[int, ...]:
 
 _ROUGH, _REFINED = 60, 5  # plans that are simulated with a first cut, and with the best
 _CLOSE = 1.01  # of two plans whose times are nearer, the one that needs less memory
-# In the order of what they take: recomputation, and 1F1B, which holds least, in place of the schedule's own advance.
-_WAYS: tuple[tuple[str, int | None], ...] = tuple((r, a) for r in RECOMPUTE for a in (None, 0))
+_seconds = attrgetter("batch_s")
 _LONG = 2_000  # micro-batches over all stages: above, only the schedules with a name are tried
 _WINDOW = 0.96  # of a bound: over the few batches that a simulation times, a worker may have done less than its share
 
 
-@dataclass(frozen=True)
-class Found:
-    """ranked: the best plans, by their times.
+class Found(NamedTuple):
+    """The best plans by their times, those with one stage included.
 
-    Those with one stage included. considered: shapes that there were. excluded: how many of those looked at fitted
-    into no memory.
+    Attributes:
+        considered: Shapes that there were.
+        excluded: How many of those looked at fitted into no memory.
     """
 
     ranked: tuple[Forecast, ...]
@@ -170,17 +169,10 @@ class _PlanSearch:
         rough = self._rough(shapes)
         if not rough:
             raise self._nothing_fits(shapes)
-        best_of_one = [
-            min((f for f in rough if self._is(f, 1, workers)), key=_seconds, default=None)
-            for workers in {1, self._space.replicas}
-        ]
-        chosen = [f for f in rough if f.plan.stages > 1][:_REFINED]
-        refined = [self._refined(f) for f in chosen] + [f for f in best_of_one if f is not None]
-        return Found(tuple(sorted(refined, key=_seconds)), len(shapes), self._excluded)
-
-    @staticmethod
-    def _is(f: Forecast, stages: int, workers: int) -> bool:
-        return (f.plan.stages, f.plan.workers) == (stages, workers)
+        chosen = [self._refined(f) for f in [f for f in rough if f.plan.stages > 1][:_REFINED]]
+        for workers in {1, self._space.replicas}:  # those of one stage have nothing to refine
+            chosen += [f for f in rough if (f.plan.stages, f.plan.workers) == (1, workers)][:1]
+        return Found(tuple(sorted(chosen, key=_seconds)), len(shapes), self._excluded)
 
     def _least_s(self, shape: PlanShape) -> float:
         """Bound a batch's time with any cut of this shape: a worker's share of the work, and the largest layer's."""
@@ -232,16 +224,20 @@ class _PlanSearch:
         Ways that need less memory are looked at only where memory is what decides.
         """
         found: list[Forecast] = []
-        for recompute, advance in _WAYS:
-            problem = self._problem(
-                replace(shape.plan(recompute), advance=advance if shape.stages > 1 else None)
-            )
+        for problem in self._ways(shape):
             cut = CutSearch(problem, problem.limits).first()
             if cut is not None:
                 found.append(problem.forecast(cut))
             if problem.limits is None or (found and cut == CutSearch(problem, None).first()):
                 break
         return min(found, key=_seconds, default=None)
+
+    def _ways(self, shape: PlanShape) -> Iterator[OnCluster]:
+        """In the order of what they take: recomputation, and 1F1B, which holds least, in place of the own advance."""
+        for recompute in RECOMPUTE:
+            for advance in (None, 0):
+                plan = shape.plan(recompute)
+                yield self._problem(replace(plan, advance=advance if shape.stages > 1 else None))
 
     def _problem(self, plan: Plan) -> OnCluster:
         return OnCluster(self._profile, plan, self._space.batch_size, self._cluster)
@@ -261,19 +257,13 @@ class _PlanSearch:
 
     def _advances(self, problem: OnCluster, cut: Cut) -> list[int | list[int]]:
         """Worth trying for a cut."""
-        stages = problem.plan.stages
-        if stages * problem.micro_batches > _LONG:
+        plan, parts = problem.plan, problem.micro_batches
+        if plan.stages * parts > _LONG:
             return [0]
         costs, limit = problem.costs_in_memory(cut)
         if costs is None:
             return [0]
-        chosen = choose_advance(
-            stages,
-            problem.micro_batches,
-            costs,
-            pipelines=problem.plan.pipelines,
-            memory_limit_bytes=limit,
-        )
+        chosen = choose_advance(plan.stages, parts, costs, pipelines=plan.pipelines, memory_limit_bytes=limit)
         return [0, chosen.advance]
 
     def _nothing_fits(self, shapes: Sequence[PlanShape]) -> ValueError:
@@ -282,13 +272,10 @@ class _PlanSearch:
         for shape in shapes:
             few = shape.pipelines == min(self._space.pipelines) or shape.stages == 1
             parts = self._space.parts(shape.width)
-            if not few or shape.micro_batches not in (min(parts), max(parts)):
-                continue
-            for recompute, advance in _WAYS:
-                plan = replace(shape.plan(recompute), advance=advance if shape.stages > 1 else None)
-                problem = self._problem(plan)
-                search = CutSearch(problem, problem.limits)
-                least = min(least, search.excess(search.min_memory()))
+            if few and shape.micro_batches in (min(parts), max(parts)):
+                for problem in self._ways(shape):
+                    search = CutSearch(problem, problem.limits)
+                    least = min(least, search.excess(search.min_memory()))
         _, size, limit = least
         return does_not_fit(limit, size, "use more workers, a smaller batch or a smaller model")
 
@@ -298,45 +285,48 @@ def fits(f: Forecast, cluster: Cluster) -> bool:
     return all(limit is None or size <= limit for size, limit in zip(f.memory_bytes, limits))
 
 
-def _seconds(f: Forecast) -> float:
-    return f.batch_s
+# ---- baselines -------------------------------------------------------------------------------------------------------
 
-
+MAX_NUM, MAX_SIZE = "max-num", "max-size"
 _CUTS = 5  # that are all tried; of more, the ones with the least work on the busiest worker
 
 
+def extremes(profile: Profile, cluster: Cluster, space: Space) -> dict[str, Forecast]:
+    """Make the AvgPipe paper's baselines: most micro-batches, and largest; as many pipelines as fit, a balanced cut."""
+    stages, parts = min(space.workers, space.layers), space.parts(1)
+    found: dict[str, Forecast] = {}
+    for what, m in ((MAX_NUM, max(parts)), (MAX_SIZE, min(parts))) if stages > 1 else ():
+        for n in sorted(space.pipelines, reverse=True):
+            problem = OnCluster(profile, PlanShape(stages, 1, n, m).plan(), space.batch_size, cluster)
+            cut = CutSearch(problem, problem.limits).first()
+            if cut is not None:
+                found[what] = problem.forecast(cut)
+                break
+    return found
+
+
 def settings(profile: Profile, cluster: Cluster, space: Space) -> list[Forecast]:
-    """Yield the plans of a traversal that fit into the memory, with a stage on each worker.
+    """Return the plans of a traversal that fit into the memory, with a stage on each worker.
 
     All numbers of pipelines and micro-batches; no advance, the default and the most; the cuts nearest to balance.
     """
     found: list[Forecast] = []
     stages = min(space.workers, space.layers)
     for m in space.parts(1):
+        advances = [0] + [None] * (m > 1 < stages) + [m - 1] * (m > 2)  # that make different schedules
         for n in space.pipelines:
             plan = PlanShape(stages, 1, n, m).plan()
             cuts = _cuts(OnCluster(profile, plan, space.batch_size, cluster))
-            for advance in _advances(stages, m):
+            for advance in advances:
                 problem = OnCluster(profile, replace(plan, advance=advance), space.batch_size, cluster)
                 found += [f for f in map(problem.forecast, cuts) if fits(f, cluster)]
     return found
 
 
 def _cuts(problem: OnCluster) -> list[Cut]:
-    stages = problem.plan.stages
+    stages, search = problem.plan.stages, CutSearch(problem, None)
     if comb(problem.layers - 1, stages - 1) > 10_000:
-        cut = CutSearch(problem, None).first()
+        cut = search.first()
         return [] if cut is None else [cut]
     every = combinations(range(1, problem.layers), stages - 1)
-    search = CutSearch(problem, None)
     return sorted(every, key=lambda cut: (search.busiest_s(cut), cut))[:_CUTS]
-
-
-def _advances(stages: int, micro_batches: int) -> list[int | None]:
-    """Return the advances that make different schedules."""
-    found: list[int | None] = [0]
-    if micro_batches > 1 and stages > 1:
-        found.append(None)
-    if micro_batches > 2:
-        found.append(micro_batches - 1)
-    return found

@@ -10,7 +10,8 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -49,6 +50,14 @@ class ProfilingClock:
 
     def seconds(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) / 1e3 if self._has_streams else float(end - begin)
+
+    def timed(self, act: Callable[[], object]) -> float:
+        """Seconds of what ``act`` does."""
+        begin = self.mark()
+        act()
+        end = self.mark()
+        self.settle()
+        return self.seconds(begin, end)
 
 
 def repeat(one_round: Callable[[int], None], budget_s: float) -> int:
@@ -93,7 +102,6 @@ class Example(NamedTuple):
     """A micro-batch. ``number``: among the sizes."""
 
     number: int
-    samples: int
     inputs: Any
     target: Any
 
@@ -106,18 +114,16 @@ def examples(inputs: Any, target: Any, sizes: Sequence[int], device: torch.devic
     inputs, target = plain(inputs), plain(target)
     samples = sample_count(inputs, target)
 
-    def cut(value: Any, size: int) -> Any:
-        rows = torch.arange(size) % samples
-        chosen = pytree.tree_map(lambda x: _rows(x, rows), value)
-        return to_device(chosen, device)
+    def rows_of(leaf: Any, size: int) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            return leaf
+        rows = (torch.arange(size) % samples).to(leaf.device)
+        return leaf.detach().index_select(0, rows).requires_grad_(leaf.requires_grad)
 
-    return [Example(n, size, cut(inputs, size), cut(target, size)) for n, size in enumerate(sizes)]
-
-
-def _rows(leaf: Any, rows: torch.Tensor) -> Any:
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-        return leaf
-    return leaf.detach().index_select(0, rows.to(leaf.device)).requires_grad_(leaf.requires_grad)
+    return [
+        Example(n, *to_device(pytree.tree_map(partial(rows_of, size=size), (inputs, target)), device))
+        for n, size in enumerate(sizes)
+    ]
 
 
 class Times(NamedTuple):
@@ -136,7 +142,7 @@ class Done(NamedTuple):
 
 
 Mark = Callable[[], Any]
-Backward = Callable[[list[Done], Mark, list[tuple[Any, Any]]], None]
+Marks = list[tuple[Any, Any]]
 
 
 class Sweep:
@@ -156,22 +162,31 @@ class Sweep:
         self._entry_s = _engine_entry_s() if stage.device.type == "cpu" else 0.0
         self._batches = count()
 
-    def whole(self, example: Example) -> Times:
-        """Forwards and whole backwards."""
-        return self._times(self.marked(example, self._clock.mark))
+    def times(self, example: Example, *, split: bool = False) -> Times:
+        """Forwards and backwards; ``split``: in two parts, of which ``backward_s`` has the first."""
+        return self._times(self.marked(example, self._clock.mark, split=split))
 
-    def split(self, example: Example) -> Times:
-        """Forwards and backwards in two parts, of which ``backward_s`` has the first."""
-        return self._times(self.marked(example, self._clock.mark, self._split_backward))
-
-    def marked(self, example: Example, mark: Mark, backward: Backward | None = None) -> list[tuple[Any, Any]]:
+    def marked(self, example: Example, mark: Mark, *, split: bool = False) -> Marks:
         """Return marks around each layer's forward, then each backward from the last, then their second parts."""
-        marks: list[tuple[Any, Any]] = []
-        with InBatch(self.stage, next(self._batches), example):
-            (backward or self._whole_backward)(self._forward(example, mark, marks), mark, marks)
-        return marks
+        with self.in_batch(example):
+            done, marks = self._forward(example, mark)
+            return marks + self._backward(done, mark, split)
 
-    def _times(self, marks: list[tuple[Any, Any]]) -> Times:
+    @contextmanager
+    def in_batch(self, example: Example) -> Iterator[None]:
+        """Inside, the layers are in a micro-batch of a batch of their own, whose traces are dropped at the end."""
+        stage, batch = self.stage, next(self._batches)
+        before = set_position(Position(0, batch, example.number))
+        stage.statistics.begin_forward()
+        try:
+            yield
+        finally:
+            set_position(before)
+            stage.statistics.drop(batch)
+            for carry in stage.carries():
+                carry.forget(batch)
+
+    def _times(self, marks: Marks) -> Times:
         self._clock.settle()
         seconds = [self._clock.seconds(*ends) for ends in marks]
         layers = len(self.stage.layers)
@@ -179,8 +194,8 @@ class Sweep:
         rests = [max(0.0, s - self._entry_s) for s in seconds[2 * layers :]]
         return Times(seconds[:layers], firsts[::-1], rests[::-1])
 
-    def _forward(self, example: Example, mark: Mark, marks: list[tuple[Any, Any]]) -> list[Done]:
-        done = []
+    def _forward(self, example: Example, mark: Mark) -> tuple[list[Done], Marks]:
+        done, marks = [], []
         value = example.inputs
         for n in range(len(self.stage.layers)):
             value, inputs = self._input(n, value)
@@ -199,23 +214,42 @@ class Sweep:
             self._check(n, inputs, output, edges)
             done.append(Done(inputs, edges))
             value = output
-        return done
+        return done, marks
 
-    def uncut(self, example: Example) -> torch.Tensor:
+    def _backward(self, done: list[Done], mark: Mark, split: bool) -> Marks:
+        received: list[Any] = [torch.ones((), device=self.stage.device)]
+        marks, rests = [], []
+        while done:  # what the layers behind have held is gone when the next begins
+            layer = done.pop()
+            arrived = [(edge, grad) for edge, grad in zip(layer.edges, received) if grad is not None]
+            roots, grads = [edge for edge, _ in arrived], [grad for _, grad in arrived]
+            begin = mark()
+            rest = input_backward(roots, grads, layer.inputs) if split else None
+            if rest is None and roots:
+                run_backward(roots, grads)
+            end = mark()
+            marks.append((begin, end))
+            if rest is not None:
+                rest.run()
+                rests.append((end, mark()))
+            received = [x.grad for x in layer.inputs]
+        return marks + rests
+
+    def uncut(self, example: Example) -> Any:
         """The loss, with the graph of all layers."""
-        with InBatch(self.stage, next(self._batches), example):
-            value = example.inputs
+        value = example.inputs
+        with self.in_batch(example):
             for n in range(len(self.stage.layers)):
                 value = self.call(n, value, example)
-        loss: torch.Tensor = value
-        return loss
+        return value
 
     def call(self, n: int, value: Any, example: Example) -> Any:
         """Layer ``n``, the last one with the loss."""
         layer = self.stage.layers[n]
+        where, cast = self.stage.device, self._autocast
         try:
-            seed_generators(self.stage.device, mix(n))
-            with self._casting():
+            seed_generators(where, mix(n))
+            with nullcontext() if cast is None else torch.autocast(where.type, dtype=cast):
                 output = layer(value)
                 if n < len(self.stage.layers) - 1:
                     return output
@@ -225,11 +259,6 @@ class Sweep:
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             got = ", ".join(f"{list(t.shape)} {str(t.dtype)[6:]}" for t in tensors_of(value)) or repr(value)
             raise self._untimed(n, f"{reason(error)} (input: {got})") from error
-
-    def _casting(self) -> AbstractContextManager[Any]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self.stage.device.type, dtype=self._autocast)
 
     def _input(self, n: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
         """Return the input of layer ``n``, and which leaves of it want gradients."""
@@ -252,54 +281,6 @@ class Sweep:
     def _untimed(self, n: int, why: str) -> StageError:
         return StageError(f"layer {n} ({self._names[n]}) cannot be timed: {why}")
 
-    # ---- backwards -----------------------------------------------------------------------------------------------
-
-    def _whole_backward(self, done: list[Done], mark: Mark, marks: list[tuple[Any, Any]]) -> None:
-        received: list[Any] = self._seed()
-        while done:
-            layer = done.pop()
-            roots, grads = _arrived(layer, received)
-            begin = mark()
-            if roots:
-                run_backward(roots, grads)
-            marks.append((begin, mark()))
-            received = _gradients(layer)
-
-    def _split_backward(self, done: list[Done], mark: Mark, marks: list[tuple[Any, Any]]) -> None:
-        received: list[Any] = self._seed()
-        rests = []
-        while done:
-            layer = done.pop()
-            roots, grads = _arrived(layer, received)
-            begin = mark()
-            deferred = input_backward(roots, grads, layer.inputs)
-            end = mark()
-            deferred.run()
-            marks.append((begin, end))
-            rests.append((end, mark()))
-            received = _gradients(layer)
-        marks += rests
-
-    def _seed(self) -> list[Any]:
-        return [torch.ones((), device=self.stage.device)]
-
-
-class InBatch:
-    """Inside, the layers are in a micro-batch of a batch of their own, whose traces are dropped at the end."""
-
-    def __init__(self, stage: Stage, batch: int, example: Example) -> None:
-        self._stage, self._place = stage, Position(0, batch, example.number)
-
-    def __enter__(self) -> None:
-        self._before = set_position(self._place)
-        self._stage.statistics.begin_forward()
-
-    def __exit__(self, *_: object) -> None:
-        set_position(self._before)
-        self._stage.statistics.drop(self._place.batch)
-        for carry in self._stage.carries():
-            carry.forget(self._place.batch)
-
 
 def _engine_entry_s() -> float:
     """Seconds of a backward through next to nothing."""
@@ -315,15 +296,6 @@ def _engine_entry_s() -> float:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _arrived(layer: Done, received: list[Any]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-    pairs = [(edge, g) for edge, g in zip(layer.edges, received) if g is not None]
-    return [p[0] for p in pairs], [p[1] for p in pairs]
-
-
-def _gradients(layer: Done) -> list[torch.Tensor | None]:
-    return [x.grad for x in layer.inputs]
 
 
 def _mean(output: Any, target: Any) -> torch.Tensor:
@@ -342,8 +314,8 @@ def lane_gain(sweeps: Sequence[Sweep], example: Example, budget_s: float) -> flo
     alone, together = list[float](), list[float]()
 
     def once(number: int) -> None:
-        alone.append(_seconds(clock, lambda: _alternate(sweeps, [streams[0]] * len(sweeps), example)))
-        together.append(_seconds(clock, lambda: _alternate(sweeps, streams, example)))
+        for chosen, samples in (([streams[0]] * len(sweeps), alone), (streams, together)):
+            samples.append(clock.timed(partial(_alternate, sweeps, chosen, example)))
 
     once(0)  # fills the allocator's pools of both streams
     alone.clear()
@@ -364,14 +336,6 @@ def _alternate(sweeps: Sequence[Sweep], streams: Sequence[Any], example: Example
                 losses.append(sweep.uncut(example))
         for loss, stream in zip(losses, streams):
             with torch.cuda.stream(stream):
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
     for stream in streams:
         current.wait_stream(stream)
-
-
-def _seconds(clock: ProfilingClock, act: Callable[[], None]) -> float:
-    begin = clock.mark()
-    act()
-    end = clock.mark()
-    clock.settle()
-    return clock.seconds(begin, end)

@@ -1,20 +1,23 @@
-"""``avgpipe.tune``: a good plan for a model, from a profile made here."""
+"""``avgpipe.tune``: the best plans for a model, predicted from a profile and timed where the workers are here."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
 
+from avgpipe.errors import PipelineError
+from avgpipe.measure import profiler
 from avgpipe.measure.forecast import Forecast
-from avgpipe.measure.profiler import layer_profile, with_workers
-from avgpipe.measure.search import PIPELINES, Space, profiled_sizes
-from avgpipe.measure.trials import Trial, batches_of_round, pipeline_seconds
-from avgpipe.measure.tuning import Measure, study
+from avgpipe.measure.search import PIPELINES, Space, extremes, profiled_sizes, search, settings
 from avgpipe.measure.workers import measure_workers
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
@@ -25,7 +28,12 @@ from avgpipe.runtime.batch import LossFn, plain, sample_count
 from avgpipe.runtime.model import layers_of
 from avgpipe.runtime.options import OptimizerFn
 
-_ROUNDS = 3
+ONE_DEVICE, DATA_PARALLEL, PIPELINE = "one device", "data parallel", "pipeline"
+TRAVERSAL = "traversal"
+CLOSE = 0.05  # plans of one machine differ by as much from run to run
+ROUNDS = 3
+_ROUND_S = 1.0
+_LEAST, _MOST = 2, 60  # batches of each pipeline in a round
 _TIMEOUT_S = 900.0  # for ranks that wait while the first one profiles
 
 
@@ -84,47 +92,49 @@ def tune(
         raise ValueError(
             "a cluster says how many workers there are, and their memory: leave out the one or the other"
         )
-    inputs, targets = plain(example_inputs), plain(target)
-    samples = sample_count(inputs, targets)
-    known = profile
-    if known is None:  # on all ranks at once, which slow each other down as they will in training
-        known = layer_profile(
+    batch = plain(example_inputs), plain(target)
+    samples, layers = sample_count(*batch), layers_of(model)
+    options: dict[str, Any] = {"clip_grad_norm": clip_grad_norm, "autocast": autocast, "device": device}
+    if profile is None:  # on all ranks at once, which slow each other down as they will in training
+        profile = profiler.profile(
             model,
             example_inputs,
             loss_fn=loss_fn,
             target=target,
-            device=device,
             micro_batch_sizes=profiled_sizes(samples),
             optimizer=optimizer,
-            clip_grad_norm=clip_grad_norm,
-            autocast=autocast,
             threads=torch.get_num_threads(),
             budget_s=budget_s,
+            layers_only=True,
+            **options,
         )
         if world.rank == 0:
-            known = _with_workers(known, layers_of(model), device, link)
-    known = Profile.from_json(world.gather(known.to_json())[0])
+            profile = _with_workers(profile, layers, device, link)
+    profile = Profile.from_json(world.gather(profile.to_json())[0])
     count = world.size if workers is None else workers
-    where = cluster or Cluster.like(known, count, memory_limit_bytes, link)
+    where = cluster or Cluster.like(profile, count, memory_limit_bytes, link)
     space = Space(
         where.workers,
-        len(layers_of(model)),
+        len(layers),
         samples,
         tuple(pipelines),
         None if micro_batches is None else tuple(micro_batches),
-        lanes=max(known.second_lane, default=1.0) > 1,
+        lanes=max(profile.second_lane, default=1.0) > 1,
     )
     here = cluster is None and link is None and where.workers == world.size > 1
+    if not here or loss_fn is None or optimizer is None:
+        return study(profile, where, space, trials=trials).plan
 
-    def make(plan: Plan) -> Pipeline:
-        assert loss_fn is not None
-        assert optimizer is not None
-        options: dict[str, Any] = {"clip_grad_norm": clip_grad_norm, "autocast": autocast, "device": device}
-        return Pipeline(model, plan, loss_fn=loss_fn, optimizer=optimizer, **options)
+    def measure(forecast: Forecast) -> Trial | None:
+        """Time a plan that takes all ranks of this run; all get the times of the first."""
+        plan = forecast.plan
+        if plan.workers != world.size:
+            return None
+        with Pipeline(model, plan, loss_fn=loss_fn, optimizer=optimizer, **options) as pipeline:
+            rounds_s = rounds_of(pipeline, batch, batches_of_round(forecast))
+        return Trial(statistics.median(world.gather(rounds_s)[0]))
 
-    timed = here and loss_fn is not None and optimizer is not None
-    measure = _among(world, make, (inputs, targets)) if timed else None
-    return study(known, where, space, measure, trials=trials).plan
+    return study(profile, where, space, measure, trials=trials).plan
 
 
 def _with_workers(
@@ -132,7 +142,7 @@ def _with_workers(
 ) -> Profile:
     on_host = torch.device(device).type == "cpu"
     measured = measure_workers(layers, torch.get_num_threads(), on_host and link is None)
-    known = with_workers(found, measured, link)
+    known = profiler.with_workers(found, measured, link)
     if not on_host:
         return known
     # Every rank has the whole model, too.
@@ -140,17 +150,250 @@ def _with_workers(
     return replace(known, process_bytes=known.process_bytes + whole)
 
 
-def _among(world: World, make: Callable[[Plan], Pipeline], batch: Any) -> Measure:
-    """Times a plan that takes all ranks of this run; all get the times of the first."""
+# ---- trials ----------------------------------------------------------------------------------------------------------
 
-    def measure(forecast: Forecast) -> Trial | None:
-        if forecast.plan.workers != world.size:
-            return None
-        with make(forecast.plan) as pipeline:
-            count = batches_of_round(forecast)
-            samples = [pipeline_seconds(pipeline, batch, count) for _ in range(_ROUNDS)]
-        rounds = torch.tensor(samples, dtype=torch.float64)
-        first = tuple(world.broadcast(rounds, 0).tolist())
-        return Trial(statistics.median(first), (), first)
 
-    return measure
+@dataclass(frozen=True)
+class Trial:
+    """What a plan was measured to take.
+
+    Attributes:
+        batch_s: From one batch's end to the next one's, the median of rounds.
+        memory_bytes: The most that each worker has used, of the whole process on the CPU, of the device on CUDA; ()
+            where that is not known.
+    """
+
+    batch_s: float
+    memory_bytes: tuple[int, ...] = ()
+
+
+def batches_of_round(forecast: Forecast) -> int:
+    """Return how many batches take about a second, at least two of each pipeline."""
+    pipelines = forecast.plan.pipelines
+    each = math.ceil(_ROUND_S / max(forecast.batch_s, 1e-9) / pipelines)
+    return pipelines * min(_MOST, max(_LEAST, each))
+
+
+def rounds_of(pipeline: Pipeline, batch: Any, batches: int, rounds: int = ROUNDS) -> list[float]:
+    """Seconds per batch of a pipeline that trains on one batch over and over, in each of a few rounds."""
+
+    def losses(count: int) -> Iterator[float | None]:
+        return (result.loss for result in pipeline.train(repeat(batch, count)))
+
+    return [seconds_per_batch(losses, pipeline.plan.pipelines, batches) for _ in range(rounds)]
+
+
+def seconds_per_batch(losses: Callable[[int], Iterable[float | None]], pipelines: int, batches: int) -> float:
+    """Seconds from one batch's end to the next one's on this rank, in the steady state.
+
+    Batches run back to back, without barriers. The first of each pipeline are not timed, and neither are the last
+    N - 1, which only keep the pipelines busy while the others are: from the end of batch N to that of batch N + J,
+    over J, the least multiple of N that is at least ``batches``. A batch includes its update.
+
+    Args:
+        losses: Trains so many batches; yields when one is done (None: another rank knows the loss).
+        pipelines: N, the batches in flight at once.
+    """
+    timed = math.ceil(batches / pipelines) * pipelines
+    ends = []
+    for loss in losses(pipelines + timed + pipelines - 1):
+        ends.append(time.perf_counter())
+        if loss is not None and not math.isfinite(loss):
+            raise ValueError(f"the loss of batch {len(ends) - 1} is {loss}")
+    return (ends[pipelines + timed - 1] - ends[pipelines - 1]) / timed
+
+
+# ---- the best plans --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TunedPlan:
+    """A plan with what it is predicted to take, and what it took.
+
+    Attributes:
+        what: ONE_DEVICE, DATA_PARALLEL, PIPELINE, or a baseline.
+        trial: None: not timed.
+        failure: Why, where that was tried.
+    """
+
+    what: str
+    forecast: Forecast
+    trial: Trial | None = None
+    failure: str = ""
+
+    @property
+    def plan(self) -> Plan:
+        return self.forecast.plan
+
+    @property
+    def batch_s(self) -> float:
+        """Measured, else predicted."""
+        return (self.trial or self.forecast).batch_s
+
+    @property
+    def error(self) -> float | None:
+        """Error of the prediction, relative to what was measured."""
+        return None if self.trial is None else self.forecast.batch_s / self.trial.batch_s - 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "plan": asdict(self.plan),
+            "predicted_batch_s": self.forecast.batch_s,
+            "predicted_memory_bytes": self.forecast.memory_bytes,
+            "measured_batch_s": self.trial and self.trial.batch_s,
+            "measured_memory_bytes": self.trial and self.trial.memory_bytes,
+            "failure": self.failure,
+        }
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """The plans that were found.
+
+    Attributes:
+        rows: The best first, by what was measured; those that were only predicted after those. Without baselines.
+        considered: Sizes of plans that there were.
+        excluded: How many of those looked at fitted into no memory.
+        seconds: Spent on each step.
+    """
+
+    rows: tuple[TunedPlan, ...]
+    baselines: tuple[TunedPlan, ...]
+    batch_size: int
+    workers: int
+    considered: int
+    excluded: int
+    seconds: dict[str, float]
+
+    @property
+    def best(self) -> TunedPlan:
+        return self.rows[0]
+
+    @property
+    def plan(self) -> Plan:
+        return self.best.plan
+
+    def samples_per_s(self, row: TunedPlan) -> float:
+        return self.batch_size / row.batch_s
+
+    def to_json(self) -> dict[str, Any]:
+        same = ("batch_size", "workers", "considered", "excluded", "seconds")
+        return {
+            "plan": asdict(self.plan),
+            "advice": advice(self),
+            **{name: getattr(self, name) for name in same},
+            "rows": [row.to_json() for row in self.rows],
+            "baselines": [row.to_json() for row in self.baselines],
+        }
+
+
+def advice(found: TuningResult) -> str:
+    """The simplest of the plans that are hardly slower than the fastest: one device, then data parallelism.
+
+    What was measured is not compared with what was only predicted.
+    """
+    rows = {row.what: row for row in reversed(found.rows) if bool(row.trial) == bool(found.best.trial)}
+    one, parallel, pipeline = (rows.get(what) for what in (ONE_DEVICE, DATA_PARALLEL, PIPELINE))
+    fastest = found.best.batch_s
+    if one is not None and one.batch_s <= fastest * (1 + CLOSE):
+        return f"Advice: one device is enough: {_against(found, one, parallel or pipeline)}."
+    if parallel is not None and parallel.batch_s <= fastest * (1 + CLOSE):
+        return f"Advice: use data parallelism here: {_against(found, parallel, pipeline)}."
+    sentence = f"use the pipeline, {_against(found, found.best, parallel)}"
+    if found.workers > 1 and all(row.what != DATA_PARALLEL for row in found.rows):
+        sentence += "; the whole model does not fit into each worker"
+    if found.plan.pipelines > 1:
+        sentence += (
+            f"; its {found.plan.pipelines} pipelines make one update of the reference from as many batches, so "
+            "compare what it learns, too"
+        )
+    return f"Advice: {sentence}."
+
+
+def _against(found: TuningResult, row: TunedPlan, other: TunedPlan | None) -> str:
+    """Samples a second of a row, and how another one compares."""
+    speed = f"{found.samples_per_s(row):.4g} samples/s{'' if row.trial else ' predicted'}"
+    if other is None or other is row:
+        return speed
+    return f"{speed}, {other.what} {found.samples_per_s(other):.4g}"
+
+
+Measure = Callable[[Forecast], Trial | None]
+Say = Callable[[str], None]
+
+
+def study(
+    profile: Profile,
+    cluster: Cluster,
+    space: Space,
+    measure: Measure | None = None,
+    *,
+    trials: int = 3,
+    baselines: bool = False,
+    traversal: bool = False,
+    say: Say = lambda line: None,
+    profile_s: float | None = None,
+) -> TuningResult:
+    """Find the best plans for a profile on a cluster.
+
+    Args:
+        profile: Of the model.
+        cluster: What the plans are for.
+        space: The sizes to try.
+        measure: Times a plan for real, None for one that it cannot; None in its place: predictions alone.
+        trials: How many plans are timed, besides the best of each simpler kind: the advice compares what was measured.
+        baselines: Whether max-num and max-size are timed, too.
+        traversal: Whether every setting is timed, which then are among the baselines.
+        say: Is told what goes on.
+        profile_s: What the profile took, where it was made for this.
+
+    Raises:
+        ValueError: Nothing fits into the memory.
+    """
+    seconds = {} if profile_s is None else {"profile_s": profile_s}
+
+    @contextmanager
+    def step(name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        seconds[name] = time.perf_counter() - begin
+
+    with step("search_s"):
+        found = search(profile, cluster, space)
+    rows = [TunedPlan(_kind_of(f.plan), f) for f in found.ranked]
+    others = [TunedPlan(what, f) for what, f in extremes(profile, cluster, space).items()]
+    if measure is not None:
+        with step("trials_s"):
+            simpler = [row for row in rows[trials:] if row.plan.stages == 1]
+            chosen = [*rows[:trials], *simpler] if trials else []
+            rows = _timed(chosen, measure, say) + [row for row in rows if row not in chosen]
+        if baselines:
+            with step("baselines_s"):
+                others = _timed(others, measure, say)
+        if traversal:
+            with step("traversal_s"):
+                every = [TunedPlan(TRAVERSAL, f) for f in settings(profile, cluster, space)]
+                others += sorted(_timed(every, measure, say), key=lambda row: row.batch_s)
+    rows.sort(key=lambda row: (row.trial is None, bool(row.failure), row.batch_s))
+    sizes = space.batch_size, cluster.workers, found.considered, found.excluded
+    return TuningResult(tuple(rows), tuple(others), *sizes, seconds)
+
+
+def _kind_of(plan: Plan) -> str:
+    if plan.workers == 1:
+        return ONE_DEVICE
+    return DATA_PARALLEL if plan.stages == 1 else PIPELINE
+
+
+def _timed(rows: Iterable[TunedPlan], measure: Measure, say: Say) -> list[TunedPlan]:
+    done = []
+    for row in rows:
+        plan, width = row.plan, (row.plan.replication or [1])[0]
+        stages = f"K = {plan.stages}" + (f" x {width}" if width > 1 else "")
+        say(f"timing {stages}, N = {plan.pipelines}, M = {plan.micro_batches}")
+        try:
+            done.append(replace(row, trial=measure(row.forecast)))
+        except PipelineError as error:
+            done.append(replace(row, failure=" ".join(str(error).split())))
+    return done

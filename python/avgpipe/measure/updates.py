@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,8 +19,7 @@ _SCRATCH_BYTES = 2**25  # written between samples: when a batch ends, weights an
 _PIPELINES = 2
 
 
-@dataclass(frozen=True)
-class UpdateCosts:
+class UpdateCosts(NamedTuple):
     """Update costs of one layer; the fields are explained in ``LayerProfile``."""
 
     optimizer_bytes: float = 0.0
@@ -52,13 +51,9 @@ class Updates:
         return self._any.update_s
 
     def measure(self, layer: nn.Module, budget_s: float) -> UpdateCosts:
-        found, floor = self._measured(layer, budget_s), self._any
-        return UpdateCosts(
-            found.optimizer_bytes,
-            max(0.0, found.update_s - floor.update_s),
-            max(0.0, found.elastic_s - floor.elastic_s),
-            found.accumulate_s,
-        )
+        found = self._measured(layer, budget_s)
+        update_s, elastic_s = found.update_s - self._any.update_s, found.elastic_s - self._any.elastic_s
+        return found._replace(update_s=max(0.0, update_s), elastic_s=max(0.0, elastic_s))
 
     def _measured(self, layer: nn.Module, budget_s: float) -> UpdateCosts:
         trained = [p for p in layer.parameters() if p.requires_grad]
@@ -68,22 +63,20 @@ class Updates:
         accumulate_s = self._timed([lambda: _add(grads, grads)], lambda: None, budget_s / 4)
         if self._optimizer is None:
             return UpdateCosts(accumulate_s=accumulate_s)
-        alone = self._replicas(layer, 1)
+        alone = self._replicas(self._optimizer, layer, 1)
         update_s = self._step_s(alone, grads, budget_s / 4)
         state = alone[0].bytes - 2 * sum(w.nbytes for w in alone[0].arena.weights)
         del alone
-        elastic_s = self._step_s(self._replicas(layer, _PIPELINES), grads, budget_s / 2) - update_s
+        several = self._replicas(self._optimizer, layer, _PIPELINES)
+        elastic_s = self._step_s(several, grads, budget_s / 2) - update_s
         return UpdateCosts(state, update_s, max(0.0, elastic_s), accumulate_s)
 
-    def _replicas(self, layer: nn.Module, pipelines: int) -> list[TrainedStage]:
-        assert self._optimizer is not None
+    def _replicas(self, optimizer: OptimizerFn, layer: nn.Module, pipelines: int) -> list[TrainedStage]:
         stages = [Stage([layer], 0, 0, 0, self._device) for _ in range(pipelines)]
         arenas = [Arena(p for p in stage.parameters() if p.requires_grad) for stage in stages]
         reference = Reference(arenas[0].weights, pipelines, staleness=1) if pipelines > 1 else None
-        return [
-            TrainedStage(stage, i, self._optimizer, None, reference, arena)
-            for i, (stage, arena) in enumerate(zip(stages, arenas))
-        ]
+        pairs = enumerate(zip(stages, arenas))
+        return [TrainedStage(stage, i, optimizer, None, reference, arena) for i, (stage, arena) in pairs]
 
     def _step_s(self, replicas: list[TrainedStage], grads: list[torch.Tensor], budget_s: float) -> float:
         """Seconds of a step, with what it does for the others."""
@@ -112,12 +105,7 @@ class Updates:
         def once(number: int) -> None:
             prepare()
             self._scratch.add_(1)
-            begin = self._clock.mark()
-            for act in acts:
-                act()
-            end = self._clock.mark()
-            self._clock.settle()
-            samples.append(self._clock.seconds(begin, end) / len(acts))
+            samples.append(self._clock.timed(lambda: [act() for act in acts]) / len(acts))
 
         once(0)  # makes the state
         samples.clear()

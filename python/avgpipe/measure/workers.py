@@ -6,8 +6,9 @@ import importlib
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.measure.link import Peers, Through, payload
+from avgpipe.errors import PeerLost, PipelineTimeout
+from avgpipe.links.group import GroupLink
+from avgpipe.links.link import Endpoint, Link, Mailbox
+from avgpipe.links.message import Channel, Key, Message
+from avgpipe.links.shared import Inbox, SharedLink
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile
@@ -23,12 +28,13 @@ from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.machine import return_freed_memory
 from avgpipe.ranks.process import call
 from avgpipe.ranks.rendezvous import join
+from avgpipe.ranks.world import gather
 from avgpipe_ext import ring
 
 _TIMEOUT_S = 120.0
 _SMALL, _LARGE = 2**10, 2**22  # bytes of the messages
-_SMALL_TRIPS, _LARGE_TRIPS = 200, 8  # of a sample
-_SUMS = 20, 8  # the same of sums, of which a small one was seen to take 8 ms
+_CPU = torch.device("cpu")
+_ALONE, _CROWDED = 1, 1 << 20  # neighbours, with which a mailbox spins and does not
 _SAMPLES = 5
 _STAGES, _MICRO_BATCHES, _BATCHES = 2, 8, 9  # of the pipeline whose runtime is timed
 _VALUES = 4096  # of a sample, float32
@@ -68,14 +74,8 @@ def measure_workers(
 
     model: of which the processes load the code, which takes memory. loads: see ``profile``.
     """
-    modules = sorted(
-        {
-            name
-            for layer in model
-            for m in layer.modules()
-            if (name := type(m).__module__).partition(".")[0] in _LIBRARIES
-        }
-    )
+    used = {type(module).__module__ for layer in model for module in layer.modules()}
+    modules = sorted(name for name in used if name.partition(".")[0] in _LIBRARIES)
     arguments = {"modules": modules, "with_link": with_link, "threads": threads, "loads": loads}
     processes = 2 if with_link else 1
     found = run_on_ranks(f"{__name__}:worker", processes, arguments, timeout_s=_TIMEOUT_S, threads=threads)[0]
@@ -119,13 +119,18 @@ def _between(timeout_s: float) -> tuple[LinkProfile, LinkProfile]:
     make = peers.shared_memory if ring.supported() else peers.gloo
     # A worker that waits for an action of another one mostly waits so long that it sleeps.
     through = make(False)
-    small_s = _message_s(through, payload(_SMALL, peers.rank), _SMALL_TRIPS)
-    large_s = _message_s(through, payload(_LARGE, peers.rank), _LARGE_TRIPS)
-    sums_s = [_sum_s(size, trips) for size, trips in zip((_SMALL, _LARGE), _SUMS)]
+    messages_s = [
+        _median_s(partial(through.exchange, source=payload(size, peers.rank)), trips)
+        for size, trips in ((_SMALL, 200), (_LARGE, 8))
+    ]
+    sums_s = [
+        _median_s(partial(_sums, torch.zeros(size // 4)), times)
+        for size, times in ((_SMALL, 20), (_LARGE, 8))  # a small one was seen to take 8 ms
+    ]
     dist.barrier()
     through.link.close(10)
     # Each of two sends as many bytes as there are, one half in each of two steps.
-    return _line(small_s, large_s), _line(sums_s[0] / 2, sums_s[1] / 2, share=0.5)
+    return _line(*messages_s), _line(sums_s[0] / 2, sums_s[1] / 2, share=0.5)
 
 
 def _line(small_s: float, large_s: float, share: float = 1.0) -> LinkProfile:
@@ -133,27 +138,101 @@ def _line(small_s: float, large_s: float, share: float = 1.0) -> LinkProfile:
     return LinkProfile(small_s, share * (_LARGE - _SMALL) / max(large_s - small_s, 1e-9))
 
 
-def _sum_s(size: int, times: int) -> float:
-    """Seconds of a sum over both."""
-    values = torch.zeros(size // 4)
-    samples = []
-    for _ in range(_SAMPLES + 1):
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(times):
-            dist.all_reduce(values)
-        samples.append((time.perf_counter() - begin) / times)
-    return statistics.median(samples[1:])
-
-
-def _message_s(through: Through, source: torch.Tensor, trips: int) -> float:
-    through.exchange(trips, source)  # makes slots, learns sizes
+def _median_s(exchange: Callable[[int], float], times: int) -> float:
+    exchange(times)  # makes slots, learns sizes
     samples = []
     for _ in range(_SAMPLES):
         dist.barrier()
-        through.exchange(1, source)
-        samples.append(through.exchange(trips, source))
+        exchange(1)
+        samples.append(exchange(times))
     return statistics.median(samples)
+
+
+def _sums(values: torch.Tensor, count: int) -> float:
+    """Sum so often over both; returns the seconds of one."""
+    begin = time.perf_counter()
+    for _ in range(count):
+        dist.all_reduce(values)
+    return (time.perf_counter() - begin) / count
+
+
+Read = Callable[[torch.Tensor], object]
+
+
+def leave(tensor: torch.Tensor) -> None:
+    """Look at nothing of a message: it was handed over."""
+
+
+def payload(size: int, rank: int) -> torch.Tensor:
+    """Return so many bytes of int64, other ones for each rank."""
+    return torch.arange(rank, rank + size // 8)
+
+
+class Peers:
+    """This process and the other one: ranks 0 and 1, whose stages have the same numbers."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s, self.rank = timeout_s, dist.get_rank()
+        self.other = 1 - self.rank
+
+    def into(self, rank: int) -> list[Channel]:
+        """The one channel that ends there: activations go up, gradients go down."""
+        return [Channel(Message("FB"[1 - rank]), 0, 1 - rank, rank)]
+
+    def key(self, rank: int, number: int) -> Key:
+        """Return the key of message ``number`` to a rank."""
+        return Key(*self.into(rank)[0], number, 0)
+
+    def inboxes(self) -> tuple[Inbox, int, Inbox]:
+        """This process's own, and the other one's id and inbox."""
+        mine = Inbox.create(self.into(self.rank))
+        theirs = gather(mine.offer())[self.other]
+        opened = theirs["pid"], Inbox.open(theirs, self.into(self.other))
+        dist.barrier()  # its file must stay open until both have opened the other's
+        return mine, *opened
+
+    def shared_memory(self, spins: bool) -> Through:
+        mine, pid, theirs = self.inboxes()
+        mailbox = Mailbox(mine.bell, _ALONE if spins else _CROWDED)
+        link = SharedLink(mine, self.into(self.rank), pid, theirs, Endpoint(mailbox, _CPU))
+        return Through(self, link, mailbox)
+
+    def gloo(self, spins: bool) -> Through:
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        mailbox = Mailbox(None, _ALONE if spins else _CROWDED)
+        ends = self.into(self.rank), self.into(self.other)
+        lost = lambda doing: PeerLost(f"the other process is gone; seen when {doing}")  # noqa: E731
+        return Through(self, GroupLink(group, self.other, *ends, lost, Endpoint(mailbox, _CPU)), mailbox)
+
+
+class Through:
+    """A link, with the mailbox on which its worker waits. Both ranks exchange alike, a message at a time."""
+
+    def __init__(self, peers: Peers, link: Link, mailbox: Mailbox) -> None:
+        self._peers, self.link, self._mailbox = peers, link, mailbox
+        self._next = 0
+
+    def exchange(self, count: int, source: torch.Tensor, read: Read = leave) -> float:
+        """Seconds of one direction, the mean of ``count`` round trips."""
+        begin = time.perf_counter()
+        for number in range(self._next, self._next + count):
+            if self._peers.rank == 0:
+                self.link.send(self._peers.key(1, number), source)
+                self._receive(number, read)
+            else:
+                self._receive(number, read)
+                self.link.send(self._peers.key(0, number), source)
+        self._next += count
+        return (time.perf_counter() - begin) / (2 * count)
+
+    def _receive(self, number: int, read: Read) -> None:
+        key, mailbox = self._peers.key(self._peers.rank, number), self._mailbox
+        if not mailbox.wait_until(lambda: key in mailbox, self._peers.timeout_s):
+            raise PipelineTimeout(
+                f"rank {self._peers.rank} waited {self._peers.timeout_s:g} s for {self.link.name}"
+            )
+        read(mailbox.take(key))
 
 
 # ---- the runtime ---------------------------------------------------------------------------------------------------

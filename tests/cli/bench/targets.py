@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.cli.bench import transfers
-from avgpipe.measure.link import Peers, payload
+from avgpipe.measure.workers import Peers, payload
 from avgpipe.ranks.rendezvous import join
 
 SIZE = 4096

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-from avgpipe.measure.trials import seconds_per_batch
+from avgpipe.measure.tune import seconds_per_batch
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.timeline.timeline import Timeline

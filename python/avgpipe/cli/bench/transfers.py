@@ -18,7 +18,7 @@ from avgpipe.cli.bench.machine import memory_available_bytes
 from avgpipe.cli.bench.sections import Skipped, Variant, measuring, plot, report, say, summarise, table
 from avgpipe.cli.errors import arguments
 from avgpipe.links.link import LocalLink, Mailbox
-from avgpipe.measure.link import Peers, Read, Through, leave, payload
+from avgpipe.measure.workers import Peers, Read, Through, leave, payload
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
