@@ -1,22 +1,18 @@
-"""The cut with the cheapest dearest stage, quickly where costs rise with the layers."""
+"""Cuts and divisions with the least bottleneck, compared with all that there are."""
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from avgpipe.planning.cuts import least_bottleneck, nearly_least_bottleneck
+from avgpipe.planning.cuts import Divisions, least_bottleneck
 from tests.planning import chains
-
-NEARLY = 1e-6
-
-
-def dearest(cost: list[float], blocks: list[tuple[int, int]]) -> float:
-    return max(sum(cost[a:b]) for a, b in blocks)
 
 
 def some_costs(seed: int, layers: int) -> list[float]:
@@ -26,62 +22,36 @@ def some_costs(seed: int, layers: int) -> list[float]:
 
 
 @settings(deadline=None)
-@given(st.integers(0, 10**9), st.integers(1, 9), st.integers(1, 5))
-def test_as_good_as_the_best_of_all_cuts(seed: int, layers: int, stages: int) -> None:
-    cost, stages = some_costs(seed, layers), min(stages, layers)
-    best = min(dearest(cost, blocks) for blocks in chains.cuts(layers, stages))
-    value, first = nearly_least_bottleneck(layers, stages, lambda k, a, b: sum(cost[a:b]))
-    bounds = [0, *first, layers]
-    assert len(first) == stages - 1
-    assert sorted(set(bounds)) == bounds  # no stage is empty
-    assert value == pytest.approx(dearest(cost, list(pairwise(bounds))))
-    assert best * (1 - NEARLY) <= value <= best * (1 + 2 * NEARLY)
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(0, 10**9), st.integers(1, 9), st.integers(1, 4), st.data())
-def test_the_value_is_that_of_its_cut_where_stages_differ(
-    seed: int, layers: int, stages: int, data: st.DataObject
-) -> None:
-    """And no better than the best: it need not be that, as a stage is filled whether or not a later one is quicker."""
+@given(st.integers(0, 10**9), st.integers(1, 9), st.integers(1, 5), st.data())
+def test_the_best_of_all_cuts(seed: int, layers: int, stages: int, data: st.DataObject) -> None:
+    """Of stages of different speeds; and of equally good cuts the one whose last stage begins latest."""
     cost, stages = some_costs(seed, layers), min(stages, layers)
     speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=stages, max_size=stages))
-    value, first = nearly_least_bottleneck(layers, stages, lambda k, a, b: sum(cost[a:b]) / speeds[k])
-    bounds = [0, *first, layers]
-    assert sorted(set(bounds)) == bounds
-    assert value == pytest.approx(max(sum(cost[a:b]) / s for (a, b), s in zip(pairwise(bounds), speeds)))
-    exact, _ = least_bottleneck(layers, stages, lambda k, a, b: sum(cost[a:b]) / speeds[k])
-    assert value >= exact * (1 - 1e-9)
+    total = np.cumsum([0.0, *cost])
+
+    def bottleneck(blocks: list[tuple[int, int]]) -> float:
+        return max((total[b] - total[a]) / speed for (a, b), speed in zip(blocks, speeds))
+
+    def of_stage(k: int, first: object, last: object) -> object:
+        return (total[last] - total[first]) / speeds[k]
+
+    value, first = least_bottleneck(layers, stages, of_stage)
+    best = min(map(bottleneck, chains.cuts(layers, stages)))
+    assert value == best == bottleneck(list(pairwise([0, *first, layers])))
+    equal = [blocks for blocks in chains.cuts(layers, stages) if bottleneck(blocks) == best]
+    assert first[-1:] == max([a for a, _ in blocks[1:]][-1:] for blocks in equal)
 
 
-def test_few_costs_are_asked_for() -> None:
-    """Where the exact search would ask for stages layers^2 / 2 = 1.25 millions of them."""
-    draw, asked = random.Random(0), 0
-    sums = [0.0]
-    for _ in range(500):
-        sums.append(sums[-1] + draw.random())
-
-    def cost(k: int, first: int, last: int) -> float:
-        nonlocal asked
-        asked += 1
-        return sums[last] - sums[first]
-
-    value, first = nearly_least_bottleneck(500, 10, cost)
-    assert asked <= 30 * (500 + 10)
-    assert len(first) == 9
-    assert sums[-1] / 10 <= value <= sums[-1] / 10 + 1.0  # a layer takes up to 1
-
-
-def test_one_stage_has_all_layers() -> None:
-    assert nearly_least_bottleneck(3, 1, lambda k, a, b: b - a) == (3, [])
-
-
-def test_as_many_stages_as_layers() -> None:
-    assert nearly_least_bottleneck(4, 4, lambda k, a, b: b - a) == (1, [1, 2, 3])
+def test_where_every_cut_has_a_stage_that_must_not_be_it_is_still_a_cut() -> None:
+    value, first = least_bottleneck(
+        5, 3, lambda k, first, last: np.full(np.broadcast(first, last).shape, np.inf)
+    )
+    assert value > 1e300
+    assert sorted({0, *first, 5}) == [0, *first, 5]
 
 
 def test_layers_that_cost_nothing() -> None:
-    value, first = nearly_least_bottleneck(5, 3, lambda k, a, b: 0.0)
+    value, first = least_bottleneck(5, 3, lambda k, first, last: 0.0)
     assert value == 0
     assert len(set(first)) == 2
 
@@ -89,4 +59,52 @@ def test_layers_that_cost_nothing() -> None:
 @pytest.mark.parametrize("stages", [0, 4, 1.0])
 def test_wrong_numbers_of_stages(stages: object) -> None:
     with pytest.raises(ValueError, match=r"^stages=.*: 3 layers can be cut into 1 to 3 stages$"):
-        nearly_least_bottleneck(3, stages, lambda k, a, b: 1.0)  # type: ignore[arg-type]
+        least_bottleneck(3, stages, lambda k, first, last: 1.0)  # type: ignore[arg-type]
+
+
+# ---- stages with replicas ------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**9), st.integers(1, 6), st.integers(1, 5), st.integers(1, 5), st.booleans())
+def test_the_best_of_all_divisions(
+    seed: int, layers: int, workers: int, replicas: int, counted: bool
+) -> None:
+    """A table of random costs for each number of workers of a stage and behind it."""
+    draw = random.Random(seed)
+    tables = {
+        (own, behind): np.array(
+            [[draw.choice([draw.random(), math.inf]) for _ in range(layers + 1)] for _ in range(layers + 1)]
+        )
+        for own in range(1, workers + 1)
+        for behind in range(workers)
+    }
+    cut = np.array([draw.random() for _ in range(layers + 1)])
+    upper = np.triu(np.ones((layers + 1, layers + 1)), 1) > 0
+    divisions = Divisions(
+        layers, lambda own, behind: np.where(upper, tables[own, behind], math.inf), replicas=replicas, cut=cut
+    )
+
+    def bottleneck(blocks: list[tuple[int, int]], counts: tuple[int, ...]) -> float:
+        stages = [
+            tables[own, sum(counts[k + 1 :])][block] for k, (block, own) in enumerate(zip(blocks, counts))
+        ]
+        return max([*stages, *(cut[first] for first, _ in blocks[1:])])
+
+    stages = min(2, layers, workers) if counted else None
+    every = [
+        (bottleneck(blocks, counts), sum(counts))
+        for blocks, counts in chains.plans(layers, workers)
+        if max(counts) <= replicas and stages in (None, len(blocks))
+    ]
+    best, fewest = min(every, default=(math.inf, 0))
+    found = divisions.best(workers, stages)
+    if best == math.inf:
+        assert found is None
+        return
+    assert found is not None
+    value, blocks = found
+    assert value == best
+    assert sum(block.workers for block in blocks) == fewest
+    assert best == bottleneck([(b.first, b.last) for b in blocks], tuple(b.workers for b in blocks))
+    assert stages in (None, len(blocks))

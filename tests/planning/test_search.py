@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +40,7 @@ class Table:
         self.layers, self.placement, self.actions = layers, placement, actions
         self.work = [[draw.choice([0, 1, draw.random()]) for _ in range(layers)] for _ in range(stages)]
         self.bytes = [[draw.choice([0, 1, 5 * draw.random()]) for _ in range(layers)] for _ in range(stages)]
-        self.moved = [draw.random() for _ in range(layers + 1)]
+        self.moved = np.array([draw.random() for _ in range(layers + 1)])
         self._seed, self.asked = seed, list[Cut]()
 
     def busiest_s(self, cut: Cut) -> float:
@@ -51,14 +52,16 @@ class Table:
         more = random.Random(f"{self._seed} {cut}").choice([0.0, 0.1, 1.0])
         return self.busiest_s(cut) * (1 + more) + more
 
-    def work_s(self, k: int, first: int, last: int) -> float:
-        return sum(self.work[k][first:last])
+    def work_s(self, k: int, first: object, last: object) -> object:
+        total = np.cumsum([0.0, *self.work[k]])
+        return total[last] - total[first]
 
-    def moved_s(self, k: int, first: int, last: int) -> float:
+    def moved_s(self, k: int, first: object, last: object) -> object:
         return self.moved[first] + self.moved[last]
 
-    def stage_bytes(self, k: int, first: int, last: int) -> float:
-        return self.process_bytes + sum(self.bytes[k][first:last])
+    def stage_bytes(self, k: int, first: object, last: object) -> object:
+        total = np.cumsum([0.0, *self.bytes[k]])
+        return self.process_bytes + total[last] - total[first]
 
     # ---- what the search has to find ----
 

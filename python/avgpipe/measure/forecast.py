@@ -118,7 +118,7 @@ class OnCluster(Training):
     def costs(self, cut: Cut) -> Costs:
         found = super().costs(cut)
         updates_s: Any = found.update_s
-        sent = [self._chain.boundary_bytes[first - 1] for first in cut]
+        sent = [self._chain.boundary_bytes[first] for first in cut]
         return replace(
             found,
             forward_s=_on(self._speeds, found.forward_s),
@@ -160,13 +160,13 @@ class OnCluster(Training):
         costs = replace(self.costs(cut), activation_bytes=held, weight_bytes=kept)
         return costs, None if limits is None else 1.0
 
-    def work_s(self, k: int, first: int, last: int) -> float:
+    def work_s(self, k: int, first: Any, last: Any) -> Any:
         return super().work_s(k, first, last) / (self._speeds[k] * self._gain)
 
-    def moved_s(self, k: int, first: int, last: int) -> float:
+    def moved_s(self, k: int, first: Any, last: Any) -> Any:
         sizes = self._chain.boundary_bytes
-        into = self._links[k - 1].seconds(sizes[first - 1]) if k else 0.0
-        out = self._links[k].seconds(sizes[last - 1]) if k < len(self._links) else 0.0
+        into = self._links[k - 1].seconds(sizes[first]) if k else 0.0
+        out = self._links[k].seconds(sizes[last]) if k < len(self._links) else 0.0
         return 2 * self.micro_batches * (into + out)
 
     def _link(self, here: range, there: range) -> LinkProfile:
@@ -181,7 +181,7 @@ class OnCluster(Training):
         size = self._chain.parameter_bytes(first, last)
         whole_s = ring_s(size, self._width, link.bytes_per_s) + 2 * (self._width - 1) * link.latency_s
         at_end = min(1.0, _BUCKET_BYTES / max(size, 1.0))
-        return max(whole_s - self._chain.backward_s(first, last) / self._speeds[k], at_end * whole_s)
+        return float(max(whole_s - self._chain.backward_s(first, last) / self._speeds[k], at_end * whole_s))
 
     def _tied_s(self, cut: Cut) -> list[float]:
         """Seconds of each stage for gradients of parameters that it shares with others: known of workers at hand.

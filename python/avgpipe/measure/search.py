@@ -194,7 +194,8 @@ class _PlanSearch:
             return bound_s
         chain = self._chain(samples)
         size = chain.parameter_bytes(0, chain.layers) / shape.stages
-        return bound_s + ring_s(size, shape.width, self._cluster.link([0], [shape.width - 1]).bytes_per_s)
+        rate = self._cluster.link([0], [shape.width - 1]).bytes_per_s
+        return bound_s + float(ring_s(size, shape.width, rate))
 
     def _work_of(self, samples: float) -> tuple[float, float, list[tuple[float, float]]]:
         """Seconds of a micro-batch, and by how much the first one's is less: of all layers, and of each."""

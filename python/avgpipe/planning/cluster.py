@@ -94,12 +94,7 @@ def _checked_level(n: int, level: Sequence[float]) -> Level:
     return made
 
 
-def pipedream_sync_s(size_bytes: float, workers: int, bytes_per_s: float) -> float:
-    """PipeDream's time to synchronise weights over replicas, W_l(m) = 4 (m - 1) |w_l| / (m B)."""
-    return 4 * (workers - 1) * size_bytes / (workers * bytes_per_s)
-
-
-def ring_s(size_bytes: float, workers: int, bytes_per_s: float) -> float:
+def ring_s(size_bytes: Any, workers: int, bytes_per_s: float) -> Any:
     """An all-reduce over a ring: every worker sends 2 (m - 1) / m of the bytes."""
     return 2 * (workers - 1) * size_bytes / (workers * bytes_per_s)
 

@@ -1,196 +1,138 @@
-"""Cuts of a chain of layers: exact ones for sums, and a search for what only a simulation knows."""
+"""Cuts of a chain of layers: exact ones for bottlenecks, and a search for what only a simulation knows."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import combinations, pairwise
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from avgpipe.planning.chain import does_not_fit
 
-TOO_LONG = -1  # a block that cannot be, nor any longer one
-NOT_THIS = 0  # a block that cannot be
+Array = NDArray[Any]
+StageCost = Callable[[int, Any, Any], Any]
+"""The cost of stage k with layers ``first`` to ``last`` - 1, which may be arrays of numbers."""
 
 EXACT = 1e-12  # relative; beyond the rounding of sums of seconds
-_NEARLY = 1e-6
+
+
+def check_stages(layers: int, stages: int | None) -> None:
+    if stages is not None and (type(stages) is not int or not 1 <= stages <= layers):
+        raise ValueError(f"stages={stages!r}: {layers} layers can be cut into 1 to {layers} stages")
+
+
+def table_of(layers: int, cost: Callable[[Any, Any], Any]) -> Array:
+    """Costs by first layer and the one after the last; math.inf where there is no layer between."""
+    first, last = np.ogrid[: layers + 1, : layers + 1]
+    return np.where(first < last, cost(first, last), math.inf)
+
+
+def least_of(tables: Sequence[Array]) -> Array:
+    found: Array = np.min(tables, axis=0)
+    return found
+
+
+def least_bottleneck(layers: int, stages: int, cost: StageCost) -> tuple[float, list[int]]:
+    """The cut whose bottleneck stage is cheapest: that stage's cost, and the first layers of stages 1 and up.
+
+    Costs are math.inf where a stage must not be. Among equally good cuts the one that ends early stages latest.
+    """
+    check_stages(layers, stages)
+    best = np.array([0.0, *[math.inf] * layers])  # of the first n layers as stages 0 to k
+    begins: list[Array] = []
+    for k in range(stages):
+        # A stage that must not be is better than none.
+        costs = table_of(layers, lambda *block, k=k: np.minimum(cost(k, *block), sys.float_info.max))
+        worst = np.maximum(best[:, None], costs)
+        begins.append(layers - worst[::-1].argmin(axis=0))
+        best = worst.min(axis=0)
+    bounds = [layers]
+    for begin in reversed(begins):
+        bounds.insert(0, int(begin[bounds[0]]))
+    return float(best[layers]), bounds[1:-1]
+
+
+# ---- stages with replicas ----------------------------------------------------------------------------------------
 
 
 class Block(NamedTuple):
-    """Layers ``first`` to ``last`` - 1 on so many workers (or units of workers)."""
+    """Layers ``first`` to ``last`` - 1 on so many workers (or units of workers), ``behind`` of them after these."""
 
     first: int
     last: int
     workers: int
+    behind: int
 
 
-def check_stages(layers: int, stages: int) -> None:
-    if type(stages) is not int or not 1 <= stages <= layers:
-        raise ValueError(f"stages={stages!r}: {layers} layers can be cut into 1 to {layers} stages")
+class Divisions:
+    """Divisions of a chain into stages on one or more workers each, by the least bottleneck.
 
+    The recursion is PipeDream's A(j, m), from the last stage on, since what a stage holds depends on those behind it.
 
-def least_bottleneck(
-    layers: int, stages: int, cost: Callable[[int, int, int], float]
-) -> tuple[float, list[int]]:
-    """The cut whose bottleneck stage is cheapest: that stage's cost, and the first layers of stages 1 and up.
-
-    ``cost(k, first, last)`` is of layers ``first`` to ``last`` - 1 as stage k, math.inf where they must not be. Among
-    equally good cuts the one that ends early stages latest. O(stages layers^2) costs are asked for.
+    Args:
+        stage: The cost of every stage on ``own`` workers with ``behind`` after it, as :func:`table_of` makes it.
+        layers: Of the chain.
+        ends: Where the divided part may end; by default with the chain.
+        replicas: The most workers of a stage.
+        cut: What it costs to begin a stage with a layer, but for the first stage.
     """
-    check_stages(layers, stages)
-    best = [math.inf] * (layers + 1)  # of the first n layers as stages 0 to k
-    for n in range(1, layers - stages + 2):
-        best[n] = cost(0, 0, n)
-    cuts: list[list[int]] = []
-    for k in range(1, stages):
-        row, cut = [math.inf] * (layers + 1), [k] * (layers + 1)
-        for n in range(k + 1 if k < stages - 1 else layers, layers - stages + k + 2):
-            for c in range(k, n):
-                if best[c] <= row[n]:
-                    worst = max(best[c], cost(k, c, n))
-                    if worst <= row[n]:
-                        row[n], cut[n] = worst, c
-        best = row
-        cuts.append(cut)
-    first: list[int] = []
-    end = layers
-    for cut in reversed(cuts):
-        end = cut[end]
-        first.insert(0, end)
-    return best[layers], first
 
+    def __init__(
+        self,
+        layers: int,
+        stage: Callable[[int, int], Array],
+        *,
+        ends: Sequence[int] | None = None,
+        replicas: int = sys.maxsize,
+        cut: Array | float = 0.0,
+    ) -> None:
+        self._layers, self._stage, self._most = layers, stage, replicas
+        self._ends = np.array([layers] if ends is None else ends)
+        self._cut: Array = np.broadcast_to(cut, layers + 1)[:, None]
+        self.least = cache(self._least)
 
-def nearly_least_bottleneck(
-    layers: int, stages: int, cost: Callable[[int, int, int], float]
-) -> tuple[float, list[int]]:
-    """Nearly :func:`least_bottleneck`, for costs that rise with the layers, by some 30 (layers + stages) of them.
+    def _least(self, workers: int, stages: int | None = None) -> Array:
+        """The least bottleneck of exactly so many workers and stages (None: any), by first layer and end."""
+        owns = range(1, min(workers, self._most) + 1)
+        return least_of([self._joined(own, workers, stages) for own in owns])
 
-    Stages are filled in turn up to a bound, which is halved in; it is the least where a stage costs the same whichever
-    its number.
-    """
-    check_stages(layers, stages)
+    def _behind(self, own: int, workers: int, stages: int | None) -> Array:
+        """The bottleneck of what is behind a first stage on ``own`` of the workers, by its first layer and end."""
+        if workers > own and stages != 1:
+            found: Array = self.least(workers - own, None if stages is None else stages - 1)
+            return np.maximum(found, self._cut)
+        at_end = np.arange(self._layers + 1)[:, None] == self._ends
+        return np.where(at_end & (workers == own and stages in (None, 1)), 0.0, math.inf)
 
-    def within(bound: float) -> tuple[float, list[int]] | None:
-        first, worst, begin = list[int](), 0.0, 0
-        for k in range(stages):
-            last = begin + 1 if k < stages - 1 else layers
-            bottleneck = cost(k, begin, last)
-            while last < layers - (stages - 1 - k) and (more := cost(k, begin, last + 1)) <= bound:
-                last, bottleneck = last + 1, more
-            if bottleneck > bound:
-                return None
-            worst, begin = max(worst, bottleneck), last
-            first.append(begin)
-        return worst, first[:-1]
+    def _joined(self, own: int, workers: int, stages: int | None) -> Array:
+        stage, behind = self._stage(own, workers - own), self._behind(own, workers, stages)
+        return np.stack([np.maximum(stage, end).min(axis=1) for end in behind.T], axis=1)
 
-    start = within(math.inf)
-    assert start is not None
-    return tightest(within, 0.0, start, _NEARLY)
+    def best(self, most: int, stages: int | None = None) -> tuple[float, list[Block]] | None:
+        """The whole chain on up to ``most`` workers, no more than help; None where no division may be."""
+        values = [float(self.least(workers, stages)[0, -1]) for workers in range(1, most + 1)]
+        workers = next(n for n, value in enumerate(values, 1) if value <= min(values) * (1 + EXACT))
+        value = values[workers - 1]
+        return None if value == math.inf else (value, self.blocks(0, -1, workers, stages))
 
-
-Need = Callable[[int, int, int], int]
-
-
-def fewest(layers: int, need: Need, most: int, stages: int | None = None) -> list[Block] | None:
-    """The blocks of a chain that need fewest workers in all; None if that is more than ``most``.
-
-    ``need(first, last, behind)`` is how many workers layers ``first`` to ``last`` - 1 need where ``behind`` are on the
-    layers after them, never fewer for more behind; NOT_THIS or TOO_LONG where no number is enough. So fewest behind is
-    best, and one number for each rest of the chain is enough to know. stages: make so many blocks; None: any number.
-    O(layers^2) needs are asked for, and as many for each of ``stages``.
-    """
-    if stages is None:
-        total = [most + 1] * layers + [0]
-        after = [layers] * (layers + 1)
-        for i in range(layers - 1, -1, -1):
-            total[i], after[i] = _first_block(i, range(i + 1, layers + 1), total, need, most)
-        ends = [after] * layers
-        left = [total] * (layers + 1)
-    else:
-        left, ends = _layered(layers, need, most, stages)
-    if left[0][0] > most:
-        return None
-    blocks: list[Block] = []
-    i = 0
-    while i < layers:
-        j = ends[len(blocks)][i]
-        blocks.append(Block(i, j, left[len(blocks)][i] - left[len(blocks) + 1][j]))
-        i = j
-    return blocks
-
-
-def _layered(layers: int, need: Need, most: int, stages: int) -> tuple[list[list[int]], list[list[int]]]:
-    """By the number of blocks before, then by layer: workers from there on, and where the next block ends."""
-    left, ends = [[most + 1] * layers + [0]], []
-    for k in range(stages - 1, -1, -1):
-        total, after = [most + 1] * (layers + 1), [layers] * (layers + 1)
-        last = [layers] if k == stages - 1 else range(k + 1, layers - (stages - 1 - k) + 1)
-        for i in [0] if k == 0 else range(k, last[-1]):
-            total[i], after[i] = _first_block(i, [j for j in last if j > i], left[-1], need, most)
-        left.append(total)
-        ends.append(after)
-    return left[::-1], ends[::-1]
-
-
-def _first_block(
-    i: int, lasts: range | list[int], behind: list[int], need: Need, most: int
-) -> tuple[int, int]:
-    """Fewest workers for the rest of the chain from layer i on, and where its first block ends."""
-    best, end = most + 1, i + 1
-    for j in lasts:
-        if behind[j] + 1 >= best:
-            continue
-        workers = need(i, j, behind[j])
-        if workers == TOO_LONG:
-            break
-        if workers != NOT_THIS and behind[j] + workers < best:
-            best, end = behind[j] + workers, j
-    return best, end
-
-
-def smallest(low: int, high: int, enough: Callable[[int], bool]) -> int | None:
-    """The smallest number from ``low`` to ``high`` that is enough, if all above one that is enough are, too."""
-    if low > high:
-        return None
-    if enough(low):
-        return low
-    if not enough(high):
-        return None
-    step = 1
-    while low + step < high and not enough(low + step):  # callers begin near the answer
-        low, step = low + step, 2 * step
-    high = min(high, low + step)
-    while low + 1 < high:  # low is not enough, high is
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-Plan = TypeVar("Plan")
-
-
-def tightest(
-    within: Callable[[float], tuple[float, Plan] | None],
-    low: float,
-    start: tuple[float, Plan],
-    exact: float = EXACT,
-) -> tuple[float, Plan]:
-    """The plan of least value, with it: ``within(bound)`` gives any plan not above the bound, None if there is none.
-
-    low: no plan is below. start: any plan and its value. Halves what is between, down to the share ``exact``.
-    """
-    best = start
-    while low < best[0] * (1 - exact):
-        bound = (low + best[0]) / 2
-        found = within(bound)
-        if found is None:
-            low = bound
-        else:
-            best = found
-    return best
+    def blocks(self, first: int, end: int, workers: int, stages: int | None = None) -> list[Block]:
+        """The best division on exactly so many workers from layer ``first`` to the ``end``-th of the ends."""
+        found: list[Block] = []
+        while workers:
+            worst = [
+                np.maximum(self._stage(own, workers - own)[first], self._behind(own, workers, stages)[:, end])
+                for own in range(1, min(workers, self._most) + 1)
+            ]
+            own, last = divmod(int(np.argmin(worst)), self._layers + 1)
+            found.append(Block(first, last, own + 1, workers - own - 1))
+            first, workers = last, workers - own - 1
+            stages = None if stages is None else stages - 1
+        return found
 
 
 # ---- searching -----------------------------------------------------------------------------------------------------
@@ -199,14 +141,13 @@ def tightest(
 MOST_CUTS = 5_000  # that are all looked at
 _MOST_ACTIONS, _LEAST_SIMULATED = 10_000_000, 6
 _NEGLIGIBLE = 1e-9
-_MOST_COSTS = 200_000  # of stages, to find the cut with the least bottleneck
 _STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
 
 Cut = tuple[int, ...]  # first layers of stages 1 and up
 
 
 class Objective(Protocol):
-    """What is made best. A stage is asked for as k, its first layer and the one after its last."""
+    """What is made best. A stage is asked for as k, its first layer and the one after its last, or arrays of them."""
 
     @property
     def layers(self) -> int: ...
@@ -226,13 +167,13 @@ class Objective(Protocol):
     def seconds(self, cut: Cut) -> float:
         """Simulated seconds of a batch."""
 
-    def work_s(self, k: int, first: int, last: int) -> float:
+    def work_s(self, k: int, first: Any, last: Any) -> Any:
         """What the stage has to do for a batch."""
 
-    def moved_s(self, k: int, first: int, last: int) -> float:
+    def moved_s(self, k: int, first: Any, last: Any) -> Any:
         """What a batch sends to the stage and from it, in both directions."""
 
-    def stage_bytes(self, k: int, first: int, last: int) -> float:
+    def stage_bytes(self, k: int, first: Any, last: Any) -> Any:
         """Bytes of a worker that has this stage alone."""
 
 
@@ -245,10 +186,13 @@ class CutSearch:
     """
 
     def __init__(self, objective: Objective, limits: Sequence[float] | None) -> None:
-        self._objective, self._limits = objective, limits
+        self._objective = objective
         self._layers, self._placement = objective.layers, objective.placement
-        self._stages = sum(map(len, self._placement))
-        self._worker_of = {k: n for n, stages in enumerate(self._placement) for k in stages}
+        self._limited = limits is not None
+        self._limits = [math.inf] * len(self._placement) if limits is None else limits
+        self._limit_of = {k: limit for limit, own in zip(self._limits, self._placement) for k in own}
+        self._stages = len(self._limit_of)
+        self._few = math.comb(self._layers - 1, self._stages - 1) <= MOST_CUTS
         self._known: dict[Cut, float] = {}
         self._budget = max(_LEAST_SIMULATED, _MOST_ACTIONS // objective.actions)
 
@@ -257,7 +201,11 @@ class CutSearch:
 
         ValueError where no cut fits, as far as is known.
         """
-        self._check_fits()
+        if self._limited:
+            excess, size, limit = self.excess(self.min_memory())
+            if excess > 0:
+                advice = "use more stages, fewer pipelines, smaller micro-batches or less advance"
+                raise does_not_fit(limit, size, advice)
         exact = self._few and self._try_all()
         if not exact:
             for start in self._starts():
@@ -270,31 +218,24 @@ class CutSearch:
         """The best of the cuts from which a local search begins; None where no cut fits, as far as is known."""
         return min(self._starts(), key=self._seconds, default=None)
 
-    # ---- memory ----------------------------------------------------------------------------------------------------
+    def _of_workers(self, cost: StageCost, cut: Cut) -> list[float]:
+        """The sum over each worker's stages."""
+        found = [float(cost(k, *block)) for k, block in enumerate(pairwise([0, *cut, self._layers]))]
+        return [sum(found[k] for k in stages) for stages in self._placement]
 
-    def _worker_bytes(self, cut: Cut) -> list[float]:
-        blocks = list(pairwise([0, *cut, self._layers]))
-        sizes = [self._objective.stage_bytes(k, *block) for k, block in enumerate(blocks)]
-        process = self._objective.process_bytes
-        return [sum(sizes[k] for k in stages) - (len(stages) - 1) * process for stages in self._placement]
+    # ---- memory ----------------------------------------------------------------------------------------------------
 
     def excess(self, cut: Cut) -> tuple[float, float, float]:
         """How much the worker that needs most beyond its limit needs beyond it, its bytes and its limit."""
-        limits = self._limits or [math.inf] * len(self._placement)
-        return max((size - limit, size, limit) for size, limit in zip(self._worker_bytes(cut), limits))
+        process = self._objective.process_bytes
+        sizes = [
+            size - (len(stages) - 1) * process
+            for size, stages in zip(self._of_workers(self._objective.stage_bytes, cut), self._placement)
+        ]
+        return max((size - limit, size, limit) for size, limit in zip(sizes, self._limits))
 
     def _fits(self, cut: Cut) -> bool:
-        return self._limits is None or self.excess(cut)[0] <= 0
-
-    def _check_fits(self) -> None:
-        if self._limits is None:
-            return
-        smallest_cut = self.min_memory()
-        excess, size, limit = self.excess(smallest_cut)
-        if excess > 0:
-            raise does_not_fit(
-                limit, size, "use more stages, fewer pipelines, smaller micro-batches or less advance"
-            )
+        return not self._limited or self.excess(cut)[0] <= 0
 
     def min_memory(self) -> Cut:
         """The cut that needs least memory, for what there is.
@@ -307,28 +248,23 @@ class CutSearch:
         if self._few:
             return min(self._every(), key=self.excess)
         starts = (by_stage, self._least_bottleneck(self._objective.work_s))
-        most = lambda cut: self.excess(cut)[0]  # noqa: E731
-        return min((self._descend(cut, most) for cut in starts), key=most)
+        return min((self._descend(cut, self._excess) for cut in starts), key=self._excess)
 
-    def _share(self, k: int, first: int, last: int) -> float:
-        """Share of the worker's memory, or bytes where nothing is limited."""
-        limit = self._limits[self._worker_of[k]] if self._limits is not None else 1.0
-        return self._objective.stage_bytes(k, first, last) / limit
+    def _excess(self, cut: Cut) -> float:
+        return self.excess(cut)[0]
+
+    def _share(self, k: int, first: Any, last: Any) -> Any:
+        """Share of the worker's memory."""
+        return self._objective.stage_bytes(k, first, last) / self._limit_of[k]
 
     # ---- time ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _few(self) -> bool:
-        return math.comb(self._layers - 1, self._stages - 1) <= MOST_CUTS
 
     def _every(self) -> Iterator[Cut]:
         return combinations(range(1, self._layers), self._stages - 1)
 
     def busiest_s(self, cut: Cut) -> float:
         """No batch takes less: what the busiest worker has to do for it."""
-        blocks = list(pairwise([0, *cut, self._layers]))
-        work = [self._objective.work_s(k, *block) for k, block in enumerate(blocks)]
-        return max(sum(work[k] for k in stages) for stages in self._placement)
+        return max(self._of_workers(self._objective.work_s, cut))
 
     def _seconds(self, cut: Cut) -> float:
         if cut not in self._known:
@@ -349,33 +285,20 @@ class CutSearch:
     def _starts(self) -> list[Cut]:
         """Cuts to begin from, that fit."""
 
-        def with_transfers(k: int, first: int, last: int) -> float:
-            return self._objective.work_s(k, first, last) + self._objective.moved_s(k, first, last)
+        def work_s(k: int, first: Any, last: Any) -> Any:
+            seconds = self._objective.work_s(k, first, last)
+            return np.where(self._share(k, first, last) <= 1, seconds, math.inf) if self._limited else seconds
 
-        found = [self._least_bottleneck(self._objective.work_s, fitting=True)]
-        if not self._long:
-            found.append(self._least_bottleneck(with_transfers, fitting=True))
-        found = [cut for cut in dict.fromkeys(found) if self._fits(cut)]
-        if self._limits is not None and not (self._long and found):
-            found += [cut for cut in (self.min_memory(),) if self._fits(cut) and cut not in found]
-        return found
+        def with_transfers(k: int, first: Any, last: Any) -> Any:
+            return work_s(k, first, last) + self._objective.moved_s(k, first, last)
 
-    @property
-    def _long(self) -> bool:
-        """Whether the best of all cuts, even by a sum, takes too long to find."""
-        return self._stages * self._layers**2 > _MOST_COSTS
+        found = [self._least_bottleneck(work_s), self._least_bottleneck(with_transfers)]
+        if self._limited:
+            found.append(self.min_memory())
+        return [cut for cut in dict.fromkeys(found) if self._fits(cut)]
 
-    def _least_bottleneck(self, cost: Callable[[int, int, int], float], fitting: bool = False) -> Cut:
-        """fitting: leave out stages that do not fit, where that is possible."""
-        if self._long:
-            return tuple(nearly_least_bottleneck(self._layers, self._stages, cost)[1])
-        if fitting and self._limits is not None:
-            return tuple(least_bottleneck(self._layers, self._stages, self._allowed(cost))[1])
+    def _least_bottleneck(self, cost: StageCost) -> Cut:
         return tuple(least_bottleneck(self._layers, self._stages, cost)[1])
-
-    def _allowed(self, cost: Callable[[int, int, int], float]) -> Callable[[int, int, int], float]:
-        """The cost, or math.inf where the stage alone does not fit."""
-        return lambda k, *block: cost(k, *block) if self._share(k, *block) <= 1 else math.inf
 
     def _descend(self, cut: Cut, measure: Callable[[Cut], float]) -> Cut:
         """Go to a better neighbour, one boundary moved, until there is none or the budget is spent."""

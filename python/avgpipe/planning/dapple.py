@@ -2,93 +2,99 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
-from avgpipe.planning.chain import Chain, check_limit, does_not_fit, stage_bytes
+import numpy as np
+
+from avgpipe.planning.chain import Chain, check_limit, does_not_fit
 from avgpipe.planning.cluster import Levels, check_enough, network, ring_s
-from avgpipe.planning.cuts import NOT_THIS, TOO_LONG, Block, check_stages, fewest, smallest, tightest
-from avgpipe.planning.partition import Partition, balance, micro_batch_size_of, transfer_notes
+from avgpipe.planning.cuts import Array, Divisions, check_stages, table_of
+from avgpipe.planning.partition import Partition, micro_batch_size_of, transfer_notes
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.planning.simulation import check_count
 
-# ---- stages with least memory --------------------------------------------------------------------------------------
+
+def dapple(
+    profile: Profile,
+    stages: int | None = None,
+    *,
+    micro_batches: int = 8,
+    workers: int | None = None,
+    levels: Sequence[Sequence[float]] | None = None,
+    link: LinkProfile | None = None,
+    micro_batch_size: float | None = None,
+    memory_limit_bytes: float | None = None,
+) -> Partition:
+    """Method "dapple" of :func:`avgpipe.partition`, for batches of ``micro_batches``.
+
+    levels: devices in a machine, and machines. A stage's devices are chosen by one of three policies: fresh first
+    fills machines that no stage uses yet, so that the all-reduce of its replicas stays inside; append first fills the
+    machines that the stages before left half used; scatter first spreads evenly over all machines, for stages whose
+    weights are small against their activations. workers, link: one machine of so many devices.
+
+    A stage on m devices takes 1/m of the seconds of one; a ring, 2 (m - 1) |w| / (m B), its all-reduce; a transfer the
+    bytes over as many links as both sides have machines. The optimum over all stages, devices and policies
+    where there are up to 20,000 plans; beyond, local search from stages of equal compute, and a note says so.
+
+    memory_limit_bytes: of a worker, for weights, gradients, optimizer state, and what is kept of the micro-batches in
+    flight.
+    """
+    check_count("micro_batches", micro_batches)
+    check_limit(memory_limit_bytes)
+    check_stages(len(profile.layers), stages)
+    nets = network(profile, stages, workers, levels, link)
+    if len(nets) > 2:
+        raise ValueError(
+            f"levels has {len(nets)}: dapple knows devices in a machine and machines, give one or two"
+        )
+    chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size))
+    model = Model(chain, nets, micro_batches, memory_limit_bytes)
+    total = sum(model.devices)
+    check_enough(stages, total)
+    found, exact = find(model, stages)
+    if found is None:
+        assert memory_limit_bytes is not None
+        least = Divisions(chain.layers, model.held_bytes).best(total, stages)
+        assert least is not None
+        raise does_not_fit(memory_limit_bytes, least[0], "use more workers, fewer or smaller micro-batches")
+    (latency_s, _), layout = found
+    spans = model.spans(layout)[::2]
+    notes = transfer_notes(nets[-1].bytes_per_s)
+    if not exact:
+        notes += ("found by local search: there are too many plans to look at all",)
+    return Partition(
+        method="dapple",
+        layers=chain.layers,
+        boundaries=[placed.first for placed in layout[1:]],
+        replication=[placed.workers for placed in layout],
+        stage_s=[span.forward_s + span.backward_s for span in spans],
+        objective=f"one batch of {micro_batches} micro-batches",
+        value=latency_s,
+        micro_batch_size=chain.micro_batch_size,
+        workers=total,
+        memory_bytes=model.bytes(layout),
+        placement=_workers_of(layout) if len(model.devices) > 1 else None,
+        machines=[placed.taken for placed in layout] if len(model.devices) > 1 else None,
+        system="dapple",
+        micro_batches=micro_batches,
+        notes=notes,
+    )
 
 
-_CLOSE, _ROUGHLY = 1e-6, 1e-2
-
-
-class Held(NamedTuple):
-    """The memory of a worker of a stage with batches of ``micro_batches`` and a flush."""
-
-    chain: Chain
-    micro_batches: int
-
-    def bytes(self, first: int, last: int, workers: int, behind: int) -> float:
-        """Each of m workers with n behind has 1 + ceil(n / m) in flight, never more than it has of a batch."""
-        own = math.ceil(self.micro_batches / workers)
-        in_flight = min(own, 1 + math.ceil(behind / workers))
-        return stage_bytes(self.chain, first, last, in_flight=in_flight)
-
-
-def fewest_workers(
-    held: Held, workers: int, stages: int | None, limit: float, stage_s: float = math.inf
-) -> list[Block] | None:
-    """The fewest workers with which every stage fits into the limit and computes a micro-batch in ``stage_s``."""
-
-    def need(first: int, last: int, behind: int) -> int:
-        compute_s = held.chain.compute_s(first, last)
-        low = max(1, math.ceil(compute_s / stage_s))
-        if low > workers:
-            return TOO_LONG
-
-        def fits(own: int) -> bool:
-            return held.bytes(first, last, own, behind) <= limit
-
-        return smallest(low, workers - behind, fits) or NOT_THIS
-
-    return fewest(held.chain.layers, need, workers, stages)
-
-
-def steady(held: Held, workers: int, stages: int | None, limit: float) -> list[Block] | None:
-    """Stages of which the slowest is about as quick as can be within the limit; None if nothing fits."""
-
-    def within(stage_s: float) -> tuple[float, list[Block]] | None:
-        blocks = fewest_workers(held, workers, stages, limit, stage_s)
-        return None if blocks is None else (_slowest_s(held, blocks), blocks)
-
-    start = within(math.inf)
-    if start is None:
-        return None
-    return tightest(within, held.chain.compute_s(0, held.chain.layers) / workers, start, _ROUGHLY)[1]
-
-
-def _slowest_s(held: Held, blocks: list[Block]) -> float:
-    return max(held.chain.compute_s(block.first, block.last) / block.workers for block in blocks)
-
-
-def least_limit(held: Held, workers: int, stages: int | None) -> float:
-    """The least limit for which there is a plan; to a millionth."""
-
-    def within(limit: float) -> tuple[float, list[Block]] | None:
-        blocks = fewest_workers(held, workers, stages, limit)
-        return None if blocks is None else (most_bytes(held, blocks), blocks)
-
-    start = within(math.inf)
-    assert start is not None
-    return tightest(within, 0.0, start, _CLOSE)[0]
-
-
-def most_bytes(held: Held, blocks: list[Block]) -> float:
-    behind, most = 0, 0.0
-    for block in reversed(blocks):
-        most = max(most, held.bytes(*block, behind))
-        behind += block.workers
-    return most
+def _workers_of(layout: Sequence[PlacedStage]) -> list[list[int]]:
+    """Per stage its workers: those that are used, numbered machine after machine, and in each stage after stage."""
+    on_machine = zip(*(placed.taken for placed in layout))
+    found: list[list[int]] = [[] for _ in layout]
+    number = 0
+    for counts in on_machine:
+        for stage, count in enumerate(counts):
+            found[stage] += range(number, number + count)
+            number += count
+    return found
 
 
 # ---- devices of a stage --------------------------------------------------------------------------------------------
@@ -145,6 +151,10 @@ def left(free: Free, taken: Taken) -> Free:
     return tuple(a - b for a, b in zip(free, taken))
 
 
+def added(one: Taken, other: Taken) -> Taken:
+    return tuple(a + b for a, b in zip(one, other))
+
+
 # ---- latency of a synchronous batch --------------------------------------------------------------------------------
 
 
@@ -157,100 +167,6 @@ class Span(NamedTuple):
     forward_s: float
     backward_s: float
     reduce_s: float = 0.0
-
-
-class PlacedStage(NamedTuple):
-    """Layers ``first`` to ``last`` - 1, and the devices of each machine that they are on."""
-
-    first: int
-    last: int
-    taken: Taken
-
-    @property
-    def workers(self) -> int:
-        return sum(self.taken)
-
-
-class Machines(NamedTuple):
-    """``machines`` of ``devices`` each. inside, between: the network's levels; one machine has the first alone."""
-
-    machines: int
-    devices: int
-    levels: Levels
-
-    @classmethod
-    def of(cls, levels: Levels) -> Machines:
-        if len(levels) > 2:
-            raise ValueError(
-                f"levels has {len(levels)}: dapple knows devices in a machine and machines, give one or two"
-            )
-        return cls(levels[1].units if len(levels) == 2 else 1, levels[0].units, levels)
-
-    def bytes_per_s(self, taken: Taken) -> float:
-        """Bandwidth of the slowest link among these devices."""
-        return self.levels[_machines(taken) > 1].bytes_per_s
-
-
-def _machines(taken: Taken) -> int:
-    return len(taken) - taken.count(0)
-
-
-class Model:
-    """What placed stages take, for batches of ``micro_batches``."""
-
-    def __init__(self, chain: Chain, machines: Machines, micro_batches: int, limit: float | None) -> None:
-        self.chain, self.machines, self.micro_batches, self.limit = chain, machines, micro_batches, limit
-        self.held = Held(chain, micro_batches)
-        self._stages: dict[PlacedStage, Span] = {}
-        self._transfers: dict[tuple[PlacedStage, PlacedStage], Span] = {}
-
-    def stage(self, placed: PlacedStage) -> Span:
-        """Each of m replicas takes every m-th micro-batch; a ring over the slowest link makes the all-reduce."""
-        workers = placed.workers
-        weights = self.chain.parameter_bytes(placed.first, placed.last)
-        return Span(
-            self.chain.forward_s(placed.first, placed.last) / workers,
-            self.chain.backward_s(placed.first, placed.last) / workers,
-            ring_s(weights, workers, self.machines.bytes_per_s(placed.taken)),
-        )
-
-    def transfer(self, before: PlacedStage, after: PlacedStage) -> Span:
-        """Each pair of machines, or of devices inside one, carries its share at the same time as the others."""
-        union = tuple(a + b for a, b in zip(before.taken, after.taken))
-        crosses = _machines(union) > 1
-        lanes = min(_machines(before.taken), _machines(after.taken)) if crosses else 0
-        lanes = lanes or min(before.workers, after.workers)
-        size = self.chain.boundary_bytes[before.last - 1]
-        seconds = self.machines.levels[crosses].link.seconds(size / lanes)
-        return Span(seconds, seconds)
-
-    def spans(self, layout: Sequence[PlacedStage]) -> list[Span]:
-        """The stages, and between them their transfers."""
-        for placed in layout:
-            if placed not in self._stages:
-                self._stages[placed] = self.stage(placed)
-        found = [self._stages[layout[0]]]
-        for pair in pairwise(layout):
-            if pair not in self._transfers:
-                self._transfers[pair] = self.transfer(*pair)
-            found += [self._transfers[pair], self._stages[pair[1]]]
-        return found
-
-    def order(self, layout: Sequence[PlacedStage]) -> tuple[float, float]:
-        """What plans are ordered by: among those that do not fit, or take the same time, what needs less is better."""
-        most = max(self.bytes(layout))
-        if self.limit is not None and most > self.limit:
-            return math.inf, most
-        return latency_s(self.spans(layout), self.micro_batches), most
-
-    def bytes(self, layout: Sequence[PlacedStage]) -> list[float]:
-        """Bytes of a worker of each stage."""
-        found = []
-        behind = 0
-        for placed in reversed(layout):
-            found.append(self.held.bytes(placed.first, placed.last, placed.workers, behind))
-            behind += placed.workers
-        return found[::-1]
 
 
 def latency_s(spans: Sequence[Span], micro_batches: int) -> float:
@@ -290,317 +206,205 @@ def pivot(spans: Sequence[Span], micro_batches: int) -> int:
     return q
 
 
-# ---- searching -----------------------------------------------------------------------------------------------------
+class PlacedStage(NamedTuple):
+    """Layers ``first`` to ``last`` - 1, and the devices of each machine that they are on."""
 
+    first: int
+    last: int
+    taken: Taken
 
-MOST_PLANS = 20_000
-_BEAM, _CUTS, _FRUITLESS = 4, 40, 3
-_IMPROVED, _STEPS = 4, 150_000  # starts of local search; stages of plans that each may look at
+    @property
+    def workers(self) -> int:
+        return sum(self.taken)
+
+    @property
+    def machines(self) -> int:
+        return len(self.taken) - self.taken.count(0)
+
 
 Layout = tuple[PlacedStage, ...]
 Value = tuple[float, float]
 
 
-def find(model: Model, stages: int | None) -> tuple[Value, Layout, bool]:
-    """The first plan by ``Model.order``, with what that says, and whether all plans were looked at."""
-    if _plans(model, stages) <= MOST_PLANS:
-        return (*min((model.order(layout), layout) for layout in _every(model, stages)), True)
-    starts = [*_even(model, stages), _beam(model, stages)[1]]
-    if model.limit is not None:
-        starts.append(_steady(model, stages, model.limit))
-    starts = sorted((layout for layout in starts if layout), key=model.order)
-    return (*min(_improved(model, stages, layout) for layout in starts[:_IMPROVED]), False)
+class Model:
+    """What placed stages take and hold, for batches of ``micro_batches``.
+
+    Attributes:
+        devices: Of each machine. One machine has the first level alone.
+        size: Devices of a machine.
+    """
+
+    def __init__(self, chain: Chain, levels: Levels, micro_batches: int, limit: float | None) -> None:
+        self.chain, self._levels, self._micro_batches = chain, levels, micro_batches
+        self.limit = math.inf if limit is None else limit
+        self.size = levels[0].units
+        self.devices = (self.size,) * (levels[1].units if len(levels) == 2 else 1)
+        self._stage, self._transfer = cache(self._stage_span), cache(self._transfer_span)
+        self._table = cache(self._bytes_in_flight)
+        self._compute_s = table_of(chain.layers, chain.compute_s)
+        self._weights = chain.parameter_bytes(*np.ogrid[: chain.layers + 1, : chain.layers + 1])
+
+    def _stage_span(self, placed: PlacedStage) -> Span:
+        """Each of m replicas takes every m-th micro-batch; a ring over the slowest link makes the all-reduce."""
+        first, last, _ = placed
+        rate = self._levels[placed.machines > 1].bytes_per_s
+        return Span(
+            float(self.chain.forward_s(first, last) / placed.workers),
+            float(self.chain.backward_s(first, last) / placed.workers),
+            float(ring_s(self.chain.parameter_bytes(first, last), placed.workers, rate)),
+        )
+
+    def _transfer_span(self, before: PlacedStage, after: PlacedStage) -> Span:
+        """Each pair of machines, or of devices inside one, carries its share at the same time as the others."""
+        crosses = PlacedStage(0, 0, added(before.taken, after.taken)).machines > 1
+        lanes = min(before.machines, after.machines) if crosses else min(before.workers, after.workers)
+        seconds = self._levels[crosses].link.seconds(float(self.chain.boundary_bytes[after.first]) / lanes)
+        return Span(seconds, seconds)
+
+    def spans(self, layout: Layout) -> list[Span]:
+        """The stages, and between them their transfers."""
+        found = [self._stage(layout[0])]
+        for before, after in pairwise(layout):
+            found += [self._transfer(before, after), self._stage(after)]
+        return found
+
+    def order(self, layout: Layout) -> Value:
+        """What plans are ordered by: among those that do not fit, or take the same time, what needs less is better."""
+        most = max(self.bytes(layout))
+        return (latency_s(self.spans(layout), self._micro_batches) if most <= self.limit else math.inf), most
+
+    def bytes(self, layout: Layout) -> list[float]:
+        """Bytes of a worker of each stage."""
+        found, behind = [], 0
+        for placed in reversed(layout):
+            found.append(float(self.held_bytes(placed.workers, behind)[placed.first, placed.last]))
+            behind += placed.workers
+        return found[::-1]
+
+    def held_bytes(self, workers: int, behind: int) -> Array:
+        """Bytes of each of m workers with n behind: it has 1 + ceil(n / m) in flight, at most its share of a batch."""
+        return self._table(min(math.ceil(self._micro_batches / workers), 1 + math.ceil(behind / workers)))
+
+    def batch_s(self, workers: int, behind: int) -> Array:
+        """Seconds of a batch on a stage and of its all-reduce; math.inf where it does not fit."""
+        rate = self._levels[workers > self.size].bytes_per_s
+        seconds = self._micro_batches * self._compute_s / workers + ring_s(self._weights, workers, rate)
+        return np.where(self.held_bytes(workers, behind) <= self.limit, seconds, math.inf)
+
+    def cut_s(self) -> Array:
+        """Seconds of a batch's transfers, before each layer."""
+        once_s: Array = self._levels[-1].link.seconds(self.chain.boundary_bytes)
+        return 2 * self._micro_batches * once_s
+
+    def _bytes_in_flight(self, in_flight: int) -> Array:
+        return table_of(self.chain.layers, lambda *block: self.chain.stage_bytes(*block, in_flight=in_flight))
 
 
-def _steady(model: Model, stages: int | None, limit: float) -> Layout:
-    """Stages that are about equally quick and fit into the memory; none if nothing does."""
-    blocks = steady(model.held, sum(_all_free(model)), stages, limit)
-    return _placed(model, blocks or [])
+# ---- searching -----------------------------------------------------------------------------------------------------
 
 
-def _even(model: Model, stages: int | None) -> Iterator[Layout]:
-    """Stages cut at about equal compute, with devices in proportion to it."""
-    layers, workers = model.chain.layers, sum(_all_free(model))
-    most = min(layers, workers)
-    for count in [stages] if stages else [2**n for n in range(most.bit_length())]:
-        bounds = [0, *balance([model.chain.compute_s(n, n + 1) for n in range(layers)], count), layers]
-        share = [model.chain.compute_s(a, b) for a, b in pairwise(bounds)]
-        reached = [(workers - count) * s / max(sum(share), 1e-300) for s in accumulate(share)]
-        own = [1 + int(b) - int(a) for a, b in pairwise([0.0, *reached])]
-        yield _placed(model, [Block(a, b, n) for (a, b), n in zip(pairwise(bounds), own)])
+MOST_PLANS = 20_000
+_FEW = 8  # numbers of stages to begin from
+_STARTS = 6  # of local search
+_LOOKED_AT = 150_000  # stages of plans, from each start
+_STEPS = (-8, -4, -2, -1, 1, 2, 4, 8)
 
 
-def _placed(model: Model, blocks: list[Block]) -> Layout:
-    """On fresh machines first."""
-    free = _all_free(model)
-    layout: Layout = ()
-    for block in blocks:
-        taken = placements(free, model.machines.devices, block.workers)[0]
-        layout, free = (*layout, PlacedStage(block.first, block.last, taken)), left(free, taken)
-    return layout
+def find(model: Model, stages: int | None) -> tuple[tuple[Value, Layout] | None, bool]:
+    """The first plan that fits by ``Model.order``, with what that says, and whether all plans were looked at."""
+    exact = _plans(model, stages) <= MOST_PLANS
+    if exact:
+        best = min((model.order(layout), layout) for layout in _every(model, stages, (), model.devices))
+    else:
+        starts = sorted(_balanced(model, stages), key=model.order)[:_STARTS]
+        best = min((_improved(model, stages, layout) for layout in starts), default=((math.inf, 0.0), ()))
+    return (None if best[0][0] == math.inf else best), exact
 
 
 def _plans(model: Model, stages: int | None) -> int:
     """At most so many plans there are."""
-    layers, workers = model.chain.layers, model.machines.machines * model.machines.devices
-    policies = 1 if 1 in (model.machines.machines, model.machines.devices) else len(POLICIES)
+    layers, workers = model.chain.layers, sum(model.devices)
+    policies = 1 if 1 in (len(model.devices), model.size) else len(POLICIES)
     counts = range(1, min(layers, workers) + 1) if stages is None else [stages]
     return sum(math.comb(layers - 1, s - 1) * math.comb(workers, s) * policies**s for s in counts)
 
 
-def _all_free(model: Model) -> Free:
-    return (model.machines.devices,) * model.machines.machines
-
-
-def _every(model: Model, stages: int | None) -> Iterator[Layout]:
-    def after(layout: Layout, first: int, free: Free) -> Iterator[Layout]:
-        if stages is not None and len(layout) == stages:
-            if first == model.chain.layers:
-                yield layout
-            return
-        if first == model.chain.layers:
-            if stages is None:
-                yield layout
-            return
+def _every(model: Model, stages: int | None, layout: Layout, free: Free) -> Iterator[Layout]:
+    """All plans that begin with ``layout``, which left those devices free."""
+    first = layout[-1].last if layout else 0
+    if first == model.chain.layers and stages in (None, len(layout)):
+        yield layout
+    if len(layout) == stages:
+        return
+    for last in range(first + 1, model.chain.layers + 1):
         for count in range(1, sum(free) + 1):
-            for taken in placements(free, model.machines.devices, count):
-                for last in range(first + 1, model.chain.layers + 1):
-                    yield from after((*layout, PlacedStage(first, last, taken)), last, left(free, taken))
-
-    yield from after((), 0, _all_free(model))
+            for taken in placements(free, model.size, count):
+                longer = (*layout, PlacedStage(first, last, taken))
+                yield from _every(model, stages, longer, left(free, taken))
 
 
-def _beam(model: Model, stages: int | None) -> tuple[Value, Layout]:
-    """Stages are split off the front; what is left makes one last stage, and the few best of each length go on."""
-    layers, free = model.chain.layers, _all_free(model)
-    kept: list[tuple[Layout, Free]] = [((), free)]
-    best: tuple[Value, Layout] = ((math.inf, math.inf), ())
-    fruitless = 0
-    length = 1
-    while kept and fruitless < _FRUITLESS:
-        found = []
-        for layout, rest in kept:
-            first = layout[-1].last if layout else 0
-            for taken in _last_placements(model, rest):
-                plan = (*layout, PlacedStage(first, layers, taken))
-                found.append((model.order(plan), plan))
-        lead = min(found)
-        fruitless = fruitless + 1 if stages is None and lead >= best else 0
-        if lead < best and (stages is None or length == stages):
-            best = lead
-        if length == stages:
-            break
-        kept = _extended(model, kept, 0 if stages is None else stages - length - 1)
-        length += 1
-    return best
-
-
-def _extended(model: Model, kept: list[tuple[Layout, Free]], later: int) -> list[tuple[Layout, Free]]:
-    """The best with one more stage in front; ``later``: stages that must still find a layer and a device behind."""
-    layers, size = model.chain.layers, model.machines.devices
-    found: list[tuple[Value, Layout, Free]] = []
-    for layout, free in kept:
-        first = layout[-1].last if layout else 0
-        for cut in _cuts(model, first, layers - 1 - later):
-            for count in _counts(model, first, cut, sum(free), later + 1):
-                for taken in placements(free, size, count):
-                    longer, rest = (*layout, PlacedStage(first, cut, taken)), left(free, taken)
-                    value = model.order((*longer, PlacedStage(cut, layers, rest)))
-                    found.append((value, longer, rest))
-    return [(layout, free) for _, layout, free in heapq.nsmallest(_BEAM, found)]
-
-
-def _last_placements(model: Model, free: Free) -> list[Free]:
-    """All devices that are left, those of one machine, one alone."""
-    some = {sum(free), max(free), 1}
-    return [taken for count in some for taken in placements(free, model.machines.devices, count)]
-
-
-def _cuts(model: Model, first: int, last: int) -> list[int]:
-    """Where a stage from ``first`` on may end: everywhere, or at places spread evenly over the compute."""
-    if last - first <= _CUTS:
-        return list(range(first + 1, last + 1))
-    ends = range(first + 1, last + 1)
-    reached = [model.chain.compute_s(first, end) for end in ends]
-    places = {bisect_left(reached, reached[-1] * n / _CUTS) for n in range(1, _CUTS + 1)}
-    return [ends[min(place, len(ends) - 1)] for place in sorted(places)]
-
-
-def _counts(model: Model, first: int, cut: int, free: int, later: int) -> list[int]:
-    """How many devices these layers may get: all numbers if few, else about their share of the compute."""
-    most = free - later
-    if most <= 16:
-        return list(range(1, most + 1))
-    size = model.machines.devices
-    share = (
-        free
-        * model.chain.compute_s(first, cut)
-        / max(model.chain.compute_s(first, model.chain.layers), 1e-300)
-    )
-    near = {1, int(share), int(share) + 1, int(share / size) * size, (int(share / size) + 1) * size}
-    return sorted(count for count in near if 1 <= count <= most)
+def _balanced(model: Model, stages: int | None) -> Iterator[Layout]:
+    """For each number of stages, those of which the slowest, or transfer, is quickest, on fresh machines first."""
+    layers, workers = model.chain.layers, sum(model.devices)
+    divisions = Divisions(layers, model.batch_s, cut=model.cut_s())
+    counts = (None, *range(1, min(layers, workers, _FEW) + 1))
+    for count in counts if stages is None else (stages,):
+        found = divisions.best(workers, count)
+        layout, free = list[PlacedStage](), model.devices
+        for block in found[1] if found else ():
+            taken = placements(free, model.size, block.workers)[0]
+            layout.append(PlacedStage(block.first, block.last, taken))
+            free = left(free, taken)
+        if layout:
+            yield tuple(layout)
 
 
 def _improved(model: Model, stages: int | None, layout: Layout) -> tuple[Value, Layout]:
-    """Goes from a plan to the best of its neighbours until none is better."""
-    value = model.order(layout)
-    looked = 0
-    while looked < _STEPS:
-        close = [
-            *_near(model, layout),
-            *([] if stages else _merged(layout)),
-            *([] if stages else _parted(layout)),
-        ]
-        nearby = [(model.order(near), near) for near in close]
-        looked += len(layout) * len(nearby)
-        better = min(nearby, default=(value, layout))
-        if better[0] >= value:
+    """Go from a plan to the best of its neighbours until none is better."""
+    best, looked = (model.order(layout), layout), 0
+    while looked < _LOOKED_AT:
+        nearby = [(model.order(near), near) for near in _near(model, best[1], stages is None)]
+        looked += len(best[1]) * len(nearby)
+        better = min(nearby, default=best)
+        if better[0] >= best[0]:
             break
-        value, layout = better
-    return value, layout
+        best = better
+    return best
 
 
-def _near(model: Model, layout: Layout) -> Iterator[Layout]:
-    """A cut moved, a stage with other devices out of what is free."""
-    for k in range(len(layout) - 1):
-        a, b = layout[k], layout[k + 1]
-        for step in (-8, -4, -2, -1, 1, 2, 4, 8):
-            cut = a.last + step
-            if a.first < cut < b.last:
-                moved = (PlacedStage(a.first, cut, a.taken), PlacedStage(cut, b.last, b.taken))
-                yield (*layout[:k], *moved, *layout[k + 2 :])
-    free = _all_free(model)
-    for placed in layout:
-        free = left(free, placed.taken)
-    size = model.machines.devices
-    for k, placed in enumerate(layout):
-        room = tuple(a + b for a, b in zip(free, placed.taken))
-        for count in {
-            placed.workers - size,
-            placed.workers - 1,
-            placed.workers,
-            placed.workers + 1,
-            placed.workers + size,
-        }:
-            if 1 <= count <= sum(room):
-                for taken in placements(room, size, count):
-                    yield (*layout[:k], PlacedStage(placed.first, placed.last, taken), *layout[k + 1 :])
-    yield from _handed_over(layout)
+def _near(model: Model, layout: Layout, any_number: bool) -> Iterator[Layout]:
+    """A cut moved, a stage with other devices, devices handed to the stage beside; two stages as one, or one as two."""
+    bounds, taken = [*(placed.first for placed in layout), model.chain.layers], [p.taken for p in layout]
+    free = model.devices
+    for own in taken:
+        free = left(free, own)
+    found: list[tuple[list[int], list[Taken]]] = []
+    for k, own in enumerate(taken):
+        n = sum(own)
+        counts = {n - model.size, n - 1, n, n + 1, n + model.size}
+        room = added(free, own)
+        found += [(bounds, [*taken[:k], one, *taken[k + 1 :]]) for one, _ in _shares(model, room, counts)]
+        if any_number:
+            cuts = {bounds[k] + 1, (bounds[k] + bounds[k + 1]) // 2, bounds[k + 1] - 1}
+            for one, other in _shares(model, own, {1, n // 2, n - 1, model.size, n - model.size}):
+                parts = [*taken[:k], one, other, *taken[k + 1 :]]
+                found += [([*bounds[: k + 1], cut, *bounds[k + 1 :]], parts) for cut in cuts]
+        if k + 1 == len(taken):
+            continue
+        found += [([*bounds[: k + 1], bounds[k + 1] + step, *bounds[k + 2 :]], taken) for step in _STEPS]
+        both = added(own, taken[k + 1])
+        if any_number:
+            found.append(([*bounds[: k + 1], *bounds[k + 2 :]], [*taken[:k], both, *taken[k + 2 :]]))
+        for one, other in _shares(model, both, counts - {n}):
+            found.append((bounds, [*taken[:k], one, other, *taken[k + 2 :]]))
+    for ends, devices in found:
+        if all(a < b for a, b in pairwise(ends)) and all(map(any, devices)):
+            yield tuple(PlacedStage(a, b, own) for (a, b), own in zip(pairwise(ends), devices))
 
 
-def _handed_over(layout: Layout) -> Iterator[Layout]:
-    """A device given by one stage to the one beside it."""
-    for k in range(len(layout) - 1):
-        for giver, taker in ((k, k + 1), (k + 1, k)):
-            if layout[giver].workers > 1:
-                place = max(range(len(layout[giver].taken)), key=layout[giver].taken.__getitem__)
-                changed = list(layout)
-                changed[giver] = _with(layout[giver], place, -1)
-                changed[taker] = _with(layout[taker], place, 1)
-                yield tuple(changed)
-
-
-def _with(placed: PlacedStage, place: int, more: int) -> PlacedStage:
-    taken = tuple(n + more if m == place else n for m, n in enumerate(placed.taken))
-    return PlacedStage(placed.first, placed.last, taken)
-
-
-def _merged(layout: Layout) -> Iterator[Layout]:
-    """Two neighbours as one stage."""
-    for k, (a, b) in enumerate(pairwise(layout)):
-        taken = tuple(x + y for x, y in zip(a.taken, b.taken))
-        yield (*layout[:k], PlacedStage(a.first, b.last, taken), *layout[k + 2 :])
-
-
-def _parted(layout: Layout) -> Iterator[Layout]:
-    """A stage as two, one of which has one machine's devices or half of each machine's."""
-    for k, placed in enumerate(layout):
-        one = max(range(len(placed.taken)), key=placed.taken.__getitem__)
-        alone = tuple(n if m == one else 0 for m, n in enumerate(placed.taken))
-        some = {alone, tuple(n // 2 for n in placed.taken), tuple(int(m == one) for m in range(len(alone)))}
-        for taken in some:
-            rest = left(placed.taken, taken)
-            for cut in {placed.first + 1, (placed.first + placed.last) // 2, placed.last - 1}:
-                if placed.first < cut < placed.last and any(taken) and any(rest):
-                    for x, y in ((taken, rest), (rest, taken)):
-                        parts = (PlacedStage(placed.first, cut, x), PlacedStage(cut, placed.last, y))
-                        yield (*layout[:k], *parts, *layout[k + 1 :])
-
-
-# ---- the method ----------------------------------------------------------------------------------------------------
-
-
-def dapple(
-    profile: Profile,
-    stages: int | None = None,
-    *,
-    micro_batches: int = 8,
-    workers: int | None = None,
-    levels: Sequence[Sequence[float]] | None = None,
-    link: LinkProfile | None = None,
-    micro_batch_size: float | None = None,
-    memory_limit_bytes: float | None = None,
-) -> Partition:
-    """Method "dapple" of :func:`avgpipe.partition`, for batches of ``micro_batches``.
-
-    levels: devices in a machine, and machines. A stage's devices are chosen by one of three policies: fresh first
-    fills machines that no stage uses yet, so that the all-reduce of its replicas stays inside; append first fills the
-    machines that the stages before left half used; scatter first spreads evenly over all machines, for stages whose
-    weights are small against their activations. workers, link: one machine of so many devices.
-
-    A stage on m devices takes 1/m of the seconds of one; a ring, 2 (m - 1) |w| / (m B), its all-reduce; a transfer the
-    bytes over as many links as both sides have machines. The optimum over all stages, devices and policies
-    where there are up to 20,000 plans; beyond, a beam over the stages, first to last, then local search, and a note
-    says so.
-
-    memory_limit_bytes: of a worker, for weights, gradients, optimizer state, and what is kept of the micro-batches in
-    flight.
-    """
-    check_count("micro_batches", micro_batches)
-    check_limit(memory_limit_bytes)
-    if stages is not None:
-        check_stages(len(profile.layers), stages)
-    nets = network(profile, stages, workers, levels, link)
-    machines = Machines.of(nets)
-    total = machines.machines * machines.devices
-    chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size))
-    check_enough(stages, total)
-    model = Model(chain, machines, micro_batches, memory_limit_bytes)
-    (latency_s, _), layout, exact = find(model, stages)
-    if latency_s == math.inf:
-        assert memory_limit_bytes is not None
-        least = least_limit(model.held, total, stages)
-        raise does_not_fit(memory_limit_bytes, least, "use more workers, fewer or smaller micro-batches")
-    spans = model.spans(layout)[::2]
-    notes = transfer_notes(nets[-1].bytes_per_s)
-    if not exact:
-        notes += ("found by a beam and local search: there are too many plans to look at all",)
-    return Partition(
-        method="dapple",
-        layers=chain.layers,
-        boundaries=[placed.first for placed in layout[1:]],
-        replication=[placed.workers for placed in layout],
-        stage_s=[span.forward_s + span.backward_s for span in spans],
-        objective=f"one batch of {micro_batches} micro-batches",
-        value=latency_s,
-        micro_batch_size=chain.micro_batch_size,
-        workers=total,
-        memory_bytes=model.bytes(layout),
-        placement=_workers_of(layout) if machines.machines > 1 else None,
-        machines=[placed.taken for placed in layout] if machines.machines > 1 else None,
-        system="dapple",
-        micro_batches=micro_batches,
-        notes=notes,
-    )
-
-
-def _workers_of(layout: Sequence[PlacedStage]) -> list[list[int]]:
-    """Per stage its workers: those that are used, numbered machine after machine, and in each stage after stage."""
-    on_machine = zip(*(placed.taken for placed in layout))
-    found: list[list[int]] = [[] for _ in layout]
-    number = 0
-    for counts in on_machine:
-        for stage, count in enumerate(counts):
-            found[stage] += range(number, number + count)
-            number += count
-    return found
+def _shares(model: Model, devices: Free, counts: set[int]) -> Iterator[tuple[Taken, Free]]:
+    """So many of the devices, and the rest of them."""
+    for count in sorted(counts):
+        if 1 <= count <= sum(devices):
+            for taken in placements(devices, model.size, count):
+                yield taken, left(devices, taken)

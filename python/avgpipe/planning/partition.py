@@ -7,8 +7,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from avgpipe.errors import nearest
 from avgpipe.planning.chain import (
@@ -16,7 +18,6 @@ from avgpipe.planning.chain import (
     Chain,
     check_limit,
     recomputed,
-    stage_bytes,
     stage_costs,
     weight_versions,
 )
@@ -64,8 +65,13 @@ class Partition:
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("boundaries", "replication", "stage_s", "memory_bytes"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, kind in (
+            ("boundaries", int),
+            ("replication", int),
+            ("stage_s", float),
+            ("memory_bytes", float),
+        ):
+            object.__setattr__(self, name, tuple(map(kind, getattr(self, name))))
         for name in ("placement", "machines"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
@@ -284,7 +290,7 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
         raise ValueError(f"cannot cut {len(costs)} layers into {stages} stages: every stage needs a layer")
     if any(not c >= 0 for c in costs):
         raise ValueError(f"layer costs must be numbers of at least 0, not {list(costs)}")
-    total = [0.0, *accumulate(costs)]
+    total = np.cumsum([0.0, *costs])
     return least_bottleneck(len(costs), stages, lambda k, first, last: total[last] - total[first])[1]
 
 
@@ -305,13 +311,8 @@ def balanced(
     chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size))
     count = min(4, len(profile.layers)) if stages is None else stages
 
-    def seconds(k: int, first: int, last: int) -> float:
-        return chain.compute_s(first, last)
-
-    def size(k: int, first: int, last: int) -> float:
-        return stage_bytes(chain, first, last, in_flight=1)
-
-    value, boundaries = least_bottleneck(chain.layers, count, seconds if by == "time" else size)
+    cost = chain.compute_s if by == "time" else chain.stage_bytes
+    value, boundaries = least_bottleneck(chain.layers, count, lambda k, first, last: cost(first, last))
     bounds = list(pairwise([0, *boundaries, chain.layers]))
     return Partition(
         method="balance",
@@ -323,7 +324,7 @@ def balanced(
         value=value,
         micro_batch_size=chain.micro_batch_size,
         workers=count,
-        memory_bytes=[size(0, *block) for block in bounds] if by == "bytes" else [],
+        memory_bytes=[chain.stage_bytes(*block) for block in bounds] if by == "bytes" else [],
     )
 
 
@@ -416,27 +417,26 @@ class Training:
             self._chain, bounds, self._schedule.micro_batches, self._pipelines, self._recompute
         )
 
-    def compute_s(self, first: int, last: int) -> float:
+    def compute_s(self, first: Any, last: Any) -> Any:
         """Seconds of a micro-batch, on average over those of a batch."""
         return self._chain.compute_s(first, last) + self._share * self._chain.forward_s(first, last)
 
-    def work_s(self, k: int, first: int, last: int) -> float:
+    def work_s(self, k: int, first: Any, last: Any) -> Any:
         chain = self._chain
         once_s = chain.update_s(first, last, self._pipelines > 1) - chain.accumulate_s(first, last)
         return self._schedule.micro_batches * self.compute_s(first, last) + once_s
 
-    def moved_s(self, k: int, first: int, last: int) -> float:
-        way_s = self._chain.incoming_s(first) + self._chain.outgoing_s(last)
+    def moved_s(self, k: int, first: Any, last: Any) -> Any:
+        way_s = self._chain.transfer_s[first] + self._chain.transfer_s[last]
         return 2 * self._schedule.micro_batches * way_s
 
-    def stage_bytes(self, k: int, first: int, last: int) -> float:
+    def stage_bytes(self, k: int, first: Any, last: Any) -> Any:
         """Bytes of stage k alone, with what a worker needs before it has a model."""
         return self.bytes_with(k, first, last, self._pipelines * self._in_flight[k])
 
-    def bytes_with(self, k: int, first: int, last: int, in_flight: int) -> float:
+    def bytes_with(self, k: int, first: Any, last: Any, in_flight: int) -> Any:
         """Bytes of stage k with so many micro-batches in flight, of all pipelines."""
-        return stage_bytes(
-            self._chain,
+        return self._chain.stage_bytes(
             first,
             last,
             in_flight=in_flight,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
-from avgpipe.planning.chain import Chain, check_limit, does_not_fit, stage_bytes
-from avgpipe.planning.cluster import check_enough, network, ring_s
-from avgpipe.planning.cuts import EXACT, NOT_THIS, TOO_LONG, Block, check_stages, fewest, tightest
+import numpy as np
+
+from avgpipe.planning.chain import Chain, check_limit, does_not_fit
+from avgpipe.planning.cluster import Level, check_enough, network, ring_s
+from avgpipe.planning.cuts import EXACT, Array, Block, Divisions, check_stages, table_of
 from avgpipe.planning.partition import Partition, transfer_notes
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.planning.simulation import check_count
@@ -49,45 +51,49 @@ def pipedream_2bw(
     micro-batches in flight on stage k all that is kept, or with recomputation the inputs, and the rest once. The
     published 2 |W| / d leaves gradients and optimizer state out, which would not fit.
     """
-    if stages is not None:
-        check_stages(len(profile.layers), stages)
-    nets = network(profile, stages, workers, None, link)
-    total = nets[0].units
-    check_enough(stages, total)
+    check_stages(len(profile.layers), stages)
+    net = network(profile, stages, workers, None, link)[0]
+    check_enough(stages, net.units)
     check_limit(memory_limit_bytes)
     if recompute not in (None, True, False):
         raise ValueError(f"recompute={recompute!r}: must be True, False, or None for what is faster")
-    batch = batch_size if batch_size is not None else total * profile.micro_batch_sizes[-1]
+    batch = batch_size if batch_size is not None else net.units * profile.micro_batch_sizes[-1]
     check_count("batch_size", batch)
     sizes = list(profile.micro_batch_sizes if micro_batch_sizes is None else micro_batch_sizes)
     for size in sizes:
         check_count("micro_batch_sizes", size)
-    search = _Search(profile, nets[0].link, total, stages, memory_limit_bytes)
-    shapes = _shapes(batch, sizes, total, stages or 1, recompute)
-    found = search.best(shapes)
-    if found is None:
-        assert memory_limit_bytes is not None
-        raise does_not_fit(
-            memory_limit_bytes, search.least_limit(shapes), "use more workers or smaller micro-batches"
-        )
-    rate, shape, blocks = found
-    chain = search.chain(shape.samples)
+    chains = {size: Chain(profile, size, net.link) for size in sizes}
+    limit = math.inf if memory_limit_bytes is None else memory_limit_bytes
+    best: tuple[float, _Shaped, list[Block]] | None = None
+    every = [
+        _Shaped(chains[shape.samples], shape, net, stages)
+        for shape in _shapes(batch, sizes, net.units, stages or 1, recompute)
+    ]
+    for shaped in every:
+        found = shaped.fastest(limit)
+        if found is not None and (best is None or found[0] > best[0] * (1 + EXACT)):
+            best = found[0], shaped, found[1]
+    if best is None:
+        least = min(shaped.least_bytes() for shaped in every)
+        raise does_not_fit(limit, least, "use more workers or smaller micro-batches")
+    rate, shaped, blocks = best
+    shape = shaped.shape
     return Partition(
         method="2bw",
-        layers=chain.layers,
+        layers=len(profile.layers),
         boundaries=[block.first for block in blocks[1:]],
         replication=[shape.width] * len(blocks),
-        stage_s=[search.stage_s(shape, block.first, block.last) / shape.width for block in blocks],
+        stage_s=[shaped.stage_s[block.first, block.last] / shape.width for block in blocks],
         objective=f"samples per second with {shape.micro_batches} micro-batches of each pipeline"
         + (", recomputing" if shape.recompute else ""),
         value=rate,
         micro_batch_size=shape.samples,
-        workers=total,
-        memory_bytes=search.sizes(shape, blocks),
+        workers=net.units,
+        memory_bytes=[shaped.bytes(1, block.behind)[block.first, block.last] for block in blocks],
         recompute=shape.recompute,
         system="pipedream-2bw",
         micro_batches=shape.micro_batches * shape.width,
-        notes=transfer_notes(nets[0].bytes_per_s),
+        notes=transfer_notes(net.bytes_per_s),
     )
 
 
@@ -111,108 +117,45 @@ def _shapes(
     return found
 
 
-class _Search:
-    def __init__(
-        self, profile: Profile, link: LinkProfile, workers: int, stages: int | None, limit: float | None
-    ) -> None:
-        self._profile, self._link, self._workers, self._stages = profile, link, workers, stages
-        self._limit = limit
-        self._chains: dict[int, Chain] = {}
+class _Shaped:
+    """The stages of a shape: what they take and hold, by first layer and the one after the last."""
 
-    def chain(self, samples: int) -> Chain:
-        if samples not in self._chains:
-            self._chains[samples] = Chain(self._profile, samples, self._link)
-        return self._chains[samples]
+    def __init__(self, chain: Chain, shape: Shape, net: Level, stages: int | None) -> None:
+        self.shape, self._chain, self._stages = shape, chain, stages
+        self._most = stages or min(net.units // shape.width, shape.micro_batches, chain.layers)
 
-    def best(self, shapes: Sequence[Shape]) -> tuple[float, Shape, list[Block]] | None:
-        """Samples per second, and what has so many; None where nothing fits."""
-        best: tuple[float, Shape, list[Block]] | None = None
-        for shape in sorted(shapes, key=self._at_best, reverse=True):
-            slowest_s = math.inf
-            if best is not None:
-                if self._at_best(shape) <= best[0]:
-                    break
-                slowest_s = shape.width * shape.samples / best[0] * (1 - EXACT)
-            plan = self._within(shape, slowest_s, self._limit)
-            if plan is not None:
-                low_s = shape.width * shape.samples / self._at_best(shape)
-                within = functools.partial(self._within, shape, limit=self._limit)
-                value_s, blocks = tightest(within, low_s, plan)
-                best = _rate(shape, value_s), shape, blocks
-        return best
+        def stage_s(first: Any, last: Any) -> Any:
+            """Seconds of a micro-batch; incoming are the activation and, from the stage after, the gradient."""
+            compute_s = chain.compute_s(first, last) * (_RECOMPUTE if shape.recompute else 1)
+            reduce_s = ring_s(chain.parameter_bytes(first, last), shape.width, net.bytes_per_s)
+            transfer_s = chain.transfer_s[first] + chain.transfer_s[last]
+            return np.maximum(compute_s + transfer_s, reduce_s / shape.micro_batches)
 
-    def _depth(self, shape: Shape) -> int:
-        """The most stages."""
-        return self._stages or min(
-            self._workers // shape.width, shape.micro_batches, len(self._profile.layers)
+        self.stage_s = table_of(chain.layers, stage_s)
+
+    def bytes(self, own: int, behind: int) -> Array:
+        """Bytes of a worker with ``behind`` stages after its own."""
+        bytes_of = partial(
+            self._chain.stage_bytes, in_flight=behind + 1, versions=2, recompute=self.shape.recompute
         )
+        return table_of(self._chain.layers, bytes_of)
 
-    def _at_best(self, shape: Shape) -> float:
-        """Samples per second if all stages took the same time and nothing else did."""
-        chain = self.chain(shape.samples)
-        whole_s = self._compute_s(shape, 0, chain.layers) / self._depth(shape)
-        longest_s = max(self._compute_s(shape, n, n + 1) for n in range(chain.layers))
-        return _rate(shape, max(whole_s, longest_s))
+    def fastest(self, limit: float) -> tuple[float, list[Block]] | None:
+        """The most samples per second, and with which stages; None where none fit."""
 
-    def _compute_s(self, shape: Shape, first: int, last: int) -> float:
-        return self.chain(shape.samples).compute_s(first, last) * (_RECOMPUTE if shape.recompute else 1)
+        def stage(own: int, behind: int) -> Array:
+            if limit == math.inf:
+                return self.stage_s
+            return np.where(self.bytes(own, behind) <= limit, self.stage_s, math.inf)
 
-    def stage_s(self, shape: Shape, first: int, last: int) -> float:
-        """Seconds of a micro-batch; incoming are the activation and, from the stage after, the gradient."""
-        chain = self.chain(shape.samples)
-        busy_s = self._compute_s(shape, first, last) + chain.incoming_s(first) + chain.outgoing_s(last)
-        size = chain.parameter_bytes(first, last)
-        return max(busy_s, ring_s(size, shape.width, self._link.bytes_per_s) / shape.micro_batches)
-
-    def _bytes(self, shape: Shape, first: int, last: int, behind: int) -> float:
-        return stage_bytes(
-            self.chain(shape.samples),
-            first,
-            last,
-            in_flight=behind + 1,
-            versions=2,
-            recompute=shape.recompute,
-        )
-
-    def sizes(self, shape: Shape, blocks: Sequence[Block]) -> list[float]:
-        return [
-            self._bytes(shape, block.first, block.last, len(blocks) - 1 - k) for k, block in enumerate(blocks)
-        ]
-
-    def _within(
-        self, shape: Shape, slowest_s: float, limit: float | None = None
-    ) -> tuple[float, list[Block]] | None:
-        """Stages of which none takes longer, and the longest."""
-
-        def need(first: int, last: int, behind: int) -> int:
-            if self._compute_s(shape, first, last) > slowest_s:
-                return TOO_LONG
-            fits = limit is None or self._bytes(shape, first, last, behind) <= limit
-            return 1 if fits and self.stage_s(shape, first, last) <= slowest_s else NOT_THIS
-
-        blocks = fewest(len(self._profile.layers), need, self._depth(shape), self._stages)
-        if blocks is None:
+        found = Divisions(self._chain.layers, stage, replicas=1).best(self._most, self._stages)
+        if found is None:
             return None
-        return max(self.stage_s(shape, block.first, block.last) for block in blocks), blocks
+        slowest_s, blocks = found
+        return self.shape.width * self.shape.samples / slowest_s if slowest_s else math.inf, blocks
 
-    def least_limit(self, shapes: Sequence[Shape]) -> float:
-        """The least memory limit that something fits into; the deepest of each micro-batch size need least."""
-        deepest: dict[tuple[int, bool], Shape] = {}
-        for shape in shapes:
-            known = deepest.setdefault((shape.samples, shape.recompute), shape)
-            if self._depth(shape) > self._depth(known):
-                deepest[shape.samples, shape.recompute] = shape
-        return min(map(self._least_limit, deepest.values()))
-
-    def _least_limit(self, shape: Shape) -> float:
-        def within(limit: float) -> tuple[float, list[Block]] | None:
-            plan = self._within(shape, math.inf, limit)
-            return None if plan is None else (max(self.sizes(shape, plan[1])), plan[1])
-
-        start = within(math.inf)
-        assert start is not None
-        return tightest(within, 0.0, start)[0]
-
-
-def _rate(shape: Shape, slowest_s: float) -> float:
-    return shape.width * shape.samples / slowest_s if slowest_s else math.inf
+    def least_bytes(self) -> float:
+        """The least memory limit that some stages fit into."""
+        found = Divisions(self._chain.layers, self.bytes, replicas=1).best(self._most, self._stages)
+        assert found is not None
+        return found[0]

@@ -86,7 +86,7 @@ class LinkProfile:
     latency_s: float
     bytes_per_s: float
 
-    def seconds(self, size_bytes: float) -> float:
+    def seconds(self, size_bytes: Any) -> Any:
         return self.latency_s + size_bytes / self.bytes_per_s
 
 
