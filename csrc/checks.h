@@ -15,9 +15,9 @@ namespace avgpipe {
 // one has its tensors once for all replicas: the t-th of T serves every Work whose index is t modulo T.
 struct Argument {
     const char* name;
-    const Tensors* tensors;
+    Tensors tensors;
     Slot slot;
-    bool is_written;
+    bool is_written = false;
     bool is_shared = false;
 };
 
@@ -27,34 +27,29 @@ struct CallSite {
     bool is_list;
 };
 
-// Which dtype a later argument may have beside the first one's.
-enum class Mixing {
-    kFloat32Master,  // the same, or float32 beside a 16-bit first
-    kEitherFloat32,  // the same, or float32 on either side of a 16-bit one
-};
-
 // One Work per tuple of tensors. Throws std::invalid_argument, naming the argument, both values and the way
 // out, unless the lists have one length (a shared one a divisor of it) and the tensors of a tuple one shape,
-// one dense stride order and allowed dtypes, all tensors one device, and no written tensor shares memory with
-// another.
-std::vector<Work> checked_work(const CallSite& site, std::span<const Argument> arguments, Mixing mixing);
+// one dense stride order and one dtype (or float32 beside a 16-bit first one, `either_way` also the reverse),
+// all tensors one device, and no written tensor shares memory with another.
+std::vector<Work> checked_work(const CallSite& site, std::span<const Argument> arguments, bool either_way);
 
 // Of pack and unpack_: one-to-one copies whose shapes, strides and dtypes may differ. The tensors must be
 // strided, float, on one device, and no written one may share memory with another.
 void check_copies(const CallSite& site, std::span<const Argument> arguments);
 
-// An option of one element: its value if it is on the CPU, where it may be if `may_be_on_cpu` or the tensors
-// are there, else nothing. Throws as checked_work does.
+// An option of one element: its value if it is on the CPU, else nothing. A counter may be float64, and on the
+// CPU whatever the tensors' device. Throws as checked_work does.
 struct Option {
     View view;
     std::optional<double> value;
 };
 Option checked_option(const CallSite& site, const char* name, const Tensor& option, const View& first,
-                      bool may_be_double, bool may_be_on_cpu);
+                      bool is_counter);
 
-DType checked_float(const CallSite& site, const char* name, ScalarType dtype);
-void check_finite_number(const CallSite& site, const char* name, double value);
-void check_not_negative(const CallSite& site, const char* name, double value);
+DType checked_float(const CallSite& site, const std::string& name, ScalarType dtype);
+
+enum class Demand { kFinite, kNotNegative, kBelowOne };
+void check_number(const CallSite& site, const std::string& name, double value, Demand demand);
 
 [[noreturn]] void refuse(const CallSite& site, const std::string& message);
 

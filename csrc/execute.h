@@ -1,15 +1,15 @@
-// Runs a checked job on a backend.
+// Runs a checked job where its tensors are.
 #pragma once
 
-#include "elastic/work.h"
-#include "torch_abi.h"
+#include "checks.h"
 
 namespace avgpipe {
 
-// `lost` is the counter of a check_finite call, else the placeholder; see new_counter.
-void execute_on_cpu(Job job, const Tensor& lost);
+// Refuses a tensor on a device that has no kernels.
+void require_kernel(const CallSite& site, const Tensor& tensor);
 
-// On the current stream of the device of `lost`, without waiting. Only if has_cuda_kernels (see library.h).
-void execute_on_cuda(const Job& job, const Tensor& lost);
+// On the device of `lost`: on torch's threads, or on the device's current stream without waiting. `lost` is
+// the counter of a check_finite call, else the placeholder; see new_counter.
+void execute(const Job& job, const Tensor& lost);
 
 }  // namespace avgpipe

@@ -1,356 +1,348 @@
-// The operators: one template each, checked arguments in front of a kernel, and at the end every schema in
-// one block.
+// The operators. Each is declared once, by its schema: the name of an argument says which operand of the
+// kernel it is, or which of the settings, and what is demanded of it.
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <regex>
+#include <string_view>
 
 #include "checks.h"
 #include "execute.h"
-#include "library.h"
 #include "torch_abi.h"
 
 namespace avgpipe {
 namespace {
 
-// Where a call was dispatched to. kOther takes what no other kernel does: empty lists, and devices to refuse.
-enum class Backend { kCpu, kCuda, kOther };
-
 using OptionalTensor = std::optional<Tensor>;
 
-// One tensor, or a list of them.
-template <class T>
-using Maybe = std::conditional_t<std::is_same_v<T, Tensor>, OptionalTensor, Tensors>;
+// ---- schemas ----------------------------------------------------------------------------------------
+struct Operator {
+    const char* name;
+    Kernel kernel;  // of optimizers: that of Adam, or of SGD with momentum
+    std::string arguments;
 
-Tensors as_list(Tensor tensor) {
-    return {std::move(tensor)};
-}
-Tensors as_list(Tensors tensors) {
-    return tensors;
-}
-Tensors as_list(OptionalTensor tensor) {
-    return tensor ? Tensors{*std::move(tensor)} : Tensors{};
+    std::string overload(bool is_list) const { return text(name, is_list ? ".list" : ""); }
+
+    // T is a tensor, and in the overload .list a list of them.
+    std::string schema(bool is_list) const {
+        static const std::regex kind(R"(\bT(\(\w!\))?(\?)? )");
+        const char* const type = is_list ? "Tensor$1[] " : "Tensor$1$2 ";
+        return text(overload(is_list), "(", std::regex_replace(arguments, kind, type), ") -> Tensor");
+    }
+};
+
+const std::string kCheck = ", bool check_finite=False";
+const std::string kRule = ", float from_step=1.0, float from_force=0.0, bool accumulate=True";
+const std::string kScaling = ", Tensor? grad_scale=None, Tensor? found_inf=None" + kCheck;
+const Operator kOperators[] = {
+    {"elastic_pull_", Kernel::kPull, "T(a!) x, T z, float alpha, *" + kCheck},
+    {"elastic_step_", Kernel::kStep,
+     "T(a!) x, T x_before, T z, T(b!) update, float alpha, int staleness, *" + kRule + kCheck},
+    {"easgd_step_", Kernel::kStep,
+     "T(a!) x, T z, T(b!) update, float alpha, *, float from_force=1.0, bool accumulate=True" + kCheck},
+    {"elastic_sgd_", Kernel::kMomentum,
+     "T(a!) x, T grad, T(b!)? momentum, T z, T(c!) update, float alpha, int staleness, *, float lr, "
+     "float mu=0.0, float dampening=0.0, float weight_decay=0.0, bool nesterov=False, "
+     "bool maximize=False, bool first_step=False" +
+         kRule + kScaling},
+    {"elastic_adamw_", Kernel::kAdam,
+     "T(a!) x, T grad, T(b!) exp_avg, T(c!) exp_avg_sq, T z, T(d!) update, float alpha, int staleness, *, "
+     "Tensor step, float lr, float beta1=0.9, float beta2=0.999, float eps=1e-08, "
+     "float weight_decay=0.01, bool decoupled=True, bool maximize=False" +
+         kRule + kScaling},
+    {"elastic_round_", Kernel::kAdamRound,
+     "Tensor(a!)[] xs, Tensor[] grads, Tensor(b!)[] states, T(c!) z, float alpha, *, str optimizer, "
+     "float lr, Tensor step, float mu=0.0, float dampening=0.0, bool nesterov=False, "
+     "bool first_step=False, float beta1=0.9, float beta2=0.999, float eps=1e-08, "
+     "float weight_decay=0.0, bool maximize=False" +
+         kScaling},
+    {"reference_apply_", Kernel::kApply, "T(a!) z, T(b!) update, float scale, *, bool zero=True" + kCheck},
+};
+
+// ---- what the names of arguments mean ---------------------------------------------------------------
+template <class Value>
+struct Named {
+    std::string_view name;
+    Value value;
+};
+
+struct Number {
+    double Settings::* place;
+    Demand demand;
+    Optimizer optimizer = Optimizer::kNone;  // the only one that takes it
+};
+
+constexpr Named<Slot> kOperands[] = {
+    {"x", Slot::kX},
+    {"xs", Slot::kX},
+    {"x_before", Slot::kBefore},
+    {"z", Slot::kZ},
+    {"update", Slot::kUpdate},
+    {"grad", Slot::kGrad},
+    {"grads", Slot::kGrad},
+    {"momentum", Slot::kFirst},
+    {"exp_avg", Slot::kFirst},
+    {"states", Slot::kFirst},
+    {"exp_avg_sq", Slot::kSecond},
+};
+constexpr Named<Number> kNumbers[] = {
+    {"alpha", {&Settings::alpha, Demand::kFinite}},
+    {"from_step", {&Settings::from_step, Demand::kFinite}},
+    {"from_force", {&Settings::from_force, Demand::kFinite}},
+    {"scale", {&Settings::scale, Demand::kFinite}},
+    {"lr", {&Settings::lr, Demand::kNotNegative}},
+    {"weight_decay", {&Settings::weight_decay, Demand::kNotNegative}},
+    {"mu", {&Settings::beta1, Demand::kNotNegative, Optimizer::kMomentum}},
+    {"dampening", {&Settings::dampening, Demand::kFinite, Optimizer::kMomentum}},
+    {"beta1", {&Settings::beta1, Demand::kBelowOne, Optimizer::kAdam}},
+    {"beta2", {&Settings::beta2, Demand::kBelowOne, Optimizer::kAdam}},
+    {"eps", {&Settings::eps, Demand::kNotNegative, Optimizer::kAdam}},
+};
+constexpr Named<bool Settings::*> kFlags[] = {
+    {"accumulate", &Settings::accumulates},    {"zero", &Settings::zeroes},
+    {"check_finite", &Settings::check_finite}, {"decoupled", &Settings::is_decoupled},
+    {"nesterov", &Settings::is_nesterov},      {"maximize", &Settings::maximizes},
+    {"first_step", &Settings::is_first},
+};
+
+template <class Table>
+auto find(const Table& table, const std::string& name) {
+    const auto is_it = [&](const auto& entry) { return entry.name == name; };
+    const auto found = std::find_if(std::begin(table), std::end(table), is_it);
+    return found == std::end(table) ? nullptr : &found->value;
 }
 
-bool is_on_cuda(const Tensor& tensor) {
-    return is_strided(tensor) && view_of(tensor).device_type == aoti_torch_device_type_cuda();
+struct Parameter {
+    std::string kind, name;
+    const Slot* operand = find(kOperands, name);
+    const Number* number = find(kNumbers, name);
+    bool Settings::* const* flag = find(kFlags, name);
+};
+
+std::vector<Parameter> parameters_of(const std::string& schema) {
+    static const std::regex parameter(R"([(,] ?([A-Za-z]\S*) (\w+))");
+    std::vector<Parameter> found;
+    for (std::sregex_iterator at(schema.begin(), schema.end(), parameter), end; at != end; ++at)
+        found.push_back({(*at)[1], (*at)[2]});
+    return found;
 }
 
-// Whether there is a kernel for what was dispatched to kBackend with this first tensor. To kOther come CUDA
-// tensors of a library that was built without CUDA: the kernels may have been compiled at run time.
-template <Backend kBackend>
-bool can_run(const Tensors& first) {
-    return !first.empty() &&
-           (kBackend != Backend::kOther || (is_on_cuda(first.front()) && has_cuda_kernels()));
-}
+// ---- a call -----------------------------------------------------------------------------------------
+struct Call {
+    CallSite site;
+    Kernel kernel;
+    Optimizer optimizer = optimizer_of(kernel);  // kMomentum: SGD, with or without
+    Settings settings = {};
+    std::vector<Argument> arguments = {};
+    int64_t staleness = 0;
+    OptionalTensor step = {}, grad_scale = {}, found_inf = {};
+    std::optional<std::string> name = {};  // of a round's optimizer
 
-// No kernel exists for this device, or there is no tensor to tell the device.
-Tensor run_nowhere(const CallSite& site, const Tensors& first, bool check_finite) {
-    if (first.empty()) return check_finite ? new_counter() : new_placeholder();
-    if (!is_strided(first.front())) refuse(site, "a sparse tensor was passed; pass dense tensors");
-    const View view = view_of(first.front());
-    refuse(site,
-           text("no kernel for ", device_name(view.device_type, view.device_index),
-                is_on_cuda(first.front())
-                    ? ": built without CUDA; install CuPy (see avgpipe doctor) or rebuild with AVGPIPE_CUDA=1"
-                    : "; move the tensors to cpu or cuda"));
-}
+    bool takes(const Number& number) const {
+        return number.optimizer == Optimizer::kNone || number.optimizer == optimizer;
+    }
+};
 
-template <Backend kBackend>
-void execute(const Job& job, const Tensor& lost) {
-    if constexpr (kBackend == Backend::kCpu) {
-        execute_on_cpu(job, lost);
+// Takes over what the dispatcher passed, without looking at it: it must all be taken.
+void accept(Call& call, const Parameter& p, StableIValue value) {
+    using torch::stable::detail::to;
+    if (p.operand != nullptr) {
+        Tensors tensors;
+        if (p.kind.ends_with("[]")) {
+            tensors = to<Tensors>(value);
+        } else if (const auto tensor =
+                       p.kind.ends_with("?") ? to<OptionalTensor>(value) : to<Tensor>(value)) {
+            tensors.push_back(*tensor);
+        }
+        call.arguments.push_back({p.name.c_str(), std::move(tensors), *p.operand});
+    } else if (p.number != nullptr) {
+        if (call.takes(*p.number)) call.settings.*p.number->place = to<double>(value);
+    } else if (p.flag != nullptr) {
+        call.settings.** p.flag = to<bool>(value);
+    } else if (p.name == "staleness") {
+        call.staleness = to<int64_t>(value);
+    } else if (p.name == "optimizer") {
+        call.name = take(to<String>(value));
+        const bool is_adam = *call.name == "adam" || *call.name == "adamw";
+        call.optimizer = is_adam               ? Optimizer::kAdam
+                         : *call.name == "sgd" ? Optimizer::kMomentum
+                                               : Optimizer::kNone;
+        call.settings.is_decoupled = *call.name == "adamw";
+    } else if (p.name == "step") {
+        call.step = to<Tensor>(value);
     } else {
-        execute_on_cuda(job, lost);
+        (p.name == "grad_scale" ? call.grad_scale : call.found_inf) = to<OptionalTensor>(value);
     }
 }
 
-// Checks the tensors, then runs. The settings have been checked.
-template <Backend kBackend>
-Tensor run(const CallSite& site, Kernel kernel, const Settings& settings, std::span<const Argument> arguments,
-           Mixing mixing = Mixing::kFloat32Master) {
-    std::vector<Work> works = checked_work(site, arguments, mixing);
-    const Tensors& first = *arguments.front().tensors;
-    if (!can_run<kBackend>(first)) return run_nowhere(site, first, settings.check_finite);
-    if (kernel == Kernel::kStep) {  // without x_before, x has made no step
-        for (Work& work : works)
-            if (work[Slot::kBefore].data == nullptr) work[Slot::kBefore] = work[Slot::kX];
+void check_numbers(Call& call, const std::vector<Parameter>& parameters) {
+    Settings& s = call.settings;
+    if (call.name && call.optimizer == Optimizer::kNone)
+        refuse(call.site, text("optimizer is '", *call.name, "'; pass 'sgd', 'adam' or 'adamw'"));
+    for (const Parameter& p : parameters) {
+        if (p.number != nullptr && call.takes(*p.number))
+            check_number(call.site, p.name, s.*p.number->place, p.number->demand);
     }
-    Job job{kernel, settings, works.data(), static_cast<int64_t>(works.size())};
-    for (const Argument& argument : arguments) {
-        if (argument.is_shared) job.tensors = static_cast<int64_t>(argument.tensors->size());
+    if (call.staleness != 0 && call.staleness != 1)
+        refuse(call.site, text("staleness is ", call.staleness, "; pass 0 or 1"));
+    s.lags = call.staleness == 1;
+    if (call.optimizer == Optimizer::kMomentum && s.is_nesterov && (s.beta1 == 0.0 || s.dampening != 0.0)) {
+        refuse(call.site, text("nesterov with mu ", s.beta1, " and dampening ", s.dampening,
+                               "; it needs a mu above 0 and no dampening"));
     }
-    job.replicas = static_cast<int64_t>(works.size()) / job.tensors;
-    Tensor lost = settings.check_finite ? new_counter(first.front()) : new_placeholder(first.front());
-    execute<kBackend>(job, lost);
+}
+
+// Finds the kernel by how many states there are for each x: Adam has two, SGD a momentum buffer or none. A
+// round has them in one list, kind after kind.
+void choose_kernel(Call& call) {
+    std::vector<Argument>& arguments = call.arguments;
+    const auto states = std::find_if(arguments.begin(), arguments.end(),
+                                     [](const Argument& argument) { return argument.slot == Slot::kFirst; });
+    const size_t xs = arguments.front().tensors.size(), given = states->tensors.size();
+    size_t kinds = 2;
+    if (call.optimizer == Optimizer::kMomentum) {
+        const double mu = call.settings.beta1;
+        if (given == 0 && mu != 0.0 && xs > 0)
+            refuse(call.site, text("mu is ", mu, " but there is no momentum; pass buffers like x"));
+        if (given != 0 && mu == 0.0)
+            refuse(call.site, text("mu is 0 but there are ", given, " momentum buffers; pass none"));
+        kinds = given != 0 ? 1 : 0;
+    }
+    const Kernel first = call.name ? Kernel::kSgdRound : Kernel::kSgd;
+    call.kernel = static_cast<Kernel>(static_cast<size_t>(first) + kinds);
+    if (call.name && given != kinds * xs) {
+        refuse(call.site,
+               text("there are ", given, " states for ", xs, " xs; pass ", kinds, " for each: all ",
+                    kinds < 2 ? "momentum buffers" : "exp_avg, then all exp_avg_sq"));
+    }
+    if (kinds == 0) {
+        arguments.erase(states);
+    } else if (call.name && kinds == 2) {
+        const auto middle = states->tensors.begin() + static_cast<std::ptrdiff_t>(xs);
+        Argument second{"states' exp_avg_sq", {middle, states->tensors.end()}, Slot::kSecond};
+        states->tensors.erase(middle, states->tensors.end());
+        states->name = "states' exp_avg";
+        arguments.push_back(std::move(second));
+    }
+}
+
+void read_options(Call& call, const View& first) {
+    Settings& s = call.settings;
+    if (call.optimizer == Optimizer::kAdam) {
+        const Option step = checked_option(call.site, "step", *call.step, first, true);
+        if (step.value && !(*step.value >= 1.0 && std::isfinite(*step.value)))
+            refuse(call.site, text("step is ", *step.value, "; count steps from 1"));
+        s.step_count = step.value.value_or(1.0);
+        s.step = step.value ? nullptr : step.view.data;
+        s.step_is_double = step.view.dtype == ScalarType::Double;
+    }
+    if (call.grad_scale) {
+        const Option scale = checked_option(call.site, "grad_scale", *call.grad_scale, first, false);
+        s.grad_scale = scale.value ? nullptr : static_cast<const float*>(scale.view.data);
+        s.unscale = 1.0 / scale.value.value_or(1.0);
+    }
+    if (call.found_inf) {
+        const Option found = checked_option(call.site, "found_inf", *call.found_inf, first, false);
+        s.found_inf = found.value ? nullptr : static_cast<const float*>(found.view.data);
+        s.skips = found.value.value_or(0.0) != 0.0;
+    }
+}
+
+// The number of lost elements (int64, shape ()) with check_finite, else an int64 placeholder of shape (0,).
+Tensor run(Call& call, const std::vector<Parameter>& parameters) {
+    Settings& s = call.settings;
+    check_numbers(call, parameters);
+    if (call.optimizer != Optimizer::kNone) choose_kernel(call);
+    size_t references = 0;
+    for (Argument& argument : call.arguments) {
+        argument.is_written =
+            writes(call.kernel, argument.slot) && (argument.slot != Slot::kUpdate || s.zeroes);
+        argument.is_shared = argument.slot == Slot::kZ && argument.is_written;
+        if (argument.is_shared) references = argument.tensors.size();
+    }
+    std::vector<Work> works = checked_work(call.site, call.arguments, call.kernel == Kernel::kApply);
+    const Tensors& first = call.arguments.front().tensors;
+    if (first.empty()) return s.check_finite ? new_counter() : new_placeholder();
+    require_kernel(call.site, first.front());
+    read_options(call, view_of(first.front()));
+    for (Work& work : works) {  // without x_before, x has made no step
+        if (call.kernel == Kernel::kStep && work[Slot::kBefore].data == nullptr)
+            work[Slot::kBefore] = work[Slot::kX];
+    }
+    const auto tensors = static_cast<int64_t>(references == 0 ? works.size() : references);
+    const auto replicas = static_cast<int64_t>(works.size()) / tensors;
+    if (call.name) s.scale = 1.0 / static_cast<double>(replicas);
+    const Job job{call.kernel, s, works.data(), tensors, replicas};
+    Tensor lost = s.check_finite ? new_counter(first.front()) : new_placeholder(first.front());
+    execute(job, lost);
     return lost;
 }
 
-// The averaging rule: see elastic_step_ in avgpipe_ext/operators.py.
-void set_rule(const CallSite& site, Settings& settings, double alpha, int64_t staleness, double from_step,
-              double from_force, bool accumulate) {
-    check_finite_number(site, "alpha", alpha);
-    check_finite_number(site, "from_step", from_step);
-    check_finite_number(site, "from_force", from_force);
-    if (staleness != 0 && staleness != 1) refuse(site, text("staleness is ", staleness, "; pass 0 or 1"));
-    settings.alpha = alpha;
-    settings.lags = staleness == 1;
-    settings.from_step = from_step;
-    settings.from_force = from_force;
-    settings.accumulates = accumulate;
+template <size_t kIndex, bool kIsList>
+void kernel(StableIValue* stack, uint64_t count, uint64_t) {
+    const Operator& self = kOperators[kIndex];
+    static const std::vector<Parameter> parameters = parameters_of(self.schema(kIsList));
+    Call call{{self.name, kIsList || is_round(self.kernel)}, self.kernel};
+    for (uint64_t i = 0; i < count; ++i) accept(call, parameters[i], stack[i]);
+    stack[0] = torch::stable::detail::from(run(call, parameters));
 }
 
-// The options of GradScaler; the first tensor tells the device.
-void set_scaling(const CallSite& site, Settings& settings, const Tensors& first,
-                 const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
-    if (first.empty() || !is_strided(first.front())) return;
-    const View view = view_of(first.front());
-    if (grad_scale) {
-        const Option option = checked_option(site, "grad_scale", *grad_scale, view, false, false);
-        settings.grad_scale = option.value ? nullptr : static_cast<const float*>(option.view.data);
-        if (option.value) settings.unscale = 1.0 / *option.value;
-    }
-    if (found_inf) {
-        const Option option = checked_option(site, "found_inf", *found_inf, view, false, false);
-        settings.found_inf = option.value ? nullptr : static_cast<const float*>(option.view.data);
-        if (option.value) settings.skips = *option.value != 0.0;
-    }
-}
-
-void set_sgd(const CallSite& site, Settings& settings, double lr, double mu, double dampening,
-             double weight_decay, bool nesterov, bool maximize, bool first_step) {
-    check_not_negative(site, "lr", lr);
-    check_not_negative(site, "mu", mu);
-    check_finite_number(site, "dampening", dampening);
-    check_not_negative(site, "weight_decay", weight_decay);
-    if (nesterov && (mu == 0.0 || dampening != 0.0)) {
-        refuse(site, text("nesterov with mu ", mu, " and dampening ", dampening,
-                          "; it needs a mu above 0 and no dampening"));
-    }
-    settings.lr = lr;
-    settings.beta1 = mu;
-    settings.dampening = dampening;
-    settings.weight_decay = weight_decay;
-    settings.is_nesterov = nesterov;
-    settings.maximizes = maximize;
-    settings.is_first = first_step;
-}
-
-void set_adam(const CallSite& site, Settings& settings, const Tensors& first, const Tensor& step, double lr,
-              double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize) {
-    check_not_negative(site, "lr", lr);
-    check_not_negative(site, "eps", eps);
-    check_not_negative(site, "weight_decay", weight_decay);
-    for (const auto& [name, beta] : {std::pair("beta1", beta1), std::pair("beta2", beta2)}) {
-        if (!(beta >= 0.0 && beta < 1.0))
-            refuse(site, text(name, " is ", beta, "; pass a number from 0 to below 1"));
-    }
-    settings.lr = lr;
-    settings.beta1 = beta1;
-    settings.beta2 = beta2;
-    settings.eps = eps;
-    settings.weight_decay = weight_decay;
-    settings.is_decoupled = decoupled;
-    settings.maximizes = maximize;
-    if (first.empty() || !is_strided(first.front())) return;
-    const Option option = checked_option(site, "step", step, view_of(first.front()), true, true);
-    if (!option.value) {
-        settings.step = option.view.data;
-        settings.step_is_double = option.view.dtype == ScalarType::Double;
-    } else if (*option.value >= 1.0 && std::isfinite(*option.value)) {
-        settings.step_count = *option.value;
-    } else {
-        refuse(site, text("step is ", *option.value, "; count steps from 1"));
-    }
-}
-
-// One momentum buffer for each x, or none at all.
-bool has_momentum(const CallSite& site, double mu, size_t buffers, size_t tensors) {
-    if (buffers == 0 && mu != 0.0 && tensors > 0)
-        refuse(site, text("mu is ", mu, " but there is no momentum; pass buffers like x"));
-    if (buffers != 0 && mu == 0.0)
-        refuse(site, text("mu is 0 but there are ", buffers, " momentum buffers; pass none"));
-    return buffers != 0;
-}
-
-template <class T>
-CallSite site_of(const char* name) {
-    return {name, std::is_same_v<T, Tensors>};
-}
-
-// ---- the operators. Each returns the number of lost elements (int64, shape ()) with check_finite, else an
-// int64 placeholder of shape (0,). T is Tensor, or Tensors for lists.
-// --------------------------------------------------------
-
-template <Backend kBackend, class T>
-Tensor elastic_pull(T x, T z, double alpha, bool check_finite) {
-    const CallSite site = site_of<T>("elastic_pull_");
-    check_finite_number(site, "alpha", alpha);
-    const Settings settings{.alpha = alpha, .check_finite = check_finite};
-    const Tensors xs = as_list(std::move(x)), zs = as_list(std::move(z));
-    const Argument arguments[] = {{"x", &xs, Slot::kX, true}, {"z", &zs, Slot::kZ, false}};
-    return run<kBackend>(site, Kernel::kPull, settings, arguments);
-}
-
-template <Backend kBackend, class T>
-Tensor elastic_step(T x, T x_before, T z, T update, double alpha, int64_t staleness, double from_step,
-                    double from_force, bool accumulate, bool check_finite) {
-    const CallSite site = site_of<T>("elastic_step_");
-    Settings settings{.check_finite = check_finite};
-    set_rule(site, settings, alpha, staleness, from_step, from_force, accumulate);
-    const Tensors xs = as_list(std::move(x)), befores = as_list(std::move(x_before)),
-                  zs = as_list(std::move(z)), updates = as_list(std::move(update));
-    const Argument arguments[] = {{"x", &xs, Slot::kX, true},
-                                  {"x_before", &befores, Slot::kBefore, false},
-                                  {"z", &zs, Slot::kZ, false},
-                                  {"update", &updates, Slot::kUpdate, true}};
-    return run<kBackend>(site, Kernel::kStep, settings, arguments);
-}
-
-template <Backend kBackend, class T>
-Tensor easgd_step(T x, T z, T update, double alpha, double from_force, bool accumulate, bool check_finite) {
-    const CallSite site = site_of<T>("easgd_step_");
-    Settings settings{.check_finite = check_finite};
-    set_rule(site, settings, alpha, 0, 0.0, from_force, accumulate);
-    const Tensors xs = as_list(std::move(x)), zs = as_list(std::move(z)),
-                  updates = as_list(std::move(update));
-    const Argument arguments[] = {
-        {"x", &xs, Slot::kX, true}, {"z", &zs, Slot::kZ, false}, {"update", &updates, Slot::kUpdate, true}};
-    return run<kBackend>(site, Kernel::kStep, settings, arguments);
-}
-
-template <Backend kBackend, class T>
-Tensor elastic_sgd(T x, T grad, Maybe<T> momentum, T z, T update, double alpha, int64_t staleness, double lr,
-                   double mu, double dampening, double weight_decay, bool nesterov, bool maximize,
-                   bool first_step, double from_step, double from_force, bool accumulate,
-                   OptionalTensor grad_scale, OptionalTensor found_inf, bool check_finite) {
-    const CallSite site = site_of<T>("elastic_sgd_");
-    const Tensors xs = as_list(std::move(x)), grads = as_list(std::move(grad)),
-                  momenta = as_list(std::move(momentum)), zs = as_list(std::move(z)),
-                  updates = as_list(std::move(update));
-    Settings settings{.check_finite = check_finite};
-    set_rule(site, settings, alpha, staleness, from_step, from_force, accumulate);
-    set_sgd(site, settings, lr, mu, dampening, weight_decay, nesterov, maximize, first_step);
-    set_scaling(site, settings, xs, grad_scale, found_inf);
-    const bool has_buffers = has_momentum(site, mu, momenta.size(), xs.size());
-    const Argument arguments[] = {{"x", &xs, Slot::kX, true},
-                                  {"grad", &grads, Slot::kGrad, false},
-                                  {"z", &zs, Slot::kZ, false},
-                                  {"update", &updates, Slot::kUpdate, true},
-                                  {"momentum", &momenta, Slot::kFirst, true}};
-    return run<kBackend>(site, has_buffers ? Kernel::kMomentum : Kernel::kSgd, settings,
-                         std::span(arguments, has_buffers ? 5 : 4));
-}
-
-template <Backend kBackend, class T>
-Tensor elastic_adamw(T x, T grad, T exp_avg, T exp_avg_sq, T z, T update, double alpha, int64_t staleness,
-                     Tensor step, double lr, double beta1, double beta2, double eps, double weight_decay,
-                     bool decoupled, bool maximize, double from_step, double from_force, bool accumulate,
-                     OptionalTensor grad_scale, OptionalTensor found_inf, bool check_finite) {
-    const CallSite site = site_of<T>("elastic_adamw_");
-    const Tensors xs = as_list(std::move(x)), grads = as_list(std::move(grad)),
-                  firsts = as_list(std::move(exp_avg)), seconds = as_list(std::move(exp_avg_sq)),
-                  zs = as_list(std::move(z)), updates = as_list(std::move(update));
-    Settings settings{.check_finite = check_finite};
-    set_rule(site, settings, alpha, staleness, from_step, from_force, accumulate);
-    set_adam(site, settings, xs, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize);
-    set_scaling(site, settings, xs, grad_scale, found_inf);
-    const Argument arguments[] = {{"x", &xs, Slot::kX, true},
-                                  {"grad", &grads, Slot::kGrad, false},
-                                  {"exp_avg", &firsts, Slot::kFirst, true},
-                                  {"exp_avg_sq", &seconds, Slot::kSecond, true},
-                                  {"z", &zs, Slot::kZ, false},
-                                  {"update", &updates, Slot::kUpdate, true}};
-    return run<kBackend>(site, Kernel::kAdam, settings, arguments);
-}
-
-template <Backend kBackend, class T>
-Tensor elastic_round(Tensors xs, Tensors grads, Tensors states, T z, double alpha, String optimizer_name,
-                     double lr, Tensor step, double mu, double dampening, bool nesterov, bool first_step,
-                     double beta1, double beta2, double eps, double weight_decay, bool maximize,
-                     OptionalTensor grad_scale, OptionalTensor found_inf, bool check_finite) {
-    const std::string optimizer = take(optimizer_name);
-    const CallSite site{"elastic_round_", true};
-    const Tensors zs = as_list(std::move(z));
-    const bool is_sgd = optimizer == "sgd";
-    if (!is_sgd && optimizer != "adam" && optimizer != "adamw")
-        refuse(site, text("optimizer is '", optimizer, "'; pass 'sgd', 'adam' or 'adamw'"));
-    check_finite_number(site, "alpha", alpha);
-    Settings settings{.alpha = alpha, .check_finite = check_finite};
-    if (is_sgd) {
-        set_sgd(site, settings, lr, mu, dampening, weight_decay, nesterov, maximize, first_step);
-    } else {
-        set_adam(site, settings, xs, step, lr, beta1, beta2, eps, weight_decay, optimizer == "adamw",
-                 maximize);
-    }
-    set_scaling(site, settings, xs, grad_scale, found_inf);
-    settings.scale = xs.empty() ? 1.0 : static_cast<double>(zs.size()) / static_cast<double>(xs.size());
-    const size_t kinds = is_sgd ? (has_momentum(site, mu, states.size(), xs.size()) ? 1 : 0) : 2;
-    if (states.size() != kinds * xs.size()) {
-        refuse(site, text("there are ", states.size(), " states for ", xs.size(), " xs; pass ", kinds,
-                          " for each: all ", is_sgd ? "momentum buffers" : "exp_avg, then all exp_avg_sq"));
-    }
-    const auto middle = states.begin() + static_cast<std::ptrdiff_t>(kinds == 0 ? 0 : xs.size());
-    const Tensors firsts(states.begin(), middle), seconds(middle, states.end());
-    const Argument arguments[] = {{"xs", &xs, Slot::kX, true},
-                                  {"grads", &grads, Slot::kGrad, false},
-                                  {"z", &zs, Slot::kZ, true, true},
-                                  {is_sgd ? "states" : "states' exp_avg", &firsts, Slot::kFirst, true},
-                                  {"states' exp_avg_sq", &seconds, Slot::kSecond, true}};
-    const Kernel kernel = kinds == 0   ? Kernel::kSgdRound
-                          : kinds == 1 ? Kernel::kMomentumRound
-                                       : Kernel::kAdamRound;
-    return run<kBackend>(site, kernel, settings, std::span(arguments, 3 + kinds));
-}
-
-template <Backend kBackend, class T>
-Tensor reference_apply(T z, T update, double scale, bool zero, bool check_finite) {
-    const CallSite site = site_of<T>("reference_apply_");
-    check_finite_number(site, "scale", scale);
-    const Settings settings{.scale = scale, .zeroes = zero, .check_finite = check_finite};
-    const Tensors zs = as_list(std::move(z)), updates = as_list(std::move(update));
-    const Argument arguments[] = {{"z", &zs, Slot::kZ, true, true},
-                                  {"update", &updates, Slot::kUpdate, zero}};
-    return run<kBackend>(site, Kernel::kApply, settings, arguments, Mixing::kEitherFloat32);
-}
-
+// ---- one buffer for many tensors --------------------------------------------------------------------
 int64_t total_count(const Tensors& tensors) {
     int64_t total = 0;
     for (const Tensor& tensor : tensors) total += tensor.numel();
     return total;
 }
 
-// After check_copies, for a buffer of the right size.
-template <Backend kBackend>
-void pack_into(const CallSite& site, Tensors tensors, const Tensor& buffer) {
-    const DType to = checked_float(site, "the buffer", buffer.scalar_type());
+// Copies between a buffer and the tensors that lie in it, one after another. All have been checked.
+void copy_between(const CallSite& site, const Tensor& buffer, const Tensors& tensors, bool packs) {
+    const DType dtype = checked_float(site, "the buffer", buffer.scalar_type());
     std::vector<Work> works(tensors.size());
+    std::vector<std::pair<Tensor, Tensor>> with_gaps;  // and their contiguous stand-ins
     auto* place = static_cast<unsigned char*>(buffer.data_ptr());
     for (size_t t = 0; t < tensors.size(); ++t) {
-        if (!tensors[t].is_contiguous()) tensors[t] = torch::stable::contiguous(tensors[t]);
-        works[t][Slot::kBefore] = {tensors[t].data_ptr(),
-                                   checked_float(site, "tensors", tensors[t].scalar_type())};
-        works[t][Slot::kX] = {place, to};
-        works[t].count = tensors[t].numel();
-        place += works[t].count * size_of(to);
+        const Tensor& tensor = tensors[t];
+        const Tensor* whole = &tensor;
+        if (!tensor.is_contiguous()) {
+            whole = &with_gaps
+                         .emplace_back(tensor, packs ? torch::stable::contiguous(tensor)
+                                                     : torch::stable::new_empty(tensor, tensor.sizes()))
+                         .second;
+        }
+        const Operand outside{whole->data_ptr(), checked_float(site, "tensors", tensor.scalar_type())};
+        works[t][packs ? Slot::kBefore : Slot::kX] = outside;
+        works[t][packs ? Slot::kX : Slot::kBefore] = {place, dtype};
+        works[t].count = tensor.numel();
+        place += works[t].count * size_of(dtype);
     }
-    execute<kBackend>({Kernel::kCopy, {}, works.data(), static_cast<int64_t>(works.size())},
-                      new_placeholder(buffer));
+    execute({Kernel::kCopy, {}, works.data(), static_cast<int64_t>(works.size())}, new_placeholder(buffer));
+    if (packs) return;
+    for (auto& [tensor, whole] : with_gaps) torch::stable::copy_(tensor, whole);
 }
 
-void check_buffer(const CallSite& site, const char* name, const Tensor& buffer, const Tensors& tensors) {
+void copy_checked(const char* operator_name, const char* buffer_name, const Tensor& buffer, Tensors given,
+                  bool packs) {
+    const CallSite site{operator_name, true};
+    require_kernel(site, buffer);
+    const Argument arguments[] = {{buffer_name, {buffer}, Slot::kX, packs},
+                                  {"tensors", std::move(given), Slot::kX, !packs}};
+    const Tensors& tensors = arguments[1].tensors;
+    check_copies(site, arguments);
     const int64_t total = total_count(tensors);
-    if (buffer.dim() == 1 && buffer.is_contiguous() && buffer.numel() == total) return;
-    refuse(site, text(name, " has ", buffer.dim(), " dimensions and ", buffer.numel(),
-                      " elements, the tensors together ", total,
-                      "; pass a contiguous one of one dimension and as many elements"));
+    if (buffer.dim() != 1 || !buffer.is_contiguous() || buffer.numel() != total) {
+        refuse(site, text(buffer_name, " has ", buffer.dim(), " dimensions and ", buffer.numel(),
+                          " elements, the tensors together ", total,
+                          "; pass a contiguous one of one dimension and as many elements"));
+    }
+    copy_between(site, buffer, tensors, packs);
 }
 
-template <Backend kBackend>
-Tensor pack(Tensors tensors, std::optional<ScalarType> dtype) {
+Tensor pack(Tensors given, std::optional<ScalarType> dtype) {
     const CallSite site{"pack", true};
+    const Argument arguments[] = {{"tensors", std::move(given), Slot::kX}};
+    const Tensors& tensors = arguments[0].tensors;
     if (tensors.empty()) refuse(site, "there are no tensors; pass at least one");
-    if (!can_run<kBackend>(tensors)) return run_nowhere(site, tensors, false);
-    const Argument arguments[] = {{"tensors", &tensors, Slot::kBefore, false}};
+    require_kernel(site, tensors.front());
     check_copies(site, arguments);
     const ScalarType packed = dtype.value_or(tensors.front().scalar_type());
     checked_float(site, "dtype", packed);
@@ -359,138 +351,53 @@ Tensor pack(Tensors tensors, std::optional<ScalarType> dtype) {
             refuse(site, "the tensors have several dtypes; pass dtype=");
     }
     Tensor buffer = torch::stable::new_empty(tensors.front(), {total_count(tensors)}, packed);
-    pack_into<kBackend>(site, std::move(tensors), buffer);
+    copy_between(site, buffer, tensors, true);
     return buffer;
 }
 
-template <Backend kBackend>
 void pack_out(Tensors tensors, Tensor out) {
-    const CallSite site{"pack", true};
-    const Tensors outs{out};
-    if (!can_run<kBackend>(outs)) {
-        run_nowhere(site, outs, false);
-        return;
-    }
-    const Argument arguments[] = {{"out", &outs, Slot::kX, true},
-                                  {"tensors", &tensors, Slot::kBefore, false}};
-    check_copies(site, arguments);
-    check_buffer(site, "out", out, tensors);
-    pack_into<kBackend>(site, std::move(tensors), out);
+    copy_checked("pack", "out", out, std::move(tensors), true);
 }
 
-template <Backend kBackend>
 void unpack(Tensor buffer, Tensors tensors) {
-    const CallSite site{"unpack_", true};
-    const Tensors buffers{buffer};
-    if (!can_run<kBackend>(buffers)) {
-        run_nowhere(site, buffers, false);
-        return;
-    }
-    const Argument arguments[] = {{"buffer", &buffers, Slot::kBefore, false},
-                                  {"tensors", &tensors, Slot::kX, true}};
-    check_copies(site, arguments);
-    check_buffer(site, "buffer", buffer, tensors);
-    const DType from = checked_float(site, "buffer", buffer.scalar_type());
-    std::vector<Work> works(tensors.size());
-    std::vector<std::pair<Tensor, Tensor>> with_gaps;  // what to write, and its contiguous stand-in
-    const auto* place = static_cast<const unsigned char*>(buffer.data_ptr());
-    for (size_t t = 0; t < tensors.size(); ++t) {
-        Tensor whole = tensors[t];
-        if (!whole.is_contiguous()) {
-            whole = torch::stable::new_empty(whole, {whole.numel()});
-            with_gaps.emplace_back(tensors[t], whole);
-        }
-        works[t][Slot::kBefore] = {const_cast<unsigned char*>(place), from};
-        works[t][Slot::kX] = {whole.data_ptr(), checked_float(site, "tensors", whole.scalar_type())};
-        works[t].count = whole.numel();
-        place += works[t].count * size_of(from);
-    }
-    execute<kBackend>({Kernel::kCopy, {}, works.data(), static_cast<int64_t>(works.size())},
-                      new_placeholder(buffer));
-    for (auto& [tensor, whole] : with_gaps) {
-        torch::stable::copy_(tensor, torch::stable::view(whole, tensor.sizes()));
-    }
+    copy_checked("unpack_", "buffer", buffer, std::move(tensors), false);
 }
 
-// ---- registration
-// ----------------------------------------------------------------------------------------------------
-
-// Both overloads of one schema: T is a tensor, and in the overload .list a list of them.
-template <class Library>
-void define(Library& m, const std::string& name, const std::string& arguments) {
-    static const std::regex kind(R"(\bT(\(\w!\))?(\?)? )");
-    m.def((name + "(" + std::regex_replace(arguments, kind, "Tensor$1$2 ") + ") -> Tensor").c_str());
-    m.def((name + ".list(" + std::regex_replace(arguments, kind, "Tensor$1[] ") + ") -> Tensor").c_str());
+// ---- registration -----------------------------------------------------------------------------------
+template <class Library, size_t... kIndices>
+void implement(Library& m, std::index_sequence<kIndices...>) {
+    (m.impl(kOperators[kIndices].overload(false).c_str(), &kernel<kIndices, false>), ...);
+    (m.impl(kOperators[kIndices].overload(true).c_str(), &kernel<kIndices, true>), ...);
+    m.impl("pack", AVGPIPE_KERNEL(&pack));
+    m.impl("pack.out", AVGPIPE_KERNEL(&pack_out));
+    m.impl("unpack_", AVGPIPE_KERNEL(&unpack));
 }
 
-template <Backend kBackend, class T, class Library>
-void implement(Library& m, const std::string& overload) {
-    const auto name = [&](const char* base) { return base + overload; };
-    m.impl(name("elastic_pull_").c_str(), AVGPIPE_KERNEL((&elastic_pull<kBackend, T>)));
-    m.impl(name("elastic_step_").c_str(), AVGPIPE_KERNEL((&elastic_step<kBackend, T>)));
-    m.impl(name("easgd_step_").c_str(), AVGPIPE_KERNEL((&easgd_step<kBackend, T>)));
-    m.impl(name("elastic_sgd_").c_str(), AVGPIPE_KERNEL((&elastic_sgd<kBackend, T>)));
-    m.impl(name("elastic_adamw_").c_str(), AVGPIPE_KERNEL((&elastic_adamw<kBackend, T>)));
-    m.impl(name("elastic_round_").c_str(), AVGPIPE_KERNEL((&elastic_round<kBackend, T>)));
-    m.impl(name("reference_apply_").c_str(), AVGPIPE_KERNEL((&reference_apply<kBackend, T>)));
-}
-
-template <Backend kBackend, class Library>
-void implement_all(Library& m) {
-    implement<kBackend, Tensor>(m, "");
-    implement<kBackend, Tensors>(m, ".list");
-    m.impl("pack", AVGPIPE_KERNEL(&pack<kBackend>));
-    m.impl("pack.out", AVGPIPE_KERNEL(&pack_out<kBackend>));
-    m.impl("unpack_", AVGPIPE_KERNEL(&unpack<kBackend>));
-}
+using Indices = std::make_index_sequence<std::size(kOperators)>;
 
 }  // namespace
 }  // namespace avgpipe
 
 AVGPIPE_SCHEMAS(m) {
-    using avgpipe::define;
-    const std::string check = ", bool check_finite=False";
-    const std::string rule = ", float from_step=1.0, float from_force=0.0, bool accumulate=True";
-    const std::string scaling = ", Tensor? grad_scale=None, Tensor? found_inf=None" + check;
-    define(m, "elastic_pull_", "T(a!) x, T z, float alpha, *" + check);
-    define(m, "elastic_step_",
-           "T(a!) x, T x_before, T z, T(b!) update, float alpha, int staleness, *" + rule + check);
-    define(m, "easgd_step_",
-           "T(a!) x, T z, T(b!) update, float alpha, *, float from_force=1.0, bool accumulate=True" + check);
-    define(m, "elastic_sgd_",
-           "T(a!) x, T grad, T(b!)? momentum, T z, T(c!) update, float alpha, int staleness, *, float lr, "
-           "float mu=0.0, float dampening=0.0, float weight_decay=0.0, bool nesterov=False, "
-           "bool maximize=False, bool first_step=False" +
-               rule + scaling);
-    define(
-        m, "elastic_adamw_",
-        "T(a!) x, T grad, T(b!) exp_avg, T(c!) exp_avg_sq, T z, T(d!) update, float alpha, int staleness, *, "
-        "Tensor step, float lr, float beta1=0.9, float beta2=0.999, float eps=1e-08, "
-        "float weight_decay=0.01, bool decoupled=True, bool maximize=False" +
-            rule + scaling);
-    define(m, "elastic_round_",
-           "Tensor(a!)[] xs, Tensor[] grads, Tensor(b!)[] states, T(c!) z, float alpha, *, str optimizer, "
-           "float lr, Tensor step, float mu=0.0, float dampening=0.0, bool nesterov=False, "
-           "bool first_step=False, float beta1=0.9, float beta2=0.999, float eps=1e-08, "
-           "float weight_decay=0.0, bool maximize=False" +
-               scaling);
-    define(m, "reference_apply_", "T(a!) z, T(b!) update, float scale, *, bool zero=True" + check);
+    for (const avgpipe::Operator& each : avgpipe::kOperators) {
+        for (const bool is_list : {false, true}) m.def(each.schema(is_list).c_str());
+    }
     m.def("pack(Tensor[] tensors, *, ScalarType? dtype=None) -> Tensor");
     m.def("pack.out(Tensor[] tensors, *, Tensor(a!) out) -> ()");
     m.def("unpack_(Tensor buffer, Tensor(a!)[] tensors) -> ()");
 }
 
 AVGPIPE_KERNELS(CPU, m) {
-    avgpipe::implement_all<avgpipe::Backend::kCpu>(m);
+    avgpipe::implement(m, avgpipe::Indices());
 }
 
 #ifdef AVGPIPE_WITH_CUDA
 AVGPIPE_KERNELS(CUDA, m) {
-    avgpipe::implement_all<avgpipe::Backend::kCuda>(m);
+    avgpipe::implement(m, avgpipe::Indices());
 }
 #endif
 
-// Called for devices without a kernel and for empty lists, which have no device.
+// Called for devices without a kernel of their own and for empty lists, which have no device.
 AVGPIPE_KERNELS(CompositeExplicitAutograd, m) {
-    avgpipe::implement_all<avgpipe::Backend::kOther>(m);
+    avgpipe::implement(m, avgpipe::Indices());
 }

@@ -25,25 +25,15 @@ enum class Kernel : int32_t {
 
 enum class Optimizer : int32_t { kNone, kSgd, kMomentum, kAdam };
 
-constexpr AVGPIPE_HD Optimizer optimizer_of(Kernel kernel) {
-    switch (kernel) {
-        case Kernel::kSgd:
-        case Kernel::kSgdRound:
-            return Optimizer::kSgd;
-        case Kernel::kMomentum:
-        case Kernel::kMomentumRound:
-            return Optimizer::kMomentum;
-        case Kernel::kAdam:
-        case Kernel::kAdamRound:
-            return Optimizer::kAdam;
-        default:
-            return Optimizer::kNone;
-    }
-}
-
 // Several replicas' passes that share one z.
 constexpr AVGPIPE_HD bool is_round(Kernel kernel) {
-    return kernel == Kernel::kSgdRound || kernel == Kernel::kMomentumRound || kernel == Kernel::kAdamRound;
+    return kernel >= Kernel::kSgdRound && kernel <= Kernel::kAdamRound;
+}
+
+constexpr AVGPIPE_HD Optimizer optimizer_of(Kernel kernel) {
+    if (kernel < Kernel::kSgd || kernel > Kernel::kAdamRound) return Optimizer::kNone;
+    const Kernel first = is_round(kernel) ? Kernel::kSgdRound : Kernel::kSgd;
+    return static_cast<Optimizer>(1 + static_cast<int32_t>(kernel) - static_cast<int32_t>(first));
 }
 
 // The operands. `first` is SGD's momentum or Adam's exp_avg, `second` Adam's exp_avg_sq.
@@ -53,23 +43,14 @@ constexpr int kSlots = 7;
 // Whether a kernel uses the operand at all.
 constexpr AVGPIPE_HD bool uses(Kernel kernel, Slot slot) {
     const Optimizer optimizer = optimizer_of(kernel);
-    switch (slot) {
-        case Slot::kX:
-            return kernel != Kernel::kApply;
-        case Slot::kBefore:
-            return kernel == Kernel::kStep || kernel == Kernel::kCopy;
-        case Slot::kZ:
-            return kernel != Kernel::kCopy;
-        case Slot::kUpdate:
-            return kernel != Kernel::kPull && kernel != Kernel::kCopy && !is_round(kernel);
-        case Slot::kGrad:
-            return optimizer != Optimizer::kNone;
-        case Slot::kFirst:
-            return optimizer == Optimizer::kMomentum || optimizer == Optimizer::kAdam;
-        case Slot::kSecond:
-            return optimizer == Optimizer::kAdam;
-    }
-    return false;
+    const bool is_copy = kernel == Kernel::kCopy;
+    if (slot == Slot::kX) return kernel != Kernel::kApply;
+    if (slot == Slot::kBefore) return kernel == Kernel::kStep || is_copy;
+    if (slot == Slot::kZ) return !is_copy;
+    if (slot == Slot::kUpdate) return kernel != Kernel::kPull && !is_copy && !is_round(kernel);
+    if (slot == Slot::kGrad) return optimizer != Optimizer::kNone;
+    if (slot == Slot::kFirst) return optimizer >= Optimizer::kMomentum;
+    return optimizer == Optimizer::kAdam;
 }
 
 constexpr AVGPIPE_HD bool writes(Kernel kernel, Slot slot) {
@@ -180,11 +161,9 @@ AVGPIPE_HD double root(double value) {
 
 // Without branches: a compiler would make a loop for every combination of conditions, and not vectorise all
 // of them.
-AVGPIPE_HD float select(uint32_t mask, float yes, float no) {
-    return float_of((bits_of(yes) & mask) | (bits_of(no) & ~mask));
-}
-AVGPIPE_HD double select(uint64_t mask, double yes, double no) {
-    return double_of((bits_of(yes) & mask) | (bits_of(no) & ~mask));
+template <class A>
+AVGPIPE_HD A select(Mask<A> mask, A yes, A no) {
+    return same_bits<A>((same_bits<Mask<A>>(yes) & mask) | (same_bits<Mask<A>>(no) & ~mask));
 }
 
 // The optimizer's step, as torch.optim does it; a step that is skipped leaves everything as it is.

@@ -69,28 +69,17 @@ AVGPIPE_HD A overflow_limit(DType dtype) {
     return static_cast<A>(AVGPIPE_INFINITY);
 }
 
+template <class To, class From>
+AVGPIPE_HD To same_bits(From value) {
+    To same;
+    memcpy(&same, &value, sizeof same);
+    return same;
+}
 AVGPIPE_HD uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
+    return same_bits<uint32_t>(value);
 }
-
 AVGPIPE_HD float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-AVGPIPE_HD uint64_t bits_of(double value) {
-    uint64_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-AVGPIPE_HD double double_of(uint64_t bits) {
-    double value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+    return same_bits<float>(bits);
 }
 
 AVGPIPE_HD float widen(float value) {

@@ -163,7 +163,7 @@ void test_a_stream_copies_from_anywhere_to_anywhere() {
             for (size_t to = 1; to < 65; to += 9) {
                 std::vector<std::byte> target(kMost + 128);
                 std::vector<std::byte> wanted(kMost + 128);
-                stream(target.data() + to, source.data() + from, bytes);
+                avgpipe::stream(target.data() + to, source.data() + from, bytes);
                 std::memcpy(wanted.data() + to, source.data() + from, bytes);
                 expect_equal("streamed", target == wanted, 1);
             }

@@ -1,0 +1,126 @@
+// Names no CUDA symbol of libtorch at link time, so that the library also loads beside a CPU-only torch.
+#include "execute.h"
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "elastic/cpu.h"
+#include "library.h"
+
+#ifdef AVGPIPE_WITH_CUDA
+#include <dlfcn.h>
+
+#include <stdexcept>
+
+#include "elastic/cuda.h"
+#endif
+
+namespace avgpipe {
+namespace {
+
+// Threads share a job block by block, whatever the tensors' sizes. A block's start is a vector's.
+constexpr int64_t kBlock = 4096;
+// Blocks per thread worth the waking of it: some ten microseconds of work.
+constexpr int64_t kGrain = 8;
+// From this size on, what is written does not stay in the caches anyway.
+constexpr int64_t kStreamBytes = int64_t{8} << 20;
+
+// ends[t]: blocks of the tensors up to and with t.
+std::vector<int64_t> block_ends(const Job& job) {
+    std::vector<int64_t> ends(job.tensors);
+    int64_t blocks = 0;
+    for (int64_t t = 0; t < job.tensors; ++t) {
+        blocks += (job.work(t, 0).count + kBlock - 1) / kBlock;
+        ends[t] = blocks;
+    }
+    return ends;
+}
+
+// Of the operand that may be streamed.
+int64_t streamable_bytes(const Job& job) {
+    const Slot slot = job.kernel == Kernel::kCopy ? Slot::kX : Slot::kUpdate;
+    int64_t bytes = 0;
+    for (int64_t t = 0; t < job.tensors; ++t)
+        bytes += job.work(t, 0).count * size_of(job.work(t, 0)[slot].dtype);
+    return bytes;
+}
+
+void execute_on_cpu(Job job, const Tensor& lost) {
+    const CpuKernel kernel = cpu_kernel().run;
+    const std::vector<int64_t> ends = block_ends(job);
+    job.streams = streamable_bytes(job) >= kStreamBytes;
+    std::atomic<int64_t> total{0};
+    parallel_for(ends.empty() ? 0 : ends.back(), kGrain, [&](int64_t begin, int64_t end) {
+        int64_t mine = 0;
+        auto t = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
+        for (int64_t block = begin; block < end; ++t) {
+            const int64_t start = t == 0 ? 0 : ends[t - 1];
+            const int64_t last = std::min(end, ends[t]);
+            const int64_t stop = std::min((last - start) * kBlock, job.work(t, 0).count);
+            if (last > block) mine += kernel(job, t, (block - start) * kBlock, stop);
+            block = last;
+        }
+        total.fetch_add(mine, std::memory_order_relaxed);
+    });
+    if (lost.numel() == 1) *static_cast<int64_t*>(lost.data_ptr()) = total.load();
+}
+
+#ifdef AVGPIPE_WITH_CUDA
+using CurrentStream = decltype(&aoti_torch_get_current_cuda_stream);
+
+// libtorch_cuda is loaded privately by the Python module, so the global scope does not have it: ask for the
+// loaded library by its name. The global scope serves a statically linked torch.
+CurrentStream find_current_stream() {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    void* symbol = dlsym(library != nullptr ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream");
+    return reinterpret_cast<CurrentStream>(symbol);
+}
+
+void launch_inside(const Launch& launch, int32_t device) {
+    static const CurrentStream get = find_current_stream();
+    if (get == nullptr) {
+        throw std::runtime_error("avgpipe: this torch has no CUDA streams; install a CUDA build of torch");
+    }
+    const DeviceGuard guard(device);
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(get(device, &stream));
+    launch_kernel(launch, device, stream);
+}
+#else
+[[noreturn]] void launch_inside(const Launch&, int32_t) {
+    throw std::logic_error("a CUDA operator without kernels; see has_cuda_kernels");
+}
+#endif
+
+void execute_on_cuda(const Job& job, const Tensor& lost) {
+    const int32_t device = lost.get_device_index();
+    auto* counter = lost.numel() == 1 ? static_cast<unsigned long long*>(lost.data_ptr()) : nullptr;
+    for_each_launch(job, counter, [device](const Launch& launch) {
+        if (!launch_outside(launch, device)) launch_inside(launch, device);
+    });
+}
+
+}  // namespace
+
+void require_kernel(const CallSite& site, const Tensor& tensor) {
+    if (!is_strided(tensor)) refuse(site, "a sparse tensor was passed; pass dense tensors");
+    const View view = view_of(tensor);
+    const bool is_on_cuda = view.device_type == aoti_torch_device_type_cuda();
+    if (view.device_type == aoti_torch_device_type_cpu() || (is_on_cuda && has_cuda_kernels())) return;
+    refuse(site,
+           text("no kernel for ", device_name(view.device_type, view.device_index),
+                is_on_cuda
+                    ? ": built without CUDA; install CuPy (see avgpipe doctor) or rebuild with AVGPIPE_CUDA=1"
+                    : "; move the tensors to cpu or cuda"));
+}
+
+void execute(const Job& job, const Tensor& lost) {
+    if (view_of(lost).device_type == aoti_torch_device_type_cpu()) {
+        execute_on_cpu(job, lost);
+    } else {
+        execute_on_cuda(job, lost);
+    }
+}
+
+}  // namespace avgpipe
