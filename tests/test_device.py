@@ -86,7 +86,7 @@ def test_a_pipeline_selects_its_device_before_anything_is_on_it(
 def test_threads_that_receive_select_it_too(host: Host) -> None:
     """They copy what arrives to the device, each in a thread that begins on device 0."""
     links = [
-        GroupLink(group, 1 - k, (BACK, CHANNELS)[k], (CHANNELS, BACK)[k], PeerLost, Endpoint(Mailbox(), CUDA))
+        GroupLink(group, 1 - k, PeerLost, Endpoint(Mailbox(), CUDA, (BACK, CHANNELS)[k], (CHANNELS, BACK)[k]))
         for k, group in enumerate(groups(2))
     ]
     try:

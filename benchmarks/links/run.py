@@ -81,8 +81,8 @@ class Linked:
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup) -> None:
         self._rank, self._mailbox = rank, Mailbox()
         ends = ([BACK, ANSWER], [FORTH])
-        end = Endpoint(self._mailbox, torch.device("cpu"))
-        self._link = GroupLink(group, 1 - rank, ends[rank], ends[1 - rank], PeerLost, end)
+        end = Endpoint(self._mailbox, torch.device("cpu"), ends[rank], ends[1 - rank])
+        self._link = GroupLink(group, 1 - rank, PeerLost, end)
         self._source, self._answer, self._number = torch.ones(size, dtype=torch.uint8), torch.ones(1), 0
 
     def _send(self, channel: Channel, value: torch.Tensor, number: int) -> None:

@@ -71,7 +71,10 @@ def shared_ends(wire_dtype: torch.dtype | None) -> Ends:
     opened = [Inbox.open(inboxes[k].offer(), into[k]) for k in range(2)]
     boxes = [Mailbox(inbox.bell) for inbox in inboxes]
     links = [
-        SharedLink(inboxes[k], into[k], os.getpid(), opened[1 - k], Endpoint(boxes[k], CPU, wire_dtype))
+        SharedLink(
+            *(inboxes[k], opened[1 - k], os.getpid()),
+            Endpoint(boxes[k], CPU, into[k], into[1 - k], wire_dtype),
+        )
         for k in range(2)
     ]
     return Ends(links, boxes)
@@ -95,15 +98,9 @@ def groups(count: int) -> list[Any]:
 
 def group_ends(wire_dtype: torch.dtype | None) -> Ends:
     boxes = [Mailbox(), Mailbox()]
+    into = [BACK, CHANNELS]
     links = [
-        GroupLink(
-            group,
-            1 - k,
-            (BACK, CHANNELS)[k],
-            (CHANNELS, BACK)[k],
-            PeerLost,
-            Endpoint(boxes[k], CPU, wire_dtype),
-        )
+        GroupLink(group, 1 - k, PeerLost, Endpoint(boxes[k], CPU, into[k], into[1 - k], wire_dtype))
         for k, group in enumerate(groups(2))
     ]
     return Ends(links, boxes)

@@ -64,7 +64,8 @@ class DeviceEnds(Ends):
         self.slots = HostSlots()
         links = [
             CudaIpcLink(
-                *(inboxes[k], into[k], os.getpid(), opened[1 - k], Endpoint(boxes[k], CPU, wire_dtype)),
+                *(inboxes[k], opened[1 - k], os.getpid()),
+                Endpoint(boxes[k], CPU, into[k], into[1 - k], wire_dtype),
                 self.slots,
             )
             for k in range(2)

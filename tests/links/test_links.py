@@ -259,9 +259,9 @@ def test_a_link_has_a_thread_for_each_direction_and_none_for_what_never_comes() 
     group_0, group_1 = groups(2)
     out = [Channel(Message.ACTIVATION, 0, 0, 1)]
     one_way = [
-        GroupLink(group_0, 1, [], out, PeerLost, Endpoint(Mailbox(), CPU)),
-        GroupLink(group_1, 0, out, [], PeerLost, Endpoint(Mailbox(), CPU)),
-        GroupLink(group_1, 0, [], [], PeerLost, Endpoint(Mailbox(), CPU)),
+        GroupLink(group_0, 1, PeerLost, Endpoint(Mailbox(), CPU, outgoing=out)),
+        GroupLink(group_1, 0, PeerLost, Endpoint(Mailbox(), CPU, out)),
+        GroupLink(group_1, 0, PeerLost, Endpoint(Mailbox(), CPU)),
     ]
     assert threading.active_count() - before == 2
     for link in one_way:
@@ -339,7 +339,7 @@ def test_what_was_sent_last_arrives_although_the_sender_leaves() -> None:
     from_0, from_1 = [Channel("F", 0, 0, 1)], [Channel("F", 0, 1, 2)]
 
     def link(here: int, there: int, incoming: list[Channel], outgoing: list[Channel]) -> GroupLink:
-        return GroupLink(groups_of_3[here], there, incoming, outgoing, PeerLost, Endpoint(boxes[here], CPU))
+        return GroupLink(groups_of_3[here], there, PeerLost, Endpoint(boxes[here], CPU, incoming, outgoing))
 
     at_0, to_0 = link(0, 1, [], from_0), link(1, 0, from_0, [])
     to_2, at_2 = link(1, 2, [], from_1), link(2, 1, from_1, [])

@@ -236,7 +236,7 @@ def test_forgotten_headers_are_told_again() -> None:
     for n in (98, 99, 98, 99, 40, 99):
         assert_same(wire(torch.ones(n)), torch.ones(n))
     assert wire.texts == 300
-    assert len(wire.encoder._formats) == 64
+    assert len(wire.encoder._known) == 64
 
 
 def test_sixty_four_headers_are_remembered() -> None:
@@ -318,7 +318,7 @@ def test_a_narrower_wire_takes_half_of_the_bytes() -> None:
 
 
 def test_only_activations_and_gradients_of_training_are_narrowed() -> None:
-    end, x = Endpoint(Mailbox(), CPU, torch.float16), torch.ones(64)
+    end, x = Endpoint(Mailbox(), CPU, wire_dtype=torch.float16), torch.ones(64)
     found = [kind for kind in Message if end.encoder(Channel(kind, 0, 0, 1)).encode(x)[1].bytes < x.nbytes]
     assert found == ["F", "B", "X", "Y"]
 

@@ -34,11 +34,9 @@ def exchange() -> list[Any]:
     into = [BACK, CHANNELS][me]
     groups = edge_groups([(0, 1), (1, 0)], CPU, 60, backend="gloo")
 
-    def control(box: Mailbox) -> GroupLink:
-        lost = partial(world.lost, peer, peer)
-        return GroupLink(world.group, peer, into, [CHANNELS, BACK][me], lost, Endpoint(box, CPU))
-
-    link = NcclLink(control, groups, peer, Endpoint(mailbox, CPU))
+    control = partial(GroupLink, world.group, peer, partial(world.lost, peer))
+    end = Endpoint(mailbox, CPU, into, [CHANNELS, BACK][me])
+    link = NcclLink(control, groups, peer, end)
     kinds = [channel.kind for channel in [BACK, CHANNELS][peer]]
     for n in range(SENT):
         link.send(Key(Message(kinds[n % len(kinds)]), 0, me, peer, n, 0), value(n))

@@ -7,7 +7,7 @@ could not open; what two workers could both open, they have, and the best of it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 
 from avgpipe.errors import PipelineError
 from avgpipe.links import LINKS
-from avgpipe.links.cuda import nccl_joins, nccl_offer
-from avgpipe.links.link import Endpoint, Link, LocalLink, Mailbox, Topology, Transport
+from avgpipe.links.cuda import nccl_device, nccl_joins
+from avgpipe.links.link import Endpoint, Link, LocalLink, Mailbox, Transport
 from avgpipe.links.message import Channel, Message
 from avgpipe.ranks.world import World
 
@@ -54,53 +54,55 @@ class Links:
         kind: str,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self._world, self._device = world, device
-        topology = Topology(world.rank, ranks, into)
-        self.has_nccl = False
-        transports = _transports(kind, world, topology, device)
-        agreed = self._agree(transports, kind) if world.size > 1 else {}
-        bells = [transport for way in agreed.values() for transport in way if transport.bell is not None]
+        me, self.has_nccl = world.rank, False
+        sources = [{channel: ranks[channel.source] for channel in channels} for channels in into]
+        agreed: dict[int, list[Transport]] = {}
+        if world.size > 1:
+            agreed = self._agree(world, _transports(kind, world, sources, device), device, kind)
+        bells = [transport.bell for common in agreed.values() for transport in common if transport.bell]
         self.processes = {
             rank: transport.processes[rank]
-            for rank, way in agreed.items()
-            for transport in way
+            for rank, common in agreed.items()
+            for transport in common
             if rank in transport.processes
         }
-        self.mailbox = Mailbox(bells[0].bell if bells else None, len(self.processes) + 1, ranks)
-        self._by_rank: dict[int, Link] = {world.rank: LocalLink(self.mailbox, device)}
-        end = Endpoint(self.mailbox, device, wire_dtype)
+        self.mailbox = Mailbox(bells[0] if bells else None, len(self.processes) + 1, ranks)
+        self._by_rank: dict[int, Link] = {me: LocalLink(self.mailbox, device)}
         for rank, (best, *others) in agreed.items():
+            incoming = [channel for channel, source in sources[me].items() if source == rank]
+            outgoing = [channel for channel, source in sources[rank].items() if source == me]
+            end = Endpoint(self.mailbox, device, incoming, outgoing, wire_dtype)
             self._by_rank[rank] = best.link(rank, end, others)
         self.by_replica = {replica: self._by_rank[rank] for replica, rank in enumerate(ranks)}
         trained = (Message.ACTIVATION, Message.GRADIENT)
-        for rank in sorted({ranks[c.source] for c in into[world.rank] if c.kind in trained}):
-            _log.info(LINK_MESSAGE, *map(world.role, (world.rank, rank)), self._by_rank[rank].name)
+        for rank in sorted({source for channel, source in sources[me].items() if channel.kind in trained}):
+            _log.info(LINK_MESSAGE, world.role(me), world.role(rank), self._by_rank[rank].name)
 
-    def _agree(self, transports: dict[str, Transport], kind: str) -> dict[int, list[Transport]]:
-        """The transports that this worker and each peer could both open, the best first."""
-        world, me = self._world, self._world.rank
-        offers = world.gather(_offers(transports, self._device))
-        self.has_nccl = nccl_joins(offers)
-        reasons: dict[str, dict[str, str]] = {}
-        for name in reversed(transports):  # what others are built on first
-            found = [offer["links"].get(name, {"why": "not offered there"}) for offer in offers]
-            peers = [rank for rank in range(world.size) if rank != me]
-            whys = {str(rank): _why_not(transports[name], me, rank, found) for rank in peers}
-            reasons[name] = {rank: why for rank, why in whys.items() if why is not None}
-        verdicts = world.gather(reasons)
-        for rank, verdict in enumerate(verdicts):
-            for peer, why in verdict.get(kind, {}).items():
-                remedy = transports[kind].remedy
-                raise PipelineError(f"link {kind!r} cannot join ranks {rank} and {peer}: {why}; {remedy}")
-        return {
-            rank: [
-                transport
-                for name, transport in transports.items()
-                if str(rank) not in reasons[name] and str(me) not in verdicts[rank].get(name, {})
-            ]
-            for rank in range(world.size)
-            if rank != me
+    def _agree(
+        self, world: World, transports: dict[str, Transport], device: torch.device, kind: str
+    ) -> dict[int, list[Transport]]:
+        """Return, for each peer, the transports that both this worker and the peer could open, the best first."""
+        me, peers = world.rank, [rank for rank in range(world.size) if rank != world.rank]
+        bottom_up = list(reversed(transports))  # what others are built on first
+        said = world.gather([nccl_device(device), {name: _offer(transports[name]) for name in bottom_up}])
+        self.has_nccl = nccl_joins([nccl for nccl, _ in said])
+        missing = {"why": "not offered there"}
+        found = {name: [offers.get(name, missing) for _, offers in said] for name in bottom_up}
+        whys = {
+            name: {str(rank): _why_not(transports[name], me, rank, found[name]) for rank in peers}
+            for name in bottom_up
         }
+        all_whys = world.gather(whys)
+        for rank, theirs in enumerate(all_whys):
+            for peer, why in theirs.get(kind, {}).items():
+                if why is not None:
+                    remedy = transports[kind].remedy
+                    raise PipelineError(f"link {kind!r} cannot join ranks {rank} and {peer}: {why}; {remedy}")
+
+        def works(name: str, rank: int) -> bool:
+            return whys[name][str(rank)] is None and all_whys[rank].get(name, {}).get(str(me)) is None
+
+        return {rank: [t for name, t in transports.items() if works(name, rank)] for rank in peers}
 
     def close(self, patience_s: float) -> None:
         """Close all links: the others hear that this worker leaves before it waits for any of them."""
@@ -110,8 +112,10 @@ class Links:
             link.close(patience_s)
 
 
-def _transports(kind: str, world: World, topology: Topology, device: torch.device) -> dict[str, Transport]:
-    """The transports that serve, or are below, a kind of link, by name, the best first."""
+def _transports(
+    kind: str, world: World, into: Sequence[Mapping[Channel, int]], device: torch.device
+) -> dict[str, Transport]:
+    """Make the transports that serve, or are below, a kind of link; by name, the best first."""
     asked = {row.name for row in LINKS if kind == "auto" or row.name == kind}
     asked |= {name for row in LINKS if row.name in asked for name in row.below}
     made: dict[str, Transport] = {}
@@ -119,23 +123,20 @@ def _transports(kind: str, world: World, topology: Topology, device: torch.devic
         if row.name in asked and not (row.on_cuda and device.type != "cuda"):
             module, _, name = row.transport.partition(":")
             below = {other: made[other] for other in row.below}
-            made[row.name] = getattr(import_module(module), name)(world, topology, device, below)
+            made[row.name] = getattr(import_module(module), name)(world, into, device, below)
     return {name: made[name] for name in reversed(made)}
 
 
-def _offers(transports: dict[str, Transport], device: torch.device) -> dict[str, Any]:
-    """What this worker tells the others."""
-    links: dict[str, Any] = {}
-    for name in reversed(transports):
-        try:
-            links[name] = {"offer": transports[name].offer()}
-        except (OSError, MemoryError, RuntimeError) as error:
-            links[name] = {"why": str(error)}
-    return {"links": links, **nccl_offer(device)}
+def _offer(transport: Transport) -> dict[str, Any]:
+    """Return what a transport offers, or why it cannot be had here."""
+    try:
+        return {"offer": transport.offer()}
+    except (OSError, MemoryError, RuntimeError) as error:
+        return {"why": str(error)}
 
 
 def _why_not(transport: Transport, me: int, rank: int, offers: Sequence[dict[str, Any]]) -> str | None:
-    """Why this worker cannot link with ``rank``; None if it can."""
+    """Return why this worker cannot link with ``rank``; None if it can."""
     for offer in (offers[me], offers[rank]):
         if "why" in offer:
             return str(offer["why"])

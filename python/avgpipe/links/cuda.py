@@ -26,6 +26,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -66,16 +67,8 @@ class CudaIpcLink(SharedLink):
 
     name = "cuda-ipc"
 
-    def __init__(
-        self,
-        inbox: Inbox,
-        incoming: Sequence[Channel],
-        peer: int,
-        outbox: Inbox,
-        end: Endpoint,
-        slots: DeviceSlots,
-    ) -> None:
-        super().__init__(inbox, incoming, peer, outbox, end)
+    def __init__(self, inbox: Inbox, outbox: Inbox, peer: int, end: Endpoint, slots: DeviceSlots) -> None:
+        super().__init__(inbox, outbox, peer, end)
         self._slots = slots
         self._copies = devices.cuda.Stream(end.device)
         self._outgoing_slots: dict[tuple[Channel, int], Slot] = {}  # by the address of the ring's slot
@@ -89,7 +82,7 @@ class CudaIpcLink(SharedLink):
             super().send(key, value)
             return
         channel = Channel.of(key)
-        sender, encoder = self._outgoing.get(channel) or self._open(channel)
+        sender, encoder = self._outgoing[channel]
         number, format, text, tensors = encoder.encode(value)
         address = sender.reserve(_RECORD_BYTES + padded(len(text)))
         slot = self._slot(channel, address, format.bytes)
@@ -131,12 +124,10 @@ class _SlotDecoder(Decoder):
     def decode(self, number: int, text_bytes: int, memory: Any, offset: int = 0) -> ReadyOnEvent:
         data = bytes(memoryview(memory)[: _RECORD_BYTES + text_bytes])
         record = data[:_RECORD_BYTES]
-        slot = self._opened.get(record)
-        if slot is None:
-            slot = self._opened[record] = self._slots.open(record)
-        return _InSlot(
-            self._slots, slot, self._headers.format(number, data[_RECORD_BYTES:]), memory, self._reader
-        )
+        if record not in self._opened:
+            self._opened[record] = self._slots.open(record)
+        format = self._headers.format(number, data[_RECORD_BYTES:])
+        return _InSlot(self._slots, self._opened[record], format, memory, self._reader)
 
 
 class _InSlot(ReadyOnEvent):
@@ -167,7 +158,7 @@ class DeviceSlots:
     def __init__(self, device: torch.device) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self._device = torch.device("cuda", index)
-        self._driver = _Driver()
+        self._driver = ctypes.CDLL("libcuda.so.1")
         self._spare: list[Slot] = []
         with torch.cuda.device(self._device):
             torch.empty(1, device=self._device)  # makes the device's context this thread's
@@ -177,12 +168,15 @@ class DeviceSlots:
         if fitting:
             return self._spare.pop(min(fitting, key=lambda n: self._spare[n].memory.numel()))
         size = 1 << (size - 1).bit_length()  # messages that grow outgrow few slots
+        pointer, handle = ctypes.c_uint64(), _Handle()
         with torch.cuda.device(self._device):
-            pointer = self._driver.allocate(size)
+            what = f"{size} bytes of device memory"
+            self._call("cuMemAlloc_v2", what, ctypes.byref(pointer), ctypes.c_size_t(size))
+            self._call("cuIpcGetMemHandle", "sharing device memory", ctypes.byref(handle), pointer)
             full, free = (devices.cuda.Event(interprocess=True) for _ in range(2))
-            handles = self._driver.handle(pointer) + full.ipc_handle() + free.ipc_handle()
-        memory = self._tensor(_DeviceMemory(pointer, size))
-        return Slot(memory, full, free, size.to_bytes(HANDLE_BYTES, "little") + handles)
+        record = size.to_bytes(HANDLE_BYTES, "little"), bytes(handle), full.ipc_handle(), free.ipc_handle()
+        memory = self._tensor(_DeviceMemory(pointer.value, size))
+        return Slot(memory, full, free, b"".join(record))
 
     def give(self, slot: Slot) -> None:
         self._spare.append(slot)
@@ -191,14 +185,26 @@ class DeviceSlots:
         size, memory, full, free = (
             record[n : n + HANDLE_BYTES] for n in range(0, _RECORD_BYTES, HANDLE_BYTES)
         )
+        pointer, flags = ctypes.c_uint64(), ctypes.c_uint(_LAZY_PEER_ACCESS)
         with torch.cuda.device(self._device):
-            pointer = self._driver.open(memory)
+            what = "opening another process's device memory"
+            self._call(
+                "cuIpcOpenMemHandle_v2", what, ctypes.byref(pointer), _Handle.from_buffer_copy(memory), flags
+            )
             opened = [devices.cuda.Event.from_ipc_handle(self._device, handle) for handle in (full, free)]
-        tensor = self._tensor(_DeviceMemory(pointer, int.from_bytes(size, "little")))
+        tensor = self._tensor(_DeviceMemory(pointer.value, int.from_bytes(size, "little")))
         return Slot(tensor, opened[0], opened[1], record)
 
     def lend(self, slot: Slot, lease: Any, reader: Any) -> torch.Tensor:
         return self._tensor(_Loan(slot, lease, reader))
+
+    def _call(self, function: str, doing: str, *arguments: Any) -> None:
+        """Call a function of the CUDA driver; OSError where it fails."""
+        if status := getattr(self._driver, function)(*arguments):
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(status, ctypes.byref(text))
+            why = (text.value or b"unknown error").decode()
+            raise OSError(f"{doing}: {why} (CUDA error {status})")
 
     def _tensor(self, memory: _DeviceMemory) -> torch.Tensor:
         # The tensor keeps ``memory``, and with it the lease. The allocator knows nothing of it, so that
@@ -255,40 +261,6 @@ class _Handle(ctypes.Structure):
     _fields_ = (("data", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
-class _Driver:
-    """What is needed of the CUDA driver's interface."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
-
-    def allocate(self, size: int) -> int:
-        pointer = ctypes.c_uint64()
-        status = self._library.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size))
-        self._check(status, f"{size} bytes of device memory")
-        return pointer.value
-
-    def handle(self, pointer: int) -> bytes:
-        handle = _Handle()
-        status = self._library.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(pointer))
-        self._check(status, "sharing device memory")
-        return bytes(handle)
-
-    def open(self, handle: bytes) -> int:
-        pointer, opened = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
-        status = self._library.cuIpcOpenMemHandle_v2(
-            ctypes.byref(pointer), opened, ctypes.c_uint(_LAZY_PEER_ACCESS)
-        )
-        self._check(status, "opening another process's device memory")
-        return pointer.value
-
-    def _check(self, status: int, doing: str) -> None:
-        if status:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(status, ctypes.byref(text))
-            reason = (text.value or b"unknown error").decode()
-            raise OSError(f"{doing}: {reason} (CUDA error {status})")
-
-
 class IpcTransport(Transport):
     """Slots in the memory of a device that processes of one host share."""
 
@@ -297,18 +269,14 @@ class IpcTransport(Transport):
         return self._slots.offer()
 
     def open(self, rank: int, offers: Sequence[Any]) -> None:
-        if rank not in self._shared.opened:
+        if rank not in self.below["shm"].processes:
             raise ValueError("no shared memory with it")
         self._slots.check(offers[rank])
 
     def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> CudaIpcLink:
-        return CudaIpcLink(*self._shared.ends(rank), end, self._slots)
-
-    @property
-    def _shared(self) -> SharedTransport:
         shared = self.below["shm"]
         assert isinstance(shared, SharedTransport)
-        return shared
+        return CudaIpcLink(*shared.ends(rank), end, self._slots)
 
 
 # ---- processes that have a device each ---------------------------------------------------------------------------
@@ -331,13 +299,13 @@ def edge_groups(
 
 
 class NcclLink(Link):
-    """Connects this worker with rank ``peer``. ``control`` makes the link that carries formats, given its mailbox."""
+    """Connects this worker with rank ``peer``. ``control`` makes the link that carries formats, given its end."""
 
     name = "nccl"
 
     def __init__(
         self,
-        control: Callable[[Mailbox], Link],
+        control: Callable[[Endpoint], Link],
         groups: Mapping[Edge, dist.ProcessGroup],
         peer: int,
         end: Endpoint,
@@ -345,21 +313,17 @@ class NcclLink(Link):
         me = dist.get_rank()
         self._out, self._in = groups.get((me, peer)), groups.get((peer, me))
         self._peer, self._end = peer, end
-        self._encoders: dict[Channel, Encoder] = {}
-        self._decoders: dict[Channel, Decoder] = {}
+        self._encoders: dict[tuple[Any, ...], Encoder] = {c: end.encoder(c) for c in end.outgoing}
+        self._decoders: dict[tuple[Any, ...], Decoder] = {c: end.decoder(c) for c in end.incoming}
         self._sent = self._received = 0  # messages
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self._announced: dict[int, tuple[Key, int, str]] = {}  # by number
         self._intake = _Intake(end.mailbox)
-        self._control = control(self._intake)
+        self._control = control(Endpoint(self._intake, torch.device("cpu"), end.incoming, end.outgoing))
         end.mailbox.sources.append(self._collect)  # after the control link's own
 
     def send(self, key: Key, value: Any) -> None:
-        channel = Channel.of(key)
-        encoder = self._encoders.get(channel)
-        if encoder is None:
-            encoder = self._encoders[channel] = self._end.encoder(channel)
-        number, format, text, tensors = encoder.encode(value)
+        number, format, text, tensors = self._encoders[key[:4]].encode(value)
         if format.bytes:
             # Made on the lane's stream; NCCL's waits for that, and keeps the buffer until it has read it.
             buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._end.device)
@@ -375,19 +339,13 @@ class NcclLink(Link):
             key, (numbers, text) = self._intake.arrived.popleft()
             sent, number = numbers.tolist()
             self._announced[sent] = key, number, text
-        while (next_one := self._announced.pop(self._received, None)) is not None:
+        while self._received in self._announced:
+            key, number, text = self._announced.pop(self._received)
             self._received += 1
-            self._post(*next_one)
-
-    def _post(self, key: Key, number: int, text: str) -> None:
-        channel = Channel.of(key)
-        decoder = self._decoders.get(channel)
-        if decoder is None:
-            decoder = self._decoders[channel] = self._end.decoder(channel)
-        format = decoder.format(number, text.encode())
-        buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._end.device)
-        work = dist.irecv(buffer, self._peer, group=self._in) if format.bytes else None
-        self._end.mailbox.put(key, _Posted(buffer, work, format, self._end.device))
+            format = self._decoders[key[:4]].format(number, text.encode())
+            buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._end.device)
+            work = dist.irecv(buffer, self._peer, group=self._in) if format.bytes else None
+            self._end.mailbox.put(key, _Posted(buffer, work, format, self._end.device))
 
     def leave(self) -> None:
         self._control.leave()
@@ -419,29 +377,25 @@ class _Intake(Mailbox):
     """The mailbox of the control link: what arrives waits for the scheduler's thread."""
 
     def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox, self.bell, self.sources = mailbox, mailbox.bell, mailbox.sources
+        self.bell, self.sources, self.fail = mailbox.bell, mailbox.sources, mailbox.fail  # type: ignore[method-assign]
         self.arrived: deque[tuple[Key, Any]] = deque()
 
     def put(self, key: Key, value: Any) -> None:
         self.arrived.append((key, value))
 
     def deliver(self, key: Key, value: Any) -> None:
-        self.arrived.append((key, value))
-        self._mailbox.bell.ring()
-
-    def fail(self, failure: BaseException, source: int | None = None) -> None:
-        self._mailbox.fail(failure, source)
+        self.put(key, value)
+        self.bell.ring()
 
 
-def nccl_offer(device: torch.device) -> dict[str, Any]:
-    """Return what other workers must know of this one's device to use NCCL with it."""
-    return {"device": device_id(device), "nccl": dist.is_nccl_available()} if device.type == "cuda" else {}
+def nccl_device(device: torch.device) -> str | None:
+    """Return which device a worker would use NCCL with; None without either."""
+    return device_id(device) if device.type == "cuda" and dist.is_nccl_available() else None
 
 
-def nccl_joins(offers: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all workers, by what they offer, have NCCL and a CUDA device each: it refuses two on one device."""
-    devices = [offer.get("device") for offer in offers]
-    return None not in devices and len(set(devices)) == len(devices) and all(o.get("nccl") for o in offers)
+def nccl_joins(devices: Sequence[str | None]) -> bool:
+    """Whether all workers have NCCL and a CUDA device each: it refuses two on one device."""
+    return None not in devices and len(set(devices)) == len(devices)
 
 
 class NcclTransport(Transport):
@@ -450,24 +404,18 @@ class NcclTransport(Transport):
     _edges: dict[Edge, dist.ProcessGroup] | None = None
 
     def offer(self) -> Any:
-        return nccl_offer(self.device)
+        return nccl_device(self.device)
 
     def open(self, rank: int, offers: Sequence[Any]) -> None:
-        offered = [offer or {} for offer in offers]
-        if not nccl_joins(offered):
-            devices = len({offer.get("device") for offer in offered} - {None})
-            raise ValueError(
-                f"it needs NCCL and a GPU for each of {len(offers)} workers, which have {devices}"
-            )
+        if not nccl_joins(offers):
+            count = len(set(offers) - {None})
+            raise ValueError(f"it needs NCCL and a GPU for each of {len(offers)} workers, which have {count}")
 
     def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> NcclLink:
         if self._edges is None:  # for the first link, which all ranks make now
-            ranks, limit_s = self.topology.ranks, self.world.timeout_s
-            edges = sorted({(ranks[c.source], ranks[c.target]) for into in self.topology.into for c in into})
+            edges = sorted({(source, rank) for rank, of in enumerate(self.into) for source in of.values()})
+            limit_s = self.world.timeout_s
             self._edges = self.world.connect(lambda: edge_groups(edges, end.device, limit_s))
         host = next(n for n, other in enumerate(others) if not isinstance(other, IpcTransport))
-
-        def control(intake: Mailbox) -> Link:
-            return others[host].link(rank, Endpoint(intake, torch.device("cpu")), others[host + 1 :])
-
+        control = partial(others[host].link, rank, others=others[host + 1 :])
         return NcclLink(control, self._edges, rank, end)

@@ -83,34 +83,27 @@ class GroupLink(Link):
     Args:
         group: The pipeline's own group.
         rank: The other end.
-        incoming: The channels from there. Both ends name them in the same order.
-        outgoing: The channels to there, likewise.
         lost: Makes the error for a broken connection; it is told what was being done.
         end: This one.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        rank: int,
-        incoming: Sequence[Channel],
-        outgoing: Sequence[Channel],
-        lost: Callable[[str], PeerLost],
-        end: Endpoint,
+        self, group: dist.ProcessGroup, rank: int, lost: Callable[[str], PeerLost], end: Endpoint
     ) -> None:
         self.name = f"torch.distributed ({group.name()})"
         self._group, self._rank, self._lost, self._end = group, rank, lost, end
         self._is_closing = self._has_left = False
         self.latency_s: dict[str, float] = {}
-        self._outgoing = {channel: _Outgoing(n, channel, end) for n, channel in enumerate(outgoing)}
+        self._outgoing: dict[tuple[Any, ...], _Outgoing] = {
+            channel: _Outgoing(n, channel, end) for n, channel in enumerate(end.outgoing)
+        }
         self._queue: queue.PriorityQueue[tuple[float, int, _Packed | list[Any]]] = queue.PriorityQueue()
         self._count = itertools.count()  # keeps the order of a channel, whose batches rise
         self._queued = self._sent = 0  # messages: counted by the scheduler's thread, and by the sending one
         self._unreaped: list[Any] = []  # works of envelopes that the scheduler's thread has sent
-        self._incoming = [_Incoming(n, channel, end) for n, channel in enumerate(incoming)]
-        self._posted: deque[tuple[torch.Tensor, Any]] = deque()  # receives of envelopes
-        loops = {"send": self._send_all} if outgoing else {}
-        loops |= {"receive": self._receive_all} if incoming else {}
+        self._incoming = [_Incoming(n, channel, end) for n, channel in enumerate(end.incoming)]
+        loops = {"send": self._send_all} if end.outgoing else {}
+        loops |= {"receive": self._receive_all} if end.incoming else {}
         self._threads = [
             threading.Thread(target=loop, name=f"avgpipe-{what}-{rank}", daemon=True)
             for what, loop in loops.items()
@@ -157,7 +150,7 @@ class GroupLink(Link):
         all fall into step: while one waits for its last gradients, the other fills the line. First come, first served
         makes all of them late at the same time.
         """
-        message = self._outgoing[key[:4]].packed(key, value)  # type: ignore[index]  # a Channel is such a tuple
+        message = self._outgoing[key[:4]].packed(key, value)  # a Channel is such a tuple
         if message.payload is not None or self._queued != self._sent:
             self._queued += 1
             self._enqueue(message.place, message)
@@ -175,7 +168,7 @@ class GroupLink(Link):
         if self._outgoing and not self._has_left:
             self._has_left = True
             self._enqueue(_LAST, self._unreaped)
-            self._enqueue(_LAST, _Packed(_LAST, _envelope(0, _FAREWELL, 0, 0, 0, 0, 0)))
+            self._enqueue(_LAST, _Packed(_LAST, "its farewell", _envelope(0, _FAREWELL, 0, 0, 0, 0, 0)))
 
     def _enqueue(self, place: float, item: _Packed | list[Any]) -> None:
         self._queue.put((place, next(self._count), item))
@@ -193,30 +186,41 @@ class GroupLink(Link):
                 if isinstance(item, list):
                     _wait(item)
                     continue
-                if item.channel is None:
-                    line.append([self.post_send(item.envelope, _ENVELOPE_TAG)])
+                doing = f"sending {item.words}"
+                line.append(self._post(item))
+                if item.place == _LAST:
                     break
-                doing = f"sending {item.channel.words}"
-                line.append(item.channel.post(self, item))
             for works in line:
                 _wait(works)
         except Exception as error:
             self._broken(doing, error)
 
+    def _post(self, message: _Packed) -> list[Any]:
+        """Give gloo a message; return the works to wait for."""
+        payload, channel = message.payload, message.channel
+        if payload is None or channel is None:
+            return [self.post_send(message.envelope, _ENVELOPE_TAG)]
+        room, _ = channel.room.next(payload.numel())
+        if payload.numel() <= room:  # the payload first: when the envelope has come, all is there
+            return [self.post_send(payload, channel.tag), self.post_send(message.envelope, _ENVELOPE_TAG)]
+        works = [self.post_send(message.envelope, _ENVELOPE_TAG)]
+        if room:
+            works.append(self.post_send(torch.zeros(1, dtype=torch.uint8), channel.tag))
+        return [*works, self.post_send(payload, channel.tag + 1)]
+
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
     def _receive_all(self) -> None:
         free = [torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8) for _ in range(_ENVELOPES_AHEAD)]
+        posted: deque[tuple[torch.Tensor, Any]] = deque()
         try:
             select(self._end.device)
             while True:
                 if len(free) >= _ENVELOPES_AHEAD // 2:
                     # Several at once: gloo tells the other end of each, which costs least while it is awake.
-                    self._posted += [
-                        (envelope, self.post_receive(envelope, _ENVELOPE_TAG)) for envelope in free
-                    ]
+                    posted += [(envelope, self.post_receive(envelope, _ENVELOPE_TAG)) for envelope in free]
                     free.clear()
-                envelope, work = self._posted.popleft()
+                envelope, work = posted.popleft()
                 work.wait(_FOREVER)
                 if not self._take(envelope):
                     return
@@ -227,20 +231,37 @@ class GroupLink(Link):
     def _take(self, envelope: torch.Tensor) -> bool:
         """Deliver a message; False if it is the other end's last."""
         record = ctypes.string_at(envelope.data_ptr(), _RECORD.size)
-        channel, batch, micro_batch, number, text_bytes, total, sent_s = _RECORD.unpack(record)
-        if channel == _FAREWELL:
+        number, batch, micro_batch, format, text_bytes, total, sent_s = _RECORD.unpack(record)
+        if number == _FAREWELL:
             return False
-        incoming = self._incoming[channel]
+        incoming = self._incoming[number]
         end = _RECORD_BYTES + total
         has_payload = end > _ENVELOPE_BYTES
-        body = incoming.payload(self, total) if has_payload else envelope[_RECORD_BYTES:end].clone()
+        body = self._payload(incoming, total) if has_payload else envelope[_RECORD_BYTES:end].clone()
         took_s = time.time() - sent_s  # on the clocks of both ends
-        value = incoming.decoder.decode(number, text_bytes, body)
-        key = incoming.key(batch, micro_batch)
+        value = incoming.decoder.decode(format, text_bytes, body)
+        kind, pipeline, source, target = incoming.channel
+        key = Key(kind, pipeline, source, target, batch, micro_batch)
         if took_s < self.latency_s.get(key.kind, float("inf")):
             self.latency_s[key.kind] = took_s
         self._end.mailbox.deliver(key, value)
         return True
+
+    def _payload(self, channel: _Incoming, size: int) -> torch.Tensor:
+        """Wait for the payload that an envelope has announced, and post the receives of the next ones."""
+        room, more = channel.room.next(size)
+        buffer = None
+        if room:
+            buffer, work = channel.posted.popleft()
+            work.wait(_FOREVER)
+        if buffer is None or size > room:
+            buffer = torch.empty(size, dtype=torch.uint8)
+            self.post_receive(buffer, channel.tag + 1).wait(_FOREVER)
+        # Not before: while it writes a payload, gloo keeps a processor busy with what the other end sends.
+        for bytes in more:
+            following = torch.empty(bytes, dtype=torch.uint8)
+            channel.posted.append((following, self.post_receive(following, channel.tag)))
+        return buffer
 
 
 class GroupTransport(Transport):
@@ -248,14 +269,14 @@ class GroupTransport(Transport):
 
     def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> GroupLink:
         assert self.world.group is not None
-        channels = self.topology.incoming(rank), self.topology.outgoing(rank)
-        return GroupLink(self.world.group, rank, *channels, partial(self.world.lost, rank), end)
+        return GroupLink(self.world.group, rank, partial(self.world.lost, rank), end)
 
 
 class _Packed(NamedTuple):
-    """A message as it is sent. ``place``: in the line. ``channel``: None for the last one."""
+    """A message as it is sent. ``place``: in the line. ``words``: what it is, for people."""
 
     place: float
+    words: str
     envelope: torch.Tensor
     channel: _Outgoing | None = None
     payload: torch.Tensor | None = None
@@ -265,10 +286,9 @@ class _Outgoing:
     """The sending end of a channel."""
 
     def __init__(self, number: int, channel: Channel, end: Endpoint) -> None:
-        self._number, self._tag = number, _FIRST_TAG + 2 * number
-        self._is_of_micro_batches = channel.kind in OF_MICRO_BATCHES
-        self._encoder, self._room = end.encoder(channel), Room()
-        self.words = Message(channel.kind).words
+        self._number, self._encoder = number, end.encoder(channel)
+        self._trains, self._words = channel.kind in OF_MICRO_BATCHES, Message(channel.kind).words
+        self.tag, self.room = _FIRST_TAG + 2 * number, Room()
 
     def packed(self, key: Key, value: Any) -> _Packed:
         number, format, text, tensors = self._encoder.encode(value)
@@ -276,57 +296,25 @@ class _Outgoing:
         fits = _RECORD_BYTES + total <= _ENVELOPE_BYTES
         record = self._number, key.batch, key.micro_batch, number, len(text), total
         envelope = _envelope(total if fits else 0, *record)
-        place = key.batch if self._is_of_micro_batches else _FIRST
+        payload = None
         if fits:
             format.write_all(text, tensors, envelope.data_ptr() + _RECORD_BYTES)
-            return _Packed(place, envelope, self)
-        if not text and self._is_of_micro_batches and format.is_memory_of(tensors):
-            return _Packed(place, envelope, self, _copied_lazily(tensors[0]))
-        body = torch.empty(total, dtype=torch.uint8)
-        format.write_all(text, tensors, body.data_ptr())
-        return _Packed(place, envelope, self, body)
-
-    def post(self, link: GroupLink, message: _Packed) -> list[Any]:
-        """Send a message; return the works to wait for."""
-        envelope, payload = message.envelope, message.payload
-        if payload is None:
-            return [link.post_send(envelope, _ENVELOPE_TAG)]
-        size = payload.numel()
-        room, _ = self._room.next(size)
-        if size <= room:  # the payload first: when the envelope has come, all is there
-            return [link.post_send(payload, self._tag), link.post_send(envelope, _ENVELOPE_TAG)]
-        works = [link.post_send(envelope, _ENVELOPE_TAG)]
-        if room:
-            works.append(link.post_send(torch.zeros(1, dtype=torch.uint8), self._tag))
-        return [*works, link.post_send(payload, self._tag + 1)]
+        elif not text and self._trains and format.is_memory_of(tensors):
+            payload = _copied_lazily(tensors[0])
+        else:
+            payload = torch.empty(total, dtype=torch.uint8)
+            format.write_all(text, tensors, payload.data_ptr())
+        return _Packed(key.batch if self._trains else _FIRST, self._words, envelope, self, payload)
 
 
 class _Incoming:
-    """The receiving end of a channel."""
+    """The receiving end of a channel. ``posted``: buffers of receives, and their works."""
 
     def __init__(self, number: int, channel: Channel, end: Endpoint) -> None:
-        self._channel, self.decoder = channel, end.decoder(channel)
-        self._tag, self._room = _FIRST_TAG + 2 * number, Room()
-        self._posted: deque[tuple[torch.Tensor, Any]] = deque()
-
-    def key(self, batch: int, micro_batch: int) -> Key:
-        return Key(*self._channel, batch, micro_batch)
-
-    def payload(self, link: GroupLink, size: int) -> torch.Tensor:
-        """Wait for the payload that an envelope has announced, and post the receives of the next ones."""
-        room, more = self._room.next(size)
-        buffer = None
-        if room:
-            buffer, work = self._posted.popleft()
-            work.wait(_FOREVER)
-        if buffer is None or size > room:
-            buffer = torch.empty(size, dtype=torch.uint8)
-            link.post_receive(buffer, self._tag + 1).wait(_FOREVER)
-        # Not before: while it writes a payload, gloo keeps a processor busy with what the other end sends.
-        for bytes in more:
-            following = torch.empty(bytes, dtype=torch.uint8)
-            self._posted.append((following, link.post_receive(following, self._tag)))
-        return buffer
+        self.channel = channel
+        self.decoder = end.decoder(channel)
+        self.tag, self.room = _FIRST_TAG + 2 * number, Room()
+        self.posted: deque[tuple[torch.Tensor, Any]] = deque()
 
 
 def _envelope(more_bytes: int, *record: float) -> torch.Tensor:

@@ -7,7 +7,6 @@ whenever the bell has rung; threads, and other processes, ring it.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch
 
 from avgpipe.device import ReadyOnEvent, ready_on_event
 from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Decoder, Encoder, Key, detached
+from avgpipe.ranks.machine import cores
 from avgpipe.ranks.world import World
 from avgpipe_ext import ring
 
@@ -54,46 +54,24 @@ class Endpoint:
     Attributes:
         mailbox: Where what arrives goes.
         device: Where it is needed.
+        incoming: The channels from the other end. Both ends name them in the same order.
+        outgoing: The channels to the other end, likewise.
         wire_dtype: The dtype in which activations and gradients travel; None keeps theirs. Both ends have the same.
     """
 
     mailbox: Mailbox
     device: torch.device
+    incoming: Sequence[Channel] = ()
+    outgoing: Sequence[Channel] = ()
     wire_dtype: torch.dtype | None = None
 
     def encoder(self, channel: Channel) -> Encoder:
         """Return the sending end's memory of a channel."""
-        return Encoder(self._narrower(channel))
+        return Encoder(self.wire_dtype if channel.kind in OF_MICRO_BATCHES else None)
 
     def decoder(self, channel: Channel) -> Decoder:
         """Return the receiving end's memory of a channel."""
-        return Decoder(self._narrower(channel), self.device)
-
-    def _narrower(self, channel: Channel) -> torch.dtype | None:
-        return self.wire_dtype if channel.kind in OF_MICRO_BATCHES else None
-
-
-@dataclass(frozen=True)
-class Topology:
-    """Who sends what to whom.
-
-    Attributes:
-        rank: This worker's.
-        ranks: The rank that holds each stage replica.
-        into: For each rank, the channels that end there, from others.
-    """
-
-    rank: int
-    ranks: Sequence[int]
-    into: Sequence[Sequence[Channel]]
-
-    def incoming(self, peer: int) -> list[Channel]:
-        """Return the channels from a peer to this worker, in an order that both find alike."""
-        return [c for c in self.into[self.rank] if self.ranks[c.source] == peer]
-
-    def outgoing(self, peer: int) -> list[Channel]:
-        """Return the channels from this worker to a peer, in an order that both find alike."""
-        return [c for c in self.into[peer] if self.ranks[c.source] == self.rank]
+        return Decoder(self.wire_dtype if channel.kind in OF_MICRO_BATCHES else None, self.device)
 
 
 class Transport:
@@ -101,7 +79,7 @@ class Transport:
 
     Args:
         world: The ranks of the pipeline.
-        topology: Their channels.
+        into: For each rank, the channels that end there, and the ranks where they begin.
         device: This worker's.
         below: The transports that this one is built on, by name.
 
@@ -113,12 +91,16 @@ class Transport:
 
     remedy = "use 'auto'"
     bell: BellLike | None = None
-    processes: Mapping[int, int] = MappingProxyType({})
 
     def __init__(
-        self, world: World, topology: Topology, device: torch.device, below: Mapping[str, Transport]
+        self,
+        world: World,
+        into: Sequence[Mapping[Channel, int]],
+        device: torch.device,
+        below: Mapping[str, Transport],
     ) -> None:
-        self.world, self.topology, self.device, self.below = world, topology, device, below
+        self.world, self.into, self.device, self.below = world, into, device, below
+        self.processes: dict[int, int] = {}
 
     def offer(self) -> Any:
         """Return what other workers need to link with this one, as JSON has it.
@@ -164,7 +146,7 @@ class Mailbox:
         self.messages: dict[Key, Any] = {}
         self.sources: list[Callable[[], None]] = []
         self.bell: BellLike = bell or (ring.Bell.local() if ring.supported() else ThreadBell())
-        self._spin_s = _SPIN_S if neighbours <= _processors() else 0.0
+        self._spin_s = _SPIN_S if neighbours <= cores() else 0.0
         self._seen = -1
         self._failure: BaseException | None = None
         self._lost: dict[int, BaseException] = {}  # ranks from which nothing more comes
@@ -254,10 +236,6 @@ class ThreadBell:
         with self._changed:
             self._changed.wait_for(lambda: self._count != seen, timeout_s)
         return self._count
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class LocalLink(Link):

@@ -169,14 +169,14 @@ class Format:
     def to_bytes(self) -> bytes:
         """Encode structure and leaves as text."""
         structure = pytree.treespec_dumps(self._structure)
-        _check_structure(structure)
+        _check_node(json.loads(structure)[1])
         return json.dumps([structure, [_leaf_to_json(x) for x in self._leaves]]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, wire_dtype: torch.dtype | None = None) -> Format:
         """Decode what ``to_bytes`` made. TypeError for what this process does not know already."""
         structure, leaves = json.loads(data)
-        _check_structure(structure)
+        _check_node(json.loads(structure)[1])
         return cls(pytree.treespec_loads(structure), tuple(_leaf_from_json(x) for x in leaves), wire_dtype)
 
     def write(self, tensors: list[torch.Tensor], target: int | torch.Tensor) -> None:
@@ -259,9 +259,7 @@ class Encoder:
 
     def __init__(self, wire_dtype: torch.dtype | None) -> None:
         self._wire_dtype = wire_dtype
-        self._formats: dict[Any, tuple[int, Format]] = {}
-        self._signatures: list[Any] = [None] * _KNOWN
-        self._sent = 0
+        self._known: dict[Any, tuple[int, Format]] = {}  # by signature, the oldest first
 
     def encode(self, value: Any) -> tuple[int, Format, bytes, list[torch.Tensor]]:
         """Return the number of the value's format, the format, its text if it is new, and the tensors."""
@@ -276,25 +274,19 @@ class Encoder:
                 signature.append((type(leaf), leaf or str(leaf)))  # for 0.0 == -0.0
         key = tuple(signature)
         try:
-            known = self._formats.get(key)
-        except TypeError:  # a leaf that cannot be hashed cannot travel either: _learn says so
-            known = None
-        text = b""
-        if known is None:
-            known, text = self._learn(key, structure, leaves)
-        return known[0], known[1], text, tensors
-
-    def _learn(
-        self, key: Any, structure: pytree.TreeSpec, leaves: list[Any]
-    ) -> tuple[tuple[int, Format], bytes]:
-        format = Format(structure, tuple(_described(leaf) for leaf in leaves), self._wire_dtype)
-        text = format.to_bytes()
-        number = self._sent % _KNOWN
-        self._formats.pop(self._signatures[number], None)
-        self._signatures[number] = key
-        self._sent += 1
-        self._formats[key] = number, format
-        return self._formats[key], text
+            number, format = self._known[key]
+        except (
+            KeyError,
+            TypeError,
+        ):  # a leaf that cannot be hashed cannot travel either, as its description says
+            format = Format(structure, tuple(map(_described, leaves)), self._wire_dtype)
+            text = format.to_bytes()
+            number = len(self._known)
+            if number == _KNOWN:
+                number, _ = self._known.pop(next(iter(self._known)))
+            self._known[key] = number, format
+            return number, format, text, tensors
+        return number, format, b"", tensors
 
 
 class Decoder:
@@ -307,7 +299,10 @@ class Decoder:
 
     def decode(self, number: int, text_bytes: int, memory: Any, offset: int = 0) -> Any:
         """Return the value at ``offset`` of ``memory``: the text of its format, if it is new, then the tensors."""
-        text = _text(memory, offset, text_bytes) if text_bytes else b""
+        text = b""
+        if text_bytes:
+            data: Any = memory.numpy() if isinstance(memory, torch.Tensor) else memory
+            text = bytes(memoryview(data).cast("B")[offset : offset + text_bytes])
         value = self.format(number, text).read(memory, offset + padded(text_bytes), self._device)
         # On CUDA copied, or unpacked, by this thread's current stream, which need not be the lane's.
         return ready_on_event(value, self._device) if self._has_streams else value
@@ -320,12 +315,6 @@ class Decoder:
         if known is None:
             raise RuntimeError(f"a message names format {number}, which never came")
         return known
-
-
-def _text(memory: Any, offset: int, size: int) -> bytes:
-    if isinstance(memory, torch.Tensor):
-        return ctypes.string_at(memory.data_ptr() + offset, size)
-    return bytes(memoryview(memory).cast("B")[offset : offset + size])
 
 
 def _flatten(value: Any) -> tuple[Any, pytree.TreeSpec, list[Any]]:
@@ -378,15 +367,11 @@ def _leaf_from_json(leaf: dict[str, Any]) -> Any:
     return torch.Size(leaf["size"]) if "size" in leaf else leaf["value"]
 
 
-def _check_structure(text: str) -> None:
+def _check_node(node: dict[str, Any]) -> None:
     """Refuse, with TypeError, what ``treespec_loads`` would import or look up by a name that the text gives.
 
     Classes of enumerations count that are loaded already.
     """
-    _check_node(json.loads(text)[1])
-
-
-def _check_node(node: dict[str, Any]) -> None:
     context = node["context"]
     if isinstance(context, str):
         try:

@@ -11,7 +11,7 @@ import os
 import secrets
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from avgpipe.links.link import Endpoint, Link, Transport
@@ -29,14 +29,13 @@ _HEAD_BYTES = _TOKEN_BYTES + _LEFT_BYTES
 class Inbox:
     """This worker's, for ``channels``, or the one of another worker that ``offer`` describes."""
 
-    def __init__(self, memory: Memory, channels: Sequence[Channel]) -> None:
-        self.memory, self._channels = memory, list(channels)
-        self.bell = Bell(memory, _HEAD_BYTES)
-        self._bytes = memoryview(memory)
+    def __init__(self, memory: Memory, channels: Iterable[Channel]) -> None:
+        self.memory, self.bell, self._bytes = memory, Bell(memory, _HEAD_BYTES), memoryview(memory)
+        self._rings = {channel: _ring(n) for n, channel in enumerate(channels)}
 
     @classmethod
-    def create(cls, channels: Sequence[Channel]) -> Inbox:
-        return cls(Memory.create(_bytes(channels)), channels)
+    def create(cls, channels: Collection[Channel]) -> Inbox:
+        return cls(Memory.create(_ring(len(channels))), channels)
 
     def offer(self) -> dict[str, Any]:
         """What another process of this host needs to open it."""
@@ -45,12 +44,12 @@ class Inbox:
         return {"host": host(), "pid": os.getpid(), "path": self.memory.path, "token": token.hex()}
 
     @classmethod
-    def open(cls, offer: dict[str, Any], channels: Sequence[Channel]) -> Inbox:
+    def open(cls, offer: dict[str, Any], channels: Collection[Channel]) -> Inbox:
         """OSError, or ValueError, if that memory is not within reach."""
-        memory = Memory.open(offer["path"], _bytes(channels))
-        if memoryview(memory)[:_TOKEN_BYTES].hex() != offer["token"]:
+        found = cls(Memory.open(offer["path"], _ring(len(channels))), channels)
+        if found._bytes[:_TOKEN_BYTES].hex() != offer["token"]:
             raise ValueError(f"{offer['path']} is not the memory that was offered")
-        return cls(memory, channels)
+        return found
 
     def leave(self) -> None:
         """Note that this worker takes nothing more from it: nobody need wait for that."""
@@ -62,18 +61,16 @@ class Inbox:
 
     def sender(self, channel: Channel) -> Sender:
         """The writing end of a channel."""
-        return Sender(self.memory, self._ring(channel), self.bell)
+        return Sender(self.memory, self._rings[channel], self.bell)
 
     def receiver(self, channel: Channel, sender_pid: int) -> Receiver:
         """The reading end of a channel."""
-        return Receiver(self.memory, self._ring(channel), sender_pid)
-
-    def _ring(self, channel: Channel) -> int:
-        return _HEAD_BYTES + padded(Bell.BYTES) + self._channels.index(channel) * Sender.RING_BYTES
+        return Receiver(self.memory, self._rings[channel], sender_pid)
 
 
-def _bytes(channels: Sequence[Channel]) -> int:
-    return _HEAD_BYTES + padded(Bell.BYTES) + len(channels) * Sender.RING_BYTES
+def _ring(number: int) -> int:
+    """Where a ring begins: behind token, mark and bell."""
+    return _HEAD_BYTES + padded(Bell.BYTES) + number * Sender.RING_BYTES
 
 
 def host() -> str:
@@ -89,39 +86,30 @@ class SharedLink(Link):
 
     Args:
         inbox: This worker's.
-        incoming: The channels that come from the other one.
+        outbox: The other one's.
         peer: The other one's process.
-        outbox: The other one's inbox.
         end: This one.
     """
 
     name = "shared memory"
 
-    def __init__(
-        self, inbox: Inbox, incoming: Sequence[Channel], peer: int, outbox: Inbox, end: Endpoint
-    ) -> None:
-        self._inbox, self._peer, self._outbox, self._end = inbox, peer, outbox, end
-        self._outgoing: dict[Channel, tuple[Sender, Encoder]] = {}
+    def __init__(self, inbox: Inbox, outbox: Inbox, peer: int, end: Endpoint) -> None:
+        self._inbox, self._outbox, self._peer, self._end = inbox, outbox, peer, end
+        self._outgoing: dict[tuple[Any, ...], tuple[Sender, Encoder]] = {
+            channel: (outbox.sender(channel), end.encoder(channel)) for channel in end.outgoing
+        }
         self._incoming = [
-            (channel, inbox.receiver(channel, peer), end.decoder(channel)) for channel in incoming
+            (channel, inbox.receiver(channel, peer), end.decoder(channel)) for channel in end.incoming
         ]
         end.mailbox.sources.append(self._collect)
 
     def send(self, key: Key, value: Any) -> None:
-        channel = key[:4]
-        ends = self._outgoing.get(channel)  # type: ignore[call-overload]  # a Channel is such a tuple
-        if ends is None:
-            ends = self._open(Channel(*channel))
-        sender, encoder = ends
+        sender, encoder = self._outgoing[key[:4]]  # a Channel is such a tuple
         number, format, text, tensors = encoder.encode(value)
         total = padded(len(text)) + format.bytes
         if total:
             format.write_all(text, tensors, sender.reserve(total))
         sender.publish(total, key.batch, key.micro_batch, number, len(text))
-
-    def _open(self, channel: Channel) -> tuple[Sender, Encoder]:
-        ends = self._outgoing[channel] = self._outbox.sender(channel), self._end.encoder(channel)
-        return ends
 
     def _collect(self) -> None:
         for channel, receiver, decoder in self._incoming:
@@ -146,7 +134,7 @@ class SharedLink(Link):
 
 
 class SharedTransport(Transport):
-    """Shared memory, between processes of one host. ``opened``: the peers' inboxes, by rank."""
+    """Shared memory, between processes of one host."""
 
     remedy = (
         "use 'auto' or 'gloo' where workers are on several hosts, or share one space of process numbers between "
@@ -154,27 +142,25 @@ class SharedTransport(Transport):
     )
 
     def offer(self) -> Any:
-        self.opened: dict[int, Inbox] = {}
-        self.processes: dict[int, int] = {}
         if not supported():
             raise OSError("this system has no shared memory")
-        self.inbox = Inbox.create(self.topology.into[self.topology.rank])
-        self.bell = self.inbox.bell
-        return self.inbox.offer()
+        self._inbox, self._opened = Inbox.create(self.into[self.world.rank]), dict[int, Inbox]()
+        self.bell = self._inbox.bell
+        return self._inbox.offer()
 
     def open(self, rank: int, offers: Sequence[Any]) -> None:
         theirs = offers[rank]
         if theirs["host"] != host():
             raise ValueError("not on this host")
-        self.opened[rank] = Inbox.open(theirs, self.topology.into[rank])
+        self._opened[rank] = Inbox.open(theirs, self.into[rank])
         self.processes[rank] = theirs["pid"]
 
     def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> SharedLink:
         return SharedLink(*self.ends(rank), end)
 
-    def ends(self, rank: int) -> tuple[Inbox, list[Channel], int, Inbox]:
-        """Return this worker's inbox, the channels from ``rank``, its process and its inbox."""
-        return self.inbox, self.topology.incoming(rank), self.processes[rank], self.opened[rank]
+    def ends(self, rank: int) -> tuple[Inbox, Inbox, int]:
+        """Return this worker's inbox, and the inbox and process of ``rank``."""
+        return self._inbox, self._opened[rank], self.processes[rank]
 
 
 def _is_alive(process: int) -> bool:

@@ -194,16 +194,18 @@ class Peers:
     def shared_memory(self, spins: bool) -> Through:
         mine, pid, theirs = self.inboxes()
         mailbox = Mailbox(mine.bell, _ALONE if spins else _CROWDED)
-        link = SharedLink(mine, self.into(self.rank), pid, theirs, Endpoint(mailbox, _CPU))
+        link = SharedLink(mine, theirs, pid, self._end(mailbox))
         return Through(self, link, mailbox)
+
+    def _end(self, mailbox: Mailbox) -> Endpoint:
+        return Endpoint(mailbox, _CPU, self.into(self.rank), self.into(self.other))
 
     def gloo(self, spins: bool) -> Through:
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         mailbox = Mailbox(None, _ALONE if spins else _CROWDED)
-        ends = self.into(self.rank), self.into(self.other)
         lost = lambda doing: PeerLost(f"the other process is gone; seen when {doing}")  # noqa: E731
-        return Through(self, GroupLink(group, self.other, *ends, lost, Endpoint(mailbox, _CPU)), mailbox)
+        return Through(self, GroupLink(group, self.other, lost, self._end(mailbox)), mailbox)
 
 
 class Through:
