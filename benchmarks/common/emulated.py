@@ -16,9 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from avgpipe.cli.bench.emulation import precise_sleeps
-from avgpipe.cli.bench.rows import Unavailable, measure_rows
-from avgpipe.cli.bench.schedules import PlanCase, ScheduleSettings, build, our_cases, timed
+from avgpipe.cli.bench.schedules import precise_sleeps
 from avgpipe.errors import PipelineError
 from avgpipe.planning import Costs, steady_batch_s
 from avgpipe.ranks.launch import run_on_ranks
@@ -26,6 +24,8 @@ from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
 from avgpipe.timeline.timeline import ACTIONS, EventKind, Timeline, occupations
 from benchmarks.common.namespaces import check_namespaces, network
+from benchmarks.common.rows import Unavailable, measure_rows
+from benchmarks.common.schedules import PlanCase, ScheduleSettings, build, our_cases, timed
 
 _PROBE_BYTES, _PROBES = 16 * 2**20, 4
 _WORKER = f"{__name__}:worker"

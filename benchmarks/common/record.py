@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from avgpipe.cli.bench.machine import machine, versions
+from avgpipe.cli.doctor import examine
 from avgpipe.files import write_atomically
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -18,6 +18,15 @@ RESULTS = Path(__file__).parents[1] / "results"
 def say(line: str) -> None:
     """Tell whoever watches what goes on."""
     print(line, file=sys.stderr, flush=True)
+
+
+def facts() -> dict[str, Any]:
+    """Return the machine, of which one thread is used, and the versions."""
+    found = examine().facts
+    return {
+        "machine": {**found["machine"], "threads": 1},
+        "versions": {**found["versions"], "native": found["native"]},
+    }
 
 
 def write_record(name: str, question: str, found: dict[str, Any], out: str | None = None) -> Path:
@@ -30,8 +39,7 @@ def write_record(name: str, question: str, found: dict[str, Any], out: str | Non
         "question": question,
         "date": date,
         "command": "OMP_NUM_THREADS=1 " + shlex.join(["python", "-m", program, *sys.argv[1:]]),
-        "machine": machine(1, "cpu"),
-        "versions": versions(),
+        **facts(),
         **found,
     }
     path = Path(out) if out else RESULTS / f"{name}-{date}.json"

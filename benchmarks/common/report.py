@@ -12,9 +12,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from avgpipe.cli.bench.schedules import is_ours
 from avgpipe.timeline.plot import write_figure
 from avgpipe.units import format_bytes
+from benchmarks.common.schedules import is_ours
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from avgpipe.cli.bench.sections import plot
+from avgpipe.cli.bench import plot
 
 SHOWN = (
     "adamw, one tensor",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.cli.bench.rows import Task, update
+from benchmarks.common.rows import Task, update
 
 
 class AloneRow:

@@ -22,10 +22,10 @@ def worker(model: str, parts: int, rounds: int, batches: int, compile: dict[str,
     import torch
     import torch.distributed as dist
 
-    from avgpipe.cli.bench.rows import OurRow, Task, TrainingRow, measure_rows
     from avgpipe.plan import Plan
     from avgpipe.ranks.process import progress
     from avgpipe.ranks.rendezvous import join
+    from benchmarks.common.rows import OurRow, Task, TrainingRow, measure_rows
     from benchmarks.overlap.baselines import AloneRow, layer_seconds
     from benchmarks.overlap.cuts import nearest_to_balance
     from benchmarks.overlap.models import MODELS, VOCABULARY, loss
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def _summary(found: dict[str, Any]) -> list[dict[str, Any]]:
-    from avgpipe.cli.bench.schedules import summary
+    from benchmarks.common.schedules import summary
 
     rows: list[dict[str, Any]] = []
     for number, (row, first_s) in enumerate(zip(found["rows"], found["first_s"])):

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.cli.bench.rows import OurRow, Task, TrainingRow, Unavailable, measure_rows, torch_row
 from avgpipe.measure.tune import seconds_per_batch
 from avgpipe.plan import Plan
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
+from benchmarks.common.rows import OurRow, Task, TrainingRow, Unavailable, measure_rows, torch_row
 from benchmarks.overlap.baselines import AloneRow, DataParallelRow, layer_seconds
 from benchmarks.overlap.cuts import nearest_to_balance, stages_of
 from benchmarks.overlap.models import MODELS, VOCABULARY, loss

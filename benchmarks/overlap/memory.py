@@ -32,13 +32,13 @@ TORCH_ROWS = ("1f1b", "gpipe", "zero-bubble")
 
 def worker(kind: str, link: str, pipelines: int, batches: int) -> dict[str, Any]:
     """A rank of one row. kind: "avgpipe", or the name of one of torch's schedules."""
-    from avgpipe.cli.bench.emulation import EmulatedStage, MeanLoss
-    from avgpipe.cli.bench.rows import OurRow, Task, TrainingRow, Unavailable, our_plan, torch_row
+    from avgpipe.cli.bench.schedules import EmulatedStage, mean_loss
     from avgpipe.ranks.rendezvous import join
+    from benchmarks.common.rows import OurRow, Task, TrainingRow, Unavailable, our_plan, torch_row
 
     def built(activation_bytes: int) -> TrainingRow:
         inputs = torch.ones(MICRO_BATCHES, activation_bytes // 4)
-        task = Task(inputs, torch.zeros(MICRO_BATCHES, 1), MeanLoss(), lambda p: torch.optim.SGD(p, lr=1e-3))
+        task = Task(inputs, torch.zeros(MICRO_BATCHES, 1), mean_loss, lambda p: torch.optim.SGD(p, lr=1e-3))
         modules = [EmulatedStage(0.0, 0.0) for _ in range(STAGES)]
         row: TrainingRow | Unavailable
         if kind == "avgpipe":

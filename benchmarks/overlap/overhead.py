@@ -35,7 +35,9 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def worker(rounds: int, batches: int, links: list[str], pipelines: list[int]) -> list[dict[str, Any]]:
-    from avgpipe.cli.bench.rows import (
+    from avgpipe.ranks.process import progress
+    from avgpipe.ranks.rendezvous import join
+    from benchmarks.common.rows import (
         OurRow,
         Task,
         TrainingRow,
@@ -44,8 +46,6 @@ def worker(rounds: int, batches: int, links: list[str], pipelines: list[int]) ->
         our_plan,
         torch_row,
     )
-    from avgpipe.ranks.process import progress
-    from avgpipe.ranks.rendezvous import join
     from benchmarks.overlap.baselines import AloneRow
 
     torch.set_num_threads(1)
@@ -70,7 +70,7 @@ def worker(rounds: int, batches: int, links: list[str], pipelines: list[int]) ->
 
 
 def main() -> None:
-    from avgpipe.cli.bench.sections import quartiles
+
     from avgpipe.ranks.launch import run_on_ranks
     from benchmarks.common.record import say, write_record
 
@@ -89,9 +89,9 @@ def main() -> None:
     print("| | us per action | quartiles |\n|---|---|---|")
     for row in ranks[0]:
         samples = sorted(1e6 * seconds / ACTIONS for seconds in row["seconds"])
-        quarters = quartiles(samples)
+        first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
         rows.append({"name": row["name"], "us_per_action": statistics.median(samples), "samples_us": samples})
-        print(f"| {row['name']} | {rows[-1]['us_per_action']:.0f} | {quarters[0]:.0f}-{quarters[1]:.0f} |")
+        print(f"| {row['name']} | {rows[-1]['us_per_action']:.0f} | {first:.0f}-{third:.0f} |")
     write_record(
         "overlap-overhead", "wall time of the host per action", {**asked, "rows": rows}, arguments.out
     )

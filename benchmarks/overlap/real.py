@@ -55,7 +55,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _summary(rank: dict[str, Any]) -> dict[str, Any]:
-    from avgpipe.cli.bench.schedules import summary
+    from benchmarks.common.schedules import summary
 
     rows = [summary(row) for row in rank["rows"]]
     limit = min(row["median_s"] for row in rows if row["name"].startswith("one process")) / 2

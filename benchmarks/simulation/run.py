@@ -190,15 +190,14 @@ def main() -> None:
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
     # Here, as it loads torch, whose memory the processes of the large schedules need not have.
-    from avgpipe.cli.bench.machine import machine, versions
+    from benchmarks.common.record import facts
 
     record = {
         "question": "actions per second of the simulation, and how its time grows",
         "date": time.strftime("%Y-%m-%d"),
         "command": "OMP_NUM_THREADS=1 "
         + shlex.join(["python", "benchmarks/simulation/run.py", *sys.argv[1:]]),
-        "machine": machine(1, "cpu"),
-        "versions": versions(),
+        **facts(),
         "rates": rates(arguments.actions, arguments.rounds),
         "large": large(arguments.stages, arguments.micro_batches),
         "growth": growth(arguments.most, arguments.rounds),

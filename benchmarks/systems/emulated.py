@@ -17,13 +17,13 @@ from typing import Any
 
 from rich.console import Console
 
-from avgpipe.cli.bench.machine import cpu_model
-from avgpipe.cli.bench.schedules import ALL
 from avgpipe.errors import PipelineError
+from avgpipe.ranks.machine import cpu_model
 from benchmarks.common import emulated
 from benchmarks.common.emulated import EmulatedSettings
 from benchmarks.common.record import say, write_record
 from benchmarks.common.report import plot_schedules, table
+from benchmarks.common.schedules import ALL
 
 WITHIN = 0.10  # of the simulated time
 CASES: dict[str, dict[str, Any]] = {"loopback": {"link": "shm"}, "1Gbit": {"rate_bits_per_s": 1e9}}

@@ -124,11 +124,11 @@ def worker(workers: int, rounds: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from avgpipe.cli.bench.emulation import precise_sleeps
-    from avgpipe.cli.bench.rows import PassingRow, measure_rows
+    from avgpipe.cli.bench.schedules import precise_sleeps
     from avgpipe.measure.tune import seconds_per_batch
     from avgpipe.ranks.rendezvous import join
     from benchmarks.common.emulated import action_costs, plain_bytes_per_s
+    from benchmarks.common.rows import PassingRow, measure_rows
 
     torch.set_num_threads(1)
     precise_sleeps()
@@ -155,14 +155,14 @@ def worker(workers: int, rounds: int) -> dict[str, Any]:
 
 def _row(name: str, workers: int, micro_batches: int, **plan: Any) -> Any:
     """Over the network: "auto" would take the memory that the emulated hosts share."""
-    from avgpipe.cli.bench.rows import OurRow, our_plan
+    from benchmarks.common.rows import OurRow, our_plan
 
     made = our_plan(workers, micro_batches, **plan)
     return OurRow(name, _task(micro_batches), _stages(workers), made, link="gloo")
 
 
 def _stages(workers: int) -> list[Any]:
-    from avgpipe.cli.bench.emulation import EmulatedStage
+    from avgpipe.cli.bench.schedules import EmulatedStage
 
     return [EmulatedStage(s, 2 * s) for s in FORWARD_S[:workers]]
 
@@ -170,13 +170,13 @@ def _stages(workers: int) -> list[Any]:
 def _task(micro_batches: int) -> Any:
     import torch
 
-    from avgpipe.cli.bench.emulation import MeanLoss
-    from avgpipe.cli.bench.rows import Task
+    from avgpipe.cli.bench.schedules import mean_loss
+    from benchmarks.common.rows import Task
 
     return Task(
         inputs=torch.ones(micro_batches, ACTIVATION_BYTES // 4),
         targets=torch.zeros(micro_batches, 1),
-        loss_fn=MeanLoss(),
+        loss_fn=mean_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
     )
 

@@ -140,7 +140,7 @@ def main() -> None:
     if "AVGPIPE_DATA" not in os.environ and any(DATA[row] for row in chosen):
         parser.error("AVGPIPE_DATA must name the folder of the data sets")
 
-    from avgpipe.cli.bench.machine import machine, versions
+    from benchmarks.common.record import facts
 
     date = time.strftime("%Y-%m-%d")
     path = Path(asked.out) if asked.out else RESULTS / f"workloads-{asked.preset}-{date}.json"
@@ -148,8 +148,7 @@ def main() -> None:
         "question": "the workloads on their data: metric on the validation data after each epoch",
         "date": date,
         "command": _command(asked),
-        "machine": machine(1, "cpu"),
-        "versions": versions(),
+        **facts(),
         "rows": json.loads(path.read_text())["rows"] if asked.resume and path.exists() else {},
     }
     for row in chosen:

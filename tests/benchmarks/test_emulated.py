@@ -7,13 +7,13 @@ import os
 import pytest
 from rich.console import Console
 
-from avgpipe.cli.bench.rows import OurRow, Unavailable
-from avgpipe.cli.bench.schedules import our_cases
 from avgpipe.errors import PipelineError
 from avgpipe.timeline.timeline import Event, Timeline
 from benchmarks.common import emulated
 from benchmarks.common.emulated import EmulatedSettings, action_costs, simulated_s, summarise
 from benchmarks.common.report import plot_schedules, table
+from benchmarks.common.rows import OurRow, Unavailable
+from benchmarks.common.schedules import our_cases
 from tests.cli.command import ROOT
 
 

@@ -28,7 +28,7 @@ def test_json_is_one_object_with_machine_versions_command_and_rows():
 def test_a_person_reads_tables():
     result = invoke(*SMALL, "--only", "apply")
     assert result.exit_code == 0
-    assert "apply, N = 8, 0.002 M elements" in result.stdout
+    assert "apply, 61 tensors, 0.002 M elements" in result.stdout
     assert "reference_apply_" in result.stdout
     assert "limit: mul_ in place" in result.stdout
 

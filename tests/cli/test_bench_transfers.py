@@ -28,9 +28,7 @@ def test_json_has_latency_and_bandwidths_with_gloo_and_memcpy(answer):
         *((q, case) for case in ("1 KiB", "64 KiB") for q in questions),
     ]
     names = [row["name"] for row in sections["latency", "1 KiB"]["rows"]]
-    assert names[:4] == [
-        *("shm, the ring alone, spinning", "shm, the ring alone, sleeping", "shm, spinning", "shm, sleeping")
-    ]
+    assert names[:4] == ["shm, spinning", "shm, sleeping", "gloo, spinning", "gloo, sleeping"]
     section = sections["handed over", "64 KiB"]
     assert section["limit"] == "memcpy"
     rows = {row["name"]: row for row in section["rows"]}

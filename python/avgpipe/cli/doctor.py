@@ -17,7 +17,7 @@ from rich.table import Table
 from avgpipe import __version__
 from avgpipe.cli.config import DoctorConfig
 from avgpipe.cli.errors import FAILED
-from avgpipe.ranks.machine import cores
+from avgpipe.ranks.machine import cores, cpu_model
 from avgpipe.units import format_bytes
 
 _PATIENCE_S = 20.0
@@ -68,7 +68,9 @@ def examine() -> Findings:
         "system": platform.platform(),
     }
     found.facts["machine"] = {
+        "cpu": cpu_model(),
         "cores": cores(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "memory_bytes": _memory_bytes(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
     }

@@ -12,7 +12,6 @@ import typer
 
 from avgpipe import __version__
 from avgpipe.cli import config
-from avgpipe.cli.bench.commands import bench
 from avgpipe.cli.options import command
 
 COMMANDS = {
@@ -24,6 +23,11 @@ COMMANDS = {
     "simulate": config.SimulateConfig,
     "doctor": config.DoctorConfig,
     "run": config.RunConfig,
+}
+BENCHMARKS = {
+    "kernels": config.KernelsConfig,
+    "transfers": config.TransfersConfig,
+    "schedules": config.SchedulesConfig,
 }
 # Everything after SCRIPT belongs to the script, also what looks like an option.
 CONTEXTS = {"run": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
@@ -37,6 +41,13 @@ app = typer.Typer(
 )
 for name, options in COMMANDS.items():
     app.command(name, context_settings=CONTEXTS.get(name))(command(options, f"avgpipe.cli.{name}"))
+bench = typer.Typer(
+    help="Microbenchmarks: our way, what one writes instead, and the machine's own limit, in one run.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+for name, options in BENCHMARKS.items():
+    bench.command(name)(command(options, f"avgpipe.cli.bench.{name}"))
 app.add_typer(bench, name="bench")
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-import platform
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +21,7 @@ from avgpipe.measure.sweep import Example, Sweep, Times, examples, lane_gain, re
 from avgpipe.measure.updates import UpdateCosts, Updates
 from avgpipe.measure.workers import WorkerCosts, measure_workers
 from avgpipe.planning.profile import MOST_JITTER, LayerProfile, LinkProfile, Profile, Skip, Tie
-from avgpipe.ranks.machine import keep_freed_memory
+from avgpipe.ranks.machine import cpu_model, keep_freed_memory
 from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.context import CallerGenerators
 from avgpipe.runtime.model import Model, layers_of
@@ -250,20 +248,3 @@ def layer_names(layers: Sequence[nn.Module]) -> list[str]:
     calls = [getattr(layer, "calls", None) for layer in layers]
     named = [call if isinstance(call, str) else "" for call in calls]
     return [call or f"{n} {type(layer).__name__}" for n, (call, layer) in enumerate(zip(named, layers))]
-
-
-def cpu_model() -> str:
-    """Name of the processor."""
-    for line in lines_of("/proc/cpuinfo"):
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
-
-
-def lines_of(path: str) -> list[str]:
-    """Lines of a system's file; none where it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []

@@ -10,7 +10,11 @@ import ctypes
 import functools
 import logging
 import os
+import platform
+import re
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 _log = logging.getLogger("avgpipe")
@@ -28,6 +32,15 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """Name of the processor."""
+    with suppress(OSError):
+        named = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if named:
+            return named[1]
+    return platform.processor() or platform.machine()
 
 
 @functools.cache

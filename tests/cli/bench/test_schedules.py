@@ -1,136 +1,123 @@
-"""Our rows as values: for K = 6, M = 12, 10 + 20 ms where nothing else is said."""
+"""Emulated stages: right gradients, and time where it belongs."""
+
+import time
+from contextlib import nullcontext
 
 import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
 
-from avgpipe.cli.bench.rows import Unavailable, batches_in_flight
-from avgpipe.cli.bench.schedules import DEFAULT, ROWS, PlanCase, ScheduleSettings, compare, our_cases
-
-# name: stages, pipelines and micro-batches of the plan, its batches in one of 12, batches in flight
-CASES = {
-    "1f1b": (6, 1, 12, 1, 1),
-    "all-forward-all-backward": (6, 1, 12, 1, 1),
-    "advance-forward, N = 1": (6, 1, 12, 1, 1),
-    "advance-forward, N = 2": (6, 2, 12, 1, 2),
-    "advance-forward, N = 3": (6, 3, 12, 1, 3),
-    "interleaved-1f1b, 2 a rank": (12, 1, 12, 1, 1),
-    "zero-bubble-h1": (6, 1, 12, 1, 1),
-    "zero-bubble-v, 2 a rank": (12, 1, 12, 1, 1),
-    "pipedream": (6, 1, 1, 12, 2),
-    "pipedream-2bw": (6, 1, 12, 1, 2),
-    "ea-pipe": (6, 6, 1, 12, 2),
-    "data-parallel": (1, 1, 12, 1, 1),
-    "model-parallel": (6, 1, 1, 12, 1),
-}
-# Milliseconds: without a line, and where a tensor takes 10 ms. Those of flushes without a line are in the papers.
-SIMULATED = {
-    "1f1b": 510,
-    "all-forward-all-backward": 510,
-    "advance-forward, N = 1": 510,
-    "advance-forward, N = 2": 360,
-    "advance-forward, N = 3": 360,
-    "interleaved-1f1b, 2 a rank": 435,  # (M + (K-1)/2) (t_f + t_b)
-    "zero-bubble-h1": 410,  # M (t_f + t_b) + (K-1) (t_f + t_b - 2 t_w), t_w half of t_b
-    "zero-bubble-v, 2 a rank": 360,
-    "pipedream": 360,
-    "pipedream-2bw": 360,
-    "ea-pipe": 360,
-    "data-parallel": 360,
-    "model-parallel": 2160,  # M K (t_f + t_b)
-}
-ALL = ScheduleSettings(only=("all",))
+from avgpipe.cli.bench import schedules
+from avgpipe.cli.bench.schedules import EmulatedStage, mean_loss, occupied
+from avgpipe.runtime.split_backward import input_backward
 
 
-def by_name(settings=ALL):
-    return {case.name.removeprefix("avgpipe "): case for case in our_cases(settings)}
+def double_stage():
+    stage = EmulatedStage(0.0, 0.0).double()
+    with torch.no_grad():
+        stage.weight.fill_(7.5)
+    return stage
 
 
-def test_every_row_is_a_plan_for_all_workers():
-    found = by_name()
-    assert list(found) == list(CASES)
-    for name, case in found.items():
-        plan = case.plan
-        shape = (plan.stages, plan.pipelines, plan.micro_batches, case.per_batch)
-        shape += (batches_in_flight(plan, case.per_batch),)
-        assert shape == CASES[name], name
-        assert plan.workers == 6, name
-        assert plan.partition == tuple(range(1, plan.stages))
+def test_the_weight_is_added_to_every_value():
+    stage = double_stage()
+    x = torch.randn(2, 20, dtype=torch.float64)
+    torch.testing.assert_close(stage(x), x + 7.5, rtol=0, atol=0)
 
 
-def test_only_rows_that_are_asked_for_are_there():
-    assert list(by_name(ScheduleSettings(only=("ea-pipe", "1f1b", "torch-gpipe")))) == ["1f1b", "ea-pipe"]
+def test_gradients_are_those_of_finite_differences():
+    stage = double_stage()
+    x = torch.randn(2, 20, dtype=torch.float64, requires_grad=True)
+
+    def of(x, weight):
+        return torch.func.functional_call(stage, {"weight": weight}, (x,)).square().sum()
+
+    weight = torch.randn(1, dtype=torch.float64)
+    got = torch.autograd.grad(stage(x).square().sum(), [x, stage.weight])
+    step = 1e-6
+    slope = (of(x, stage.weight + step) - of(x, stage.weight - step)) / (2 * step)
+    assert got[1].item() == pytest.approx(slope.item(), rel=1e-5)
+    torch.testing.assert_close(got[0], 2 * stage(x).detach(), rtol=1e-12, atol=0)
+    assert of(x, weight).isfinite()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_all_rows_do_the_same_work(name):
-    stages = CASES[name][0]
-    assert sum(ALL.stage_s(stages)) * stages == pytest.approx(6 * 0.03)
+def test_the_loss_is_the_mean_and_so_is_its_gradient():
+    output = torch.randn(3, 20, dtype=torch.float64, requires_grad=True)
+    loss = mean_loss(output, torch.zeros(3, 1))
+    (grad,) = torch.autograd.grad(loss, output)
+    assert loss.item() == pytest.approx(output.mean().item())
+    torch.testing.assert_close(grad, torch.full((3, 20), 1 / 60, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("name", "ms"), SIMULATED.items())
-def test_the_simulated_time_is_that_of_m_micro_batches(name, ms):
-    assert by_name()[name].simulated_s(ALL) == pytest.approx(ms / 1e3)
+def spans(monkeypatch):
+    """Seconds for which the device is asked for, in order."""
+    asked = []
+    monkeypatch.setattr(schedules, "occupied", lambda seconds: nullcontext(asked.append(seconds)))
+    return asked
 
 
-def test_workers_that_divide_the_micro_batches_unevenly_wait_for_the_busiest():
-    settings = ScheduleSettings(stages=4, micro_batches=6, only=("data-parallel",))
-    assert by_name(settings)["data-parallel"].simulated_s(settings) == pytest.approx(2 * 4 * 0.03)
+def test_each_gradient_takes_half_of_the_backward(monkeypatch):
+    asked = spans(monkeypatch)
+    stage = EmulatedStage(0.25, 0.5)
+    stage(torch.ones(1, 16, requires_grad=True)).sum().backward()
+    assert asked == [0.25, 0.25, 0.25]
 
 
-def test_what_a_plan_refuses_is_left_out_with_the_reason():
-    settings = ScheduleSettings(micro_batches=4, only=("pipedream-2bw", "data-parallel", "pipedream"))
-    found = by_name(settings)
-    assert isinstance(found["pipedream-2bw"], Unavailable)
-    assert "4 are fewer than 6" in found["pipedream-2bw"].reason
-    assert "at least 6 micro-batches" in found["data-parallel"].reason
-    assert isinstance(found["pipedream"], PlanCase)
+def test_the_first_stage_spends_all_of_it_on_its_weights(monkeypatch):
+    asked = spans(monkeypatch)
+    EmulatedStage(0.25, 0.5)(torch.ones(1, 16)).sum().backward()
+    assert asked == [0.25, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"activation_bytes": 60}, "--activation 60"),
-        ({"activation_bytes": 66}, "--activation 66"),
-        ({"only": ("torch-2f2b",)}, "--rows torch-2f2b"),
-    ],
-)
-def test_values_out_of_range_are_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        ScheduleSettings(**options)
+def test_the_halves_can_run_apart(monkeypatch):
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    asked = spans(monkeypatch)
+    stage = EmulatedStage(0.25, 0.5)
+    x = torch.ones(1, 16, requires_grad=True)
+    y = stage(x)
+    grads, groups = stage_backward_input([y], [torch.ones(1, 16)], [x], stage.parameters())
+    assert asked == [0.25, 0.25]
+    assert stage.weight.grad is None
+    torch.testing.assert_close(grads[0], torch.ones(1, 16))
+    stage_backward_weight(stage.parameters(), groups)
+    assert asked == [0.25, 0.25, 0.25]
+    torch.testing.assert_close(stage.weight.grad, torch.full((1,), 16.0))
 
 
-def test_rows_are_some_by_default_or_all_or_those_asked_for_in_the_order_of_the_table():
-    assert ScheduleSettings().rows == DEFAULT
-    assert set(DEFAULT) < set(ROWS)
-    assert ScheduleSettings(only=("all",)).rows == ROWS
-    assert ScheduleSettings(only=("torch-1f1b", "pipedream")).rows == ("pipedream", "torch-1f1b")
+def split(stage, x, loss=None):
+    """I of our runtime; its W."""
+    output = stage(x) if loss is None else loss(stage(x), None)
+    edges = [get_gradient_edge(output)]
+    return input_backward(edges, [torch.ones_like(output)], [x] if x.requires_grad else [])
 
 
-def test_the_budget_is_far_above_what_one_micro_batch_after_another_takes():
-    settings = ScheduleSettings(stages=20, micro_batches=100, only=("model-parallel",))
-    batches = (settings.rounds + 1) * (settings.batches + 1)
-    assert settings.budget_s > 3 * batches * 100 * 20 * 0.03
+@pytest.mark.parametrize("loss", [None, mean_loss])
+def test_our_runtime_runs_the_half_of_the_weights_later(monkeypatch, loss):
+    asked = spans(monkeypatch)
+    stage, x = EmulatedStage(0.25, 0.5), torch.ones(1, 16, requires_grad=True)
+    weights_part = split(stage, x, loss)
+    share = 1.0 if loss is None else 1 / 16
+    torch.testing.assert_close(x.grad, torch.full((1, 16), share))
+    assert asked == [0.25, 0.25]
+    assert stage.weight.grad is None
+    weights_part.run()
+    assert asked == [0.25, 0.25, 0.25]
+    torch.testing.assert_close(stage.weight.grad, torch.full((1,), 16 * share))
 
 
-@pytest.mark.slow
-def test_systems_and_both_sides_schedules_are_rows():
-    names = ("interleaved-1f1b", "zero-bubble-v", "pipedream", "data-parallel", "torch-advance-forward")
-    settings = ScheduleSettings(
-        stages=2,
-        micro_batches=2,
-        forward_s=1e-3,
-        backward_s=2e-3,
-        activation_bytes=4096,
-        batches=1,
-        rounds=1,
-        only=names,
-    )
-    result = compare(settings)
-    assert result["unavailable"] == []
-    assert [row["name"] for row in result["rows"]] == [
-        "avgpipe interleaved-1f1b, 2 a rank",
-        "avgpipe zero-bubble-v, 2 a rank",
-        "avgpipe pipedream",
-        "avgpipe data-parallel",
-        "torch advance-forward (ours)",
-    ]
-    assert [row["simulated_s"] is not None for row in result["rows"]] == [True] * 4 + [False]
+def test_our_runtime_runs_all_of_the_first_stage_later(monkeypatch):
+    asked = spans(monkeypatch)
+    stage = EmulatedStage(0.25, 0.5)
+    weights_part = split(stage, torch.ones(1, 16))
+    assert asked == [0.25]
+    weights_part.run()
+    assert asked == [0.25, 0.5]
+    torch.testing.assert_close(stage.weight.grad, torch.full((1,), 16.0))
+
+
+def test_work_inside_is_part_of_the_time():
+    begin = time.perf_counter()
+    with occupied(0.02):
+        time.sleep(0.015)
+    assert time.perf_counter() - begin >= 0.02

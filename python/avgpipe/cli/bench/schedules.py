@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+import ctypes
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from itertools import product, repeat
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
+from torch import nn
+from torch.distributed import pipelining
 
-from avgpipe.cli.bench.commands import SchedulesConfig
-from avgpipe.cli.bench.emulation import EmulatedStage, MeanLoss, precise_sleeps
-from avgpipe.cli.bench.rows import OurRow, PassingRow, Task, TrainingRow, Unavailable, measure_rows, torch_row
-from avgpipe.cli.bench.sections import measuring, quartiles, report, say
+from avgpipe.cli.bench import measuring, report
+from avgpipe.cli.config import SchedulesConfig
 from avgpipe.cli.errors import arguments
+from avgpipe.cli.output import grid, tell
+from avgpipe.measure.tune import seconds_per_batch
+from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning import Costs, steady_batch_s
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
-from avgpipe.schedule import Schedule, build_schedule
+from avgpipe.schedule import build_schedule
 from avgpipe.units import format_bytes, format_seconds
 
 SCHEDULES = (
@@ -34,306 +39,312 @@ SCHEDULES = (
     *("interleaved-1f1b", "zero-bubble-h1", "zero-bubble-v"),
 )
 SYSTEMS = ("pipedream", "pipedream-2bw", "ea-pipe", "data-parallel", "model-parallel")
-TORCH = ("torch-1f1b", "torch-gpipe", "torch-advance-forward", "torch-interleaved-1f1b", "torch-zero-bubble")
+TORCH = {
+    "torch-1f1b": pipelining.Schedule1F1B,
+    "torch-gpipe": pipelining.ScheduleGPipe,
+    "torch-advance-forward": None,  # ours on torch's runtime
+    "torch-interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
+    "torch-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
+_SEVERAL = {  # stages of a worker: two have half the bubble and twice the transfers, each is better somewhere
+    "interleaved-1f1b": (2,),
+    "zero-bubble-v": (2,),
+    "torch-interleaved-1f1b": (1, 2),
+    "torch-zero-bubble": (1, 2),
+}
 ROWS = (*SCHEDULES, *SYSTEMS, *TORCH)
 ALL = "all"  # in place of the names of rows
 # The schedules for which both sides have a row; each system more takes its time.
 DEFAULT = (*SCHEDULES[:3], *(name for name in TORCH if name != "torch-advance-forward"))
-_CHUNKS = 2  # stages of a worker in the interleaved schedules
-_SEVERAL_STAGES = ("interleaved-1f1b", "zero-bubble-v")
 _WHOLE_BATCHES = ("pipedream-2bw", "data-parallel")  # the other systems' batches are one micro-batch
 _LEAST_ACTIVATION_BYTES = 64
 
 
-@dataclass(frozen=True)
-class ScheduleSettings:
-    """What is compared.
+# ---- emulated stages -------------------------------------------------------------------------------------------------
 
-    Attributes:
-        forward_s, backward_s: Of a micro-batch on a worker.
-        activation_bytes: Of a micro-batch, float32.
-        pipelines: Of the row advance-forward, each number a row.
-        batches: Of a row in a round, at least.
-        only: Names of rows; ("all",) is every one, () those of DEFAULT.
+_LATE_S = 1e-4  # that a sleep may end too late, which no device would: this much is waited for
+_PR_SET_TIMERSLACK = 29
+
+
+def precise_sleeps() -> None:
+    """Have the kernel wake this thread on time: by default it may be 50 microseconds late."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+
+@contextmanager
+def occupied(seconds: float) -> Iterator[None]:
+    """Occupy the device for ``seconds`` in all; what is done inside takes part of them."""
+    end = time.perf_counter() + seconds
+    yield
+    time.sleep(max(0.0, end - time.perf_counter() - _LATE_S))
+    while time.perf_counter() < end:
+        pass
+
+
+class EmulatedStage(nn.Module):
+    """(samples, values) -> the same shape, in ``forward_s``; backward in ``backward_s``, half of it per gradient.
+
+    Its one weight is added to every value. A schedule that splits the backward can run the halves apart: they are
+    different nodes of the graph, which meet in an addition. The first stage, whose input needs no gradient, spends all
+    of it on its weight.
     """
 
-    stages: int = 6
-    micro_batches: int = 12
-    forward_s: float = 10e-3
-    backward_s: float = 20e-3
-    activation_bytes: int = 2**20
-    pipelines: tuple[int, ...] = (1, 2, 3)
-    link: str = "auto"
-    batches: int = 6
-    rounds: int = 3
-    only: tuple[str, ...] = ()
-    timeout_s: float = 60.0
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.forward_s, self.backward_s = forward_s, backward_s
+        self.weight = nn.Parameter(torch.zeros(1))
 
-    def __post_init__(self) -> None:
-        for name in ("pipelines", "only"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.activation_bytes < _LEAST_ACTIVATION_BYTES or self.activation_bytes % 4:
-            raise ValueError(
-                f"--activation {self.activation_bytes}: must be a multiple of 4 bytes and at least "
-                f"{_LEAST_ACTIVATION_BYTES}"
-            )
-        for name in self.only:
-            if name not in (*ROWS, ALL):
-                raise ValueError(f"--rows {name}: no such row, use some of {','.join(ROWS)}, or {ALL}")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with occupied(self.forward_s):
+            half = self.backward_s / 2
+            offset = _takes(self.weight, x.shape, half if x.requires_grad else self.backward_s)
+            # Torch's own addition, no Function: whoever splits a graph can run that one for one of its gradients alone.
+            return _takes(x, x.shape, half) + offset
 
-    @property
-    def rows(self) -> tuple[str, ...]:
-        """Names of what is measured, in the order of the table."""
-        chosen = ROWS if ALL in self.only else self.only or DEFAULT
-        return tuple(name for name in ROWS if name in chosen)
 
-    @property
-    def no_bubble_s(self) -> float:
-        """Seconds of a batch where every worker computes all the time: M (t_f + t_b)."""
-        return self.micro_batches * (self.forward_s + self.backward_s)
+class _Takes(torch.autograd.Function):
+    """x, spread out without writing it; its gradient occupies the device and comes in memory of its own."""
 
-    @property
-    def flush_s(self) -> float:
-        """Seconds of a batch that begins when the one before has ended: (M + K - 1) (t_f + t_b)."""
-        return self.no_bubble_s + (self.stages - 1) * (self.forward_s + self.backward_s)
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, seconds: float) -> torch.Tensor:
+        ctx.shape, ctx.seconds = x.shape, seconds
+        return x.expand(shape)
 
-    @property
-    def budget_s(self) -> float:
-        """Seconds that all workers may take: far above what any row should need."""
-        rows = len(self.rows) + len(self.pipelines) + 2  # some names are two rows
-        if "model-parallel" in self.rows:
-            rows += math.ceil(self.stages * self.no_bubble_s / max(self.flush_s, 1e-9))
-        return (
-            120 + self.timeout_s + 6 * rows * (self.rounds + 1) * (self.batches + 5) * (self.flush_s + 0.02)
-        )
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with occupied(ctx.seconds):
+            return grad.sum_to_size(ctx.shape).clone(memory_format=torch.contiguous_format), None, None
 
-    def stage_s(self, stages: int) -> tuple[float, float]:
-        """Return the seconds of a stage's forward and backward, for so many stages: all rows do the same work."""
-        return self.forward_s * self.stages / stages, self.backward_s * self.stages / stages
+
+def _takes(x: torch.Tensor, shape: torch.Size, seconds: float) -> torch.Tensor:
+    made: torch.Tensor = _Takes.apply(x, shape, seconds)  # type: ignore[no-untyped-call]
+    return made
+
+
+def mean_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the output; its gradient is spread out without writing it."""
+    return output.sum() / output.numel()
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A way of training: a schedule or system of ours, or torch's, with ``chunks`` stages of each worker."""
+
+    name: str
+    what: str
+    pipelines: int
+    chunks: int
+
+    def plan(self, config: SchedulesConfig) -> Plan:
+        """Our plan, with a stage for each module. ValueError for what cannot be."""
+        if self.what in SYSTEMS:
+            given = {"micro_batches": config.micro_batches} if self.what in _WHOLE_BATCHES else {}
+            made = Plan.for_system(self.what, stages=config.stages, **given)
+        else:
+            stages = config.stages * self.chunks
+            made = Plan(stages, self.pipelines, config.micro_batches, schedule=self.what)
+        return replace(made, partition=tuple(range(1, made.stages)))
+
+
+def rows(config: SchedulesConfig) -> Iterator[Row]:
+    """Make the rows that are asked for, in the order of the table."""
+    chosen = ROWS if ALL in config.rows else config.rows or DEFAULT
+    for what in (name for name in ROWS if name in chosen):
+        name = what.replace("-", " ", 1) if what in TORCH else f"avgpipe {what}"
+        for pipelines, chunks in product(
+            config.pipelines if what == "advance-forward" else (1,), _SEVERAL.get(what, (1,))
+        ):
+            which = f", N = {pipelines}" if what == "advance-forward" else ""
+            which += f", {chunks} a rank" if what in _SEVERAL else ""
+            yield Row(name + which, what, pipelines, chunks)
+
+
+def stage_s(config: SchedulesConfig, stages: int) -> tuple[float, float]:
+    """Return the seconds of a stage's forward and backward, for so many stages: all rows do the same work."""
+    share = config.stages / stages / 1e3
+    return config.forward_ms * share, config.backward_ms * share
+
+
+def simulated_s(plan: Plan, config: SchedulesConfig) -> float:
+    """Seconds per batch in the steady state, where nothing but the stages takes time."""
+    forward_s, backward_s = stage_s(config, plan.stages)
+    # The first stage spends its backward on the weights alone.
+    halves = [0.0, *[backward_s / 2] * (plan.stages - 1)]
+    own = -(-plan.micro_batches // max(plan.replication or [1]))  # of a replica
+    schedule = build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
+    costs = Costs(forward_s, backward_s, input_backward_s=halves)
+    return (
+        config.micro_batches // plan.micro_batches * steady_batch_s(schedule, costs, pipelines=plan.pipelines)
+    )
 
 
 def run(config: SchedulesConfig) -> None:
     with arguments():
-        same = (
-            "stages",
-            "micro_batches",
-            "activation_bytes",
-            "pipelines",
-            "link",
-            "batches",
-            "rounds",
-            "timeout_s",
-        )
-        settings = ScheduleSettings(
-            **{name: getattr(config, name) for name in same},
-            forward_s=config.forward_ms / 1e3,
-            backward_s=config.backward_ms / 1e3,
-            only=config.rows,
-        )
+        _check(config)
+    batch_s = (config.micro_batches + config.stages) * (config.forward_ms + config.backward_ms) / 1e3 + 0.02
+    slow = config.stages if {"model-parallel", ALL} & set(config.rows) else 0
+    batches = 6 * (len(list(rows(config))) + slow) * (config.rounds + 1) * (config.batches + 5)
+    limit_s = 120 + config.timeout_s + batches * batch_s  # far above what any row should need
     with measuring():
-        found = compare(settings, say)
-    report("schedules", config, found, [table(found)])
+        asked = {"config": config.to_json()}
+        found = run_on_ranks(f"{__name__}:worker", config.stages, asked, timeout_s=limit_s, say=tell)[0]
+    result = summary(config, found)
+    report("schedules", config, result, table(config, result))
 
 
-class PlanCase(NamedTuple):
-    """One of our rows: ``plan``, on all workers, with a stage for each module.
-
-    Attributes:
-        per_batch: How many of the plan's batches are one of the comparison, which has M micro-batches.
-    """
-
-    name: str
-    plan: Plan
-    per_batch: int
-
-    def simulated_s(self, settings: ScheduleSettings) -> float:
-        """Return seconds per batch in the steady state, where nothing but the stages takes time."""
-        return self.per_batch * steady_batch_s(
-            self.schedule, self.costs(settings), pipelines=self.plan.pipelines
-        )
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of one replica of the stages."""
-        plan = self.plan
-        own = -(-plan.micro_batches // max(plan.replication or [1]))
-        return build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
-
-    def costs(self, settings: ScheduleSettings) -> Costs:
-        forward_s, backward_s = settings.stage_s(self.plan.stages)
-        # The first stage spends its backward on the weights alone.
-        halves = [0.0, *[backward_s / 2] * (self.plan.stages - 1)]
-        return Costs(forward_s, backward_s, input_backward_s=halves)
+def _check(config: SchedulesConfig) -> None:
+    size = config.activation_bytes
+    if size < _LEAST_ACTIVATION_BYTES or size % 4:
+        least = f"must be a multiple of 4 bytes and at least {_LEAST_ACTIVATION_BYTES}"
+        raise ValueError(f"--activation {size}: {least}")
+    for name in config.rows:
+        if name not in (*ROWS, ALL):
+            raise ValueError(f"--rows {name}: no such row, use some of {','.join(ROWS)}, or {ALL}")
 
 
-def our_cases(settings: ScheduleSettings) -> Iterator[PlanCase | Unavailable]:
-    """Make our rows that are asked for, in the order of the table."""
-    workers, micro_batches = settings.stages, settings.micro_batches
-    for row in settings.rows:
-        if row.startswith("torch-"):
-            continue
-        for pipelines in settings.pipelines if row == "advance-forward" else (1,):
-            chunks = _CHUNKS if row in _SEVERAL_STAGES else 1
-            name = f"avgpipe {row}" + (f", {chunks} a rank" if chunks > 1 else "")
-            name += f", N = {pipelines}" if row == "advance-forward" else ""
-            try:
-                if row in SYSTEMS:
-                    given = {"micro_batches": micro_batches} if row in _WHOLE_BATCHES else {}
-                    plan = Plan.for_system(row, stages=workers, **given)
-                else:
-                    plan = Plan(workers * chunks, pipelines, micro_batches, schedule=row)
-            except ValueError as error:
-                yield Unavailable(name, " ".join(str(error).split()))
-            else:
-                plan = replace(plan, partition=list(range(1, plan.stages)))
-                yield PlanCase(name, plan, micro_batches // plan.micro_batches)
+# ---- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def build(settings: ScheduleSettings, without: Sequence[str] = ()) -> Iterator[TrainingRow | Unavailable]:
-    """On every rank: all rows but those named, in the order of the table."""
-    task = _task(settings)
-
-    def stages(count: int) -> list[EmulatedStage]:
-        return [EmulatedStage(*settings.stage_s(count)) for _ in range(count)]
-
-    def begin(name: str) -> None:
-        dist.barrier()  # so that whoever fails from here on fails at this row
-        progress(f"building: {name}")
-
-    for case in our_cases(settings):
-        if isinstance(case, Unavailable):
-            yield case
-        elif case.name not in without:
-            begin(case.name)
-            modules = stages(case.plan.stages)
-            options: dict[str, Any] = {"per_batch": case.per_batch, "timeout_s": settings.timeout_s}
-            options |= {} if settings.link == "auto" else {"link": settings.link}
-            try:
-                yield PassingRow(partial(OurRow, case.name, task, modules, case.plan, **options))
-            except ValueError as error:
-                yield Unavailable(case.name, " ".join(str(error).split()))
-    for name, schedule, chunks in _torch_rows(settings):
-        if name not in without:
-            begin(name)
-            yield torch_row(name, task, stages(settings.stages * chunks), schedule, settings.micro_batches)
-
-
-def _torch_rows(settings: ScheduleSettings) -> Iterator[tuple[str, str, int]]:
-    """Name of the row, of the schedule, and stages of a rank."""
-    for row in settings.rows:
-        schedule = row.removeprefix("torch-")
-        if row == "torch-advance-forward":
-            yield "torch advance-forward (ours)", schedule, 1
-        elif row in ("torch-interleaved-1f1b", "torch-zero-bubble"):
-            # Two stages a rank have half the bubble and twice the transfers: each is better somewhere.
-            for chunks in (1, _CHUNKS):
-                yield f"torch {schedule}, {chunks} a rank", schedule, chunks
-        elif row in TORCH:
-            yield f"torch {schedule}", schedule, 1
-
-
-def _task(settings: ScheduleSettings) -> Task:
-
-    inputs = torch.ones(settings.micro_batches, settings.activation_bytes // 4)
-    targets = torch.zeros(settings.micro_batches, 1)
-    return Task(inputs, targets, MeanLoss(), lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
-
-
-def worker(settings: dict[str, Any]) -> dict[str, Any]:
-    """A rank: builds all rows and measures them."""
-    asked = ScheduleSettings(**settings)
+def worker(config: str) -> dict[str, Any]:
+    """Measure as a rank: seconds per batch of the rows by name, and why others cannot be."""
+    asked = SchedulesConfig.from_json(config)
     torch.set_num_threads(1)
     precise_sleeps()
     join(asked.timeout_s, "gloo")  # nobody may wait forever, neither in our rows nor in torch's
-    built = list(build(asked))
-    rows = [row for row in built if not isinstance(row, Unavailable)]
-    measured = measure_rows(rows, asked.rounds, asked.batches, progress)
-    for row in rows:
-        row.close()
-    return {
-        "rows": [row._asdict() for row in measured],
-        "unavailable": [row._asdict() for row in built if isinstance(row, Unavailable)],
-    }
+    samples: dict[str, list[float]] = {}
+    refused: dict[str, str] = {}
+    for row in rows(asked):
+        dist.barrier()
+        progress(row.name)
+        try:
+            samples[row.name] = (_torch_seconds if row.what in TORCH else _our_seconds)(row, asked)
+        except (ValueError, ImportError) as error:
+            # Some schedules need M to be a multiple of something, or at least K; ours needs a torch that it knows.
+            refused[row.name] = " ".join(str(error).split())
+    dist.barrier()
+    return {"samples": samples, "refused": refused}
 
 
-def compare(settings: ScheduleSettings, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Start the workers and measure; the result as one JSON object. PipelineError when a worker fails."""
-    arguments = {"settings": asdict(settings)}
-    found = run_on_ranks(
-        f"{__name__}:worker", settings.stages, arguments, timeout_s=settings.budget_s, say=say
-    )
-    simulated = {c.name: c.simulated_s(settings) for c in our_cases(settings) if isinstance(c, PlanCase)}
+def _our_seconds(row: Row, config: SchedulesConfig) -> list[float]:
+    """Rounds of a pipeline that is there only meanwhile: one that waits watches over its ranks."""
+    plan = row.plan(config)
+    stages = [EmulatedStage(*stage_s(config, plan.stages)) for _ in range(plan.stages)]
+    per_batch = config.micro_batches // plan.micro_batches  # of the plan's batches are one of the comparison
+    # Without a flush, as many are in flight as 1F1B over the batches needs to end the oldest.
+    in_flight = plan.pipelines if plan.weights == "flush" else 1 + -(-(plan.stages - 1) // plan.micro_batches)
+    inputs, targets = (x[: plan.micro_batches] for x in _batch(config))
+    with Pipeline(
+        stages, plan, loss_fn=mean_loss, optimizer=_sgd, timeout_s=config.timeout_s, link=config.link
+    ) as pipeline:
+
+        def losses(count: int) -> Iterator[float]:
+            return (result.loss for result in pipeline.train(repeat((inputs, targets), count)))
+
+        # The first ones find the buffers, and the speed of connections.
+        counts = [in_flight, *[per_batch * config.batches] * config.rounds]
+        return [per_batch * seconds_per_batch(losses, in_flight, count) for count in counts][1:]
+
+
+def _torch_seconds(row: Row, config: SchedulesConfig) -> list[float]:
+    rank, workers, cpu = dist.get_rank(), config.stages, torch.device("cpu")
+    count = workers * row.chunks
+    own = [EmulatedStage(*stage_s(config, count)).train() for _ in range(row.chunks)]
+    stages = [pipelining.PipelineStage(m, rank + n * workers, count, cpu) for n, m in enumerate(own)]
+    kind: Any = TORCH[row.what] or import_module("avgpipe.interop.torch_pipelining").ScheduleAdvanceForward
+    one = row.what not in _SEVERAL
+    schedule = kind(stages[0] if one else stages, config.micro_batches, loss_fn=mean_loss)
+    optimizer, (inputs, targets) = _sgd(nn.ModuleList(own).parameters()), _batch(config)
+
+    def losses(batches: int) -> Iterator[None]:
+        for _ in range(batches):
+            last = {"target": targets, "losses": []} if rank == workers - 1 else {}
+            schedule.step(*((inputs,) if rank == 0 else ()), **last, return_outputs=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield None
+
+    return [seconds_per_batch(losses, 1, count) for count in (1, *[config.batches] * config.rounds)][1:]
+
+
+def _batch(config: SchedulesConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    count = config.micro_batches
+    return torch.ones(count, config.activation_bytes // 4), torch.zeros(count, 1)
+
+
+# ---- what was found --------------------------------------------------------------------------------------------------
+
+
+def summary(config: SchedulesConfig, found: dict[str, Any]) -> dict[str, Any]:
+    """Make one JSON object of what rank 0 measured, where batches end last."""
+    micro_batch_s = (config.forward_ms + config.backward_ms) / 1e3
+    limit_s, flush_s = ((config.micro_batches + n) * micro_batch_s for n in (0, config.stages - 1))
+    measured = []
+    for row in (row for row in rows(config) if row.name in found["samples"]):
+        samples_s = found["samples"][row.name]
+        expected_s = None if row.what in TORCH else simulated_s(row.plan(config), config)
+        names = ("quartile1_s", "median_s", "quartile3_s")
+        times = dict(zip(names, numpy.quantile(samples_s, (0.25, 0.5, 0.75)).tolist()))
+        over = times["median_s"] / expected_s if expected_s else None
+        measured.append(
+            {
+                "name": row.name,
+                **times,
+                "samples_s": samples_s,
+                "simulated_s": expected_s,
+                "over_simulated": over,
+            }
+        )
     return {
         "emulated": True,
-        "settings": asdict(settings),
-        "limit_s": settings.no_bubble_s,
+        "limit_s": limit_s,
         "bounds": [
-            {"name": "no bubble: M (t_f + t_b)", "seconds": settings.no_bubble_s},
-            {"name": "flush: (M+K-1) (t_f + t_b)", "seconds": settings.flush_s},
+            {"name": "no bubble: M (t_f + t_b)", "seconds": limit_s},
+            {"name": "flush: (M+K-1) (t_f + t_b)", "seconds": flush_s},
         ],
-        "rows": [timed(row, simulated.get(row["name"])) for row in found[0]["rows"]],
-        "unavailable": found[0]["unavailable"],
+        "rows": measured,
+        "unavailable": [{"name": name, "reason": reason} for name, reason in found["refused"].items()],
     }
 
 
-def timed(measured: dict[str, Any], simulated_s: float | None) -> dict[str, Any]:
-    """Make a row of the result, of what rank 0 measured, where batches end last, and of its simulated time."""
-    row = summary(measured)
-    over = row["median_s"] / simulated_s if simulated_s else None
-    return {**row, "simulated_s": simulated_s, "over_simulated": over}
-
-
-def summary(measured: dict[str, Any]) -> dict[str, Any]:
-    """Median and quartiles of a row's samples."""
-    samples = measured["seconds"]
-    quartile1_s, quartile3_s = quartiles(samples)
-    return {
-        "name": measured["name"],
-        "median_s": statistics.median(samples),
-        "quartile1_s": quartile1_s,
-        "quartile3_s": quartile3_s,
-        "samples_s": samples,
-    }
-
-
-def table(result: dict[str, Any]) -> Group:
+def table(config: SchedulesConfig, result: dict[str, Any]) -> Group:
     """Bounds, then rows.
 
     "over it": measured over simulated time; "of limit": the limit over the row's time; "ours is": how many times
     faster our best pipeline is.
     """
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    made.add_column("", no_wrap=True)
-    for heading in ("per batch", "quartiles", "simulated", "over it", "of limit", "ours is"):
-        made.add_column(heading, justify="right", no_wrap=True)
+    made = grid([""], ["per batch", "quartiles", "simulated", "over it", "of limit", "ours is"])
     for bound in result["bounds"]:
         made.add_row(bound["name"], format_seconds(bound["seconds"]), style="dim")
-    ours = [row["median_s"] for row in result["rows"] if is_ours(row) and "data-parallel" not in row["name"]]
+    ours = [
+        row["median_s"] for row in result["rows"] if row["simulated_s"] and "data-parallel" not in row["name"]
+    ]
     for row in result["rows"]:
+        median, expected_s = row["median_s"], row["simulated_s"]
         made.add_row(
             row["name"],
-            format_seconds(row["median_s"]),
+            format_seconds(median),
             f"{format_seconds(row['quartile1_s'])} - {format_seconds(row['quartile3_s'])}",
-            "" if row["simulated_s"] is None else format_seconds(row["simulated_s"]),
-            "" if row["over_simulated"] is None else f"{row['over_simulated']:.3f}",
-            f"{result['limit_s'] / row['median_s']:.3f}",
-            f"{row['median_s'] / min(ours):.2f}x" if ours and not is_ours(row) else "",
-            style="bold" if is_ours(row) else "",
+            format_seconds(expected_s) if expected_s else "",
+            f"{row['over_simulated']:.3f}" if expected_s else "",
+            f"{result['limit_s'] / median:.3f}",
+            f"{median / min(ours):.2f}x" if ours and not expected_s else "",
+            style="bold" if expected_s else "",
         )
-    s = result["settings"]
     title = (
-        f"emulated: stages {s['stages']}, micro-batches {s['micro_batches']}, forward "
-        f"{format_seconds(s['forward_s'])}, backward {format_seconds(s['backward_s'])}, activations "
-        f"{format_bytes(s['activation_bytes'])}"
+        f"emulated: stages {config.stages}, micro-batches {config.micro_batches}, forward {config.forward_ms:g} ms, "
+        f"backward {config.backward_ms:g} ms, activations {format_bytes(config.activation_bytes)}"
     )
     notes = [
         "Stages take their time and compute nothing; runtime, tensors and links are real.",
-        f"Per batch of one pipeline in the steady state: medians of {s['rounds']} rounds of at least {s['batches']} "
-        "batches. Simulated: transfers, updates and the host take nothing.",
+        f"Per batch of one pipeline in the steady state: medians of {config.rounds} rounds of at least "
+        f"{config.batches} batches. Simulated: transfers, updates and the host take nothing.",
         *(f"left out: {row['name']}: {row['reason']}" for row in result["unavailable"]),
     ]
     return Group(Text(title, style="bold"), made, Text("\n".join(notes)))
-
-
-def is_ours(row: dict[str, Any]) -> bool:
-    return bool(row["name"].startswith("avgpipe "))

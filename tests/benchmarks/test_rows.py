@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from avgpipe.cli.bench.emulation import EmulatedStage, MeanLoss
-from avgpipe.cli.bench.rows import OurRow, PassingRow, Task, batches_in_flight, our_plan
+from avgpipe.cli.bench.schedules import EmulatedStage, mean_loss
 from avgpipe.plan import Plan
+from benchmarks.common.rows import OurRow, PassingRow, Task, batches_in_flight, our_plan
 
 
 def task(inputs=None):
     inputs = torch.ones(4, 16) if inputs is None else inputs
-    return Task(inputs, torch.zeros(4, 1), MeanLoss(), lambda p: torch.optim.SGD(p, lr=1e-3))
+    return Task(inputs, torch.zeros(4, 1), mean_loss, lambda p: torch.optim.SGD(p, lr=1e-3))
 
 
 def stages():
