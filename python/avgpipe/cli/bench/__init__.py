@@ -20,7 +20,7 @@ from avgpipe.cli.doctor import examine
 from avgpipe.cli.errors import CommandFailed, running
 from avgpipe.cli.options import Options, words
 from avgpipe.cli.output import grid, show, tell
-from avgpipe.timeline.plot import dress, new_figure, write_figure
+from avgpipe.timeline.plot import dress, picture
 from avgpipe.units import format_bytes, format_seconds
 
 _INTERRUPTED = 130
@@ -122,20 +122,20 @@ def _title(section: Mapping[str, Any]) -> str:
 def plot(sections: Sequence[Mapping[str, Any]], heading: str, path: str) -> None:
     """Draw a panel for each section, with a bar for each row."""
     heights = [0.95 + 0.27 * len(section["rows"]) for section in sections]
-    figure = new_figure(7.6, sum(heights) + 0.4)
-    panels = figure.subplots(len(sections), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
-    for section, axes in zip(sections, panels.flat):
-        rows = section["rows"]
-        rates = [row["gb_per_s"] for row in rows]
-        bars = axes.barh([row["name"] for row in rows], rates, color=[_COLORS[row["role"]] for row in rows])
-        times = [format_seconds(row["median_ms"] / 1e3) for row in rows]
-        axes.bar_label(bars, [f" {t}, {rate:.3g} GB/s" for t, rate in zip(times, rates)], fontsize=7.5)
-        dress(axes, grid="x")
-        axes.set_xlim(0, 1.36 * max(rates))  # room for the labels behind the bars
-        axes.invert_yaxis()
-        axes.set_title(_title(section), loc="left", fontsize=9.5)
-    figure.suptitle(f"{heading}; GB/s of what the work must move", fontsize=10)
-    write_figure(figure, path, dpi=130)
+    with picture(path, 7.6, sum(heights) + 0.4) as figure:
+        panels = figure.subplots(len(sections), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
+        for section, axes in zip(sections, panels.flat):
+            rows = section["rows"]
+            rates = [row["gb_per_s"] for row in rows]
+            colors = [_COLORS[row["role"]] for row in rows]
+            bars = axes.barh([row["name"] for row in rows], rates, color=colors)
+            times = [format_seconds(row["median_ms"] / 1e3) for row in rows]
+            axes.bar_label(bars, [f" {t}, {rate:.3g} GB/s" for t, rate in zip(times, rates)], fontsize=7.5)
+            dress(axes, grid="x")
+            axes.set_xlim(0, 1.36 * max(rates))  # room for the labels behind the bars
+            axes.invert_yaxis()
+            axes.set_title(_title(section), loc="left", fontsize=9.5)
+        figure.suptitle(f"{heading}; GB/s of what the work must move", fontsize=10)
 
 
 def memory_available_bytes(device: str) -> float:
