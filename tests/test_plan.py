@@ -152,3 +152,11 @@ def test_what_a_partitioner_found_is_a_plan() -> None:
     plan = Plan.for_partition(found)
     assert (plan.system, plan.schedule, plan.micro_batches) == ("dapple", "1f1b", 4)
     assert (plan.partition, plan.replication, plan.placement) == ((2,), (2, 1), ((0, 2), (1,)))
+
+
+def test_a_double_buffer_needs_micro_batches_for_all_replicas() -> None:
+    for replication in ([3, 1, 3], [1, 3, 1], [1, 1, 3], [3, 3, 3]):
+        plan = {"stages": 3, "schedule": "pipedream-2bw", "replication": replication}
+        with pytest.raises(ValueError, match="micro_batches 3 with replication .* use more micro-batches"):
+            Plan(micro_batches=3, **plan)
+        assert Plan(micro_batches=6, **plan).weights == "double-buffer"

@@ -165,6 +165,40 @@ def test_2bw_runs_each_batch_on_the_version_before_the_newest(
     compare("pipedream-2bw", kind, K, K, variant, drains=[1, 2, 5])
 
 
+def short_batches_midway() -> list[Any]:
+    return [batches_of("normed", 1, samples)[0] for samples in (8, 8, 3, 8, 1, 8, 2, 8)]
+
+
+@pytest.mark.parametrize(("K", "replication"), [(2, None), (3, None), (2, [2, 1]), (2, [1, 2])], ids=str)
+def test_2bw_keeps_to_its_versions_behind_short_batches(K: int, replication: list[int] | None) -> None:
+    model, batches = normed_model(), short_batches_midway()
+    expected = emulation.two_buffered(case_of(model, {}, K, 4), batches, K)
+    plan = Plan(
+        stages=K,
+        micro_batches=4,
+        schedule="pipedream-2bw",
+        partition=BOUNDS[K][1:-1],
+        replication=replication,
+    )
+    losses, state = trained(model, plan, batches, {})
+    assert unequal(losses, expected.losses) < 1e-10
+    assert_same_state(state, expected.state)
+
+
+@pytest.mark.parametrize("replication", [[2, 1], [1, 2], [2, 2]], ids=str)
+def test_replicas_that_stash_stay_alike_behind_short_batches(replication: list[int]) -> None:
+    plan = Plan(stages=2, micro_batches=4, schedule="pipedream", replication=replication)
+    options: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": OPTIMIZERS["momentum"]}
+    with Pipeline(normed_model(), plan, **options, timeout_s=20) as p:
+        losses = [result.loss for result in p.train(short_batches_midway())]
+        placement, stages = p._worker.placement, p._worker.trained
+        for k, count in enumerate(replication):
+            weights = [stages[n, 0].arena.weights[0] for n in placement.replicas_of(k)]
+            assert len(weights) == count
+            assert all(torch.equal(weights[0], others) for others in weights)
+    assert len(losses) == 8
+
+
 def test_without_stashing_it_is_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backwards on whatever is the newest, as a pipeline without versions would do it."""
     model, batches = language_model(), token_batches(12, 9)

@@ -118,7 +118,6 @@ class BatchState:
     grads: list[torch.Tensor | None] = field(default_factory=list)
     grads_are_scaled: bool = False
     norm: torch.Tensor | None = None
-    update_is_planned: bool = False
     updated: bool = False
 
     def sum_losses(self) -> torch.Tensor:

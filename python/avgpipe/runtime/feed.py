@@ -104,19 +104,6 @@ class Feed:
         self.next_batch += 1
         self.begun += 1
         self._in_flight.append(InFlight(batch, samples, weights.total))
-        if self._is_too_short(parts):
-            self.end()
-
-    def _is_too_short(self, micro_batches: int) -> bool:
-        """Whether a batch makes so few that without a flush those behind it would meet wrong versions.
-
-        Too early for the one that they run on, or not the same on all replicas of a stage.
-        """
-        plan = self._plan
-        if plan.weights == "flush":
-            return False
-        uneven = any(micro_batches % r for r in plan.replication or ())
-        return uneven or (plan.weights == "double-buffer" and micro_batches < plan.stages)
 
     def end(self) -> None:
         """Let the pipelines run dry, as no other batch comes for now."""

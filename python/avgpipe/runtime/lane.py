@@ -47,6 +47,7 @@ class Lane:
         self.compute, self.update, self.remote, self.stream = compute, update, remote, stream
         self.pipeline = route.pipeline
         self.updates = Queue({route.stage: self})
+        self._planned: deque[int] = deque()  # batches whose update is not queued yet
         self._overlaps = overlaps
         self._in_flight: dict[int, BatchState] = {}  # by batch, oldest first
         self.next_version = 0  # the lowest that a batch which is not in flight yet may run on
@@ -92,15 +93,15 @@ class Lane:
         return Step(kind, route.stage, batch, micro_batch, route.needs(kind, batch, micro_batch), begins)
 
     def plan_update(self, batch: int) -> None:
-        """Have the update follow the last forward or backward of a batch."""
-        state = self._in_flight[batch]
-        state.update_is_planned = True
-        if state.computing_left == 0:
-            self._queue_update(batch)
+        """Have the update follow the last forward or backward of a batch, and the updates before."""
+        self._planned.append(batch)
+        self._queue_updates()
 
-    def _queue_update(self, batch: int) -> None:
-        for kind in self.route.update_steps:
-            self.updates.add(self.step(kind, batch, -1))
+    def _queue_updates(self) -> None:
+        while self._planned and self._in_flight[self._planned[0]].computing_left == 0:
+            batch = self._planned.popleft()
+            for kind in self.route.update_steps:
+                self.updates.add(self.step(kind, batch, -1))
 
     def missing(self, step: Step) -> list[Key]:
         """Return the messages that a step still waits for."""
@@ -156,8 +157,7 @@ class Lane:
             if state.computing_left == 0:
                 if self._overlaps:
                     state.grads = self.trained.take_grads()  # before the next batch adds its own
-                if state.update_is_planned:
-                    self._queue_update(step.batch)
+                self._queue_updates()
         if state.outcome is not None and not state.outcome_is_sent:
             state.outcome_is_sent = True
             for to in self.route.loss_receivers:

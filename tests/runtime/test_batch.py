@@ -1,9 +1,8 @@
-"""Micro-batches, keyed random numbers, and what layers carry."""
+"""Batches are cut into micro-batches, put together again, and weighed."""
 
 from __future__ import annotations
 
 from collections import UserDict
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from avgpipe.runtime.batch import batch_size, concatenate, loss_weights, pair, split
-from avgpipe.runtime.context import CallerGenerators, Carry, Position, mix, seed_generators, set_position
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
@@ -56,47 +54,3 @@ def test_micro_batches_weigh_what_their_loss_counts() -> None:
     assert loss_weights(nn.MSELoss(), targets, [3, 2], None).factors == [0.6, 0.4]
     assert loss_weights(nn.MSELoss(reduction="sum"), targets, [3, 2], None).factors == [1.0, 1.0]
     assert loss_weights(nn.MSELoss(), targets, [3, 2], lambda t: (t == 1).sum()).factors == [2 / 3, 1 / 3]
-
-
-def test_keys_of_neighbouring_places_differ() -> None:
-    keys = {
-        mix(0, i, j, m, layer) for i in range(3) for j in range(20) for m in range(8) for layer in range(6)
-    }
-    assert len(keys) == 3 * 20 * 8 * 6
-    assert mix(1, 2) != mix(2, 1)
-    assert all(0 <= key < 2**64 for key in keys)
-
-
-def test_the_callers_generator_comes_back() -> None:
-    device = torch.device("cpu")
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    with CallerGenerators(device):
-        seed_generators(device, mix(1, 2, 3))
-        torch.rand(5)
-    assert torch.equal(torch.rand(2), expected)
-
-
-def test_a_carry_gives_the_previous_batch_even_when_a_forward_runs_twice() -> None:
-    carry = Carry()
-
-    def forward(batch: int, micro_batch: int = 0) -> Any:
-        before = set_position(Position(0, batch, micro_batch))
-        got = carry.get()
-        carry.set(batch)
-        set_position(before)
-        return got
-
-    assert [forward(0), forward(0), forward(2), forward(2), forward(4)] == [None, None, 0, 0, 2]
-    assert forward(4, micro_batch=1) is None
-    assert forward(6) == 4
-    carry.reset()
-    assert forward(8) is None
-
-
-def test_outside_of_a_pipeline_every_call_is_a_new_batch() -> None:
-    carry = Carry()
-    for n in range(3):
-        assert carry.get() == (n - 1 if n else None)
-        carry.set(n)
