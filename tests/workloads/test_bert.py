@@ -4,6 +4,7 @@ import pickle
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -22,11 +23,11 @@ from avgpipe.workloads.bert import (
     PAIRS_MODEL,
     PRESETS,
     BertTask,
-    MaskedRows,
     PairRows,
     confusion,
     joined,
     mask_pieces,
+    masked_batch,
     pair_metrics,
     pretrained_model,
     segments,
@@ -211,7 +212,7 @@ def test_pairs_train_as_on_one_device():
 def test_masked_text_trains_as_on_one_device():
     draw = random.Random(3)
     text = [draw.randrange(4, 60) for _ in range(14 * 10)]
-    make = MaskedRows(segments([text], 12, VOCABULARY), VOCABULARY)
+    make = partial(masked_batch, segments([text], 12, VOCABULARY), VOCABULARY)
     batches = [make(torch.arange(a, a + 7), generator(a)) for a in (0, 7)]
     batches[0][1][:2] = -100  # micro-batches with fewer hidden pieces weigh less
     batches[0][1][0, 1] = 5
@@ -414,7 +415,7 @@ def test_what_is_hidden_follows_from_seed_epoch_and_batch_alone():
     rows = segments([text(14 * 40)], 16, MANY)
 
     def batches(**which):
-        return SampleBatches(torch.arange(40), 8, MaskedRows(rows, MANY), **which)
+        return SampleBatches(torch.arange(40), 8, partial(masked_batch, rows, MANY), **which)
 
     first = list(batches(seed=1, epoch=2))
     again = list(batches(seed=1, epoch=2, start=3))

@@ -15,21 +15,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# The module of each workload. It has
+_NAMES = ("awd-lstm", "gnmt", "bert", "gpt", "resnet", "vgg", "alexnet", "captioning")
+# The module of each workload that is not named like it. A module has
 #   PRESETS     the presets of each of its workloads by name, smallest first
 #   check()     of name, preset and options: (number of layers, Recipe); refuses what cannot be built, reading no data
-#   build()     of name, preset and options: the Workload, the same in every process
+#   build()     of name, preset and options: its batches and the other fields of the Workload, the same in every process
 #   PRETRAINED  True where a folder of weights can be given
-_MODULES = {
-    "awd-lstm": "awd_lstm",
-    "gnmt": "gnmt",
-    "bert": "bert",
-    "gpt": "gpt",
-    "resnet": "images",
-    "vgg": "images",
-    "alexnet": "images",
-    "captioning": "captioning",
-}
+_MODULES = {"awd-lstm": "awd_lstm", "resnet": "images", "vgg": "images", "alexnet": "images"}
 
 LR_SCALINGS = ("none", "sqrt", "linear")
 
@@ -163,7 +155,7 @@ class WorkloadFacts(NamedTuple):
 
 
 def workload_names() -> tuple[str, ...]:
-    return tuple(_MODULES)
+    return _NAMES
 
 
 def check_workload(name: str, options: BuildOptions | None = None, **asked: Any) -> WorkloadFacts:
@@ -179,7 +171,9 @@ def check_workload(name: str, options: BuildOptions | None = None, **asked: Any)
         DataNotFound: a ValueError that names the folder and the missing files.
         LibraryNotFound: a ValueError that names a library that is not installed.
     """
-    return _checked(name, _options(options, asked))[1]
+    options = _options(options, asked)
+    *_, layers, recipe = _checked(name, options)
+    return WorkloadFacts(name, options.preset, layers, recipe.batch_size, recipe.epochs)
 
 
 def build_workload(name: str, options: BuildOptions | None = None, **asked: Any) -> Workload:
@@ -189,8 +183,9 @@ def build_workload(name: str, options: BuildOptions | None = None, **asked: Any)
     raised for data that are not what they should be, too.
     """
     options = _options(options, asked)
-    module, _ = _checked(name, options)
-    workload: Workload = module.build(name, module.PRESETS[name][options.preset], options)
+    module, preset, _, recipe = _checked(name, options)
+    training = importlib.import_module("avgpipe.workloads.training")
+    workload: Workload = training.make_workload(name, options, recipe, *module.build(name, preset, options))
     return workload
 
 
@@ -213,11 +208,11 @@ def _options(options: BuildOptions | None, asked: dict[str, Any]) -> BuildOption
     return replace(options or BuildOptions(), **asked)
 
 
-def _checked(name: str, options: BuildOptions) -> tuple[Any, WorkloadFacts]:
-    """The workload's module, and what is known of it."""
-    if name not in _MODULES:
-        raise ValueError(f"unknown workload {name!r}: {nearest(name, workload_names())}")
-    module = importlib.import_module(f"avgpipe.workloads.{_MODULES[name]}")
+def _checked(name: str, options: BuildOptions) -> tuple[Any, Any, int, Any]:
+    """The workload's module, its preset, the number of layers, and the Recipe with the options applied to it."""
+    if name not in _NAMES:
+        raise ValueError(f"unknown workload {name!r}: {nearest(name, _NAMES)}")
+    module = importlib.import_module(f"avgpipe.workloads.{_MODULES.get(name, name)}")
     presets = module.PRESETS[name]
     if options.preset not in presets:
         names = nearest(options.preset, tuple(presets))
@@ -225,5 +220,4 @@ def _checked(name: str, options: BuildOptions) -> tuple[Any, WorkloadFacts]:
     if options.pretrained is not None and not getattr(module, "PRETRAINED", False):
         raise ValueError(f"{name} has no pretrained weights to begin with: leave pretrained out")
     layers, recipe = module.check(name, presets[options.preset], options)
-    recipe = recipe.with_options(options)
-    return module, WorkloadFacts(name, options.preset, layers, recipe.batch_size, recipe.epochs)
+    return module, presets[options.preset], layers, recipe.with_options(options)

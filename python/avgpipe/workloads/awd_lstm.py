@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from avgpipe.runtime.context import Carry
-from avgpipe.workloads import BuildOptions, Workload, tokens
+from avgpipe.workloads import BuildOptions, tokens
 from avgpipe.workloads.batches import ContinuedBatches, segment_lengths
 from avgpipe.workloads.data import find_text, load_text
 from avgpipe.workloads.tokens import TokenLoss, at_least_float32, perplexity
-from avgpipe.workloads.training import NTASGD, Recipe, make_workload
+from avgpipe.workloads.training import NTASGD, Built, Recipe
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,7 @@ class LanguagePreset:
 _SMALL = AWDLSTMConfig(0, 128, 640, 2, 0.0, 0.1, 0.1, 0.1, 0.1)
 _ADAMW = partial(Recipe, optimizer="adamw", betas=(0.9, 0.99), weight_decay=0.01, clip_grad_norm=0.25)
 _NTASGD = partial(Recipe, optimizer="sgd", lr_scaling="none", weight_decay=1.2e-6, clip_grad_norm=0.25)
-_FEW: dict[str, Any] = {
-    "source_bytes": 2_000_000,
-    "vocabulary": 5_000,
-    "train_tokens": 500_000,
-    "valid_tokens": 50_000,
-}
+_FEW: Any = {"source_bytes": 2_000_000, "vocabulary": 5_000, "train_tokens": 500_000, "valid_tokens": 50_000}
 
 PRESETS = {
     "awd-lstm": {
@@ -106,7 +101,7 @@ def check(name: str, preset: LanguagePreset, options: BuildOptions) -> tuple[int
     return preset.model.lstm_layers + 2, preset.training
 
 
-def build(name: str, preset: LanguagePreset, options: BuildOptions) -> Workload:
+def build(name: str, preset: LanguagePreset, options: BuildOptions) -> Built:
     recipe, seed = preset.training.with_options(options), options.seed
     corpus = load_text(options.data, vocabulary_size=preset.vocabulary, max_bytes=preset.source_bytes)
     train, valid = corpus.train[: preset.train_tokens], corpus.valid[: preset.valid_tokens]
@@ -131,22 +126,18 @@ def build(name: str, preset: LanguagePreset, options: BuildOptions) -> Workload:
             "averaged": NTASGD.averages,
         }
     source = "the standard library's source" if options.data is None else options.data.name
-    return make_workload(
-        name,
-        options,
-        recipe,
-        (train_batches, valid_batches),
-        layers=awd_lstm_layers(config, seed=seed, decoder_bias=None if preset.published else log_shares),
-        loss_fn=AWDLSTMLoss(config.alpha, config.beta),
-        loss_weight=None,
-        metrics=lambda loss, _: {"perplexity": perplexity(loss)},
-        metric_name="perplexity",
-        lower_is_better=True,
-        layer_costs=awd_lstm_costs(config),
-        trivial=("word frequencies", perplexity(-float(log_shares[valid].double().mean()))),
-        title=f"{source}, {train.numel():,} words of {len(corpus.vocabulary):,} types",
+    return (train_batches, valid_batches), {
+        "layers": awd_lstm_layers(config, seed=seed, decoder_bias=None if preset.published else log_shares),
+        "loss_fn": AWDLSTMLoss(config.alpha, config.beta),
+        "loss_weight": None,
+        "metrics": lambda loss, _: {"perplexity": perplexity(loss)},
+        "metric_name": "perplexity",
+        "lower_is_better": True,
+        "layer_costs": awd_lstm_costs(config),
+        "trivial": ("word frequencies", perplexity(-float(log_shares[valid].double().mean()))),
+        "title": f"{source}, {train.numel():,} words of {len(corpus.vocabulary):,} types",
         **published,
-    )
+    }
 
 
 def length_factor(row_tokens: int, length: int, seed: int) -> Callable[[int], float]:

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -185,14 +184,10 @@ class ContinuedBatches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         shape = self.pipelines, self.batch_size, self._row_length
         rows = self.tokens[: math.prod(shape)].view(shape)
-        begins = [0, *accumulate(self.lengths)]
+        inputs, targets = (torch.split(part, self.lengths, -1) for part in (rows[..., :-1], rows[..., 1:]))
         for batch in range(self.start, self.start + len(self)):
             segment, pipeline = divmod(batch, self.pipelines)
-            begin, end = begins[segment : segment + 2]
-            yield (
-                rows[pipeline, :, begin:end].contiguous(),
-                rows[pipeline, :, begin + 1 : end + 1].contiguous(),
-            )
+            yield inputs[segment][pipeline].contiguous(), targets[segment][pipeline].contiguous()
 
 
 def segment_lengths(total: int, base: int, jitter: bool = False, seed: int = 0, epoch: int = 0) -> list[int]:

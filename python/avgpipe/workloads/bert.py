@@ -16,18 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from avgpipe.workloads import BuildOptions, Workload, data, library, tokens
+from avgpipe.workloads import BuildOptions, data, huggingface, library, tokens
 from avgpipe.workloads.batches import RaggedRows, TensorRows, by_length, generator, shuffled
-from avgpipe.workloads.huggingface import (
-    Encode,
-    Subwords,
-    Vocabulary,
-    check_pretrained,
-    load_pretrained,
-    new_model,
-)
+from avgpipe.workloads.huggingface import Encode, Subwords, Vocabulary
 from avgpipe.workloads.tokens import IGNORED
-from avgpipe.workloads.training import Recipe, make_workload, sample_batches
+from avgpipe.workloads.training import Built, Recipe, Samples
 
 PRETRAINED = True
 PAIRS_MODEL, MASKED_MODEL = "BertForSequenceClassification", "BertForMaskedLM"
@@ -85,13 +78,10 @@ class BertPreset:
         return self.pairs if data.has_paraphrases(folder) else self.masked
 
 
-def _sizes(hidden: int, layers: int, heads: int) -> dict[str, int]:
-    return {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-
-
-_TINY = {**_sizes(128, 2, 4), "max_position_embeddings": 128}
-_SMALL = {**_sizes(256, 4, 4), "max_position_embeddings": 128}
-_BASE = {**_sizes(768, 12, 12), "max_position_embeddings": 512}
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_TINY = dict(zip(_SIZES, (128, 2, 4, 128)))
+_SMALL = dict(zip(_SIZES, (256, 4, 4, 128)))
+_BASE = dict(zip(_SIZES, (768, 12, 12, 512)))
 _ADAMW = partial(Recipe, optimizer="adamw", weight_decay=0.01, clip_grad_norm=1.0, warmup=0.1)
 _PAIRS = partial(BertTask, pieces=12_000, length=128, dropout=0.2)
 _TEXT = partial(BertTask, dropout=0.0, frequency_bias=True)
@@ -121,7 +111,9 @@ def check(name: str, preset: BertPreset, options: BuildOptions) -> tuple[int, Re
     task = preset.task(options.data)
     layers = task.model["num_hidden_layers"]
     if options.pretrained is not None:
-        layers = int(check_pretrained(options.pretrained, "bert").get("num_hidden_layers", layers))
+        layers = int(
+            huggingface.check_pretrained(options.pretrained, "bert").get("num_hidden_layers", layers)
+        )
     if options.data is not None and task is preset.pairs:
         data.find_paraphrases(options.data)
     elif options.data is not None:
@@ -131,12 +123,12 @@ def check(name: str, preset: BertPreset, options: BuildOptions) -> tuple[int, Re
     return layers + 2, task.training  # embeddings before and a head behind the encoder
 
 
-def build(name: str, preset: BertPreset, options: BuildOptions) -> Workload:
+def build(name: str, preset: BertPreset, options: BuildOptions) -> Built:
     task = preset.task(options.data)
     return (_pairs if task is preset.pairs else _masked)(name, options, task)
 
 
-def _pairs(name: str, options: BuildOptions, task: BertTask) -> Workload:
+def _pairs(name: str, options: BuildOptions, task: BertTask) -> Built:
     assert options.data is not None
     pairs = data.read_paraphrases(options.data)
     lines = [sentence for pair in pairs["train"] for sentence in (pair.first, pair.second)]
@@ -144,22 +136,18 @@ def _pairs(name: str, options: BuildOptions, task: BertTask) -> Workload:
     length = min(task.length, model.config.max_position_embeddings)
     train, valid = (PairRows.of(pairs[s], encode, vocabulary, length) for s in ("train", "valid"))
     order, valid_order = partial(by_length, train.pieces.lengths), torch.arange(len(valid.labels))
-    return make_workload(
-        name,
-        options,
-        task.training,
-        sample_batches(task.training, options, order, train, valid, valid_order),
-        layers=model,
-        loss_fn=nn.CrossEntropyLoss(),
-        metrics=pair_metrics,
-        metric_fn=confusion,
-        metric_name="accuracy",
-        title=f"paraphrases among {len(train.labels):,} sentence pairs of {options.data.resolve().name}",
-        trivial=("always a paraphrase", 100 * float(valid.labels.double().mean())),
-    )
+    return Samples(order, train, valid, valid_order), {
+        "layers": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "metrics": pair_metrics,
+        "metric_fn": confusion,
+        "metric_name": "accuracy",
+        "title": f"paraphrases among {len(train.labels):,} sentence pairs of {options.data.resolve().name}",
+        "trivial": ("always a paraphrase", 100 * float(valid.labels.double().mean())),
+    }
 
 
-def _masked(name: str, options: BuildOptions, task: BertTask) -> Workload:
+def _masked(name: str, options: BuildOptions, task: BertTask) -> Built:
     texts = data.read_text(options.data, task.max_bytes)
     lines = {split: text.split("\n") for split, text in texts.items()}
     model, encode, vocabulary = _model(MASKED_MODEL, task, lines["train"], options)
@@ -173,23 +161,17 @@ def _masked(name: str, options: BuildOptions, task: BertTask) -> Workload:
     source = "Python's standard library" if options.data is None else options.data.resolve().name
     loss = tokens.TokenLoss()
     order, valid_order = partial(shuffled, len(rows)), torch.arange(len(valid_rows))
-    batches = sample_batches(
-        task.training, options, order, MaskedRows(rows, vocabulary), TensorRows(masked), valid_order
-    )
-    return make_workload(
-        name,
-        options,
-        task.training,
-        batches,
-        layers=model,
-        loss_fn=loss,
-        metrics=tokens.token_metrics,
-        metric_fn=loss.correct,
-        metric_name="perplexity",
-        lower_is_better=True,
-        title=f"masked pieces of the text of {source}",
-        trivial=("the pieces' frequencies", tokens.perplexity(blind)),
-    )
+    train = partial(masked_batch, rows, vocabulary)
+    return Samples(order, train, TensorRows(masked), valid_order), {
+        "layers": model,
+        "loss_fn": loss,
+        "metrics": tokens.token_metrics,
+        "metric_fn": loss.correct,
+        "metric_name": "perplexity",
+        "lower_is_better": True,
+        "title": f"masked pieces of the text of {source}",
+        "trivial": ("the pieces' frequencies", tokens.perplexity(blind)),
+    }
 
 
 # ---- the model and its pieces --------------------------------------------------------------------------------------
@@ -201,7 +183,11 @@ def _model(
     if options.pretrained is not None:
         return pretrained_model(kind, options.pretrained, options.seed)
     learnt = Subwords.learn(lines, task.pieces, lowercase=True)
-    return new_model(kind, task.config(len(learnt)), options.seed), learnt.encode, learnt.vocabulary
+    return (
+        huggingface.new_model(kind, task.config(len(learnt)), options.seed),
+        learnt.encode,
+        learnt.vocabulary,
+    )
 
 
 def pretrained_model(kind: str, folder: Path, seed: int = 0) -> tuple[Any, Encode, Vocabulary]:
@@ -211,7 +197,7 @@ def pretrained_model(kind: str, folder: Path, seed: int = 0) -> tuple[Any, Encod
         ValueError: as :func:`load_pretrained`, and for a tokenizer without the pieces that BERT needs.
     """
     head = {"num_labels": 2} if kind == PAIRS_MODEL else {}
-    model, tokenizer = load_pretrained(kind, folder, "bert", seed=seed, **head)
+    model, tokenizer = huggingface.load_pretrained(kind, folder, "bert", seed=seed, **head)
     names = ("pad_token", "cls_token", "sep_token", "mask_token")
     numbers: list[Any] = [getattr(tokenizer, f"{name}_id", None) for name in names]
     if None in numbers:
@@ -264,15 +250,11 @@ def mask_pieces(rows: Tensor, vocabulary: Vocabulary, draw: torch.Generator) -> 
     return read, rows.masked_fill(~masked, IGNORED)
 
 
-@dataclass(frozen=True)
-class MaskedRows:
-    """Makes training batches of segments, each time with other pieces masked; inputs and targets int64 [n, T]."""
-
-    rows: Tensor
-    vocabulary: Vocabulary
-
-    def __call__(self, indices: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-        return mask_pieces(self.rows[indices], self.vocabulary, draw)
+def masked_batch(
+    rows: Tensor, vocabulary: Vocabulary, indices: Tensor, draw: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Make a training batch of segments, each time with other pieces masked; inputs and targets int64 [n, T]."""
+    return mask_pieces(rows[indices], vocabulary, draw)
 
 
 # ---- sentence pairs ------------------------------------------------------------------------------------------------

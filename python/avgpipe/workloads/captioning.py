@@ -23,30 +23,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from avgpipe.workloads import BuildOptions, Predict, Workload, tokens
+from avgpipe.workloads import BuildOptions, Predict, tokens
 from avgpipe.workloads.batches import RaggedRows, by_length, generator
 from avgpipe.workloads.tokens import Projection, Uniform
-from avgpipe.workloads.training import Recipe, make_workload, sample_batches
+from avgpipe.workloads.training import Built, Recipe, Samples
 
 PAD, BOS, EOS = 0, 1, 2  # numbers of the words that are none
 
 _OTHERS = ("<pad>", "<bos>", "<eos>", "a", "the", "it", "then", "slowly")
-_KINDS = ["red", "blue", "green", "small", "big", "old"]
-_SUBJECTS = ["dog", "cat", "boy", "girl", "man", "woman", "horse", "bird", "robot", "monkey"]
-_ON_OBJECTS = [
-    "chases",
-    "carries",
-    "kicks",
-    "throws",
-    "washes",
-    "paints",
-    "lifts",
-    "drops",
-    "opens",
-    "watches",
-]
-_ALONE = ["sleeps", "jumps", "dances", "sings", "eats", "runs"]
-_OBJECTS = ["ball", "box", "car", "chair", "book", "hat", "drum", "bike", "lamp", "boat"]
+# what is said: kinds, subjects, actions on objects and alone, and objects
+_KINDS, _SUBJECTS, _ON_OBJECTS, _ALONE, _OBJECTS = map(
+    str.split,
+    """\
+red blue green small big old
+dog cat boy girl man woman horse bird robot monkey
+chases carries kicks throws washes paints lifts drops opens watches
+sleeps jumps dances sings eats runs
+ball box car chair book hat drum bike lamp boat""".splitlines(),
+)
 VOCABULARY = (*_OTHERS, *_KINDS, *_SUBJECTS, *_ON_OBJECTS, *_ALONE, *_OBJECTS)
 _NUMBER = {word: number for number, word in enumerate(VOCABULARY)}
 
@@ -137,27 +131,23 @@ def check(name: str, preset: CaptioningPreset, options: BuildOptions) -> tuple[i
     return 3 + preset.model.video_lstms, preset.training
 
 
-def build(name: str, preset: CaptioningPreset, options: BuildOptions) -> Workload:
+def build(name: str, preset: CaptioningPreset, options: BuildOptions) -> Built:
     train, valid = make_clips(preset)
     frames, words = (float(x.double().mean()) for x in (train.shown.lengths, train.captions.lengths))
     captions = (clips.captions.padded(torch.arange(len(clips.captions.lengths))) for clips in (train, valid))
     order, valid_order = partial(by_length, train.shown.lengths), torch.arange(preset.valid)
     loss = tokens.TokenLoss(PAD)
-    return make_workload(
-        name,
-        options,
-        preset.training,
-        sample_batches(preset.training, options, order, train, valid, valid_order),
-        layers=s2vt_layers(preset.model, seed=options.seed),
-        loss_fn=loss,
-        metrics=tokens.token_metrics,
-        metric_fn=loss.correct,
-        metric_name="accuracy",
-        layer_costs=s2vt_costs(preset.model, frames, words),
-        decode=partial(exact_matches, valid, preset.decoded, preset.training.batch_size),
-        trivial=("the most frequent word of each position", baseline_accuracy(*captions)),
-        title=f"captions of {preset.train} synthetic clips",
-    )
+    return Samples(order, train, valid, valid_order), {
+        "layers": s2vt_layers(preset.model, seed=options.seed),
+        "loss_fn": loss,
+        "metrics": tokens.token_metrics,
+        "metric_fn": loss.correct,
+        "metric_name": "accuracy",
+        "layer_costs": s2vt_costs(preset.model, frames, words),
+        "decode": partial(exact_matches, valid, preset.decoded, preset.training.batch_size),
+        "trivial": ("the most frequent word of each position", baseline_accuracy(*captions)),
+        "title": f"captions of {preset.train} synthetic clips",
+    }
 
 
 @dataclass(frozen=True)

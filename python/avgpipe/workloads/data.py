@@ -8,7 +8,6 @@ import sysconfig
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +34,7 @@ TRANSLATIONS_FOLDER = "a folder with train.{en,de} and val.{en,de}, a sentence a
 
 MRPC_FILES = ("msr_paraphrase_train.txt", "dev_ids.tsv")
 _MRPC_HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
+_MRPC_ROW = re.compile("([01])\t([^\t]*\t[^\t]*)\t([^\t]*)\t([^\t]*)")
 
 # ---- files ---------------------------------------------------------------------------------------------------------
 
@@ -90,8 +90,7 @@ def _lines(file: Path) -> list[str]:
 # ---- running text --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """A text as token numbers.
 
     Attributes:
@@ -126,19 +125,18 @@ def load_text(
         tokens = {s: [t for file in sources[s] for t in split_words(file, source=True)] for s in _SPLITS}
     else:
         tokens = {split: split_words(read_file(file)) for split, file in find_text(path).items()}
-    counts = Counter(tokens["train"])  # equal counts stay in the order of their first appearance
+    types = [
+        token for token, _ in Counter(tokens["train"]).most_common()
+    ]  # equal counts: the first to appear first
     size = vocabulary_size
-    if size is not None and len(counts) > size - (UNKNOWN not in counts):
-        counts.pop(UNKNOWN, None)
-        size -= 1
-    vocabulary = [token for token, _ in counts.most_common(size)]
-    known = set(vocabulary)
-    if UNKNOWN not in known and (size is not None or not known.issuperset(tokens["valid"])):
-        vocabulary.append(UNKNOWN)
-    number = {token: index for index, token in enumerate(vocabulary)}
+    if size is not None and len(types) > size - (UNKNOWN not in types):
+        types = [token for token in types if token != UNKNOWN][: size - 1]
+    if UNKNOWN not in types and (size is not None or not set(types).issuperset(tokens["valid"])):
+        types.append(UNKNOWN)
+    number = {token: index for index, token in enumerate(types)}
     other = number.get(UNKNOWN, -1)  # -1 is never used: without <unk> every token has its number
     numbers = {s: torch.tensor([number.get(t, other) for t in tokens[s]], dtype=torch.int64) for s in _SPLITS}
-    return Corpus(tuple(vocabulary), **numbers)
+    return Corpus(tuple(types), **numbers)
 
 
 def read_text(path: str | Path | None, max_bytes: int | None = None) -> dict[str, str]:
@@ -198,16 +196,15 @@ def _standard_library(max_bytes: int | None) -> dict[str, list[str]]:
     """The files of each split, read."""
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
-    files: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    files: dict[str, list[str]] = {"train": [], "valid": []}
     used = 0
     for index, name in enumerate(name for name in names if not _SKIPPED.match(name)):
         source = (root / name).read_text(encoding="utf-8", errors="replace")
         used += len(source)
         if max_bytes is not None and used > max_bytes and index >= 10:
             break
-        # of ten files in a row, one is for validation and one is kept for a test
-        files[{4: "valid", 9: "test"}.get(index % 10, "train")].append(source)
-    del files["test"]
+        if index % 10 != 9:  # of ten files in a row, one is for validation and one is kept for a test
+            files["valid" if index % 10 == 4 else "train"].append(source)
     if not all(any(map(str.strip, sources)) for sources in files.values()):
         raise DataNotFound(f"too few Python sources in {root}; give {TEXT_FOLDER}")
     return files
@@ -241,12 +238,10 @@ def read_translations(folder: str | Path) -> dict[str, list[tuple[str, str]]]:
             if "" in lines:
                 where = lines.index("") + 1
                 raise ValueError(f"{file} has an empty line, line {where}: remove the pair from both files")
-        counts = [len(lines) for lines in sentences]
-        if counts[0] != counts[1]:
-            raise ValueError(
-                f"{names[0]} has {counts[0]} lines and {names[1].name} {counts[1]}: "
-                "line n of both must be the same sentence"
-            )
+        english, german = map(len, sentences)
+        if english != german:
+            wrong = f"{names[0]} has {english} lines and {names[1].name} {german}"
+            raise ValueError(f"{wrong}: line n of both must be the same sentence")
         pairs[split] = list(zip(*sentences))
     return pairs
 
@@ -289,14 +284,15 @@ def read_paraphrases(folder: str | Path) -> dict[str, list[Paraphrase]]:
     missing = set(named)
     pairs: dict[str, list[Paraphrase]] = {"train": [], "valid": []}
     for number, line in enumerate(lines, start=2):
-        label, *ids, first, second = fields = line.split("\t") if line.count("\t") == 4 else [line, "", ""]
-        if len(fields) != 5 or label not in ("0", "1"):
+        row = _MRPC_ROW.fullmatch(line)
+        if row is None:
             wrong = f"{file}, line {number}: {line[:60]!r} is no label (0 or 1), two ids and two sentences, "
             raise ValueError(wrong + "tab-separated: the file is truncated or of another format")
-        key = "\t".join(ids)
-        missing.discard(key)
-        split = "valid" if key in named else "train"
-        pairs[split].append(Paraphrase(first.strip(), second.strip(), int(label)))
+        label, ids, first, second = row.groups()
+        missing.discard(ids)
+        pairs["valid" if ids in named else "train"].append(
+            Paraphrase(first.strip(), second.strip(), int(label))
+        )
     if missing:
         raise ValueError(
             f"{file} lacks {len(missing)} of the {len(named)} pairs that {dev.name} names, such as {min(missing)!r}: "

@@ -29,14 +29,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from avgpipe.workloads import BuildOptions, DataNotFound, Predict, Workload, library, tokens
+from avgpipe.workloads import BuildOptions, DataNotFound, Predict, library, tokens
 from avgpipe.workloads.batches import RaggedRows, by_length
 from avgpipe.workloads.data import TRANSLATIONS_FOLDER, find_translations, read_translations
 from avgpipe.workloads.huggingface import Subwords
 from avgpipe.workloads.tokens import LSTM, Uniform
-from avgpipe.workloads.training import Recipe, make_workload, sample_batches
+from avgpipe.workloads.training import Built, Recipe, Samples
 
 Value = dict[str, Any]
+Pairs = list[tuple[str, str]]  # sentences and their translations
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def check(name: str, preset: TranslationPreset, options: BuildOptions) -> tuple[
     return preset.model.encoder_layers + preset.model.decoder_layers + 2, preset.training
 
 
-def build(name: str, preset: TranslationPreset, options: BuildOptions) -> Workload:
+def build(name: str, preset: TranslationPreset, options: BuildOptions) -> Built:
     pairs, subwords = read(name, options)
     rows = {split: [subwords.encode(side) for side in zip(*found)] for split, found in pairs.items()}
     kept = [pair for pair in zip(*rows["train"]) if max(map(len, pair)) <= preset.max_length]
@@ -149,22 +150,18 @@ def build(name: str, preset: TranslationPreset, options: BuildOptions) -> Worklo
     left_out = len(pairs["train"]) - len(kept)
     without = f", {left_out} longer than {preset.max_length} pieces left out" if left_out else ""
     order, valid_order = partial(by_length, train.lengths), valid.lengths.argsort(stable=True)
-    return make_workload(
-        name,
-        options,
-        preset.training,
-        sample_batches(preset.training, options, order, train, valid, valid_order),
-        layers=gnmt_layers(config, seed=options.seed, output_bias=bias),
-        loss_fn=tokens.TokenLoss(subwords.pad, smoothing=0.1),
-        metrics=lambda loss, _: {"perplexity": tokens.perplexity(loss)},
-        metric_name="bleu",
-        layer_costs=gnmt_costs(config),
-        decode=partial(bleu, pairs["valid"][: preset.decoded], subwords, preset.beam),
-        title=f"translation from English to German, {len(kept):,} sentence pairs{without}",
-    )
+    return Samples(order, train, valid, valid_order), {
+        "layers": gnmt_layers(config, seed=options.seed, output_bias=bias),
+        "loss_fn": tokens.TokenLoss(subwords.pad, smoothing=0.1),
+        "metrics": lambda loss, _: {"perplexity": tokens.perplexity(loss)},
+        "metric_name": "bleu",
+        "layer_costs": gnmt_costs(config),
+        "decode": partial(bleu, pairs["valid"][: preset.decoded], subwords, preset.beam),
+        "title": f"translation from English to German, {len(kept):,} sentence pairs{without}",
+    }
 
 
-def read(name: str, options: BuildOptions) -> tuple[dict[str, list[tuple[str, str]]], Subwords]:
+def read(name: str, options: BuildOptions) -> tuple[dict[str, Pairs], Subwords]:
     """Read the sentence pairs, and learn pieces from them: those of any run with these options."""
     preset = PRESETS[name][options.preset]
     check(name, preset, options)
@@ -228,9 +225,7 @@ def translate(
     return subwords.decode([pieces[row] for row in range(len(sentences))])
 
 
-def bleu(
-    pairs: Sequence[tuple[str, str]], subwords: Subwords, beam: int, predict: Predict
-) -> dict[str, float]:
+def bleu(pairs: Pairs, subwords: Subwords, beam: int, predict: Predict) -> dict[str, float]:
     """Translate the first of each pair, and compare with the second."""
     sources, references = zip(*pairs)
     translations = translate(predict, sources, subwords, beam=beam)

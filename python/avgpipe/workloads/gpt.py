@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avgpipe.workloads import BuildOptions, Workload, library
+from avgpipe.workloads import BuildOptions, library
 from avgpipe.workloads.batches import RaggedRows, TensorRows, shuffled
 from avgpipe.workloads.data import find_text, read_text, split_words
 from avgpipe.workloads.huggingface import Encode, Subwords, check_pretrained, load_pretrained, new_model
 from avgpipe.workloads.tokens import IGNORED, TokenLoss, log_frequencies, perplexity
-from avgpipe.workloads.training import Recipe, make_workload, sample_batches
+from avgpipe.workloads.training import Built, Recipe, Samples
 
 PRETRAINED = True
 MODEL = "GPT2LMHeadModel"
@@ -78,7 +78,7 @@ def check(name: str, preset: GPTPreset, options: BuildOptions) -> tuple[int, Rec
     return layers + 2, preset.training  # the embedding before the blocks, the output layer behind
 
 
-def build(name: str, preset: GPTPreset, options: BuildOptions) -> Workload:
+def build(name: str, preset: GPTPreset, options: BuildOptions) -> Built:
     texts = read_text(options.data, preset.max_bytes)
     model, encode = _model(preset, options, texts["train"])
     train, valid = (pieces_of(texts[s], encode, source=options.data is None) for s in ("train", "valid"))
@@ -86,21 +86,17 @@ def build(name: str, preset: GPTPreset, options: BuildOptions) -> Workload:
     (inputs, targets, _), (valid_inputs, *valid_targets) = segments(train, length), segments(valid, length)
     train_rows, valid_rows = TensorRows((inputs, targets)), TensorRows((valid_inputs, tuple(valid_targets)))
     order, valid_order = partial(shuffled, len(inputs)), torch.arange(len(valid_inputs))
-    return make_workload(
-        name,
-        options,
-        preset.training,
-        sample_batches(preset.training, options, order, train_rows, valid_rows, valid_order),
-        layers=model,
-        loss_fn=TokenLoss(),
-        metrics=word_perplexity,
-        metric_fn=pieces_and_words,
-        metric_name="perplexity",
-        lower_is_better=True,
-        autocast={"cuda": torch.bfloat16},  # CPUs gain only where they have instructions for it
-        trivial=("the pieces' frequencies", baseline_perplexity(train, valid)),
-        title=f"the next piece of the text of {'Python' if options.data is None else options.data.name}",
-    )
+    return Samples(order, train_rows, valid_rows, valid_order), {
+        "layers": model,
+        "loss_fn": TokenLoss(),
+        "metrics": word_perplexity,
+        "metric_fn": pieces_and_words,
+        "metric_name": "perplexity",
+        "lower_is_better": True,
+        "autocast": {"cuda": torch.bfloat16},  # CPUs gain only where they have instructions for it
+        "trivial": ("the pieces' frequencies", baseline_perplexity(train, valid)),
+        "title": f"the next piece of the text of {'Python' if options.data is None else options.data.name}",
+    }
 
 
 def _model(preset: GPTPreset, options: BuildOptions, train: str) -> tuple[Any, Encode]:

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from avgpipe.workloads import BuildOptions, DataNotFound, Workload, library
+from avgpipe.workloads import BuildOptions, DataNotFound, library
 from avgpipe.workloads.batches import generator, shuffled
 from avgpipe.workloads.data import find_files, read_bytes
-from avgpipe.workloads.training import Recipe, make_workload, sample_batches
+from avgpipe.workloads.training import Built, Recipe, Samples
 
 Image = tuple[int, ...]  # channels, height and width
 
@@ -488,7 +488,7 @@ def check(name: str, preset: ImagePreset, options: BuildOptions) -> tuple[int, R
     return len(layers), preset.training
 
 
-def build(name: str, preset: ImagePreset, options: BuildOptions) -> Workload:
+def build(name: str, preset: ImagePreset, options: BuildOptions) -> Built:
     assert options.data is not None
     data = read_images(options.data, preset.limit, preset.held_out_limit)
     classes, samples = len(data.classes), len(data.train.labels)
@@ -497,20 +497,16 @@ def build(name: str, preset: ImagePreset, options: BuildOptions) -> Workload:
     valid, valid_order = ImageBatch(data.valid, data.mean, data.std), torch.arange(len(data.valid.labels))
     # A last batch of a few images would be normalised by their statistics; the next epoch has other ones in it.
     order = partial(shuffled, samples, drop_last=True)
-    return make_workload(
-        name,
-        options,
-        preset.training,
-        sample_batches(preset.training, options, order, train, valid, valid_order),
-        layers=network_layers(preset.model, data.shape, classes, seed=options.seed),
-        loss_fn=nn.CrossEntropyLoss(),
-        metrics=lambda _, means: {"accuracy": 100 * means["accuracy"]},
-        metric_name="accuracy",
-        layer_costs=multiply_adds(preset.model, data.shape, classes),
-        metric_fn=accuracy,
-        title=f"{classes} classes of {' x '.join(map(str, data.shape))} images, {samples:,} to train on",
-        trivial=("the most frequent class", 100 * float(blind.double().mean())),
-    )
+    return Samples(order, train, valid, valid_order), {
+        "layers": network_layers(preset.model, data.shape, classes, seed=options.seed),
+        "loss_fn": nn.CrossEntropyLoss(),
+        "metrics": lambda _, means: {"accuracy": 100 * means["accuracy"]},
+        "metric_name": "accuracy",
+        "layer_costs": multiply_adds(preset.model, data.shape, classes),
+        "metric_fn": accuracy,
+        "title": f"{classes} classes of {' x '.join(map(str, data.shape))} images, {samples:,} to train on",
+        "trivial": ("the most frequent class", 100 * float(blind.double().mean())),
+    }
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,58 +102,52 @@ def _optimizer(training: Recipe, lr: float, params: Iterable[nn.Parameter]) -> O
     return kind(groups, lr=lr, betas=training.betas)
 
 
-Batches = tuple[
-    Callable[..., BatchLoader], Callable[[], BatchLoader]
-]  # ``Workload``'s, to train and to validate
+class Samples(NamedTuple):
+    """Independent samples, whose batches are the same for any number of stages and pipelines.
 
-
-def sample_batches(
-    recipe: Recipe,
-    options: BuildOptions,
-    order: Callable[[int, int, int], Tensor],
-    train: MakeBatch,
-    valid: MakeBatch,
-    valid_order: Tensor,
-) -> Batches:
-    """Make batches of independent samples, the same for any number of stages and pipelines.
-
-    Args:
-        recipe: the preset's; the options are applied to it here.
-        options: as of ``build``.
+    Attributes:
         order: of batch size, seed and epoch, the order in which an epoch trains on its samples.
         train, valid: make batches of samples.
         valid_order: the samples of the validation in their order.
     """
-    size, workers = recipe.with_options(options).batch_size, options.loader_workers
-    valid_batches = SampleBatches(valid_order, size, valid, workers=workers)
 
-    def train_batches(epoch: int, start: int = 0) -> SampleBatches:
-        return SampleBatches(
-            order(size, options.seed, epoch), size, train, options.seed, epoch, start, workers
-        )
+    order: Callable[[int, int, int], Tensor]
+    train: MakeBatch
+    valid: MakeBatch
+    valid_order: Tensor
 
-    return train_batches, lambda: valid_batches
+    def batches(self, size: int, options: BuildOptions) -> Batches:
+        seed, workers = options.seed, options.loader_workers
+        valid = SampleBatches(self.valid_order, size, self.valid, workers=workers)
+
+        def train(epoch: int, start: int = 0) -> SampleBatches:
+            return SampleBatches(self.order(size, seed, epoch), size, self.train, seed, epoch, start, workers)
+
+        return train, lambda: valid
+
+
+# of ``Workload``, to train and to validate
+Batches = tuple[Callable[..., BatchLoader], Callable[[], BatchLoader]]
+Built = tuple[Samples | Batches, dict[str, Any]]  # what a workload's ``build`` returns
 
 
 def make_workload(
-    name: str, options: BuildOptions, recipe: Recipe, batches: Batches, **rest: Any
+    name: str, options: BuildOptions, recipe: Recipe, data: Samples | Batches, fields: dict[str, Any]
 ) -> Workload:
-    """Make a workload that is trained as ``recipe``, with the options applied to it, and ``rest`` say."""
-    recipe, (train_batches, valid_batches) = recipe.with_options(options), batches
-    loss = rest["loss_fn"]
-    rest.setdefault("optimizer", recipe.optimizer_for(options.pipelines))
-    rest.setdefault("lr_scheduler", recipe.lr_scheduler_for(len(train_batches(0)), options))
-    rest.setdefault("loss_weight", loss.weight if isinstance(loss, TokenLoss) else None)
-    return Workload(
-        name=name,
-        preset=options.preset,
-        clip_grad_norm=recipe.clip_grad_norm,
-        train_batches=train_batches,
-        valid_batches=valid_batches,
-        batch_size=recipe.batch_size,
-        epochs=recipe.epochs,
-        **rest,
-    )
+    """Make a workload that is trained as ``recipe``, to which the options were applied, and ``fields`` say."""
+    train, valid = data.batches(recipe.batch_size, options) if isinstance(data, Samples) else data
+    loss = fields["loss_fn"]
+    common = {
+        "train_batches": train,
+        "valid_batches": valid,
+        "batch_size": recipe.batch_size,
+        "epochs": recipe.epochs,
+        "clip_grad_norm": recipe.clip_grad_norm,
+        "optimizer": recipe.optimizer_for(options.pipelines),
+        "lr_scheduler": recipe.lr_scheduler_for(len(train(0)), options),
+        "loss_weight": loss.weight if isinstance(loss, TokenLoss) else None,
+    }
+    return Workload(name, options.preset, **{**common, **fields})
 
 
 class NTASGD(SGD):
@@ -181,15 +175,16 @@ class NTASGD(SGD):
         return bool(self.param_groups[0]["averaged"] > 0)
 
     @torch.no_grad()
-    def trigger(self) -> None:
-        """Begin to average, with the weights as they are; nothing happens the second time."""
+    def trigger(self) -> bool:
+        """Begin to average, with the weights as they are, and return True; nothing happens the second time."""
         if self.triggered:
-            return
+            return False
         for group in self.param_groups:
             group["averaged"] = 1
             for p in group["params"]:
                 if p.requires_grad:
                     self.state[p]["ax"] = p.detach().clone()
+        return True
 
     def observe(self, loss: float) -> bool:
         """Note a validation loss.
@@ -199,12 +194,9 @@ class NTASGD(SGD):
         """
         group = self.param_groups[0]
         losses = group["validation_losses"]
-        old = losses[: max(0, len(losses) - group["window"])]
         group["validation_losses"] = [*losses, loss]
-        if self.triggered or not old or not loss > min(old):
-            return False
-        self.trigger()
-        return True
+        worse = loss > min(losses[: max(0, len(losses) - group["window"])], default=math.inf)
+        return worse and self.trigger()
 
     def averages(self) -> AbstractContextManager[None] | None:
         """Return a context in which the parameters hold their means, or None before the trigger."""
