@@ -48,7 +48,7 @@ def lstm(inputs=3, hidden=5, **options):
     def normal(*shape, bound):
         return nn.Parameter(torch.randn(shape) * bound)
 
-    options = {"weight_dropout": 0.0, "dropout": 0.0, "penalties": False, **options}
+    options = {"weight_drop": 0.0, "dropout": 0.0, "penalties": False, **options}
     return WeightDropLSTM(inputs, hidden, normal, **options).double()
 
 
@@ -70,7 +70,7 @@ def slow_lstm(layer, x, state, weight_hh):
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_output_state_and_gradients_equal_explicit_gates(p):
-    layer = lstm(weight_dropout=p)
+    layer = lstm(weight_drop=p)
     x = torch.randn(2, 7, 3, dtype=torch.float64, requires_grad=True)
     before = torch.randn(2, 1, 2, 5, dtype=torch.float64)
     layer.training_carry.set((before[0], before[1]))
@@ -105,7 +105,7 @@ def test_single_precision_is_the_same_to_its_rounding():
 
 
 def test_weight_dropout_masks_hidden_weights_alone_and_scales_the_rest():
-    layer = lstm(hidden=40, weight_dropout=0.4)
+    layer = lstm(hidden=40, weight_drop=0.4)
     layer.weight_ih.data.zero_()
     x = torch.zeros(1, 1, 3, dtype=torch.float64)
     # after one step from h = 1 the gradient of a hidden weight is nonzero exactly where it was kept
@@ -123,7 +123,7 @@ def test_weight_dropout_masks_hidden_weights_alone_and_scales_the_rest():
 
 
 def test_every_forward_in_training_draws_a_new_mask_from_the_default_generator():
-    layer = lstm(weight_dropout=0.5)
+    layer = lstm(weight_drop=0.5)
     x = torch.randn(2, 4, 3, dtype=torch.float64)
     outputs = []
     for seed in (1, 2, 1):
@@ -135,7 +135,7 @@ def test_every_forward_in_training_draws_a_new_mask_from_the_default_generator()
 
 
 def test_evaluation_drops_nothing():
-    layer = lstm(weight_dropout=0.5, dropout=0.5, penalties=True).eval()
+    layer = lstm(weight_drop=0.5, dropout=0.5, penalties=True).eval()
     x = torch.randn(2, 4, 3, dtype=torch.float64)
     zeros = torch.zeros(2, 5, dtype=torch.float64)
     torch.testing.assert_close(layer(x), slow_lstm(layer, x, (zeros, zeros), layer.weight_hh)[0])

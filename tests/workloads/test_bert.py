@@ -27,7 +27,6 @@ from avgpipe.workloads.bert import (
     confusion,
     joined,
     mask_pieces,
-    masked_batch,
     pair_metrics,
     pretrained_model,
     segments,
@@ -212,7 +211,7 @@ def test_pairs_train_as_on_one_device():
 def test_masked_text_trains_as_on_one_device():
     draw = random.Random(3)
     text = [draw.randrange(4, 60) for _ in range(14 * 10)]
-    make = partial(masked_batch, segments([text], 12, VOCABULARY), VOCABULARY)
+    make = partial(mask_pieces, segments([text], 12, VOCABULARY), VOCABULARY)
     batches = [make(torch.arange(a, a + 7), generator(a)) for a in (0, 7)]
     batches[0][1][:2] = -100  # micro-batches with fewer hidden pieces weigh less
     batches[0][1][0, 1] = 5
@@ -372,7 +371,7 @@ def test_segments_refuse_what_fills_none(lines, length, message):
 
 def test_shares_of_hidden_pieces_are_the_papers():
     rows = segments([text(62 * 2000)], 64, MANY)
-    read, targets = mask_pieces(rows, MANY, draw())
+    read, targets = mask_pieces(rows, MANY, torch.arange(len(rows)), draw())
     hidden = targets != IGNORED
     assert (hidden.sum(1) == 9).all()  # 15 % of 62, rounded
     assert torch.equal(targets[hidden], rows[hidden])
@@ -387,7 +386,7 @@ def test_shares_of_hidden_pieces_are_the_papers():
 def test_every_place_is_hidden_alike_and_special_pieces_never():
     rows = segments([text(18 * 4000)], 20, MANY)
     rows[:, 15:17] = torch.tensor([MANY.end, MANY.begin])
-    _, targets = mask_pieces(rows, MANY, draw())
+    _, targets = mask_pieces(rows, MANY, torch.arange(len(rows)), draw())
     often = (targets != IGNORED).double().mean(0)
     special = torch.tensor([0, 15, 16, 19])
     assert (often[special] == 0).all()
@@ -397,7 +396,7 @@ def test_every_place_is_hidden_alike_and_special_pieces_never():
 
 def test_any_piece_replaces_some():
     rows = segments([text(98 * 1000)], 100, MANY)
-    read, targets = mask_pieces(rows, MANY, draw())
+    read, targets = mask_pieces(rows, MANY, torch.arange(len(rows)), draw())
     other = (targets != IGNORED) & (read != MANY.mask) & (read != rows)
     replaced = read[other].double()
     assert replaced.min() >= 0
@@ -407,7 +406,7 @@ def test_any_piece_replaces_some():
 
 def test_each_row_hides_at_least_one_piece():
     rows = torch.tensor([[1, 7, 2, 0, 0]] * 50)
-    _, targets = mask_pieces(rows, MANY, draw())
+    _, targets = mask_pieces(rows, MANY, torch.arange(len(rows)), draw())
     assert (targets == torch.tensor([IGNORED, 7, IGNORED, IGNORED, IGNORED])).all()
 
 
@@ -415,7 +414,7 @@ def test_what_is_hidden_follows_from_seed_epoch_and_batch_alone():
     rows = segments([text(14 * 40)], 16, MANY)
 
     def batches(**which):
-        return SampleBatches(torch.arange(40), 8, partial(masked_batch, rows, MANY), **which)
+        return SampleBatches(torch.arange(40), 8, partial(mask_pieces, rows, MANY), **which)
 
     first = list(batches(seed=1, epoch=2))
     again = list(batches(seed=1, epoch=2, start=3))
@@ -431,7 +430,9 @@ def test_evaluation_hides_the_same_whatever_the_batch_size():
     rows = segments([text(14 * 20)], 16, MANY)
     read = {}
     for size in (3, 20):
-        make = pickle.loads(pickle.dumps(TensorRows(mask_pieces(rows, MANY, draw()))))
+        make = pickle.loads(
+            pickle.dumps(TensorRows(mask_pieces(rows, MANY, torch.arange(len(rows)), draw())))
+        )
         batches = SampleBatches(torch.arange(20), size, make, seed=size)
         read[size] = [torch.cat(parts) for parts in zip(*batches)]
     assert torch.equal(read[3][0], read[20][0])
@@ -440,7 +441,7 @@ def test_evaluation_hides_the_same_whatever_the_batch_size():
 
 def test_loss_and_metrics_are_those_of_a_plain_count():
     rows = segments([text(14 * 6)], 16, MANY)
-    _, targets = mask_pieces(rows, MANY, draw())
+    _, targets = mask_pieces(rows, MANY, torch.arange(len(rows)), draw())
     logits = torch.randn(6, 16, 1000, dtype=torch.float64, generator=draw(1))
     logits[:3].scatter_add_(
         2, rows[:3].unsqueeze(-1), torch.full((3, 16, 1), 9.0, dtype=torch.float64)

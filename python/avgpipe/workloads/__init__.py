@@ -171,8 +171,7 @@ def check_workload(name: str, options: BuildOptions | None = None, **asked: Any)
         DataNotFound: a ValueError that names the folder and the missing files.
         LibraryNotFound: a ValueError that names a library that is not installed.
     """
-    options = _options(options, asked)
-    *_, layers, recipe = _checked(name, options)
+    options, _, _, layers, recipe = _checked(name, options, asked)
     return WorkloadFacts(name, options.preset, layers, recipe.batch_size, recipe.epochs)
 
 
@@ -182,8 +181,7 @@ def build_workload(name: str, options: BuildOptions | None = None, **asked: Any)
     The caller's random state stays as it is. Arguments and errors are those of :func:`check_workload`; ValueError is
     raised for data that are not what they should be, too.
     """
-    options = _options(options, asked)
-    module, preset, _, recipe = _checked(name, options)
+    options, module, preset, _, recipe = _checked(name, options, asked)
     training = importlib.import_module("avgpipe.workloads.training")
     workload: Workload = training.make_workload(name, options, recipe, *module.build(name, preset, options))
     return workload
@@ -201,18 +199,15 @@ def library(name: str, user: str) -> Any:
     return module
 
 
-def _options(options: BuildOptions | None, asked: dict[str, Any]) -> BuildOptions:
-    for name in ("data", "pretrained"):
-        if asked.get(name) is not None:
-            asked[name] = Path(asked[name])
-    return replace(options or BuildOptions(), **asked)
-
-
-def _checked(name: str, options: BuildOptions) -> tuple[Any, Any, int, Any]:
-    """The workload's module, its preset, the number of layers, and the Recipe with the options applied to it."""
+def _checked(
+    name: str, options: BuildOptions | None, asked: dict[str, Any]
+) -> tuple[BuildOptions, Any, Any, int, Any]:
+    """All options, and the workload's module, preset, number of layers, and Recipe with the options applied to it."""
     if name not in _NAMES:
         raise ValueError(f"unknown workload {name!r}: {nearest(name, _NAMES)}")
     module = importlib.import_module(f"avgpipe.workloads.{_MODULES.get(name, name)}")
+    folders = {key: Path(asked[key]) for key in ("data", "pretrained") if asked.get(key) is not None}
+    options = replace(options or BuildOptions(), **{**asked, **folders})
     presets = module.PRESETS[name]
     if options.preset not in presets:
         names = nearest(options.preset, tuple(presets))
@@ -220,4 +215,4 @@ def _checked(name: str, options: BuildOptions) -> tuple[Any, Any, int, Any]:
     if options.pretrained is not None and not getattr(module, "PRETRAINED", False):
         raise ValueError(f"{name} has no pretrained weights to begin with: leave pretrained out")
     layers, recipe = module.check(name, presets[options.preset], options)
-    return module, presets[options.preset], layers, recipe.with_options(options)
+    return options, module, presets[options.preset], layers, recipe.with_options(options)

@@ -22,7 +22,7 @@ from avgpipe.runtime.context import Carry
 from avgpipe.workloads import BuildOptions, tokens
 from avgpipe.workloads.batches import ContinuedBatches, segment_lengths
 from avgpipe.workloads.data import find_text, load_text
-from avgpipe.workloads.tokens import TokenLoss, at_least_float32, perplexity
+from avgpipe.workloads.tokens import TokenLoss, Uniform, at_least_float32, perplexity
 from avgpipe.workloads.training import NTASGD, Built, Recipe
 
 
@@ -96,8 +96,7 @@ PRESETS = {
 
 
 def check(name: str, preset: LanguagePreset, options: BuildOptions) -> tuple[int, Recipe]:
-    if options.data is not None:
-        find_text(options.data)
+    find_text(options.data)
     return preset.model.lstm_layers + 2, preset.training
 
 
@@ -202,8 +201,7 @@ class DroppedEmbedding(nn.Module):
     def __init__(self, weight: nn.Parameter, word_dropout: float = 0.0, dropout: float = 0.0) -> None:
         super().__init__()
         self.weight = weight
-        self.word_dropout = word_dropout
-        self.dropout = dropout
+        self.word_dropout, self.dropout = word_dropout, dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = F.embedding(tokens, self.weight)
@@ -224,19 +222,11 @@ class WeightDropLSTM(tokens.LSTM):
     """
 
     def __init__(
-        self,
-        inputs: int,
-        hidden: int,
-        uniform: tokens.Uniform,
-        weight_dropout: float,
-        dropout: float,
-        penalties: bool,
+        self, inputs: int, hidden: int, uniform: Uniform, weight_drop: float, dropout: float, penalties: bool
     ) -> None:
         super().__init__(inputs, hidden, uniform, dropout=dropout)
-        self.weight_dropout = weight_dropout
-        self.penalties = penalties
-        self.training_carry = Carry()
-        self.evaluation_carry = Carry()
+        self.weight_drop, self.penalties = weight_drop, penalties
+        self.training_carry, self.evaluation_carry = Carry(), Carry()
 
     def train(self, mode: bool = True) -> WeightDropLSTM:
         if self.training and not mode:
@@ -247,7 +237,7 @@ class WeightDropLSTM(tokens.LSTM):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         carry = self.training_carry if self.training else self.evaluation_carry
         state = [part.to(x) for part in carry.get() or () if part.shape[1] == x.shape[0]]
-        weight_hh = F.dropout(self.weight_hh, self.weight_dropout, self.training)
+        weight_hh = F.dropout(self.weight_hh, self.weight_drop, self.training)
         weights = [self.weight_ih, weight_hh, self.bias_ih, self.bias_hh]
         raw, *state = tokens.run_lstm(x, weights, self.training, state)
         carry.set(tuple(part.detach() for part in state))
@@ -280,8 +270,7 @@ class AWDLSTMLoss(TokenLoss):
 
     def __init__(self, alpha: float = 2.0, beta: float = 1.0) -> None:
         super().__init__()
-        self.alpha = alpha
-        self.beta = beta
+        self.alpha, self.beta = alpha, beta
 
     def forward(self, output: Any, targets: Tensor) -> Tensor:
         logits, penalties = (output, None) if isinstance(output, Tensor) else output

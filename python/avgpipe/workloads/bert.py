@@ -109,17 +109,12 @@ PRESETS = {
 def check(name: str, preset: BertPreset, options: BuildOptions) -> tuple[int, Recipe]:
     library("transformers", name)
     task = preset.task(options.data)
-    layers = task.model["num_hidden_layers"]
-    if options.pretrained is not None:
-        layers = int(
-            huggingface.check_pretrained(options.pretrained, "bert").get("num_hidden_layers", layers)
-        )
+    layers = int(huggingface.config_of(options.pretrained, "bert", task.model)["num_hidden_layers"])
     if options.data is not None and task is preset.pairs:
         data.find_paraphrases(options.data)
-    elif options.data is not None:
-        data.find_text(
-            options.data, f"{data.TEXT_FOLDER}, or with sentence pairs: {', '.join(data.MRPC_FILES)}"
-        )
+    else:
+        works = f"{data.TEXT_FOLDER}, or with sentence pairs: {', '.join(data.MRPC_FILES)}"
+        data.find_text(options.data, works)
     return layers + 2, task.training  # embeddings before and a head behind the encoder
 
 
@@ -156,12 +151,14 @@ def _masked(name: str, options: BuildOptions, task: BertTask) -> Built:
     log_shares = tokens.log_frequencies(rows[:, 1:-1].flatten(), vocabulary.size)
     if task.frequency_bias and options.pretrained is None:
         model.cls.predictions.bias.data.copy_(log_shares)
-    masked = mask_pieces(valid_rows, vocabulary, generator(0))  # the same whatever seed and batch size are
-    blind = -float(log_shares[masked[1][masked[1] != IGNORED]].double().mean())
     source = "Python's standard library" if options.data is None else options.data.resolve().name
     loss = tokens.TokenLoss()
     order, valid_order = partial(shuffled, len(rows)), torch.arange(len(valid_rows))
-    train = partial(masked_batch, rows, vocabulary)
+    masked = mask_pieces(
+        valid_rows, vocabulary, valid_order, generator(0)
+    )  # whatever seed and batch size are
+    blind = -float(log_shares[masked[1][masked[1] != IGNORED]].double().mean())
+    train = partial(mask_pieces, rows, vocabulary)  # other pieces each time
     return Samples(order, train, TensorRows(masked), valid_order), {
         "layers": model,
         "loss_fn": loss,
@@ -183,11 +180,8 @@ def _model(
     if options.pretrained is not None:
         return pretrained_model(kind, options.pretrained, options.seed)
     learnt = Subwords.learn(lines, task.pieces, lowercase=True)
-    return (
-        huggingface.new_model(kind, task.config(len(learnt)), options.seed),
-        learnt.encode,
-        learnt.vocabulary,
-    )
+    model = huggingface.new_model(kind, task.config(len(learnt)), options.seed)
+    return model, learnt.encode, learnt.vocabulary
 
 
 def pretrained_model(kind: str, folder: Path, seed: int = 0) -> tuple[Any, Encode, Vocabulary]:
@@ -224,19 +218,23 @@ def segments(lines: Iterable[list[int]], length: int, vocabulary: Vocabulary) ->
     return torch.cat([ends[:, :1], pieces[: count * room].view(count, room), ends[:, 1:]], 1)
 
 
-def mask_pieces(rows: Tensor, vocabulary: Vocabulary, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Mask 15 % of each row's pieces, rounded and at least one.
+def mask_pieces(
+    rows: Tensor, vocabulary: Vocabulary, indices: Tensor, draw: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Make a batch of rows with 15 % of each one's pieces masked, rounded and at least one.
 
     80 % of them become ``<mask>``, 10 % any piece, 10 % stay as they are.
 
     Args:
-        rows: int64 [n, T] with at least one piece each.
+        rows: int64 [rows, T] with at least one piece each.
         vocabulary: the pieces.
+        indices: int64 [n], the rows of the batch.
         draw: all that is drawn comes from it.
 
     Returns:
-        Of the same shape, the inputs and the targets: the masked pieces, elsewhere ``IGNORED``.
+        Inputs and targets [n, T]; targets are the masked pieces, elsewhere ``IGNORED``.
     """
+    rows = rows[indices]
     special = torch.isin(rows, torch.tensor([vocabulary.pad, vocabulary.begin, vocabulary.end]))
     # Different pieces of a row: those with the smallest of its random numbers.
     order = torch.rand(rows.shape, generator=draw).masked_fill(special, 2.0).argsort(1)
@@ -248,13 +246,6 @@ def mask_pieces(rows: Tensor, vocabulary: Vocabulary, draw: torch.Generator) -> 
     read = rows.masked_fill(masked & (fate < _MASK), vocabulary.mask)
     read = torch.where(masked & (fate >= 1 - _RANDOM), any_piece, read)
     return read, rows.masked_fill(~masked, IGNORED)
-
-
-def masked_batch(
-    rows: Tensor, vocabulary: Vocabulary, indices: Tensor, draw: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Make a training batch of segments, each time with other pieces masked; inputs and targets int64 [n, T]."""
-    return mask_pieces(rows[indices], vocabulary, draw)
 
 
 # ---- sentence pairs ------------------------------------------------------------------------------------------------

@@ -31,16 +31,12 @@ from avgpipe.workloads.training import Built, Recipe, Samples
 PAD, BOS, EOS = 0, 1, 2  # numbers of the words that are none
 
 _OTHERS = ("<pad>", "<bos>", "<eos>", "a", "the", "it", "then", "slowly")
-# what is said: kinds, subjects, actions on objects and alone, and objects
-_KINDS, _SUBJECTS, _ON_OBJECTS, _ALONE, _OBJECTS = map(
-    str.split,
-    """\
-red blue green small big old
-dog cat boy girl man woman horse bird robot monkey
-chases carries kicks throws washes paints lifts drops opens watches
-sleeps jumps dances sings eats runs
-ball box car chair book hat drum bike lamp boat""".splitlines(),
-)
+_words = str.split
+_KINDS = _words("red blue green small big old")
+_SUBJECTS = _words("dog cat boy girl man woman horse bird robot monkey")
+_ON_OBJECTS = _words("chases carries kicks throws washes paints lifts drops opens watches")
+_ALONE = _words("sleeps jumps dances sings eats runs")
+_OBJECTS = _words("ball box car chair book hat drum bike lamp boat")
 VOCABULARY = (*_OTHERS, *_KINDS, *_SUBJECTS, *_ON_OBJECTS, *_ALONE, *_OBJECTS)
 _NUMBER = {word: number for number, word in enumerate(VOCABULARY)}
 

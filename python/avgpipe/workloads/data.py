@@ -174,9 +174,10 @@ def split_words(text: str, *, source: bool = False) -> list[str]:
     return _ended(text).replace("\n", f" {EOS} ").split()
 
 
-def find_text(path: str | Path, works: str = TEXT_FOLDER) -> dict[str, Path]:
-    """Find the file of each split in a folder, without reading them. Raises DataNotFound."""
-    return find_files(path, {s: [name.format(s) for name in _TEXT_NAMES] for s in _SPLITS}, works)
+def find_text(path: str | Path | None, works: str = TEXT_FOLDER) -> dict[str, Path]:
+    """Find the file of each split in a folder, without reading them; of None there are none. Raises DataNotFound."""
+    wanted = {split: [name.format(split) for name in _TEXT_NAMES] for split in _SPLITS}
+    return {} if path is None else find_files(path, wanted, works)
 
 
 def _ended(text: str) -> str:

@@ -105,21 +105,21 @@ PRESETS = {
     "gnmt": {
         "tiny": TranslationPreset(
             _SMALL(128, dropout=0.1),
-            _ADAM(32, 2, lr=0.008, warmup=0.05),
-            2_000,
+            _ADAM(32, 2, lr=8e-3, warmup=0.05),
+            2000,
             decoded=64,
             beam=1,
-            pairs=12_000,
+            pairs=12000,
         ),
         "small": TranslationPreset(
-            _SMALL(192, dropout=0.2), _ADAM(32, 4, lr=0.004, warmup=0.02), 4_000, decoded=300, beam=2
+            _SMALL(192, dropout=0.2), _ADAM(32, 4, lr=4e-3, warmup=0.02), 4000, decoded=300, beam=2
         ),
         # Sizes, Adam, clipping, label smoothing, dropout and beam as NVIDIA publishes its GNMT v2 for WMT16; the
         # halvings of the learning rate in the last third are two steps of a tenth here.
         "paper": TranslationPreset(
             GNMTConfig(0),
-            _ADAM(128, 6, lr=0.001, warmup=0.01, decay="steps", milestones=(0.67, 0.83)),
-            32_000,
+            _ADAM(128, 6, lr=1e-3, warmup=0.01, decay="steps", milestones=(0.67, 0.83)),
+            32000,
             decoded=None,
             beam=5,
             max_length=50,
@@ -253,12 +253,11 @@ def gnmt_layers(config: GNMTConfig, *, seed: int = 0, output_bias: Tensor | None
     layers: list[nn.Module] = [SourceEmbedding(embedding)]
     for index, inputs in enumerate(config.encoder_inputs()):
         kind = ResidualLSTM if index else BidirectionalLSTM
-        layers.append(kind(inputs, H, uniform, dropout=p, residual=index >= 2))
+        layers.append(kind(inputs, H, uniform, p, residual=index >= 2))
     layers.append(AttentionLSTM(embedding, config.memory(), uniform, dropout=p))
     for index in range(1, config.decoder_layers):
         last = index == config.decoder_layers - 1
-        inputs = H + config.memory()
-        layers.append(ResidualLSTM(inputs, H, uniform, dropout=p, residual=index >= 2, last=last))
+        layers.append(ResidualLSTM(H + config.memory(), H, uniform, p, residual=index >= 2, last=last))
     weight = embedding if config.tied_output else uniform(config.vocabulary, H, bound=H**-0.5)
     return [*layers, Output(weight, output_bias)]
 
@@ -304,14 +303,7 @@ class ResidualLSTM(nn.Module):
     """
 
     def __init__(
-        self,
-        inputs: int,
-        hidden: int,
-        uniform: Uniform,
-        *,
-        dropout: float,
-        residual: bool,
-        last: bool = False,
+        self, inputs: int, hidden: int, uniform: Uniform, dropout: float, residual: bool, last: bool = False
     ) -> None:
         super().__init__()
         self.lstm = LSTM(inputs, hidden, uniform, dropout=dropout)
@@ -326,8 +318,8 @@ class ResidualLSTM(nn.Module):
 class BidirectionalLSTM(ResidualLSTM):
     """``x`` [b, S, H] to [b, S, 2H]: one LSTM over the sentence, another over the sentence reversed."""
 
-    def __init__(self, inputs: int, hidden: int, uniform: Uniform, *, dropout: float, residual: bool) -> None:
-        super().__init__(inputs, hidden, uniform, dropout=dropout, residual=residual)
+    def __init__(self, inputs: int, hidden: int, uniform: Uniform, dropout: float, residual: bool) -> None:
+        super().__init__(inputs, hidden, uniform, dropout, residual)
         self.backward_lstm = LSTM(inputs, hidden, uniform, dropout=dropout)
 
     def forward(self, value: Value) -> Value:

@@ -17,7 +17,7 @@ from torch import Tensor
 from avgpipe.workloads import BuildOptions, library
 from avgpipe.workloads.batches import RaggedRows, TensorRows, shuffled
 from avgpipe.workloads.data import find_text, read_text, split_words
-from avgpipe.workloads.huggingface import Encode, Subwords, check_pretrained, load_pretrained, new_model
+from avgpipe.workloads.huggingface import Encode, Subwords, config_of, load_pretrained, new_model
 from avgpipe.workloads.tokens import IGNORED, TokenLoss, log_frequencies, perplexity
 from avgpipe.workloads.training import Built, Recipe, Samples
 
@@ -70,11 +70,8 @@ PRESETS = {
 
 
 def check(name: str, preset: GPTPreset, options: BuildOptions) -> tuple[int, Recipe]:
-    layers = preset.model["n_layer"]
-    if options.pretrained is not None:
-        layers = int(check_pretrained(options.pretrained, "gpt2").get("n_layer", layers))
-    if options.data is not None:
-        find_text(options.data)
+    layers = int(config_of(options.pretrained, "gpt2", preset.model)["n_layer"])
+    find_text(options.data)
     return layers + 2, preset.training  # the embedding before the blocks, the output layer behind
 
 
@@ -107,9 +104,8 @@ def _model(preset: GPTPreset, options: BuildOptions, train: str) -> tuple[Any, E
         return model, lambda lines: [[*row, Subwords.end] for row in subwords.encode(lines)]
     model, tokenizer = load_pretrained(MODEL, options.pretrained, "gpt2", use_cache=False)
 
-    return model, lambda lines: tokenizer([f"{line}\n" for line in lines], add_special_tokens=False)[
-        "input_ids"
-    ]
+    plain = partial(tokenizer, add_special_tokens=False)
+    return model, lambda lines: plain([f"{line}\n" for line in lines])["input_ids"]
 
 
 # ---- a text as segments of a fixed number of pieces ----------------------------------------------------------------

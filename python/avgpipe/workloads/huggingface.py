@@ -64,18 +64,14 @@ class Subwords:
             LibraryNotFound: tokenizers is not installed.
         """
         tokenizers = library("tokenizers", "a vocabulary of subwords")
-        normalizers = tokenizers.normalizers
+        normalizers, byte_level = tokenizers.normalizers, tokenizers.pre_tokenizers.ByteLevel
         steps = [normalizers.Lowercase()] * lowercase + [normalizers.Prepend(" ")]
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.normalizer = normalizers.Sequence(steps)
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=size,
-            special_tokens=list(cls.SPECIAL),
-            initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        )
+        kept = {"special_tokens": list(cls.SPECIAL), "initial_alphabet": sorted(byte_level.alphabet())}
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, **kept)
         tokenizer.train_from_iterator(lines, trainer)
         return cls(tokenizer)
 
@@ -129,6 +125,11 @@ def check_pretrained(folder: str | Path, model_type: str) -> dict[str, Any]:
     return dict(config)
 
 
+def config_of(folder: Path | None, model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return ``sizes``, and over them the configuration of a pretrained folder; see :func:`check_pretrained`."""
+    return sizes if folder is None else {**sizes, **check_pretrained(folder, model_type)}
+
+
 def load_pretrained(kind: str, folder: str | Path, model_type: str, *, seed: int = 0, **options: Any) -> Any:
     """Load a model of class ``kind`` with the weights of a folder, float32, and the folder's own tokenizer.
 
@@ -153,15 +154,12 @@ def load_pretrained(kind: str, folder: str | Path, model_type: str, *, seed: int
     except Exception as error:  # whatever a broken file makes these libraries raise
         raise ValueError(f"pretrained folder {folder} cannot be loaded as {kind}: {reason(error)}") from None
     # A head may be missing, and what pools for one.
-    body = [key for key in found["missing_keys"] if key.startswith(f"{model.base_model_prefix}.")]
-    lost = sorted(key for key in body if ".pooler." not in key)
+    body = f"{model.base_model_prefix}."
+    lost = sorted(key for key in found["missing_keys"] if key.startswith(body) and ".pooler." not in key)
     if lost:
-        raise ValueError(
-            f"the weights in {folder} lack {len(lost)} of a {model_type}'s tensors, such as {lost[0]}"
-        )
+        some = f"{len(lost)} of a {model_type}'s tensors, such as {lost[0]}"
+        raise ValueError(f"the weights in {folder} lack {some}")
     if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer in {folder} has {len(tokenizer)} pieces and its model only {model.config.vocab_size}: "
-            f"they are not of the same {model_type}"
-        )
+        numbers = f"{len(tokenizer)} pieces and its model only {model.config.vocab_size}"
+        raise ValueError(f"the tokenizer in {folder} has {numbers}: they are not of the same {model_type}")
     return model, tokenizer

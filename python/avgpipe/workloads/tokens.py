@@ -93,8 +93,7 @@ class TokenLoss(nn.Module):
 
     def __init__(self, ignored: int = IGNORED, smoothing: float = 0.0) -> None:
         super().__init__()
-        self.ignored = ignored
-        self.smoothing = smoothing
+        self.ignored, self.smoothing = ignored, smoothing
 
     def forward(self, output: Tensor, targets: Any) -> Tensor:
         logits, numbers = at_least_float32(output).flatten(0, 1), _first(targets).flatten()
@@ -145,6 +144,9 @@ def log_frequencies(tokens: Tensor, vocabulary: int) -> Tensor:
 # ---- beam search ---------------------------------------------------------------------------------------------------
 
 
+Source = Mapping[str, Tensor]  # what a model is given of sentences, which are dimension 0 of every tensor
+
+
 class Hypothesis(NamedTuple):
     """A found sequence, without begin and end, and its score: log-probability over length penalty."""
 
@@ -154,7 +156,7 @@ class Hypothesis(NamedTuple):
 
 def beam_search(
     predict: Predict,
-    source: Mapping[str, Tensor],
+    source: Source,
     *,
     begin: int,
     end: int,
@@ -181,10 +183,8 @@ def beam_search(
         ValueError: numbers out of range, or output that is not [rows, vocabulary].
     """
     if beam < 1 or max_length < 0 or length_penalty < 0:
-        raise ValueError(
-            "beam must be at least 1, max_length and length_penalty at least 0, got "
-            f"{beam}, {max_length} and {length_penalty}"
-        )
+        found = f"{beam}, {max_length} and {length_penalty}"
+        raise ValueError(f"beam must be at least 1, max_length and length_penalty at least 0, got {found}")
     samples = next(iter(source.values())).shape[0]
     best: dict[int, Hypothesis] = {}  # of the sentences in which a hypothesis has ended
     ended = [0] * samples
@@ -228,9 +228,7 @@ def penalty(length: int, a: float) -> float:
 
 
 @torch.no_grad()
-def _log_probabilities(
-    predict: Predict, source: Mapping[str, Tensor], alive: Tensor, prefix: Tensor
-) -> Tensor:
+def _log_probabilities(predict: Predict, source: Source, alive: Tensor, prefix: Tensor) -> Tensor:
     """Log-probabilities of the next piece, float64 [n, w, vocabulary]."""
     n, w, t = prefix.shape
     rows = alive.repeat_interleave(w)
@@ -238,7 +236,6 @@ def _log_probabilities(
     target = prefix.flatten(0, 1).to(next(iter(inputs.values())).device)
     logits: Tensor = predict({**inputs, "target": target, "at": t - 1})
     if logits.dim() != 2 or len(logits) != n * w:
-        raise ValueError(
-            f"predict must return the logits of one position, [{n * w}, vocabulary], got {list(logits.shape)}"
-        )
+        shapes = f"[{n * w}, vocabulary], got {list(logits.shape)}"
+        raise ValueError(f"predict must return the logits of one position, {shapes}")
     return logits.cpu().double().log_softmax(-1).view(n, w, -1)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from avgpipe.workloads import BatchLoader, BuildOptions, Workload
 from avgpipe.workloads.batches import MakeBatch, SampleBatches
@@ -70,13 +70,11 @@ class Recipe:
         done = min(1.0, (step - warmup) / max(1, steps - warmup))
         return 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
 
-    def optimizer_for(self, pipelines: int) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    def optimizer_for(self, pipelines: int) -> partial[Optimizer]:
         """Return what makes the optimizer of some parameters, when there are so many pipelines."""
         return partial(_optimizer, self, self.scaled_lr(pipelines))
 
-    def lr_scheduler_for(
-        self, epoch_batches: int, options: BuildOptions
-    ) -> Callable[[Optimizer], LRScheduler] | None:
+    def lr_scheduler_for(self, epoch_batches: int, options: BuildOptions) -> partial[LambdaLR] | None:
         """Return what makes the scheduler of an optimizer; None: the rate stays as it is.
 
         The course ends with the last epoch, each of ``epoch_batches`` of all pipelines together, or with
@@ -162,9 +160,7 @@ class NTASGD(SGD):
     Losses seen by :meth:`observe` are in ``param_groups[0]``, so ``state_dict`` holds all there is.
     """
 
-    def __init__(
-        self, params: Iterable[Any], lr: float, *, weight_decay: float = 0.0, window: int = 5
-    ) -> None:
+    def __init__(self, params: Any, lr: float, *, weight_decay: float = 0.0, window: int = 5) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay)
         for group in self.param_groups:
             group.update(averaged=0, window=window, validation_losses=[])
