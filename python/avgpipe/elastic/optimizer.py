@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from avgpipe.elastic.fused import FusedStep, FusedUpdate, Unfusable
 from avgpipe.elastic.matching import holds, optimized, replica_tensors
 from avgpipe.elastic.reference import Reference
+from avgpipe.elastic.replica import FusedStep, FusedUpdate, Unfusable
 
 EXTRA_KEY = "elastic"
 
@@ -69,8 +69,11 @@ class ElasticAveraging(torch.optim.Optimizer):
         tensors = replica_tensors(inner_optimizer, reference, parameters)
         self._replica = reference.attach(replica, tensors, inner_optimizer, flat)
         self._fused = None if fused is False else FusedStep(inner_optimizer, self._replica, reference.z)
-        if fused is True:
-            self._check_fused()
+        if fused is True and self._fused is not None and (reason := self._fused.obstacle()):
+            reference.rounds.detach(replica)
+            raise ValueError(
+                f"fused=True, but steps cannot be fused: {reason}; pass fused=None to fuse where possible"
+            )
         self._local_steps = 0
         self._position = 0  # local steps done in the current period
         self._done: Callable[[], None] | None = None  # of a step_in_round
@@ -144,18 +147,14 @@ class ElasticAveraging(torch.optim.Optimizer):
             raise RuntimeError(
                 f"replica {self.replica} was released from its reference; use its new optimizer"
             )
-        if self.reference.is_applied_to(optimized(self.inner)):
+        if self.reference.is_applied_to(p for group in self.param_groups for p in group["params"]):
             raise RuntimeError(
                 "the model holds the reference's weights: leave reference.applied_to before stepping"
             )
         rounds.check(self.replica, self._finishes)
         args = () if closure is None else (closure,)
-        if self._fused is not None:
-            try:
-                self._fused.check()
-                return self._fused_step(self._fused, *args)
-            except Unfusable:
-                pass
+        if self._fused is not None and self._fused.obstacle() is None:
+            return self._fused_step(self._fused, *args)
         result = self._plain_step(lambda: self.inner.step(*args))
         self._end_step()
         return result
@@ -207,34 +206,20 @@ class ElasticAveraging(torch.optim.Optimizer):
         scale, found_inf = self._scaling
         if found_inf is None:
             return step()
-        if getattr(self.inner, "_step_supports_amp_scaling", False):
-            return self._scaled_step(step, scale, found_inf)
+        inner: Any = self.inner
+        if getattr(
+            inner, "_step_supports_amp_scaling", False
+        ):  # it unscales and skips without waiting for a device
+            inner.grad_scale, inner.found_inf = scale, found_inf
+            try:
+                return step()
+            finally:
+                del inner.grad_scale, inner.found_inf
         if bool(found_inf):
             return None
         if scale is not None:
-            _unscale(self.inner, scale)
+            _unscale(inner, scale)
         return step()
-
-    def _scaled_step(
-        self, step: Callable[[], Any], scale: torch.Tensor | None, found_inf: torch.Tensor
-    ) -> Any:
-        """The inner optimizer unscales and skips by itself, without waiting for the device."""
-        inner: Any = self.inner
-        inner.grad_scale, inner.found_inf = scale, found_inf
-        try:
-            return step()
-        finally:
-            del inner.grad_scale, inner.found_inf
-
-    def _check_fused(self) -> None:
-        assert self._fused is not None
-        try:
-            self._fused.check()
-        except Unfusable as reason:
-            self.reference.rounds.detach(self.replica)
-            raise ValueError(
-                f"fused=True, but steps cannot be fused: {reason}; pass fused=None to fuse where possible"
-            ) from None
 
     def _fused_step(self, fused: FusedStep, *args: Any) -> Any:
         """The inner optimizer's step, with its hooks, and the averaging together."""

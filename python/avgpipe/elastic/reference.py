@@ -12,7 +12,7 @@ from torch import nn
 
 from avgpipe.elastic.flat import FlatBuffers, Layout
 from avgpipe.elastic.replica import Replica
-from avgpipe.elastic.rounds import GroupRounds, ReferenceModel, Rounds
+from avgpipe.elastic.rounds import GroupRounds, Rounds
 from avgpipe.ranks.world import gather
 from avgpipe.rules import Elasticity
 
@@ -77,14 +77,13 @@ class Reference:
         if group is not None:
             _check_group(group, self.elasticity, layout, outer is not None)
         with torch.no_grad():
-            self._model = ReferenceModel(layout, moving, self.elasticity.scale, outer)
-            zs = dict(zip(self.averaged, self._model.tensors))
-            self.parameters = [zs[i] if i in zs else p.detach().clone() for i, p in enumerate(given)]
             self.rounds = (
-                Rounds(layout, self._model, self.elasticity, remote)
+                Rounds(layout, moving, self.elasticity, outer, remote)
                 if group is None or replicas == 1
-                else GroupRounds(layout, self._model, self.elasticity, group)
+                else GroupRounds(layout, moving, self.elasticity, outer, group)
             )
+            zs = dict(zip(self.averaged, self.rounds.tensors))
+            self.parameters = [zs[i] if i in zs else p.detach().clone() for i, p in enumerate(given)]
         self._applied: set[int] = set()  # ids of the parameters that are z now, see applied_to
 
     @property
@@ -103,12 +102,12 @@ class Reference:
 
     @property
     def outer(self) -> torch.optim.Optimizer | None:
-        return self._model.outer
+        return self.rounds.outer
 
     @property
     def z(self) -> FlatBuffers:
         """The weights that take part in the averaging, in flat buffers."""
-        return self._model.z
+        return self.rounds.z
 
     def ready(self, replica: int) -> bool:
         """Whether :meth:`accept` may take in an update of this remote replica: its round has begun."""
@@ -278,7 +277,7 @@ class Reference:
                 raise ValueError(
                     f"the state holds an update of replica {i}, but there are {self.replicas} replicas"
                 )
-            _same_shapes(f"pending[{i}]", update, self._model.tensors)
+            _same_shapes(f"pending[{i}]", update, self.rounds.tensors)
         if (state["outer"] is None) != (self.outer is None):
             has, lacks = ("reference", "state") if self.outer is not None else ("state", "reference")
             raise ValueError(f"the {has} has an outer optimizer and the {lacks} has none: build both alike")

@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 import avgpipe_ext
 from avgpipe.elastic.flat import FlatBuffers, Layout
-from avgpipe.elastic.fused import FusedUpdate, step_together
-from avgpipe.elastic.replica import Replica
+from avgpipe.elastic.replica import FusedUpdate, Replica, step_together
 from avgpipe.rules import Elasticity
 
 # Given z, writes a replica's update and applies the force that needs no other replica; returns counts of what was
@@ -34,78 +33,38 @@ from avgpipe.rules import Elasticity
 Contribution: TypeAlias = Callable[[FlatBuffers], list[torch.Tensor]]
 
 
-class ReferenceModel:
-    """z in flat buffers, moved by the mean or the sum of updates.
+class Rounds:
+    """The reference z, and the rounds of replicas that live in this process.
 
-    With an outer optimizer, minus that mean or sum is the gradient with which it steps z (Douillard et al. 2023).
+    ``remote`` ones do not: their updates are accepted. With an outer optimizer, minus the mean or sum of the updates is
+    the gradient with which it steps z (Douillard et al. 2023).
     """
+
+    rank = 0  # the replica that an optimizer is made for unless told
 
     def __init__(
         self,
         layout: Layout,
         parameters: Sequence[torch.Tensor],
-        scale: float,
+        elasticity: Elasticity,
         outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None,
+        remote: Collection[int] = (),
     ) -> None:
-        self.z, self.scale = layout.zeros(), scale
+        self.layout, self.elasticity, self.remote = layout, elasticity, frozenset(remote)
+        self.z = layout.zeros()
         self.tensors = self.z.tensors()
         for z, p in zip(self.tensors, parameters):
             z.copy_(p.to_dense() if p.is_sparse else p)
         self.on_cpu = all(device.type == "cpu" for _, device in layout.keys)
         self.outer = None if outer is None else _make_outer(outer, self.tensors)
         self._grads = None if outer is None else layout.zeros()
-
-    def apply_updates(self, updates: Iterable[FlatBuffers]) -> None:
-        """Move z by ``updates``, in the order given. They stay as they are: the next round overwrites them."""
-        target, scale = (self.z, self.scale) if self._grads is None else (self._grads, -self.scale)
-        for flat, us in zip(target.flats, zip(*(update.flats for update in updates))):
-            # Leaves out each element that would make z not finite; on an accelerator the only check there is.
-            avgpipe_ext.reference_apply_(flat, list(us), scale, zero=False, check_finite=True)
-        if self.outer is None or self._grads is None:
-            return
-        for z, grad in zip(self.tensors, self._grads.tensors()):
-            z.grad = grad
-        try:
-            self.outer.step()
-        finally:
-            for z in self.tensors:
-                z.grad = None
-            self._grads.zero_()
-
-    def copy_from(self, replica: Replica) -> list[torch.Tensor]:
-        """z = x, the rule of one replica without elasticity; z stays as it was if x is not finite.
-
-        On an accelerator, which is not waited for, only the bad elements of x are left out. Returns counts of
-        what was not finite, all zero if nothing.
-        """
-        replica.load()
-        pairs = [pair for pair in zip(self.z.flats, replica.x.flats) if pair[0].numel()]
-        if not self.on_cpu:
-            return [_copy_finite(z, x) for z, x in pairs]
-        norms = torch._foreach_norm([x for _, x in pairs], float("inf")) if pairs else []
-        bad = [~norm.isfinite() for norm in norms]
-        if not any(map(bool, bad)):
-            for z, x in pairs:
-                z.copy_(x)
-        return bad
-
-
-class Rounds:
-    """The rounds of replicas that live in this process, except ``remote`` ones, whose updates are accepted."""
-
-    rank = 0  # the replica that an optimizer is made for unless told
-
-    def __init__(
-        self, layout: Layout, model: ReferenceModel, elasticity: Elasticity, remote: Collection[int] = ()
-    ) -> None:
-        self.layout, self.model, self.elasticity, self.remote = layout, model, elasticity, frozenset(remote)
         self.replicas: dict[int, Replica] = {}
         self.updates: dict[int, FlatBuffers] = {}
         self.contributed: set[int] = set()  # to the current round
         self.contributions_per_round = elasticity.replicas
         self.contributions = 0  # in all
         # the rule of one replica without elasticity: z is x
-        alone = elasticity.replicas == 1 and elasticity.alpha == 0 and model.outer is None
+        alone = elasticity.replicas == 1 and elasticity.alpha == 0 and outer is None
         self.follows = alone and elasticity.coefficients.from_step == 1
         self._dropped = 0
         self._bad_counts: torch.Tensor | None = None  # bad updates on an accelerator, not waited for yet
@@ -128,7 +87,7 @@ class Rounds:
     def joins(self) -> bool:
         """A round may be one pass over memory, once all replicas' gradients are there."""
         e, rule = self.elasticity, self.elasticity.coefficients
-        plain = rule.from_step == 1 and rule.averages and e.period == 1 and self.model.outer is None
+        plain = rule.from_step == 1 and rule.averages and e.period == 1 and self.outer is None
         return e.pulls_at_the_end and plain and not self.remote
 
     def update_of(self, i: int) -> FlatBuffers:
@@ -175,7 +134,7 @@ class Rounds:
         """Take in replica i, which has done the last local step of its round, or does it now in ``contribution``."""
         with self._lock, torch.no_grad():
             if self.follows:
-                self._note(self.model.copy_from(self.replicas[i]))
+                self._note(self._follow(self.replicas[i]))
                 self.contributions += 1
                 return
             self._run(i, contribution or self.replicas[i].average)
@@ -214,14 +173,14 @@ class Rounds:
         done()
 
     def _run(self, i: int, contribution: Contribution) -> None:
-        if self._note(contribution(self.model.z)):
+        if self._note(contribution(self.z)):
             self.updates[i].zero_()
 
     def _count(self, i: int) -> None:
         """Replica i has contributed; the last one completes the round."""
         self.contributions += 1
         if self.elasticity.asynchronous:
-            self.model.apply_updates([self.updates[i]])
+            self._apply([self.updates[i]])
             return
         self.contributed.add(i)
         if len(self.contributed) == self.elasticity.replicas:
@@ -233,10 +192,10 @@ class Rounds:
         for i in sorted(self._waiting):
             self._run_waiting(i)
         # In replica order, whoever came last: the sum must not depend on timing.
-        self.model.apply_updates(self.updates[i] for i in range(self.elasticity.replicas))
+        self._apply(self.updates[i] for i in range(self.elasticity.replicas))
         if self.elasticity.pulls_at_the_end:
             for _, replica in sorted(self.replicas.items()):
-                replica.pull(self.model.z)
+                replica.pull(self.z)
 
     def _do_whole_round(self) -> bool:
         """All steps, the move of z and all pulls in one pass; False, with nothing done, if that cannot be."""
@@ -253,9 +212,47 @@ class Rounds:
             self._waiting.pop(i)[1]()
         return True
 
+    def _apply(self, updates: Iterable[FlatBuffers]) -> None:
+        """Move z by ``updates``, in the order given. They stay as they are: the next round overwrites them."""
+        scale = self.elasticity.scale
+        target, scale = (self.z, scale) if self._grads is None else (self._grads, -scale)
+        for flat, us in zip(target.flats, zip(*(update.flats for update in updates))):
+            # Leaves out each element that would make z not finite; on an accelerator the only check there is.
+            avgpipe_ext.reference_apply_(flat, list(us), scale, zero=False, check_finite=True)
+        if self.outer is None or self._grads is None:
+            return
+        for z, grad in zip(self.tensors, self._grads.tensors()):
+            z.grad = grad
+        try:
+            self.outer.step()
+        finally:
+            for z in self.tensors:
+                z.grad = None
+            self._grads.zero_()
+
+    def _follow(self, replica: Replica) -> list[torch.Tensor]:
+        """z = x, the rule of one replica without elasticity; z stays as it was if x is not finite.
+
+        On an accelerator, which is not waited for, only the bad elements of x are left out. Returns counts of
+        what was not finite, all zero if nothing.
+        """
+        replica.load()
+        pairs = [pair for pair in zip(self.z.flats, replica.x.flats) if pair[0].numel()]
+        if not self.on_cpu:
+            finite = [x.isfinite() for _, x in pairs]
+            for (z, x), good in zip(pairs, finite):
+                z.copy_(torch.where(good, x, z))
+            return [good.logical_not().sum() for good in finite]
+        norms = torch._foreach_norm([x for _, x in pairs], float("inf")) if pairs else []
+        bad = [~norm.isfinite() for norm in norms]
+        if not any(map(bool, bad)):
+            for z, x in pairs:
+                z.copy_(x)
+        return bad
+
     def _note(self, counts: list[torch.Tensor]) -> bool:
         """Count an update with values that are not finite; whether it is one, if known without waiting."""
-        if self.model.on_cpu:
+        if self.on_cpu:
             bad = any(map(bool, counts))
             self._dropped += bad
             return bad
@@ -274,13 +271,18 @@ class GroupRounds(Rounds):
     """The rounds of replicas that live one on each rank of a process group; this rank's is ``rank``."""
 
     def __init__(
-        self, layout: Layout, model: ReferenceModel, elasticity: Elasticity, group: dist.ProcessGroup
+        self,
+        layout: Layout,
+        parameters: Sequence[torch.Tensor],
+        elasticity: Elasticity,
+        outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None,
+        group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(layout, model, elasticity, range(elasticity.replicas))
+        super().__init__(layout, parameters, elasticity, outer, range(elasticity.replicas))
         self.group, self.rank = group, dist.get_rank(group)
         self.contributions_per_round = 1  # of this process
         self._works: list[dist.Work] = []
-        for flat in model.z.flats:  # one z for all, whatever the ranks' initial weights
+        for flat in self.z.flats:  # one z for all, whatever the ranks' initial weights
             dist.broadcast(flat, group_src=0, group=group)
 
     @property
@@ -300,11 +302,11 @@ class GroupRounds(Rounds):
                 work.wait()
             self._works = []
             with torch.no_grad():
-                self.model.apply_updates([self.updates[self.rank]])
+                self._apply([self.updates[self.rank]])
 
     def _count(self, i: int) -> None:
         update = self.updates[i]
-        if not self.model.on_cpu:  # else one rank's bad element would become everybody's
+        if not self.on_cpu:  # else one rank's bad element would become everybody's
             for flat in update.flats:
                 flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         works = [dist.all_reduce(flat, group=self.group, async_op=True) for flat in update.flats]
@@ -313,13 +315,7 @@ class GroupRounds(Rounds):
         if self.elasticity.staleness == 0:
             self.finish()
             if self.elasticity.pulls_at_the_end:
-                self.replicas[i].pull(self.model.z)
-
-
-def _copy_finite(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    finite = x.isfinite()
-    z.copy_(torch.where(finite, x, z))
-    return finite.logical_not().sum()
+                self.replicas[i].pull(self.z)
 
 
 def _make_outer(
