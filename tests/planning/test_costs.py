@@ -8,33 +8,33 @@ from avgpipe.planning import Costs
 
 def test_one_number_holds_for_all_stages_and_boundaries():
     costs = Costs(1, 2, 3, activation_bytes=4, weight_bytes=5, update_s=6).of_stages(3)
-    assert costs.forward_s == [1, 1, 1]
-    assert costs.backward_s == [2, 2, 2]
-    assert costs.transfer_s == [3, 3]
-    assert costs.activation_bytes == [4, 4, 4]
-    assert costs.weight_bytes == [5, 5, 5]
-    assert costs.update_s == [6, 6, 6]
+    assert costs.forward_s.tolist() == [[1], [1], [1]]
+    assert costs.backward_s.tolist() == [[2], [2], [2]]
+    assert costs.transfer_s.tolist() == [[3], [3]]
+    assert costs.activation_bytes.tolist() == [4, 4, 4]
+    assert costs.weight_bytes.tolist() == [5, 5, 5]
+    assert costs.update_s.tolist() == [6, 6, 6]
 
 
 def test_lists_tuples_and_arrays_hold_one_number_per_stage():
     costs = Costs([1, 2], (3, Fraction(1, 2)), np.array([0.25]), update_s=np.float32(2))
     assert costs.forward_s == (1.0, 2.0)
-    assert costs.of_stages(2).backward_s == [3, 0.5]
-    assert costs.of_stages(2).transfer_s == [0.25]
-    assert costs.of_stages(2).update_s == [2, 2]
+    assert costs.of_stages(2).backward_s.tolist() == [[3], [0.5]]
+    assert costs.of_stages(2).transfer_s.tolist() == [[0.25]]
+    assert costs.of_stages(2).update_s.tolist() == [2, 2]
 
 
 def test_one_stage_has_no_boundary():
-    assert Costs(1, 2, []).of_stages(1).transfer_s == []
-    assert Costs(1, 2, 3).of_stages(1).transfer_s == []
+    assert Costs(1, 2, []).of_stages(1).transfer_s.tolist() == []
+    assert Costs(1, 2, 3).of_stages(1).transfer_s.tolist() == []
 
 
 def test_the_parts_of_a_split_backward_make_the_whole():
     halves = Costs(1, [2, 4]).of_stages(2)
-    assert [halves.seconds(kind, 1) for kind in "FBIWU"] == [1, 4, 2, 2, 0]
+    assert [halves.seconds(kind)[1].tolist() for kind in "FBIWU"] == [[1], [4], [2], [2], [0]]
     given = Costs(1, [2, 4], input_backward_s=[2, 1]).of_stages(2)
-    assert [given.seconds("I", k) for k in range(2)] == [2, 1]
-    assert [given.seconds("W", k) for k in range(2)] == [0, 3]
+    assert given.seconds("I").tolist() == [[2], [1]]
+    assert given.seconds("W").tolist() == [[0], [3]]
 
 
 def test_memory_is_asked_for_with_either_of_its_parts():
@@ -89,11 +89,20 @@ def test_an_entry_may_have_a_number_per_micro_batch():
     costs = Costs([[1, 2], 3], [4, np.array([5, 6])], [[7, 8]], input_backward_s=[1, (2, 3)])
     assert costs.forward_s == ((1, 2), 3)
     each = costs.of_stages(2, 2)
-    assert each.forward_s == [(1, 2), 3]
-    assert each.seconds("W", 0) == 3
-    assert each.seconds("W", 1) == (3, 3)
-    assert each.transfer_s == each.gradient_transfer_s == [(7, 8)]
-    assert Costs(1, [[2, 4]]).of_stages(1, 2).input_backward_s == [(1, 2)]
+    assert each.forward_s.tolist() == [[1, 2], [3, 3]]
+    assert each.seconds("W").tolist() == [[3, 3], [3, 3]]
+    assert each.transfer_s.tolist() == each.gradient_transfer_s.tolist() == [[7, 8]]
+    assert Costs(1, [[2, 4]]).of_stages(1, 2).input_backward_s.tolist() == [[1, 2]]
+
+
+def test_devices_may_be_quicker():
+    costs = Costs([[1, 2], 3], [4, 6], input_backward_s=[2, 3], update_s=[1, 1]).on_devices([2, 3])
+    assert costs.forward_s == ((0.5, 1), 1)
+    assert (costs.backward_s, costs.input_backward_s, costs.update_s) == ((2, 2), (1, 1), (0.5, 1 / 3))
+
+
+def test_entries_make_costs_that_can_be_hashed():
+    costs = Costs([[1, 2], 3], [4, np.array([5, 6])], [[7, 8]], input_backward_s=[1, (2, 3)])
     assert hash(costs) == hash(Costs(((1, 2), 3), (4, (5, 6)), ((7, 8),), input_backward_s=(1, (2, 3))))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -116,18 +115,12 @@ class OnCluster(Training):
         return [sum(sizes[k] - process for k in stages) + process for stages in self.placement]
 
     def costs(self, cut: Cut) -> Costs:
-        found = super().costs(cut)
+        found = super().costs(cut).on_devices(self._speeds)
         updates_s: Any = found.update_s
         sent = [self._chain.boundary_bytes[first] for first in cut]
         return replace(
             found,
-            forward_s=_on(self._speeds, found.forward_s),
-            backward_s=_on(self._speeds, found.backward_s),
-            input_backward_s=_on(self._speeds, found.input_backward_s),
-            update_s=[
-                update_s / speed + tied_s
-                for update_s, speed, tied_s in zip(updates_s, self._speeds, self._tied_s(cut))
-            ],
+            update_s=[update_s + tied_s for update_s, tied_s in zip(updates_s, self._tied_s(cut))],
             transfer_s=[size / link.bytes_per_s for size, link in zip(sent, self._links)],
             latency_s=[link.latency_s for link in self._links],
             allreduce_s=[self._sum_s(k, *block) for k, block in enumerate(pairwise([0, *cut, self.layers]))],
@@ -207,11 +200,3 @@ class OnCluster(Training):
         if measured is not None and self._cluster.is_here:
             return measured
         return self._cluster.link(workers, [*workers[1:], workers[0]])
-
-
-def _on(speeds: Sequence[float], seconds: Any) -> list[float | list[float]]:
-    """Costs of each stage, or of each of its micro-batches, on devices of these speeds."""
-    return [
-        [s / speed for s in cost] if isinstance(cost, tuple) else cost / speed
-        for cost, speed in zip(seconds, speeds)
-    ]

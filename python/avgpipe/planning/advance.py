@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from avgpipe.planning.costs import Costs, StageCosts, least_factor, total
-from avgpipe.planning.simulation import check_costs, check_count, measure, measured_batches
-from avgpipe.schedule.builders import build_schedule, warm_ups
+from avgpipe.planning.chain import check_limit
+from avgpipe.planning.costs import Costs, StageCosts
+from avgpipe.planning.simulation import check_costs, check_count, makespan_bounds, measure, measured_batches
+from avgpipe.schedule import Schedule, build_schedule, warm_ups
 
 TOLERANCE = 0.01
 EXHAUSTIVE_UP_TO = 250  # vectors
@@ -104,18 +105,17 @@ def _most(
     least: WarmUps, micro_batches: int, costs: StageCosts, pipelines: int, limit: float | None
 ) -> WarmUps:
     """Per stage the most warm-up forwards that fit; never more than on the stage before, that would deadlock."""
+    check_limit(limit)
     if limit is None:
         return (micro_batches,) * len(least)
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
-        raise ValueError(
-            f"memory_limit_bytes={limit!r}: must be a number of bytes above 0, or None for no limit"
-        )
-    if costs.activation_bytes is None or costs.weight_bytes is None:
+    if not costs.has_memory:
         raise ValueError(
             f"memory_limit_bytes={limit!r} needs to know what a micro-batch holds: give Costs(activation_bytes=...)"
         )
     most: list[int] = []
-    for k, (activation, weight) in enumerate(zip(costs.activation_bytes, costs.weight_bytes)):
+    for k, (activation, weight) in enumerate(
+        zip(costs.activation_bytes.tolist(), costs.weight_bytes.tolist())
+    ):
         needed = pipelines * (least[k] * activation + weight)
         if needed > limit:
             raise ValueError(
@@ -138,9 +138,8 @@ class _AdvanceSearch:
         self._micro_batches, self._costs, self._pipelines = micro_batches, costs, pipelines
         self._batches, self._least, self._most = batches, least, most
         self._stages = len(least)
-        self._stage_costs = costs.of_stages(self._stages, micro_batches)
-        held = self._stage_costs.activation_bytes
-        self._held = held if held is not None and any(held) else [1.0] * self._stages
+        held = costs.of_stages(self._stages, micro_batches).activation_bytes.tolist()
+        self._held = held if any(held) else [1.0] * self._stages
         self._known: dict[WarmUps, float] = {}
         affordable = _MOST_ACTIONS // (batches * self._stages * (2 * micro_batches + 1))
         self._affordable = max(_LEAST_EVALUATED, affordable)
@@ -148,11 +147,11 @@ class _AdvanceSearch:
 
     def seconds(self, warm: WarmUps) -> float:
         if warm not in self._known:
-            schedule = build_schedule(
-                "advance-forward", self._stages, self._micro_batches, self.advance(warm)
-            )
-            self._known[warm] = measure(schedule, self._costs, self._pipelines, self._batches)
+            self._known[warm] = measure(self._schedule(warm), self._costs, self._pipelines, self._batches)
         return self._known[warm]
+
+    def _schedule(self, warm: WarmUps) -> Schedule:
+        return build_schedule("advance-forward", self._stages, self._micro_batches, self.advance(warm))
 
     def advance(self, warm: WarmUps) -> list[int]:
         return [max(0, w - (self._stages - k)) for k, w in enumerate(warm)]
@@ -216,8 +215,8 @@ class _AdvanceSearch:
 
     def _climb(self) -> None:
         """Go from the quickest to its quickest neighbour, one more or less on a stage, as long as that gains."""
-        bound = self._bound_s()
-        while self.best_seconds > _NEGLIGIBLE * bound and len(self._known) < self._budget // 2:
+        bound_s = makespan_bounds(self._schedule(self._least), self._costs).busiest_device_s
+        while self.best_seconds > _NEGLIGIBLE * bound_s and len(self._known) < self._budget // 2:
             best, seconds = self._quickest(), self.best_seconds
             for k in range(self._stages):
                 if (raised := self._raised(best, k)) is not None:
@@ -232,15 +231,6 @@ class _AdvanceSearch:
             (warm for warm in self._known if self._fits(warm)),
             key=lambda warm: (self._known[warm], self._bytes(warm), warm),
         )
-
-    def _bound_s(self) -> float:
-        """No batch takes less: the busiest device."""
-        costs, count = self._stage_costs, range(self._micro_batches)
-        work = zip(costs.forward_s, costs.backward_s, costs.update_s)
-        busiest = max(
-            total(forward, count) + total(backward, count) + update for forward, backward, update in work
-        )
-        return busiest * least_factor(self._costs.jitter) / max(self._costs.concurrency_gain)
 
     def _raised(self, warm: WarmUps, k: int) -> WarmUps | None:
         """One more on stage k, and on those before that would fall behind; None if it does not fit."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
-Each = float | tuple[float, ...]
-"""A cost of a stage or boundary: of all micro-batches, or one of each."""
+import numpy as np
+from numpy.typing import NDArray
 
 PerStage = float | Sequence[float]
 PerMicroBatch = float | Sequence[float | Sequence[float]]
 Link = tuple[int, int]
+Array = NDArray[Any]
+
+MOST_JITTER, MOST_FACTOR = 0.25, 1000.0
+DEVIATION = 37837.2  # of the sum of four uniform 16-bit numbers, which is at most 131070 from its mean
 
 _OF_BOUNDARIES = ("transfer_s", "gradient_transfer_s", "latency_s")  # one number less than there are stages
+_OF_MICRO_BATCHES = ("forward_s", "backward_s", "input_backward_s", "transfer_s", "gradient_transfer_s")
+_OF_STAGES = ("update_s", "latency_s", "allreduce_s", "activation_bytes", "weight_bytes")
 
 
 @dataclass(frozen=True)
@@ -79,55 +85,85 @@ class Costs:
     seed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "transfer_s", "input_backward_s", "gradient_transfer_s"):
-            self._keep(name, checked_each)
-        for name in ("update_s", "latency_s", "allreduce_s", "activation_bytes", "weight_bytes"):
-            self._keep(name, checked)
+        for name in (*_OF_MICRO_BATCHES, *_OF_STAGES):
+            value = getattr(self, name)
+            # None is for those whose default it is.
+            if value is not None or type(self).__dataclass_fields__[name].default is not None:
+                kept = _checked(name, value, "stage", "micro-batch" if name in _OF_MICRO_BATCHES else "")
+                object.__setattr__(self, name, kept)
         if not isinstance(self.link_serial, bool):
             raise TypeError(f"link_serial={self.link_serial!r}: must be True or False")
         object.__setattr__(self, "shared_links", _checked_groups(self.shared_links, self.link_serial))
         object.__setattr__(self, "concurrency_gain", _checked_gain(self.concurrency_gain))
-        object.__setattr__(self, "jitter", checked_jitter(self.jitter))
-        object.__setattr__(self, "stragglers", checked_stragglers(self.stragglers))
-        checked_seed(self.seed)
-
-    def _keep(self, name: str, check: Any) -> None:
-        value = getattr(self, name)
-        # None is for those whose default it is.
-        if value is not None or type(self).__dataclass_fields__[name].default is not None:
-            object.__setattr__(self, name, check(name, value))
+        _check_draws(self.jitter, self.stragglers, self.seed)
+        if self.stragglers is not None:
+            object.__setattr__(self, "stragglers", tuple(map(float, self.stragglers)))
 
     def of_stages(self, stages: int, micro_batches: int | None = None) -> StageCosts:
         """Return the costs with one entry per stage and per boundary; ValueError for sequences of another length.
 
         ``micro_batches``: of a batch; needed where an entry has one number for each.
         """
-
-        def each(name: str, value: PerMicroBatch, count: int = stages) -> list[Each]:
-            return spread_each(name, value, count, micro_batches)
-
-        backward_s = each("backward_s", self.backward_s)
+        found = {
+            name: self._spread(name, stages, micro_batches) for name in (*_OF_MICRO_BATCHES, *_OF_STAGES)
+        }
         if self.input_backward_s is None:
-            input_backward_s = [_half(cost) for cost in backward_s]
-        else:
-            input_backward_s = each("input_backward_s", self.input_backward_s)
-            _check_parts(input_backward_s, backward_s)
-        back = "transfer_s" if self.gradient_transfer_s is None else "gradient_transfer_s"
-        asked = self.activation_bytes is not None or self.weight_bytes is not None
+            found["input_backward_s"] = found["backward_s"] / 2
+        above = np.argwhere((found["input_backward_s"] > found["backward_s"]).any(axis=1))
+        if len(above):
+            k = int(above[0, 0])
+            part, whole = (_text(found[name][k]) for name in ("input_backward_s", "backward_s"))
+            raise ValueError(
+                f"input_backward_s={part} on stage {k} is above backward_s={whole}, which includes it: give backward_s "
+                "the sum of both parts"
+            )
+        if self.gradient_transfer_s is None:
+            found["gradient_transfer_s"] = found["transfer_s"]
         return StageCosts(
-            each("forward_s", self.forward_s),
-            backward_s,
-            input_backward_s,
-            spread("update_s", self.update_s, stages),
-            each("transfer_s", self.transfer_s, stages - 1),
-            each(back, getattr(self, back), stages - 1),
-            spread("latency_s", self.latency_s, stages - 1),
-            spread("allreduce_s", self.allreduce_s, stages),
-            spread("activation_bytes", self.activation_bytes or 0.0, stages) if asked else None,
-            spread("weight_bytes", self.weight_bytes or 0.0, stages) if asked else None,
-            self._channels(stages),
-            frozenset(_number_of(group[0]) for group in self.shared_links if group),
+            **{name: found[name] for name in _OF_MICRO_BATCHES},
+            **{name: found[name][:, 0] for name in _OF_STAGES},
+            has_memory=self.activation_bytes is not None or self.weight_bytes is not None,
+            channels=self._channels(stages),
+            shared_channels=frozenset(_number_of(group[0]) for group in self.shared_links if group),
         )
+
+    def _spread(self, name: str, stages: int, micro_batches: int | None) -> Array:
+        """A row per stage or boundary; a column per micro-batch, or one for all."""
+        value = getattr(self, name)
+        count, places = (stages - 1, "boundaries") if name in _OF_BOUNDARIES else (stages, "stages")
+        if not isinstance(value, tuple):
+            return np.full((count, 1), value or 0.0)
+        if len(value) != count:
+            raise ValueError(
+                f"{name} has {len(value)} entries for {count} {places}: give {count}, or one number for all"
+            )
+        for k, entry in enumerate(value):
+            if isinstance(entry, tuple) and len(entry) != micro_batches:
+                raise ValueError(
+                    f"{name}[{k}] has {len(entry)} entries for {micro_batches or 'an unknown number of'} "
+                    "micro-batches: give one for each, or one number for all"
+                )
+        if not any(isinstance(entry, tuple) for entry in value):
+            return np.array(value, dtype=np.float64).reshape(count, 1)
+        return np.array([np.broadcast_to(entry, micro_batches or 1) for entry in value])
+
+    def on_devices(self, speeds: Sequence[float]) -> Costs:
+        """The same stages on devices so many times as quick; costs must be of stages, one by one."""
+
+        def quicker(value: Any) -> Any:
+            return [
+                [seconds / speed for seconds in cost] if isinstance(cost, tuple) else cost / speed
+                for cost, speed in zip(value, speeds)
+            ]
+
+        names = ("forward_s", "backward_s", "input_backward_s", "update_s")
+        return replace(self, **{name: quicker(getattr(self, name)) for name in names})
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """No time is multiplied by less or by more."""
+        most = 131070 / DEVIATION * self.jitter
+        return 1 - most, (1 + most) * (self.stragglers or (0.0, 1.0))[1]
 
     def _channels(self, stages: int) -> list[int]:
         """Per link, 2k from stage k and 2k+1 back to it, the number of its channel; -1 without contention."""
@@ -143,69 +179,67 @@ class Costs:
 
 
 class StageCosts(NamedTuple):
-    """:class:`Costs` with one entry per stage, those of transfers and latency with one per boundary."""
+    """:class:`Costs` with a row per stage, those of transfers and latency with one per boundary.
 
-    forward_s: list[Each]
-    backward_s: list[Each]
-    input_backward_s: list[Each]
-    update_s: list[float]
-    transfer_s: list[Each]
-    gradient_transfer_s: list[Each]
-    latency_s: list[float]
-    allreduce_s: list[float]
-    activation_bytes: list[float] | None
-    weight_bytes: list[float] | None
+    The first five have a column per micro-batch, or one for all.
+    """
+
+    forward_s: Array
+    backward_s: Array
+    input_backward_s: Array
+    transfer_s: Array
+    gradient_transfer_s: Array
+    update_s: Array
+    latency_s: Array
+    allreduce_s: Array
+    activation_bytes: Array
+    weight_bytes: Array
+    has_memory: bool
     channels: list[int]
     shared_channels: frozenset[int]  # those that all senders share
 
-    def seconds(self, kind: str, stage: int) -> Each:
-        """How long an action of this kind occupies the stage's device."""
+    def seconds(self, kind: str) -> Array:
+        """How long actions of this kind occupy the device, by stage and micro-batch."""
         if kind == "W":
-            return _less(self.backward_s[stage], self.input_backward_s[stage])
-        of_kind: dict[str, Sequence[Each]] = {
-            "F": self.forward_s,
-            "B": self.backward_s,
-            "I": self.input_backward_s,
-            "U": self.update_s,
-        }
-        return of_kind[kind][stage]
+            return self.backward_s - self.input_backward_s
+        if kind == "U":
+            return self.update_s[:, None]
+        return {"F": self.forward_s, "B": self.backward_s, "I": self.input_backward_s}[kind]
 
     def memory_bytes(
         self, held_bytes: Sequence[float], placement: Sequence[Sequence[int]], pipelines: int
     ) -> tuple[int, ...] | None:
         """Per worker, the bytes of all pipelines' weights of its stages and of the micro-batches in flight."""
-        if self.weight_bytes is None:
+        if not self.has_memory:
             return None
-        weights = [sum(self.weight_bytes[k] for k in stages) for stages in placement]
+        weights = [sum(self.weight_bytes[list(stages)].tolist()) for stages in placement]
         return tuple(math.ceil(held + pipelines * weight) for held, weight in zip(held_bytes, weights))
 
 
-def _half(cost: Each) -> Each:
-    return tuple(seconds / 2 for seconds in cost) if isinstance(cost, tuple) else cost / 2
+def _text(cost: Array) -> str:
+    """One number where all are equal."""
+    each = [f"{s:g}" for s in cost.tolist()]
+    return each[0] if len(set(each)) == 1 else f"[{', '.join(each)}]"
 
 
-def _less(whole: Each, part: Each) -> Each:
-    """The difference, per micro-batch where either is."""
-    if not isinstance(whole, tuple) and not isinstance(part, tuple):
-        return whole - part
-    count = len(whole) if isinstance(whole, tuple) else len(part) if isinstance(part, tuple) else 0
-    wholes = whole if isinstance(whole, tuple) else (whole,) * count
-    parts = part if isinstance(part, tuple) else (part,) * count
-    return tuple(w - p for w, p in zip(wholes, parts))
+def _checked(name: str, value: Any, *per: str) -> Any:
+    """A number of at least 0, or a tuple of them, one for each of what ``per`` names; TypeError, ValueError."""
+    if not (per and per[0]) or isinstance(value, (str, Real)) or not isinstance(value, Iterable):
+        return number(name, value, f", or a list of one number per {per[0]}" if per and per[0] else "")
+    entries = tuple(_checked(f"{name}[{n}]", entry, *per[1:]) for n, entry in enumerate(value))
+    if not entries and name not in _OF_BOUNDARIES:  # one stage has none
+        raise ValueError(f"{name} is empty: give a number, or a list of one number per {per[0]}")
+    return entries
 
 
-def _check_parts(parts: Sequence[Each], wholes: Sequence[Each]) -> None:
-    for k, (part, whole) in enumerate(zip(parts, wholes)):
-        rest = _less(whole, part)
-        if min(rest if isinstance(rest, tuple) else (rest,)) < 0:
-            raise ValueError(
-                f"input_backward_s={_text(part)} on stage {k} is above backward_s={_text(whole)}, which includes it: "
-                "give backward_s the sum of both parts"
-            )
-
-
-def _text(cost: Each) -> str:
-    return "[" + ", ".join(f"{s:g}" for s in cost) + "]" if isinstance(cost, tuple) else f"{cost:g}"
+def number(name: str, value: Any, more: str = "") -> float:
+    """A finite number of at least 0; TypeError says that it must be a number, ``more``."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r}: must be a number{more}")
+    found = float(value)
+    if not (math.isfinite(found) and found >= 0):
+        raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
+    return found
 
 
 def _number_of(link: Link) -> int:
@@ -248,148 +282,17 @@ def _checked_gain(gain: Any) -> tuple[float, ...]:
     return found
 
 
-# ---- numbers: checked, and spread over stages ------------------------------------------------------------------------
-
-
-def checked(name: str, value: Any) -> float | tuple[float, ...]:
-    """A number of at least 0, or a tuple of them; TypeError and ValueError for anything else."""
-    if isinstance(value, Real):
-        return number(name, value)
-    return tuple(number(f"{name}[{k}]", entry) for k, entry in enumerate(_entries(name, value)))
-
-
-def checked_each(name: str, value: Any) -> float | tuple[Each, ...]:
-    """The same, and an entry may be a sequence itself: a number per micro-batch."""
-    if isinstance(value, Real):
-        return number(name, value)
-    return tuple(
-        number(f"{name}[{k}]", entry) if _is_plain(entry) else _of_micro_batches(f"{name}[{k}]", entry)
-        for k, entry in enumerate(_entries(name, value))
-    )
-
-
-def _is_plain(entry: Any) -> bool:
-    return isinstance(entry, str) or not hasattr(entry, "__len__")
-
-
-def _of_micro_batches(name: str, entry: Iterable[Any]) -> tuple[float, ...]:
-    numbers = tuple(number(f"{name}[{m}]", value) for m, value in enumerate(entry))
-    if not numbers:
-        raise ValueError(f"{name} is empty: give a number, or a list of one number per micro-batch")
-    return numbers
-
-
-def _entries(name: str, value: Any) -> Iterable[Any]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{name}={value!r}: must be a number, or a list of one number per stage")
-    entries = list(value)
-    if not entries and name not in _OF_BOUNDARIES:  # one stage has none
-        raise ValueError(f"{name} is empty: give a number, or a list of one number per stage")
-    return entries
-
-
-def number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}={value!r}: must be a number")
-    found = float(value)
-    if not (math.isfinite(found) and found >= 0):
-        raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
-    return found
-
-
-def spread(name: str, value: float | Sequence[float], count: int) -> list[float]:
-    """One number per stage or boundary; ValueError for a sequence of another length."""
-    if not isinstance(value, Sequence):
-        return [value] * count
-    return list(_of_length(name, value, count))
-
-
-def spread_each(
-    name: str, value: float | Sequence[float | Sequence[float]], count: int, micro_batches: int | None
-) -> list[Each]:
-    """Spread what :func:`checked_each` made, whose entries have ``micro_batches`` numbers if not one."""
-    if not isinstance(value, Sequence):
-        return [value] * count
-    spread: list[Each] = []
-    for k, entry in enumerate(_of_length(name, value, count)):
-        if isinstance(entry, Sequence) and len(entry) != micro_batches:
-            raise ValueError(
-                f"{name}[{k}] has {len(entry)} entries for {micro_batches or 'an unknown number of'} micro-batches: "
-                "give one for each, or one number for all"
-            )
-        spread.append(tuple(entry) if isinstance(entry, Sequence) else entry)
-    return spread
-
-
-def _of_length(name: str, value: Sequence[Any], count: int) -> Sequence[Any]:
-    if len(value) != count:
-        places = "boundaries" if name in _OF_BOUNDARIES else "stages"
-        raise ValueError(
-            f"{name} has {len(value)} entries for {count} {places}: give {count}, or one number for all"
-        )
-    return value
-
-
-def total(cost: Each, micro_batches: range) -> float:
-    """The sum over micro-batches of a batch."""
-    return sum(cost[m] for m in micro_batches) if isinstance(cost, tuple) else len(micro_batches) * cost
-
-
-# ---- jitter and stragglers: drawn in whole numbers, so that every machine draws the same -----------------------------
-
-MOST_JITTER, MOST_FACTOR = 0.25, 1000.0
-MOST_DEVIATIONS = 131070 / 37837.2  # of the sum of four uniform 16-bit numbers, in standard deviations
-_DEVIATION = 37837.2
-
-
-class Draws(NamedTuple):
-    """What the engine takes: times vary by ``jitter`` / 2^48 per unit of the sum of four 16-bit numbers.
-
-    ``threshold`` of 2^32 draws are stragglers, which take ``factor`` / 2^16 times as long.
-    """
-
-    seed: int
-    jitter: int
-    threshold: int
-    factor: int
-
-
-def draws(jitter: float, stragglers: tuple[float, float] | None, seed: int) -> Draws:
-    probability, factor = stragglers or (0.0, 1.0)
-    return Draws(seed, round(jitter / _DEVIATION * 2**48), round(probability * 2**32), round(factor * 2**16))
-
-
-def most_factor(jitter: float, stragglers: tuple[float, float] | None) -> float:
-    """No time is multiplied by more."""
-    return (1 + MOST_DEVIATIONS * jitter) * (stragglers or (0.0, 1.0))[1]
-
-
-def least_factor(jitter: float) -> float:
-    """No time is multiplied by less."""
-    return 1 - MOST_DEVIATIONS * jitter
-
-
-def checked_jitter(jitter: Any) -> float:
-    found = number("jitter", jitter)
-    if found > MOST_JITTER:
+def _check_draws(jitter: Any, stragglers: Any, seed: Any) -> None:
+    if number("jitter", jitter) > MOST_JITTER:
         raise ValueError(f"jitter={jitter!r}: must be at most {MOST_JITTER}, use stragglers for rarer delays")
-    return found
-
-
-def checked_stragglers(stragglers: Any) -> tuple[float, float] | None:
+    if type(seed) is not int or not 0 <= seed < 2**64:
+        raise ValueError(f"seed={seed!r}: must be an int from 0 to 2**64 - 1")
     if stragglers is None:
-        return None
+        return
     if not isinstance(stragglers, (tuple, list)) or len(stragglers) != 2:
         raise TypeError(f"stragglers={stragglers!r}: give (probability, factor), or None")
-    probability = number("stragglers[0]", stragglers[0])
-    factor = number("stragglers[1]", stragglers[1])
+    probability, factor = (number(f"stragglers[{n}]", value) for n, value in enumerate(stragglers))
     if probability > 1:
         raise ValueError(f"stragglers[0]={probability:g}: a probability is at most 1")
     if not 1 <= factor <= MOST_FACTOR:
         raise ValueError(f"stragglers[1]={factor:g}: must be between 1 and {MOST_FACTOR:g}")
-    return probability, factor
-
-
-def checked_seed(seed: Any) -> None:
-    if type(seed) is not int or not 0 <= seed < 2**64:
-        raise ValueError(f"seed={seed!r}: must be an int from 0 to 2**64 - 1")

@@ -9,7 +9,6 @@ occupy links, never devices. The work is done by csrc/simulate, which takes a sc
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.machinery import PathFinder
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from avgpipe.planning.costs import Costs, Each, StageCosts, draws, most_factor
+from avgpipe.planning.costs import DEVIATION, Array, Costs, StageCosts
 from avgpipe.schedule import Kind, Schedule
 
 TICKS_PER_S = 10**12
@@ -31,8 +30,6 @@ _RATE_ALONE = 2**20  # of an action that has its device for itself
 _MOST_BATCHES = 2**30
 _MODULE = "avgpipe_ext._native"
 _BUILD = "run `pip install --no-build-isolation -e .` in the folder of setup.py"
-
-Array = NDArray[Any]
 
 
 @cache
@@ -90,33 +87,33 @@ def compile_schedule(schedule: Schedule, costs: Costs) -> Program:
 
     Raises ValueError for costs of another number of stages or micro-batches, and for times too long to count.
     """
-    stages, micro_batches = schedule.stages, schedule.micro_batches
-    each = costs.of_stages(stages, micro_batches)
-    widest = most_factor(costs.jitter, costs.stragglers)
+    each = costs.of_stages(schedule.stages, schedule.micro_batches)
+    widest = costs.factors[1]
     arrays = {
         **_row_arrays(schedule),
         **_action_arrays(each, widest),
         **_link_arrays(each, schedule, widest),
         "sum_ticks": _ticks(each.allreduce_s),
-        "held_bytes": np.array(each.activation_bytes or [0.0] * stages, dtype=np.float64),
+        "held_bytes": each.activation_bytes,
         "rates": np.array(
             [round(g / s * _RATE_ALONE) for s, g in enumerate(costs.concurrency_gain, start=1)],
             dtype=np.int64,
         ),
     }
-    random = draws(costs.jitter, costs.stragglers, costs.seed)
+    # Draws are whole numbers, so that every machine has the same.
+    probability, factor = costs.stragglers or (0.0, 1.0)
     numbers = {
-        "stages": stages,
+        "stages": schedule.stages,
         "workers": schedule.workers,
-        "micro_batches": micro_batches,
+        "micro_batches": schedule.micro_batches,
         "transfer_width": arrays["transfer_ticks"].shape[1],
         "channels": int(arrays["channel_count"].sum()),
         "shared_channels": int(any(map(len, costs.shared_links))),
         "slots": len(costs.concurrency_gain),
-        "seed": random.seed,
-        "jitter": random.jitter,
-        "straggler_threshold": random.threshold,
-        "straggler_factor": random.factor,
+        "seed": costs.seed,
+        "jitter": round(costs.jitter / DEVIATION * 2**48),
+        "straggler_threshold": round(probability * 2**32),
+        "straggler_factor": round(factor * 2**16),
     }
     return Program(schedule, each, arrays, numbers)
 
@@ -146,8 +143,7 @@ def _row_arrays(schedule: Schedule) -> dict[str, Array]:
 
 def _action_arrays(costs: StageCosts, widest: float) -> dict[str, Array]:
     """Ticks per kind and stage; of a kind with a cost per micro-batch on any stage, per micro-batch."""
-    stages = len(costs.forward_s)
-    tables = [_table([costs.seconds(kind, k) for k in range(stages)], widest) for kind in KINDS]
+    tables = [_ticks(costs.seconds(kind), widest) for kind in KINDS]
     return {
         "action_ticks": np.concatenate([table.ravel() for table in tables]),
         "action_begin": np.cumsum([0, *(table.size for table in tables[:-1])], dtype=np.int64),
@@ -163,28 +159,18 @@ def _link_arrays(costs: StageCosts, schedule: Schedule, widest: float) -> dict[s
         for link, first in enumerate(costs.channels)
     ]
     begin = np.cumsum([0, *counts])
-    both = [cost for pair in zip(costs.transfer_s, costs.gradient_transfer_s) for cost in pair]
+    both_s = np.stack(np.broadcast_arrays(costs.transfer_s, costs.gradient_transfer_s), axis=1)
     return {
-        "transfer_ticks": _table(both, widest),
+        "transfer_ticks": _ticks(both_s.reshape(-1, both_s.shape[2]), widest),
         "latency_ticks": np.repeat(_ticks(costs.latency_s), 2),
         "channel": np.array([begin[first] if first >= 0 else -1 for first in costs.channels], dtype=np.int32),
         "channel_count": np.array(counts, dtype=np.int32),
     }
 
 
-def _table(costs: Sequence[Each], widest: float) -> Array:
-    """A row per stage or link: a number for all micro-batches, or one for each if any row has them."""
-    width = max((len(cost) for cost in costs if isinstance(cost, tuple)), default=1)
-    if width == 1:
-        flat = [cost[0] if isinstance(cost, tuple) else cost for cost in costs]
-        return _ticks(flat, widest).reshape(-1, 1)
-    rows = [cost if isinstance(cost, tuple) else (cost,) * width for cost in costs]
-    return _ticks(np.array(rows, dtype=np.float64), widest)
-
-
-def _ticks(seconds: Sequence[float] | Array, widest: float = 1.0) -> Array:
+def _ticks(seconds: Array, widest: float = 1.0) -> Array:
     """Rounded to whole ticks; ``widest``: what a draw may multiply them by."""
-    ticks = np.rint(np.asarray(seconds, dtype=np.float64) * TICKS_PER_S)
+    ticks: Array = np.rint(seconds * TICKS_PER_S)
     if ticks.size and not float(ticks.max()) * widest < LONGEST_STEP:
         raise too_long()
     return ticks.astype(np.int64)

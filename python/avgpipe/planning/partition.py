@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -22,7 +22,7 @@ from avgpipe.planning.chain import (
     weight_versions,
 )
 from avgpipe.planning.cluster import Cluster, network, ring_s
-from avgpipe.planning.costs import Costs, Each
+from avgpipe.planning.costs import Costs
 from avgpipe.planning.cuts import Cut, CutSearch, check_stages, least_bottleneck
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.planning.simulation import check_count, steady_batch_s
@@ -227,35 +227,24 @@ def simulated_batch_s(
     of their slowest link, after the last backward.
     """
     chain = Chain(profile, found.micro_batch_size)
-    blocks = list(pairwise(found.bounds))
-    costs = stage_costs(chain, found.bounds, schedule.micro_batches, pipelines, recompute).of_stages(
-        found.stages, schedule.micro_batches
-    )
+    costs = stage_costs(chain, found.bounds, schedule.micro_batches, pipelines, recompute)
     workers = schedule.replicas
-    speeds = [min(cluster.devices[w].speed for w in own) for own in workers]
     links = [cluster.slowest(here, there) for here, there in pairwise(workers)]
     rings = [cluster.slowest(own, own) for own in workers]
     sums_s = [
         ring_s(chain.parameter_bytes(*block), len(own), ring.bytes_per_s)
         + 2 * (len(own) - 1) * ring.latency_s
-        for block, own, ring in zip(blocks, workers, rings)
+        for block, own, ring in zip(pairwise(found.bounds), workers, rings)
     ]
-    on_cluster = Costs(
-        forward_s=[_over(cost, speed) for cost, speed in zip(costs.forward_s, speeds)],
-        backward_s=[_over(cost, speed) for cost, speed in zip(costs.backward_s, speeds)],
-        input_backward_s=[_over(cost, speed) for cost, speed in zip(costs.input_backward_s, speeds)],
-        update_s=[cost / speed for cost, speed in zip(costs.update_s, speeds)],
+    on_cluster = replace(
+        costs.on_devices([min(cluster.devices[w].speed for w in own) for own in workers]),
         transfer_s=[
-            chain.boundary_bytes[last - 1] / link.bytes_per_s for (_, last), link in zip(blocks[:-1], links)
+            chain.boundary_bytes[first] / link.bytes_per_s for first, link in zip(found.boundaries, links)
         ],
         latency_s=[link.latency_s for link in links],
         allreduce_s=sums_s,
     )
     return steady_batch_s(schedule, on_cluster, pipelines=pipelines)
-
-
-def _over(cost: Each, speed: float) -> Each:
-    return tuple(seconds / speed for seconds in cost) if isinstance(cost, tuple) else cost / speed
 
 
 # ---- options that several take -------------------------------------------------------------------------------------

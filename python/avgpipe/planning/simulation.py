@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import pairwise, repeat
 
-from avgpipe.planning.costs import Costs, Each, StageCosts, least_factor, total
+import numpy as np
+
+from avgpipe.planning.costs import Array, Costs
 from avgpipe.planning.engine import KINDS, TICKS_PER_S, Outcome, compile_schedule, run
 from avgpipe.schedule import Kind, Schedule
 from avgpipe.timeline.timeline import Event, Timeline
@@ -205,101 +207,37 @@ class Bounds:
 def makespan_bounds(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: int = 1) -> Bounds:
     """Bounds of ``simulate`` with the same arguments, of any draws of jitter. Raises as that does."""
     _check(schedule, costs, pipelines, batches)
-    return _Bounder(schedule, costs).bounds(batches)
+    count, replicas = schedule.micro_batches, schedule.replicas
+    each = costs.of_stages(schedule.stages, count)
+    shrink, gain = costs.factors[0], max(costs.concurrency_gain)
 
+    def least(seconds: Array) -> Array:
+        return np.broadcast_to(shrink * seconds, (len(seconds), count))
 
-class _Bounder:
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self._micro_batches, self._stages = schedule.micro_batches, schedule.stages
-        self._costs: StageCosts = costs.of_stages(schedule.stages, schedule.micro_batches)
-        self._shrink = least_factor(costs.jitter)
-        self._gain = max(costs.concurrency_gain)
-        self._workers = schedule.replicas
-        self._gradients = [_gradient(schedule, k) for k in range(schedule.stages)]
-
-    def bounds(self, batches: int) -> Bounds:
-        return Bounds(
-            batches * self._busiest_device(),
-            max(self._path(m) for m in self._varying()),
-            self._fill_and_drain(batches),
-            batches * self._busiest_link(),
-        )
-
-    def _busiest_device(self) -> float:
-        work: dict[int, float] = {}
-        for k, workers in enumerate(self._workers):
-            for r, w in enumerate(workers):
-                own = range(r, self._micro_batches, len(workers))
-                seconds = (
-                    sum(total(self._costs.seconds(kind, k), own) for kind in "FB") + self._costs.update_s[k]
-                )
-                work[w] = work.get(w, 0.0) + self._shrink * seconds
-        return max(work.values()) / self._gain
-
-    def _varying(self) -> range:
-        """The micro-batches that may differ."""
-        costs = self._costs
-        every = (costs.forward_s, costs.backward_s, costs.input_backward_s)
-        between = (costs.transfer_s, costs.gradient_transfer_s)
-        each = any(isinstance(cost, tuple) for costs in (*every, *between) for cost in costs)
-        return range(self._micro_batches if each else 1)
-
-    def _path(self, m: int) -> float:
-        there = sum(self._time("F", k, m) for k in range(self._stages))
-        back = sum(self._time(self._gradients[k], k, m) for k in range(self._stages))
-        travel = sum(
-            self._travel(self._costs.transfer_s, k, m) + self._travel(self._costs.gradient_transfer_s, k, m)
-            for k in range(self._stages - 1)
-        )
-        return there + travel + back + self._end_s()
-
-    def _fill_and_drain(self, batches: int) -> float:
-        costs, every = self._costs, range(self._micro_batches)
-        most, ways = 0.0, self._end_s()
-        for k, gradient in enumerate(self._gradients):
-            seconds = total(costs.seconds("F", k), every) + total(costs.seconds(gradient, k), every)
-            work = batches * self._shrink * seconds / len(self._workers[k]) / self._gain
-            most = max(most, ways + work)
-            if k + 1 < self._stages:
-                ways += self._time("F", k) + self._travel(costs.transfer_s, k)
-                ways += self._time(gradient, k) + self._travel(costs.gradient_transfer_s, k)
-        return most
-
-    def _busiest_link(self) -> float:
-        load: dict[int, float] = {}
-        costs = self._costs
-        for link, channel in enumerate(costs.channels):
-            k = link // 2
-            if channel >= 0 and self._is_remote(k):
-                cost = (costs.gradient_transfer_s if link % 2 else costs.transfer_s)[k]
-                senders = 1 if channel in costs.shared_channels else len(self._workers[k + link % 2])
-                seconds = self._shrink * total(cost, range(self._micro_batches)) / senders
-                load[channel] = load.get(channel, 0.0) + seconds
-        return max(load.values(), default=0.0)
-
-    def _end_s(self) -> float:
-        """What the first stage does after its last backward."""
-        return self._costs.allreduce_s[0] + self._shrink * self._costs.update_s[0]
-
-    def _time(self, kind: str, k: int, m: int | None = None) -> float:
-        return self._shrink * _at(self._costs.seconds(kind, k), m)
-
-    def _is_remote(self, k: int) -> bool:
-        """Whether all that crosses boundary k goes from one worker to another."""
-        return not set(self._workers[k]) & set(self._workers[k + 1])
-
-    def _travel(self, costs: list[Each], k: int, m: int | None = None) -> float:
-        return self._shrink * _at(costs[k], m) + self._costs.latency_s[k] if self._is_remote(k) else 0.0
-
-
-def _at(cost: Each, m: int | None) -> float:
-    """The cost of a micro-batch; None: the least of all."""
-    if isinstance(cost, tuple):
-        return min(cost) if m is None else cost[m]
-    return cost
-
-
-def _gradient(schedule: Schedule, k: int) -> str:
-    """The kind of action that makes the gradient which stage k sends."""
-    kinds = (a.kind for w in schedule.replicas[k] for a in schedule.rows[w].kinds if a.stage == k)
-    return "I" if Kind.BACKWARD_INPUT in kinds else "B"
+    forward_s, backward_s = least(each.forward_s), least(each.backward_s)
+    splits = [
+        [any(a.kind == "I" and a.stage == k for w in own for a in schedule.rows[w].kinds)]
+        for k, own in enumerate(replicas)
+    ]
+    both_s = forward_s + np.where(splits, least(each.input_backward_s), backward_s)
+    # Nothing travels between two stages of one worker.
+    remote = [[not set(here) & set(there)] for here, there in pairwise(replicas)] or np.zeros((0, 1))
+    transfers_s = least(each.transfer_s) * remote, least(each.gradient_transfer_s) * remote
+    ways_s = sum(transfers_s) + 2 * each.latency_s[:, None] * remote
+    end_s = each.allreduce_s[0] + shrink * each.update_s[0]
+    before_s = np.cumsum([0.0, *(both_s.min(axis=1)[:-1] + ways_s.min(axis=1))])
+    stages_s = batches * both_s.sum(axis=1) / list(map(len, replicas)) / gain
+    devices_s, links_s = np.zeros(schedule.workers), np.zeros(1 + len(each.channels))
+    for k, own in enumerate(replicas):
+        for r, w in enumerate(own):
+            devices_s[w] += (forward_s + backward_s)[k, r :: len(own)].sum() + shrink * each.update_s[k]
+    for link, channel in enumerate(each.channels):
+        k, back = divmod(link, 2)
+        senders = 1 if channel in each.shared_channels else len(replicas[k + back])
+        links_s[channel] += transfers_s[back][k].sum() / senders if channel >= 0 else 0.0
+    return Bounds(
+        batches * float(devices_s.max()) / gain,
+        float((both_s.sum(axis=0) + ways_s.sum(axis=0)).max() + end_s),
+        float((end_s + before_s + stages_s).max()),
+        batches * float(links_s.max()),
+    )
