@@ -56,7 +56,7 @@ def test_a_profile_is_asked_for() -> None:
 
 def test_negative_costs_never_become_a_profile() -> None:
     with pytest.raises(
-        ValueError, match=r"layer 0 \(layer\): forward_s must be a finite number of at least 0"
+        ValueError, match=r"layer 0 \(layer\): forward_s=-1.0: must be a finite number of at least 0"
     ):
         chains.profile(chains.layer(forward_s=-1.0))
 

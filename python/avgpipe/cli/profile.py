@@ -15,6 +15,7 @@ from avgpipe.cli.config import ProfileConfig
 from avgpipe.cli.errors import arguments, running
 from avgpipe.cli.measuring import link_of, profile_of
 from avgpipe.cli.resolve import check_device
+from avgpipe.planning.chain import Chain
 from avgpipe.planning.profile import Profile
 from avgpipe.report.layers import plot_layers
 from avgpipe.timeline.plot import check_picture
@@ -93,7 +94,11 @@ def _table(found: Profile, size: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
     table.add_column("layer", footer="total", no_wrap=True)
     for heading, values, digits in columns:
-        total = found.parameter_bytes(0, len(layers)) / _MIB if heading == "weights MiB" else sum(values)
+        total = (
+            Chain(found, size).parameter_bytes(0, len(layers)) / _MIB
+            if heading == "weights MiB"
+            else sum(values)
+        )
         footer = "" if heading == "sent MiB" else f"{total:.{digits}f}"
         table.add_column(heading, footer=footer, justify="right", no_wrap=True)
     for n, layer in enumerate(layers):

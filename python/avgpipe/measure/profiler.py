@@ -20,7 +20,8 @@ from avgpipe.measure.memory import LayerBytes, measure_bytes
 from avgpipe.measure.sweep import Example, Sweep, Times, examples, lane_gain, repeat, typical, undisturbed
 from avgpipe.measure.updates import UpdateCosts, Updates
 from avgpipe.measure.workers import WorkerCosts, measure_workers
-from avgpipe.planning.profile import MOST_JITTER, LayerProfile, LinkProfile, Profile, Skip, Tie
+from avgpipe.planning.costs import MOST_JITTER
+from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile, Skip, Tie
 from avgpipe.ranks.machine import cpu_model, keep_freed_memory
 from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.context import CallerGenerators

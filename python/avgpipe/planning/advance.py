@@ -138,7 +138,7 @@ class _AdvanceSearch:
         self._micro_batches, self._costs, self._pipelines = micro_batches, costs, pipelines
         self._batches, self._least, self._most = batches, least, most
         self._stages = len(least)
-        held = costs.of_stages(self._stages, micro_batches).activation_bytes.tolist()
+        held: list[float] = costs.of_stages(self._stages, micro_batches).activation_bytes.tolist()
         self._held = held if any(held) else [1.0] * self._stages
         self._known: dict[WarmUps, float] = {}
         affordable = _MOST_ACTIONS // (batches * self._stages * (2 * micro_batches + 1))
@@ -159,46 +159,43 @@ class _AdvanceSearch:
     @property
     def best_seconds(self) -> float:
         """The least known time of what fits."""
-        return min(seconds for warm, seconds in self._known.items() if self._fits(warm))
+        return self._known[self._quickest()]
 
     def best_choice(self) -> WarmUps:
         """The cheapest vector found within the tolerance."""
         every = self._vectors(min(EXHAUSTIVE_UP_TO, self._affordable))
-        if every is not None:
-            for warm in every:
-                self.seconds(warm)
-        else:
-            for warm in self._family():
-                self.seconds(warm)
+        for warm in every or self._family():
+            self.seconds(warm)
+        if not every:
             self._climb()
             self._descend()
         return self._cheapest()
 
     def _cheapest(self) -> WarmUps:
-        enough = self._enough()
-        return min(
-            (warm for warm, seconds in self._known.items() if seconds <= enough and self._fits(warm)),
-            key=lambda warm: (self._bytes(warm), self._known[warm], warm),
-        )
+        enough = (warm for warm in self._fitting() if self._is_enough(warm))
+        return min(enough, key=lambda warm: (self._bytes(warm), self._known[warm], warm))
 
-    def _enough(self) -> float:
-        return (1 + TOLERANCE) * self.best_seconds
+    def _quickest(self) -> WarmUps:
+        return min(self._fitting(), key=lambda warm: (self._known[warm], self._bytes(warm), warm))
 
-    def _bytes(self, warm: WarmUps) -> float:
-        return sum(w * held for w, held in zip(warm, self._held))
+    def _fitting(self) -> list[WarmUps]:
+        """What was simulated and fits."""
+        return [warm for warm in self._known if self._fits(warm)]
 
     def _fits(self, warm: WarmUps) -> bool:
         return all(w <= most for w, most in zip(warm, self._most))
 
+    def _is_enough(self, warm: WarmUps) -> bool:
+        return self.seconds(warm) <= (1 + TOLERANCE) * self.best_seconds
+
+    def _bytes(self, warm: WarmUps) -> float:
+        return sum(w * held for w, held in zip(warm, self._held))
+
     def _vectors(self, limit: int) -> list[WarmUps] | None:
         """All vectors; None if there are more than ``limit``."""
         found: list[WarmUps] = [()]
-        for k in range(self._stages):
-            found = [
-                (*head, w)
-                for head in found
-                for w in range(self._least[k], min(self._most[k], *head[-1:], self._micro_batches) + 1)
-            ]
+        for least, most in zip(self._least, self._most):
+            found = [(*head, w) for head in found for w in range(least, min([most, *head[-1:]]) + 1)]
             if len(found) > limit:
                 return None
         return found
@@ -209,8 +206,7 @@ class _AdvanceSearch:
         shapes = [[round(c * distance) for distance in after] for c in _SLOPES]
         shapes += [[level] * self._stages for level in _LEVELS if level < self._micro_batches]
         for shape in shapes:
-            warm = warm_ups(self._stages, self._micro_batches, shape)
-            yield tuple(min(w, most) for w, most in zip(warm, self._most))
+            yield tuple(map(min, warm_ups(self._stages, self._micro_batches, shape), self._most))
         yield self._most
 
     def _climb(self) -> None:
@@ -219,23 +215,14 @@ class _AdvanceSearch:
         while self.best_seconds > _NEGLIGIBLE * bound_s and len(self._known) < self._budget // 2:
             best, seconds = self._quickest(), self.best_seconds
             for k in range(self._stages):
-                if (raised := self._raised(best, k)) is not None:
+                # One more on stage k, and on those before that would fall behind.
+                raised = tuple(max(w, best[k] + 1) if j <= k else w for j, w in enumerate(best))
+                if self._fits(raised):
                     self.seconds(raised)
                 if best[k] > self._least[k]:
                     self.seconds(self._lowered(best, k, best[k] - 1))
             if self._quickest() == best or self.best_seconds * _NEGLIGIBLE > seconds:
                 return
-
-    def _quickest(self) -> WarmUps:
-        return min(
-            (warm for warm in self._known if self._fits(warm)),
-            key=lambda warm: (self._known[warm], self._bytes(warm), warm),
-        )
-
-    def _raised(self, warm: WarmUps, k: int) -> WarmUps | None:
-        """One more on stage k, and on those before that would fall behind; None if it does not fit."""
-        raised = tuple(max(w, warm[k] + 1) if j <= k else w for j, w in enumerate(warm))
-        return raised if self._fits(raised) else None
 
     def _descend(self) -> None:
         """Lower the cheapest sufficient vectors until no single stage can be lowered, from either end."""
@@ -243,17 +230,17 @@ class _AdvanceSearch:
             warm = self._cheapest()
             lowered = True
             while lowered and len(self._known) < self._budget:
-                lowered = False
+                before = warm
                 for k in sorted(order, key=lambda j: -self._held[j]):
-                    lower = self._lowest(warm, k)
-                    warm, lowered = lower, lowered or lower != warm
+                    warm = self._lowest(warm, k)
+                lowered = warm != before
 
     def _lowest(self, warm: WarmUps, k: int) -> WarmUps:
         """Stage k lowered as far as it stays sufficient: halving the way, as less warm-up rarely is quicker."""
         floor, reached = self._least[k], warm
         while floor < reached[k] and len(self._known) < self._budget:
             tried = self._lowered(warm, k, (floor + reached[k]) // 2)
-            if self.seconds(tried) <= self._enough():
+            if self._is_enough(tried):
                 reached = tried
             else:
                 floor = tried[k] + 1

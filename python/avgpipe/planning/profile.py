@@ -6,21 +6,17 @@ Pure data, without torch, so that plans can be made where the model is not. A fi
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from avgpipe.errors import nearest
 from avgpipe.files import write_atomically
+from avgpipe.planning.costs import MOST_JITTER, number
 
 _FORMAT = 1
-MOST_JITTER = 0.25  # that a simulation takes
-_MAY_BE_UNKNOWN = ("handed_bytes", "working_bytes")
-_BY_SIZE = ("forward_s", "backward_s", "input_backward_s", "held_bytes", "output_bytes", *_MAY_BE_UNKNOWN)
 _PER_LAYER = (
     *("parameter_bytes", "optimizer_bytes", "update_s", "elastic_s"),
     *("frozen_bytes", "accumulate_s"),
@@ -144,25 +140,25 @@ class Profile:
             self._check_row(f"skip {skip.source} to {skip.target}: size_bytes", skip.size_bytes)
         for tie in self.ties:
             self._check_ends("tie", tie.layers)
-            _check_number(f"tie {list(tie.layers)}: parameter_bytes", tie.parameter_bytes)
+            number(f"tie {list(tie.layers)}: parameter_bytes", tie.parameter_bytes)
         if self.second_lane:
             self._check_row("second_lane", self.second_lane)
         for name in ("action_s", "process_bytes", "step_s"):
-            _check_number(name, getattr(self, name))
-        if not 0 <= _check_number("jitter", self.jitter) <= MOST_JITTER:
-            raise ValueError(f"jitter must be from 0 to {MOST_JITTER}, got {self.jitter!r}")
+            number(name, getattr(self, name))
+        if number("jitter", self.jitter) > MOST_JITTER:
+            raise ValueError(f"jitter={self.jitter!r}: must be at most {MOST_JITTER}")
         for name in ("link", "reduction"):
             if (link := getattr(self, name)) is not None:
-                _check_number(f"{name}: latency_s", link.latency_s)
-                if not _check_number(f"{name}: bytes_per_s", link.bytes_per_s) > 0:
-                    raise ValueError(f"{name}: bytes_per_s must be above 0, got 0")
+                number(f"{name}: latency_s", link.latency_s)
+                if not number(f"{name}: bytes_per_s", link.bytes_per_s) > 0:
+                    raise ValueError(f"{name}: bytes_per_s=0: must be above 0")
 
     def _check_layer(self, where: str, layer: LayerProfile) -> None:
-        for name in _BY_SIZE:
-            if name not in _MAY_BE_UNKNOWN or getattr(layer, name):
+        for name in LayerCosts._fields:
+            if name not in LayerCosts._field_defaults or getattr(layer, name):
                 self._check_row(f"{where}: {name}", getattr(layer, name))
         for name in _PER_LAYER:
-            _check_number(f"{where}: {name}", getattr(layer, name))
+            number(f"{where}: {name}", getattr(layer, name))
         for part, whole in zip(layer.input_backward_s, layer.backward_s):
             if part > whole:
                 raise ValueError(
@@ -175,7 +171,7 @@ class Profile:
                 f"{where} has {len(row)} entries for {len(self.micro_batch_sizes)} micro_batch_sizes"
             )
         for value in row:
-            _check_number(where, value)
+            number(where, value)
 
     def _check_ends(self, what: str, layers: Sequence[int]) -> None:
         if (
@@ -194,49 +190,33 @@ class Profile:
 
         Below the smallest size and above the largest the nearest two go on; nothing is below 0.
         """
-        low, share = self._between(samples)
+        at = self._at(samples)
         return [
-            LayerCosts(*(_line(getattr(layer, name), low, share) for name in _BY_SIZE))
-            for layer in self.layers
+            LayerCosts(*(at(getattr(layer, name)) for name in LayerCosts._fields)) for layer in self.layers
         ]
-
-    def skip_bytes(self, samples: float) -> list[float]:
-        """Bytes of each of ``skips``."""
-        low, share = self._between(samples)
-        return [_line(skip.size_bytes, low, share) for skip in self.skips]
 
     def boundary_bytes(self, samples: float) -> list[float]:
         """For each place between two layers, what has to come across: the output of the one before, and skips."""
         found = [layer.output_bytes for layer in self.at(samples)[:-1]]
-        for skip, size in zip(self.skips, self.skip_bytes(samples)):
+        for skip in self.skips:
             for n in range(skip.source, skip.target):
-                found[n] += size
+                found[n] += self._at(samples)(skip.size_bytes)
         return found
 
     def lane_gain(self, samples: float) -> float:
         """How much more two pipelines on a device do than one; 1 where it was not measured."""
-        if not self.second_lane:
-            return 1.0
-        low, share = self._between(samples)
-        return min(2.0, max(1.0, _line(self.second_lane, low, share)))
+        return min(2.0, max(1.0, self._at(samples)(self.second_lane)))
 
-    def parameter_bytes(self, first: int, last: int) -> float:
-        """Bytes of layers ``first`` to ``last`` - 1 together on one stage: what they share counts once."""
-        total = sum(layer.parameter_bytes for layer in self.layers[first:last])
-        for tie in self.ties:
-            here = sum(first <= n < last for n in tie.layers)
-            total -= max(0, here - 1) * tie.parameter_bytes
-        return total
-
-    def _between(self, samples: float) -> tuple[int, float]:
-        """The measured size to begin from, and which share of the way to the next one."""
+    def _at(self, samples: float) -> Callable[[Sequence[float]], float]:
+        """Make a function that reads a row of an entry per measured size; 0 from one without any."""
         if not samples > 0:
             raise ValueError(f"a micro-batch has more than 0 samples, got {samples}")
         sizes = self.micro_batch_sizes
+        low = min(max(bisect_right(sizes, samples) - 1, 0), max(len(sizes) - 2, 0))
         if len(sizes) == 1:
-            return 0, samples / sizes[0]
-        low = min(max(bisect_right(sizes, samples) - 1, 0), len(sizes) - 2)
-        return low, (samples - sizes[low]) / (sizes[low + 1] - sizes[low])
+            return lambda row: float(row[0] * samples / sizes[0]) if row else 0.0
+        share = (samples - sizes[low]) / (sizes[low + 1] - sizes[low])
+        return lambda row: max(0.0, row[low] + share * (row[low + 1] - row[low])) if row else 0.0
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
@@ -291,20 +271,3 @@ def _made(where: str, kind: Any, values: Any) -> Any:
         return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from error
-
-
-def _check_number(where: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{where} must be a number, got {value!r}")
-    number = float(value)
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{where} must be a finite number of at least 0, got {value!r}")
-    return number
-
-
-def _line(row: Sequence[float], low: int, share: float) -> float:
-    if not row:
-        return 0.0
-    if len(row) == 1:
-        return float(row[0] * share)
-    return max(0.0, row[low] + share * (row[low + 1] - row[low]))
