@@ -66,7 +66,7 @@ def main() -> None:
         seconds = []
         for _ in range(arguments.rounds):
             begin = time.perf_counter()
-            found = study(known, cluster, Space(cluster.workers, len(known.layers), size))
+            found = study(Space(known, cluster, size))
             seconds.append(time.perf_counter() - begin)
         screen.print(table(found))
         for text in lines(found):

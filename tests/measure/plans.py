@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from avgpipe.measure import search as searching
 from avgpipe.measure.forecast import Forecast, OnCluster
 from avgpipe.measure.search import Found, PlanShape, Space
 from avgpipe.plan import Plan
@@ -33,7 +34,12 @@ def cluster_of(
 def space(
     p: Profile, workers: int, pipelines: tuple[int, ...] = (1, 2), micro_batches: tuple[int, ...] = (1, 2, 4)
 ) -> Space:
-    return Space(workers, len(p.layers), BATCH, pipelines, micro_batches)
+    return Space(p, cluster_of(workers), BATCH, pipelines, micro_batches)
+
+
+def search(p: Profile, cluster: Cluster, shapes: Space) -> Found:
+    """Search the same sizes for another profile or cluster."""
+    return searching.search(replace(shapes, profile=p, cluster=cluster))
 
 
 def cuts_of(p: Profile, shape: PlanShape) -> list[tuple[int, ...]]:
@@ -52,7 +58,7 @@ def every(
     for way in itertools.product(shapes.shapes(), recompute, advances):
         shape, again, advance = way
         if shape.stages > 1 or advance is None:
-            problem = OnCluster(p, replace(shape.plan(again), advance=advance), BATCH, cluster)
+            problem = OnCluster(p, shape.plan(again, advance), BATCH, cluster)
             found[way] = [problem.forecast(cut) for cut in cuts_of(p, shape)]
     return found
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from avgpipe.measure.forecast import Forecast, OnCluster, forecast
-from avgpipe.measure.search import _WINDOW, PlanShape, Space, _PlanSearch, fits, search
+from avgpipe.measure.search import _WINDOW, PlanShape, Space, _PlanSearch, fits
 from avgpipe.planning import steady_batch_s
 from avgpipe.planning.cluster import Cluster, Device, Level
 from avgpipe.planning.cuts import CutSearch
@@ -26,6 +26,7 @@ from tests.measure.plans import (
     cuts_of,
     every,
     quickest,
+    search,
     shape_of,
     space,
     with_accumulation,
@@ -97,8 +98,8 @@ def test_no_cut_is_below_the_bound_of_its_shape(
     """
     p = with_accumulation(seed, second_lane)
     cluster = cluster_of(len(speeds), speeds=speeds)
-    shapes = Space(len(speeds), len(p.layers), BATCH, (1, 2, 3), (1, 2, 4), lanes=second_lane is not None)
-    bounds = _PlanSearch(p, cluster, shapes)
+    shapes = Space(p, cluster, BATCH, (1, 2, 3), (1, 2, 4))
+    bounds = _PlanSearch(shapes)
     for shape in shapes.shapes():
         problem = OnCluster(p, shape.plan(), BATCH, cluster)
         plan, own = shape.plan(), -(-shape.micro_batches // shape.width)
@@ -106,9 +107,9 @@ def test_no_cut_is_below_the_bound_of_its_shape(
         least_s = bounds._least_s(shape)
         for cut in cuts_of(p, shape):
             costs = problem.costs(cut)
-            found_s = steady_batch_s(built, costs, pipelines=shape.pipelines, batches=100 * shape.pipelines)
+            found_s = steady_batch_s(built, costs, pipelines=plan.pipelines, batches=100 * plan.pipelines)
             assert least_s / _WINDOW <= 49 / 48 * found_s + PICOSECONDS
-            if shape.pipelines <= 2:
+            if plan.pipelines <= 2:
                 assert least_s <= problem.forecast(cut).batch_s + PICOSECONDS
 
 
@@ -118,7 +119,7 @@ def test_the_best_cut_of_a_shape_is_found(seed: int, speeds: list[float], second
     """Also where a device gains by two pipelines: then its work takes less time."""
     p = with_accumulation(seed, second_lane)
     cluster = cluster_of(len(speeds), speeds=speeds)
-    for shape in Space(len(speeds), len(p.layers), BATCH, (1, 2), (1, 2, 4), lanes=True).shapes():
+    for shape in Space(p, cluster, BATCH, (1, 2), (1, 2, 4)).shapes():
         problem = OnCluster(p, shape.plan(), BATCH, cluster)
         _, seconds, exact = CutSearch(problem, None).best()
         assert exact
@@ -129,7 +130,7 @@ def test_the_best_cut_of_a_shape_is_found(seed: int, speeds: list[float], second
 def test_a_lane_more_is_taken_where_it_gains() -> None:
     """Two pipelines on one device do half as much again; where they do not, one is as good and needs less memory."""
     p = chains.profile(*[chains.layer(parameters=1.0) for _ in range(4)])
-    both = Space(1, 4, BATCH, (1, 2), (4,), lanes=True)
+    both = space(p, 1, (1, 2), (4,))
     gaining = search(replace(p, second_lane=(1.5,)), cluster_of(1), both).best
     assert gaining.plan.pipelines == 2
     assert gaining.batch_s == pytest.approx(BATCH * 4 * 3.0 / 1.5)
@@ -277,7 +278,7 @@ def test_of_the_way_that_is_chosen_no_cut_is_quicker(
 def test_devices_may_have_different_memory(seed: int, shares: list[float | None]) -> None:
     """And lanes gain, so that several pipelines on one device are tried as well."""
     p = replace(with_whole_bytes(seed), second_lane=(1.5,))
-    shapes = Space(len(shares), len(p.layers), BATCH, (1, 2), (1, 2, 4), lanes=True)
+    shapes = space(p, len(shares))
     needed = max(search(p, cluster_of(len(shares)), shapes).best.memory_bytes) + 1
     devices = tuple(Device(None if share is None else share * needed) for share in shares)
     cluster = Cluster(devices, (Level(len(shares), 4.0, 0.1),))

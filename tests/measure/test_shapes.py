@@ -1,15 +1,30 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from avgpipe.measure.search import PlanShape, Space
+from avgpipe.measure.search import PIPELINES, PlanShape, Space, check_sizes
 from avgpipe.plan import Plan
-from tests.measure.plans import shape_of
+from tests.measure.plans import cluster_of, shape_of
+from tests.planning import chains
+
+
+def space_of(
+    workers: int,
+    layers: int,
+    batch_size: int,
+    pipelines: tuple[int, ...] = PIPELINES,
+    micro_batches: tuple[int, ...] | None = None,
+    second_lane: float = 1.0,
+) -> Space:
+    p = replace(chains.profile(*[chains.layer()] * layers), second_lane=(second_lane,))
+    return Space(p, cluster_of(workers), batch_size, pipelines, micro_batches)
 
 
 def sizes(space: Space) -> list[tuple[int, int]]:
     """Stages and replicas of each, without what is tried for each of them."""
-    return list(dict.fromkeys((shape.stages, shape.width) for shape in space.shapes()))
+    return list(dict.fromkeys(shape[:2] for shape in space.shapes()))
 
 
 @pytest.mark.parametrize(
@@ -22,16 +37,16 @@ def sizes(space: Space) -> list[tuple[int, int]]:
     ],
 )
 def test_few_workers(workers: int, expected: list[tuple[int, int]]) -> None:
-    assert sizes(Space(workers, layers=10, batch_size=32)) == expected
+    assert sizes(space_of(workers, layers=10, batch_size=32)) == expected
 
 
 def test_no_more_stages_than_layers() -> None:
-    assert sizes(Space(7, layers=3, batch_size=32)) == [(1, 1), (1, 7), (2, 3), (3, 2)]
-    assert sizes(Space(7, layers=1, batch_size=32)) == [(1, 1), (1, 7)]
+    assert sizes(space_of(7, layers=3, batch_size=32)) == [(1, 1), (1, 7), (2, 3), (3, 2)]
+    assert sizes(space_of(7, layers=1, batch_size=32)) == [(1, 1), (1, 7)]
 
 
 def test_many_workers_leave_few_idle() -> None:
-    found = sizes(Space(1000, layers=200, batch_size=4096))
+    found = sizes(space_of(1000, layers=200, batch_size=4096))
     at_most_20_idle = [
         (stages, 1000 // stages) for stages in range(2, 201) if stages * (1000 // stages) >= 980
     ]
@@ -41,27 +56,27 @@ def test_many_workers_leave_few_idle() -> None:
 
 
 def test_no_replica_is_without_a_sample() -> None:
-    assert Space(8, layers=5, batch_size=3).replicas == 3
-    assert sizes(Space(8, layers=5, batch_size=3)) == [(1, 1), (1, 3), (2, 3), (3, 2), (4, 2), (5, 1)]
-    assert sizes(Space(8, layers=5, batch_size=1)) == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1)]
+    assert space_of(8, layers=5, batch_size=3).replicas == 3
+    assert sizes(space_of(8, layers=5, batch_size=3)) == [(1, 1), (1, 3), (2, 3), (3, 2), (4, 2), (5, 1)]
+    assert sizes(space_of(8, layers=5, batch_size=1)) == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1)]
     # As many parts as are asked for are as many as can have one.
-    asked = Space(8, layers=2, batch_size=12, micro_batches=(2, 4))
+    asked = space_of(8, layers=2, batch_size=12, micro_batches=(2, 4))
     assert sizes(asked) == [(1, 1), (1, 4), (2, 4)]
 
 
 def test_many_workers_with_a_small_batch() -> None:
     """The replicas that have no sample do not count as idle: the most that any number of stages keeps busy does."""
-    found = sizes(Space(1000, layers=10, batch_size=64))
+    found = sizes(space_of(1000, layers=10, batch_size=64))
     assert found == [(1, 1), (1, 64), (10, 64)]
-    found = sizes(Space(1000, layers=200, batch_size=64))
+    found = sizes(space_of(1000, layers=200, batch_size=64))
     assert all(width == min(1000 // stages, 64) for stages, width in found[1:])
     assert found[2:] == [(k, min(1000 // k, 64)) for k in range(2, 201) if k * min(1000 // k, 64) >= 980]
 
 
 def test_a_batch_is_parted_alike_among_replicas() -> None:
-    parts = {width: Space(8, 8, batch_size=12).parts(width) for width in (1, 2, 3, 8, 13)}
+    parts = {width: space_of(8, 8, batch_size=12).parts(width) for width in (1, 2, 3, 8, 13)}
     assert parts == {1: [1, 2, 3, 4, 6, 8, 12], 2: [2, 4, 6, 8, 12], 3: [3, 6, 9, 12], 8: [8], 13: []}
-    asked = Space(8, 8, batch_size=12, micro_batches=(2, 3, 4, 6))
+    asked = space_of(8, 8, batch_size=12, micro_batches=(2, 3, 4, 6))
     assert {width: asked.parts(width) for width in (1, 2, 3, 5)} == {
         1: [2, 3, 4, 6],
         2: [2, 4, 6],
@@ -71,7 +86,7 @@ def test_a_batch_is_parted_alike_among_replicas() -> None:
 
 
 def test_all_shapes_of_two_workers() -> None:
-    space = Space(2, layers=4, batch_size=2, pipelines=(1, 2))
+    space = space_of(2, layers=4, batch_size=2, pipelines=(1, 2))
     assert list(space.shapes()) == [
         PlanShape(1, 1, 1, 1),
         PlanShape(1, 1, 1, 2),
@@ -84,7 +99,7 @@ def test_all_shapes_of_two_workers() -> None:
 
 
 def test_several_pipelines_on_one_device_where_that_may_gain() -> None:
-    space = Space(2, layers=4, batch_size=2, pipelines=(1, 3), micro_batches=(2,), lanes=True)
+    space = space_of(2, layers=4, batch_size=2, pipelines=(1, 3), micro_batches=(2,), second_lane=1.5)
     assert list(space.shapes()) == [
         PlanShape(1, 1, 1, 2),
         PlanShape(1, 1, 3, 2),
@@ -96,10 +111,10 @@ def test_several_pipelines_on_one_device_where_that_may_gain() -> None:
 
 
 def test_every_shape_is_a_plan() -> None:
-    for shape in Space(7, layers=7, batch_size=32, lanes=True).shapes():
+    for shape in space_of(7, layers=7, batch_size=32, second_lane=1.5).shapes():
         plan = shape.plan("except-last")
-        assert (plan.workers, plan.recompute) == (shape.workers, "except-last")
-        assert shape.workers <= 7
+        assert (plan.workers, plan.recompute) == (shape.stages * shape.width, "except-last")
+        assert plan.workers <= 7
         assert shape_of(plan) == shape
 
 
@@ -117,18 +132,18 @@ def test_plans_of_shapes() -> None:
 @pytest.mark.parametrize("size", [0, -4, 2.0, True, "8"])
 def test_a_batch_has_samples(size: object) -> None:
     with pytest.raises(ValueError, match=r"^batch_size=.*: must be a whole number of at least 1$"):
-        Space(2, 4, size)  # type: ignore[arg-type]
+        check_sizes(size, (1,), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["pipelines", "micro_batches"])
 @pytest.mark.parametrize("values", [(), (0,), (1, -1), (1.0,), (True,)])
 def test_counts_to_try_are_whole_numbers(name: str, values: tuple[object, ...]) -> None:
     with pytest.raises(ValueError, match=rf"^{name}=.*: must be whole numbers of at least 1$"):
-        Space(2, 4, 8, **{name: values})  # type: ignore[arg-type]
+        check_sizes(8, **{"pipelines": (1,), "micro_batches": None, name: values})  # type: ignore[arg-type]
 
 
 def test_no_more_micro_batches_than_samples() -> None:
     with pytest.raises(
         ValueError, match=r"^micro_batches=\[9, 16\]: a batch of 8 samples has not so many parts"
     ):
-        Space(2, 4, 8, micro_batches=(4, 8, 9, 16))
+        check_sizes(8, (1,), (4, 8, 9, 16))

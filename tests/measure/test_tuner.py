@@ -1,5 +1,7 @@
 """The study: what is timed, how rows are ranked, and the baselines."""
 
+from dataclasses import replace
+
 import pytest
 
 from avgpipe.errors import PipelineError
@@ -7,7 +9,8 @@ from avgpipe.measure.search import MAX_NUM, MAX_SIZE, Space, search, settings
 from avgpipe.measure.tune import DATA_PARALLEL, ONE_DEVICE, PIPELINE, TRAVERSAL, Trial, study
 from tests.measure.examples import cluster, heavy
 
-SPACE = Space(2, 4, 4, (1, 2), (1, 2, 4))
+SPACE = Space(heavy(), cluster(2), 4, (1, 2), (1, 2, 4))
+TIGHT = replace(SPACE, cluster=cluster(2, 9000.0))
 
 
 class Measured:
@@ -25,8 +28,8 @@ class Measured:
 
 
 def test_without_a_measure_the_rows_are_the_searchs():
-    found = study(heavy(), cluster(2), SPACE)
-    assert [r.forecast for r in found.rows] == list(search(heavy(), cluster(2), SPACE).ranked)
+    found = study(SPACE)
+    assert [r.forecast for r in found.rows] == list(search(SPACE).ranked)
     assert all(r.trial is None and r.error is None for r in found.rows)
     assert found.plan == found.rows[0].plan
     assert set(found.seconds) == {"search_s"}
@@ -34,7 +37,7 @@ def test_without_a_measure_the_rows_are_the_searchs():
 
 def test_the_best_few_are_timed_and_the_simpler_kinds():
     measure = Measured()
-    found = study(heavy(), cluster(2), SPACE, measure, trials=1)
+    found = study(SPACE, measure, trials=1)
     assert [f.plan.stages for f in measure.asked] == [2, 1, 1]
     assert {r.what for r in found.rows if r.trial} == {PIPELINE, DATA_PARALLEL, ONE_DEVICE}
     assert all(r.error == pytest.approx(0) for r in found.rows if r.trial)
@@ -42,64 +45,64 @@ def test_the_best_few_are_timed_and_the_simpler_kinds():
 
 def test_what_was_measured_decides():
     measure = Measured(3.0, 1.0)
-    found = study(heavy(), cluster(2), SPACE, measure, trials=2)
+    found = study(SPACE, measure, trials=2)
     assert found.best.forecast == measure.asked[1]
     assert found.best.batch_s == measure.asked[1].batch_s
 
 
 def test_what_was_not_timed_comes_after_what_was():
-    found = study(heavy(), cluster(2), SPACE, Measured(100.0, 100.0, 100.0, 100.0), trials=2)
+    found = study(SPACE, Measured(100.0, 100.0, 100.0, 100.0), trials=2)
     timed = [r.trial is not None for r in found.rows]
     assert timed == sorted(timed, reverse=True)
     assert not all(timed)
 
 
 def test_a_trial_that_fails_says_why_and_is_not_taken():
-    found = study(heavy(), cluster(2), SPACE, Measured(PipelineError("worker 0\nfailed")), trials=2)
+    found = study(SPACE, Measured(PipelineError("worker 0\nfailed")), trials=2)
     assert found.best.failure == ""
     assert [r.failure for r in found.rows if r.failure] == ["worker 0 failed"]
 
 
 def test_a_plan_that_cannot_be_timed_here_stays_a_prediction():
-    found = study(heavy(), cluster(2), SPACE, Measured(1.0, None, None), trials=1)
+    found = study(SPACE, Measured(1.0, None, None), trials=1)
     assert [r.trial is not None for r in found.rows[:2]] == [True, False]
 
 
 def test_the_extremes_have_all_workers_and_as_many_pipelines_as_fit():
-    found = study(heavy(), cluster(2), SPACE)
+    found = study(SPACE)
     plans = {r.what: r.plan for r in found.baselines}
     assert (plans[MAX_NUM].stages, plans[MAX_NUM].pipelines, plans[MAX_NUM].micro_batches) == (2, 2, 4)
     assert (plans[MAX_SIZE].stages, plans[MAX_SIZE].pipelines, plans[MAX_SIZE].micro_batches) == (2, 2, 1)
     # Two layers a stage: one pipeline has weights, gradients and optimizer state of 4,000 bytes a layer.
-    tight = study(heavy(), cluster(2, 9000.0), SPACE)
+    tight = study(TIGHT)
     assert {r.plan.pipelines for r in tight.baselines} == {1}
 
 
 def test_baselines_are_timed_when_asked_for():
-    found = study(heavy(), cluster(2), SPACE, Measured(), trials=1, baselines=True)
+    found = study(SPACE, Measured(), trials=1, baselines=True)
     assert all(r.trial for r in found.baselines)
     assert {"search_s", "trials_s", "baselines_s"} == set(found.seconds)
 
 
 def test_traversal_times_every_setting():
     measure = Measured()
-    found = study(heavy(), cluster(2), SPACE, measure, trials=1, traversal=True)
+    found = study(SPACE, measure, trials=1, traversal=True)
     rows = [r for r in found.baselines if r.what == TRAVERSAL]
-    assert [r.forecast for r in rows] == sorted(settings(heavy(), cluster(2), SPACE), key=lambda f: f.batch_s)
+    assert [r.forecast for r in rows] == sorted(settings(SPACE), key=lambda f: f.batch_s)
     assert all(r.trial for r in rows)
 
 
 def test_the_settings_of_a_traversal():
     """Two stages: three cuts of four layers; M = 1 has one schedule, M = 2 two, M = 4 three."""
-    found = settings(heavy(), cluster(2), SPACE)
+    found = settings(SPACE)
     kinds = [(f.plan.pipelines, f.plan.micro_batches, f.plan.advance, tuple(f.plan.partition)) for f in found]
     assert len(set(kinds)) == len(kinds) == 2 * (1 + 2 + 3) * 3
     # What does not fit is no setting: three layers on a stage need 12,000 bytes.
-    assert {tuple(f.plan.partition) for f in settings(heavy(), cluster(2, 9000.0), SPACE)} == {(2,)}
+    assert {tuple(f.plan.partition) for f in settings(TIGHT)} == {(2,)}
 
 
 def test_the_record_has_everything():
-    found = study(heavy(), cluster(2), SPACE, Measured(), trials=1, baselines=True).to_json()
+    found = study(SPACE, Measured(), trials=1, baselines=True).to_json()
     assert found["plan"]["stages"] == 2
     assert found["advice"].startswith("Advice: ")
     assert len(found["baselines"]) == 2

@@ -18,7 +18,7 @@ from avgpipe.cli.errors import arguments, running
 from avgpipe.cli.measuring import link_of, profile_of, trial_of
 from avgpipe.cli.profile import check_file
 from avgpipe.cli.resolve import check_device
-from avgpipe.measure.search import Space, profiled_sizes
+from avgpipe.measure.search import Space, check_sizes, profiled_sizes
 from avgpipe.measure.tune import TRAVERSAL, TunedPlan, TuningResult, advice, study
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import Profile
@@ -72,7 +72,7 @@ class _Tuning:
         assert batch_size is not None
         self.batch_size = batch_size
         # What does not depend on the profile is refused before it is made.
-        Space(1, 1, batch_size, config.pipelines, config.micro_batches)
+        check_sizes(batch_size, config.pipelines, config.micro_batches)
         self.not_timed = self._why_not_timed()
         why_not = self.not_timed or ("--trials is 0" if config.trials == 0 else "")
         if why_not and (config.baselines or config.traversal):
@@ -111,19 +111,9 @@ class _Tuning:
         if cluster is None:
             assert config.workers is not None
             cluster = Cluster.like(profile, config.workers, config.memory_limit_bytes, self.link)
-        space = Space(
-            workers=cluster.workers,
-            layers=len(profile.layers),
-            batch_size=self.batch_size,
-            pipelines=config.pipelines,
-            micro_batches=config.micro_batches,
-            lanes=max(profile.second_lane, default=1.0) > 1,
-        )
         times = not self.not_timed and config.trials > 0
         return study(
-            profile,
-            cluster,
-            space,
+            Space(profile, cluster, self.batch_size, config.pipelines, config.micro_batches),
             partial(trial_of, config) if times else None,
             trials=config.trials,
             baselines=config.baselines,

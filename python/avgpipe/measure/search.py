@@ -25,19 +25,20 @@ _OF_A_REPLICA = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 38
 
 
 class PlanShape(NamedTuple):
-    """width: replicas of each stage. micro_batches: of a batch, which the replicas share."""
+    """The sizes of a plan, which are checked only where it is made.
+
+    Attributes:
+        width: Replicas of each stage.
+        micro_batches: Of a batch, which the replicas share.
+    """
 
     stages: int
     width: int
     pipelines: int
     micro_batches: int
 
-    @property
-    def workers(self) -> int:
-        return self.stages * self.width
-
-    def plan(self, recompute: str = "never") -> Plan:
-        """Without partition, and with the schedule's own advance."""
+    def plan(self, recompute: str = "never", advance: int | None = None) -> Plan:
+        """Without partition; ``advance`` None: the schedule's own, as of one stage always."""
         return Plan(
             stages=self.stages,
             pipelines=self.pipelines,
@@ -46,53 +47,61 @@ class PlanShape(NamedTuple):
             schedule="1f1b" if self.stages == 1 else "advance-forward",
             replication=[self.width] * self.stages if self.width > 1 else None,
             recompute=recompute,
+            advance=advance if self.stages > 1 else None,
         )
+
+
+def check_sizes(batch_size: int, pipelines: Sequence[int], micro_batches: Sequence[int] | None) -> None:
+    """ValueError for sizes that no plan has."""
+    if type(batch_size) is not int or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r}: must be a whole number of at least 1")
+    for name, values in (("pipelines", pipelines), ("micro_batches", micro_batches)):
+        if values is not None and (not values or any(type(v) is not int or v < 1 for v in values)):
+            raise ValueError(f"{name}={values!r}: must be whole numbers of at least 1")
+    over = [m for m in micro_batches or () if m > batch_size]
+    if over:
+        raise ValueError(f"micro_batches={over}: a batch of {batch_size} samples has not so many parts")
 
 
 @dataclass(frozen=True)
 class Space:
-    """The sizes of plans that are tried.
+    """The plans that are tried for a profile on a cluster.
 
     Attributes:
-        workers: of the cluster.
-        layers: of the model.
-        batch_size: samples of one pipeline's batch.
-        pipelines: numbers to try.
-        micro_batches: numbers to try; None: a sensible few.
-        lanes: whether pipelines that share one device may gain by that alone.
+        batch_size: Samples of one pipeline's batch.
+        pipelines: Numbers to try.
+        micro_batches: Numbers to try; None: a sensible few.
 
     Raises:
-        ValueError: for what cannot be.
+        ValueError: See :func:`check_sizes`.
     """
 
-    workers: int
-    layers: int
+    profile: Profile
+    cluster: Cluster
     batch_size: int
-    pipelines: tuple[int, ...] = PIPELINES
-    micro_batches: tuple[int, ...] | None = None
-    lanes: bool = False
+    pipelines: Sequence[int] = PIPELINES
+    micro_batches: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        if type(self.batch_size) is not int or self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number of at least 1")
-        for name in ("pipelines", "micro_batches"):
-            values = getattr(self, name)
-            if values is not None and (not values or any(type(v) is not int or v < 1 for v in values)):
-                raise ValueError(f"{name}={values!r}: must be whole numbers of at least 1")
-        over = [m for m in self.micro_batches or () if m > self.batch_size]
-        if over:
-            raise ValueError(
-                f"micro_batches={over}: a batch of {self.batch_size} samples has not so many parts"
-            )
+        check_sizes(self.batch_size, self.pipelines, self.micro_batches)
+
+    @property
+    def most_stages(self) -> int:
+        return min(self.cluster.workers, len(self.profile.layers))
+
+    def on_cluster(self, plan: Plan) -> OnCluster:
+        return OnCluster(self.profile, plan, self.batch_size, self.cluster)
 
     def shapes(self) -> Iterator[PlanShape]:
-        alone = self.pipelines if self.lanes else (1,)
+        """Return the sizes to try; several pipelines on one device only where that alone may gain."""
+        alone = self.pipelines if max(self.profile.second_lane, default=1.0) > 1 else (1,)
         for width in dict.fromkeys((1, self.replicas)):
             yield from self._of(1, width, alone)
-        widths = {k: self._width(k) for k in range(2, min(self.workers, self.layers) + 1)}
+        workers = self.cluster.workers
+        widths = {k: self._width(k) for k in range(2, self.most_stages + 1)}
         most = max((k * width for k, width in widths.items()), default=0)
         for stages, width in widths.items():
-            if self.workers <= _FEW_WORKERS or stages * width >= (1 - _IDLE) * most:
+            if workers <= _FEW_WORKERS or stages * width >= (1 - _IDLE) * most:
                 yield from self._of(stages, width, self.pipelines)
 
     @property
@@ -102,15 +111,13 @@ class Space:
 
     def _width(self, stages: int) -> int:
         """Replicas per stage: as many as the workers allow while all get the same number of micro-batches."""
-        most = self.workers // stages
+        most = self.cluster.workers // stages
         if self.micro_batches is None:
             return min(most, self.batch_size)
         return max(w for m in self.micro_batches for w in range(1, min(m, most) + 1) if m % w == 0)
 
     def _of(self, stages: int, width: int, pipelines: Sequence[int]) -> Iterator[PlanShape]:
-        for m in self.parts(width):
-            for n in pipelines:
-                yield PlanShape(stages, width, n, m)
+        return (PlanShape(stages, width, n, m) for m in self.parts(width) for n in pipelines)
 
     def parts(self, width: int) -> list[int]:
         """Micro-batches of a batch that ``width`` replicas share alike."""
@@ -151,18 +158,18 @@ class Found(NamedTuple):
         return self.ranked[0]
 
 
-def search(profile: Profile, cluster: Cluster, space: Space) -> Found:
+def search(space: Space) -> Found:
     """ValueError where nothing fits into the memory: by how much, and what would."""
-    return _PlanSearch(profile, cluster, space).run()
+    return _PlanSearch(space).run()
 
 
 class _PlanSearch:
-    def __init__(self, profile: Profile, cluster: Cluster, space: Space) -> None:
-        self._profile, self._cluster, self._space = profile, cluster, space
-        self._chain = cache(lambda samples: Chain(profile, samples))
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._chain = cache(lambda samples: Chain(space.profile, samples))
         self._work = cache(self._work_of)
         self._excluded = 0
-        self._fastest = max(device.speed for device in cluster.devices)
+        self._fastest = max(device.speed for device in space.cluster.devices)
 
     def run(self) -> Found:
         shapes = sorted(self._space.shapes(), key=lambda shape: (self._about_s(shape), shape))
@@ -181,21 +188,21 @@ class _PlanSearch:
         each = -(-shape.micro_batches // shape.width)
         share_s = (each * whole_s - added_s) / shape.stages
         largest_s = max(each * layer_s - less_s for layer_s, less_s in largest)
-        gain = self._profile.lane_gain(samples) if shape.pipelines > 1 else 1.0
+        gain = self._space.profile.lane_gain(samples) if shape.pipelines > 1 else 1.0
         return _WINDOW * max(share_s, largest_s) / (gain * self._fastest)
 
     def _about_s(self, shape: PlanShape) -> float:
         """Estimate a shape's time: its bound, the way through the pipeline, and the sum of gradients."""
-        samples = self._space.batch_size / shape.micro_batches
+        samples, width = self._space.batch_size / shape.micro_batches, shape.width
         bound_s = self._least_s(shape)
         if shape.pipelines == 1:
             bound_s += self._work(samples)[0] * (1 - 1 / shape.stages) / self._fastest
-        if shape.width == 1:
+        if width == 1:
             return bound_s
         chain = self._chain(samples)
         size = chain.parameter_bytes(0, chain.layers) / shape.stages
-        rate = self._cluster.link([0], [shape.width - 1]).bytes_per_s
-        return bound_s + float(ring_s(size, shape.width, rate))
+        rate = self._space.cluster.link([0], [width - 1]).bytes_per_s
+        return bound_s + float(ring_s(size, width, rate))
 
     def _work_of(self, samples: float) -> tuple[float, float, list[tuple[float, float]]]:
         """Seconds of a micro-batch, and by how much the first one's is less: of all layers, and of each."""
@@ -237,21 +244,17 @@ class _PlanSearch:
         """In the order of what they take: recomputation, and 1F1B, which holds least, in place of the own advance."""
         for recompute in RECOMPUTE:
             for advance in (None, 0):
-                plan = shape.plan(recompute)
-                yield self._problem(replace(plan, advance=advance if shape.stages > 1 else None))
-
-    def _problem(self, plan: Plan) -> OnCluster:
-        return OnCluster(self._profile, plan, self._space.batch_size, self._cluster)
+                yield self._space.on_cluster(shape.plan(recompute, advance))
 
     # ---- the best few ----------------------------------------------------------------------------------------------
 
     def _refined(self, rough: Forecast) -> Forecast:
         """Return the plan with the best cut, and the advance that ``advance="auto"`` would choose for it."""
-        problem = self._problem(replace(rough.plan, partition=None))
+        problem = self._space.on_cluster(replace(rough.plan, partition=None))
         cut, _, _ = CutSearch(problem, problem.limits).best()
         plans = [replace(problem.plan, advance=advance) for advance in self._advances(problem, cut)]
-        found = [rough, problem.forecast(cut), *(self._problem(plan).forecast(cut) for plan in plans)]
-        fitting = [f for f in found if fits(f, self._cluster)]
+        found = [rough, *(on.forecast(cut) for on in (problem, *map(self._space.on_cluster, plans)))]
+        fitting = [f for f in found if fits(f, self._space.cluster)]
         best_s = min(f.batch_s for f in fitting)
         near = [f for f in fitting if f.batch_s <= _CLOSE * best_s]
         return min(near, key=lambda f: (sum(f.memory_bytes), f.batch_s))
@@ -292,13 +295,13 @@ MAX_NUM, MAX_SIZE = "max-num", "max-size"
 _CUTS = 5  # that are all tried; of more, the ones with the least work on the busiest worker
 
 
-def extremes(profile: Profile, cluster: Cluster, space: Space) -> dict[str, Forecast]:
+def extremes(space: Space) -> dict[str, Forecast]:
     """Make the AvgPipe paper's baselines: most micro-batches, and largest; as many pipelines as fit, a balanced cut."""
-    stages, parts = min(space.workers, space.layers), space.parts(1)
+    stages, parts = space.most_stages, space.parts(1)
     found: dict[str, Forecast] = {}
     for what, m in ((MAX_NUM, max(parts)), (MAX_SIZE, min(parts))) if stages > 1 else ():
         for n in sorted(space.pipelines, reverse=True):
-            problem = OnCluster(profile, PlanShape(stages, 1, n, m).plan(), space.batch_size, cluster)
+            problem = space.on_cluster(PlanShape(stages, 1, n, m).plan())
             cut = CutSearch(problem, problem.limits).first()
             if cut is not None:
                 found[what] = problem.forecast(cut)
@@ -306,21 +309,21 @@ def extremes(profile: Profile, cluster: Cluster, space: Space) -> dict[str, Fore
     return found
 
 
-def settings(profile: Profile, cluster: Cluster, space: Space) -> list[Forecast]:
+def settings(space: Space) -> list[Forecast]:
     """Return the plans of a traversal that fit into the memory, with a stage on each worker.
 
     All numbers of pipelines and micro-batches; no advance, the default and the most; the cuts nearest to balance.
     """
     found: list[Forecast] = []
-    stages = min(space.workers, space.layers)
+    stages = space.most_stages
     for m in space.parts(1):
-        advances = [0] + [None] * (m > 1 < stages) + [m - 1] * (m > 2)  # that make different schedules
+        advances = [0, None, m - 1][: m if stages > 1 else 1]  # that make different schedules
         for n in space.pipelines:
-            plan = PlanShape(stages, 1, n, m).plan()
-            cuts = _cuts(OnCluster(profile, plan, space.batch_size, cluster))
+            shape = PlanShape(stages, 1, n, m)
+            cuts = _cuts(space.on_cluster(shape.plan()))
             for advance in advances:
-                problem = OnCluster(profile, replace(plan, advance=advance), space.batch_size, cluster)
-                found += [f for f in map(problem.forecast, cuts) if fits(f, cluster)]
+                problem = space.on_cluster(shape.plan(advance=advance))
+                found += [f for f in map(problem.forecast, cuts) if fits(f, space.cluster)]
     return found
 
 

@@ -113,17 +113,10 @@ def tune(
     profile = Profile.from_json(world.gather(profile.to_json())[0])
     count = world.size if workers is None else workers
     where = cluster or Cluster.like(profile, count, memory_limit_bytes, link)
-    space = Space(
-        where.workers,
-        len(layers),
-        samples,
-        tuple(pipelines),
-        None if micro_batches is None else tuple(micro_batches),
-        lanes=max(profile.second_lane, default=1.0) > 1,
-    )
+    space = Space(profile, where, samples, pipelines, micro_batches)
     here = cluster is None and link is None and where.workers == world.size > 1
     if not here or loss_fn is None or optimizer is None:
-        return study(profile, where, space, trials=trials).plan
+        return study(space, trials=trials).plan
 
     def measure(forecast: Forecast) -> Trial | None:
         """Time a plan that takes all ranks of this run; all get the times of the first."""
@@ -134,7 +127,7 @@ def tune(
             rounds_s = rounds_of(pipeline, batch, batches_of_round(forecast))
         return Trial(statistics.median(world.gather(rounds_s)[0]))
 
-    return study(profile, where, space, measure, trials=trials).plan
+    return study(space, measure, trials=trials).plan
 
 
 def _with_workers(
@@ -324,8 +317,6 @@ Say = Callable[[str], None]
 
 
 def study(
-    profile: Profile,
-    cluster: Cluster,
     space: Space,
     measure: Measure | None = None,
     *,
@@ -338,9 +329,7 @@ def study(
     """Find the best plans for a profile on a cluster.
 
     Args:
-        profile: Of the model.
-        cluster: What the plans are for.
-        space: The sizes to try.
+        space: What to try.
         measure: Times a plan for real, None for one that it cannot; None in its place: predictions alone.
         trials: How many plans are timed, besides the best of each simpler kind: the advice compares what was measured.
         baselines: Whether max-num and max-size are timed, too.
@@ -360,9 +349,9 @@ def study(
         seconds[name] = time.perf_counter() - begin
 
     with step("search_s"):
-        found = search(profile, cluster, space)
+        found = search(space)
     rows = [TunedPlan(_kind_of(f.plan), f) for f in found.ranked]
-    others = [TunedPlan(what, f) for what, f in extremes(profile, cluster, space).items()]
+    others = [TunedPlan(what, f) for what, f in extremes(space).items()]
     if measure is not None:
         with step("trials_s"):
             simpler = [row for row in rows[trials:] if row.plan.stages == 1]
@@ -373,10 +362,10 @@ def study(
                 others = _timed(others, measure, say)
         if traversal:
             with step("traversal_s"):
-                every = [TunedPlan(TRAVERSAL, f) for f in settings(profile, cluster, space)]
+                every = [TunedPlan(TRAVERSAL, f) for f in settings(space)]
                 others += sorted(_timed(every, measure, say), key=lambda row: row.batch_s)
     rows.sort(key=lambda row: (row.trial is None, bool(row.failure), row.batch_s))
-    sizes = space.batch_size, cluster.workers, found.considered, found.excluded
+    sizes = space.batch_size, space.cluster.workers, found.considered, found.excluded
     return TuningResult(tuple(rows), tuple(others), *sizes, seconds)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from avgpipe.units import format_bytes, format_seconds
 
@@ -171,16 +171,11 @@ class Comparison:
 
     def to_json(self) -> list[dict[str, Any]]:
         """A row per system: status and reason, and where there are figures all of them, those of the table too."""
-        return [
-            {
-                "system": o.system,
-                "status": o.status,
-                "reason": o.reason,
-                "warnings": list(o.warnings),
-                **(o.figures.to_json() if o.figures else {}),
-            }
-            for o in self.outcomes
-        ]
+        rows: list[dict[str, Any]] = []
+        for o in self.outcomes:
+            row = {"system": o.system, "status": o.status, "reason": o.reason, "warnings": list(o.warnings)}
+            rows.append({**row, **(o.figures.to_json() if o.figures else {})})
+        return rows
 
 
 def format_figure(value: float) -> str:
@@ -202,15 +197,17 @@ def listed(names: Sequence[str]) -> str:
 def advice(comparison: Comparison) -> str:
     """The system that reached the target first, else the fastest; differences within ``CLOSE`` are called none."""
     ranked = dict(comparison.ranked)
-    if len(ranked) < 2:
-        return f"Advice: none, for {listed(list(ranked)) or 'no system'} gave figures to rank{' alone' * len(ranked)}."
     times = _known(ranked, lambda f: f.seconds_to_target)
-    if times:
-        return f"Advice: {_by_target(times)}."
     speeds = _known(ranked, lambda f: f.samples_per_s)
-    if not speeds:
-        return "Advice: none, for no system trained long enough to be timed."
-    return f"Advice: {_by_speed(comparison, ranked, speeds)}."
+    if len(ranked) < 2:
+        said = f"none, for {listed(list(ranked)) or 'no system'} gave figures to rank{' alone' * len(ranked)}"
+    elif times:
+        said = _by_target(times)
+    elif speeds:
+        said = _by_speed(comparison, ranked, speeds)
+    else:
+        said = "none, for no system trained long enough to be timed"
+    return f"Advice: {said}."
 
 
 def _known(ranked: Mapping[str, Figures], value: Callable[[Figures], float | None]) -> dict[str, float]:
@@ -222,22 +219,27 @@ def _ratio(ratio: float, more: str, times: str) -> str:
 
 
 def _by_target(times: Mapping[str, float]) -> str:
-    order = sorted(times, key=times.__getitem__)
-    first = order[0]
-    level = [name for name in order if times[name] <= times[first] * (1 + CLOSE)]
+    first, *others = sorted(times, key=times.__getitem__)
+    level = [name for name in others if times[name] <= times[first] * (1 + CLOSE)]
     when = f"after {format_figure(times[first])} s of training"
-    if len(order) == 1:
+    if not others:
         return f"only {first} reached the target, {when}: use it"
-    if len(level) > 1:
-        return f"{listed(level)} reached the target first, {when}, {_APART}: take any of them"
-    longer = _ratio(times[order[1]] / times[first], "longer", "as long")
-    return f"{first} reached the target first, {when}; {order[1]} needed {longer}: use {first}"
+    if level:
+        return f"{listed([first, *level])} reached the target first, {when}, {_APART}: take any of them"
+    longer = _ratio(times[others[0]] / times[first], "longer", "as long")
+    return f"{first} reached the target first, {when}; {others[0]} needed {longer}: use {first}"
 
 
 def _by_speed(comparison: Comparison, ranked: Mapping[str, Figures], speeds: Mapping[str, float]) -> str:
     order = sorted(speeds, key=speeds.__getitem__, reverse=True)
     fastest = [name for name in order if speeds[name] * (1 + CLOSE) >= speeds[order[0]]]
-    sentence = _who_is_fastest(fastest, order, speeds)
+    if len(fastest) > 1:
+        sentence = f"{listed(fastest)} are equally fast here ({_APART})"
+    else:
+        sentence = f"{order[0]} is fastest here"
+        if len(order) > 1:
+            ratio = speeds[order[0]] / speeds[order[1]]
+            sentence += f", {_ratio(ratio, 'faster than', 'as fast as')} {order[1]}"
     learner = _learned_more(comparison, ranked, fastest)
     if learner is not None:
         return f"{sentence}, but {learner}: a --target would tell which gets there first"
@@ -247,16 +249,11 @@ def _by_speed(comparison: Comparison, ranked: Mapping[str, Figures], speeds: Map
             return f"{sentence}{simplest}, and its model fits into each worker: use it"
     if len(fastest) == 1:
         return f"{sentence}: use it"
-    return f"{sentence}: {_least_memory({name: ranked[name].peak_memory_bytes for name in fastest})}"
-
-
-def _who_is_fastest(fastest: Sequence[str], order: Sequence[str], speeds: Mapping[str, float]) -> str:
-    if len(fastest) > 1:
-        return f"{listed(fastest)} are equally fast here ({_APART})"
-    if len(order) == 1:
-        return f"{order[0]} is fastest here"
-    ahead = _ratio(speeds[order[0]] / speeds[order[1]], "faster than", "as fast as")
-    return f"{order[0]} is fastest here, {ahead} {order[1]}"
+    least, *others = sorted(fastest, key=lambda name: ranked[name].peak_memory_bytes)
+    size = ranked[least].peak_memory_bytes
+    if ranked[others[0]].peak_memory_bytes <= size * (1 + CLOSE):
+        return f"{sentence}: take any of them"
+    return f"{sentence}: use {least}, which needs least memory ({format_bytes(size)})"
 
 
 def _learned_more(
@@ -277,47 +274,30 @@ def _learned_more(
     return f"{best} learned more from the same samples ({figures})"
 
 
-def _least_memory(memory: Mapping[str, int]) -> str:
-    least = min(memory, key=memory.__getitem__)
-    others = min(size for name, size in memory.items() if name != least)
-    if others <= memory[least] * (1 + CLOSE):
-        return "take any of them"
-    return f"use {least}, which needs least memory ({format_bytes(memory[least])})"
-
-
 # ---- text ----------------------------------------------------------------------------------------------------
 
 
 def headings(comparison: Comparison) -> list[str]:
-    return [
-        "system",
-        "K/N/M",
-        "schedule",
-        *(column.heading for column in comparison.columns()),
-    ]
+    return ["system", "K/N/M", "schedule", *(column.heading for column in comparison.columns())]
 
 
 def cells(comparison: Comparison, outcome: SystemResult) -> list[tuple[str, bool]]:
     """The text of each cell of a system's row, and whether it is the best of its column."""
     columns, figures = comparison.columns(), outcome.figures
     if figures is None:
-        texts = [outcome.system, "-", outcome.status, *["-"] * len(columns)]
-        return [(text, False) for text in texts]
+        return [(text, False) for text in (outcome.system, "-", outcome.status, *["-"] * len(columns))]
+    schedule = figures.schedule
+    if outcome.status == DOES_NOT_FIT:
+        schedule = f"does not fit: {outcome.reason}"
+    elif figures.replicas > 1:
+        schedule = f"{figures.replicas} replicas" + (f", {schedule}" if figures.stages > 1 else "")
     place = f"{figures.stages}/{figures.pipelines}/{figures.micro_batches}"
-    row = [(outcome.system, False), (place, False), (_schedule(outcome, figures), False)]
+    row = [(outcome.system, False), (place, False), (schedule, False)]
     for column in columns:
         value = column.value(figures)
         best = outcome.system in comparison.best_systems(column)
         row.append(("-" if value is None else column.format(value), best))
     return row
-
-
-def _schedule(outcome: SystemResult, figures: Figures) -> str:
-    if outcome.status == DOES_NOT_FIT:
-        return f"does not fit: {outcome.reason}"
-    if figures.replicas == 1:
-        return figures.schedule
-    return f"{figures.replicas} replicas" + (f", {figures.schedule}" if figures.stages > 1 else "")
 
 
 def table(comparison: Comparison) -> Table:
@@ -327,12 +307,8 @@ def table(comparison: Comparison) -> Table:
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, heading in enumerate(headings(comparison)):
-        made.add_column(
-            heading.replace(" ", "\n", 1),
-            justify="left" if number in _TEXTS else "right",
-            no_wrap=number == 0,
-            overflow="fold",
-        )
+        side: Literal["left", "right"] = "left" if number in _TEXTS else "right"
+        made.add_column(heading.replace(" ", "\n", 1), justify=side, no_wrap=number == 0, overflow="fold")
     for outcome in comparison.outcomes:
         row = cells(comparison, outcome)
         texts = [f"[bold]{text}*[/bold]" if best else f"{text} " for text, best in row]
@@ -343,22 +319,25 @@ def table(comparison: Comparison) -> Table:
 def markdown(comparison: Comparison) -> str:
     """The table, the best of each column in bold, the notes as a list and the advice; ends in a line break."""
     head = headings(comparison)
-    lines = [f"# {comparison.what}: systems compared", "", _line(head)]
-    lines.append(_line(["---" if number in _TEXTS else "---:" for number in range(len(head))]))
-    for outcome in comparison.outcomes:
-        row = cells(comparison, outcome)
-        lines.append(_line([f"**{text}**" if best else text for text, best in row]))
+    rows = [head, ["---" if number in _TEXTS else "---:" for number in range(len(head))]]
+    rows += [
+        [f"**{text}**" if best else text for text, best in cells(comparison, outcome)]
+        for outcome in comparison.outcomes
+    ]
+    lines = [f"# {comparison.what}: systems compared", ""]
+    lines += [f"| {' | '.join(text.replace('|', chr(92) + '|') for text in row)} |" for row in rows]
     lines += ["", *(f"- {note}" for note in notes(comparison)), "", advice(comparison)]
     return "\n".join(lines) + "\n"
 
 
-def _line(texts: Sequence[str]) -> str:
-    return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |"
-
-
 def notes(comparison: Comparison) -> list[str]:
     """Return sentences: what gave no figures and why, what runs warned of, and what the figures do not say."""
-    lines = [f"{o.system}: {_without_figures(o)}" for o in comparison.outcomes if o.status != OK]
+    lines = []
+    for o in comparison.outcomes:
+        if o.status == DOES_NOT_FIT:
+            lines.append(f"{o.system}: does not fit: {o.reason}; left out of the ranking.")
+        elif o.status != OK:
+            lines.append(f"{o.system}: {o.status}{': ' if o.reason else ''}{o.reason}".rstrip(".") + ".")
     lines += [f"{o.system}: {warning}." for o in comparison.outcomes for warning in o.warnings]
     figures = [figures for _, figures in comparison.ranked]
     if not figures:
@@ -367,49 +346,35 @@ def notes(comparison: Comparison) -> list[str]:
     if comparison.memory_limit_bytes is not None:
         limit = format_bytes(comparison.memory_limit_bytes)
         lines.append(f"Memory limit: {limit} a worker, against the peak that each run had.")
-    lines += _of_learning(comparison)
+    if comparison.target is not None:
+        missed = [name for name, f in comparison.ranked if f.seconds_to_target is None]
+        never = f"; not reached by {listed(missed)}" if missed else ""
+        lines.append(f"Target: {comparison.metric_name} {format_figure(comparison.target)}{never}.")
+    if comparison.trivial is not None:
+        trivial = f"{comparison.metric_name} {format_figure(comparison.trivial)}"
+        short = ", and no system beats it: too short a run to judge what they learn"
+        unbeaten = "" if comparison.beaten_trivial else short
+        lines.append(f"The best answer that looks at no input has {trivial}{unbeaten}.")
     least, shortest = min(f.epochs for f in figures), min(f.train_s for f in figures)
     if least < 1:
         lines.append(f"s/epoch is reckoned from {format_figure(least)} of an epoch.")
     if shortest < _SHORT_S:
         lines.append(f"The shortest run trained {format_seconds(shortest)}: its start weighs much in that.")
-    lines.append(
-        "Peak memory: of the worker that had most. Busy: mean of the workers. Seconds: without validations."
-    )
-    lines.append(
+    return [
+        *lines,
+        "Peak memory: of the worker that had most. Busy: mean of the workers. Seconds: without validations.",
         "One run of each: on a machine that does other work, too, samples/s vary from run to run, and less than "
-        f"{100 * CLOSE:.0f} % is no difference."
-    )
-    return lines
-
-
-def _without_figures(outcome: SystemResult) -> str:
-    if outcome.status == DOES_NOT_FIT:
-        return f"does not fit: {outcome.reason}; left out of the ranking."
-    return f"{outcome.status}{': ' if outcome.reason else ''}{outcome.reason}".rstrip(".") + "."
+        f"{100 * CLOSE:.0f} % is no difference.",
+    ]
 
 
 def _equal(comparison: Comparison, figures: Sequence[Figures]) -> Iterator[str]:
     yield comparison.what
     yield f"{comparison.workers} worker{'s' if comparison.workers != 1 else ''}"
-    for what, values in (
-        ("seed {}", [f.seed for f in figures]),
-        ("batches of {} samples", [f.batch_size for f in figures]),
-        ("{} batches", [f.batches for f in figures]),
-        ("{} samples", [f.samples for f in figures]),
-    ):
-        if len(set(values)) == 1:
-            yield what.format(values[0])
-        elif comparison.target is not None and what == "{} batches":
+    phrases = ("seed {}", "batches of {} samples", "{} batches", "{} samples")
+    for name, phrase in zip(("seed", "batch_size", "batches", "samples"), phrases):
+        values = {getattr(f, name) for f in figures}
+        if len(values) == 1:
+            yield phrase.format(*values)
+        elif comparison.target is not None and name == "batches":
             yield f"the order of batches, {min(values)} to {max(values)} of them, until the target"
-
-
-def _of_learning(comparison: Comparison) -> Iterator[str]:
-    if comparison.target is not None:
-        missed = [name for name, f in comparison.ranked if f.seconds_to_target is None]
-        never = f"; not reached by {listed(missed)}" if missed else ""
-        yield f"Target: {comparison.metric_name} {format_figure(comparison.target)}{never}."
-    if comparison.trivial is not None:
-        trivial = f"{comparison.metric_name} {format_figure(comparison.trivial)}"
-        short = ", and no system beats it: too short a run to judge what they learn"
-        yield f"The best answer that looks at no input has {trivial}{'' if comparison.beaten_trivial else short}."
