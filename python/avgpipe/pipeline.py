@@ -22,7 +22,7 @@ from avgpipe.device import own_device, select
 from avgpipe.errors import CheckpointError
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, choose_advance
-from avgpipe.ranks.machine import keep_freed_memory, warn_of_threads
+from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
 from avgpipe.ranks.world import World
 from avgpipe.runtime.batch import LossFn, loss_weights, pair, plain, sample_count, split
 from avgpipe.runtime.compiled import Compiler, compile_options, described

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from avgpipe.errors import PipelineError
 from avgpipe.ranks.launch import RanksFailed, first_to_fail, loopback_store, run_on_ranks
-from avgpipe.ranks.machine import cores
-from avgpipe.ranks.process import PEER_LOST
+from avgpipe.ranks.process import PEER_LOST, cores
 from tests.cli.command import ROOT, alive, environment, wait_for
 
 HERE = "tests.ranks.targets"

@@ -17,7 +17,7 @@ from avgpipe import Pipeline, Plan
 from avgpipe.errors import PeerLost
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
-from avgpipe.ranks.watchdog import Watchdog, since
+from avgpipe.ranks.world import Watchdog, since
 from tests.links.ends import LINKS, eventually
 from tests.runner import Ranks, touch
 from tests.runtime.cases import momentum

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.ranks import machine
+from avgpipe.ranks import process as machine
 from tests.runner import run
 from tests.runtime.cases import (
     adamw,

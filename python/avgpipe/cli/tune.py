@@ -22,7 +22,7 @@ from avgpipe.measure.search import Space, check_sizes, profiled_sizes
 from avgpipe.measure.tune import TRAVERSAL, TunedPlan, TuningResult, advice, study
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import Profile
-from avgpipe.ranks.machine import cores
+from avgpipe.ranks.process import cores
 from avgpipe.workloads import check_workload
 
 _FILE_COLUMNS = 160  # of a table that is not for a terminal

@@ -18,7 +18,7 @@ import torch
 
 from avgpipe.device import ReadyOnEvent, ready_on_event
 from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Decoder, Encoder, Key, detached
-from avgpipe.ranks.machine import cores
+from avgpipe.ranks.process import cores
 from avgpipe.ranks.world import World
 from avgpipe_ext import ring
 

@@ -22,7 +22,7 @@ from avgpipe.measure.updates import UpdateCosts, Updates
 from avgpipe.measure.workers import WorkerCosts, measure_workers
 from avgpipe.planning.costs import MOST_JITTER
 from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile, Skip, Tie
-from avgpipe.ranks.machine import cpu_model, keep_freed_memory
+from avgpipe.ranks.process import cpu_model, keep_freed_memory
 from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.context import CallerGenerators
 from avgpipe.runtime.model import Model, layers_of

@@ -25,8 +25,7 @@ from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile
 from avgpipe.ranks.launch import run_on_ranks
-from avgpipe.ranks.machine import return_freed_memory
-from avgpipe.ranks.process import call
+from avgpipe.ranks.process import call, return_freed_memory
 from avgpipe.ranks.rendezvous import join
 from avgpipe.ranks.world import gather
 from avgpipe_ext import ring

@@ -17,8 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PipelineError
-from avgpipe.ranks.machine import cores, launch_environment
-from avgpipe.ranks.process import ARGUMENTS, PEER_LOST, PROGRESS, STORE_FILE, WRONG_ARGUMENTS
+from avgpipe.ranks.process import (
+    ARGUMENTS,
+    PEER_LOST,
+    PROGRESS,
+    STORE_FILE,
+    WRONG_ARGUMENTS,
+    cores,
+    launch_environment,
+)
 
 _POLL_S = 0.05
 
@@ -110,9 +117,8 @@ def tied(out: str, *command: str) -> list[str]:
 
 def rank_environment(rank: int, world_size: int) -> dict[str, str]:
     """Return what torchrun tells a rank of one host about its place."""
-    own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
-    both = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    return {name: str(value) for name, value in {**own, **both}.items()}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    return {"GROUP_RANK": "0", **{name: str(value) for name, value in place.items()}}
 
 
 def private_meeting(folder: str | os.PathLike[str]) -> dict[str, str]:
@@ -150,29 +156,23 @@ def _run(
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Run a command on each rank and wait for the end of all."""
-    from torch.distributed.elastic.multiprocessing import (
-        DefaultLogsSpecs,
-        PContext,
-        SignalException,
-        Std,
-        start_processes,
-    )
+    from torch.distributed.elastic import multiprocessing as elastic
 
     count, said = len(commands), ""
     shared = {"OMP_NUM_THREADS": str(max(1, cores() // count)), **launch_environment()}
     shared = {name: value for name, value in shared.items() if name not in os.environ}
     environment = {**shared, **private_meeting(folder), **added}
-    processes: PContext | None = None
+    processes: elastic.PContext | None = None
     _quieten_torch()
     with _keeping_handlers():
         deadline = time.monotonic() + (timeout_s or float("inf"))
         try:
-            processes = start_processes(
+            processes = elastic.start_processes(
                 "avgpipe",
                 commands[0][0],
                 {rank: tuple(command[1:]) for rank, command in enumerate(commands)},
                 {rank: {**environment, **rank_environment(rank, count)} for rank in range(count)},
-                DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL if captures else Std.NONE),
+                elastic.DefaultLogsSpecs(str(folder), elastic.Std.ALL if captures else elastic.Std.NONE),
             )
             while (result := processes.wait(timeout=0)) is None:
                 said = _pass_on(folder / PROGRESS, said, say)
@@ -182,7 +182,7 @@ def _run(
                         f"{said or 'its start'}"
                     )
                 time.sleep(_POLL_S)
-        except (SignalException, KeyboardInterrupt) as error:
+        except (elastic.SignalException, KeyboardInterrupt) as error:
             # A KeyboardInterrupt comes before torch's launcher has installed its handlers.
             number = getattr(error, "sigval", signal.SIGINT)
             if processes is not None:
@@ -193,12 +193,14 @@ def _run(
                 processes.close(signal.SIGKILL)
             raise
         finally:
-            _show_cursor()
-    if result.failures:
+            if sys.stderr.isatty():  # a progress bar that was killed has left the cursor hidden
+                print("\x1b[?25h", end="", file=sys.stderr, flush=True)
+    if failed := result.failures:
         _pass_on(folder / PROGRESS, said, say)  # where it failed
-        failures = {rank: (failure.exitcode, failure.timestamp) for rank, failure in result.failures.items()}
-        codes = [failures[rank][0] if rank in failures else 0 for rank in range(count)]
-        first = first_to_fail(failures)
+        codes = [failed[rank].exitcode if rank in failed else 0 for rank in range(count)]
+        first = first_to_fail(
+            {rank: (failure.exitcode, failure.timestamp) for rank, failure in failed.items()}
+        )
         raise RanksFailed(codes, first, _last_line(result.stderrs[first]) if captures else "")
 
 
@@ -254,10 +256,3 @@ def _quieten_torch() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _show_cursor() -> None:
-    """A progress bar that was killed has left the cursor hidden."""
-    if sys.stderr.isatty():
-        sys.stderr.write("\x1b[?25h")
-        sys.stderr.flush()

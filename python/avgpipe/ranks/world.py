@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import select
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,9 @@ T = TypeVar("T")
 # That a group's own limit comes after ours, which says more. Not long: a process cannot end while gloo waits.
 SPARE_S = 3.0
 _MOST_BYTES = 2**30  # of what a rank gives to a gathering
+_TICK_S = 0.5
+_TELL_S = 5.0
+_CLOSE_S = 5.0
 
 
 class World:
@@ -60,9 +66,7 @@ class World:
         deadline = time.monotonic() + timeout_s
         store = private_store() or dist.distributed_c10d._get_default_store()
         board = Board.beside(dist.PrefixStore(attempt_name(), store), timeout_s)  # type: ignore[attr-defined]
-        number = board.count(
-            f"pipelines/{self.rank}", timeout_s
-        )  # alike on all ranks, which make the same ones
+        number = board.count(f"pipelines/{self.rank}", timeout_s)  # all ranks make the same ones
         self._board = board.part(f"pipeline-{number}")
         place = "Pipeline" if number == 1 else f"Pipeline number {number}"
         meet(self._board, place, self.rank, range(self.size), deadline)
@@ -92,9 +96,7 @@ class World:
 
     def report(self, failure: BaseException) -> None:
         """Tell all ranks why this one fails. The first report stays: what follows is its consequence."""
-        with suppress(
-            RuntimeError
-        ):  # the store went down with its holder; the peers see the closed connection
+        with suppress(RuntimeError):  # the store went down with its holder; peers see the closed connection
             self._board.put_first("failure", f"rank {self.rank}: {type(failure).__name__}: {failure}")
 
     def reported(self) -> PeerLost | None:
@@ -231,3 +233,78 @@ def transport_reason(error: BaseException) -> str:
     """What gloo says in an error, without its source position and advice."""
     text = str(error).split("This is typically")[0].split("\n")[0]
     return text.rpartition(".cc:")[2].partition("] ")[2].strip() or text.strip()
+
+
+# ---- watching ----------------------------------------------------------------------------------------------------
+
+
+class Waits(Protocol):
+    """Where the main thread waits for other ranks."""
+
+    def fail(self, failure: BaseException, source: int | None = None) -> None:
+        """End every wait with ``failure``, or those for the rank ``source``."""
+
+
+class Watchdog:
+    """A thread that tells the other ranks what this one is doing, and this one when another has failed or died.
+
+    It works while the main thread computes, waits, or hangs in somebody's layer. A process of this host is watched by
+    its descriptor, which becomes readable when it ends, however it ends.
+
+    Args:
+        doing: Says what the main thread is at.
+        processes: Those of ranks on this host, by rank.
+    """
+
+    def __init__(
+        self, world: World, mailbox: Waits, doing: Callable[[], str], processes: Mapping[int, int]
+    ) -> None:
+        self._world, self._mailbox, self._doing = world, mailbox, doing
+        self._poll = select.poll()
+        self._ranks: dict[int, int] = {}  # by descriptor
+        for rank, process in processes.items():
+            try:
+                descriptor = os.pidfd_open(process)
+            except ProcessLookupError:
+                self._lost(rank)
+            else:
+                self._ranks[descriptor] = rank
+                self._poll.register(descriptor, select.POLLIN)
+        self._wake_read, self._wake_write = os.pipe()
+        self._poll.register(self._wake_read, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="avgpipe-watchdog", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        told = seen = ""
+        told_at = float("-inf")
+        while True:
+            for descriptor, _ in self._poll.poll(1000 * _TICK_S):
+                if descriptor == self._wake_read:
+                    return
+                self._poll.unregister(descriptor)
+                self._lost(self._ranks[descriptor])
+            doing = self._doing()
+            # What does not last is told seldom: a store may keep all that it was ever told.
+            if doing != told and (doing == seen or time.monotonic() > told_at + _TELL_S):
+                self._world.tell(doing)
+                told, told_at = doing, time.monotonic()
+            seen = doing
+            if (loss := self._world.reported()) is not None:
+                self._mailbox.fail(loss)
+
+    def _lost(self, rank: int) -> None:
+        """Only who still waits for something from that rank hears of it."""
+        self._mailbox.fail(self._world.lost(rank, "watching its process"), rank)
+
+    def close(self) -> None:
+        os.write(self._wake_write, b"x")
+        self._thread.join(_CLOSE_S)
+        for descriptor in (*self._ranks, self._wake_read, self._wake_write):
+            os.close(descriptor)
+
+
+def since(what: str, begin_s: float) -> str:
+    """``what``, begun at ``begin_s`` of the monotonic clock; only seconds that matter are shown, so the text rests."""
+    seconds = time.monotonic() - begin_s
+    return what if seconds < 1 else f"{what}, for {seconds:.0f} s"

@@ -14,8 +14,7 @@ from avgpipe.device import DeviceClock, Row
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
-from avgpipe.ranks.watchdog import since
-from avgpipe.ranks.world import World
+from avgpipe.ranks.world import World, since
 from avgpipe.runtime.compute import Step
 from avgpipe.runtime.lane import Lane, Queue
 from avgpipe.runtime.placement import Placement

@@ -16,8 +16,7 @@ from avgpipe.errors import PipelineError
 from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
 from avgpipe.plan import Plan
-from avgpipe.ranks.watchdog import Watchdog
-from avgpipe.ranks.world import SPARE_S, World
+from avgpipe.ranks.world import SPARE_S, Watchdog, World
 from avgpipe.runtime.compute import Compute, Port
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.lane import Lane, PipelineRow

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from avgpipe.ranks.machine import keep_freed_memory, launch_environment
+from avgpipe.ranks.process import keep_freed_memory, launch_environment
 
 NAMES = ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"]
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
@@ -18,7 +18,7 @@ needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="sett
 BATCHES = """
 import resource, sys
 import torch
-from avgpipe.ranks.machine import keep_freed_memory
+from avgpipe.ranks.process import keep_freed_memory
 
 def batch():
     tensors = [torch.empty(size * 2**20, dtype=torch.uint8).fill_(1) for size in (40, 72, 48)]
@@ -117,7 +117,7 @@ def test_freed_memory_can_be_returned() -> None:
     code = """
 import torch
 from avgpipe.measure.workers import _resident_bytes
-from avgpipe.ranks.machine import keep_freed_memory, return_freed_memory
+from avgpipe.ranks.process import keep_freed_memory, return_freed_memory
 
 assert keep_freed_memory()
 before = _resident_bytes()
