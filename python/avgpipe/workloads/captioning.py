@@ -206,9 +206,7 @@ def make_clips(preset: CaptioningPreset) -> tuple[Clips, Clips]:
     return clips(0, preset.train), clips(preset.train, None)
 
 
-def _draw_script(
-    draw: random.Random, preset: CaptioningPreset
-) -> tuple[tuple[Event, ...], list[int], list[str]]:
+def _draw_script(draw: random.Random, preset: CaptioningPreset) -> tuple[Any, list[int], list[str]]:
     """The events of a clip, how many frames each lasts, and the caption."""
     events: list[Event] = [("", "", "", "")]  # before the first is none
     frames: list[int] = []
@@ -302,9 +300,7 @@ class OneBiasLSTM(nn.Module):
         self.dropout = dropout
         self.weight_ih = uniform(4 * hidden, inputs, bound=_BOUND)
         self.weight_hh = uniform(4 * hidden, hidden, bound=_BOUND)
-        self.bias = nn.Parameter(torch.zeros(4 * hidden))
-        with torch.no_grad():
-            self.bias[hidden : 2 * hidden] = _FORGET_BIAS
+        self.bias = nn.Parameter(torch.tensor([0.0, _FORGET_BIAS, 0.0, 0.0]).repeat_interleave(hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(x, self.dropout, self.training)

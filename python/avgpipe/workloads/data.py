@@ -125,9 +125,8 @@ def load_text(
         tokens = {s: [t for file in sources[s] for t in split_words(file, source=True)] for s in _SPLITS}
     else:
         tokens = {split: split_words(read_file(file)) for split, file in find_text(path).items()}
-    types = [
-        token for token, _ in Counter(tokens["train"]).most_common()
-    ]  # equal counts: the first to appear first
+    # equal counts: the first to appear first
+    types = [token for token, _ in Counter(tokens["train"]).most_common()]
     size = vocabulary_size
     if size is not None and len(types) > size - (UNKNOWN not in types):
         types = [token for token in types if token != UNKNOWN][: size - 1]
@@ -291,14 +290,11 @@ def read_paraphrases(folder: str | Path) -> dict[str, list[Paraphrase]]:
             raise ValueError(wrong + "tab-separated: the file is truncated or of another format")
         label, ids, first, second = row.groups()
         missing.discard(ids)
-        pairs["valid" if ids in named else "train"].append(
-            Paraphrase(first.strip(), second.strip(), int(label))
-        )
+        pair = Paraphrase(first.strip(), second.strip(), int(label))
+        pairs["valid" if ids in named else "train"].append(pair)
     if missing:
-        raise ValueError(
-            f"{file} lacks {len(missing)} of the {len(named)} pairs that {dev.name} names, such as {min(missing)!r}: "
-            "one of the two files is truncated or of another data set"
-        )
+        lacks = f"{len(missing)} of the {len(named)} pairs that {dev.name} names, such as {min(missing)!r}"
+        raise ValueError(f"{file} lacks {lacks}: one of the two files is truncated or of another data set")
     for split, found in pairs.items():
         if not found:
             raise ValueError(f"the {split} split in {folder} is empty: it has no pair")

@@ -250,16 +250,15 @@ def gnmt_layers(config: GNMTConfig, *, seed: int = 0, output_bias: Tensor | None
     H, p = config.hidden, config.dropout
     uniform = tokens.uniform_from(seed)
     embedding = uniform(config.vocabulary, H, bound=config.embedding_bound)
-    layers: list[nn.Module] = [SourceEmbedding(embedding)]
-    for index, inputs in enumerate(config.encoder_inputs()):
-        kind = ResidualLSTM if index else BidirectionalLSTM
-        layers.append(kind(inputs, H, uniform, p, residual=index >= 2))
-    layers.append(AttentionLSTM(embedding, config.memory(), uniform, dropout=p))
-    for index in range(1, config.decoder_layers):
-        last = index == config.decoder_layers - 1
-        layers.append(ResidualLSTM(H + config.memory(), H, uniform, p, residual=index >= 2, last=last))
+    first, *others = config.encoder_inputs()
+    encoder: list[nn.Module] = [BidirectionalLSTM(first, H, uniform, p, residual=False)]
+    encoder += [ResidualLSTM(n, H, uniform, p, residual=at >= 2) for at, n in enumerate(others, 1)]
+    attention = AttentionLSTM(embedding, config.memory(), uniform, p)
+    lstm = partial(ResidualLSTM, H + config.memory(), H, uniform, p)
+    D = config.decoder_layers
+    decoder = [lstm(residual=at >= 2, last=at == D - 1) for at in range(1, D)]
     weight = embedding if config.tied_output else uniform(config.vocabulary, H, bound=H**-0.5)
-    return [*layers, Output(weight, output_bias)]
+    return [SourceEmbedding(embedding), *encoder, attention, *decoder, Output(weight, output_bias)]
 
 
 def gnmt_costs(config: GNMTConfig, length: int = 20) -> list[float]:
@@ -351,21 +350,19 @@ class Attention(nn.Module):
         self.g = nn.Parameter(torch.full((1,), bound))
         self.bias = nn.Parameter(torch.zeros(units))
 
-    def forward(self, queries: Tensor, memory: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, queries: Tensor, memory: Tensor, lengths: Tensor) -> Any:
         """Map queries [b, T, queries], memory [b, S, memory] and lengths [b] to contexts [b, T, memory]."""
         keys = F.linear(memory, self.memory_weight, self.bias)
         sums = F.linear(queries, self.query_weight)[:, :, None] + keys[:, None]  # [b, T, S, units]
         scores = torch.tanh(sums) @ (self.g * self.v / self.v.norm())
         padding = torch.arange(memory.shape[1], device=lengths.device) >= lengths[:, None]
-        weights = scores.masked_fill(padding[:, None], -torch.inf).softmax(-1)
-        contexts: Tensor = weights @ memory
-        return contexts
+        return scores.masked_fill(padding[:, None], -torch.inf).softmax(-1) @ memory
 
 
 class AttentionLSTM(nn.Module):
     """The decoder's first layer: embeds ``target``, and asks ``x``, the encoder's output, for the contexts."""
 
-    def __init__(self, embedding: nn.Parameter, memory: int, uniform: Uniform, *, dropout: float) -> None:
+    def __init__(self, embedding: nn.Parameter, memory: int, uniform: Uniform, dropout: float) -> None:
         super().__init__()
         hidden = embedding.shape[1]
         self.embedding = embedding

@@ -14,6 +14,7 @@ import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -85,13 +86,10 @@ class ResNet:
     def layers(self, image: Image, classes: int) -> list[nn.Module]:
         if self.depth < 8 or self.depth % 6 != 2:
             raise ValueError(f"depth must be 6 n + 2 with n at least 1 (8, 14, 20, ...), got {self.depth}")
-        channels = 16
-        layers: list[nn.Module] = [_convolution(image[0], channels)]
-        for width in (16, 32, 64):
-            for _ in range(self.depth // 6):
-                layers.append(ResidualBlock(channels, width))
-                channels = width
-        return [*layers, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))]
+        widths = [16, *(width for width in (16, 32, 64) for _ in range(self.depth // 6))]
+        blocks = [ResidualBlock(*pair) for pair in pairwise(widths)]
+        head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
+        return [_convolution(image[0], 16), *blocks, head]
 
 
 class ResidualBlock(nn.Module):
@@ -212,11 +210,9 @@ def _convolution(inputs: int, outputs: int, stride: int = 1, *, relu: bool = Tru
 
 def _classifier(features: int, hidden: Sequence[int], classes: int, dropout: float) -> list[nn.Module]:
     """Fully connected layers with ReLU and dropout after each but the last: [b, ...] to logits [b, classes]."""
-    layers: list[nn.Module] = []
-    for width in hidden:
-        layers.append(nn.Sequential(nn.Flatten(), nn.Linear(features, width), nn.ReLU(), nn.Dropout(dropout)))
-        features = width
-    return [*layers, nn.Sequential(nn.Flatten(), nn.Linear(features, classes))]
+    *inner, last = (nn.Linear(*pair) for pair in pairwise([features, *hidden, classes]))
+    before = [nn.Sequential(nn.Flatten(), linear, nn.ReLU(), nn.Dropout(dropout)) for linear in inner]
+    return [*before, nn.Sequential(nn.Flatten(), last)]
 
 
 # ---- the images ------------------------------------------------------------------------------------------------------
@@ -274,9 +270,8 @@ def find_images(folder: str | Path) -> tuple[Path, ...]:
         DataNotFound: the folder, or one of the files, is not there.
         LibraryNotFound: an archive needs Pillow.
     """
-    wanted = {name: (f"{name}.gz", name) for name in _IDX}
-    if not any((Path(folder) / name).is_file() for names in wanted.values() for name in names):
-        wanted = {"train.tar": ("train.tar.gz", "train.tar")}
+    names = _IDX if any(Path(folder).glob("train-*-idx?-ubyte*")) else ("train.tar",)
+    wanted = {name: (f"{name}.gz", name) for name in names}
     files = tuple(find_files(folder, wanted, IMAGE_FOLDER).values())
     if len(files) == 1:
         library("PIL.Image", "reading JPEG images")
@@ -307,9 +302,8 @@ def read_images(folder: str | Path, limit: int | None = None, held_out_limit: in
     held_out = max(1, len(order) // _HELD_OUT)
     train, valid = order[:-held_out][:limit], order[-held_out:][:held_out_limit]
     images = decode(torch.cat((train, valid)))
-    train_set, valid_set = map(
-        ImageSet, torch.split(images, [len(train), len(valid)]), (labels[train], labels[valid])
-    )
+    parts = torch.split(images, [len(train), len(valid)])
+    train_set, valid_set = map(ImageSet, parts, (labels[train], labels[valid]))
     mirrored = len(files) == 1  # a mirrored digit is none
     return ImageData(train_set, valid_set, tuple(classes), *_mean_and_std(train_set.images), mirrored)
 
@@ -401,10 +395,8 @@ def _idx_array(file: Path, magic: int) -> Tensor:
     begin = 4 * (1 + magic % 256)
     found, *shape = np.frombuffer(raw[:begin].ljust(begin, b"\0"), ">i4").tolist()
     if found != magic or len(raw) - begin != math.prod(shape):
-        raise ValueError(
-            f"{file} is not a whole idx file of type {magic}: its header has type {found} and sizes {shape}, and "
-            f"{len(raw) - begin} bytes follow"
-        )
+        header = f"its header has type {found} and sizes {shape}, and {len(raw) - begin} bytes follow"
+        raise ValueError(f"{file} is not a whole idx file of type {magic}: {header}")
     return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=begin).reshape(shape).copy())
 
 
