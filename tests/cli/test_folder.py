@@ -2,7 +2,8 @@
 
 import math
 
-from avgpipe.cli.folder import Goal, RunFolder, Totals, duration, read_metrics, strict_json
+from avgpipe.cli.folder import Goal, RunFolder, Totals, duration, read_metrics
+from avgpipe.cli.output import strict_json
 
 
 def train_row(batch, epoch, seconds):

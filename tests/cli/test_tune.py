@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from avgpipe.cli.tune import lines, show, table
+from avgpipe.cli.tune import lines, print_result, table
 from avgpipe.measure.tune import ONE_DEVICE, PIPELINE, TRAVERSAL
 from avgpipe.plan import Plan
 from tests.cli.command import invoke, strict
@@ -190,7 +190,7 @@ def test_a_traversal_is_compared_with_the_plan():
 
 def test_long_lists_are_cut(capsys):
     plan = Plan(stages=9, micro_batches=9, partition=list(range(1, 9)))
-    show(tuning(row(PIPELINE, 0.5, None, plan)), "plan.json")
+    print_result(tuning(row(PIPELINE, 0.5, None, plan)), "plan.json")
     printed = capsys.readouterr().out
     assert "1,2,3,4,5,6,... (8)" in printed
     assert printed.strip().endswith("plan: plan.json")

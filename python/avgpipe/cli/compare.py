@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from avgpipe.cli.compare_runs import (
     Runner,
@@ -24,7 +23,8 @@ from avgpipe.cli.compare_runs import (
 )
 from avgpipe.cli.config import CompareConfig, TrainConfig
 from avgpipe.cli.errors import FAILED, arguments, running, say
-from avgpipe.cli.folder import read_metrics, strict_json
+from avgpipe.cli.folder import read_metrics
+from avgpipe.cli.output import show, strict_json
 from avgpipe.cli.resolve import check_device, check_folder, joined_ranks, resolve
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
@@ -93,7 +93,9 @@ def answer(config: CompareConfig, runner: Runner = run_in_process) -> None:
     if config.json:
         sys.stdout.write(text)
     else:
-        show(config, found)
+        best = ["*: the best of its column"] if len(found.ranked) > 1 else []
+        words = [*best, *notes(found), advice(found), f"folder: {config.out}"]
+        show(table(found), *words, columns=_FILE_COLUMNS)
     sys.stdout.flush()
     if signals.caught is not None:
         say(f"interrupted by {signals.caught.name}: the system that was running is ended")
@@ -177,15 +179,3 @@ def _write_pictures(config: CompareConfig, found: Comparison) -> None:
         plot_curves(curves, heading, found.metric_name, found.trivial, found.target, path)
     if timelines:
         plot_timelines(timelines, heading, Path(config.out) / "timelines.png")
-
-
-def show(config: CompareConfig, found: Comparison) -> None:
-    """Print the table, what is to be said of it, and the advice."""
-    screen = Console(highlight=False)
-    if not screen.is_terminal:
-        screen.width = _FILE_COLUMNS
-    screen.print(table(found))
-    if len(found.ranked) > 1:
-        screen.print("*: the best of its column")
-    for line in [*notes(found), advice(found), f"folder: {config.out}"]:
-        screen.print(line, markup=False)

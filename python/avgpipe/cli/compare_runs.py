@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import re
 import signal
 import subprocess
@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from shutil import get_terminal_size
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from avgpipe.cli.config import CompareConfig, LearningOptions, TrainConfig
 from avgpipe.cli.errors import WRONG_ARGUMENTS
 from avgpipe.cli.folder import duration
 from avgpipe.cli.options import words
+from avgpipe.cli.output import tell
 from avgpipe.cli.resolve import resolve
 from avgpipe.ranks.launch import tied
 from avgpipe.report.compare import FAILED, INTERRUPTED, KILLED, NOT_RUN, OK, OUT_OF_MEMORY, REFUSED
@@ -129,33 +130,30 @@ def run_all(config: CompareConfig, runner: Runner, signals: Signals) -> list[Sys
             continue
         begun, place = time.monotonic(), f"{number} of {len(config.systems)}: {system}"
         refused = refusal(config, system)
-        if refused:
-            ended.append(SystemRun(system, REFUSED, refused))
-        else:
-            ended.append(_run(Job.of(config, system), runner, signals, place))
-        result = "done" if ended[-1].status == OK else ": ".join(filter(None, ended[-1][1:]))
+        run = SystemRun(system, REFUSED, refused) if refused else _run(config, system, runner, signals, place)
+        ended.append(run)
+        result = "done" if run.status == OK else ": ".join(filter(None, run[1:]))
         _say(f"{place}: {result} ({duration(time.monotonic() - begun)})")
     return ended
 
 
-def _run(job: Job, runner: Runner, signals: Signals, place: str) -> SystemRun:
-    begun = time.monotonic()
+def _run(config: CompareConfig, system: str, runner: Runner, signals: Signals, place: str) -> SystemRun:
+    job, begun = Job.of(config, system), time.monotonic()
 
-    def tick() -> None:
-        """On a terminal, show a line that the next one replaces."""
-        if sys.stderr.isatty():
-            line = f"{place}, {duration(time.monotonic() - begun)}: {_last_line(job.log)}"
-            print(f"\r\x1b[K{line[: get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+    def log() -> list[str]:
+        text = job.log.read_text(errors="replace") if job.log.is_file() else ""
+        return [line for line in text.splitlines() if line.strip()]
 
     if not sys.stderr.isatty():
         _say(place)
-    code = runner(job, signals, tick)
-    if (job.log.parent / job.system / "summary.json").is_file():  # it ended, whatever came afterwards
-        return SystemRun(job.system, OK)
+    code = runner(
+        job, signals, lambda: tell(f"{place}, {duration(time.monotonic() - begun)}: {(log() or [''])[-1]}")
+    )
+    if (job.log.parent / system / "summary.json").is_file():  # it ended, whatever came afterwards
+        return SystemRun(system, OK)
     if signals.caught is not None:
-        return SystemRun(job.system, INTERRUPTED)
-    log = job.log.read_text(errors="replace") if job.log.is_file() else ""
-    return SystemRun(job.system, *verdict(code, log))
+        return SystemRun(system, INTERRUPTED)
+    return SystemRun(system, *verdict(code, "\n".join(log())))
 
 
 def verdict(code: int, log: str) -> tuple[str, str]:
@@ -187,60 +185,41 @@ def _plain(line: str) -> str:
 def run_in_process(
     job: Job, signals: Signals, tick: Callable[[], None], program: Sequence[str] = _PROGRAM
 ) -> int:
-    """Run in a new session, so that Ctrl-C goes to this process only, which then ends the run once."""
+    """Run in a new session, so that Ctrl-C goes to this process only, which then ends the run once.
+
+    After a signal the run is asked to end, then made to; another signal meanwhile shortens the wait. Its workers are
+    tied to it and end, too.
+    """
     command = tied("stdout", *program, *job.words)
     with job.log.open("wb") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        while signals.caught is None:
-            if _has_ended(process):
-                return process.returncode
-            tick()
-        return _end(process, signals)
+        _wait(process, tick, signals, 0, math.inf)
+        for number, grace_s in _GRACE_S.items():
+            if process.returncode is None:
+                process.send_signal(number)
+                _wait(process, tick, signals, signals.count, grace_s)
     finally:
-        if process.poll() is None:
-            _kill(process)
-
-
-def _end(process: subprocess.Popen[bytes], signals: Signals) -> int:
-    """Ask, then insist; another signal meanwhile shortens the wait."""
-    for number, grace_s in _GRACE_S.items():
-        process.send_signal(number)
-        count, deadline = signals.count, time.monotonic() + grace_s
-        while signals.count == count and time.monotonic() < deadline:
-            if _has_ended(process):
-                return process.returncode
-    _kill(process)
+        if process.returncode is None:
+            process.kill()
+            process.wait()
     return process.returncode
 
 
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    try:
-        process.wait(_LOOK_S)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the run; its workers are tied to it and end, too."""
-    process.kill()
-    process.wait()
+def _wait(
+    process: subprocess.Popen[bytes], tick: Callable[[], None], signals: Signals, count: int, seconds: float
+) -> None:
+    """Wait so long for the process to end, or until there were more signals than ``count``."""
+    deadline = time.monotonic() + seconds
+    while signals.count == count and time.monotonic() < deadline:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_LOOK_S)
+            return
+        tick()
 
 
 def _say(line: str) -> None:
-    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-    print(f"{clear}{line}", file=sys.stderr, flush=True)
-
-
-def _last_line(log: Path) -> str:
-    """What a run said last."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 1000))
-            lines = file.read().decode(errors="replace").split("\n")
-    except OSError:
-        return ""
-    return next((line for line in reversed(lines[:-1]) if line.strip()), "")
+    tell("")
+    print(line, file=sys.stderr, flush=True)

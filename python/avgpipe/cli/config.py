@@ -87,6 +87,7 @@ def _parse_picture(name: str, text: str) -> str:
 Folder = Annotated[str, Value("DIR")]
 File = Annotated[str, Value("FILE")]
 Picture = Annotated[str, Value("FILE", _parse_picture)]
+Methods = Annotated[tuple[str, ...], Value("NAME,...", lambda _, text: parse_names(text))]
 Names = Annotated[tuple[str, ...], Value("NAMES", lambda _, text: parse_names(text))]
 Count = Annotated[int, Value("NUMBER", parse_count)]
 Counts = Annotated[tuple[int, ...], Value("NUMBER,...", _parse_counts)]
@@ -365,7 +366,7 @@ class PartitionConfig(ProfilingOptions):
     """
 
     workload: Annotated[str, Value("WORKLOAD|PROFILE", positional=True)]
-    method: Annotated[tuple[str, ...] | None, Value("NAME,...", lambda _, text: parse_names(text))] = None
+    method: Methods | None = None
     workers: Count | None = None
     cluster: File | None = None
     stages: Count | None = None

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from avgpipe import __version__
 from avgpipe.cli.config import DoctorConfig
 from avgpipe.cli.errors import FAILED
+from avgpipe.cli.output import show
 from avgpipe.ranks.process import cores, cpu_model
 from avgpipe.units import format_bytes
 
@@ -51,12 +51,17 @@ class Findings:
 
 
 def run(config: DoctorConfig) -> None:
-    findings = examine()
+    found = examine()
     if config.json:
-        print(json.dumps({**findings.facts, "missing": findings.missing, "usable": findings.usable}))
+        print(json.dumps({**found.facts, "missing": found.missing, "usable": found.usable}))
     else:
-        _show(findings)
-    if not findings.usable:
+        table = Table.grid(padding=(0, 2))
+        for section, facts in found.facts.items():
+            for number, (name, value) in enumerate(facts.items()):
+                table.add_row("" if number else section, name.removesuffix("_bytes"), _words(name, value))
+        ready = "ready to train" if found.usable else "not ready to train: see what is missing"
+        show(table, *(f"missing: {item['what']}: {item['do']}" for item in found.missing), ready)
+    if not found.usable:
         raise typer.Exit(FAILED)
 
 
@@ -70,7 +75,7 @@ def examine() -> Findings:
     found.facts["machine"] = {
         "cpu": cpu_model(),
         "cores": cores(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "memory_bytes": _memory_bytes(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
     }
@@ -80,40 +85,28 @@ def examine() -> Findings:
         found.lacks(f"torch ({error})", "pip install 'torch>=2.11'", needed=True)
         return found
     found.facts["versions"]["torch"] = torch.__version__
-    built = _native(found)
-    _cuda(found, built)
-    _links(found)
-    return found
-
-
-def _native(found: Findings) -> dict[str, Any]:
     try:
         import avgpipe_ext
     except ImportError as error:
         found.lacks("the native operators", str(error), needed=True)
-        return {}
-    built: dict[str, Any] = dict(avgpipe_ext.build_info())
-    found.facts["native"] = built
-    found.facts["operators"] = {"cpu": avgpipe_ext.cpu_path(), "cuda": avgpipe_ext.cuda_path()}
-    return built
+    else:
+        found.facts["native"] = dict(avgpipe_ext.build_info())
+        found.facts["operators"] = {"cpu": avgpipe_ext.cpu_path(), "cuda": avgpipe_ext.cuda_path()}
+    _cuda(found)
+    _links(found)
+    return found
 
 
-def _cuda(found: Findings, built: dict[str, Any]) -> None:
+def _cuda(found: Findings) -> None:
     import torch
 
-    devices = []
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            devices.append(
-                {
-                    "name": properties.name,
-                    "capability": f"{properties.major}.{properties.minor}",
-                    "memory_bytes": properties.total_memory,
-                }
-            )
+    every = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    devices = [
+        {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory_bytes": p.total_memory} for p in every
+    ]
     found.facts["cuda"] = {"torch_built_for": torch.version.cuda, "devices": devices}
-    if devices and built and not built["cuda"] and found.facts["operators"]["cuda"] != "cupy":
+    native = found.facts.get("native", {"cuda": True})
+    if devices and not native["cuda"] and found.facts["operators"]["cuda"] != "cupy":
         found.lacks(
             "CUDA kernels: built without",
             "pip install cupy-cuda13x (or cupy-cuda12x, as torch's CUDA), or put nvcc on PATH and build again: "
@@ -169,11 +162,15 @@ def try_shared_memory() -> str | None:
     try:
         mine = ring.Memory.create(size)
         theirs = ring.Memory.open(mine.path, size)
-        reason = _peer_opens(mine.path, size)
+        command = [sys.executable, "-S", "-c", _PEER, mine.path, str(size)]
+        peer = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        return f"another process could not open it within {_PATIENCE_S:g} s"
     except (OSError, MemoryError) as error:
         return str(error)
-    if reason is not None:
-        return reason
+    if peer.returncode != 0:
+        lines = peer.stderr.strip().splitlines() or [f"exit code {peer.returncode}"]
+        return f"another process cannot open it: {lines[-1]}"
     bell = ring.Bell(mine, 0)
     seen = bell.count()
     ring.Bell(theirs, 0).ring()
@@ -183,35 +180,11 @@ def try_shared_memory() -> str | None:
     return None if heard else "what another process writes is not seen"
 
 
-def _peer_opens(path: str, size: int) -> str | None:
-    command = [sys.executable, "-S", "-c", _PEER, path, str(size)]
-    try:
-        peer = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        return f"another process could not open it within {_PATIENCE_S:g} s"
-    if peer.returncode == 0:
-        return None
-    lines = peer.stderr.strip().splitlines()
-    return f"another process cannot open it: {lines[-1] if lines else f'exit code {peer.returncode}'}"
-
-
 def _memory_bytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
-
-
-def _show(found: Findings) -> None:
-    table = Table.grid(padding=(0, 2))
-    for section, facts in found.facts.items():
-        for number, (name, value) in enumerate(facts.items()):
-            table.add_row(section if number == 0 else "", name.removesuffix("_bytes"), _words(name, value))
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(table)
-    for item in found.missing:
-        console.print(f"missing: {item['what']}: {item['do']}")
-    console.print("ready to train" if found.usable else "not ready to train: see what is missing")
 
 
 def _words(name: str, value: Any) -> str:

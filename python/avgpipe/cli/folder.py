@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from avgpipe.cli.config import TrainConfig
+from avgpipe.cli.output import strict_json
 from avgpipe.cli.resolve import RUN_FILE
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
@@ -170,21 +171,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and "kind" in row and "batch" in row:
             rows.append(row)
     return rows
-
-
-def strict_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every parser reads: what is not finite becomes null."""
-    return json.dumps(_finite(value), allow_nan=False, indent=indent)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value
 
 
 # ---- for a reader ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from avgpipe.cli.config import ProfilingOptions
+from avgpipe.cli.config import PartitionConfig, ProfilingOptions, TuneConfig
+from avgpipe.cli.resolve import pipeline_options
 from avgpipe.device import own_device, select
 from avgpipe.measure.forecast import Forecast
 from avgpipe.measure.profiler import profile, with_workers
@@ -20,6 +21,7 @@ from avgpipe.measure.tune import ROUNDS, Trial, batches_of_round, rounds_of
 from avgpipe.measure.workers import WorkerCosts, costs_here
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
+from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.rendezvous import open_store
@@ -44,18 +46,6 @@ def build(config: ProfilingOptions) -> tuple[Workload, tuple[Any, Any]]:
     return workload, sorted(found, key=elements)[len(found) // 2]
 
 
-def _training_options(config: ProfilingOptions, workload: Workload) -> dict[str, Any]:
-    """The options that a profile and a Pipeline have in common."""
-    autocast = None if config.autocast == "none" else getattr(torch, config.autocast, None)
-    return {
-        "loss_fn": workload.loss_fn,
-        "optimizer": workload.optimizer,
-        "clip_grad_norm": workload.clip_grad_norm,
-        "autocast": workload.autocast.get(config.device) if config.autocast == "auto" else autocast,
-        "device": config.device,
-    }
-
-
 # ---- profiles ------------------------------------------------------------------------------------------------------
 
 
@@ -67,6 +57,23 @@ def link_of(config: ProfilingOptions) -> LinkProfile | None:
         given, missing = ("--latency", "--bandwidth")[:: 1 if config.bandwidth is None else -1]
         raise ValueError(f"{given} without {missing}: give both, or neither to have the link measured")
     return LinkProfile(config.latency, config.bandwidth)
+
+
+def check_target(config: TuneConfig | PartitionConfig) -> None:
+    """Refuse to plan for nothing, or for two things at once. ValueError."""
+    if (config.workers is None) == (config.cluster is None):
+        raise ValueError("say what the plan is for: --workers NUMBER, or --cluster FILE")
+    for option, value in (("--memory-limit", config.memory_limit_bytes), ("--bandwidth", config.bandwidth)):
+        if config.cluster is not None and value is not None:
+            raise ValueError(f"{option} with --cluster: write it into the file, or give only one of them")
+
+
+def cluster_of(config: TuneConfig | PartitionConfig, profile: Profile) -> Cluster:
+    """What the plan is for: the file's cluster, else workers like the profiled one."""
+    if config.cluster is not None:
+        return Cluster.load(config.cluster)
+    assert config.workers is not None
+    return Cluster.like(profile, config.workers, config.memory_limit_bytes, link_of(config))
 
 
 def profile_of(config: ProfilingOptions, micro_batch_sizes: Sequence[int], at_once: int = 1) -> Profile:
@@ -149,7 +156,7 @@ def layers_of_workload(
         budget_s=budget_s,
         name=f"{workload.name} {workload.preset}",
         layers_only=True,
-        **_training_options(config, workload),
+        **pipeline_options(config, workload),
     )
 
 
@@ -159,7 +166,7 @@ def layers_of_workload(
 def pipeline_of(config: ProfilingOptions, plan: Plan) -> tuple[Pipeline, tuple[Any, Any]]:
     """A pipeline, and the batch to train it on."""
     workload, batch = build(config)
-    options = _training_options(config, workload)
+    options = pipeline_options(config, workload)
     return Pipeline(workload.layers, plan, loss_weight=workload.loss_weight, **options), batch
 
 

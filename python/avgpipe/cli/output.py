@@ -23,7 +23,7 @@ def show(*items: RenderableType, columns: int = _FILE_COLUMNS) -> None:
     if not screen.is_terminal:
         screen.width = columns
     for item in items:
-        screen.print(item)
+        screen.print(item, soft_wrap=isinstance(item, str))  # a text is left to the terminal
 
 
 def grid(names: Sequence[str], numbers: Sequence[str], **options: Any) -> Table:

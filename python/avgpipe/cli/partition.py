@@ -7,14 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from avgpipe.cli.config import PartitionConfig
 from avgpipe.cli.errors import arguments, running
-from avgpipe.cli.measuring import link_of, profile_of
-from avgpipe.cli.profile import check_file
+from avgpipe.cli.measuring import check_target, cluster_of, link_of, profile_of
+from avgpipe.cli.output import check_file, grid, show
 from avgpipe.cli.resolve import check_device
 from avgpipe.errors import nearest
 from avgpipe.measure.search import profiled_sizes
@@ -26,17 +22,19 @@ from avgpipe.systems import SYSTEMS
 from avgpipe.units import format_bytes, format_seconds
 from avgpipe.workloads import check_workload, workload_names
 
-_FILE_COLUMNS = 140  # of a table that is not for a terminal
-
 
 def run(config: PartitionConfig) -> None:
     with arguments():
-        methods = _methods(config)
         batch_size = _check(config)
     with running():
         profile = _profile(config, batch_size)
     with arguments():  # only the profile tells what fits into the memory
-        rows = _Partitioning(config, profile, batch_size).rows(methods)
+        cluster = cluster_of(config, profile)
+        batch_size = batch_size or config.micro_batches * profile.micro_batch_sizes[-1]
+        methods = config.method or partition_methods()
+        rows = [_row(config, profile, cluster, batch_size, method) for method in methods]
+        if all(row.plan is None for row in rows):
+            raise ValueError("; ".join(f"{row.method}: {row.error}" for row in rows))
     best = max((row for row in rows if row.plan is not None), key=lambda row: row.samples_per_s)
     if config.out is not None and best.plan is not None:
         with running():
@@ -44,25 +42,31 @@ def run(config: PartitionConfig) -> None:
     if config.json:
         answer = {"model": profile.model, "best": best.method, "methods": [row.to_json() for row in rows]}
         print(json.dumps(answer))
-    else:
-        _show(profile, rows, best, config.out)
-
-
-def _methods(config: PartitionConfig) -> tuple[str, ...]:
-    known = partition_methods()
-    for name in config.method or ():
-        if name not in known:
-            raise ValueError(f"unknown method {name!r}: {nearest(name, known)}")
-    return config.method or tuple(known)
+        return
+    table = grid(
+        ["method", "first layers", "replicas", "workers"], ["batch", "predicted", "samples/s", "most memory"]
+    )
+    for row in rows:
+        table.add_row(row.method, *row.cells())
+    show(
+        f"{profile.model}: {len(profile.layers)} layers",
+        table,
+        *(
+            f"{row.method}: {note}"
+            for row in rows
+            for note in (row.found.notes if row.found else [row.error])
+        ),
+        f"best: {best.method}" + (f"; plan: {config.out}" if config.out is not None else ""),
+    )
 
 
 def _check(config: PartitionConfig) -> int | None:
     """The samples of a batch, None where the profile says it; ValueError for what cannot be."""
-    if (config.workers is None) == (config.cluster is None):
-        raise ValueError("say what the plan is for: --workers NUMBER, or --cluster FILE")
-    for option, value in (("--memory-limit", config.memory_limit_bytes), ("--bandwidth", config.bandwidth)):
-        if config.cluster is not None and value is not None:
-            raise ValueError(f"{option} with --cluster: write it into the file, or give only one of them")
+    known = partition_methods()
+    for name in config.method or ():
+        if name not in known:
+            raise ValueError(f"unknown method {name!r}: {nearest(name, known)}")
+    check_target(config)
     link_of(config)
     if config.out is not None:
         check_file(config.out)
@@ -116,98 +120,56 @@ class _MethodRow:
         }
         return {**asdict(self.found), "plan": asdict(self.plan), **predicted}
 
+    def cells(self) -> list[str]:
+        found = self.found
+        if found is None:
+            return ["-"] * 7
+        placed = found.placement
+        return [
+            ",".join(map(str, found.boundaries)) or "-",
+            ",".join(map(str, found.replication)),
+            "in order" if placed is None else " | ".join(",".join(map(str, own)) for own in placed),
+            f"{self.samples:g}",
+            format_seconds(self.batch_s),
+            f"{self.samples_per_s:.4g}",
+            format_bytes(max(found.memory_bytes)) if found.memory_bytes else "-",
+        ]
 
-class _Partitioning:
-    """What all methods are asked."""
 
-    def __init__(self, config: PartitionConfig, profile: Profile, batch_size: int | None) -> None:
-        self._config, self._profile = config, profile
-        if config.cluster is not None:
-            self._cluster = Cluster.load(config.cluster)
-        else:
-            assert config.workers is not None
-            self._cluster = Cluster.like(profile, config.workers, config.memory_limit_bytes, link_of(config))
-        self._batch_size = batch_size or config.micro_batches * profile.micro_batch_sizes[-1]
+def _row(
+    config: PartitionConfig, profile: Profile, cluster: Cluster, batch_size: int, method: str
+) -> _MethodRow:
+    try:
+        found = partition(profile, method=method, **_options(config, profile, cluster, batch_size, method))
+        free = "pipelines" not in SYSTEMS[found.system]  # whose choices are not the system's
+        chosen = {n: getattr(config, n) for n in ("schedule", "pipelines", "micro_batches")} if free else {}
+        plan = Plan.for_partition(found, **chosen)
+        batch_s = simulated_batch_s(
+            profile, found, plan.build_schedule(), cluster, plan.pipelines, plan.recompute
+        )
+    except ValueError as error:
+        return _MethodRow(method, error=str(error))
+    return _MethodRow(method, found, plan, batch_s)
 
-    def rows(self, methods: tuple[str, ...]) -> list[_MethodRow]:
-        """One for each method. ValueError if none of them finds anything."""
-        rows = [self._row(method) for method in methods]
-        if all(row.plan is None for row in rows):
-            raise ValueError("; ".join(f"{row.method}: {row.error}" for row in rows))
-        return rows
 
-    def _row(self, method: str) -> _MethodRow:
-        config = self._config
-        try:
-            found = partition(self._profile, method=method, **self._options(method))
-            free = "pipelines" not in SYSTEMS[found.system]  # whose choices are not the system's
-            chosen = (
-                {n: getattr(config, n) for n in ("schedule", "pipelines", "micro_batches")} if free else {}
-            )
-            plan = Plan.for_partition(found, **chosen)
-            batch_s = simulated_batch_s(
-                self._profile, found, plan.build_schedule(), self._cluster, plan.pipelines, plan.recompute
-            )
-        except ValueError as error:
-            return _MethodRow(method, error=str(error))
-        return _MethodRow(method, found, plan, batch_s)
-
-    def _options(self, method: str) -> dict[str, Any]:
-        """Those of all that were given or follow that the method takes."""
-        config, cluster = self._config, self._cluster
-        taken = method_options(method)
+def _options(
+    config: PartitionConfig, profile: Profile, cluster: Cluster, batch_size: int, method: str
+) -> dict[str, Any]:
+    """Those of all that were given or follow that the method takes."""
+    taken = method_options(method)
+    limits = [device.memory_bytes for device in cluster.devices if device.memory_bytes is not None]
+    options: dict[str, Any] = {
+        "micro_batches": config.micro_batches,
+        "pipelines": config.pipelines,
+        "schedule": config.schedule,
+        "micro_batch_size": batch_size / config.micro_batches,
+        "batch_size": batch_size,
+        "memory_limit_bytes": min(limits, default=None),
+    }
+    if "levels" in taken and len(cluster.levels) > 1:
+        options.update(levels=cluster.levels, stages=config.stages)
+    else:
+        stages = min(cluster.workers, len(profile.layers)) if "workers" not in taken else None
         slowest = min(cluster.levels, key=lambda level: level.bytes_per_s)
-        limits = [device.memory_bytes for device in cluster.devices if device.memory_bytes is not None]
-        options: dict[str, Any] = {
-            "micro_batches": config.micro_batches,
-            "pipelines": config.pipelines,
-            "schedule": config.schedule,
-            "micro_batch_size": self._batch_size / config.micro_batches,
-            "batch_size": self._batch_size,
-            "memory_limit_bytes": min(limits, default=None),
-        }
-        if "levels" in taken and len(cluster.levels) > 1:
-            options.update(levels=cluster.levels, stages=config.stages)
-        else:
-            stages = min(cluster.workers, len(self._profile.layers)) if "workers" not in taken else None
-            options.update(workers=cluster.workers, link=slowest.link, stages=config.stages or stages)
-        return {name: value for name, value in options.items() if name in (*taken, "stages")}
-
-
-# ---- for a reader ----------------------------------------------------------------------------------------------------
-
-
-def _show(profile: Profile, rows: list[_MethodRow], best: _MethodRow, out: str | None) -> None:
-    screen = Console(highlight=False, markup=False)
-    if not screen.is_terminal:
-        screen.width = _FILE_COLUMNS
-    screen.print(f"{profile.model}: {len(profile.layers)} layers", style="bold")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("method", "first layers", "replicas", "workers"):
-        table.add_column(heading)
-    for heading in ("batch", "predicted", "samples/s", "most memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(row))
-    screen.print(table)
-    for row in rows:
-        for note in row.found.notes if row.found is not None else (row.error,):
-            screen.print(f"{row.method}: {note}")
-    screen.print(f"best: {best.method}" + (f"; plan: {out}" if out is not None else ""))
-
-
-def _cells(row: _MethodRow) -> list[str]:
-    found = row.found
-    if found is None:
-        return [row.method, *["-"] * 7]
-    placed = found.placement
-    return [
-        row.method,
-        ",".join(map(str, found.boundaries)) or "-",
-        ",".join(map(str, found.replication)),
-        "in order" if placed is None else " | ".join(",".join(map(str, workers)) for workers in placed),
-        f"{row.samples:g}",
-        format_seconds(row.batch_s),
-        f"{row.samples_per_s:.4g}",
-        format_bytes(max(found.memory_bytes)) if found.memory_bytes else "-",
-    ]
+        options.update(workers=cluster.workers, link=slowest.link, stages=config.stages or stages)
+    return {name: value for name, value in options.items() if name in (*taken, "stages")}

@@ -20,6 +20,7 @@ from avgpipe.cli.config import (
     DEFAULT_PIPELINES,
     DEFAULT_STAGES,
     TrainConfig,
+    WorkloadOptions,
     read_values,
 )
 from avgpipe.cli.options import as_tuples
@@ -31,6 +32,8 @@ from avgpipe.systems import SYSTEMS
 from avgpipe.workloads import check_workload
 
 if TYPE_CHECKING:
+    import torch
+
     from avgpipe.workloads import Workload
 
 RUN_FILE = "run.json"
@@ -215,6 +218,25 @@ def prepare(config: TrainConfig) -> tuple[Workload, Plan]:
     if plan.partition is None and workload.layer_costs is not None:
         plan = replace(plan, partition=balance(workload.layer_costs, plan.stages))
     return workload, plan
+
+
+def pipeline_options(config: WorkloadOptions, workload: Workload) -> dict[str, Any]:
+    """What a workload asks of a pipeline and of a profile."""
+    auto = config.autocast == "auto"
+    return {
+        "loss_fn": workload.loss_fn,
+        "optimizer": workload.optimizer,
+        "clip_grad_norm": workload.clip_grad_norm,
+        "autocast": workload.autocast.get(config.device) if auto else dtype_of(config.autocast),
+        "device": config.device,
+    }
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The dtype of an option's value, None for "none"."""
+    import torch
+
+    return None if name == "none" else getattr(torch, name)
 
 
 def check_folder(config: TrainConfig) -> None:

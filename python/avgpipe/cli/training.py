@@ -20,9 +20,10 @@ from avgpipe import __version__
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.errors import CommandFailed, arguments, running, say
-from avgpipe.cli.folder import Goal, RunFolder, Totals, strict_json
+from avgpipe.cli.folder import Goal, RunFolder, Totals
+from avgpipe.cli.output import strict_json
 from avgpipe.cli.progress import ProgressBar, Silent, links_line, log_notes
-from avgpipe.cli.resolve import prepare
+from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
 from avgpipe.errors import CheckpointError, PeerLost
 from avgpipe.pipeline import Pipeline
 from avgpipe.ranks.process import PEER_LOST
@@ -100,24 +101,17 @@ class TrainingRun:
 
     def _make_pipeline(self) -> Pipeline:
         config, workload = self.config, self.workload
-        autocast = (
-            workload.autocast.get(config.device) if config.autocast == "auto" else _dtype(config.autocast)
-        )
         return Pipeline(
             workload.layers,
             self.plan,
-            loss_fn=workload.loss_fn,
-            optimizer=workload.optimizer,
+            **pipeline_options(config, workload),
             lr_scheduler=workload.lr_scheduler,
-            clip_grad_norm=workload.clip_grad_norm,
             skip_nonfinite=config.skip_nonfinite,
             loss_weight=workload.loss_weight,
-            autocast=autocast,
-            device=config.device,
             seed=config.seed,
             timeout_s=config.timeout_s,
             link=config.link,
-            wire_dtype=_dtype(config.wire_dtype),
+            wire_dtype=dtype_of(config.wire_dtype),
         )
 
     def train(self) -> None:
@@ -405,11 +399,6 @@ def unbroken(timeline: Timeline, stretches: Sequence[tuple[int, int]]) -> Timeli
     if not kept:
         return timeline
     return timeline.window(*max(kept, key=lambda s: s[1] - s[0]))
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    dtype: torch.dtype | None = None if name == "none" else getattr(torch, name)
-    return dtype
 
 
 def _several(count: int, what: str) -> str:
