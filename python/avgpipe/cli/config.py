@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +20,7 @@ from avgpipe.units import parse_bytes, parse_names, parse_numbers, parse_rate, p
 from avgpipe.workloads import LR_SCALINGS, BuildOptions, workload_names
 
 MIN_ELEMENTS = 2000  # fewer cannot be cut into the lists of tensors that some questions are about
+Parse = Callable[[str, str], Any]
 DEFAULT_STAGES, DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 2, 4
 
 
@@ -32,20 +35,13 @@ def _parse_staleness(name: str, text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def _parse_replication(name: str, text: str) -> tuple[int, ...]:
-    return parse_numbers(name, text, int, "2,1,1 for each stage")
+def _numbers(kind: type[int] | type[float], example: str, least: float | None = None) -> Parse:
+    """Make the parser of numbers with commas between them."""
+    return lambda name, text: parse_numbers(name, text, kind, example, least=least)
 
 
 def _parse_counts(name: str, text: str) -> tuple[int, ...]:
     return tuple(sorted(set(parse_numbers(name, text, int, "1,2,4", least=1))))
-
-
-def _parse_amounts(name: str, text: str) -> tuple[float, ...]:
-    return parse_numbers(name, text, float, "10 or 10,12,9", least=0)
-
-
-def _parse_size(name: str, text: str) -> int:
-    return parse_bytes(name, text, positive=True)
 
 
 def _parse_systems(name: str, text: str) -> tuple[str, ...]:
@@ -69,14 +65,6 @@ def _parse_sizes(name: str, text: str) -> tuple[int, ...]:
     return tuple(parse_bytes(name, size.strip()) for size in text.split(","))
 
 
-def _parse_pipelines(name: str, text: str) -> tuple[int, ...]:
-    return parse_numbers(name, text, int, "1,2,3", least=1)
-
-
-def _parse_ms(name: str, text: str) -> float:
-    return parse_numbers(name, text, float, "10", least=0)[0]
-
-
 def _parse_picture(name: str, text: str) -> str:
     from avgpipe.timeline.plot import check_picture  # loads numpy, which help pages do without
 
@@ -92,8 +80,9 @@ Names = Annotated[tuple[str, ...], Value("NAMES", lambda _, text: parse_names(te
 Count = Annotated[int, Value("NUMBER", parse_count)]
 Counts = Annotated[tuple[int, ...], Value("NUMBER,...", _parse_counts)]
 Positive = Annotated[float, Value("NUMBER", parse_positive)]
-Amounts = Annotated[tuple[float, ...], Value("NUMBER,...", _parse_amounts)]
-Size = Annotated[int, Value("SIZE", _parse_size)]
+Amounts = Annotated[tuple[float, ...], Value("NUMBER,...", _numbers(float, "10 or 10,12,9", 0))]
+Size = Annotated[int, Value("SIZE", partial(parse_bytes, positive=True))]
+Milliseconds = Annotated[float, Value("NUMBER", lambda name, text: _numbers(float, "10", 0)(name, text)[0])]
 Schedule = Annotated[str, Value("NAME", choices=tuple(schedule_names()))]
 Advance = Annotated[int | tuple[int, ...] | str | None, Value("NUMBER,...|auto", _parse_advance)]
 Workload = Annotated[str, Value("WORKLOAD", choices=workload_names(), positional=True)]
@@ -192,7 +181,9 @@ class PlanOptions(Options):
     micro_batches: Count | None = None
     schedule: Schedule | None = None
     stages_per_worker: int | None = None
-    replication: Annotated[tuple[int, ...] | None, Value("NUMBER,...", _parse_replication)] = None
+    replication: Annotated[
+        tuple[int, ...] | None, Value("NUMBER,...", _numbers(int, "2,1,1 for each stage"))
+    ] = None
     spread: bool = False
     weights: Annotated[str | None, Value("|".join(WEIGHTS), choices=WEIGHTS)] = None
     advance: Advance = None
@@ -509,17 +500,17 @@ class SchedulesConfig(Options):
         pipelines: Numbers of pipelines of the schedule advance-forward, each a row.
         link: Link of our rows.
         batches: Batches of a row in a round, at least.
-        rounds: Samples of each row, taken in turn.
+        rounds: Samples of each row.
         rows: Names of schedules and systems, torch's as torch-1f1b, or all. Default: schedules of both.
         timeout_s: Seconds that any wait for another worker may take.
     """
 
     stages: Count = 6
     micro_batches: Count = 12
-    forward_ms: Annotated[float, Value("NUMBER", _parse_ms)] = 10.0
-    backward_ms: Annotated[float, Value("NUMBER", _parse_ms)] = 20.0
+    forward_ms: Milliseconds = 10.0
+    backward_ms: Milliseconds = 20.0
     activation_bytes: Annotated[int, Value("SIZE", parse_bytes)] = 2**20
-    pipelines: Annotated[tuple[int, ...], Value("NUMBER,...", _parse_pipelines)] = (1, 2, 3)
+    pipelines: Annotated[tuple[int, ...], Value("NUMBER,...", _numbers(int, "1,2,3", 1))] = (1, 2, 3)
     link: Literal["auto", "shm", "gloo"] = "auto"
     batches: Count = 6
     rounds: Count = 3

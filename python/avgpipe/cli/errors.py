@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import typer
 
@@ -22,28 +22,31 @@ class CommandFailed(Exception):
         self.exit_code = exit_code
 
 
-@contextmanager
-def arguments() -> Iterator[None]:
+def arguments() -> AbstractContextManager[None]:
     """While arguments are checked: what is refused ends the command with 2, before anything was written."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:  # CheckpointError and StageError are ValueErrors
-        raise CommandFailed(str(error), WRONG_ARGUMENTS) from error
-    except OSError as error:
-        raise CommandFailed(_spell(error), WRONG_ARGUMENTS) from error
-    except (PipelineError, ImportError) as error:  # a worker died already, or the package is not built
-        raise CommandFailed(str(error), FAILED) from error
+    # CheckpointError and StageError are ValueErrors; a worker may have died already, or the package is not built.
+    wrong = (ValueError, TypeError, OSError)
+    return _ending(
+        dict.fromkeys(wrong, WRONG_ARGUMENTS) | dict.fromkeys((PipelineError, ImportError), FAILED)
+    )
+
+
+def running() -> AbstractContextManager[None]:
+    """While a run goes on: its failure ends the command with 1."""
+    return _ending(dict.fromkeys((PipelineError, OSError), FAILED))
 
 
 @contextmanager
-def running() -> Iterator[None]:
-    """While a run goes on: its failure ends the command with 1."""
+def _ending(codes: dict[type[Exception], int]) -> Iterator[None]:
+    """End the command with the code of the first kind that an error is of."""
     try:
         yield
-    except PipelineError as error:
-        raise CommandFailed(str(error), FAILED) from error
-    except OSError as error:
-        raise CommandFailed(_spell(error), FAILED) from error
+    except tuple(codes) as error:
+        code = next(code for kind, code in codes.items() if isinstance(error, kind))
+        message = str(error)
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            message = f"{error.filename}: {error.strerror}"
+        raise CommandFailed(message, code) from error
 
 
 @contextmanager
@@ -60,9 +63,3 @@ def reporting(json_output: bool) -> Iterator[None]:
 
 def say(message: str) -> None:
     print(f"avgpipe: error: {message}", file=sys.stderr, flush=True)
-
-
-def _spell(error: OSError) -> str:
-    if error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)

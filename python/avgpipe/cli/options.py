@@ -240,19 +240,17 @@ def parse_number(name: str, text: str) -> float:
     return value
 
 
-def parse_count(name: str, text: str) -> int:
-    """Read a whole number of at least 1."""
-    return _above_0(name, text, parse_whole(name, text))
-
-
-def parse_positive(name: str, text: str) -> float:
-    return _above_0(name, text, parse_number(name, text))
-
-
 _N = TypeVar("_N", int, float)
 
 
-def _above_0(name: str, text: str, value: _N) -> _N:
-    if value <= 0:
-        raise ValueError(f"{name} {text}: must be more than 0")
-    return value
+def _above_0(parse: Callable[[str, str], _N]) -> Callable[[str, str], _N]:
+    def read(name: str, text: str) -> _N:
+        value = parse(name, text)
+        if value <= 0:
+            raise ValueError(f"{name} {text}: must be more than 0")
+        return value
+
+    return read
+
+
+parse_count, parse_positive = _above_0(parse_whole), _above_0(parse_number)

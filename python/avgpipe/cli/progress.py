@@ -70,17 +70,17 @@ class ProgressBar(Silent):
             self.note(f"batch {self._done}/{self._total}  {self._facts()}")
 
     def validating(self, batches: BatchLoader) -> Iterator[Any]:
-        task = (
-            self._bar.add_task("validation", total=len(batches), facts="") if self._bar is not None else None
-        )
+        if self._bar is not None:
+            task = self._bar.add_task("validation", total=len(batches), facts="")
+            for batch in batches:
+                yield batch
+                self._bar.advance(task)
+            self._bar.remove_task(task)
+            return
         for number, batch in enumerate(batches):
-            if self._bar is None and self._line_is_due():
+            if self._line_is_due():
                 self.note(f"validation {number}/{len(batches)}")
             yield batch
-            if self._bar is not None and task is not None:
-                self._bar.advance(task)
-        if self._bar is not None and task is not None:
-            self._bar.remove_task(task)
 
     def note(self, text: str) -> None:
         self._last_line = time.monotonic()
@@ -144,14 +144,14 @@ def log_notes() -> Iterator[LogNotes]:
 
 def links_line(links: Iterable[Sequence[Sequence[str]]]) -> list[str]:
     """One line from the links of all ranks; none where a single process has all stages."""
+    joined: dict[frozenset[str], Sequence[str]] = {}
+    for entry in (entry for rank in links for entry in rank):
+        joined.setdefault(frozenset(entry[:2]), entry)  # both ends say so
     by_link: dict[str, list[str]] = {}
-    seen: set[frozenset[str]] = set()
-    for here, there, link in (entry for rank in links for entry in rank):
-        if {here, there} not in seen:  # both ends say so
-            seen.add(frozenset((here, there)))
-            by_link.setdefault(link, []).append(f"{here} to {there}")
+    for here, there, link in joined.values():
+        by_link.setdefault(link, []).append(f"{here} to {there}")
     if not by_link:
         return []
-    if len(by_link) == 1 and len(seen) > 1:
-        return [f"links: all {len(seen)} by {next(iter(by_link))}"]
+    if len(by_link) == 1 and len(joined) > 1:
+        return [f"links: all {len(joined)} by {next(iter(by_link))}"]
     return ["links: " + "; ".join(f"{', '.join(pairs)} by {link}" for link, pairs in by_link.items())]

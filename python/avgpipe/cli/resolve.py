@@ -53,7 +53,8 @@ def resolve(asked: TrainConfig) -> TrainConfig:
     resume = asked.resume or (restarts and has_checkpoint(asked.out))
     stored = _stored(Path(asked.out), asked.workload) if resume else {}
     config = TrainConfig.of(**{**stored, **asked.explicit})
-    _check_link(config)
+    if config.link in ON_CUDA and config.device != "cuda":
+        raise ValueError(f"--link {config.link} joins CUDA devices: add --device cuda, or use --link auto")
     config = replace(config, data=_absolute(config.data), pretrained=_absolute(config.pretrained))
     facts = check_workload(config.workload, config.build_options())
     plan = _plan(asked, stored, facts.batch_size)
@@ -84,11 +85,6 @@ def resolve(asked: TrainConfig) -> TrainConfig:
 def _absolute(path: str | None) -> str | None:
     """The run may be resumed from elsewhere."""
     return None if path is None else str(Path(path).absolute())
-
-
-def _check_link(config: TrainConfig) -> None:
-    if config.link in ON_CUDA and config.device != "cuda":
-        raise ValueError(f"--link {config.link} joins CUDA devices: add --device cuda, or use --link auto")
 
 
 # ---- torchrun --------------------------------------------------------------------------------------------------------

@@ -67,18 +67,28 @@ class TrainingRun:
         self.workload, self.plan = prepare(config)
         self.goal = Goal(self.workload.lower_is_better, config.target)
         with log_notes() as log:
-            self.pipeline = self._make_pipeline()
+            self.pipeline = Pipeline(
+                self.workload.layers,
+                self.plan,
+                **pipeline_options(config, self.workload),
+                lr_scheduler=self.workload.lr_scheduler,
+                loss_weight=self.workload.loss_weight,
+                wire_dtype=dtype_of(config.wire_dtype),
+                **{name: getattr(config, name) for name in ("skip_nonfinite", "seed", "timeout_s", "link")},
+            )
         self._world = self.pipeline.world
         first = self._world.rank == 0
         # Workers that were started one by one may have named their folder at different times.
         self.out = Path(self._world.gather(config.out)[0])
         self.folder = RunFolder(self.out, writes=first)
         self.done = Totals()
-        self._epoch_batches = len(self.workload.train_batches(0))
         if config.resume:
             self.pipeline.load(self.folder.checkpoints / "last")
             self._recall()
-        self.progress = ProgressBar(self._total(), self.done.batches) if first else Silent()
+        # Of the whole run; epochs of other lengths than the first one are not looked at.
+        total = self.workload.epochs * len(self.workload.train_batches(0))
+        total = min(total, config.max_batches or total)
+        self.progress = ProgressBar(total, self.done.batches) if first else Silent()
         self.progress.note(self._title())
         if self.workload.trivial is not None:
             answer, score = self.workload.trivial
@@ -98,21 +108,6 @@ class TrainingRun:
             if self._unsaved is not None:  # before hours of training
                 raise self._unsaved
         self._pace = Pace(config.checkpoint_minutes * 60, self.plan.pipelines)
-
-    def _make_pipeline(self) -> Pipeline:
-        config, workload = self.config, self.workload
-        return Pipeline(
-            workload.layers,
-            self.plan,
-            **pipeline_options(config, workload),
-            lr_scheduler=workload.lr_scheduler,
-            skip_nonfinite=config.skip_nonfinite,
-            loss_weight=workload.loss_weight,
-            seed=config.seed,
-            timeout_s=config.timeout_s,
-            link=config.link,
-            wire_dtype=dtype_of(config.wire_dtype),
-        )
 
     def train(self) -> None:
         """Train to the end and write the summary."""
@@ -149,7 +144,8 @@ class TrainingRun:
             count = min(left, self._pace.batches())
             self._train_batches(islice(source, count))
             left -= count
-            if left > 0 and self._checkpoint_is_due(count):
+            # The first rank's clock says so; a short agreement of all ranks.
+            if left > 0 and self._pace.due(count, self._world.gather(time.monotonic() - self._saved_at)[0]):
                 self._stretches.append((first, self.done.batches - 1))
                 self._save()
                 first = self.done.batches
@@ -162,15 +158,9 @@ class TrainingRun:
         for result in self.pipeline.train(batches):
             now = time.perf_counter()
             done.note_batch(result.samples, now - clock)
-            self.folder.row(
-                "train",
-                batch=result.batch,
-                pipeline=result.pipeline,
-                epoch=done.epoch,
-                samples=done.samples,
-                loss=result.loss,
-                seconds=round(done.seconds, 6),
-            )
+            row = {"batch": result.batch, "pipeline": result.pipeline, "epoch": done.epoch}
+            seconds = round(done.seconds, 6)
+            self.folder.row("train", **row, samples=done.samples, loss=result.loss, seconds=seconds)
             self.progress.batch(result.loss, result.samples, now - clock)
             clock = now
 
@@ -182,15 +172,8 @@ class TrainingRun:
             self.folder.open(self.config, self.plan)
         done = self.done
         best = done.note_validation(done.batches, loss, metric, self.goal)
-        self.folder.row(
-            "valid",
-            epoch=done.epoch,
-            batch=done.batches,
-            loss=loss,
-            metric=metric,
-            metrics=metrics,
-            seconds=round(done.seconds, 6),
-        )
+        row = {"epoch": done.epoch, "batch": done.batches, "loss": loss, "metric": metric, "metrics": metrics}
+        self.folder.row("valid", **row, seconds=round(done.seconds, 6))
         when = f"after {done.batches} batches" if done.batches else "before training"
         values = ", ".join(f"{name} {value:.2f}" for name, value in metrics.items())
         skipped = self._skipped_updates()
@@ -251,10 +234,6 @@ class TrainingRun:
             return error
         return None
 
-    def _checkpoint_is_due(self, batches: int) -> bool:
-        """Whether the first rank's clock says so; a short agreement of all ranks."""
-        return self._pace.due(batches, self._world.gather(time.monotonic() - self._saved_at)[0])
-
     def _recall(self) -> None:
         """Read what the run had done on the first rank, and tell the others."""
         batches = self.pipeline.batches
@@ -279,21 +258,17 @@ class TrainingRun:
         limit = self.config.max_batches
         return max(0, limit - self.done.batches) if limit is not None else 1 << 62
 
-    def _total(self) -> int:
-        """Batches of the whole run; epochs of other lengths than the first one are not looked at."""
-        total: int = self.workload.epochs * self._epoch_batches
-        return min(total, self.config.max_batches or total)
-
     # ---- what is told and written ------------------------------------------------------------------------------------
 
     def _title(self) -> str:
-        s, p = self.config, self.plan
-        what = f"{s.workload} {s.preset}" + (f" ({self.workload.title})" if self.workload.title else "")
-        action = f"resumes after batch {self.done.batches}" if s.resume else "begins"
+        config, p, workload = self.config, self.plan, self.workload
+        what = f"{config.workload} {config.preset}" + (f" ({workload.title})" if workload.title else "")
+        action = f"resumes after batch {self.done.batches}" if config.resume else "begins"
+        names = ("stage", "pipeline", "micro-batch")
+        sizes = ", ".join(_several(n, w) for n, w in zip((p.stages, p.pipelines, p.micro_batches), names))
         return (
-            f"{what} {action}: {p.system}, {p.schedule}; {_several(p.stages, 'stage')}, "
-            f"{_several(p.pipelines, 'pipeline')}, {_several(p.micro_batches, 'micro-batch')} per batch of "
-            f"{_several(self.workload.batch_size, 'sample')}; {s.device}; writes {self.out}"
+            f"{what} {action}: {p.system}, {p.schedule}; {sizes} per batch of "
+            f"{_several(workload.batch_size, 'sample')}; {config.device}; writes {self.out}"
         )
 
     def _finish(self) -> None:
@@ -317,47 +292,28 @@ class TrainingRun:
         chosen = self.pipeline.advance  # what advance="auto" came to
         layers = workload.layers
         whole = layers if isinstance(layers, nn.Module) else nn.ModuleList(layers)
+        epoch = len(workload.train_batches(done.epoch)) * workload.batch_size
+        share = min(1.0, done.epoch_samples / epoch) if epoch else math.nan
+        versions = {"avgpipe": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return {
-            "workload": config.workload,
-            "system": plan.system,
-            "stages": plan.stages,
-            "pipelines": plan.pipelines,
-            "micro_batches": plan.micro_batches,
-            "batch_size": workload.batch_size,
-            "schedule": plan.schedule,
+            **{name: getattr(config, name) for name in ("workload", "preset", "target", "seed")},
+            **{n: getattr(plan, n) for n in ("system", "stages", "pipelines", "micro_batches", "schedule")},
+            **{n: getattr(workload, n) for n in ("title", "batch_size", "metric_name", "lower_is_better")},
+            **{n: getattr(done, n) for n in ("batches", "samples", "metric", "seconds_to_target")},
             "advance": plan.advance if chosen is None else chosen.advance,
-            "epochs": round(done.epoch + self._epoch_share(), 4),
-            "batches": done.batches,
-            "samples": done.samples,
+            "epochs": round(done.epoch + share, 4),
             "train_seconds": done.seconds,
             "samples_per_second": done.samples / done.seconds if done.seconds > 0 else None,
-            "metric_name": workload.metric_name,
-            "lower_is_better": workload.lower_is_better,
-            "metric": done.metric,
-            "target": config.target,
-            "seconds_to_target": done.seconds_to_target,
             "worker_busy_fraction": timeline.worker_busy_fraction,
             "bubble_fraction": timeline.bubble_fraction,
             "peak_memory_bytes": peaks,
             "parameters": sum(p.numel() for p in whole.parameters()),
-            "seed": config.seed,
-            "versions": {
-                "avgpipe": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            "preset": config.preset,
-            "title": workload.title,
+            "versions": versions,
             "best_metric": done.best,
             "trivial_metric": workload.trivial[1] if workload.trivial else None,
             "warnings": self._warnings,
             "skipped_updates": skipped,
         }
-
-    def _epoch_share(self) -> float:
-        """How much of the current epoch is done, 0 to 1."""
-        whole = len(self.workload.train_batches(self.done.epoch)) * self.workload.batch_size
-        return min(1.0, self.done.epoch_samples / whole) if whole else math.nan
 
 
 class Pace:
@@ -402,5 +358,4 @@ def unbroken(timeline: Timeline, stretches: Sequence[tuple[int, int]]) -> Timeli
 
 
 def _several(count: int, what: str) -> str:
-    plural = what + ("es" if what.endswith("ch") else "s")
-    return f"{count} {what if count == 1 else plural}"
+    return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("ch") else "s")
