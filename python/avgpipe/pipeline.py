@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,10 @@ from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, choose_advance
 from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
 from avgpipe.ranks.world import World
-from avgpipe.runtime.batch import LossFn, loss_weights, pair, plain, sample_count, split
+from avgpipe.runtime.batch import LossFn, pair, plain, sample_count, split
 from avgpipe.runtime.compiled import Compiler, compile_options, described
-from avgpipe.runtime.evaluate import MetricSums, OutputCollector, run_evaluation
+from avgpipe.runtime.evaluate import MetricFn, MetricSums, OutputCollector, run_evaluation
 from avgpipe.runtime.feed import BatchResult, Feed, Prefetch
-from avgpipe.runtime.loss import Loss, loss_of
 from avgpipe.runtime.measure import gather_timeline, measured_costs
 from avgpipe.runtime.model import Model, layers_of
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions
@@ -152,7 +152,7 @@ class Pipeline:
             recompute=plan.recompute,
             cuda_graphs=cuda_graphs,
             skip_nonfinite=skip_nonfinite,
-            weighs=loss_weight is not None,
+            loss_weight=loss_weight,
             loss_scale="dynamic" if loss_scale is None and autocast is torch.float16 else loss_scale,
             compiler=Compiler(compiling, model),
             link=link,
@@ -168,7 +168,7 @@ class Pipeline:
         if self._device.type == "cpu":
             keep_freed_memory()
         select(self._device)
-        self._loss_fn, self._loss_weight = loss_fn, loss_weight
+        self._options = options
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(self._device)
         self.world = World(timeout_s)
@@ -187,11 +187,11 @@ class Pipeline:
         if self.world.size == 1 and self._device.type == "cpu":
             warn_of_threads(torch.get_num_threads())
         self._worker = Worker(self._model, layers, plan, placement, self.world, self._device, seed, options)
-        self._memory_limit_bytes, self._cuda_graphs = memory_limit_bytes, cuda_graphs
+        self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
         self._choose_at = _MEASURED_BATCHES * plan.pipelines if plan.advance == "auto" else None
         self._loader = Prefetch(self._worker.copy_ahead)
-        self._feed = Feed(self._worker, plan, self._loader, loss_fn, loss_weight)
+        self._feed = Feed(self._worker, plan, self._loader, options)
         self._folders = FolderLocks()
         atexit.register(_close, weakref.ref(self))
 
@@ -270,7 +270,7 @@ class Pipeline:
     def evaluate(
         self,
         loader: Iterable[Any],
-        metric_fn: Callable[[Any, Any], Any] | None = None,
+        metric_fn: MetricFn | None = None,
         *,
         weights: str | int = "reference",
     ) -> EvaluationResult:
@@ -281,32 +281,17 @@ class Pipeline:
         """
         self.drain()
         which = self._which(weights)
-
-        def loss(output: Any, target: Any) -> Loss:
-            return loss_of(self._loss_fn, output, target)
-
-        def weight(target: Any, samples: int) -> float:
-            return loss_weights(self._loss_fn, [target], [samples], self._loss_weight).total
-
         batches = map(pair, _not_empty(loader))
-        if isinstance(self._loss_fn, nn.Module):
-            self._loss_fn.eval()
+        if isinstance(self._options.loss_fn, nn.Module):
+            self._options.loss_fn.eval()
         with self._worker.running():
-            parts = list(
-                run_evaluation(
-                    self._worker,
-                    self.plan.micro_batches,
-                    which,
-                    batches,
-                    lambda: MetricSums(loss, weight, metric_fn),
-                )
-            )
+            sums = partial(MetricSums, self._options, metric_fn)
+            parts = list(run_evaluation(self._worker, self.plan.micro_batches, which, batches, sums))
         names = parts[0][1]
         total, weighed, samples, *metrics = sum(part.cpu() for part, _ in parts).tolist()
         means = {name: value / samples for name, value in zip(names, metrics)}
-        is_sum = self._loss_weight is None and getattr(self._loss_fn, "reduction", "mean") == "sum"
         return EvaluationResult(
-            total if is_sum else total / weighed if weighed else math.nan,
+            total if self._options.sums_loss else total / weighed if weighed else math.nan,
             None if metric_fn is None else means[""] if names == [""] else means,
             int(samples),
         )
@@ -362,7 +347,7 @@ class Pipeline:
         frozen. A checkpoint does not say what is.
         """
         names = [names] if isinstance(names, str) else list(names)
-        if self._cuda_graphs:
+        if self._options.cuda_graphs:
             raise ValueError(
                 "cuda_graphs=True has captured which gradients are wanted: leave cuda_graphs out"
             )

@@ -304,7 +304,7 @@ class Compute:
         target = to_device(work.targets[m], self._device)
         loss, count = loss_of(self._options.loss_fn, output, target)
         if count is not None:
-            if self._options.weighs:
+            if self._options.loss_weight is not None:
                 raise StageError(
                     "loss_fn returns (sum, count), which says what it weighs: leave out loss_weight"
                 )

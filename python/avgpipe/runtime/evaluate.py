@@ -14,10 +14,13 @@ import torch
 
 from avgpipe.runtime.batch import concatenate, sample_count, split
 from avgpipe.runtime.compute import Collector, Work
-from avgpipe.runtime.loss import Loss
+from avgpipe.runtime.loss import loss_of
+from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.route import result_key
 from avgpipe.runtime.weights import average_buffers
 from avgpipe.runtime.worker import Worker
+
+MetricFn = Callable[[Any, Any], Any]
 
 _AHEAD = 4  # batches that the first stage may be ahead of the last one's results
 
@@ -107,25 +110,19 @@ class MetricSums:
     without any, "" for one without a name.
     """
 
-    def __init__(
-        self,
-        loss: Callable[[Any, Any], Loss],
-        weight: Callable[[Any, int], float],
-        metric: Callable[[Any, Any], Any] | None,
-    ) -> None:
-        self._loss, self._weight, self._metric = loss, weight, metric
+    def __init__(self, options: TrainingOptions, metric_fn: MetricFn | None) -> None:
+        self._options, self._metric_fn = options, metric_fn
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._means: dict[str, float] = {}
 
     def add(self, output: Any, target: Any, samples: int) -> None:
-        weight = self._weight(target, samples)
-        loss = 0.0
+        weight, loss = self._options.weights([target], [samples]).total, 0.0
         if weight:
-            value, count = self._loss(output, target)
+            value, count = loss_of(self._options.loss_fn, output, target)
             weight, loss = (weight, float(value) * weight) if count is None else (float(count), float(value))
         self._sums += torch.tensor([loss, weight, samples], dtype=torch.float64)
-        if self._metric is not None:
-            metric = self._metric(output, target)
+        if self._metric_fn is not None:
+            metric = self._metric_fn(output, target)
             for name, value in (metric if isinstance(metric, dict) else {"": metric}).items():
                 self._means[name] = self._means.get(name, 0.0) + float(value) * samples
 

@@ -14,9 +14,10 @@ from torch import nn
 
 from avgpipe.device import ReadyOnEvent
 from avgpipe.plan import Plan
-from avgpipe.runtime.batch import LossFn, loss_weights, pair, sample_count, sizes_of, split
+from avgpipe.runtime.batch import pair, sample_count, sizes_of, split
 from avgpipe.runtime.compute import Work
 from avgpipe.runtime.context import CallerGenerators
+from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.route import loss_key
 from avgpipe.runtime.worker import Worker
 
@@ -51,16 +52,8 @@ class Feed:
         weight: of the newest result's loss among others.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        plan: Plan,
-        loader: Prefetch,
-        loss_fn: LossFn,
-        loss_weight: Callable[[Any], Any] | None,
-    ) -> None:
-        self._worker, self._plan, self._loader = worker, plan, loader
-        self._loss_fn, self._loss_weight = loss_fn, loss_weight
+    def __init__(self, worker: Worker, plan: Plan, loader: Prefetch, options: TrainingOptions) -> None:
+        self._worker, self._plan, self._loader, self._options = worker, plan, loader, options
         schedule = plan.build_schedule()
         # With a flush each pipeline has one batch in flight; else as many as it takes for the oldest to end.
         self._most_in_flight = plan.pipelines if schedule.flush else 1 + schedule.lookahead
@@ -91,13 +84,13 @@ class Feed:
             )
         parts = min(parts, samples)  # as a short last batch does
         answers = split(targets, parts)
-        weights = loss_weights(self._loss_fn, answers, sizes_of(samples, parts), self._loss_weight)
+        weights = self._options.weights(answers, sizes_of(samples, parts))
         if copied is not None:
             inputs, targets = copied.value
             answers = split(targets, parts)
         work = Work(batch, parts, split(inputs, parts), answers, weights, copied)
-        if isinstance(self._loss_fn, nn.Module):
-            self._loss_fn.train()
+        if isinstance(self._options.loss_fn, nn.Module):
+            self._options.loss_fn.train()
         with self._worker.running():
             for row in self._worker.rows_of(pipeline):
                 row.start(work)

@@ -202,7 +202,6 @@ class LossScale:
         self.resume(0)
 
 
-_log = logging.getLogger("avgpipe")
 _FEW = 16  # numbers that are read faster one by one than put together
 _REMEDY = (
     "training goes on with what that makes of the weights. To leave such batches out, train with skip_nonfinite=True; "

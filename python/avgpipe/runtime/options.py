@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from avgpipe.runtime.batch import LossFn
+from avgpipe.runtime.batch import LossFn, LossWeights, loss_weights
 from avgpipe.runtime.compiled import Compiler
 from avgpipe.runtime.loss import is_mean_by_kind
 
@@ -22,7 +22,7 @@ class TrainingOptions:
     """What a Pipeline was asked for, beside its plan; see there.
 
     Attributes:
-        weighs: whether the caller says what micro-batches weigh.
+        loss_weight: says what a micro-batch with these targets weighs.
         measures: whether one forward of each stage counts what it saves for its backward.
     """
 
@@ -34,7 +34,7 @@ class TrainingOptions:
     recompute: str = "never"
     cuda_graphs: bool = False
     skip_nonfinite: bool = False
-    weighs: bool = False
+    loss_weight: Callable[[Any], Any] | None = None
     loss_scale: float | str | None = None
     compiler: Compiler = field(default_factory=Compiler)
     link: str = "auto"
@@ -49,12 +49,21 @@ class TrainingOptions:
     @property
     def may_be_no_mean(self) -> bool:
         """Whether the loss function may return something else than what micro-batches are weighed for."""
-        return not self.weighs and not is_mean_by_kind(self.loss_fn)
+        return self.loss_weight is None and not is_mean_by_kind(self.loss_fn)
 
     @property
     def scales_late(self) -> bool:
         """Whether what gradients must be multiplied with may be known after the backwards only."""
         return self.loss_scale is not None or self.may_be_no_mean
+
+    @property
+    def sums_loss(self) -> bool:
+        """Whether the loss function returns a sum that nothing divides."""
+        return self.loss_weight is None and getattr(self.loss_fn, "reduction", "mean") == "sum"
+
+    def weights(self, targets: list[Any], sizes: list[int]) -> LossWeights:
+        """Weigh micro-batches with ``targets`` and ``sizes`` samples."""
+        return loss_weights(self.loss_fn, targets, sizes, self.loss_weight)
 
     def shared_text(self) -> tuple[str, str]:
         """Name the options that must be alike on all ranks, and write them down."""
