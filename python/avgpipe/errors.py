@@ -27,6 +27,12 @@ class CheckpointError(PipelineError, ValueError):
     """A checkpoint is missing, damaged, or belongs to another model."""
 
 
+def check_count(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is an int of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r}: must be an int of at least 1")
+
+
 def nearest(name: str, valid: list[str] | tuple[str, ...]) -> str:
     """The end of an error message about an unknown name: the nearest valid one, and all of them."""
     import difflib

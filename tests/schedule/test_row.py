@@ -299,5 +299,5 @@ def in_turn(row, counts, micro_batches):
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, None])
 def test_counts_must_be_positive_ints(value):
-    with pytest.raises(ValueError, match=f"micro_batches={value!r} of batch 3: must be an int of at least 1"):
+    with pytest.raises(ValueError, match=f"batch 3: micro_batches={value!r}: must be an int of at least 1"):
         cursor(2, 3).begin(3, value)

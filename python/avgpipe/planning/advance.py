@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from avgpipe.errors import check_count
 from avgpipe.planning.chain import check_limit
 from avgpipe.planning.costs import Costs, StageCosts
-from avgpipe.planning.simulation import check_costs, check_count, makespan_bounds, measure, measured_batches
+from avgpipe.planning.simulation import check_costs, makespan_bounds, measure, measured_batches
 from avgpipe.schedule import Schedule, build_schedule, warm_ups
 
 TOLERANCE = 0.01

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from avgpipe.errors import nearest
+from avgpipe.errors import check_count, nearest
 from avgpipe.planning.chain import check_limit
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.units import parse_bytes, parse_rate, parse_seconds
@@ -49,7 +49,7 @@ def network(
     """
     if levels is None:
         count = workers if workers is not None else 4 if stages is None else stages
-        check_workers(count)
+        check_count("workers", count)
         found = link or profile.link or LinkProfile(0.0, math.inf)
         return (Level(count, found.bytes_per_s, found.latency_s),)
     if link is not None:
@@ -62,11 +62,6 @@ def network(
         units = " x ".join(str(level.units) for level in made)
         raise ValueError(f"workers={workers!r}, but the levels have {units} = {total}: leave workers out")
     return made
-
-
-def check_workers(workers: int) -> None:
-    if type(workers) is not int or workers < 1:
-        raise ValueError(f"workers={workers!r}: must be an int of at least 1")
 
 
 def check_enough(stages: int | None, workers: int) -> None:
@@ -152,7 +147,7 @@ class Cluster:
         link: LinkProfile | None = None,
     ) -> Cluster:
         """Workers as profiled, all joined by ``link``, None: the profile's; without one transfers are free."""
-        check_workers(workers)
+        check_count("workers", workers)
         check_limit(memory_limit_bytes)
         found = link or profile.link or _FREE
         level = Level(workers, found.bytes_per_s, found.latency_s)

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from avgpipe.errors import check_count
 from avgpipe.planning.chain import Chain, check_limit, does_not_fit
 from avgpipe.planning.cluster import Levels, check_enough, network, ring_s
 from avgpipe.planning.cuts import Array, Divisions, check_stages, table_of
 from avgpipe.planning.partition import Partition, micro_batch_size_of, transfer_notes
 from avgpipe.planning.profile import LinkProfile, Profile
-from avgpipe.planning.simulation import check_count
 
 
 def dapple(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from avgpipe.errors import nearest
+from avgpipe.errors import check_count, nearest
 from avgpipe.planning.chain import (
     RECOMPUTE,
     Chain,
@@ -25,7 +25,7 @@ from avgpipe.planning.cluster import Cluster, network, ring_s
 from avgpipe.planning.costs import Costs
 from avgpipe.planning.cuts import Cut, CutSearch, check_stages, least_bottleneck
 from avgpipe.planning.profile import LinkProfile, Profile
-from avgpipe.planning.simulation import check_count, steady_batch_s
+from avgpipe.planning.simulation import steady_batch_s
 from avgpipe.schedule import Schedule, build_schedule, published
 from avgpipe.units import format_bytes, format_seconds
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from avgpipe.errors import check_count
 from avgpipe.planning.chain import Chain, check_limit, does_not_fit
 from avgpipe.planning.cluster import Level, check_enough, network, ring_s
 from avgpipe.planning.cuts import EXACT, Array, Block, Divisions, check_stages, table_of
 from avgpipe.planning.partition import Partition, transfer_notes
 from avgpipe.planning.profile import LinkProfile, Profile
-from avgpipe.planning.simulation import check_count
 
 _RECOMPUTE = 4 / 3  # forward, forward again and a backward of twice a forward, over forward and backward
 

@@ -7,6 +7,7 @@ from itertools import pairwise, repeat
 
 import numpy as np
 
+from avgpipe.errors import check_count
 from avgpipe.planning.costs import Array, Costs
 from avgpipe.planning.engine import KINDS, TICKS_PER_S, Outcome, compile_schedule, run
 from avgpipe.schedule import Kind, Schedule
@@ -14,11 +15,6 @@ from avgpipe.timeline.timeline import Event, Timeline
 
 # Alone, a pipeline that flushes begins each batch when the one before has left, so that they hardly differ.
 _ALONE, _OF_EACH = 8, 12
-
-
-def check_count(name: str, value: int) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r}: must be an int of at least 1")
 
 
 def check_schedule(schedule: Schedule) -> None:

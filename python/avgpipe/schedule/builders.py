@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from avgpipe.errors import ScheduleError, nearest
+from avgpipe.errors import ScheduleError, check_count, nearest
 from avgpipe.schedule.row import Action, Kind, Loop, Row
 from avgpipe.schedule.schedule import Schedule
 
@@ -31,11 +32,6 @@ class Asked(NamedTuple):
 
 
 # ---- one stage on each worker --------------------------------------------------------------------------------------
-
-
-def warm_up(replication: Sequence[int], stage: int) -> int:
-    """Micro-batches in flight on each replica of a stage: as many as keep it and all behind it busy in 1F1B."""
-    return -(-sum(replication[stage:]) // replication[stage])
 
 
 def warm_ups(stages: int, micro_batches: int, advance: Sequence[int]) -> list[int]:
@@ -123,12 +119,8 @@ def _all_forward_all_backward(asked: Asked) -> Schedule:
     )
 
 
-def _one_f_one_b(asked: Asked) -> Schedule:
-    return from_warm_ups(asked.name, asked.micro_batches, _least(asked), asked.replication)
-
-
-def _without_flush(asked: Asked) -> Schedule:
-    return from_warm_ups(asked.name, asked.micro_batches, _least(asked), asked.replication, flush=False)
+def _one_f_one_b(asked: Asked, flush: bool = True) -> Schedule:
+    return from_warm_ups(asked.name, asked.micro_batches, _least(asked), asked.replication, flush)
 
 
 def _advance_forward(asked: Asked) -> Schedule:
@@ -140,7 +132,8 @@ def _advance_forward(asked: Asked) -> Schedule:
 
 
 def _least(asked: Asked) -> list[int]:
-    return [warm_up(asked.replication, k) for k in range(asked.stages)]
+    """Micro-batches in flight on each replica of a stage: as many as keep it and all behind it busy in 1F1B."""
+    return [-(-sum(asked.replication[k:]) // own) for k, own in enumerate(asked.replication)]
 
 
 def advance_per_stage(advance: Advance, stages: int) -> list[int]:
@@ -149,14 +142,11 @@ def advance_per_stage(advance: Advance, stages: int) -> list[int]:
         "pass None (K-1-k on stage k), 'auto' (the same until there are measurements), an int of at least 0 for all "
         "stages, or a list of one per stage"
     )
-    if advance is None or (isinstance(advance, str) and advance == "auto"):
+    if advance in (None, "auto"):
         return [stages - 1 - k for k in range(stages)]
-    if isinstance(advance, int):
-        per_stage = [advance] * stages
-    elif isinstance(advance, (list, tuple)):
-        per_stage = list(advance)
-    else:
+    if not isinstance(advance, (int, list, tuple)):
         raise ValueError(f"advance={advance!r}: {wanted}")
+    per_stage = [advance] * stages if isinstance(advance, int) else list(advance)
     if len(per_stage) != stages:
         raise ValueError(f"advance={advance!r} has {len(per_stage)} entries for {stages} stages: {wanted}")
     for k, a in enumerate(per_stage):
@@ -181,21 +171,16 @@ def _zero_bubble_h1(asked: Asked) -> Schedule:
 
     Stage k needs only K-k of them for 1F1B; the other k are micro-batches whose W is put off until k more I have run.
     """
-    rows = [_h1_row(k, asked.stages - k, asked.micro_batches) for k in range(asked.stages)]
-    return Schedule(asked.name, asked.micro_batches, tuple(map(Row, rows)))
-
-
-def _h1_row(stage: int, warm_up: int, micro_batches: int) -> list[Action]:
-    delay = stage
-    row = [Action(_F, m, stage) for m in range(min(warm_up, micro_batches))]
-    for m in range(micro_batches):
-        row.append(Action(_I, m, stage))
-        if m >= delay:
-            row.append(Action(_W, m - delay, stage))
-        if warm_up + m < micro_batches:
-            row.append(Action(_F, warm_up + m, stage))
-    row += [Action(_W, m, stage) for m in range(max(0, micro_batches - delay), micro_batches)]
-    return [*row, Action(_U, None, stage)]
+    rows = []
+    for k in range(asked.stages):
+        warm_up, count = min(asked.stages - k, asked.micro_batches), asked.micro_batches
+        row = [Action(_F, m, k) for m in range(warm_up)]
+        for m in range(count + k):
+            row += [Action(_I, m, k)] if m < count else []
+            row += [Action(_W, m - k, k)] if k <= m else []
+            row += [Action(_F, warm_up + m, k)] if warm_up + m < count else []
+        rows.append(Row([*row, Action(_U, None, k)]))
+    return Schedule(asked.name, asked.micro_batches, tuple(rows))
 
 
 # ---- several stages on each worker -----------------------------------------------------------------------------------
@@ -239,8 +224,8 @@ def _zero_bubble_v(asked: Asked) -> Schedule:
     """
     _check_multiple(asked, 2)
     workers = asked.stages // 2
-    rows = [_v_row(w, workers, asked.micro_batches) for w in range(workers)]
-    return Schedule(asked.name, asked.micro_batches, tuple(rows))
+    rows = tuple(_v_row(w, workers, asked.micro_batches) for w in range(workers))
+    return Schedule(asked.name, asked.micro_batches, rows)
 
 
 def _v_row(worker: int, workers: int, micro_batches: int) -> Row:
@@ -303,12 +288,13 @@ class Published(NamedTuple):
     alias: str = ""
 
 
+_ENDLESS = partial(_one_f_one_b, flush=False)
 _SCHEDULES = {
     "all-forward-all-backward": Published(_all_forward_all_backward, takes=("replication",), alias="gpipe"),
     "1f1b": Published(_one_f_one_b, takes=("replication",), alias="dapple"),
     "advance-forward": Published(_advance_forward, takes=("replication", "advance")),
-    "pipedream": Published(_without_flush, "stash", takes=("replication",)),
-    "pipedream-2bw": Published(_without_flush, "double-buffer", takes=("replication",)),
+    "pipedream": Published(_ENDLESS, "stash", takes=("replication",)),
+    "pipedream-2bw": Published(_ENDLESS, "double-buffer", takes=("replication",)),
     "interleaved-1f1b": Published(_interleaved_1f1b, takes=("stages_per_worker",)),
     "zero-bubble-h1": Published(_zero_bubble_h1),
     "zero-bubble-v": Published(_zero_bubble_v),
@@ -322,16 +308,15 @@ def schedule_names() -> list[str]:
 
 def published(name: str) -> Published:
     """The row of a schedule in the table; ValueError for an unknown name."""
-    return _SCHEDULES[canonical_name(name)]
+    return _SCHEDULES[_canonical_name(name)]
 
 
-def canonical_name(name: str) -> str:
+def _canonical_name(name: str) -> str:
     """Without aliases; ValueError for an unknown name."""
-    aliases = {row.alias: known for known, row in _SCHEDULES.items() if row.alias}
-    canonical = aliases.get(name, name)
-    if canonical not in _SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}: {nearest(str(name), [*_SCHEDULES, *aliases])}")
-    return canonical
+    names = {known: known for known in _SCHEDULES} | {row.alias: known for known, row in _SCHEDULES.items()}
+    if name not in names or not name:
+        raise ValueError(f"unknown schedule {name!r}: {nearest(str(name), list(filter(None, names)))}")
+    return names[name]
 
 
 def build_schedule(
@@ -365,9 +350,9 @@ def build_schedule(
     take, stages that do not divide over the workers, and an advance that would deadlock, where a stage wants to start
     more forwards than the one before sends.
     """
-    canonical = canonical_name(name)
-    _check_count("stages", stages)
-    _check_count("micro_batches", micro_batches)
+    canonical = _canonical_name(name)
+    check_count("stages", stages)
+    check_count("micro_batches", micro_batches)
     given = {"advance": advance, "stages_per_worker": stages_per_worker, "replication": replication}
     for option, value in given.items():
         if value is not None and option not in _SCHEDULES[canonical].takes:
@@ -383,10 +368,5 @@ def build_schedule(
     if len(workers) != stages:
         raise ValueError(f"replication={replication!r} has {len(workers)} entries for {stages} stages")
     for count in workers:
-        _check_count("replication", count)
+        check_count("replication", count)
     return _SCHEDULES[canonical].build(Asked(canonical, micro_batches, workers, advance, stages_per_worker))
-
-
-def _check_count(what: str, value: int) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{what}={value!r}: must be an int of at least 1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from avgpipe.schedule.row import Action, Kind, Row, RowCursor
@@ -98,8 +98,7 @@ def find_fault(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_p
             return Fault(row_name(r, is_plain), r, position, token(action, is_plain), reason)
     for k, workers in enumerate(replicas):
         if not workers:
-            reason = f"missing, no worker has stage {k}"
-            return Fault("worker 0", 0, len(rows[0]), f"{k}F0", reason)
+            return Fault("worker 0", 0, len(rows[0]), f"{k}F0", f"missing, no worker has stage {k}")
     return _deadlock(rows, replicas, micro_batches, is_plain)
 
 
@@ -107,16 +106,15 @@ def _wrong_in_row(
     r: int, row: Sequence[Action], replicas: Replicas, micro_batches: int
 ) -> tuple[int, Action, str] | None:
     """Position, action and reason."""
-    done: dict[int, set[Action]] = {
-        action.stage: set() for action in row
-    }  # per stage, without stage and ahead
     if not row:
         return 0, Action(Kind.FORWARD, 0), "missing"
+    # Per stage, without stage and ahead.
+    done: dict[int, set[Action]] = {action.stage: set() for action in row}
     for position in sorted(range(len(row)), key=lambda n: -row[n].ahead):  # as a batch meets them
         action = row[position]
-        plain = Action(action.kind, action.micro_batch)
+        plain, m = Action(action.kind, action.micro_batch), action.micro_batch
         reason = _wrong(plain, done[action.stage], micro_batches)
-        workers, m = replicas[action.stage], action.micro_batch
+        workers = replicas[action.stage]
         if reason is None and m is not None and workers[m % len(workers)] != r:
             reason = (
                 f"on worker {r}, though workers {', '.join(map(str, workers))} have stage {action.stage} in turn: "
@@ -128,10 +126,9 @@ def _wrong_in_row(
             return position, action, reason
         done[action.stage].add(plain)
     for k, of_stage in done.items():
-        own = range(replicas[k].index(r), micro_batches, len(replicas[k]))
-        missing = _missing(of_stage, own)
-        if missing is not None:
-            return len(row), Action(missing.kind, missing.micro_batch, k), "missing"
+        for missing in _wanted(of_stage, range(replicas[k].index(r), micro_batches, len(replicas[k]))):
+            if missing not in of_stage:
+                return len(row), missing._replace(stage=k), "missing"
     return None
 
 
@@ -156,14 +153,12 @@ def _wrong(action: Action, done: set[Action], micro_batches: int) -> str | None:
     return None
 
 
-def _missing(done: set[Action], micro_batches: Iterable[int]) -> Action | None:
+def _wanted(done: set[Action], micro_batches: Iterable[int]) -> Iterator[Action]:
+    """What a stage has to do for a batch; a backward is in two parts where one of them is done."""
     for m in micro_batches:
-        if Action(Kind.FORWARD, m) not in done:
-            return Action(Kind.FORWARD, m)
-        if Action(Kind.BACKWARD, m) not in done and Action(Kind.BACKWARD_WEIGHT, m) not in done:
-            split = Action(Kind.BACKWARD_INPUT, m) in done
-            return Action(Kind.BACKWARD_WEIGHT if split else Kind.BACKWARD, m)
-    return None if Action(Kind.UPDATE) in done else Action(Kind.UPDATE)
+        yield Action(Kind.FORWARD, m)
+        yield Action(Kind.BACKWARD_WEIGHT if Action(Kind.BACKWARD_INPUT, m) in done else Kind.BACKWARD, m)
+    yield Action(Kind.UPDATE)
 
 
 def _deadlock(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_plain: bool) -> Fault | None:
@@ -174,33 +169,21 @@ def _deadlock(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_pl
     heads = {r: steps[r][len(own)][0] for r, own in enumerate(slots) if len(own) < len(steps[r])}
     if not heads:
         return None
-    sources = {r: _source(rows, replicas, action) for r, action in heads.items()}
-    waits = [
-        f"{row_name(r, is_plain)} at {token(heads[r], is_plain)} waits for {token(awaited, is_plain)} of "
-        f"{row_name(source, is_plain)}"
-        for r, (source, awaited) in sources.items()
-    ]
-    # What is stuck waits for what is stuck, so one waits, over others or not, for itself.
-    culprit = next(r for r in sources if r in _chain({r: source for r, (source, _) in sources.items()}, r))
-    position = list(rows[culprit]).index(heads[culprit])
-    reason = f"deadlock, {'; '.join(waits)}"
-    return Fault(row_name(culprit, is_plain), culprit, position, token(heads[culprit], is_plain), reason)
-
-
-def _source(rows: Sequence[Row], replicas: Replicas, waiting: Action) -> tuple[int, Action]:
-    """Where a waiting action's input comes from: the worker, and the action there."""
-    source = _input_of(waiting, len(replicas))
-    assert source is not None, "an action without input never waits"
-    stage, kinds = source[0], ("B", "I") if source[1] == "B" else ("F",)
-    m = waiting.micro_batch or 0
-    worker = replicas[stage][m % len(replicas[stage])]
-    wanted = (a for a in rows[worker] if a.stage == stage and a.kind in kinds and a.micro_batch == m)
-    return worker, next(wanted)
-
-
-def _chain(waits_for: dict[int, int], first: int) -> list[int]:
-    """Whatever ``first`` waits for, directly and over others."""
-    chain = [waits_for[first]]
-    while waits_for[chain[-1]] not in chain:
-        chain.append(waits_for[chain[-1]])
-    return chain
+    waits, awaited = [], {}
+    for r, head in heads.items():
+        source = _input_of(head, len(replicas))
+        assert source is not None, "an action without input never waits"
+        stage, kinds = source[0], ("B", "I") if source[1] == "B" else ("F",)
+        awaited[r] = worker = replicas[stage][(head.micro_batch or 0) % len(replicas[stage])]
+        wanted = (a for a in rows[worker] if a.stage == stage and a.kind in kinds)
+        action = next(a for a in wanted if a.micro_batch == head.micro_batch)
+        waits.append(
+            f"{row_name(r, is_plain)} at {token(head, is_plain)} waits for {token(action, is_plain)} of "
+            f"{row_name(worker, is_plain)}"
+        )
+    # What is stuck waits for what is stuck, so this ends at one that waits, over others or not, for itself.
+    culprit = min(heads)
+    for _ in heads:
+        culprit = awaited[culprit]
+    position, cell = list(rows[culprit]).index(heads[culprit]), token(heads[culprit], is_plain)
+    return Fault(row_name(culprit, is_plain), culprit, position, cell, f"deadlock, {'; '.join(waits)}")

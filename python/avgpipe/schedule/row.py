@@ -19,6 +19,8 @@ from itertools import accumulate
 from operator import eq
 from typing import NamedTuple, overload
 
+from avgpipe.errors import check_count
+
 
 class Kind(str, Enum):
     """What an action does. A backward is either whole, or split into its input and its weight part."""
@@ -180,28 +182,16 @@ class Row(Sequence[Action]):
             ahead = max(ahead, action.ahead)
         return max(before, ahead - 1)
 
-    def forwards(self, micro_batches: int, stage: int) -> int:
-        """How many micro-batches of a batch of ``micro_batches`` have their forward on ``stage`` in this row."""
-        return sum(
-            a.kind is Kind.FORWARD and a.stage == stage and (a.micro_batch or 0) < micro_batches for a in self
-        )
-
     def peak_in_flight(self, stage: int | None = None) -> int:
         """The most micro-batches held at once, on ``stage`` or on all stages of the row, when batches follow."""
-        own = [
-            (
-                loop,
-                [a.kind.holds * (stage in (None, a.stage)) for a in loop.actions],
-                [a.ahead for a in loop.actions],
-            )
-            for loop in self.loops
-        ]
-        held = peak = sum(
-            loop.repeats * h * ahead for loop, holds, aheads in own for h, ahead in zip(holds, aheads)
-        )
-        for loop, holds, _ in own:
-            rise = sum(holds)  # from one time to the next
-            peak = max(peak, held + max(accumulate(holds)) + max(0, (loop.repeats - 1) * rise))
+
+        def holds(action: Action) -> int:
+            return action.kind.holds if stage in (None, action.stage) else 0
+
+        held = peak = sum(loop.repeats * holds(a) * a.ahead for loop in self.loops for a in loop.actions)
+        for loop in self.loops:
+            *_, rise = each = list(accumulate(map(holds, loop.actions)))  # from one time to the next
+            peak = max(peak, held + max(each) + max(0, (loop.repeats - 1) * rise))
             held += loop.repeats * rise
         return peak
 
@@ -251,10 +241,7 @@ class RowCursor:
 
         Those are all up to the first one of a batch that is still unknown; with a flush, all of this batch.
         """
-        if type(micro_batches) is not int or micro_batches < 1:
-            raise ValueError(
-                f"micro_batches={micro_batches!r} of batch {batch}: must be an int of at least 1"
-            )
+        check_count(f"batch {batch}: micro_batches", micro_batches)
         self._known[self._begun] = batch, micro_batches
         self._begun += 1
         return list(self._go_on(until_end=False))

@@ -7,10 +7,10 @@ from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from avgpipe.errors import ScheduleError
+from avgpipe.errors import ScheduleError, check_count
 from avgpipe.schedule.checks import Fault, dry_run, find_fault, row_name, steps_of, token
 from avgpipe.schedule.row import Action, Row
-from avgpipe.schedule.text import draw_grid, read_csv, write_csv
+from avgpipe.schedule.text import draw_grid, read_csv
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class Schedule:
     _is_right: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self, trusted: bool) -> None:
-        if type(self.micro_batches) is not int or self.micro_batches < 1:
-            raise ValueError(f"micro_batches={self.micro_batches!r}: must be an int of at least 1")
+        check_count("micro_batches", self.micro_batches)
         if not self.rows:
             raise ValueError("rows is empty: give one row of actions per worker, at least one")
         if not trusted:
@@ -161,28 +160,23 @@ class Schedule:
         that no other follows. In a schedule that cannot be run, the wrong cell stands in [brackets], the actions that
         the dry run does not reach follow one another, and the last line gives the reason.
         """
+        workers = "" if self.is_plain else f", workers {self.workers}"
+        flush = "" if self.flush else ", no flush"
+        title = f"{self.name}: stages {self.stages}{workers}, micro-batches {self.micro_batches}{flush}"
         fault = self._fault()
         if fault is None:
-            return "\n".join([self._title(), *self._grid(1)])
-        # The rows as they stand, where the fault's position is. Turns of an endless loop do not run alone.
-        steps = [[(action, 0) for action in row] for row in self.rows]
-        slots = dry_run(steps, self.stages) if self.flush else [[] for _ in steps]
-        cells = [[token(action, self.is_plain) for action in row] for row in self.rows]
-        return "\n".join([self._title(), *draw_grid(self.row_names, cells, slots, fault), str(fault)])
-
-    def grid(self, batches: int) -> str:
-        """Draw the same of several batches of a pipeline, one after another; micro-batches are numbered through.
-
-        Raises ScheduleError if the schedule cannot be run.
-        """
-        if type(batches) is not int or batches < 1:
-            raise ValueError(f"batches={batches!r}: must be an int of at least 1")
-        self.validate()
-        return "\n".join([f"{self._title()}, batches {batches}", *self._grid(batches)])
+            steps = [steps_of(row, 1, self.micro_batches) for row in self.rows]
+        else:  # the rows as they stand, where the fault's position is
+            steps = [[(action, 0) for action in row] for row in self.rows]
+        # Turns of an endless loop do not run alone.
+        slots = dry_run(steps, self.stages) if fault is None or self.flush else [[] for _ in steps]
+        cells = [[token(a if fault else a._replace(ahead=0), self.is_plain) for a, _ in own] for own in steps]
+        names = [row_name(w, self.is_plain) for w in range(self.workers)]
+        return "\n".join([title, *draw_grid(names, cells, slots, fault), *([str(fault)] if fault else [])])
 
     def to_csv(self) -> str:
         """Write one line per worker, one cell per action, with ``ahead`` as F3+1; :meth:`from_csv` inverts it."""
-        return write_csv([[token(action, self.is_plain) for action in row] for row in self.rows])
+        return "".join(f"{','.join(token(a, self.is_plain) for a in row)}\n" for row in self.rows)
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:
@@ -198,29 +192,9 @@ class Schedule:
         return cls(name, 1 + max(named, default=0), tuple(map(Row, rows)))
 
     def _fault(self) -> Fault | None:
-        return (
-            None
-            if self._is_right
-            else find_fault(self.rows, self.replicas, self.micro_batches, self.is_plain)
-        )
-
-    @property
-    def row_names(self) -> list[str]:
-        """What the rows are called: "stage 2", or "worker 2" where that is not the same."""
-        return [row_name(w, self.is_plain) for w in range(self.workers)]
-
-    def _grid(self, batches: int) -> list[str]:
-        steps = [steps_of(row, batches, self.micro_batches) for row in self.rows]
-        cells = [
-            [token(_numbered(a, batch * self.micro_batches), self.is_plain) for a, batch in own]
-            for own in steps
-        ]
-        return draw_grid(self.row_names, cells, dry_run(steps, self.stages), None)
-
-    def _title(self) -> str:
-        workers = "" if self.is_plain else f", workers {self.workers}"
-        flush = "" if self.flush else ", no flush"
-        return f"{self.name}: stages {self.stages}{workers}, micro-batches {self.micro_batches}{flush}"
+        if self._is_right:
+            return None
+        return find_fault(self.rows, self.replicas, self.micro_batches, self.is_plain)
 
 
 def _checked_row(worker: int, actions: Iterable[Action]) -> Row:
@@ -231,16 +205,8 @@ def _checked_row(worker: int, actions: Iterable[Action]) -> Row:
             raise TypeError(f"rows[{worker}][{position}]={action!r}: must be an Action")
     if all(action.stage >= 0 for action in row.kinds):
         return row
-    return Row(
-        loops=[loop._replace(actions=tuple(_of_stage(a, worker) for a in loop.actions)) for loop in row.loops]
-    )
 
+    def of_stage(action: Action) -> Action:
+        return action if action.stage >= 0 else action._replace(stage=worker)
 
-def _of_stage(action: Action, stage: int) -> Action:
-    return action if action.stage >= 0 else Action(action.kind, action.micro_batch, stage, action.ahead)
-
-
-def _numbered(action: Action, first: int) -> Action:
-    """The action of a batch whose micro-batches are numbered from ``first``."""
-    m = action.micro_batch
-    return Action(action.kind, m if m is None else first + m, action.stage)
+    return Row(loops=[loop._replace(actions=tuple(map(of_stage, loop.actions))) for loop in row.loops])

@@ -9,10 +9,6 @@ from avgpipe.schedule.checks import Fault
 from avgpipe.schedule.row import Action
 
 
-def write_csv(cells: Sequence[Sequence[str]]) -> str:
-    return "".join(f"{','.join(row)}\n" for row in cells)
-
-
 def read_csv(text: str) -> list[list[Action]]:
     """The actions of each row; those of row r are of stage r, unless the first cell has its stage in front.
 
@@ -51,14 +47,14 @@ def _row(r: int, line: str, names_stages: bool) -> list[Action]:
             action = Action.parse(token)
             if (action.stage >= 0) != names_stages:
                 fault = (
-                    "no stage in front, as other cells have"
+                    "no stage in front, as others have"
                     if names_stages
-                    else "a stage in front, as other cells have not"
+                    else "a stage in front, as no other has"
                 )
                 raise ValueError(f"{token!r} has {fault}: write 2F3 for F3 of stage 2")
         except ValueError as error:
             raise ScheduleError(f"{name}, cell {number}: {error}") from None
-        row.append(action if names_stages else Action(action.kind, action.micro_batch, r, action.ahead))
+        row.append(action if names_stages else action._replace(stage=r))
     if not row:
         wanted = "worker, as 0F0,0B0,0U" if names_stages else "stage, as F0,B0,U"
         raise ScheduleError(f"{name} has no actions: write one row per {wanted}")
@@ -72,35 +68,24 @@ def draw_grid(
 
     ``slots``: of each cell that a dry run got to; the others follow one another.
     """
-    lines = [_line(row, own) for row, own in zip(cells, slots)]
+    lines: list[list[str]] = []
+    for row, own in zip(cells, slots):
+        line: list[str] = []
+        for position, cell in enumerate(row):
+            if position < len(own):  # the dry run got there: leave the slots blank in which the worker waited
+                line += ["."] * (own[position] - len(line))
+            line.append(cell)
+        lines.append(line)
     if fault is not None:
-        _mark(lines[fault.row], fault, len(cells[fault.row]))
+        line = lines[fault.row]
+        if fault.position == len(cells[fault.row]):
+            line.append(f"[{fault.token}?]")
+        else:
+            place = [index for index, cell in enumerate(line) if cell != "."][fault.position]
+            line[place] = f"[{line[place]}]"
     width = max((len(cell) for line in lines for cell in line), default=1)
-    label = len(names[-1])
+    word, digits = names[-1].split()
     return [
-        f"{_padded(name, label)} | {' '.join(f'{cell:<{width}}' for cell in line)}".rstrip()
+        f"{word} {name.split()[1]:>{len(digits)}} | {' '.join(f'{cell:<{width}}' for cell in line)}".rstrip()
         for name, line in zip(names, lines)
     ]
-
-
-def _padded(name: str, width: int) -> str:
-    """Write a row's name, as "stage 3", with its number flush right."""
-    word, number = name.split(" ")
-    return f"{word} {number:>{width - len(word) - 1}}"
-
-
-def _line(tokens: Sequence[str], slots: Sequence[int]) -> list[str]:
-    line: list[str] = []
-    for position, token in enumerate(tokens):
-        if position < len(slots):  # the dry run got there: leave the slots blank in which the worker waited
-            line += ["."] * (slots[position] - len(line))
-        line.append(token)
-    return line
-
-
-def _mark(line: list[str], fault: Fault, length: int) -> None:
-    if fault.position == length:
-        line.append(f"[{fault.token}?]")
-        return
-    cells = [index for index, cell in enumerate(line) if cell != "."]
-    line[cells[fault.position]] = f"[{line[cells[fault.position]]}]"
