@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from avgpipe import systems
-from avgpipe.errors import nearest
+from avgpipe.errors import check_count, nearest
 from avgpipe.files import write_atomically
 from avgpipe.rules import RULES
-from avgpipe.schedule import Schedule, build_schedule, published
+from avgpipe.schedule import Schedule, build_schedule, checked_replication, published
 from avgpipe.systems import SYSTEMS
 
 if TYPE_CHECKING:  # which would load numpy
@@ -67,21 +67,19 @@ class Plan:
         for name in ("advance", "partition", "replication", "placement"):
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         for name in ("stages", "pipelines", "micro_batches", "period"):
-            _check_count(name, getattr(self, name))
-        _one_of("system", self.system, tuple(SYSTEMS))
-        _one_of("rule", self.rule, tuple(RULES))
-        _one_of("recompute", self.recompute, RECOMPUTE)
+            check_count(name, getattr(self, name))
+        _check_name("system", self.system, tuple(SYSTEMS))
+        _check_name("rule", self.rule, tuple(RULES))
+        _check_name("recompute", self.recompute, RECOMPUTE)
         if self.staleness not in (0, 1, "asynchronous") or isinstance(self.staleness, bool):
             raise ValueError(f"staleness must be 0, 1 or 'asynchronous', not {self.staleness!r}")
         self._check_partition()
-        if self.replication is not None:
-            _checked_replication(self.replication, self.stages)
         schedule = self.build_schedule()
         if self.weights is None:
             object.__setattr__(self, "weights", published(self.schedule).weights)
         self._check_weights(schedule)
         if self.replication is not None:
-            self._check_replication(schedule)
+            self._check_replication(schedule, self.replication)
         if not isinstance(self.spread, bool):
             raise ValueError(f"spread must be True or False, not {self.spread!r}")
         if self.spread and self.advance == "auto":
@@ -96,8 +94,7 @@ class Plan:
                 f"{self.stages - 1}, one for each stage but the first"
             )
         if all(isinstance(p, int) for p in self.partition):
-            bounds = [0, *self.partition]
-            if any(a >= b for a, b in pairwise(bounds)):
+            if any(a >= b for a, b in pairwise([0, *self.partition])):
                 raise ValueError(
                     f"partition {self.partition} must rise from at least 1: no stage may be empty"
                 )
@@ -105,7 +102,7 @@ class Plan:
             raise TypeError(f"partition must hold layer indices or module names, not {self.partition}")
 
     def _check_weights(self, schedule: Schedule) -> None:
-        _one_of("weights", self.weights, WEIGHTS)
+        _check_name("weights", self.weights, WEIGHTS)
         if schedule.flush != (self.weights == "flush"):
             fitting = "'flush'" if schedule.flush else f"one of {', '.join(map(repr, WEIGHTS[1:]))}"
             raise ValueError(
@@ -123,9 +120,7 @@ class Plan:
                 f"fewer than {self.stages}, and two versions would not be enough"
             )
 
-    def _check_replication(self, schedule: Schedule) -> None:
-        replication = self.replication
-        assert replication is not None
+    def _check_replication(self, schedule: Schedule, replication: Sequence[int]) -> None:
         if max(replication) > self.micro_batches:
             raise ValueError(
                 f"replication {replication} with micro_batches {self.micro_batches}: some replicas would have nothing "
@@ -170,21 +165,16 @@ class Plan:
 
         ``stages``: of systems that have no stages, such as data parallelism, the workers.
         """
-        _one_of("system", system, tuple(SYSTEMS))
-        _check_count("stages", options.get("stages", 1))
+        _check_name("system", system, tuple(SYSTEMS))
+        check_count("stages", options.get("stages", 1))
         row = systems.row(system, options.get("stages", 1))
         for name in ("pipelines", "micro_batches"):
             if name in row and options.get(name, row[name]) != row[name]:
                 raise ValueError(f"system {system!r} has {name} = {row[name]}, not {options[name]}")
-        chosen = {**row, "system": system, **options}
-        if "stages" in row:
-            chosen["stages"] = row["stages"]
-        if "micro_batches" not in chosen:
-            stages, replication = chosen.get("stages", 1), chosen.get("replication")
-            if replication is not None:
-                _checked_replication(replication, stages)
-            chosen["micro_batches"] = systems.micro_batches(system, stages, replication)
-        return cls(**chosen)
+        stages = row.get("stages", options.get("stages", 1))
+        chosen = {**row, "system": system, **options, "stages": stages}
+        replication = checked_replication(chosen.get("replication"), stages)
+        return cls(**{"micro_batches": systems.micro_batches(system, stages, replication), **chosen})
 
     @classmethod
     def for_partition(cls, found: Partition, **options: Any) -> Plan:
@@ -192,12 +182,11 @@ class Plan:
 
         As many micro-batches as it found best, or more where every replica needs one.
         """
-        replicated = max(found.replication) > 1
         wanted = options.pop("micro_batches", found.micro_batches)
         made: dict[str, Any] = {
             "stages": found.stages,
             "partition": found.boundaries or None,
-            "replication": found.replication if replicated else None,
+            "replication": found.replication if max(found.replication) > 1 else None,
             "placement": found.placement,
             "micro_batches": systems.micro_batches(found.system, found.stages, found.replication, wanted),
             "recompute": "always" if found.recompute else "never",
@@ -217,7 +206,7 @@ class Plan:
             raise ValueError(f"a plan must be a JSON object, not {type(values).__name__}")
         known = tuple(f.name for f in fields(cls))
         for name in values:
-            _one_of("plan option", name, known)
+            _check_name("plan option", name, known)
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
@@ -231,29 +220,11 @@ class Plan:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _one_of(what: str, value: Any, valid: tuple[str, ...]) -> str:
+def _check_name(what: str, value: Any, valid: tuple[str, ...]) -> None:
     if value not in valid:
         raise ValueError(f"unknown {what} {value!r}: {nearest(str(value), valid)}")
-    return str(value)
 
 
 def _as_tuple(value: Any) -> Any:
     """Lists, and lists in them, as tuples."""
     return tuple(map(_as_tuple, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-
-
-def _checked_replication(replication: Any, stages: int) -> Sequence[int]:
-    if (
-        not isinstance(replication, (list, tuple))
-        or len(replication) != stages
-        or not all(type(r) is int and r >= 1 for r in replication)
-    ):
-        raise ValueError(
-            f"replication {replication!r} must be a list of {stages} numbers of at least 1, one for each stage"
-        )
-    return replication

@@ -53,5 +53,5 @@ def micro_batches(system: str, stages: int, replication: Sequence[int] | None, w
         wanted = 1
     if weights == "double-buffer":  # two versions are enough then
         wanted = max(wanted, stages)
-    step = lcm(*(replication or [1]))
+    step = lcm(*(replication or ()))
     return -(-wanted // step) * step

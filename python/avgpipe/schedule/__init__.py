@@ -1,6 +1,6 @@
 """Schedules as data: what every worker runs, in which order. Imports no torch."""
 
-from avgpipe.schedule.builders import build_schedule, published, schedule_names, warm_ups
+from avgpipe.schedule.builders import build_schedule, checked_replication, published, schedule_names, warm_ups
 from avgpipe.schedule.row import Action, Kind, Row, RowCursor
 from avgpipe.schedule.schedule import Schedule
 
@@ -11,6 +11,7 @@ __all__ = [
     "RowCursor",
     "Schedule",
     "build_schedule",
+    "checked_replication",
     "published",
     "schedule_names",
     "warm_ups",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import pairwise, zip_longest
+from typing import Any, NamedTuple
 
 from avgpipe.errors import ScheduleError, check_count, nearest
 from avgpipe.schedule.row import Action, Kind, Loop, Row
@@ -73,16 +73,15 @@ def from_warm_ups(
 
 def _flushing_row(stage: int, warm_up: int, own: range) -> Row:
     """Forwards first, ``warm_up`` of them; one backward, one forward, in turn; the remaining backwards; the update."""
-    if not own:
-        return Row([Action(_U, None, stage)])
-    warm_up = min(warm_up, len(own))
+    step, warm_up = own.step, min(warm_up, len(own))
     rest = len(own) - warm_up
-    in_turn = (_action((_B, own[0], stage, 0)), _action((_F, own[warm_up], stage, 0))) if rest else ()
+    forward, later = (_action((_F, own.start + n * step, stage, 0)) for n in (0, warm_up))
+    backward, last = (_action((_B, own.start + n * step, stage, 0)) for n in (0, rest))
     return Row(
         loops=(
-            Loop((_action((_F, own[0], stage, 0)),), warm_up, own.step),
-            Loop(in_turn, rest, own.step),
-            Loop((_action((_B, own[rest], stage, 0)),), warm_up, own.step),
+            Loop((forward,), warm_up, step),
+            Loop((backward, later), rest, step),
+            Loop((last,), warm_up, step),
             Loop((_action((_U, None, stage, 0)),)),
         )
     )
@@ -124,10 +123,16 @@ def _one_f_one_b(asked: Asked, flush: bool = True) -> Schedule:
 
 
 def _advance_forward(asked: Asked) -> Schedule:
-    ahead = advance_per_stage(asked.advance, asked.stages)
-    forwards = [w + a for w, a in zip(_least(asked), ahead)]
-    if max(asked.replication) == 1:
-        _check_reachable([min(w, asked.micro_batches) for w in forwards], ahead)
+    ahead = _advance_per_stage(asked.advance, asked.stages)
+    forwards = [min(w + a, asked.micro_batches) for w, a in zip(_least(asked), ahead)]
+    for k in range(1, asked.stages):
+        # A stage's first backward needs all warm-ups of the next stage, and these need as many of its own.
+        if max(asked.replication) == 1 and forwards[k] > forwards[k - 1]:
+            raise ValueError(
+                f"advance={ahead} would deadlock: stage {k} runs {forwards[k]} forwards before a backward, "
+                f"stage {k - 1} sends it only {forwards[k - 1]}; "
+                f"give stage {k} at most {ahead[k - 1] + 1}, one more than stage {k - 1}"
+            )
     return from_warm_ups(asked.name, asked.micro_batches, forwards, asked.replication)
 
 
@@ -136,34 +141,18 @@ def _least(asked: Asked) -> list[int]:
     return [-(-sum(asked.replication[k:]) // own) for k, own in enumerate(asked.replication)]
 
 
-def advance_per_stage(advance: Advance, stages: int) -> list[int]:
+def _advance_per_stage(advance: Advance, stages: int) -> list[int]:
     """The a_k that ``advance`` of :func:`build_schedule` means."""
-    wanted = (
-        "pass None (K-1-k on stage k), 'auto' (the same until there are measurements), an int of at least 0 for all "
-        "stages, or a list of one per stage"
-    )
-    if advance in (None, "auto"):
+    if advance is None or advance == "auto":
         return [stages - 1 - k for k in range(stages)]
-    if not isinstance(advance, (int, list, tuple)):
-        raise ValueError(f"advance={advance!r}: {wanted}")
-    per_stage = [advance] * stages if isinstance(advance, int) else list(advance)
-    if len(per_stage) != stages:
-        raise ValueError(f"advance={advance!r} has {len(per_stage)} entries for {stages} stages: {wanted}")
-    for k, a in enumerate(per_stage):
-        if type(a) is not int or a < 0:
-            raise ValueError(f"advance={advance!r} is {a!r} on stage {k}: {wanted}")
-    return per_stage
-
-
-def _check_reachable(forwards: list[int], advance: list[int]) -> None:
-    """A stage's first backward needs all warm-ups of the next stage, and these need as many of its own."""
-    for k in range(1, len(forwards)):
-        if forwards[k] > forwards[k - 1]:
-            raise ValueError(
-                f"advance={advance} would deadlock: stage {k} runs {forwards[k]} forwards before a backward, "
-                f"stage {k - 1} sends it only {forwards[k - 1]}; "
-                f"give stage {k} at most {advance[k - 1] + 1}, one more than stage {k - 1}"
-            )
+    each: list[Any] = list(advance) if isinstance(advance, (list, tuple)) else [advance] * stages
+    if len(each) == stages and all(type(a) is int and a >= 0 for a in each):
+        return each
+    wrong = "" if len(each) == stages else f" has {len(each)} entries for {stages} stages"
+    raise ValueError(
+        f"advance={advance!r}{wrong}: pass None (K-1-k on stage k), 'auto' (the same until there are measurements), "
+        "an int of at least 0 for all stages, or a list of one per stage"
+    )
 
 
 def _zero_bubble_h1(asked: Asked) -> Schedule:
@@ -171,16 +160,14 @@ def _zero_bubble_h1(asked: Asked) -> Schedule:
 
     Stage k needs only K-k of them for 1F1B; the other k are micro-batches whose W is put off until k more I have run.
     """
-    rows = []
-    for k in range(asked.stages):
-        warm_up, count = min(asked.stages - k, asked.micro_batches), asked.micro_batches
+    count, rows = asked.micro_batches, []
+    for k, warm_up in enumerate(range(asked.stages, 0, -1)):
         row = [Action(_F, m, k) for m in range(warm_up)]
         for m in range(count + k):
-            row += [Action(_I, m, k)] if m < count else []
-            row += [Action(_W, m - k, k)] if k <= m else []
-            row += [Action(_F, warm_up + m, k)] if warm_up + m < count else []
-        rows.append(Row([*row, Action(_U, None, k)]))
-    return Schedule(asked.name, asked.micro_batches, tuple(rows))
+            late = [Action(_W, m - k, k)] if m >= k else []
+            row += [Action(_I, m, k), *late, Action(_F, warm_up + m, k)]
+        rows.append(_existing(row, count, [k]))
+    return Schedule(asked.name, count, tuple(rows))
 
 
 # ---- several stages on each worker -----------------------------------------------------------------------------------
@@ -208,10 +195,9 @@ def _interleaved_1f1b(asked: Asked) -> Schedule:
         own = list(range(w, asked.stages, workers))
         forward = [Action(_F, m, own[turn]) for turn, m in forwards]
         backward = [Action(_B, m, own[-1 - turn]) for turn, m in forwards]
-        warm_up = min(len(forward), 2 * (workers - 1 - w) + (per_worker - 1) * workers + 1)
-        row = forward[:warm_up]
-        for index, action in enumerate(backward):
-            row += [action, *forward[warm_up + index : warm_up + index + 1]]
+        warm_up = 2 * (workers - 1 - w) + (per_worker - 1) * workers + 1
+        pairs = zip_longest(backward, forward[warm_up:])
+        row = [*forward[:warm_up], *(action for pair in pairs for action in pair if action)]
         rows.append(_existing(row, asked.micro_batches, own))
     return Schedule(asked.name, asked.micro_batches, tuple(rows))
 
@@ -276,12 +262,14 @@ class Published(NamedTuple):
     """A row of the table of schedules.
 
     Attributes:
+        name: Its name.
         build: Its builder.
         weights: The weight versions that it was published with, see ``Plan.weights``.
         takes: The options of :func:`build_schedule` that it takes beside stages and micro_batches.
         alias: Another name for it.
     """
 
+    name: str
     build: Callable[[Asked], Schedule]
     weights: str = "flush"
     takes: tuple[str, ...] = ()
@@ -289,34 +277,44 @@ class Published(NamedTuple):
 
 
 _ENDLESS = partial(_one_f_one_b, flush=False)
-_SCHEDULES = {
-    "all-forward-all-backward": Published(_all_forward_all_backward, takes=("replication",), alias="gpipe"),
-    "1f1b": Published(_one_f_one_b, takes=("replication",), alias="dapple"),
-    "advance-forward": Published(_advance_forward, takes=("replication", "advance")),
-    "pipedream": Published(_ENDLESS, "stash", takes=("replication",)),
-    "pipedream-2bw": Published(_ENDLESS, "double-buffer", takes=("replication",)),
-    "interleaved-1f1b": Published(_interleaved_1f1b, takes=("stages_per_worker",)),
-    "zero-bubble-h1": Published(_zero_bubble_h1),
-    "zero-bubble-v": Published(_zero_bubble_v),
-}
+_SCHEDULES = (
+    Published("all-forward-all-backward", _all_forward_all_backward, takes=("replication",), alias="gpipe"),
+    Published("1f1b", _one_f_one_b, takes=("replication",), alias="dapple"),
+    Published("advance-forward", _advance_forward, takes=("replication", "advance")),
+    Published("pipedream", _ENDLESS, "stash", takes=("replication",)),
+    Published("pipedream-2bw", _ENDLESS, "double-buffer", takes=("replication",)),
+    Published("interleaved-1f1b", _interleaved_1f1b, takes=("stages_per_worker",)),
+    Published("zero-bubble-h1", _zero_bubble_h1),
+    Published("zero-bubble-v", _zero_bubble_v),
+)
 
 
 def schedule_names() -> list[str]:
     """The names that :func:`build_schedule` knows, without the aliases "gpipe" and "dapple"."""
-    return list(_SCHEDULES)
+    return [row.name for row in _SCHEDULES]
 
 
 def published(name: str) -> Published:
     """The row of a schedule in the table; ValueError for an unknown name."""
-    return _SCHEDULES[_canonical_name(name)]
+    rows = {row.name: row for row in _SCHEDULES} | {row.alias: row for row in _SCHEDULES if row.alias}
+    if name not in rows:
+        raise ValueError(f"unknown schedule {name!r}: {nearest(str(name), list(rows))}")
+    return rows[name]
 
 
-def _canonical_name(name: str) -> str:
-    """Without aliases; ValueError for an unknown name."""
-    names = {known: known for known in _SCHEDULES} | {row.alias: known for known, row in _SCHEDULES.items()}
-    if name not in names or not name:
-        raise ValueError(f"unknown schedule {name!r}: {nearest(str(name), list(filter(None, names)))}")
-    return names[name]
+def checked_replication(replication: Sequence[int] | None, stages: int) -> tuple[int, ...]:
+    """The workers of each stage, one where that is left open."""
+    if replication is None:
+        return (1,) * stages
+    if (
+        not isinstance(replication, (list, tuple))
+        or len(replication) != stages
+        or not all(type(r) is int and r >= 1 for r in replication)
+    ):
+        raise ValueError(
+            f"replication={replication!r}: must be a list of {stages} numbers of at least 1, one for each stage"
+        )
+    return tuple(replication)
 
 
 def build_schedule(
@@ -350,23 +348,19 @@ def build_schedule(
     take, stages that do not divide over the workers, and an advance that would deadlock, where a stage wants to start
     more forwards than the one before sends.
     """
-    canonical = _canonical_name(name)
+    row = published(name)
     check_count("stages", stages)
     check_count("micro_batches", micro_batches)
     given = {"advance": advance, "stages_per_worker": stages_per_worker, "replication": replication}
     for option, value in given.items():
-        if value is not None and option not in _SCHEDULES[canonical].takes:
-            takers = [repr(known) for known, row in _SCHEDULES.items() if option in row.takes]
+        if value is not None and option not in row.takes:
+            takers = [repr(other.name) for other in _SCHEDULES if option in other.takes]
             raise ValueError(
-                f"{option}={value!r}: {canonical} takes none, leave it out or choose {' or '.join(takers)}"
+                f"{option}={value!r}: {row.name} takes none, leave it out or choose {' or '.join(takers)}"
             )
     if stages_per_worker is not None and (type(stages_per_worker) is not int or stages_per_worker < 2):
         raise ValueError(
             f"stages_per_worker={stages_per_worker!r}: must be an int of at least 2; '1f1b' has 1 stage per worker"
         )
-    workers = (1,) * stages if replication is None else tuple(replication)
-    if len(workers) != stages:
-        raise ValueError(f"replication={replication!r} has {len(workers)} entries for {stages} stages")
-    for count in workers:
-        check_count("replication", count)
-    return _SCHEDULES[canonical].build(Asked(canonical, micro_batches, workers, advance, stages_per_worker))
+    workers = checked_replication(replication, stages)
+    return row.build(Asked(row.name, micro_batches, workers, advance, stages_per_worker))
