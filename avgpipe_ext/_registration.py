@@ -15,57 +15,33 @@ OPERATORS = (
     "elastic_pull_", "elastic_step_", "easgd_step_", "elastic_sgd_", "elastic_adamw_", "elastic_round_",
     "reference_apply_",
 )  # fmt: skip
-# Of the leading tensor arguments, by position, which may be fewer because replicas share them, and which may be any
-# multiple of the others: an optimizer's states.
-_SHARED = {"elastic_round_": 3, "reference_apply_": 0}
-_STATES = {"elastic_sgd_": 2, "elastic_round_": 2}
-
-
-def _listed(argument: Tensor | Sequence[Tensor] | None) -> Sequence[Tensor]:
-    return [] if argument is None else [argument] if isinstance(argument, Tensor) else argument
 
 
 def _fake(name: str, overload: Any) -> Callable[..., Tensor]:
-    """Checks lengths, shapes and devices and gives the result's shape, dtype and device; writes nothing."""
-    shared, states = _SHARED.get(name), _STATES.get(name)
+    """Checks shapes and devices and gives the result's shape, dtype and device; writes nothing."""
     types = [str(argument.type) for argument in overload._schema.arguments]
     count = next(i for i, kind in enumerate(types) if "Tensor" not in kind)
+    leading = 1 if name == "reference_apply_" else 0  # the argument of which no other one has more tensors
 
     def fake(*values: Any, check_finite: bool = False, **options: Any) -> Tensor:
-        lists = [_listed(value) for value in values[:count]]
-        whole = next(tensors for i, tensors in enumerate(lists) if i != shared)
-        for i, tensors in enumerate(lists):
-            fits = len(tensors) == len(whole)
-            if i == shared:
-                fits = fits or (len(tensors) > 0 and len(whole) % len(tensors) == 0)
-            elif i == states:
-                fits = len(whole) == 0 or len(tensors) % len(whole) == 0
-            if not fits:
-                raise ValueError(
-                    f"got lists of {len(whole)} and {len(tensors)} tensors; pass lists of one length"
-                )
-            _check_alike(whole, tensors)
-        if whole:
-            for name in ("grad_scale", "found_inf", "step"):
-                option = options.get(name)
-                may_differ = name == "step" and isinstance(option, Tensor) and option.device.type == "cpu"
-                if isinstance(option, Tensor) and not may_differ:
-                    _check_device(whole[0], option, name)
-        shape = () if check_finite else (0,)
-        device = whole[0].device if whole else torch.device("cpu")
+        lists = [[v] if isinstance(v, Tensor) else v or [] for v in values[:count]]
+        whole = lists[leading]
+        for tensors in lists if whole else ():
+            for i, tensor in enumerate(tensors):
+                shape = whole[i % len(whole)].shape
+                if tensor.shape != shape:
+                    raise ValueError(
+                        f"got shapes {tuple(shape)} and {tuple(tensor.shape)}; pass tensors of one shape"
+                    )
+                _check_device(whole[0], tensor, "a tensor")
+        for label, option in options.items() if whole else ():
+            may_differ = label == "step" and isinstance(option, Tensor) and option.device.type == "cpu"
+            if isinstance(option, Tensor) and not may_differ:
+                _check_device(whole[0], option, label)
+        shape, device = () if check_finite else (0,), whole[0].device if whole else torch.device("cpu")
         return torch.empty(shape, dtype=torch.int64, device=device)
 
     return fake
-
-
-def _check_alike(whole: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    for i, tensor in enumerate(tensors):
-        other = whole[i % len(whole)]
-        if tensor.shape != other.shape:
-            raise ValueError(
-                f"got shapes {tuple(other.shape)} and {tuple(tensor.shape)}; pass tensors of one shape"
-            )
-        _check_device(whole[0], tensor, "a tensor")
 
 
 def _check_device(tensor: Tensor, other: Tensor, name: str) -> None:
@@ -151,24 +127,20 @@ def _move_versions(overload: Any) -> Callable[..., Any]:
 _library = torch.library.Library("avgpipe", "IMPL")  # type: ignore[no-untyped-call]
 
 
-def _register(name: str, overload: Any, fake: Callable[..., Any]) -> None:
-    torch.library.register_fake(f"avgpipe::{name}", fake, lib=_library)
+def _register(name: str, fake: Callable[..., Any] | None = None) -> None:
+    operator, _, overload_name = name.partition(".")
+    overload = getattr(getattr(torch.ops.avgpipe, operator), overload_name or "default")
+    torch.library.register_fake(f"avgpipe::{name}", fake or _fake(operator, overload), lib=_library)
     for key in _LAZY:
-        refusal = _refuse_lazy(name.partition(".")[0], overload, key)
-        _library.impl(name, refusal, key)  # type: ignore[no-untyped-call]
+        _library.impl(name, _refuse_lazy(operator, overload, key), key)  # type: ignore[no-untyped-call]
     if overload._schema.is_mutable:
         kernel = _move_versions(overload)
         _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
-def _register_all() -> None:
-    for name in OPERATORS:
-        packet = getattr(torch.ops.avgpipe, name)
-        _register(name, packet.default, _fake(name, packet.default))
-        _register(f"{name}.list", packet.list, _fake(name, packet.list))
-    _register("pack", torch.ops.avgpipe.pack.default, _fake_pack)
-    _register("pack.out", torch.ops.avgpipe.pack.out, _fake_pack_out)
-    _register("unpack_", torch.ops.avgpipe.unpack_.default, _fake_unpack)
-
-
-_register_all()
+for _name in OPERATORS:
+    _register(_name)
+    _register(f"{_name}.list")
+_register("pack", _fake_pack)
+_register("pack.out", _fake_pack_out)
+_register("unpack_", _fake_unpack)

@@ -12,8 +12,6 @@
 #include <dlfcn.h>
 
 #include <stdexcept>
-
-#include "elastic/cuda.h"
 #endif
 
 namespace avgpipe {

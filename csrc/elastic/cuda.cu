@@ -1,9 +1,8 @@
-#include "elastic/cuda.h"
-
 #include <stdexcept>
 #include <string>
 
 #include "elastic/kernels.h"
+#include "elastic/launch.h"
 
 AVGPIPE_CUDA_KERNELS(AVGPIPE_DEFINE_KERNEL)
 

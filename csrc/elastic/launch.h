@@ -26,4 +26,8 @@ int kernel_count();
 // there are many.
 int64_t grid_size(int64_t chunks, int64_t processors);
 
+// Enqueues the launch on `stream` (a cudaStream_t) of device `device`; never waits. Throws std::runtime_error
+// when the launch is refused. Only in a build with nvcc.
+void launch_kernel(const Launch& launch, int device, void* stream);
+
 }  // namespace avgpipe

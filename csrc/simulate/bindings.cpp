@@ -5,94 +5,69 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
-#include "simulate/simulate.h"
+#include "simulate/question.h"
 #include "text.h"
 
 namespace avgpipe::simulate {
 namespace {
 
-// The fields of a question by name. Dtypes and sizes are checked here; what the numbers say is checked by
+// A question's fields by name. Dtypes and sizes are checked here; what the numbers say is checked by
 // avgpipe.planning.
-class Fields {
-  public:
-    explicit Fields(const py::kwargs& given) : given_(given) {}
-
-    template <class Number>
-    Number number(const char* name) {
-        return taken(name).cast<Number>();
-    }
-
-    template <class T>
-    const T* array(const char* name, int64_t size) {
-        const py::object value = taken(name);
-        if (!py::array_t<T, py::array::c_style>::check_(value)) {
-            throw py::type_error(
-                text(name, ": use a contiguous array of ", std::string(py::str(py::dtype::of<T>()))));
-        }
-        const auto array = py::reinterpret_borrow<py::array_t<T, py::array::c_style>>(value);
-        if (array.size() != size)
-            throw py::value_error(text(name, " has ", array.size(), " numbers, not ", size));
-        return array.data();
-    }
-
-    // Rows of four int32.
-    template <class Row>
-    const Row* table(const char* name, int64_t rows) {
-        static_assert(sizeof(Row) == 4 * sizeof(int32_t));
-        return reinterpret_cast<const Row*>(array<int32_t>(name, 4 * rows));
-    }
-
-    void check_all_taken() const {
-        if (taken_ != given_.size())
-            throw py::type_error(text("got ", given_.size(), " fields, know ", taken_));
-    }
-
-  private:
-    py::object taken(const char* name) {
-        if (!given_.contains(name)) throw py::type_error(text("simulate() needs ", name));
-        ++taken_;
-        return given_[name];
-    }
-
-    const py::kwargs& given_;
-    size_t taken_ = 0;
-};
-
 Question question_of(const py::kwargs& given) {
-    Fields fields(given);
     Question q = {};
-    q.stages = fields.number<int64_t>("stages");
-    q.workers = fields.number<int64_t>("workers");
-    q.micro_batches = fields.number<int64_t>("micro_batches");
-    q.pipelines = fields.number<int64_t>("pipelines");
-    q.batches = fields.number<int64_t>("batches");
-    q.row_begin = fields.array<int64_t>("row_begin", q.workers + 1);
-    q.loops = fields.table<Loop>("loops", q.row_begin[q.workers]);
-    q.actions = fields.table<Action>("actions", q.loops[q.row_begin[q.workers] - 1].end);
-    q.replicas_begin = fields.array<int64_t>("replicas_begin", q.stages + 1);
-    q.replicas = fields.array<int32_t>("replicas", q.replicas_begin[q.stages]);
+    size_t taken = 0;
+    const auto field = [&](const char* name) -> py::object {
+        if (!given.contains(name)) throw py::type_error(text("simulate() needs ", name));
+        ++taken;
+        return given[name];
+    };
+    const auto number = [&]<class T>(const char* name, T& to) { to = field(name).cast<T>(); };
+    const auto array = [&]<class T>(const char* name, const T*& to, int64_t rows) {
+        using Number = std::conditional_t<std::is_class_v<T>, int32_t, T>;  // a row of a table is several
+        const int64_t size = rows * static_cast<int64_t>(sizeof(T) / sizeof(Number));
+        const py::object value = field(name);
+        if (!py::array_t<Number, py::array::c_style>::check_(value)) {
+            throw py::type_error(
+                text(name, ": use a contiguous array of ", std::string(py::str(py::dtype::of<Number>()))));
+        }
+        const auto numbers = py::reinterpret_borrow<py::array>(value);
+        if (numbers.size() != size)
+            throw py::value_error(text(name, " has ", numbers.size(), " numbers, not ", size));
+        to = static_cast<const T*>(numbers.data());
+    };
+    number("stages", q.stages);
+    number("workers", q.workers);
+    number("micro_batches", q.micro_batches);
+    number("pipelines", q.pipelines);
+    number("batches", q.batches);
+    array("row_begin", q.row_begin, q.workers + 1);
+    array("loops", q.loops, q.row_begin[q.workers]);
+    array("actions", q.actions, q.loops[q.row_begin[q.workers] - 1].end);
+    array("replicas_begin", q.replicas_begin, q.stages + 1);
+    array("replicas", q.replicas, q.replicas_begin[q.stages]);
     const int64_t links = 2 * (q.stages - 1);
-    q.action_begin = fields.array<int64_t>("action_begin", kKinds);
-    q.action_widths = fields.array<int64_t>("action_widths", kKinds);
+    array("action_begin", q.action_begin, kKinds);
+    array("action_widths", q.action_widths, kKinds);
     const int64_t widths = std::accumulate(q.action_widths, q.action_widths + kKinds, int64_t{0});
-    q.action_ticks = fields.array<Ticks>("action_ticks", q.stages * widths);
-    q.sum_ticks = fields.array<Ticks>("sum_ticks", q.stages);
-    q.transfer_width = fields.number<int64_t>("transfer_width");
-    q.transfer_ticks = fields.array<Ticks>("transfer_ticks", links * q.transfer_width);
-    q.latency_ticks = fields.array<Ticks>("latency_ticks", links);
-    q.channel = fields.array<int32_t>("channel", links);
-    q.channel_count = fields.array<int32_t>("channel_count", links);
-    q.channels = fields.number<int64_t>("channels");
-    q.shared_channels = fields.number<int64_t>("shared_channels");
-    q.held_bytes = fields.array<double>("held_bytes", q.stages);
-    q.slots = fields.number<int64_t>("slots");
-    q.rates = fields.array<int64_t>("rates", q.slots);
-    q.seed = fields.number<uint64_t>("seed");
-    q.jitter = fields.number<int64_t>("jitter");
-    q.straggler_threshold = fields.number<uint64_t>("straggler_threshold");
-    q.straggler_factor = fields.number<int64_t>("straggler_factor");
-    fields.check_all_taken();
+    array("action_ticks", q.action_ticks, q.stages * widths);
+    array("sum_ticks", q.sum_ticks, q.stages);
+    number("transfer_width", q.transfer_width);
+    array("transfer_ticks", q.transfer_ticks, links * q.transfer_width);
+    array("latency_ticks", q.latency_ticks, links);
+    array("channel", q.channel, links);
+    array("channel_count", q.channel_count, links);
+    number("channels", q.channels);
+    number("shared_channels", q.shared_channels);
+    array("held_bytes", q.held_bytes, q.stages);
+    number("slots", q.slots);
+    array("rates", q.rates, q.slots);
+    number("seed", q.seed);
+    number("jitter", q.jitter);
+    number("straggler_threshold", q.straggler_threshold);
+    number("straggler_factor", q.straggler_factor);
+    if (taken != given.size()) throw py::type_error(text("got ", given.size(), " fields, know ", taken));
     return q;
 }
 

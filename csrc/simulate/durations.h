@@ -1,10 +1,38 @@
-// How long an action or a transfer takes.
+// How long an action or a transfer takes, and when tensors arrive.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
 #include "simulate/question.h"
-#include "simulate/random.h"
 
 namespace avgpipe::simulate {
+
+// ---- random numbers that belong to a place, not to a turn: the same on every machine, in every order of
+// events ----
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
+
+// A step of SplitMix64 (Steele, Lea, Flood 2014).
+inline uint64_t mix(uint64_t x) {
+    x += kGolden;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+inline uint64_t draw(uint64_t seed, int64_t what, int64_t batch, int64_t micro_batch) {
+    const uint64_t place = mix(mix(seed ^ static_cast<uint64_t>(what)) ^ static_cast<uint64_t>(batch));
+    return mix(place ^ static_cast<uint64_t>(micro_batch));
+}
+
+// The sum of four uniform numbers: nearly normal, around 0, with a standard deviation of 37837.2 and no value
+// beyond 131070.
+inline int64_t bell(uint64_t bits) {
+    int64_t sum = -131070;
+    for (int part = 0; part < 4; ++part) sum += static_cast<int64_t>((bits >> (16 * part)) & 0xFFFF);
+    return sum;
+}
 
 class Durations {
   public:
@@ -39,6 +67,32 @@ class Durations {
     const Question& q_;
     const bool is_random_;
     const uint64_t seed_;
+};
+
+class Links {
+  public:
+    Links(const Question& q, const Durations& durations)
+        : q_(q), durations_(durations), free_(static_cast<size_t>(q.channels)) {}
+
+    // A tensor that is made now: when it will be there. A channel takes tensors in the order of the calls.
+    Ticks send(int64_t link, int64_t m, int64_t batch, Ticks now) {
+        const Ticks ticks = durations_.transfer(link, m, batch);
+        Ticks left = now + ticks;
+        int64_t channel = q_.channel[link];
+        if (channel >= 0) {
+            if (q_.channel_count[link] > 1) channel += m % q_.channel_count[link];
+            Ticks& free = free_[static_cast<size_t>(channel)];
+            // Many tensors may wait for a channel, so that only their sum is too long: what takes one then
+            // is, too.
+            left = free = std::min(std::max(now, free) + ticks, kLongest + 1);
+        }
+        return left + q_.latency_ticks[link];
+    }
+
+  private:
+    const Question& q_;
+    const Durations& durations_;
+    std::vector<Ticks> free_;  // per channel
 };
 
 }  // namespace avgpipe::simulate

@@ -6,9 +6,8 @@
 #include <vector>
 
 #include "simulate/device.h"
+#include "simulate/durations.h"
 #include "simulate/inbox.h"
-#include "simulate/links.h"
-#include "simulate/next_event.h"
 #include "simulate/tally.h"
 
 namespace avgpipe::simulate {

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "simulate/durations.h"
 #include "simulate/inbox.h"
-#include "simulate/links.h"
 #include "simulate/tally.h"
 
 namespace avgpipe::simulate {

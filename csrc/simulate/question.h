@@ -81,4 +81,7 @@ struct Answer {
 
 enum class Status : int32_t { kDone, kStuck, kTooLong, kNoMemory };
 
+// Fills the answer. Needs numbers that make sense: avgpipe/planning/engine.py checks them.
+Status simulate(const Question& question, Answer& answer);
+
 }  // namespace avgpipe::simulate

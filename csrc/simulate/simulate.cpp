@@ -1,4 +1,4 @@
-#include "simulate/simulate.h"
+#include "simulate/question.h"
 
 #include <new>
 #include <stdexcept>

@@ -1,5 +1,5 @@
 // The parts of the simulation, and both engines against each other and against times that are known.
-#include "simulate/simulate.h"
+#include "simulate/question.h"
 
 #include <cstdio>
 #include <string>
