@@ -72,40 +72,10 @@ DType checked_dtype(const CallSite& site, const Seen& seen) {
     return checked_float(site, name_of(site, seen), seen.view.dtype);
 }
 
-// "update has shape (4,) but x has (3,); ..."
-[[noreturn]] void refuse_pair(const CallSite& site, const Seen& other, const char* is,
-                              const std::string& what, const Seen& first, const char* has,
-                              const std::string& wanted, const char* way_out) {
-    refuse(site, text(name_of(site, other), is, what, " but ", name_of(site, first), has, wanted, way_out));
-}
-
-void check_devices(const CallSite& site, const Seen& first, const Seen& other) {
-    const View &a = first.view, &b = other.view;
-    if (a.device_type == b.device_type && a.device_index == b.device_index) return;
-    refuse_pair(site, other, " is on ", device_of(b), first, " is on ", device_of(a),
-                "; move all tensors to one device");
-}
-
-void check_shapes(const CallSite& site, const Seen& first, const Seen& other) {
-    const View &a = first.view, &b = other.view;
-    if (a.dim == b.dim && std::equal(a.sizes, a.sizes + a.dim, b.sizes)) return;
-    refuse_pair(site, other, " has shape ", shape_of(b), first, " has ", shape_of(a),
-                "; pass tensors of one shape");
-}
-
-void check_dtypes(const CallSite& site, const Seen& first, const Seen& other, bool either_way) {
-    const DType a = checked_dtype(site, first), b = checked_dtype(site, other);
-    if (a == b || (is_16_bit(a) && b == DType::kFloat32)) return;
-    if (either_way && a == DType::kFloat32 && is_16_bit(b)) return;
-    refuse_pair(site, other, " has dtype ", dtype_name(other.view.dtype), first, " has ",
-                dtype_name(first.view.dtype),
-                either_way ? "; pass one dtype, or float32 and a 16-bit one"
-                           : "; pass one dtype, or float32 beside a 16-bit one that is first");
-}
-
 // Whether the tensor fills its memory exactly, in whatever order of dimensions.
-bool is_dense(const Tensor& tensor, const View& view) {
-    if (tensor.is_contiguous()) return true;         // as most are
+bool is_dense(const Seen& seen) {
+    const View& view = seen.view;
+    if (seen.argument->tensors[seen.index].is_contiguous()) return true;  // as most are
     std::vector<std::pair<int64_t, int64_t>> steps;  // (stride, size) of the dimensions that are walked
     for (int64_t d = 0; d < view.dim; ++d) {
         if (view.sizes[d] != 1) steps.emplace_back(view.strides[d], view.sizes[d]);
@@ -119,13 +89,34 @@ bool is_dense(const Tensor& tensor, const View& view) {
     return true;
 }
 
-bool is_dense(const Seen& seen) {
-    return is_dense(seen.argument->tensors[seen.index], seen.view);
+// "z is on meta but x is on cpu; ..."
+[[noreturn]] void refuse_pair(const CallSite& site, const Seen& first, const Seen& other, const char* has,
+                              const char* what, const std::string& a, const std::string& b,
+                              const char* way_out) {
+    refuse(site, text(name_of(site, other), has, what, b, " but ", name_of(site, first), has, a, way_out));
 }
 
-// After check_shapes.
-void check_strides(const CallSite& site, const Seen& first, const Seen& other) {
+void check_devices(const CallSite& site, const Seen& first, const Seen& other) {
     const View &a = first.view, &b = other.view;
+    if (a.device_type == b.device_type && a.device_index == b.device_index) return;
+    refuse_pair(site, first, other, " is on ", "", device_of(a), device_of(b),
+                "; move all tensors to one device");
+}
+
+void check_pair(const CallSite& site, const Seen& first, const Seen& other, bool either_way) {
+    const View &a = first.view, &b = other.view;
+    if (a.dim != b.dim || !std::equal(a.sizes, a.sizes + a.dim, b.sizes)) {
+        refuse_pair(site, first, other, " has ", "shape ", shape_of(a), shape_of(b),
+                    "; pass tensors of one shape");
+    }
+    const DType own = checked_dtype(site, first), dtype = checked_dtype(site, other);
+    const bool is_master = is_16_bit(own) && dtype == DType::kFloat32;
+    const bool is_narrow = is_16_bit(dtype) && own == DType::kFloat32;
+    if (own != dtype && !is_master && !(is_narrow && either_way)) {
+        refuse_pair(site, first, other, " has ", "dtype ", dtype_name(a.dtype), dtype_name(b.dtype),
+                    either_way ? "; pass one dtype, or float32 and a 16-bit one"
+                               : "; pass one dtype, or float32 beside a 16-bit one that is first");
+    }
     if (a.count == 0) return;
     if (!is_dense(other)) {
         refuse(site, text(name_of(site, other), " of shape ", shape_of(b), " has strides ", strides_of(b),
@@ -133,7 +124,7 @@ void check_strides(const CallSite& site, const Seen& first, const Seen& other) {
     }
     for (int64_t d = 0; d < a.dim; ++d) {
         if (a.sizes[d] == 1 || a.strides[d] == b.strides[d]) continue;
-        refuse_pair(site, other, " has strides ", strides_of(b), first, " has ", strides_of(a),
+        refuse_pair(site, first, other, " has ", "strides ", strides_of(a), strides_of(b),
                     "; give all tensors one memory format");
     }
 }
@@ -222,9 +213,7 @@ std::vector<Work> checked_work(const CallSite& site, std::span<const Argument> a
         for (size_t a = 0; a < arguments.size(); ++a) {
             const Seen& seen = tensors[a][w % tensors[a].size()];
             check_devices(site, tensors[0][0], seen);
-            check_shapes(site, first, seen);
-            check_dtypes(site, first, seen, either_way);
-            check_strides(site, first, seen);
+            check_pair(site, first, seen, either_way);
             works[w][arguments[a].slot] = {seen.view.data, checked_dtype(site, seen)};
         }
     }

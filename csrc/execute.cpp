@@ -44,7 +44,7 @@ int64_t streamable_bytes(const Job& job) {
     return bytes;
 }
 
-void execute_on_cpu(Job job, const Tensor& lost) {
+int64_t execute_on_cpu(Job job) {
     const CpuKernel kernel = cpu_kernel().run;
     const std::vector<int64_t> ends = block_ends(job);
     job.streams = streamable_bytes(job) >= kStreamBytes;
@@ -61,7 +61,7 @@ void execute_on_cpu(Job job, const Tensor& lost) {
         }
         total.fetch_add(mine, std::memory_order_relaxed);
     });
-    if (lost.numel() == 1) *static_cast<int64_t*>(lost.data_ptr()) = total.load();
+    return total.load();
 }
 
 #ifdef AVGPIPE_WITH_CUDA
@@ -91,14 +91,6 @@ void launch_inside(const Launch& launch, int32_t device) {
 }
 #endif
 
-void execute_on_cuda(const Job& job, const Tensor& lost) {
-    const int32_t device = lost.get_device_index();
-    auto* counter = lost.numel() == 1 ? static_cast<unsigned long long*>(lost.data_ptr()) : nullptr;
-    for_each_launch(job, counter, [device](const Launch& launch) {
-        if (!launch_outside(launch, device)) launch_inside(launch, device);
-    });
-}
-
 }  // namespace
 
 void require_kernel(const CallSite& site, const Tensor& tensor) {
@@ -113,12 +105,15 @@ void require_kernel(const CallSite& site, const Tensor& tensor) {
                     : "; move the tensors to cpu or cuda"));
 }
 
-void execute(const Job& job, const Tensor& lost) {
-    if (view_of(lost).device_type == aoti_torch_device_type_cpu()) {
-        execute_on_cpu(job, lost);
-    } else {
-        execute_on_cuda(job, lost);
+void execute(const Job& job, const View& where, void* lost) {
+    if (where.device_type == aoti_torch_device_type_cpu()) {
+        const int64_t count = execute_on_cpu(job);
+        if (lost != nullptr) *static_cast<int64_t*>(lost) = count;
+        return;
     }
+    for_each_launch(job, static_cast<unsigned long long*>(lost), [&](const Launch& launch) {
+        if (!launch_outside(launch, where.device_index)) launch_inside(launch, where.device_index);
+    });
 }
 
 }  // namespace avgpipe

@@ -8,8 +8,8 @@ namespace avgpipe {
 // Refuses a tensor on a device that has no kernels.
 void require_kernel(const CallSite& site, const Tensor& tensor);
 
-// On the device of `lost`: on torch's threads, or on the device's current stream without waiting. `lost` is
-// the counter of a check_finite call, else the placeholder; see new_counter.
-void execute(const Job& job, const Tensor& lost);
+// On the device of a tensor: on torch's threads, or on the device's current stream without waiting. `lost` is
+// an int64 there, to which the number of lost elements is added, or null.
+void execute(const Job& job, const View& where, void* lost = nullptr);
 
 }  // namespace avgpipe

@@ -262,9 +262,11 @@ Tensor run(Call& call, const std::vector<Parameter>& parameters) {
     }
     std::vector<Work> works = checked_work(call.site, call.arguments, call.kernel == Kernel::kApply);
     const Tensors& first = call.arguments.front().tensors;
-    if (first.empty()) return s.check_finite ? new_counter() : new_placeholder();
+    Tensor lost = new_count(first, s.check_finite);
+    if (first.empty()) return lost;
     require_kernel(call.site, first.front());
-    read_options(call, view_of(first.front()));
+    const View view = view_of(first.front());
+    read_options(call, view);
     for (Work& work : works) {  // without x_before, x has made no step
         if (call.kernel == Kernel::kStep && work[Slot::kBefore].data == nullptr)
             work[Slot::kBefore] = work[Slot::kX];
@@ -273,8 +275,7 @@ Tensor run(Call& call, const std::vector<Parameter>& parameters) {
     const auto replicas = static_cast<int64_t>(works.size()) / tensors;
     if (call.name) s.scale = 1.0 / static_cast<double>(replicas);
     const Job job{call.kernel, s, works.data(), tensors, replicas};
-    Tensor lost = s.check_finite ? new_counter(first.front()) : new_placeholder(first.front());
-    execute(job, lost);
+    execute(job, view, s.check_finite ? lost.data_ptr() : nullptr);
     return lost;
 }
 
@@ -315,7 +316,7 @@ void copy_between(const CallSite& site, const Tensor& buffer, const Tensors& ten
         works[t].count = tensor.numel();
         place += works[t].count * size_of(dtype);
     }
-    execute({Kernel::kCopy, {}, works.data(), static_cast<int64_t>(works.size())}, new_placeholder(buffer));
+    execute({Kernel::kCopy, {}, works.data(), static_cast<int64_t>(works.size())}, view_of(buffer));
     if (packs) return;
     for (auto& [tensor, whole] : with_gaps) torch::stable::copy_(tensor, whole);
 }

@@ -88,20 +88,15 @@ inline std::string device_name(int32_t type, int32_t index) {
     return text("device type ", type, suffix);
 }
 
-// An int64 tensor on the device of `like`: shape () and zero, or the placeholder of shape (0,).
-inline Tensor new_counter(const Tensor& like) {
-    return torch::stable::new_zeros(like, {}, ScalarType::Long);
-}
-inline Tensor new_placeholder(const Tensor& like) {
-    return torch::stable::new_empty(like, {0}, ScalarType::Long);
-}
-
-// The same where there is no tensor to go by: on the CPU.
-inline Tensor new_counter() {
-    return torch::stable::full({}, 0.0, ScalarType::Long);
-}
-inline Tensor new_placeholder() {
-    return torch::stable::empty({0}, ScalarType::Long);
+// An int64 tensor on the device of `like`, or on the CPU without any: shape () and zero, if it counts, or the
+// placeholder of shape (0,).
+inline Tensor new_count(const Tensors& like, bool counts) {
+    if (like.empty()) {
+        return counts ? torch::stable::full({}, 0.0, ScalarType::Long)
+                      : torch::stable::empty({0}, ScalarType::Long);
+    }
+    return counts ? torch::stable::new_zeros(like.front(), {}, ScalarType::Long)
+                  : torch::stable::new_empty(like.front(), {0}, ScalarType::Long);
 }
 
 // Runs body(begin, end) over disjoint pieces of 0 <= index < count on torch's own threads; a piece has at

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <optional>
 #include <stdexcept>
 
 #include "text.h"
@@ -57,7 +58,6 @@ class Filler {
         block_.head.replicas = static_cast<int32_t>(job.replicas);
     }
 
-    bool is_empty() const { return block_.head.tensors == 0; }
     bool is_full() const { return (block_.head.tensors + 1) * tensor_words_ > kBlockWords; }
 
     void append(int64_t tensor) {
@@ -107,19 +107,15 @@ void check_replicas(const Job& job) {
 void for_each_launch(const Job& job, unsigned long long* lost,
                      const std::function<void(const Launch&)>& run) {
     check_replicas(job);
-    bool is_present[std::size(kPrecisions)] = {};
-    for (int64_t t = 0; t < job.tensors; ++t) {
-        if (job.work(t, 0).count > 0) is_present[static_cast<int>(precision_of(job, t))] = true;
-    }
-    Filler filler(job, lost);
     for (const Precision precision : kPrecisions) {
-        if (!is_present[static_cast<int>(precision)]) continue;
+        std::optional<Filler> filler;
         for (int64_t t = 0; t < job.tensors; ++t) {
             if (job.work(t, 0).count == 0 || precision_of(job, t) != precision) continue;
-            if (filler.is_full()) filler.launch(precision, run);
-            filler.append(t);
+            if (!filler) filler.emplace(job, lost);
+            if (filler->is_full()) filler->launch(precision, run);
+            filler->append(t);
         }
-        if (!filler.is_empty()) filler.launch(precision, run);
+        if (filler) filler->launch(precision, run);
     }
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <queue>
 #include <vector>
 
 #include "simulate/durations.h"
@@ -24,21 +25,11 @@ class FixedOrder {
     }
 
     Status run() {
-        // A ring that has room for every worker once.
-        std::vector<int64_t> queue(static_cast<size_t>(q_.workers));
-        for (int64_t w = 0; w < q_.workers; ++w) queue[static_cast<size_t>(w)] = w;
-        int64_t first = 0, count = q_.workers;
-        while (count > 0) {
-            const int64_t w = queue[static_cast<size_t>(first)];
-            first = first + 1 == q_.workers ? 0 : first + 1;
-            --count;
+        for (int64_t w = 0; w < q_.workers; ++w) queue_.push(w);
+        while (!queue_.empty()) {
+            const int64_t w = queue_.front();
+            queue_.pop();
             if (!go_on(w)) return Status::kTooLong;
-            for (const int64_t woken : woken_) {
-                const int64_t end = first + count < q_.workers ? first + count : first + count - q_.workers;
-                queue[static_cast<size_t>(end)] = woken;
-                ++count;
-            }
-            woken_.clear();
         }
         return std::all_of(workers_.begin(), workers_.end(), [](const Worker& w) { return w.walk.done(); })
                    ? Status::kDone
@@ -101,7 +92,7 @@ class FixedOrder {
         Worker& receiver = workers_[static_cast<size_t>(other)];
         if (receiver.awaited == &there) {
             receiver.awaited = nullptr;
-            woken_.push_back(other);
+            queue_.push(other);
         }
     }
 
@@ -112,7 +103,7 @@ class FixedOrder {
     Sums sums_;
     std::vector<Worker> workers_;
     Inboxes inboxes_;
-    std::vector<int64_t> woken_;  // workers whose missing tensor was sent
+    std::queue<int64_t> queue_;  // workers that may go on
 };
 
 }  // namespace avgpipe::simulate
