@@ -26,9 +26,9 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -49,21 +49,18 @@ def own_device(device: torch.device | str) -> torch.device:
     Raises:
         ValueError: torch sees no CUDA device, or the device is neither CPU nor CUDA.
     """
-    asked = device
     try:
-        device = torch.device(device)
+        found = torch.device(device)
     except RuntimeError:  # it knows no such type
-        raise ValueError(f"device {asked!r}: use 'cpu' or 'cuda'") from None
-    if device.type == "cpu":
-        return device
-    if device.type != "cuda":
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device {str(device)!r}: use 'cpu' or 'cuda'")
-    if not torch.cuda.is_available():
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            f"device {str(device)!r} was asked for, but torch {torch.__version__} sees no CUDA device: use device='cpu'"
+            f"device {str(found)!r} was asked for, but torch {torch.__version__} sees no CUDA device: use device='cpu'"
         )
-    if device.index is not None:
-        return device
+    if found.type == "cpu" or found.index is not None:
+        return found
     place = os.environ.get("LOCAL_RANK")
     index = torch.cuda.current_device() if place is None else int(place) % torch.cuda.device_count()
     return torch.device("cuda", index)
@@ -110,7 +107,9 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._averaging: dict[int, Averaging] = {}
+        self._averaged: dict[
+            int, Any
+        ] = {}  # by reference; a wait captures the last record, so one event is enough
         self.clock = DeviceClock(device)
         self.copies = Copies(device)
 
@@ -121,8 +120,8 @@ class Streams:
             reference: A number that the lanes of one reference share; their updates are one chain.
             moves_others: Whether an update may move weights outside of a lane's own steps.
         """
-        averaging = self._averaging.setdefault(reference, Averaging(moves_others))
-        return LaneStream(self._device, averaging, self.clock)
+        averaged = self._averaged.setdefault(reference, cuda.Event())
+        return LaneStream(self._device, averaged, moves_others, self.clock)
 
 
 def streams_of(device: torch.device) -> Streams | None:
@@ -130,26 +129,12 @@ def streams_of(device: torch.device) -> Streams | None:
     return Streams(device) if device.type == "cuda" else None
 
 
-class Averaging:
-    """The chain of updates of lanes that share a reference. A wait captures the last record, so one event is enough."""
-
-    def __init__(self, moves_others: bool) -> None:
-        self.moves_others = moves_others
-        self._averaged = cuda.Event()
-
-    def wait(self, stream: Any) -> None:
-        stream.wait_event(self._averaged)  # at once if it was never recorded
-
-    def record(self, stream: Any) -> None:
-        stream.record_event(self._averaged)
-
-
 class LaneStream:
     """The stream of a lane, which runs its forwards, backwards, optimizer and averaging one after another."""
 
-    def __init__(self, device: torch.device, averaging: Averaging, clock: DeviceClock) -> None:
-        self._device, self._averaging, self._clock = device, averaging, clock
-        self._stream = cuda.Stream(device)
+    def __init__(self, device: torch.device, averaged: Any, moves_others: bool, clock: DeviceClock) -> None:
+        self._device, self._averaged, self._moves_others = device, averaged, moves_others
+        self._clock, self._stream = clock, cuda.Stream(device)
 
     def begin(self, batch: ReadyOnEvent | None) -> None:
         """Begin a batch after all that the caller's stream holds: weights that it loaded, inputs that it made."""
@@ -159,25 +144,25 @@ class LaneStream:
                 batch.received()
 
     @contextmanager
-    def step(self, place: tuple[int, int, int, int, str], begins: bool) -> Iterator[None]:
+    def step(self, place: Place, begins: bool) -> Iterator[None]:
         """Run here what the block issues. ``place``: stage, pipeline, batch, micro-batch and kind, for the clock."""
         update = place[4] == "U"
         with cuda.stream(self._stream):
-            if update or (begins and self._averaging.moves_others):
-                self._averaging.wait(self._stream)
+            if update or (begins and self._moves_others):
+                self._stream.wait_event(self._averaged)  # at once if it was never recorded
             start = self._clock.mark(self._stream)
             yield
             self._clock.note(place, start, self._clock.mark(self._stream))
             if update:
-                self._averaging.record(self._stream)
+                self._stream.record_event(self._averaged)
 
     @contextmanager
     def averaging(self) -> Iterator[None]:
         """Run here what the block issues outside of any step, as a part of the chain of updates."""
         with cuda.stream(self._stream):
-            self._averaging.wait(self._stream)
+            self._stream.wait_event(self._averaged)
             yield
-            self._averaging.record(self._stream)
+            self._stream.record_event(self._averaged)
 
     def end(self) -> None:
         """Let the caller's stream go on after all that this lane has issued."""
@@ -202,12 +187,7 @@ class Copies:
         return (leaf if leaf.is_pinned() else leaf.pin_memory()).to(self._device, non_blocking=True)
 
 
-class _TimedStep(NamedTuple):
-    place: tuple[int, int, int, int, str]
-    start: Any
-    end: Any
-
-
+Place = tuple[int, int, int, int, str]  # stage, pipeline, batch, micro-batch and kind
 Row = tuple[int, int, int, int, str, float, float, str]
 
 
@@ -216,7 +196,7 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._unread: deque[_TimedStep] = deque()
+        self._unread: deque[tuple[Place, Any, Any]] = deque()
         self._free: list[Any] = []
         self._rows: deque[Row] = deque(maxlen=_KEPT)
         self._calibrate()
@@ -224,22 +204,17 @@ class DeviceClock:
     def mark(self, stream: Any) -> Any:
         """Return an event that is recorded now."""
         if not self._free and len(self._unread) >= _UNREAD:
-            self._read(lambda end: bool(end.query()))
+            self._read(waits=False)
         event = self._free.pop() if self._free else cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 
-    def note(self, place: tuple[int, int, int, int, str], start: Any, end: Any) -> None:
-        self._unread.append(_TimedStep(place, start, end))
+    def note(self, place: Place, start: Any, end: Any) -> None:
+        self._unread.append((place, start, end))
 
     def rows(self) -> list[Row]:
         """Return all that was noted; waits until the device has done it."""
-
-        def wait(end: Any) -> bool:
-            end.synchronize()
-            return True
-
-        self._read(wait)
+        self._read(waits=True)
         self._calibrate()  # the two clocks drift apart
         return list(self._rows)
 
@@ -249,16 +224,19 @@ class DeviceClock:
         base.synchronize()
         self._base, self._base_s = base, time.perf_counter()
 
-    def _read(self, has_ended: Callable[[Any], bool]) -> None:
-        """The oldest spans, as long as they have ended."""
-        while self._unread and has_ended(self._unread[0].end):
-            place, start, end = self._unread.popleft()
+    def _read(self, waits: bool) -> None:
+        """Read the oldest spans: all, or those that have ended."""
+        while self._unread:
+            place, start, end = self._unread[0]
+            if waits:
+                end.synchronize()
+            elif not end.query():
+                return
+            self._unread.popleft()
             start_s = self._base_s + self._base.elapsed_time(start) / 1e3
             end_s = max(start_s, self._base_s + self._base.elapsed_time(end) / 1e3)
             self._rows.append((*place, start_s, end_s, ""))
-            self._free.append(start)
-            if self._base.elapsed_time(end) > _REBASE_MS:
-                self._free.append(self._base)
+            far = self._base.elapsed_time(end) > _REBASE_MS
+            self._free += (start, self._base if far else end)
+            if far:
                 self._base, self._base_s = end, end_s
-            else:
-                self._free.append(end)
