@@ -8,13 +8,13 @@ built, and how much the median of the last tenth of the batches lies above that 
 peak: the batch on every rank; of every pipeline the micro-batches in flight, each with its input and output (the first
 stage's inputs are the batch's own); and the working set of one backward: the gradient that came, its copy, the one that
 goes. Memory of the links is shared by two workers, each of which counts half of it. The record of events is part of
-what is measured. Exits with 1 if memory grows by more than two activations.
+what is measured. The C library gives large blocks back when they are freed: what a process keeps for later is another
+question, which --keep-freed asks. Exits with 1 if memory grows by more than two activations.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 STAGES, MICRO_BATCHES, ACTIVATION_BYTES = 4, 8, 4 * 2**20
 WORKING_SET = 3  # activations
-_M_MMAP_THRESHOLD = -3
+_RETURNS_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # a choice, so that a Pipeline makes none
 WARM_UP = 20  # batches before the peak is watched
 TORCH_ROWS = ("1f1b", "gpipe", "zero-bubble")
 
@@ -49,7 +49,6 @@ def worker(kind: str, link: str, pipelines: int, batches: int) -> dict[str, Any]
             raise ValueError(row.reason)
         return row
 
-    _return_freed_memory()
     torch.set_num_threads(1)
     join(60, "gloo")
     # Small activations first: they load the code, whose pages are not the question.
@@ -87,6 +86,9 @@ def main() -> None:
     )
     parser.add_argument("--batches", type=int, default=1000)
     parser.add_argument("--links", type=lambda text: text.split(","), default=["shm", "gloo"])
+    parser.add_argument(
+        "--keep-freed", action="store_true", help="let Pipelines keep what they free, as they do"
+    )
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
     if arguments.batches < 2 * WARM_UP:
@@ -98,7 +100,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for kind, link, n in cases:
         asked = {"kind": kind, "link": link, "pipelines": n, "batches": arguments.batches}
-        ranks = run_on_ranks("benchmarks.overlap.memory:worker", STAGES, asked, timeout_s=1800)
+        allocation = {} if arguments.keep_freed else _RETURNS_FREED
+        target = "benchmarks.overlap.memory:worker"
+        ranks = run_on_ranks(target, STAGES, asked, timeout_s=1800, environment=allocation)
         for k, rank in enumerate(ranks):
             row = {**asked, "stage": k, **rank, "expected_bytes": expected_bytes(kind, n, k)}
             row["own_bytes"] = row["peak_bytes"] - row["shared_bytes"] / 2
@@ -128,12 +132,6 @@ def expected_bytes(kind: str, pipelines: int, stage: int) -> int | None:
     in_flight = build_schedule(names[kind], STAGES, MICRO_BATCHES).peak_in_flight[stage]
     held = pipelines * in_flight * (1 if stage == 0 else 2)
     return (MICRO_BATCHES + held + WORKING_SET) * ACTIVATION_BYTES
-
-
-def _return_freed_memory() -> None:
-    """Have the C library give large blocks back when they are freed: what it keeps for later is not the question."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 def _status_bytes(name: str) -> int:

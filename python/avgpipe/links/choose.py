@@ -82,27 +82,26 @@ class Links:
         self, world: World, transports: dict[str, Transport], device: torch.device, kind: str
     ) -> dict[int, list[Transport]]:
         """Return, for each peer, the transports that both this worker and the peer could open, the best first."""
-        me, peers = world.rank, [rank for rank in range(world.size) if rank != world.rank]
+        me, everyone = world.rank, range(world.size)
         bottom_up = list(reversed(transports))  # what others are built on first
         said = world.gather([nccl_device(device), {name: _offer(transports[name]) for name in bottom_up}])
         self.has_nccl = nccl_joins([nccl for nccl, _ in said])
-        missing = {"why": "not offered there"}
-        found = {name: [offers.get(name, missing) for _, offers in said] for name in bottom_up}
-        whys = {
-            name: {str(rank): _why_not(transports[name], me, rank, found[name]) for rank in peers}
-            for name in bottom_up
-        }
-        all_whys = world.gather(whys)
-        for rank, theirs in enumerate(all_whys):
-            for peer, why in theirs.get(kind, {}).items():
+        whys: dict[str, list[str | None]] = {}
+        for name in bottom_up:
+            offers = [offers.get(name, {"why": "not offered there"}) for _, offers in said]
+            whys[name] = [_why_not(transports[name], me, rank, offers) for rank in everyone]
+        found = world.gather(whys)
+        for rank in everyone:
+            for peer, why in enumerate(found[rank].get(kind, ())):
                 if why is not None:
                     remedy = transports[kind].remedy
                     raise PipelineError(f"link {kind!r} cannot join ranks {rank} and {peer}: {why}; {remedy}")
-
-        def works(name: str, rank: int) -> bool:
-            return whys[name][str(rank)] is None and all_whys[rank].get(name, {}).get(str(me)) is None
-
-        return {rank: [t for name, t in transports.items() if works(name, rank)] for rank in peers}
+        agreed: dict[int, list[Transport]] = {rank: [] for rank in everyone if rank != me}
+        for name, transport in transports.items():
+            for rank, common in agreed.items():
+                if whys[name][rank] is None and found[rank][name][me] is None:
+                    common.append(transport)
+        return agreed
 
     def close(self, patience_s: float) -> None:
         """Close all links: the others hear that this worker leaves before it waits for any of them."""
@@ -136,7 +135,9 @@ def _offer(transport: Transport) -> dict[str, Any]:
 
 
 def _why_not(transport: Transport, me: int, rank: int, offers: Sequence[dict[str, Any]]) -> str | None:
-    """Return why this worker cannot link with ``rank``; None if it can."""
+    """Return why this worker cannot link with ``rank``; None if it can, or is it."""
+    if rank == me:
+        return None
     for offer in (offers[me], offers[rank]):
         if "why" in offer:
             return str(offer["why"])

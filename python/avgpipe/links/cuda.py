@@ -215,9 +215,7 @@ class DeviceSlots:
         """What lets another process find out whether it can open this one's slots."""
         token = secrets.token_bytes(HANDLE_BYTES)
         self._offered = self.make(_SMALLEST)
-        self._offered.memory[:HANDLE_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8).to(
-            self._device
-        )
+        self._offered.memory[:HANDLE_BYTES] = torch.tensor(list(token), dtype=torch.uint8)
         self._offered.full.record(torch.cuda.current_stream(self._device))
         return {"token": token.hex(), "slot": self._offered.record.hex(), "device": device_id(self._device)}
 
