@@ -144,12 +144,12 @@ def length_factor(row_tokens: int, length: int, seed: int) -> Callable[[int], fl
 
     It is a segment's length over the preset's: a longer segment has more tokens for its mean gradient.
     """
+    epochs = (segment_lengths(row_tokens, length, True, seed, epoch) for epoch in count())
     lengths: list[int] = []
-    epochs = count()
 
     def factor(step: int) -> float:
         while len(lengths) <= step:
-            lengths.extend(segment_lengths(row_tokens, length, True, seed, next(epochs)))
+            lengths.extend(next(epochs))
         return lengths[step] / length
 
     return factor
@@ -188,7 +188,7 @@ def awd_lstm_costs(config: AWDLSTMConfig) -> list[float]:
 
 def locked_dropout(x: Tensor, p: float, training: bool) -> Tensor:
     """Drop features of [b, T, features] with one mask [b, 1, features] for all T (variational dropout)."""
-    return x * F.dropout(x.new_ones(x.shape[0], 1, x.shape[2]), p) if training else x
+    return x * F.dropout(x.new_ones(x.shape[0], 1, x.shape[2]), p) if training and p > 0 else x
 
 
 class DroppedEmbedding(nn.Module):
@@ -205,7 +205,7 @@ class DroppedEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = F.embedding(tokens, self.weight)
-        if self.training:
+        if self.training and self.word_dropout > 0:
             x = x * F.dropout(self.weight.new_ones(len(self.weight)), self.word_dropout)[tokens].unsqueeze(-1)
         return locked_dropout(x, self.dropout, self.training)
 

@@ -309,7 +309,8 @@ class ResidualLSTM(nn.Module):
         self.residual, self.last = residual, last
 
     def forward(self, value: Value) -> Value:
-        x = self.lstm(torch.cat([value[name] for name in ("x", "context") if name in value], -1))
+        x, context = value["x"], value.get("context")
+        x = self.lstm(x if context is None else torch.cat((x, context), -1))
         kept = {name: part for name, part in value.items() if not (self.last and name == "context")}
         return {**kept, "x": x + value["x"] if self.residual else x}
 
