@@ -1,0 +1,69 @@
+"""Evaluation: losses and metrics are summed over micro-batches, and outputs put together again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from avgpipe import Pipeline, Plan
+from avgpipe.runtime.evaluate import MetricSums, OutputCollector
+from avgpipe.runtime.options import TrainingOptions
+from tests.runtime.cases import momentum
+
+OUTPUT, TARGET = torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [0.0]])
+
+
+def sums(loss_fn: Any, metric_fn: Any = None, loss_weight: Any = None) -> MetricSums:
+    return MetricSums(TrainingOptions(loss_fn, momentum, loss_weight=loss_weight), metric_fn)
+
+
+def test_a_mean_is_weighed_by_its_samples() -> None:
+    found = sums(nn.MSELoss())
+    found.add(OUTPUT, TARGET, 2)
+    found.add(OUTPUT[1:], TARGET[1:], 1)
+    total, names = found.result()
+    assert total.tolist() == [19.0, 3.0, 3.0]
+    assert names == []
+
+
+def test_a_sum_and_its_count_are_added_up() -> None:
+    found = sums(lambda o, t: (o.sum(), 7))
+    found.add(OUTPUT, TARGET, 2)
+    assert found.result()[0].tolist() == [4.0, 7.0, 2.0]
+
+
+def test_what_counts_for_nothing_is_not_asked_for_its_loss() -> None:
+    found = sums(lambda o, t: torch.tensor(math.nan), loss_weight=lambda t: 0)
+    found.add(OUTPUT, TARGET, 2)
+    assert found.result()[0].tolist() == [0.0, 0.0, 2.0]
+
+
+def test_metrics_are_summed_by_name_times_samples() -> None:
+    found = sums(nn.MSELoss(), lambda o, t: {"mean": o.mean(), "largest": o.max()})
+    found.add(OUTPUT, TARGET, 2)
+    found.add(OUTPUT[:1], TARGET[:1], 1)
+    total, names = found.result()
+    assert names == ["mean", "largest"]
+    assert total[3:].tolist() == [5.0, 7.0]
+
+
+def test_outputs_are_joined_in_order() -> None:
+    found = OutputCollector()
+    for part in OUTPUT.split(1):
+        found.add({"logits": part, "count": 2}, None, 1)
+    assert torch.equal(found.result()["logits"], OUTPUT)
+    assert found.result()["count"] == 2
+
+
+def test_many_batches_of_any_size_keep_their_order() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
+    x = [torch.randn(n, 2, dtype=torch.float64) for n in (5, 1, 3, 2, 7, 1, 1, 4)]
+    with Pipeline(model, Plan(stages=2, micro_batches=3), loss_fn=nn.MSELoss(), optimizer=momentum) as p:
+        found = p.evaluate([(each, each[:, :1]) for each in x], lambda o, t: float(len(o)))
+        assert all(torch.allclose(p.predict(each), model(each)) for each in x)
+    whole = torch.cat(x)
+    assert found.samples == 24
+    assert abs(found.loss - float(nn.MSELoss()(model(whole), whole[:, :1]))) < 1e-12
