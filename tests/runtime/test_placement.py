@@ -79,5 +79,7 @@ def test_what_stages_tell_each_other_has_one_way_between_all_replicas() -> None:
 
 
 def test_ranks_must_be_one_or_as_many_as_workers() -> None:
-    with pytest.raises(ValueError, match="for 6 workers and there are 2 ranks: start one rank per worker, or"):
+    with pytest.raises(
+        ValueError, match="for 6 workers and there are 2 ranks: start one rank per worker, or"
+    ):
         placement(2, **REPLICATED)
