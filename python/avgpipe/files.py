@@ -1,11 +1,17 @@
-"""Files that are either wholly written or not touched."""
+"""Files that are either wholly written or not touched, and values read from them."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
+
+from avgpipe.errors import nearest
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
@@ -47,3 +53,39 @@ def _sync_folder(folder: Path) -> None:
         pass  # some network file systems refuse to sync a folder; the content is safe all the same
     finally:
         os.close(descriptor)
+
+
+# ---- values in files -------------------------------------------------------------------------------------------------
+
+
+def json_object(what: str, text: str) -> dict[str, Any]:
+    """Read a JSON object; ValueError for anything else."""
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what} must be JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{what} must be a JSON object, not {type(values).__name__}")
+    return values
+
+
+def check_keys(where: str, values: dict[str, Any], known: Sequence[str], needed: Iterable[str] = ()) -> None:
+    """Raise ValueError for a key that is not known, and for one that is needed and missing."""
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{where}: unknown key {key!r}: {nearest(key, tuple(known))}")
+    for key in needed:
+        if key not in values:
+            raise ValueError(f"{where}: {key} is missing")
+
+
+def dataclass_of(where: str, kind: Any, values: Any) -> Any:
+    """Make a dataclass of the object that a file has for it; ValueError names what in it cannot be."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} must be a JSON object, not {type(values).__name__}")
+    needed = [field.name for field in fields(kind) if field.default is MISSING]
+    check_keys(where, values, [field.name for field in fields(kind)], needed)
+    try:
+        return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from error

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from avgpipe import systems
 from avgpipe.errors import check_count, nearest
-from avgpipe.files import write_atomically
+from avgpipe.files import dataclass_of, json_object, write_atomically
 from avgpipe.rules import RULES
-from avgpipe.schedule import Schedule, build_schedule, checked_replication, published
+from avgpipe.schedule import RECOMPUTE, WEIGHTS, Schedule, build_schedule, checked_replication, published
 from avgpipe.systems import SYSTEMS
 
 if TYPE_CHECKING:  # which would load numpy
     from avgpipe.planning import Partition
-
-RECOMPUTE = ("never", "except-last", "always")
-WEIGHTS = ("flush", "stash", "vertical-sync", "double-buffer")
 
 
 @dataclass(frozen=True)
@@ -198,16 +195,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"a plan must be JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"a plan must be a JSON object, not {type(values).__name__}")
-        known = tuple(f.name for f in fields(cls))
-        for name in values:
-            _check_name("plan option", name, known)
-        return cls(**values)
+        plan: Plan = dataclass_of("plan", cls, json_object("a plan", text))
+        return plan
 
     def save(self, path: str | Path) -> None:
         write_atomically(Path(path), self.to_json())

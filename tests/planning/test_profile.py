@@ -118,8 +118,8 @@ def test_a_profile_that_cannot_be_is_refused(changes, words):
     ("old", "new", "words"),
     [
         ('"format": 1', '"format": 2', "format 1"),
-        ('"model"', '"modle"', "unknown entry 'modle': did you mean 'model'"),
-        ('"held_bytes"', '"hold_bytes"', r"layers\[0\]: unknown entry 'hold_bytes'"),
+        ('"model"', '"modle"', "unknown key 'modle': did you mean 'model'"),
+        ('"held_bytes"', '"hold_bytes"', r"layers\[0\]: unknown key 'hold_bytes'"),
         ('"name": "first", ', "", r"layers\[0\]: name is missing"),
         ("{", "", "must be JSON"),
     ],

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from avgpipe.planning import Costs, partition, steady_batch_s
-from avgpipe.planning.chain import RECOMPUTE, Chain, stage_costs, weight_versions
+from avgpipe.planning.chain import Chain, stage_costs, weight_versions
 from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile
-from avgpipe.schedule import build_schedule
+from avgpipe.schedule import RECOMPUTE, build_schedule
 from tests.planning import chains
 
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from avgpipe.cli.options import Options, Value, as_tuples, internal, parse_count, parse_positive
 from avgpipe.errors import nearest
 from avgpipe.links import NAMES as LINKS
-from avgpipe.plan import RECOMPUTE, WEIGHTS, Plan
+from avgpipe.plan import Plan
 from avgpipe.rules import RULES
-from avgpipe.schedule import schedule_names
+from avgpipe.schedule import RECOMPUTE, WEIGHTS, schedule_names
 from avgpipe.systems import SYSTEMS
 from avgpipe.units import parse_bytes, parse_names, parse_numbers, parse_rate, parse_seconds
 from avgpipe.workloads import LR_SCALINGS, BuildOptions, workload_names

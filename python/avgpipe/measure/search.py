@@ -11,12 +11,13 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from avgpipe.measure.forecast import Forecast, OnCluster
-from avgpipe.plan import RECOMPUTE, Plan
+from avgpipe.plan import Plan
 from avgpipe.planning import choose_advance
 from avgpipe.planning.chain import Chain, does_not_fit
 from avgpipe.planning.cluster import Cluster, ring_s
 from avgpipe.planning.cuts import Cut, CutSearch
 from avgpipe.planning.profile import Profile
+from avgpipe.schedule import RECOMPUTE
 
 PIPELINES = (1, 2, 3)
 _FEW_WORKERS = 16  # up to which every number of stages is tried, also where it leaves workers idle

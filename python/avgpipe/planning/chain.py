@@ -9,16 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from avgpipe.planning.costs import Costs
-from avgpipe.planning.profile import LayerCosts, LinkProfile, Profile
+from avgpipe.planning.costs import Array, Costs
+from avgpipe.planning.profile import OF_LAYERS, LayerCosts, LinkProfile, Profile
 from avgpipe.schedule.schedule import Schedule
 from avgpipe.units import format_bytes
-
-_OF_LAYERS = ("parameter_bytes", "optimizer_bytes", "frozen_bytes", "update_s", "elastic_s", "accumulate_s")
-
-Array = NDArray[Any]
 
 
 class Chain:
@@ -43,7 +38,7 @@ class Chain:
         if link is not None:
             self.transfer_s[1:-1] = link.seconds(self.boundary_bytes[1:-1])
         columns = dict(zip(LayerCosts._fields, zip(*profile.at(micro_batch_size))))
-        columns |= {name: tuple(getattr(layer, name) for layer in profile.layers) for name in _OF_LAYERS}
+        columns |= {name: tuple(getattr(layer, name) for layer in profile.layers) for name in OF_LAYERS}
         self._sums = {name: np.cumsum([0.0, *column]) for name, column in columns.items()}
         self._handed_bytes = np.array([0.0, *columns["handed_bytes"][:-1], 0.0])
         self._layer_working_bytes = np.array(columns["working_bytes"])
@@ -163,9 +158,6 @@ def does_not_fit(limit: float, least: float, advice: str) -> ValueError:
 
 
 # ---- what a simulation is told -------------------------------------------------------------------------------------
-
-
-RECOMPUTE = ("never", "except-last", "always")
 
 
 def stage_costs(

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from avgpipe.errors import check_count, nearest
+from avgpipe.errors import check_count
+from avgpipe.files import check_keys
 from avgpipe.planning.chain import check_limit
+from avgpipe.planning.costs import number
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.units import parse_bytes, parse_rate, parse_seconds
 
@@ -33,6 +35,7 @@ class Level(NamedTuple):
 
 
 Levels = tuple[Level, ...]
+_FREE = LinkProfile(0.0, math.inf)
 
 
 def network(
@@ -47,28 +50,34 @@ def network(
     Without levels, one of ``workers`` (None: as many as stages, or 4) on ``link`` (None: the profile's; a profile
     without one counts transfers as free).
     """
+    check_stages(len(profile.layers), stages)
     if levels is None:
         count = workers if workers is not None else 4 if stages is None else stages
         check_count("workers", count)
-        found = link or profile.link or LinkProfile(0.0, math.inf)
-        return (Level(count, found.bytes_per_s, found.latency_s),)
-    if link is not None:
-        raise ValueError("link and levels both say how fast the network is: leave one out")
-    if not levels:
-        raise ValueError("levels is empty: give (units, bytes_per_s) of each, lowest first, or leave it out")
-    made = tuple(_checked_level(n, level) for n, level in enumerate(levels))
+        found = link or profile.link or _FREE
+        made: Levels = (Level(count, found.bytes_per_s, found.latency_s),)
+    else:
+        if link is not None:
+            raise ValueError("link and levels both say how fast the network is: leave one out")
+        if not levels:
+            raise ValueError(
+                "levels is empty: give (units, bytes_per_s) of each, lowest first, or leave it out"
+            )
+        made = tuple(_checked_level(n, level) for n, level in enumerate(levels))
     total = math.prod(level.units for level in made)
-    if workers is not None and workers != total:
+    if workers not in (None, total):
         units = " x ".join(str(level.units) for level in made)
         raise ValueError(f"workers={workers!r}, but the levels have {units} = {total}: leave workers out")
+    if stages is not None and total < stages:
+        raise ValueError(
+            f"workers={total}: {stages} stages need a worker each, give {stages} or fewer stages"
+        )
     return made
 
 
-def check_enough(stages: int | None, workers: int) -> None:
-    if stages is not None and workers < stages:
-        raise ValueError(
-            f"workers={workers}: {stages} stages need a worker each, give {stages} or fewer stages"
-        )
+def check_stages(layers: int, stages: int | None) -> None:
+    if stages is not None and (type(stages) is not int or not 1 <= stages <= layers):
+        raise ValueError(f"stages={stages!r}: {layers} layers can be cut into 1 to {layers} stages")
 
 
 def _checked_level(n: int, level: Sequence[float]) -> Level:
@@ -78,14 +87,10 @@ def _checked_level(n: int, level: Sequence[float]) -> Level:
         raise TypeError(
             f"levels[{n}]={level!r}: must be (units, bytes_per_s) or (units, bytes_per_s, latency_s)"
         ) from error
-    if type(made.units) is not int or made.units < 1:
-        raise ValueError(f"levels[{n}]: units={made.units!r}: must be an int of at least 1")
-    for name, least in (("bytes_per_s", "above"), ("latency_s", "at least")):
-        value = getattr(made, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"levels[{n}]: {name}={value!r}: must be a number")
-        if not (value > 0 or (value == 0 and least == "at least")):
-            raise ValueError(f"levels[{n}]: {name}={value!r}: must be {least} 0")
+    check_count(f"levels[{n}]: units", made.units)
+    number(f"levels[{n}]: latency_s", made.latency_s)
+    if made.bytes_per_s != math.inf and not number(f"levels[{n}]: bytes_per_s", made.bytes_per_s):
+        raise ValueError(f"levels[{n}]: bytes_per_s={made.bytes_per_s!r}: must be above 0")
     return made
 
 
@@ -104,7 +109,6 @@ else:
 
 _DEVICES = ("count", "memory", "speed")
 _LEVELS = ("units", "bandwidth", "latency")
-_FREE = LinkProfile(0.0, math.inf)
 
 
 class Device(NamedTuple):
@@ -212,7 +216,7 @@ class Cluster:
             found = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"a cluster file must be TOML: {error}") from error
-        _check_keys("the file", found, ("name", "devices", "levels"), ("devices", "levels"))
+        check_keys("the file", found, ("name", "devices", "levels"), ("devices", "levels"))
         devices = [d for n, row in enumerate(_rows(found, "devices")) for d in _devices(f"devices[{n}]", row)]
         levels = [_level(f"levels[{n}]", row) for n, row in enumerate(_rows(found, "levels"))]
         return cls(tuple(devices), tuple(levels), _text("name", found.get("name", "")))
@@ -225,17 +229,8 @@ def _rows(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _check_keys(where: str, row: dict[str, Any], known: Sequence[str], needed: Sequence[str]) -> None:
-    for key in row:
-        if key not in known:
-            raise ValueError(f"{where}: unknown key {key!r}: {nearest(key, tuple(known))}")
-    for key in needed:
-        if key not in row:
-            raise ValueError(f"{where}: {key} is missing")
-
-
 def _devices(where: str, row: dict[str, Any]) -> list[Device]:
-    _check_keys(where, row, _DEVICES, ("count",))
+    check_keys(where, row, _DEVICES, ("count",))
     speed = row.get("speed", 1.0)
     if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
         raise ValueError(f"{where}: speed {speed!r}: must be a number above 0, 1.0 for the profiled device's")
@@ -246,7 +241,7 @@ def _devices(where: str, row: dict[str, Any]) -> list[Device]:
 
 
 def _level(where: str, row: dict[str, Any]) -> Level:
-    _check_keys(where, row, _LEVELS, ("units", "bandwidth"))
+    check_keys(where, row, _LEVELS, ("units", "bandwidth"))
     return Level(
         _count(f"{where}: units", row["units"]),
         parse_rate(f"{where}: bandwidth", row["bandwidth"]),

@@ -10,20 +10,15 @@ from itertools import combinations, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from avgpipe.planning.chain import does_not_fit
+from avgpipe.planning.cluster import check_stages
+from avgpipe.planning.costs import Array
 
-Array = NDArray[Any]
 StageCost = Callable[[int, Any, Any], Any]
 """The cost of stage k with layers ``first`` to ``last`` - 1, which may be arrays of numbers."""
 
 EXACT = 1e-12  # relative; beyond the rounding of sums of seconds
-
-
-def check_stages(layers: int, stages: int | None) -> None:
-    if stages is not None and (type(stages) is not int or not 1 <= stages <= layers):
-        raise ValueError(f"stages={stages!r}: {layers} layers can be cut into 1 to {layers} stages")
 
 
 def table_of(layers: int, cost: Callable[[Any, Any], Any]) -> Array:

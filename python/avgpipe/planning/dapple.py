@@ -12,8 +12,9 @@ import numpy as np
 
 from avgpipe.errors import check_count
 from avgpipe.planning.chain import Chain, check_limit, does_not_fit
-from avgpipe.planning.cluster import Levels, check_enough, network, ring_s
-from avgpipe.planning.cuts import Array, Divisions, check_stages, table_of
+from avgpipe.planning.cluster import Levels, network, ring_s
+from avgpipe.planning.costs import Array
+from avgpipe.planning.cuts import Divisions, table_of
 from avgpipe.planning.partition import Partition, micro_batch_size_of, transfer_notes
 from avgpipe.planning.profile import LinkProfile, Profile
 
@@ -45,7 +46,6 @@ def dapple(
     """
     check_count("micro_batches", micro_batches)
     check_limit(memory_limit_bytes)
-    check_stages(len(profile.layers), stages)
     nets = network(profile, stages, workers, levels, link)
     if len(nets) > 2:
         raise ValueError(
@@ -54,7 +54,6 @@ def dapple(
     chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size))
     model = Model(chain, nets, micro_batches, memory_limit_bytes)
     total = sum(model.devices)
-    check_enough(stages, total)
     found, exact = find(model, stages)
     if found is None:
         assert memory_limit_bytes is not None

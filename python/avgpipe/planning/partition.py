@@ -7,26 +7,25 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from avgpipe.errors import check_count, nearest
 from avgpipe.planning.chain import (
-    RECOMPUTE,
     Chain,
     check_limit,
     recomputed,
     stage_costs,
     weight_versions,
 )
-from avgpipe.planning.cluster import Cluster, network, ring_s
+from avgpipe.planning.cluster import Cluster, check_stages, network, ring_s
 from avgpipe.planning.costs import Costs
-from avgpipe.planning.cuts import Cut, CutSearch, check_stages, least_bottleneck
+from avgpipe.planning.cuts import Cut, CutSearch, least_bottleneck
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.planning.simulation import steady_batch_s
-from avgpipe.schedule import Schedule, build_schedule, published
+from avgpipe.schedule import RECOMPUTE, Schedule, build_schedule, published
 from avgpipe.units import format_bytes, format_seconds
 
 
@@ -129,17 +128,13 @@ class Partition:
 
 
 def _machines(machines: Sequence[tuple[int, int]]) -> str:
-    """Runs of machines with as many devices each: "4 devices of machines 0 to 2, 1 of machine 3"."""
-    runs: list[list[int]] = []
-    for machine, count in machines:
-        if runs and runs[-1][1] == machine - 1 and runs[-1][2] == count:
-            runs[-1][1] = machine
-        else:
-            runs.append([machine, machine, count])
-    words = [
-        f"{count} of machine {a}" if a == b else f"{count} of each of machines {a} to {b}"
-        for a, b, count in runs
-    ]
+    """Runs of machines with as many devices each: "4 of each of machines 0 to 2, 1 of machine 3"."""
+    words = []
+    for _, group in groupby(enumerate(machines), key=lambda item: (item[1][0] - item[0], item[1][1])):
+        run = [machine for _, machine in group]
+        (first, count), (last, _) = run[0], run[-1]
+        many = f"machine {first}" if first == last else f"each of machines {first} to {last}"
+        words.append(f"{count} of {many}")
     return ", ".join(words)
 
 
@@ -354,7 +349,7 @@ def simulated(
         raise ValueError(f"recompute={recompute!r}: {nearest(str(recompute), RECOMPUTE)}")
     check_stages(len(profile.layers), count)
     order = build_schedule(schedule, count, micro_batches, advance, stages_per_worker)
-    net = network(profile, count, order.workers, None, link)[0]
+    net = network(profile, None, order.workers, None, link)[0]
     chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size), net.link)
     training = Training(chain, order, pipelines, recompute, published(schedule).weights)
     limits = None if memory_limit_bytes is None else [memory_limit_bytes] * order.workers

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from avgpipe.planning.chain import Chain, check_limit, does_not_fit
-from avgpipe.planning.cluster import Levels, check_enough, network
-from avgpipe.planning.cuts import Array, Block, Divisions, check_stages, least_of, table_of
+from avgpipe.planning.cluster import Levels, network
+from avgpipe.planning.costs import Array
+from avgpipe.planning.cuts import Block, Divisions, least_of, table_of
 from avgpipe.planning.partition import Partition, micro_batch_size_of, transfer_notes
 from avgpipe.planning.profile import LinkProfile, Profile
 
@@ -41,7 +42,6 @@ def pipedream(
     the weights and what is kept for its backward. In flight on each of m workers with n behind are 1 + ceil(n / m);
     inside units, n / m is rounded up to a power of 2.
     """
-    check_stages(len(profile.layers), stages)
     nets = network(profile, stages, workers, levels, link)
     total = math.prod(level.units for level in nets)
     chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size), nets[-1].link)
@@ -49,7 +49,6 @@ def pipedream(
         raise ValueError(
             f"stages={stages} with {len(nets)} levels: they follow from the levels, leave stages out"
         )
-    check_enough(stages, total)
     check_limit(memory_limit_bytes)
     top, units = len(nets) - 1, nets[-1].units
     search = _Search(chain, nets, memory_limit_bytes)

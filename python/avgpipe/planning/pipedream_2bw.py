@@ -11,8 +11,9 @@ import numpy as np
 
 from avgpipe.errors import check_count
 from avgpipe.planning.chain import Chain, check_limit, does_not_fit
-from avgpipe.planning.cluster import Level, check_enough, network, ring_s
-from avgpipe.planning.cuts import EXACT, Array, Block, Divisions, check_stages, table_of
+from avgpipe.planning.cluster import Level, network, ring_s
+from avgpipe.planning.costs import Array
+from avgpipe.planning.cuts import EXACT, Block, Divisions, table_of
 from avgpipe.planning.partition import Partition, transfer_notes
 from avgpipe.planning.profile import LinkProfile, Profile
 
@@ -51,9 +52,7 @@ def pipedream_2bw(
     micro-batches in flight on stage k all that is kept, or with recomputation the inputs, and the rest once. The
     published 2 |W| / d leaves gradients and optimizer state out, which would not fit.
     """
-    check_stages(len(profile.layers), stages)
     net = network(profile, stages, workers, None, link)[0]
-    check_enough(stages, net.units)
     check_limit(memory_limit_bytes)
     if recompute not in (None, True, False):
         raise ValueError(f"recompute={recompute!r}: must be True, False, or None for what is faster")

@@ -8,19 +8,15 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from avgpipe.errors import nearest
-from avgpipe.files import write_atomically
+from avgpipe.files import dataclass_of, json_object, write_atomically
 from avgpipe.planning.costs import MOST_JITTER, number
 
 _FORMAT = 1
-_PER_LAYER = (
-    *("parameter_bytes", "optimizer_bytes", "update_s", "elastic_s"),
-    *("frozen_bytes", "accumulate_s"),
-)
+OF_LAYERS = ("parameter_bytes", "optimizer_bytes", "frozen_bytes", "update_s", "elastic_s", "accumulate_s")
 
 
 @dataclass(frozen=True)
@@ -157,7 +153,7 @@ class Profile:
         for name in LayerCosts._fields:
             if name not in LayerCosts._field_defaults or getattr(layer, name):
                 self._check_row(f"{where}: {name}", getattr(layer, name))
-        for name in _PER_LAYER:
+        for name in OF_LAYERS:
             number(f"{where}: {name}", getattr(layer, name))
         for part, whole in zip(layer.input_backward_s, layer.backward_s):
             if part > whole:
@@ -229,21 +225,18 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"a profile must be JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"a profile must be a JSON object, not {type(values).__name__}")
+        values = json_object("a profile", text)
         if values.pop("format", None) != _FORMAT:
             raise ValueError(f"no profile of format {_FORMAT}: make a new one with avgpipe profile")
         for name, kind in (("layers", LayerProfile), ("skips", Skip), ("ties", Tie)):
             if name in values:
-                values[name] = tuple(_made(f"{name}[{n}]", kind, row) for n, row in enumerate(values[name]))
+                values[name] = tuple(
+                    dataclass_of(f"{name}[{n}]", kind, row) for n, row in enumerate(values[name])
+                )
         for name in ("link", "reduction"):
             if values.get(name) is not None:
-                values[name] = _made(name, LinkProfile, values[name])
-        made: Profile = _made("profile", cls, values)
+                values[name] = dataclass_of(name, LinkProfile, values[name])
+        made: Profile = dataclass_of("profile", cls, values)
         return made
 
     def save(self, path: str | Path) -> None:
@@ -255,19 +248,3 @@ class Profile:
             return cls.from_json(Path(path).read_text())
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from error
-
-
-def _made(where: str, kind: Any, values: Any) -> Any:
-    if not isinstance(values, dict):
-        raise ValueError(f"{where} must be a JSON object, not {type(values).__name__}")
-    known = [f.name for f in fields(kind)]
-    for name in values:
-        if name not in known:
-            raise ValueError(f"{where}: unknown entry {name!r}: {nearest(name, known)}")
-    for field in fields(kind):
-        if field.default is MISSING and field.name not in values:
-            raise ValueError(f"{where}: {field.name} is missing")
-    try:
-        return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
-    except TypeError as error:
-        raise ValueError(f"{where}: {error}") from error

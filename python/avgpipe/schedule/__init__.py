@@ -1,10 +1,20 @@
 """Schedules as data: what every worker runs, in which order. Imports no torch."""
 
-from avgpipe.schedule.builders import build_schedule, checked_replication, published, schedule_names, warm_ups
+from avgpipe.schedule.builders import (
+    RECOMPUTE,
+    WEIGHTS,
+    build_schedule,
+    checked_replication,
+    published,
+    schedule_names,
+    warm_ups,
+)
 from avgpipe.schedule.row import Action, Kind, Row, RowCursor
 from avgpipe.schedule.schedule import Schedule
 
 __all__ = [
+    "RECOMPUTE",
+    "WEIGHTS",
     "Action",
     "Kind",
     "Row",

@@ -258,6 +258,13 @@ def _check_multiple(asked: Asked, per_worker: int) -> None:
 # ---- by name ---------------------------------------------------------------------------------------------------------
 
 
+WEIGHTS = ("flush", "stash", "vertical-sync", "double-buffer")
+"""Which version of the weights a batch runs on, see ``Plan.weights``."""
+
+RECOMPUTE = ("never", "except-last", "always")
+"""Which micro-batches run their forward again, see ``Plan.recompute``."""
+
+
 class Published(NamedTuple):
     """A row of the table of schedules.
 
