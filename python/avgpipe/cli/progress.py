@@ -21,32 +21,17 @@ _SMOOTHING = 0.95  # of the loss shown, per batch
 _LOG = "avgpipe"
 
 
-class Silent:
-    """The progress of the ranks other than the first: nothing is shown."""
+class ProgressBar:
+    """Shows a run of ``total`` batches of which ``done`` were done before; nothing unless ``shown``."""
 
-    def batch(self, loss: float, samples: int, seconds: float) -> None:
-        """A batch is done; it took so many seconds of training since the one before."""
-
-    def validating(self, batches: BatchLoader) -> Iterable[Any]:
-        """The batches, with their progress shown as they are taken."""
-        return batches
-
-    def note(self, text: str) -> None:
-        """Say something that stays."""
-
-    def close(self) -> None: ...
-
-
-class ProgressBar(Silent):
-    """Shows a run of ``total`` batches of which ``done`` were done before."""
-
-    def __init__(self, total: int, done: int) -> None:
+    def __init__(self, total: int, done: int, *, shown: bool = True) -> None:
+        self._shown = shown
         self._total, self._done, self._begun = total, done, done
         self._loss = self._weight = 0.0
         self._samples = self._seconds = 0.0
         self._last_line = time.monotonic()
         self._bar: Progress | None = None
-        if sys.stderr.isatty():
+        if shown and sys.stderr.isatty():
             columns = (
                 TextColumn("{task.description:<8}"),
                 BarColumn(),
@@ -58,6 +43,7 @@ class ProgressBar(Silent):
             self._bar.start()
 
     def batch(self, loss: float, samples: int, seconds: float) -> None:
+        """A batch is done; it took so many seconds of training since the one before."""
         self._done += 1
         if loss == loss:  # a NaN would stay in the mean for ever
             self._loss = _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
@@ -70,6 +56,7 @@ class ProgressBar(Silent):
             self.note(f"batch {self._done}/{self._total}  {self._facts()}")
 
     def validating(self, batches: BatchLoader) -> Iterator[Any]:
+        """The batches, with their progress shown as they are taken."""
         if self._bar is not None:
             task = self._bar.add_task("validation", total=len(batches), facts="")
             for batch in batches:
@@ -83,10 +70,11 @@ class ProgressBar(Silent):
             yield batch
 
     def note(self, text: str) -> None:
+        """Say something that stays."""
         self._last_line = time.monotonic()
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        else:
+        elif self._shown:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -94,7 +82,7 @@ class ProgressBar(Silent):
             self._bar.stop()
 
     def _line_is_due(self) -> bool:
-        return time.monotonic() - self._last_line >= _LINE_EVERY_S
+        return self._shown and time.monotonic() - self._last_line >= _LINE_EVERY_S
 
     def _facts(self) -> str:
         loss = self._loss / self._weight if self._weight else float("nan")

@@ -113,7 +113,7 @@ def _is_restart(out: Path, launch: str | None) -> bool:
     if joined_ranks() is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return False
     values = _read(out)
-    return values is not None and values.get("launch") == launch
+    return bool(values) and values.get("launch") == launch
 
 
 # ---- the run that is resumed -----------------------------------------------------------------------------------------
@@ -123,20 +123,19 @@ def has_checkpoint(out: str | os.PathLike[str]) -> bool:
     return (Path(out) / "checkpoints" / "last" / "manifest.json").is_file()
 
 
-def _read(out: Path) -> dict[str, Any] | None:
+def _read(out: Path) -> dict[str, Any]:
+    """What run.json holds; nothing where it cannot be read."""
     try:
         values = json.loads((out / RUN_FILE).read_text())
     except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) else None
+        values = None
+    return values if isinstance(values, dict) else {}
 
 
 def _stored(out: Path, workload: str) -> dict[str, Any]:
     """The configuration of the run in ``out``; none if it cannot be read, for the checkpoint is what matters."""
     values = _read(out)
-    if values is None:
-        return {}
-    if values.get("workload") != workload:
+    if values and values.get("workload") != workload:
         raise ValueError(
             f"{out} is a run of {values.get('workload')!r}, not of {workload!r}: name that workload"
         )

@@ -22,7 +22,7 @@ from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.errors import CommandFailed, arguments, running, say
 from avgpipe.cli.folder import Goal, RunFolder, Totals
 from avgpipe.cli.output import strict_json
-from avgpipe.cli.progress import ProgressBar, Silent, links_line, log_notes
+from avgpipe.cli.progress import ProgressBar, links_line, log_notes
 from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
 from avgpipe.errors import CheckpointError, PeerLost
 from avgpipe.pipeline import Pipeline
@@ -88,7 +88,7 @@ class TrainingRun:
         # Of the whole run; epochs of other lengths than the first one are not looked at.
         total = self.workload.epochs * len(self.workload.train_batches(0))
         total = min(total, config.max_batches or total)
-        self.progress = ProgressBar(total, self.done.batches) if first else Silent()
+        self.progress = ProgressBar(total, self.done.batches, shown=first)
         self.progress.note(self._title())
         if self.workload.trivial is not None:
             answer, score = self.workload.trivial

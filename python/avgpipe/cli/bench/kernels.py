@@ -48,6 +48,7 @@ _SAMPLE_S = 5e-3  # at least, of several calls where one is short
 _ALPHA, _LR, _MU = 0.25, 1e-5, 0.9
 _STEP = 100  # beyond the first ones, whose bias corrections are large
 Run = Callable[[], object]
+Tensors = list[Tensor]
 
 
 def run(config: KernelsConfig) -> None:
@@ -94,7 +95,7 @@ def model_shapes(elements: int) -> list[tuple[int, ...]]:
     return [*blocks, (elements - sum(map(math.prod, blocks)),)]
 
 
-def make_operands(shapes: Sequence[Sequence[int]], config: KernelsConfig) -> list[list[Tensor]]:
+def make_operands(shapes: Sequence[Sequence[int]], config: KernelsConfig) -> list[Tensors]:
     """Lists of tensors of ``shapes``.
 
     Values lie between 0.005 and 0.015: far from subnormal numbers, which processors compute slowly, for every dtype
@@ -109,7 +110,7 @@ def make_operands(shapes: Sequence[Sequence[int]], config: KernelsConfig) -> lis
 
 
 def measure(
-    head: dict[str, Any], values: float, runs: dict[str, Run], like: list[Tensor], config: KernelsConfig
+    head: dict[str, Any], values: float, runs: dict[str, Run], like: Tensors, config: KernelsConfig
 ) -> dict[str, Any]:
     """Time the ways of a section in turn, round after round: what slows the machine down slows all alike.
 
@@ -151,7 +152,7 @@ def _failure(compiled: Callable[[], object]) -> str:
 # ---- ways ----------------------------------------------------------------------------------------------------------
 
 
-def _limits(like: list[Tensor]) -> list[Way]:
+def _limits(like: Tensors) -> list[Way]:
     """The one that fractions are of, then others.
 
     On the CPU that is multiplying an array in place, which no copy comes near, since every line of memory is written
@@ -166,68 +167,74 @@ def _limits(like: list[Tensor]) -> list[Way]:
     return [copy, multiply, triad] if a.is_cuda else [multiply, copy, triad]
 
 
-def ways(operands: list[list[Tensor]]) -> list[tuple[str, str, Run]]:
+def ways(operands: list[Tensors]) -> list[tuple[str, str, Run]]:
     """Make what is timed, on the same memory: by question, ours first, then what one writes instead."""
     z, *updates = operands
     x, before, grad, first, second, update, *_ = updates
     buffer = torch.cat([tensor.flatten() for tensor in x])
     parts = [part.view_as(tensor) for part, tensor in zip(torch.split(buffer, [t.numel() for t in x]), x)]
 
-    def rule() -> None:
-        """update += x - before; x += alpha (z - before): four passes, since foreach knows no sum of three."""
-        torch._foreach_add_(update, x)
-        torch._foreach_sub_(update, before)
-        torch._foreach_add_(x, z, alpha=_ALPHA)
-        torch._foreach_sub_(x, before, alpha=_ALPHA)
-
     def by_torch(question: str, kind: type[torch.optim.Optimizer], form: str, **options: Any) -> Any:
         parameters = [tensor.detach().requires_grad_() for tensor in x]
         for parameter, gradient in zip(parameters, grad):
             parameter.grad = gradient
         optimizer = kind(parameters, **{**options, form: True})
+        run = partial(_step_then_rule, optimizer, x, before, z, update)
+        return question, f"{kind.__name__}({form}) + foreach rule", run
 
-        def then_rule() -> None:
-            torch._foreach_copy_(before, x)
-            optimizer.step()
-            rule()
-
-        return question, f"{kind.__name__}({form}) + foreach rule", then_rule
-
-    def mul_and_add() -> None:
-        torch._foreach_mul_(x, 1 - _ALPHA)
-        torch._foreach_add_(x, z, alpha=_ALPHA)
-
-    def easgd() -> None:
-        torch._foreach_add_(update, x, alpha=_ALPHA)
-        torch._foreach_sub_(update, z, alpha=_ALPHA)
-        torch._foreach_lerp_(x, z, _ALPHA)
-
-    def one_by_one() -> None:
-        for own in updates:
-            torch._foreach_add_(z, own, alpha=1 / _REPLICAS)
-
+    sgd = partial(ext.elastic_sgd_, x, grad, first, z, update, _ALPHA, 1, lr=_LR, mu=_MU)
     together = partial(ext.reference_apply_, z, list(chain(*updates)), 1 / _REPLICAS, zero=False)
-    adamw = partial(ext.elastic_adamw_, x, grad, first, second, z, update, _ALPHA, 1, lr=_LR, step=_STEP)
+    fused_adamw = partial(
+        ext.elastic_adamw_, x, grad, first, second, z, update, _ALPHA, 1, lr=_LR, step=_STEP
+    )
     return [
-        ("adamw", "elastic_adamw_", adamw),
+        ("adamw", "elastic_adamw_", fused_adamw),
         *(by_torch("adamw", torch.optim.AdamW, form, lr=_LR) for form in ("fused", "foreach")),
-        (
-            "sgd",
-            "elastic_sgd_",
-            partial(ext.elastic_sgd_, x, grad, first, z, update, _ALPHA, 1, lr=_LR, mu=_MU),
-        ),
+        ("sgd", "elastic_sgd_", sgd),
         *(by_torch("sgd", torch.optim.SGD, form, lr=_LR, momentum=_MU) for form in ("fused", "foreach")),
         ("pull", "elastic_pull_", partial(ext.elastic_pull_, x, z, _ALPHA)),
-        ("pull", "_foreach_mul_ + _foreach_add_", mul_and_add),
+        ("pull", "_foreach_mul_ + _foreach_add_", partial(_mul_and_add, x, z)),
         ("pull", "_foreach_lerp_", partial(torch._foreach_lerp_, x, z, _ALPHA)),
         ("step", "elastic_step_", partial(ext.elastic_step_, x, before, z, update, _ALPHA, 1)),
-        ("step", "4 foreach passes", rule),
+        ("step", "4 foreach passes", partial(_rule, x, before, z, update)),
         ("easgd", "easgd_step_", partial(ext.easgd_step_, x, z, update, _ALPHA)),
-        ("easgd", "3 foreach passes", easgd),
+        ("easgd", "3 foreach passes", partial(_easgd, x, z, update)),
         ("apply", "reference_apply_, zero=False", together),
-        ("apply", f"{_REPLICAS} _foreach_add_", one_by_one),
+        ("apply", f"{_REPLICAS} _foreach_add_", partial(_one_by_one, z, updates)),
         ("pack", "pack", partial(ext.pack, x, out=buffer)),
         ("pack", "_foreach_copy_", partial(torch._foreach_copy_, parts, x)),
         ("unpack", "unpack_", partial(ext.unpack_, buffer, x)),
         ("unpack", "_foreach_copy_", partial(torch._foreach_copy_, x, parts)),
     ]
+
+
+def _rule(x: Tensors, before: Tensors, z: Tensors, update: Tensors) -> None:
+    """update += x - before; x += alpha (z - before): four passes, since foreach knows no sum of three."""
+    torch._foreach_add_(update, x)
+    torch._foreach_sub_(update, before)
+    torch._foreach_add_(x, z, alpha=_ALPHA)
+    torch._foreach_sub_(x, before, alpha=_ALPHA)
+
+
+def _step_then_rule(
+    optimizer: torch.optim.Optimizer, x: Tensors, before: Tensors, z: Tensors, update: Tensors
+) -> None:
+    torch._foreach_copy_(before, x)
+    optimizer.step()
+    _rule(x, before, z, update)
+
+
+def _mul_and_add(x: Tensors, z: Tensors) -> None:
+    torch._foreach_mul_(x, 1 - _ALPHA)
+    torch._foreach_add_(x, z, alpha=_ALPHA)
+
+
+def _easgd(x: Tensors, z: Tensors, update: Tensors) -> None:
+    torch._foreach_add_(update, x, alpha=_ALPHA)
+    torch._foreach_sub_(update, z, alpha=_ALPHA)
+    torch._foreach_lerp_(x, z, _ALPHA)
+
+
+def _one_by_one(z: Tensors, updates: list[Tensors]) -> None:
+    for own in updates:
+        torch._foreach_add_(z, own, alpha=1 / _REPLICAS)
