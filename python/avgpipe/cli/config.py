@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from avgpipe.cli.options import Options, Value, as_tuples, internal, parse_count, parse_positive
+from avgpipe.cli.options import Options, Value, internal, parse_count, parse_positive
 from avgpipe.errors import nearest
 from avgpipe.links import NAMES as LINKS
 from avgpipe.plan import Plan
@@ -220,21 +219,15 @@ class TrainConfig(LearningOptions, PlanOptions):
         """The plan of a complete configuration, see ``resolve``."""
         return Plan(**{f.name: getattr(self, f.name) for f in fields(Plan)})
 
+    @classmethod
+    def known(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The options in a run.json; older ones had the plan's in an object of their own."""
+        plan = values.get("plan")
+        return super().known({**values, **plan, "plan": None} if isinstance(plan, dict) else values)
+
     @property
     def last_checkpoint(self) -> Path:
         return Path(self.out) / "checkpoints" / "last"
-
-    @classmethod
-    def from_json(cls, text: str) -> TrainConfig:
-        return cls.of_values(read_values(json.loads(text)))
-
-
-def read_values(stored: dict[str, Any]) -> dict[str, Any]:
-    """The fields in the content of a run.json; older ones had the plan's in an object of their own."""
-    plan = stored.get("plan")
-    values = {**stored, **plan, "plan": None} if isinstance(plan, dict) else stored
-    known = {f.name for f in fields(TrainConfig)} - {"given"}
-    return as_tuples({name: value for name, value in values.items() if name in known})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,13 +89,13 @@ class Options:
 
     @classmethod
     def from_json(cls: type[_O], text: str) -> _O:
-        return cls.of_values(json.loads(text))
+        return cls(**cls.known(json.loads(text)))
 
     @classmethod
-    def of_values(cls: type[_O], values: Mapping[str, Any]) -> _O:
-        """Make the options from those of a JSON object that are theirs."""
-        known = {f.name for f in fields(cls)} - {"given"}
-        return cls(**as_tuples({name: value for name, value in values.items() if name in known}))
+    def known(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The options among the values of a JSON object."""
+        names = {f.name for f in fields(cls)} - {"given"}
+        return as_tuples({name: value for name, value in values.items() if name in names})
 
 
 def flag(name: str) -> str:

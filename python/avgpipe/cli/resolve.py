@@ -21,7 +21,6 @@ from avgpipe.cli.config import (
     DEFAULT_STAGES,
     TrainConfig,
     WorkloadOptions,
-    read_values,
 )
 from avgpipe.cli.options import as_tuples
 from avgpipe.errors import CheckpointError
@@ -139,7 +138,7 @@ def _stored(out: Path, workload: str) -> dict[str, Any]:
         raise ValueError(
             f"{out} is a run of {values.get('workload')!r}, not of {workload!r}: name that workload"
         )
-    return read_values(values)
+    return TrainConfig.known(values)
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
