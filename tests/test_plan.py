@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from avgpipe import Plan
 from avgpipe.planning import Partition
@@ -160,3 +163,14 @@ def test_a_double_buffer_needs_micro_batches_for_all_replicas() -> None:
         with pytest.raises(ValueError, match=r"micro_batches 3 with replication .* use more micro-batches"):
             Plan(micro_batches=3, **plan)
         assert Plan(micro_batches=6, **plan).weights == "double-buffer"
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_2bw_has_as_many_micro_batches_as_its_replicas_need(replication: list[int]) -> None:
+    stages = len(replication)
+    plan = Plan.for_system("pipedream-2bw", stages=stages, replication=replication)
+    assert plan.build_schedule().lookahead <= 1
+    fewer = plan.micro_batches - math.lcm(*replication)
+    if fewer >= max(stages, *replication):
+        with pytest.raises(ValueError, match="use more micro-batches"):
+            Plan.for_system("pipedream-2bw", stages=stages, replication=replication, micro_batches=fewer)

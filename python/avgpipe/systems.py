@@ -51,7 +51,8 @@ def micro_batches(system: str, stages: int, replication: Sequence[int] | None, w
     weights = SYSTEMS[system].get("weights")
     if weights == "stash":  # a batch is what is in flight
         wanted = 1
-    if weights == "double-buffer":  # two versions are enough then
-        wanted = max(wanted, stages)
+    if weights == "double-buffer":  # two versions are enough then, and each is there when a batch runs on it
+        counts = replication or [1] * stages
+        wanted = max(wanted, stages, *(-(-sum(counts[k:]) // r) * r - r for k, r in enumerate(counts)))
     step = lcm(*(replication or ()))
     return -(-wanted // step) * step
