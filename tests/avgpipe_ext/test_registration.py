@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import avgpipe_ext
-from avgpipe_ext._registration import OPERATORS
+from avgpipe_ext.operators import OPERATORS
 from tests.avgpipe_ext.cases import CASES, FLOATS, OPTIMIZERS, RULES, arguments
 
 NAMES = tuple(OPERATORS)

@@ -59,10 +59,10 @@ class ElasticAveraging(torch.optim.Optimizer):
             inner_optimizer, ElasticAveraging
         ):
             raise TypeError(
-                f"inner_optimizer must be a plain torch.optim.Optimizer, not {_name(inner_optimizer)}"
+                f"inner_optimizer must be a plain torch.optim.Optimizer, not {type(inner_optimizer).__name__}"
             )
         if not isinstance(reference, Reference):
-            raise TypeError(f"reference must be an avgpipe.Reference, not {_name(reference)}")
+            raise TypeError(f"reference must be an avgpipe.Reference, not {type(reference).__name__}")
         if replica is None:
             replica = reference.rounds.rank
         self.inner, self.reference, self.replica = inner_optimizer, reference, replica
@@ -341,7 +341,3 @@ def _unscale(inner: torch.optim.Optimizer, scale: torch.Tensor) -> None:
                 "float16 gradients cannot be unscaled; keep parameters in float32, under autocast"
             )
         p.grad.mul_(factor.to(p.grad.device))
-
-
-def _name(value: object) -> str:
-    return type(value).__name__

@@ -309,7 +309,6 @@ class FusedStep:
         ]
         self._gaps: list[Row] = [(gap.view(x), gap.view(z), gap.view(update)) for gap in gaps]
         self._members = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes))]
-        self._views: dict[tuple[int, str], torch.Tensor] = {}  # of the state
         # Adam's counters: one tensor for each group, and each parameter's with what the host knows of it
         self._counters: dict[Any, torch.Tensor] = {}
         self._made: dict[int, tuple[torch.Tensor, float]] = {}
@@ -339,33 +338,28 @@ class FusedStep:
 
         SGD counts 0 or 1: in a first step, momentum becomes the gradient.
         """
-        p, is_sgd = self._params[i], type(self._inner) is torch.optim.SGD
-        if is_sgd and not group["momentum"]:
+        p, region, x = self._params[i], self._regions[i], self._replica.x
+        is_sgd = type(self._inner) is torch.optim.SGD
+        if region is None or (is_sgd and not group["momentum"]):
             return [], 1.0, {}
         entry, states, made = self._inner.state[p], [], 1.0
         for name in STATE[type(self._inner)]:
-            mine, value = self._state_of(name, i), entry.get(name)
+            if name not in self._state:
+                self._state[name] = x.layout.zeros([flat.dtype for flat in x.flats])
+            mine, value = region.view(self._state[name].flats), entry.get(name)
             if value is None:
                 mine.zero_()
                 made = 0.0
-            elif value is not mine:
-                if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (p.shape, p.dtype):
-                    raise Unfusable(f"{name} of parameter {i} has not the parameter's shape and dtype")
+            elif not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (p.shape, p.dtype):
+                raise Unfusable(f"{name} of parameter {i} has not the parameter's shape and dtype")
+            elif (value.data_ptr(), value.stride()) == (mine.data_ptr(), mine.stride()):
+                mine = value  # there already
+            else:
                 mine.copy_(value)
             if value is not None or not is_sgd:
                 entry[name] = mine
             states.append(mine)
         return states, made if is_sgd else self._steps_made(group, members, i, entry), entry
-
-    def _state_of(self, name: str, i: int) -> torch.Tensor:
-        """Parameter i's place in the state called ``name``."""
-        if (i, name) not in self._views:
-            x, region = self._replica.x, self._regions[i]
-            assert region is not None
-            if name not in self._state:
-                self._state[name] = x.layout.zeros([flat.dtype for flat in x.flats])
-            self._views[i, name] = region.view(self._state[name].flats)
-        return self._views[i, name]
 
     def _steps_made(self, group: Group, members: range, i: int, entry: dict[str, Any]) -> float:
         """Adam's counter, made or moved to where torch would have it, as a number."""
