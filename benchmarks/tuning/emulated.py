@@ -64,7 +64,7 @@ def main() -> None:
 
 def compared(workers: int, found: dict[str, Any]) -> list[dict[str, Any]]:
     """Each setting with its forecast."""
-    from avgpipe.measure.forecast import forecast
+    from avgpipe.measure.forecast import OnCluster
     from avgpipe.plan import Plan
     from avgpipe.planning.cluster import Cluster
 
@@ -76,9 +76,9 @@ def compared(workers: int, found: dict[str, Any]) -> list[dict[str, Any]]:
             stages=workers,
             pipelines=pipelines,
             micro_batches=micro_batches,
-            partition=list(range(1, workers)),
         )
-        predicted_s = forecast(profile, plan, micro_batches, cluster).batch_s
+        cut = tuple(range(1, workers))
+        predicted_s = OnCluster(profile, plan, micro_batches, cluster).forecast(cut).batch_s
         measured_s = statistics.median(samples)
         rows.append(
             {

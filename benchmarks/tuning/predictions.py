@@ -116,7 +116,7 @@ def settings_of(model: str, preset: str, slices: int) -> list[Setting]:
 def measure(
     setting: Setting, expected_s: float, config: ProfilingOptions, size: int, around: WorkerCosts, slices: int
 ) -> None:
-    from avgpipe.measure.forecast import forecast
+    from avgpipe.measure.forecast import OnCluster
     from avgpipe.measure.profiler import with_workers
     from avgpipe.planning.cluster import Cluster
     from avgpipe.planning.profile import Profile
@@ -137,7 +137,8 @@ def measure(
     )
     for text in profiles[0]:
         profile = with_workers(Profile.from_json(text), around, None)
-        found = forecast(profile, plan, size, Cluster.like(profile, plan.workers))
+        problem = OnCluster(profile, plan, size, Cluster.like(profile, plan.workers))
+        found = problem.forecast(tuple(plan.partition or ()))
         setting.predicted_s.append(found.batch_s)
         setting.predicted_bytes.append(found.memory_bytes)
     setting.measured_s += ranks[0]["batch_s"]

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from avgpipe.measure.forecast import OnCluster, forecast
+from avgpipe.measure.forecast import OnCluster
 from avgpipe.plan import Plan
 from avgpipe.planning import Costs, steady_batch_s
 from avgpipe.planning.cluster import Cluster, Device, Level
 from avgpipe.planning.profile import LinkProfile, Tie
 from avgpipe.schedule import build_schedule
-from tests.measure.uniform import even, flat, layer, uniform
+from tests.measure.uniform import even, flat, forecast, layer, uniform
 from tests.planning import chains
 
 MIB = 2**20
@@ -247,21 +247,6 @@ def test_any_forecast_is_the_simulation_of_its_stages(
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-def test_a_partition_is_of_numbers() -> None:
-    with pytest.raises(
-        ValueError, match=r"^partition \['head'\]: a forecast needs the first layers .*numbers$"
-    ):
-        forecast(uniform(2), Plan(stages=2, partition=["head"]), 2, flat(2))
-    with pytest.raises(ValueError, match=r"^partition None: a forecast needs the first layers .*numbers$"):
-        forecast(uniform(2), Plan(stages=2), 2, flat(2))
-
-
-@pytest.mark.parametrize("first", [2, 3])
-def test_a_partition_is_of_layers_that_there_are(first: int) -> None:
-    with pytest.raises(ValueError, match=rf"^partition \[{first}\]: the profile has 2 layers$"):
-        forecast(uniform(2), Plan(stages=2, partition=[first]), 2, flat(2))
 
 
 def test_a_cluster_is_large_enough() -> None:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from avgpipe.measure.forecast import OnCluster, forecast
+from avgpipe.measure.forecast import OnCluster
 from avgpipe.plan import Plan
 from avgpipe.planning import choose_advance
 from avgpipe.planning.cluster import Cluster, Device, Level
 from avgpipe.planning.profile import Profile, Tie
-from tests.measure.uniform import even, flat, uniform
+from tests.measure.uniform import even, flat, forecast, uniform
 from tests.planning import chains
 
 RECOMPUTE = st.sampled_from(["never", "except-last", "always"])

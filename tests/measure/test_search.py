@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from avgpipe.measure.forecast import Forecast, OnCluster, forecast
+from avgpipe.measure.forecast import Forecast, OnCluster
 from avgpipe.measure.search import _WINDOW, PlanShape, Space, _PlanSearch, fits
 from avgpipe.planning import steady_batch_s
 from avgpipe.planning.cluster import Cluster, Device, Level
@@ -32,6 +32,7 @@ from tests.measure.plans import (
     with_accumulation,
     with_whole_bytes,
 )
+from tests.measure.uniform import forecast
 from tests.planning import chains
 
 EXACT = 1 + 1e-9

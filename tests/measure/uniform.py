@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from avgpipe.measure.forecast import Forecast, OnCluster
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster, Device, Level
 from avgpipe.planning.profile import LayerProfile, Profile
@@ -27,3 +28,9 @@ def flat(workers: int, bytes_per_s: float = math.inf, latency_s: float = 0.0) ->
 def even(stages: int, layers: int, **options: object) -> Plan:
     cut = [layers // stages * k for k in range(1, stages)]
     return Plan(stages=stages, partition=cut or None, **options)  # type: ignore[arg-type]
+
+
+def forecast(profile: Profile, plan: Plan, batch_size: int, cluster: Cluster) -> Forecast:
+    """Forecast a plan with its own cut, by numbers of layers."""
+    cut = tuple(int(first) for first in plan.partition or ())
+    return OnCluster(profile, plan, batch_size, cluster).forecast(cut)

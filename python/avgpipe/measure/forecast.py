@@ -37,22 +37,6 @@ class Forecast:
     memory_bytes: tuple[float, ...]
 
 
-def forecast(profile: Profile, plan: Plan, batch_size: int, cluster: Cluster) -> Forecast:
-    """Forecast a plan that all workers share, with as many replicas of each stage, and stages cut by numbers of layers.
-
-    ValueError for another plan, and for a cluster that is too small.
-    """
-    partition: list[Any] = list(plan.partition or ())
-    if len(partition) != plan.stages - 1 or any(not isinstance(first, int) for first in partition):
-        raise ValueError(
-            f"partition {partition or None}: a forecast needs the first layers of the stages after the first, as "
-            "numbers"
-        )
-    if partition and int(partition[-1]) >= len(profile.layers):
-        raise ValueError(f"partition {partition}: the profile has {len(profile.layers)} layers")
-    return OnCluster(profile, plan, batch_size, cluster).forecast(tuple(map(int, partition)))
-
-
 class OnCluster(Training):
     """A plan, but for its partition, on the first workers of a cluster: an objective of the search over cuts.
 
@@ -110,9 +94,13 @@ class OnCluster(Training):
         )
 
     def worker_bytes(self, cut: Cut) -> list[float]:
-        sizes = [self.stage_bytes(k, *block) for k, block in enumerate(pairwise([0, *cut, self.layers]))]
-        process = self.process_bytes
-        return [sum(sizes[k] - process for k in stages) + process for stages in self.placement]
+        sizes = [self.stage_bytes(*block) - self.process_bytes for block in self._blocks(cut)]
+        return [sum(sizes[k] for k in stages) + self.process_bytes for stages in self.placement]
+
+    def _blocks(self, cut: Cut) -> list[tuple[int, int, int]]:
+        """Each stage with its first layer and the one after its last."""
+        bounds = [0, *cut, self.layers]
+        return list(zip(range(self.plan.stages), bounds, bounds[1:]))
 
     def costs(self, cut: Cut) -> Costs:
         found = super().costs(cut).on_devices(self._speeds)
@@ -123,7 +111,7 @@ class OnCluster(Training):
             update_s=[update_s + tied_s for update_s, tied_s in zip(updates_s, self._tied_s(cut))],
             transfer_s=[size / link.bytes_per_s for size, link in zip(sent, self._links)],
             latency_s=[link.latency_s for link in self._links],
-            allreduce_s=[self._sum_s(k, *block) for k, block in enumerate(pairwise([0, *cut, self.layers]))],
+            allreduce_s=[self._sum_s(*block) for block in self._blocks(cut)],
             concurrency_gain=(1.0, self._gain) if self._gain > 1 else (1.0,),
         )
 
@@ -141,11 +129,11 @@ class OnCluster(Training):
         limits, count = self.limits, self.plan.pipelines
         least = [min(self.micro_batches, self.plan.stages - k) for k in range(self.plan.stages)]
         held, kept = [], []
-        for k, block in enumerate(pairwise([0, *cut, self.layers])):
+        for k, first, last in self._blocks(cut):
             scale = 1.0 if limits is None else limits[k]
             # From so many on each more holds as much, with recomputation too.
             few = 1 + count
-            size, more = (self.bytes_with(k, *block, n * few) for n in (1, 2))
+            size, more = (self.bytes_with(k, first, last, n * few) for n in (1, 2))
             held.append((more - size) / few / scale)
             kept.append(max(0.0, size / scale - few * held[-1]) / count)
         if limits is not None and any(count * (n * h + w) > 1 for n, h, w in zip(least, held, kept)):
@@ -188,10 +176,8 @@ class OnCluster(Training):
         for tie in self._chain.profile.ties:
             stages = {bisect_right(cut, layer) for layer in tie.layers}
             if len({self._workers[k] for k in stages}) > 1:
-                for k in stages:
-                    seconds[k] += (
-                        ring_s(tie.parameter_bytes, 2, measured.bytes_per_s) + 2 * measured.latency_s
-                    )
+                sum_s = ring_s(tie.parameter_bytes, 2, measured.bytes_per_s) + 2 * measured.latency_s
+                seconds = [s + sum_s if k in stages else s for k, s in enumerate(seconds)]
         return seconds
 
     def _ring(self, workers: range) -> LinkProfile:

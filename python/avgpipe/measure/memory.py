@@ -18,13 +18,12 @@ from avgpipe.runtime.tracing import TracedLayer
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of each layer, and of each skip by its ends; see ``LayerProfile`` and ``Skip``."""
+    """Bytes of each layer; see ``LayerProfile``."""
 
     held_bytes: list[int]
     handed_bytes: list[int]
     output_bytes: list[int]
     working_bytes: list[int]
-    skips: dict[tuple[int, int], int]
 
 
 class _Keepers(SavedBytes):
@@ -53,10 +52,12 @@ class _Keepers(SavedBytes):
             self.handed[maker] += new
 
 
-def measure_bytes(sweep: Sweep, example: Example, skips: Sequence[Skips]) -> LayerBytes:
+def measure_bytes(
+    sweep: Sweep, example: Example, skips: Sequence[Skips]
+) -> tuple[LayerBytes, dict[tuple[int, int], int]]:
     """Measure by one forward in which layers are not cut apart, and one sweep; a sweep must have gone before.
 
-    skips: of the model with a stage for each layer.
+    Returns the bytes of the layers, and of each skip by its ends. skips: of the model with a stage for each layer.
     """
     stage = sweep.stage
     layers = len(stage.layers)
@@ -78,7 +79,7 @@ def measure_bytes(sweep: Sweep, example: Example, skips: Sequence[Skips]) -> Lay
                     routed[n, route.stage] = sum(_bytes(value[place]) for place in route.places)
     del alive, value
     working = _working_bytes(sweep, example, outputs)
-    return LayerBytes(keepers.held, keepers.handed, outputs, working, routed)
+    return LayerBytes(keepers.held, keepers.handed, outputs, working), routed
 
 
 def _output_bytes(layer: Any, following: Any, output: Any, skips: Skips) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from avgpipe.device import own_device
-from avgpipe.measure.memory import LayerBytes, measure_bytes
+from avgpipe.measure.memory import measure_bytes
 from avgpipe.measure.sweep import Example, Sweep, Times, examples, lane_gain, repeat, typical, undisturbed
 from avgpipe.measure.updates import UpdateCosts, Updates
 from avgpipe.measure.workers import WorkerCosts, measure_workers
@@ -184,16 +184,12 @@ def _swept(new_sweep: Callable[[], Sweep], model: Any, batches: Sequence[Example
     if device.type == "cuda":
         pair = [sweep, new_sweep()]
         gains = [lane_gain(pair, batch, _LANES_SHARE * budget_s / len(batches)) for batch in batches]
-    by_size = [{**_typical_times(*times), **_by_layer(at)} for *times, at in zip(whole, split, sizes)]
-    ends = sorted(sizes[0].skips)
-    skips = tuple(Skip(*end, tuple(at.skips[end] for at in sizes)) for end in ends)
+    by_size = [
+        {**_typical_times(*times), **layer_bytes._asdict()}
+        for *times, (layer_bytes, _) in zip(whole, split, sizes)
+    ]
+    skips = tuple(Skip(*ends, tuple(found[ends] for _, found in sizes)) for ends in sorted(sizes[0][1]))
     return _Swept(by_size, skips, tuple(gains), _jitter(whole))
-
-
-def _by_layer(found: LayerBytes) -> dict[str, Any]:
-    values = found._asdict()
-    del values["skips"]
-    return values
 
 
 def _typical_times(whole: Sequence[Times], split: Sequence[Times]) -> dict[str, Any]:
