@@ -2,7 +2,7 @@
 
 import pytest
 
-from avgpipe.report.layers import plot_layers
+from avgpipe.report.pictures import plot_layers
 from tests.planning.test_profile import PROFILE
 
 

@@ -13,7 +13,7 @@ from avgpipe.cli.output import check_file, grid, show, tell
 from avgpipe.cli.resolve import check_device
 from avgpipe.planning.chain import Chain
 from avgpipe.planning.profile import Profile
-from avgpipe.report.layers import plot_layers
+from avgpipe.report.pictures import plot_layers
 from avgpipe.units import format_bytes
 from avgpipe.workloads import check_workload
 

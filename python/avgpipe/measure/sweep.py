@@ -164,7 +164,13 @@ class Sweep:
 
     def times(self, example: Example, *, split: bool = False) -> Times:
         """Forwards and backwards; ``split``: in two parts, of which ``backward_s`` has the first."""
-        return self._times(self.marked(example, self._clock.mark, split=split))
+        marks = self.marked(example, self._clock.mark, split=split)
+        self._clock.settle()
+        seconds = [self._clock.seconds(*ends) for ends in marks]
+        layers = len(self.stage.layers)
+        firsts = [max(0.0, s - self._entry_s) for s in seconds[layers : 2 * layers]]
+        rests = [max(0.0, s - self._entry_s) for s in seconds[2 * layers :]]
+        return Times(seconds[:layers], firsts[::-1], rests[::-1])
 
     def marked(self, example: Example, mark: Mark, *, split: bool = False) -> Marks:
         """Return marks around each layer's forward, then each backward from the last, then their second parts."""
@@ -186,29 +192,17 @@ class Sweep:
             for carry in stage.carries():
                 carry.forget(batch)
 
-    def _times(self, marks: Marks) -> Times:
-        self._clock.settle()
-        seconds = [self._clock.seconds(*ends) for ends in marks]
-        layers = len(self.stage.layers)
-        firsts = [max(0.0, s - self._entry_s) for s in seconds[layers : 2 * layers]]
-        rests = [max(0.0, s - self._entry_s) for s in seconds[2 * layers :]]
-        return Times(seconds[:layers], firsts[::-1], rests[::-1])
-
     def _forward(self, example: Example, mark: Mark) -> tuple[list[Done], Marks]:
         done, marks = [], []
         value = example.inputs
         for n in range(len(self.stage.layers)):
-            value, inputs = self._input(n, value)
-            begin = mark()
             try:
-                output = self.call(n, value, example)
+                inputs, begin, output = self._called(n, value, example, mark)
             except StageError as error:
                 if n == 0 or not writes_to_a_leaf(error):
                     raise
                 self._overwriting.add(n)
-                value, inputs = self._input(n, value)
-                begin = mark()
-                output = self.call(n, value, example)
+                inputs, begin, output = self._called(n, value, example, mark)
             edges = [get_gradient_edge(t) for t in wanting_gradients(output)]
             marks.append((begin, mark()))
             self._check(n, inputs, output, edges)
@@ -260,15 +254,17 @@ class Sweep:
             got = ", ".join(f"{list(t.shape)} {str(t.dtype)[6:]}" for t in tensors_of(value)) or repr(value)
             raise self._untimed(n, f"{reason(error)} (input: {got})") from error
 
-    def _input(self, n: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        """Return the input of layer ``n``, and which leaves of it want gradients."""
-        if n == 0:
-            return value, wanting_gradients(value)
-        value = pytree.tree_map(_detached, value)
+    def _called(
+        self, n: int, value: Any, example: Example, mark: Mark
+    ) -> tuple[list[torch.Tensor], Any, Any]:
+        """Call layer ``n``; return the leaves of its input that want gradients, when it began, and its output."""
+        if n > 0:
+            value = pytree.tree_map(_detached, value)
         inputs = wanting_gradients(value)
         if n in self._overwriting:
             value = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, value)
-        return value, inputs
+        begin = mark()
+        return inputs, begin, self.call(n, value, example)
 
     def _check(self, n: int, inputs: Sequence[Any], output: Any, edges: Sequence[Any]) -> None:
         if not tensors_of(output):

@@ -192,19 +192,18 @@ class Peers:
 
     def shared_memory(self, spins: bool) -> Through:
         mine, pid, theirs = self.inboxes()
-        mailbox = Mailbox(mine.bell, _ALONE if spins else _CROWDED)
-        link = SharedLink(mine, theirs, pid, self._end(mailbox))
-        return Through(self, link, mailbox)
-
-    def _end(self, mailbox: Mailbox) -> Endpoint:
-        return Endpoint(mailbox, _CPU, self.into(self.rank), self.into(self.other))
+        end = self._end(Mailbox(mine.bell, _ALONE if spins else _CROWDED))
+        return Through(self, SharedLink(mine, theirs, pid, end), end.mailbox)
 
     def gloo(self, spins: bool) -> Through:
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
-        mailbox = Mailbox(None, _ALONE if spins else _CROWDED)
+        end = self._end(Mailbox(None, _ALONE if spins else _CROWDED))
         lost = lambda doing: PeerLost(f"the other process is gone; seen when {doing}")  # noqa: E731
-        return Through(self, GroupLink(group, self.other, lost, self._end(mailbox)), mailbox)
+        return Through(self, GroupLink(group, self.other, lost, end), end.mailbox)
+
+    def _end(self, mailbox: Mailbox) -> Endpoint:
+        return Endpoint(mailbox, _CPU, self.into(self.rank), self.into(self.other))
 
 
 class Through:
