@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from avgpipe.runtime.batch import concatenate, sample_count, split
+from avgpipe.runtime.batch import concatenate, loss_weights, sample_count, split
 from avgpipe.runtime.compute import Collector, Work
 from avgpipe.runtime.loss import loss_of
 from avgpipe.runtime.options import TrainingOptions
@@ -116,9 +116,10 @@ class MetricSums:
         self._means: dict[str, float] = {}
 
     def add(self, output: Any, target: Any, samples: int) -> None:
-        weight, loss = self._options.weights([target], [samples]).total, 0.0
+        loss_fn, loss = self._options.loss_fn, 0.0
+        weight = loss_weights(loss_fn, [target], [samples], self._options.loss_weight).total
         if weight:
-            value, count = loss_of(self._options.loss_fn, output, target)
+            value, count = loss_of(loss_fn, output, target)
             weight, loss = (weight, float(value) * weight) if count is None else (float(count), float(value))
         self._sums += torch.tensor([loss, weight, samples], dtype=torch.float64)
         if self._metric_fn is not None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from avgpipe.device import ReadyOnEvent
 from avgpipe.plan import Plan
-from avgpipe.runtime.batch import pair, sample_count, sizes_of, split
+from avgpipe.runtime.batch import loss_weights, pair, sample_count, sizes_of, split
 from avgpipe.runtime.compute import Work
 from avgpipe.runtime.context import CallerGenerators
 from avgpipe.runtime.options import TrainingOptions
@@ -84,13 +84,14 @@ class Feed:
             )
         parts = min(parts, samples)  # as a short last batch does
         answers = split(targets, parts)
-        weights = self._options.weights(answers, sizes_of(samples, parts))
+        loss_fn, loss_weight = self._options.loss_fn, self._options.loss_weight
+        weights = loss_weights(loss_fn, answers, sizes_of(samples, parts), loss_weight)
         if copied is not None:
             inputs, targets = copied.value
             answers = split(targets, parts)
         work = Work(batch, parts, split(inputs, parts), answers, weights, copied)
-        if isinstance(self._options.loss_fn, nn.Module):
-            self._options.loss_fn.train()
+        if isinstance(loss_fn, nn.Module):
+            loss_fn.train()
         with self._worker.running():
             for row in self._worker.rows_of(pipeline):
                 row.start(work)

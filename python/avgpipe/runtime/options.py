@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from avgpipe.runtime.batch import LossFn, LossWeights, loss_weights
+from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.compiled import Compiler
 from avgpipe.runtime.loss import is_mean_by_kind
 
@@ -60,10 +60,6 @@ class TrainingOptions:
     def sums_loss(self) -> bool:
         """Whether the loss function returns a sum that nothing divides."""
         return self.loss_weight is None and getattr(self.loss_fn, "reduction", "mean") == "sum"
-
-    def weights(self, targets: list[Any], sizes: list[int]) -> LossWeights:
-        """Weigh micro-batches with ``targets`` and ``sizes`` samples."""
-        return loss_weights(self.loss_fn, targets, sizes, self.loss_weight)
 
     def shared_text(self) -> tuple[str, str]:
         """Name the options that must be alike on all ranks, and write them down."""

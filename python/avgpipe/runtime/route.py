@@ -82,7 +82,13 @@ class Route:
 
     def at(self, stage: int, micro_batch: int) -> int:
         """Return the replica of another stage that has to do with a micro-batch of this pipeline."""
-        return self.placement.replica_for(stage, micro_batch, self.pipeline)
+        replicas = self._replicas[stage]
+        return replicas[micro_batch % len(replicas)]
+
+    @cached_property
+    def _replicas(self) -> list[list[int]]:
+        """The replicas of every stage that work for this pipeline."""
+        return [self.placement.replicas_of(stage, self.pipeline) for stage in range(self.placement.stages)]
 
     @cached_property
     def peers(self) -> list[int]:
