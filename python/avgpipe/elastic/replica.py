@@ -263,8 +263,7 @@ class FusedStep:
         """All that the choice of calls depends on, beside the parameters' places."""
         groups, state = self._inner.param_groups, self._inner.state
         flags = [bool(group.get(name)) for group in groups for name in ("momentum", "fused", "capturable")]
-        names = ("step", *STATE[type(self._inner)])
-        held = [entry.get(name) for entry in state.values() for name in names]
+        held = [value for entry in state.values() for value in entry.values()]
         return [*(g is None for g in grads), *flags, *state.values(), *held]
 
     def _plan(self, grads: Sequence[torch.Tensor | None]) -> None:
