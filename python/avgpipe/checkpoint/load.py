@@ -61,9 +61,7 @@ class SavedStages:
 
     def reference(self) -> dict[str, torch.Tensor]:
         """Return the weights that all begin at: without a reference there is one pipeline."""
-        sources = [
-            content["reference"] or next(iter(content["replicas"].values())) for content in self._whole
-        ]
+        sources = [c["reference"] or next(iter(c["replicas"].values())) for c in self._whole]
         return {name: value for source in sources for name, value in source["weights"].items()}
 
     def carry(self, i: int) -> dict[str, dict[int, Any]]:
@@ -199,9 +197,7 @@ def _restore_reference(saved: SavedStages, model: Model, worker: Worker, number:
         _put_in_place(saved, layout)
         reference.load_state_dict(saved.averaging)
     else:
-        weights = saved.reference()
-        for name, view in zip(model.trainable[k], layout.tensors(reference.parameters)):
-            view.copy_(weights[name])
+        _copy(saved.reference(), model.trainable[k], layout.tensors(reference.parameters))
 
 
 def _put_in_place(saved: SavedStages, layout: Layout) -> None:
@@ -245,14 +241,13 @@ def _restore(
     if trained.loss_scale is not None and loss_scale is not None:
         trained.loss_scale.load_state_dict(loss_scale)
     own = goes_on and placement.pipelines > 1
-    _copy(
-        saved.replica(source, "weights") if own else saved.reference(), names, layout, trained.arena.weights
-    )
+    weights = saved.replica(source, "weights") if own else saved.reference()
+    _copy(weights, names, layout.tensors(trained.arena.weights))
     if trained.versions is not None:
         older = saved.replicas(source)[0]["older"] if exactly else {}
         buffers = {behind: layout.zeros().flats for behind in older}
         for behind, flats in buffers.items():
-            _copy(older[behind], names, layout, flats)
+            _copy(older[behind], names, layout.tensors(flats))
         trained.versions.restore(buffers)
     rest, state = saved.replica(source, "rest"), trained.stage.layers.state_dict(keep_vars=True)
     for entry in model.entries[k]:
@@ -268,11 +263,9 @@ def _restore(
             }
 
 
-def _copy(
-    values: dict[str, torch.Tensor], names: list[str], layout: Layout, flats: list[torch.Tensor]
-) -> None:
-    for name, view in zip(names, layout.tensors(flats)):
-        view.copy_(values[name])
+def _copy(values: dict[str, torch.Tensor], names: list[str], targets: list[torch.Tensor]) -> None:
+    for name, target in zip(names, targets):
+        target.copy_(values[name])
 
 
 def _restore_optimizer(

@@ -182,15 +182,14 @@ def _run(
                         f"{said or 'its start'}"
                     )
                 time.sleep(_POLL_S)
-        except (elastic.SignalException, KeyboardInterrupt) as error:
+        except BaseException as error:
             # A KeyboardInterrupt comes before torch's launcher has installed its handlers.
-            number = getattr(error, "sigval", signal.SIGINT)
+            interrupted = isinstance(error, (elastic.SignalException, KeyboardInterrupt))
+            number = getattr(error, "sigval", signal.SIGINT) if interrupted else signal.SIGKILL
             if processes is not None:
                 processes.close(number)
-            raise Interrupted(number) from error
-        except BaseException:
-            if processes is not None:
-                processes.close(signal.SIGKILL)
+            if interrupted:
+                raise Interrupted(number) from error
             raise
         finally:
             if sys.stderr.isatty():  # a progress bar that was killed has left the cursor hidden
