@@ -94,15 +94,14 @@ def tune(
         )
     batch = plain(example_inputs), plain(target)
     samples, layers = sample_count(*batch), layers_of(model)
-    options: dict[str, Any] = {"clip_grad_norm": clip_grad_norm, "autocast": autocast, "device": device}
+    options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "device": device}
+    options |= {"clip_grad_norm": clip_grad_norm, "autocast": autocast}
     if profile is None:  # on all ranks at once, which slow each other down as they will in training
         profile = profiler.profile(
             model,
             example_inputs,
-            loss_fn=loss_fn,
             target=target,
             micro_batch_sizes=profiled_sizes(samples),
-            optimizer=optimizer,
             threads=torch.get_num_threads(),
             budget_s=budget_s,
             layers_only=True,
@@ -123,7 +122,7 @@ def tune(
         plan = forecast.plan
         if plan.workers != world.size:
             return None
-        with Pipeline(model, plan, loss_fn=loss_fn, optimizer=optimizer, **options) as pipeline:
+        with Pipeline(model, plan, **options) as pipeline:
             rounds_s = rounds_of(pipeline, batch, batches_of_round(forecast))
         return Trial(statistics.median(world.gather(rounds_s)[0]))
 

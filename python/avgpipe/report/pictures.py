@@ -125,7 +125,7 @@ def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Point]], by: str, marke
 # ---- timelines -----------------------------------------------------------------------------------------------
 
 
-class _Pace:
+class _BatchRate:
     """How fast a run goes, from when each of its batches begins to compute.
 
     Attributes:
@@ -175,7 +175,7 @@ def plot_timelines(
 
 
 def _draw_panels(figure: Figure, timelines: Mapping[str, Timeline], heights: Sequence[float]) -> None:
-    paces = {name: _Pace(timeline) for name, timeline in timelines.items()}
+    paces = {name: _BatchRate(timeline) for name, timeline in timelines.items()}
     times = [pace.per_batch_s for pace in paces.values()]
     span_s = min(max(_SLOWEST * max(times), _FASTEST_LEAST * min(times)), _FASTEST_MOST * min(times))
     span_s = max(span_s, 1e-9)
