@@ -188,6 +188,9 @@ class CutSearch:
         self._limit_of = {k: limit for limit, own in zip(self._limits, self._placement) for k in own}
         self._stages = len(self._limit_of)
         self._few = math.comb(self._layers - 1, self._stages - 1) <= MOST_CUTS
+        # Cuts that are compared have most stages in common.
+        self._work_s = cache(lambda *stage: float(objective.work_s(*stage)))
+        self._bytes = cache(lambda *stage: float(objective.stage_bytes(*stage)))
         self._known: dict[Cut, float] = {}
         self._budget = max(_LEAST_SIMULATED, _MOST_ACTIONS // objective.actions)
 
@@ -215,7 +218,7 @@ class CutSearch:
 
     def _of_workers(self, cost: StageCost, cut: Cut) -> list[float]:
         """The sum over each worker's stages."""
-        found = [float(cost(k, *block)) for k, block in enumerate(pairwise([0, *cut, self._layers]))]
+        found = [cost(k, *block) for k, block in enumerate(pairwise([0, *cut, self._layers]))]
         return [sum(found[k] for k in stages) for stages in self._placement]
 
     # ---- memory ----------------------------------------------------------------------------------------------------
@@ -225,7 +228,7 @@ class CutSearch:
         process = self._objective.process_bytes
         sizes = [
             size - (len(stages) - 1) * process
-            for size, stages in zip(self._of_workers(self._objective.stage_bytes, cut), self._placement)
+            for size, stages in zip(self._of_workers(self._bytes, cut), self._placement)
         ]
         return max((size - limit, size, limit) for size, limit in zip(sizes, self._limits))
 
@@ -259,7 +262,7 @@ class CutSearch:
 
     def busiest_s(self, cut: Cut) -> float:
         """No batch takes less: what the busiest worker has to do for it."""
-        return max(self._of_workers(self._objective.work_s, cut))
+        return max(self._of_workers(self._work_s, cut))
 
     def _seconds(self, cut: Cut) -> float:
         if cut not in self._known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ class Asked(NamedTuple):
     name: str
     micro_batches: int
     replication: tuple[int, ...]  # workers of each stage
-    advance: Advance
-    stages_per_worker: int | None
+    advance: tuple[int, ...]  # the a_k
+    stages_per_worker: int
 
     @property
     def stages(self) -> int:
@@ -123,7 +123,7 @@ def _one_f_one_b(asked: Asked, flush: bool = True) -> Schedule:
 
 
 def _advance_forward(asked: Asked) -> Schedule:
-    ahead = _advance_per_stage(asked.advance, asked.stages)
+    ahead = list(asked.advance)
     forwards = [min(w + a, asked.micro_batches) for w, a in zip(_least(asked), ahead)]
     for k in range(1, asked.stages):
         # A stage's first backward needs all warm-ups of the next stage, and these need as many of its own.
@@ -141,11 +141,11 @@ def _least(asked: Asked) -> list[int]:
     return [-(-sum(asked.replication[k:]) // own) for k, own in enumerate(asked.replication)]
 
 
-def _advance_per_stage(advance: Advance, stages: int) -> list[int]:
+def _advance_per_stage(advance: Advance, stages: int) -> tuple[int, ...]:
     """The a_k that ``advance`` of :func:`build_schedule` means."""
     if advance is None or advance == "auto":
-        return [stages - 1 - k for k in range(stages)]
-    each: list[Any] = list(advance) if isinstance(advance, (list, tuple)) else [advance] * stages
+        return tuple(range(stages - 1, -1, -1))
+    each: tuple[Any, ...] = tuple(advance) if isinstance(advance, (list, tuple)) else (advance,) * stages
     if len(each) == stages and all(type(a) is int and a >= 0 for a in each):
         return each
     wrong = "" if len(each) == stages else f" has {len(each)} entries for {stages} stages"
@@ -181,7 +181,7 @@ def _interleaved_1f1b(asked: Asked) -> Schedule:
     alternates one backward, one forward. The published order is of whole groups: where the last one is smaller, the
     actions of the micro-batches that it lacks are left out, which nothing waits for.
     """
-    per_worker = asked.stages_per_worker or 2
+    per_worker = asked.stages_per_worker
     _check_multiple(asked, per_worker)
     workers = asked.stages // per_worker
     forwards = [
@@ -370,4 +370,10 @@ def build_schedule(
             f"stages_per_worker={stages_per_worker!r}: must be an int of at least 2; '1f1b' has 1 stage per worker"
         )
     workers = checked_replication(replication, stages)
-    return row.build(Asked(row.name, micro_batches, workers, advance, stages_per_worker))
+    ahead = _advance_per_stage(advance, stages)
+    return _built(row.build, Asked(row.name, micro_batches, workers, ahead, stages_per_worker or 2))
+
+
+@lru_cache(maxsize=128)  # to check the rows of one that many plans have takes longest
+def _built(build: Callable[[Asked], Schedule], asked: Asked) -> Schedule:
+    return build(asked)
