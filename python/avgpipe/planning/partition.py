@@ -64,18 +64,15 @@ class Partition:
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("boundaries", int),
-            ("replication", int),
-            ("stage_s", float),
-            ("memory_bytes", float),
-        ):
-            object.__setattr__(self, name, tuple(map(kind, getattr(self, name))))
+        object.__setattr__(self, "value", float(self.value))
+        for name in ("boundaries", "replication"):
+            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
+        for name in ("stage_s", "memory_bytes"):
+            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
         for name in ("placement", "machines"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
-        bounds = self.bounds
-        if any(a >= b for a, b in pairwise(bounds)):
+        if any(a >= b for a, b in pairwise(self.bounds)):
             raise ValueError(f"boundaries={self.boundaries}: must rise between 0 and {self.layers} layers")
         if len(self.replication) != self.stages or len(self.stage_s) != self.stages:
             raise ValueError(
