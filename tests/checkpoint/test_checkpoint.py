@@ -198,7 +198,7 @@ def test_a_replica_takes_what_its_own_micro_batches_carry(tmp_path: Path) -> Non
     for _ in range(2):  # by name, and bit for bit
         with Pipeline(model, replicated, loss_fn=LOSS, optimizer=momentum) as p:
             p.load(tmp_path / "c")
-            carried = [next(iter(p._worker.trained[n, 0].stage.carries())).values for n in range(2)]
+            carried = [next(iter(p._worker.trained[n, 0].stage.carries)).values for n in range(2)]
             assert [sorted(values) for values in carried] == [[0, 2], [1, 3]]
             p.save(tmp_path / "c")
 

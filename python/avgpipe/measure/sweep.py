@@ -189,7 +189,7 @@ class Sweep:
         finally:
             set_position(before)
             stage.statistics.drop(batch)
-            for carry in stage.carries():
+            for carry in stage.carries:
                 carry.forget(batch)
 
     def _forward(self, example: Example, mark: Mark) -> tuple[list[Done], Marks]:

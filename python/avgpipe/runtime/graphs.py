@@ -52,7 +52,7 @@ class StageGraphs:
 def check_capturable(stage: Stage) -> None:
     """Refuse, with ValueError, a stage whose forward is not the same kernels every time."""
     way_out = "leave cuda_graphs out, or use a model without it"
-    if stage.carries():
+    if stage.carries:
         raise ValueError(
             f"cuda_graphs=True: stage {stage.index} carries state from batch to batch, which a graph cannot; {way_out}"
         )

@@ -38,6 +38,7 @@ class Stage(nn.Module):
         self.statistics = defer_batch_norms(self.layers)
         self.first, self.index, self.seed, self.device = first, index, seed, device
         self.inputs = Inputs(index)
+        self.carries = [m for m in self.layers.modules() if isinstance(m, Carry)]
         self._chain = list(enumerate(self.layers, first))  # quicker to walk than a ModuleList
 
     def forward(self, value: Any, place: Position, again: bool = False) -> Any:
@@ -78,9 +79,6 @@ class Stage(nn.Module):
                 f"stage {self.index}, layer {number} ({type(layer).__name__}) failed on its input "
                 f"({got}{source}): {reason_of(error)}"
             ) from error
-
-    def carries(self) -> list[Carry]:
-        return [m for m in self.modules() if isinstance(m, Carry)]
 
 
 _Layers = Callable[[Any, Position], Any]

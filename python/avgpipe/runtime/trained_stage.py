@@ -141,7 +141,7 @@ class TrainedStage:
             self.stage.statistics.drop(batch)
         else:
             self.stage.statistics.commit(batch)
-        for carry in self.stage.carries():
+        for carry in self.stage.carries:
             carry.forget(batch)
             if forgets:
                 carry.drop_nonfinite()
@@ -172,7 +172,7 @@ class TrainedStage:
 
         ``buffers`` stand in for its own of these names.
         """
-        carries = self.stage.carries()
+        carries = self.stage.carries
         kept = [c.values for c in carries]
         training = self.stage.training
         arena = self.arena

@@ -19,8 +19,6 @@ from itertools import accumulate
 from operator import eq
 from typing import NamedTuple, overload
 
-from avgpipe.errors import check_count
-
 
 class Kind(str, Enum):
     """What an action does. A backward is either whole, or split into its input and its weight part."""
@@ -241,7 +239,6 @@ class RowCursor:
 
         Those are all up to the first one of a batch that is still unknown; with a flush, all of this batch.
         """
-        check_count(f"batch {batch}: micro_batches", micro_batches)
         self._known[self._begun] = batch, micro_batches
         self._begun += 1
         return list(self._go_on(until_end=False))
