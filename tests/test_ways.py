@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.runtime.route import StepKind
 from tests.runner import ROOT, run
-
-PACKAGES = (f"{ROOT}/python/avgpipe/", f"{ROOT}/")
 
 
 def name_of(path: str) -> str | None:
@@ -30,27 +32,28 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def way_of(frame: FrameType) -> str | None:
-    """Whether a call serves a micro-batch on its way to the wire, or an update."""
-    for caller in callers(frame):
+def way_of(frame: FrameType) -> tuple[str, int] | None:
+    """Which way a call is on, and how many of its callers are on it too."""
+    for depth, caller in enumerate(callers(frame)):
         name = caller.f_code.co_qualname
-        if name == "Update.perform":
-            return "update"
+        if name in ("Feed.begin", "Mailbox.collect"):
+            return "A micro-batch", 99
         if name == "Lane.advance":
-            kind = caller.f_locals["step"].kind.name
-            return "micro-batch" if kind == "FORWARD" else None if kind.startswith("BACKWARD") else "update"
-        if name == "Feed.begin":
-            return "micro-batch"
+            kind = caller.f_locals["step"].kind
+            if kind is StepKind.FORWARD:
+                return "A micro-batch", 99
+            return None if kind in (StepKind.BACKWARD, StepKind.RECEIVE_LOSS) else ("An update", depth)
     return None
 
 
 def files_on_the_way() -> dict[str, list[str]]:
-    found: dict[str, set[str]] = {"micro-batch": set(), "update": set()}
+    """The files of ours that run on the first stage, as it trains by several batches."""
+    found: dict[str, set[str]] = {"A micro-batch": set(), "An update": set()}
 
     def see(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and name_of(frame.f_code.co_filename) and (way := way_of(frame)):
-            names = (name_of(caller.f_code.co_filename) for caller in callers(frame))
-            found[way] |= {name for name in names if name}
+            names = [name_of(caller.f_code.co_filename) for caller in islice(callers(frame), way[1] + 1)]
+            found[way[0]] |= {name for name in names if name}
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -63,6 +66,11 @@ def files_on_the_way() -> dict[str, list[str]]:
     return {way: sorted(names) for way, names in found.items()}
 
 
-if __name__ == "__main__":
-    for w, names in run(2, files_on_the_way)[0].items():
-        print(w, len(names), *names)
+@pytest.mark.ranks
+def test_the_design_names_the_files_of_both_ways() -> None:
+    design = (ROOT / "docs" / "design" / "architecture.md").read_text()
+    for way, found in run(2, files_on_the_way)[0].items():
+        section = design.partition(f"**{way}**")[2].partition("**")[0]
+        rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+        assert sorted(name for row in rows for name in re.findall(r"`(.*?)`", row)) == found
+        assert f"{len(found)} files" in section
