@@ -11,6 +11,7 @@ from tests.avgpipe_ext.cases import CASES, FLOATS, OPTIMIZERS, ROUNDS, RULES, ar
 INF, NAN = float("inf"), float("nan")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_finite_values_count_zero_and_change_nothing(case, dtype):
@@ -23,6 +24,7 @@ def test_finite_values_count_zero_and_change_nothing(case, dtype):
     assert all(torch.equal(a, b) for a, b in zip(plain, counted))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", RULES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bad", [INF, -INF, NAN], ids=str)
@@ -35,6 +37,7 @@ def test_an_element_counts_once_wherever_it_is_not_finite(case, dtype, bad):
         assert avgpipe_ext.elastic_pull_(tensors[0], torch.zeros_like(tensors[0]), 0.0).shape == (0,)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bad", [INF, -INF, NAN], ids=str)

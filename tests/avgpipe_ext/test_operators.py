@@ -43,6 +43,7 @@ def check(case, tensors, *, list_form=False):
     assert_near(case, tensors, before)
 
 
+@pytest.mark.grid
 @EVERY_CASE
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("size", SIZES)
@@ -62,6 +63,7 @@ def test_a_float32_reference_takes_16_bit_updates(dtype):
     check(APPLY, arguments(APPLY, (513,), (torch.float32, dtype)))
 
 
+@pytest.mark.grid
 @EVERY_CASE
 @pytest.mark.parametrize("shape", [(), (1,), (5, 3), (2, 0, 3), (2, 3, 4, 5)], ids=str)
 def test_takes_any_shape(case, shape):

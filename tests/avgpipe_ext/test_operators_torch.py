@@ -48,6 +48,7 @@ def separately(case, tensors, how):
     avgpipe_ext.elastic_step_(x, before, z, update, *case.scalars, **rule_options(case.options))
 
 
+@pytest.mark.grid
 @EVERY_STEP
 @EVERY_WAY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -66,6 +67,7 @@ def test_equals_torchs_step_and_the_rule(case, how, dtype):
 WORKING = [(case, how) for case in STEPS for how in WAYS if "fused" not in how or case.name != "elastic_sgd_"]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("case", "how"), WORKING, ids=str)
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
 def test_16_bit_parameters_are_as_near_as_torchs_chain_of_16_bit_operations_may_be_off(case, how, dtype):
@@ -79,6 +81,7 @@ def test_16_bit_parameters_are_as_near_as_torchs_chain_of_16_bit_operations_may_
         assert_within(ours, value, limit, TIMES)
 
 
+@pytest.mark.grid
 @EVERY_STEP
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
 def test_float32_masters_beside_16_bit_parameters(case, dtype):
@@ -107,6 +110,7 @@ def test_grad_scale_is_gradscalers_unscale_bit_for_bit_in_float32(case, scale):
     assert all(torch.equal(a, b) for a, b in zip(tensors, unscaled))
 
 
+@pytest.mark.grid
 @EVERY_STEP
 @pytest.mark.parametrize("scale", [1024.0, 3.0])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -121,6 +125,7 @@ def test_grad_scale_multiplies_by_the_reciprocal(case, scale, dtype):
         assert_within(ours, value, limit, times=2 if dtype == torch.float64 else 1)
 
 
+@pytest.mark.grid
 @EVERY_STEP
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")], ids=str)

@@ -110,6 +110,7 @@ def test_twins_follow_the_formulas_that_give_the_bounds(case):
         assert_within(result, None, limit, times=2)
 
 
+@pytest.mark.grid
 @EVERY_CASE
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("list_form", [False, True])

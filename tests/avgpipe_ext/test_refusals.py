@@ -31,6 +31,7 @@ def test_shapes(case):
         refuses(case, tensors, rf"{name} has shape \(12,\) but {first} has \(3, 4\)")
 
 
+@pytest.mark.grid
 @EVERY_CASE
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
 def test_dtypes_that_are_no_float(case, dtype):
@@ -39,6 +40,7 @@ def test_dtypes_that_are_no_float(case, dtype):
     refuses(case, tensors, f"{case.tensors[0]} has dtype {name}; pass float32, float64, bfloat16 or float16")
 
 
+@pytest.mark.grid
 @EVERY_CASE
 @pytest.mark.parametrize(
     ("first", "other"),
@@ -152,6 +154,7 @@ def test_the_last_of_a_list_is_checked_before_the_first_is_written(case):
     refuses(case, [list(column) for column in zip(*rows)], message)
 
 
+@pytest.mark.grid
 @EVERY_CASE
 @pytest.mark.parametrize("factor", [NAN, float("inf"), -float("inf")], ids=str)
 def test_factors_that_are_not_finite(case, factor):
@@ -290,6 +293,7 @@ LAZY = {
 }
 
 
+@pytest.mark.grid
 @EVERY_CASE
 @pytest.mark.parametrize("lazy", LAZY)
 @pytest.mark.parametrize("in_lists", [False, True], ids=["tensors", "lists"])

@@ -80,6 +80,7 @@ def rows(case, shapes, dtype):
     return [list(column) for column in zip(*(arguments(case, shape, dtype, seed=1) for shape in shapes))]
 
 
+@pytest.mark.grid
 @EVERY_CASE
 @pytest.mark.parametrize("list_form", [False, True])
 def test_opcheck(case, list_form):
@@ -110,6 +111,7 @@ def test_opcheck_of_pack_and_unpack(dtype):
     torch.library.opcheck(torch.ops.avgpipe.unpack_.default, (torch.randn(13, dtype=dtype), tensors))
 
 
+@pytest.mark.grid
 @EVERY_CASE
 @pytest.mark.parametrize("check_finite", [False, True])
 def test_fake_results_match_real_ones(case, check_finite):
@@ -133,6 +135,7 @@ def test_meta_tensors_give_a_meta_count(case):
         case.operator(*tensors, *case.scalars)
 
 
+@pytest.mark.grid
 @EVERY_CASE
 @pytest.mark.parametrize("raw", [False, True])
 def test_version_counters_of_exactly_what_is_written_move(case, raw):
@@ -174,6 +177,7 @@ def test_works_in_inference_mode(case):
         case.operator(*tensors, *case.scalars)
 
 
+@pytest.mark.grid
 @EVERY_CASE
 @pytest.mark.parametrize("list_form", [False, True])
 def test_compiled_calls_do_what_eager_ones_do(case, list_form):
