@@ -62,14 +62,8 @@ class Lane:
     def start(self, work: Work, version: int, backwards: int, computing: int) -> None:
         """Take on a batch that runs on a ``version`` of the weights, with so many backwards and steps in all here."""
         self._in_flight[work.batch] = BatchState(work, version, backwards, computing)
-        self.trained.stage.train()
         if self.stream is not None:
             self.stream.begin(work.copied)
-
-    def start_evaluation(self, work: Work) -> None:
-        self._in_flight[work.batch] = BatchState(work, 0, 0, work.micro_batches)
-        if self.stream is not None:
-            self.stream.begin(None)
 
     def has_ended(self, batch: int) -> bool:
         state = self._in_flight[batch]
@@ -259,7 +253,7 @@ class PipelineRow:
         """Queue the forwards of an evaluated batch, on the stages that this worker evaluates."""
         lanes = [lane for lane in self.lanes.values() if lane.route.evaluates]
         for lane in lanes:
-            lane.start_evaluation(work)
+            lane.start(work, version=0, backwards=0, computing=work.micro_batches)
         for m in range(work.micro_batches):
             for lane in lanes:
                 needs = lane.route.evaluation_needs(work.batch, m)

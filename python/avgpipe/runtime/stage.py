@@ -37,6 +37,7 @@ class Stage(nn.Module):
         self.layers = (compiler or Compiler()).copied(layers).to(device)
         self.statistics = defer_batch_norms(self.layers)
         self.first, self.index, self.seed, self.device = first, index, seed, device
+        self.train()
         self.inputs = Inputs(index)
         self.carries = [m for m in self.layers.modules() if isinstance(m, Carry)]
         self._chain = list(enumerate(self.layers, first))  # quicker to walk than a ModuleList
