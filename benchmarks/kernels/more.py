@@ -17,7 +17,7 @@ import typer
 from torch import Tensor
 
 import avgpipe_ext as ext
-from avgpipe.cli.bench import measuring, report, table
+from avgpipe.cli.bench import measuring, report
 from avgpipe.cli.bench.kernels import Run, check, make_operands, measure, model_shapes
 from avgpipe.cli.config import KernelsConfig
 from avgpipe.cli.options import command
@@ -38,7 +38,7 @@ def run(config: KernelsConfig) -> None:
                 if not config.only or question in config.only:
                     head = {"question": question, "case": case, "asks": asks, "elements": elements}
                     sections.append(measure(head, values, runs, like, config))
-    report("kernels", config, {"sections": sections}, *map(table, sections))
+    report("kernels", config, sections)
 
 
 def cases(elements: int, config: KernelsConfig) -> Iterator[Section]:

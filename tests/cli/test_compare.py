@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import typer
 
-from avgpipe.cli import compare_runs
-from avgpipe.cli.compare import answer, check
-from avgpipe.cli.compare_runs import Job, Signals, SystemRun, run_all, run_in_process, verdict
+from avgpipe.cli import compare
+from avgpipe.cli.compare import answer, check, noting_signals, run_all, run_in_process, verdict, words_of
 from avgpipe.cli.config import CompareConfig
 from avgpipe.plan import Plan
+from avgpipe.report.compare import SystemResult
 from avgpipe.systems import SYSTEMS
 from avgpipe.timeline.timeline import Event, Timeline
 from tests.cli.command import avgpipe, invoke, strict
@@ -35,24 +35,25 @@ class Faked:
 
     def __init__(self, ends=None, summaries=None, interrupted_in=None):
         self.ends, self.summaries, self.interrupted_in = ends or {}, summaries or {}, interrupted_in
-        self.jobs = []
+        self.systems = []
 
-    def __call__(self, job, signals, tick):
-        self.jobs.append(job)
-        out = job.log.parent / job.system
-        if job.system == self.interrupted_in:
-            signals.note(signal.SIGINT)
+    def __call__(self, words, log, caught, tick):
+        system = log.stem
+        self.systems.append(system)
+        out = log.parent / system
+        if system == self.interrupted_in:
+            caught.append(signal.SIGINT)
             return 130
-        if job.system in self.ends:
-            code, text = self.ends[job.system]
-            job.log.write_text(text)
+        if system in self.ends:
+            code, text = self.ends[system]
+            log.write_text(text)
             return code
         tick()
         out.mkdir()
-        plan = Plan.for_system(job.system, stages=2, **self.choices(job.system))
+        plan = Plan.for_system(system, stages=2, **self.choices(system))
         plan.save(out / "plan.json")
         facts = {n: getattr(plan, n) for n in ("stages", "pipelines", "micro_batches", "schedule")}
-        summary = {**SUMMARY, "system": job.system, **facts, **self.summaries.get(job.system, {})}
+        summary = {**SUMMARY, "system": system, **facts, **self.summaries.get(system, {})}
         (out / "summary.json").write_text(json.dumps(summary))
         rows = [
             {"kind": "valid", "batch": 0, "loss": 6.8, "metric": 900.0, "seconds": 0.0},
@@ -90,14 +91,15 @@ def compared(capsys, asked, runner, code=0):
 # ---- which runs ------------------------------------------------------------------------------------------------------
 
 
-def words_of(job):
-    assert job.words[:2] == ["train", "awd-lstm"]
-    return dict(zip(job.words[2::2], job.words[3::2]))
+def options_of(config, system):
+    words = words_of(config, system)
+    assert words[:2] == ["train", "awd-lstm"]
+    return dict(zip(words[2::2], words[3::2]))
 
 
 def test_all_systems_get_the_same_options_but_for_what_they_fix(tmp_path):
     asked = {"data": "d", "batch_size": 16, "seed": 3, "micro_batches": 8, "pipelines": 3, "timeout_s": 9.0}
-    found = {s: words_of(Job.of(question(tmp_path, *SYSTEMS, stages=4, **asked), s)) for s in SYSTEMS}
+    found = {s: options_of(question(tmp_path, *SYSTEMS, stages=4, **asked), s) for s in SYSTEMS}
     same = {"--data": "d", "--batch-size": "16", "--seed": "3", "--timeout": "9", "--stages": "4"}
     assert all(same.items() <= words.items() for words in found.values())
     assert all((words["--system"], words["--out"]) == (s, str(tmp_path / s)) for s, words in found.items())
@@ -107,13 +109,13 @@ def test_all_systems_get_the_same_options_but_for_what_they_fix(tmp_path):
 
 
 def test_what_is_given_is_what_train_takes():
-    """Every option of a job is one of ``avgpipe train``."""
+    """Every option of a run is one of ``avgpipe train``."""
     help_text = invoke("train", "--help").stdout
     asked = dict.fromkeys(
         ("lr_scaling", "epochs", "max_batches", "target", "device", "link", "autocast"), "1"
     )
-    job = Job.of(question(Path(), "avgpipe", preset="tiny", timeout_s=1.0, **asked), "avgpipe")
-    assert all(word in help_text for word in job.words if word.startswith("--"))
+    words = words_of(question(Path(), "avgpipe", preset="tiny", timeout_s=1.0, **asked), "avgpipe")
+    assert all(word in help_text for word in words if word.startswith("--"))
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ def test_each_system_runs_in_turn_and_the_folder_has_table_json_and_pictures(cap
     found, err = compared(capsys, asked, runner)
     assert [row["warnings"] for row in found["systems"]] == [[], ["it waits"], []]
     assert "dapple: it waits." in found["notes"]
-    assert [job.system for job in runner.jobs] == ["gpipe", "dapple", "data-parallel"]
+    assert runner.systems == ["gpipe", "dapple", "data-parallel"]
     assert found == strict((tmp_path / "out" / "compare.json").read_text())
     assert [row["status"] for row in found["systems"]] == ["ok"] * 3
     assert found["systems"][2]["replicas"] == 2
@@ -174,7 +176,7 @@ def test_what_a_system_cannot_do_is_a_row_without_a_run(capsys, tmp_path):
     runner = Faked()
     asked = question(tmp_path, "pipedream-2bw", "gpipe", stages=4, micro_batches=2)
     found, _ = compared(capsys, asked, runner)
-    assert [job.system for job in runner.jobs] == ["gpipe"]
+    assert runner.systems == ["gpipe"]
     assert found["systems"][0]["status"] == "refused"
     assert "at least as many micro-batches as stages" in found["systems"][0]["reason"]
 
@@ -266,10 +268,10 @@ while True:
 """
 
 
-def run(tmp_path, script, signals=None, tick=lambda: None):
-    job = Job("gpipe", ["word"], tmp_path / "gpipe.log")
-    code = run_in_process(job, signals or Signals(), tick, (sys.executable, "-c", script))
-    return code, job.log.read_text()
+def run(tmp_path, script, caught=(), tick=lambda: None):
+    log = tmp_path / "gpipe.log"
+    code = run_in_process(["word"], log, caught, tick, (sys.executable, "-c", script))
+    return code, log.read_text()
 
 
 def test_a_run_says_what_it_says_to_its_log(tmp_path):
@@ -284,34 +286,32 @@ def test_a_run_says_what_it_says_to_its_log(tmp_path):
     ids=["ends", "ignores"],
 )
 def test_a_signal_ends_the_run_that_is_running(monkeypatch, tmp_path, interrupt, told):
-    monkeypatch.setattr(compare_runs, "_GRACE_S", {signal.SIGINT: 0.5, signal.SIGTERM: 30.0})
-    with Signals() as signals:
+    monkeypatch.setattr(compare, "_GRACE_S", {signal.SIGINT: 0.5, signal.SIGTERM: 30.0})
+    with noting_signals() as caught:
         log = tmp_path / "gpipe.log"
         code, said = run(
             tmp_path,
             WAITS.format(interrupt=interrupt),
-            signals,
+            caught,
             lambda: os.kill(os.getpid(), signal.SIGINT) if "ready" in log.read_text() else None,
         )
-    assert signals.caught == signal.SIGINT
+    assert caught == [signal.SIGINT]
     assert (code, said.splitlines()) == (7, ["ready", told])
 
 
 def test_signals_are_noted_only_inside_the_block():
     before = signal.getsignal(signal.SIGTERM)
-    with Signals() as signals:
+    with noting_signals() as caught:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-    assert (signals.caught, signals.count) == (signal.SIGTERM, 2)
+    assert caught == [signal.SIGTERM, signal.SIGINT]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_after_a_signal_nothing_more_is_run(tmp_path):
-    signals = Signals()
-    signals.note(signal.SIGTERM)
-    assert run_all(question(tmp_path, "gpipe", "dapple"), Faked(), signals) == [
-        SystemRun("gpipe", "not run"),
-        SystemRun("dapple", "not run"),
+    assert run_all(question(tmp_path, "gpipe", "dapple"), Faked(), [signal.SIGTERM]) == [
+        SystemResult("gpipe", "not run"),
+        SystemResult("dapple", "not run"),
     ]
 
 

@@ -1,44 +1,35 @@
-"""``avgpipe compare``: systems on the same work in turn, and what is made of their runs' folders."""
+"""``avgpipe compare``: systems on the same work, one ``avgpipe train`` after the other, and what came of each."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from avgpipe.cli.compare_runs import (
-    Runner,
-    Signals,
-    SystemRun,
-    common_options,
-    refusal,
-    run_all,
-    run_in_process,
-)
-from avgpipe.cli.config import CompareConfig, TrainConfig
-from avgpipe.cli.errors import FAILED, arguments, running, say
-from avgpipe.cli.folder import read_metrics
-from avgpipe.cli.output import show, strict_json
+from avgpipe import systems
+from avgpipe.cli.config import CompareConfig, LearningOptions, TrainConfig
+from avgpipe.cli.errors import FAILED, WRONG_ARGUMENTS, arguments, running, say
+from avgpipe.cli.folder import duration, read_metrics
+from avgpipe.cli.options import words
+from avgpipe.cli.output import show, strict_json, tell
 from avgpipe.cli.resolve import check_device, check_folder, joined_ranks, resolve
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
-from avgpipe.report.compare import (
-    DOES_NOT_FIT,
-    OK,
-    Comparison,
-    Figures,
-    SystemResult,
-    advice,
-    markdown,
-    notes,
-    table,
-)
+from avgpipe.ranks.launch import tied
+from avgpipe.report import compare as report
+from avgpipe.report.compare import OK, Comparison, Figures, SystemResult
 from avgpipe.report.pictures import Curve, plot_curves, plot_timelines
 from avgpipe.systems import SYSTEMS
 from avgpipe.timeline.timeline import Timeline
@@ -46,6 +37,21 @@ from avgpipe.units import format_bytes
 
 _FILE_COLUMNS = 120  # of a table that is not for a terminal
 _NO_STAGES = tuple(name for name, row in SYSTEMS.items() if "stages" in row)
+_COMMON = tuple(f.name for f in fields(LearningOptions) if f.name not in ("json", "given"))
+_LOOK_S = 0.25  # how often a run is looked after
+_GRACE_S = {signal.SIGINT: 20.0, signal.SIGTERM: 5.0}  # for a run to end by itself, then SIGKILL
+_SAID = "avgpipe: error: "
+_NO_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|MemoryError", re.IGNORECASE
+)
+_RAISED = re.compile(r"[\w.]*(Error|Exception)\b")  # the last line of a traceback
+_REASON_LETTERS = 200
+_PROGRAM = (sys.executable, "-m", "avgpipe.cli.main")
+
+Caught = list[signal.Signals]
+# Runs the words after ``avgpipe`` to their end, or to that of a signal, and writes what the run says to the file; calls
+# the function now and then; returns the exit code.
+Runner = Callable[[Sequence[str], Path, Caught, Callable[[], None]], int]
 
 
 def run(asked: CompareConfig) -> None:
@@ -84,62 +90,223 @@ def check(config: CompareConfig) -> None:
         raise ValueError(f"no system can run: {refused[0]}")
 
 
-def answer(config: CompareConfig, runner: Runner = run_in_process) -> None:
+def answer(config: CompareConfig, runner: Runner | None = None) -> None:
     """Run all, fill the folder and print. Exits with 1 if no system trained to its end, as usual after a signal."""
-    with Signals() as signals:
-        ended = run_all(config, runner, signals)
-        found = comparison(config, ended)
-        text = write_results(config, found, signals.caught is not None)
+    with noting_signals() as caught:
+        found = comparison(config, run_all(config, runner or run_in_process, caught))
+        text = write_results(config, found, bool(caught))
     if config.json:
         sys.stdout.write(text)
     else:
         best = ["*: the best of its column"] if len(found.ranked) > 1 else []
-        words = [*best, *notes(found), advice(found), f"folder: {config.out}"]
-        show(table(found), *words, columns=_FILE_COLUMNS)
+        notes = [*best, *report.notes(found), report.advice(found), f"folder: {config.out}"]
+        show(report.table(found), *notes, columns=_FILE_COLUMNS)
     sys.stdout.flush()
-    if signals.caught is not None:
-        say(f"interrupted by {signals.caught.name}: the system that was running is ended")
-        raise typer.Exit(128 + signals.caught)
+    if caught:
+        say(f"interrupted by {caught[0].name}: the system that was running is ended")
+        raise typer.Exit(128 + caught[0])
     if all(outcome.figures is None for outcome in found.outcomes):
         say(f"no system trained to its end: see the logs in {config.out}")
         raise typer.Exit(FAILED)
 
 
+@contextmanager
+def noting_signals() -> Iterator[Caught]:
+    """Within the block, SIGINT and SIGTERM are noted instead of raised: results are to be written all the same."""
+    caught: Caught = []
+    here = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
+    handlers = {s: signal.signal(s, lambda n, _: caught.append(signal.Signals(n))) for s in numbers}
+    try:
+        yield caught
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+# ---- which runs ------------------------------------------------------------------------------------------------------
+
+
+def common_options(config: CompareConfig) -> dict[str, Any]:
+    """The options of ``avgpipe train`` that were given, and are the same for all systems."""
+    return {name: value for name, value in config.explicit.items() if name in _COMMON}
+
+
+def options_of(config: CompareConfig, system: str) -> dict[str, Any]:
+    """Those that were given and that the system leaves to the caller, and what makes the run the system's."""
+    row, found = SYSTEMS[system], common_options(config)
+    if config.pipelines is not None and "pipelines" not in row:
+        found["pipelines"] = config.pipelines
+    wanted = config.micro_batches
+    # PipeDream, too, has whole batches in flight.
+    splits = wanted is not None and systems.micro_batches(system, config.stages, None, wanted) >= wanted
+    if splits and "micro_batches" not in row:
+        found["micro_batches"] = wanted
+    return {**found, "system": system, "stages": config.stages, "out": str(Path(config.out) / system)}
+
+
+def words_of(config: CompareConfig, system: str) -> list[str]:
+    """The words after ``avgpipe`` of a system's run."""
+    options = options_of(config, system)
+    return ["train", options.pop("workload"), *words(options)]
+
+
+def refusal(config: CompareConfig, system: str) -> str:
+    """Why a system cannot do what was asked; "" if it can, as far as that shows without the data."""
+    try:
+        resolve(TrainConfig.of(**options_of(config, system)))
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+# ---- one after the other ---------------------------------------------------------------------------------------------
+
+
+def run_all(config: CompareConfig, runner: Runner, caught: Caught) -> list[SystemResult]:
+    """One run after the other; after a signal the rest is NOT_RUN."""
+    ended = []
+    for number, system in enumerate(config.systems, 1):
+        if caught:
+            ended.append(SystemResult(system, report.NOT_RUN))
+            continue
+        begun, place = time.monotonic(), f"{number} of {len(config.systems)}: {system}"
+        if refused := refusal(config, system):
+            result = SystemResult(system, report.REFUSED, reason=refused)
+        else:
+            result = _run(config, system, runner, caught, place)
+        ended.append(result)
+        what = "done" if result.status == OK else ": ".join(filter(None, (result.status, result.reason)))
+        _say(f"{place}: {what} ({duration(time.monotonic() - begun)})")
+    return ended
+
+
+def _run(config: CompareConfig, system: str, runner: Runner, caught: Caught, place: str) -> SystemResult:
+    out, begun = Path(config.out) / system, time.monotonic()
+    log = out.with_name(f"{system}.log")
+
+    def said() -> str:
+        return log.read_text(errors="replace").rstrip() if log.is_file() else ""
+
+    def tick() -> None:
+        last = "".join(said().splitlines()[-1:])
+        tell(f"{place}, {duration(time.monotonic() - begun)}: {last}")
+
+    if not sys.stderr.isatty():
+        _say(place)
+    code = runner(words_of(config, system), log, caught, tick)
+    if (out / "summary.json").is_file():  # it ended, whatever came afterwards
+        return _result(config, system)
+    if caught:
+        return SystemResult(system, report.INTERRUPTED)
+    status, reason = verdict(code, said())
+    return SystemResult(system, status, reason=reason)
+
+
+def verdict(code: int, log: str) -> tuple[str, str]:
+    """Status and reason of a run without a summary, from its exit code and what it said."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    said = [line.removeprefix(_SAID) for line in lines if line.startswith(_SAID)]
+    short = next((line for line in lines if _NO_MEMORY.search(line)), None)
+    if short is not None:
+        return report.OUT_OF_MEMORY, _plain(short)
+    if code == -signal.SIGKILL or any("was killed by SIGKILL" in line for line in said):
+        return report.KILLED, _plain(said[-1]) if said else "by hand, or by the system when memory runs out"
+    status = report.REFUSED if code == WRONG_ARGUMENTS else report.FAILED
+    raised = [line for line in lines if _RAISED.match(line)]
+    # The first is the cause: other workers then lost a peer, and last the command says which worker failed.
+    if said and not (raised and "failed with exit code" in said[0]):
+        return status, _plain(said[0])
+    return status, _plain(raised[0] if raised else lines[-1]) if lines else f"exit code {code}"
+
+
+def _plain(line: str) -> str:
+    """Without what the end of a message says on resuming, and not too long: the log has it all."""
+    line = re.sub(
+        r"; (there is no checkpoint yet|resume from the last checkpoint with: .*)$", "", line.strip()
+    )
+    line = line.removeprefix(_SAID)
+    return line if len(line) <= _REASON_LETTERS else line[: _REASON_LETTERS - 3].rstrip() + "..."
+
+
+def run_in_process(
+    command: Sequence[str],
+    log: Path,
+    caught: Caught,
+    tick: Callable[[], None],
+    program: Sequence[str] = _PROGRAM,
+) -> int:
+    """Run in a new session, so that Ctrl-C goes to this process only, which then ends the run once.
+
+    After a signal the run is asked to end, then made to; another signal meanwhile shortens the wait. Its workers are
+    tied to it and end, too.
+    """
+
+    def wait(signals: int, seconds: float) -> None:
+        """Wait so long for the process to end, or until there were more signals than so many."""
+        deadline = time.monotonic() + seconds
+        while len(caught) == signals and time.monotonic() < deadline:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_S)
+                return
+            tick()
+
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            tied("stdout", *program, *command),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        wait(0, math.inf)
+        for number, grace_s in _GRACE_S.items():
+            if process.poll() is None:
+                process.send_signal(number)
+                wait(len(caught), grace_s)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    return process.returncode
+
+
+def _say(line: str) -> None:
+    tell("")
+    print(line, file=sys.stderr, flush=True)
+
+
 # ---- what the folders say --------------------------------------------------------------------------------------------
 
 
-def comparison(config: CompareConfig, ended: Sequence[SystemRun]) -> Comparison:
-    """Read the folders of the runs that ended."""
-    summaries = {
-        run.system: json.loads((Path(config.out) / run.system / "summary.json").read_text())
-        for run in ended
-        if run.status == OK
-    }
-    known: dict[str, Any] = next(iter(summaries.values()), {})
+def _result(config: CompareConfig, system: str) -> SystemResult:
+    """Read the folder of a run that ended."""
+    out, limit = Path(config.out) / system, config.memory_limit_bytes
+    summary, plan = json.loads((out / "summary.json").read_text()), Plan.load(out / "plan.json")
+    replicas = plan.pipelines if plan.spread else max(plan.replication or [1])
+    found = SystemResult(system, OK, Figures.of(summary, replicas), warnings=tuple(summary["warnings"]))
+    peak = max(summary["peak_memory_bytes"])
+    if limit is None or peak <= limit:
+        return found
+    return replace(found, status=report.DOES_NOT_FIT, reason=f"needs {format_bytes(peak)}")
+
+
+def comparison(config: CompareConfig, outcomes: Sequence[SystemResult]) -> Comparison:
+    """The outcomes, and what is the same for all: the first run that ended knows it."""
+    ended = next((o.system for o in outcomes if o.figures is not None), None)
+    known = json.loads((Path(config.out) / ended / "summary.json").read_text()) if ended else {}
     title = f" ({known['title']})" if known.get("title") else ""
     return Comparison(
         what=f"{config.workload} {config.preset}{title}",
         workers=config.stages,
-        outcomes=tuple(_result(config, run, summaries.get(run.system)) for run in ended),
+        outcomes=tuple(outcomes),
         metric_name=known.get("metric_name", "metric"),
         lower_is_better=known.get("lower_is_better", True),
         trivial=known.get("trivial_metric"),
         target=config.target,
         memory_limit_bytes=config.memory_limit_bytes,
     )
-
-
-def _result(config: CompareConfig, run: SystemRun, summary: dict[str, Any] | None) -> SystemResult:
-    if summary is None:
-        return SystemResult(run.system, run.status, None, run.reason)
-    plan = Plan.load(Path(config.out) / run.system / "plan.json")
-    replicas = plan.pipelines if plan.spread else max(plan.replication or [1])
-    figures, limit = Figures.of(summary, replicas), config.memory_limit_bytes
-    warnings = tuple(summary["warnings"])
-    if limit is not None and figures.peak_memory_bytes > limit:
-        needs = f"needs {format_bytes(figures.peak_memory_bytes)}"
-        return SystemResult(run.system, DOES_NOT_FIT, figures, needs, warnings)
-    return SystemResult(run.system, OK, figures, warnings=warnings)
 
 
 def write_results(config: CompareConfig, found: Comparison, interrupted: bool) -> str:
@@ -151,13 +318,13 @@ def write_results(config: CompareConfig, found: Comparison, interrupted: bool) -
         "interrupted": interrupted,
         "systems": found.to_json(),
         "best": {column.key: found.best_systems(column) for column in found.columns()},
-        "notes": notes(found),
-        "advice": advice(found),
+        "notes": report.notes(found),
+        "advice": report.advice(found),
         "out": config.out,
     }
     text = strict_json(content, indent=2) + "\n"
     write_atomically(Path(config.out) / "compare.json", text)
-    write_atomically(Path(config.out) / "compare.md", markdown(found))
+    write_atomically(Path(config.out) / "compare.md", report.markdown(found))
     _write_pictures(config, found)
     return text
 

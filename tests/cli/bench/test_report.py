@@ -17,7 +17,7 @@ HEAD = {
 
 
 def way(name, role, bytes_per_element=8.0):
-    return Way(name, role, bytes_per_element, lambda: None)
+    return Way(name, role, bytes_per_element)
 
 
 WAYS = [
@@ -72,6 +72,22 @@ def test_without_a_limit_there_are_no_fractions():
     (found,) = summarise(HEAD, WAYS[2:3], [[0.5]], {})["rows"]
     assert found["fraction_of_limit"] is None
     assert (found["quartile1_ms"], found["median_ms"], found["quartile3_ms"]) == (500, 500, 500)
+
+
+def test_what_moves_no_bytes_is_measured_by_its_time_and_beside_its_simulation():
+    head = {name: value for name, value in HEAD.items() if name != "elements"}
+    found = summarise(
+        head, [Way("limit", "limit"), Way("ours", "ours", simulated_s=0.2)], [[0.1], [0.25]], {}
+    )
+    limit, ours = found["rows"]
+    assert ours["fraction_of_limit"] == pytest.approx(0.4)
+    assert (ours["simulated_ms"], ours["over_simulated"]) == pytest.approx((200, 1.25))
+    assert not {"bytes_per_element", "gb_per_s"} & {*limit, *ours}
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table(found))
+    text = console.export_text()
+    assert "simulated" in text
+    assert "GB/s" not in text
 
 
 def test_a_section_is_json(section):

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 import torch
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
 from avgpipe.cli.doctor import examine
@@ -36,14 +36,17 @@ class Way(NamedTuple):
 
     Attributes:
         role: What it is in the table; fractions are of the first "limit".
-        bytes_per_element: What the work must move for each of the section's elements, whatever this way moves besides.
+        bytes_per_element: What the work must move for each of the section's elements, whatever this way moves besides;
+            None where the work is no moving of bytes.
         run: Does it: once, or as often as it is told.
+        simulated_s: How long it should take, where that is known.
     """
 
     name: str
     role: Role
-    bytes_per_element: float
-    run: Callable[..., Any]
+    bytes_per_element: float | None = None
+    run: Callable[..., Any] = lambda: None
+    simulated_s: float | None = None
 
 
 def summarise(
@@ -55,67 +58,64 @@ def summarise(
     """Make a section, one JSON object.
 
     Args:
-        head: ``question``, ``case``, ``asks`` (the question in words) and ``elements``.
+        head: ``question``, ``case``, ``asks`` (the question in words) and, where bytes are moved, ``elements``.
         ways: In the order of the table.
         samples: Seconds of each way.
         skipped: Names of ways that cannot run here, and why.
     """
-    quartiles = {way.name: numpy.quantile(s, (0.25, 0.5, 0.75)).tolist() for way, s in zip(ways, samples)}
-    medians = {name: seconds[1] for name, seconds in quartiles.items()}
-    rates = {way.name: head["elements"] * way.bytes_per_element / medians[way.name] / 1e9 for way in ways}
+    quartiles = [1e3 * numpy.quantile(seconds, (0.25, 0.5, 0.75)) for seconds in samples]
+    medians = {way.name: float(q[1]) for way, q in zip(ways, quartiles)}
+    speeds = {way.name: (way.bytes_per_element or 1) / medians[way.name] for way in ways}
     limit = next((way.name for way in ways if way.role == "limit"), None)
     rows = []
-    for name, role, bytes_per_element, _ in ways:
-        first, median, third = (1e3 * s for s in quartiles[name])
-        others = [way.name for way in ways if role == "ours" and way.role == "baseline"]
-        rows.append(
-            {
-                "name": name,
-                "role": role,
-                "median_ms": median,
-                "quartile1_ms": first,
-                "quartile3_ms": third,
-                "bytes_per_element": bytes_per_element,
-                "gb_per_s": rates[name],
-                "fraction_of_limit": None if limit is None else rates[name] / rates[limit],
-                "ratios": {other: medians[other] / medians[name] for other in others},
-            }
-        )
-    return {
-        **head,
-        "limit": limit,
-        "rows": rows,
-        "skipped": [{"name": name, "reason": reason} for name, reason in skipped.items()],
-    }
+    for way, (first, median, third) in zip(ways, (q.tolist() for q in quartiles)):
+        others = [other.name for other in ways if way.role == "ours" and other.role == "baseline"]
+        row: dict[str, Any] = {"name": way.name, "role": way.role}
+        row |= {"median_ms": median, "quartile1_ms": first, "quartile3_ms": third}
+        row |= {"fraction_of_limit": None if limit is None else speeds[way.name] / speeds[limit]}
+        row |= {"ratios": {other: medians[other] / median for other in others}}
+        if way.bytes_per_element is not None:
+            row["bytes_per_element"] = way.bytes_per_element
+            row["gb_per_s"] = head["elements"] * speeds[way.name] / 1e6
+        if way.simulated_s is not None:
+            row |= {"simulated_ms": 1e3 * way.simulated_s, "over_simulated": median / way.simulated_s / 1e3}
+        rows.append(row)
+    left_out = [{"name": name, "reason": reason} for name, reason in skipped.items()]
+    return {**head, "limit": limit, "rows": rows, "skipped": left_out}
+
+
+# Columns beside the times: the key in a row, and how it is written. Those that no row of a section has are left out.
+_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "bytes/el.": ("bytes_per_element", "{:g}".format),
+    "GB/s": ("gb_per_s", "{:.3g}".format),
+    "simulated": ("simulated_ms", lambda ms: format_seconds(ms / 1e3)),
+    "over it": ("over_simulated", "{:.3f}".format),
+    "of limit": ("fraction_of_limit", "{:.2f}".format),
+}
 
 
 def table(section: Mapping[str, Any]) -> Group:
     """A section for a reader. "ours is": how many times longer a baseline took than our first row."""
-    made = grid([""], ["median", "quartiles", "bytes/el.", "GB/s", "of limit", "ours is"])
-    ratios: dict[str, float] = next((row["ratios"] for row in section["rows"] if row["role"] == "ours"), {})
-    for row in section["rows"]:
+    rows = section["rows"]
+    columns = {h: column for h, column in _COLUMNS.items() if any(column[0] in row for row in rows)}
+    made = grid([""], ["median", "quartiles", *columns, "ours is"])
+    ratios: dict[str, float] = next((row["ratios"] for row in rows if row["role"] == "ours"), {})
+    for row in rows:
         first, median, third = (
-            format_seconds(row[f"{what}_ms"] / 1e3) for what in ("quartile1", "median", "quartile3")
+            format_seconds(row[f"{q}_ms"] / 1e3) for q in ("quartile1", "median", "quartile3")
         )
-        fraction, name = row["fraction_of_limit"], row["name"]
-        made.add_row(
-            name,
-            median,
-            f"{first} - {third}",
-            f"{row['bytes_per_element']:g}",
-            f"{row['gb_per_s']:.3g}",
-            "-" if fraction is None else f"{fraction:.2f}",
-            f"{ratios[name]:.2f}x" if name in ratios else "",
-            style=_STYLES[row["role"]],
-        )
+        values = ((row.get(key), write) for key, write in columns.values())
+        cells = ("-" if value is None else write(value) for value, write in values)
+        ours_is = f"{ratios[row['name']]:.2f}x" if row["name"] in ratios else ""
+        made.add_row(row["name"], median, f"{first} - {third}", *cells, ours_is, style=_STYLES[row["role"]])
     notes = [section["asks"], f"limit: {section['limit']}" if section["limit"] else ""]
     notes += [f"left out: {skipped['name']}: {skipped['reason']}" for skipped in section["skipped"]]
     return Group(Text(_title(section), style="bold"), made, Text("\n".join(filter(None, notes))), "")
 
 
 def _title(section: Mapping[str, Any]) -> str:
-    case, size = section["case"], section["elements"]
-    elements = "" if case == format_bytes(size) else f", {size / 1e6:g} M elements"
+    case, size = section["case"], section.get("elements")
+    elements = "" if size is None or case == format_bytes(size) else f", {size / 1e6:g} M elements"
     return f"{section['question']}, {case}{elements}"
 
 
@@ -159,13 +159,16 @@ def measuring() -> Iterator[None]:
         tell("")
 
 
-def report(name: str, config: Options, found: Mapping[str, Any], *tables: RenderableType) -> None:
-    """Print what ``avgpipe bench NAME`` found: one JSON object, or tables."""
+def report(name: str, config: Options, sections: Sequence[Mapping[str, Any]], notes: str = "") -> None:
+    """Print what ``avgpipe bench NAME`` found: one JSON object, or tables; and draw it where that is asked for."""
     facts = examine().facts
     facts["machine"]["threads"] = getattr(config, "threads", 1)
+    command = shlex.join(["avgpipe", "bench", name, *words(config.complete)])
+    if picture_file := getattr(config, "plot", None):
+        with running():
+            plot(sections, command, picture_file)
     if config.json:
-        command = shlex.join(["avgpipe", "bench", name, *words(config.complete)])
-        print(json.dumps({"command": command, **facts, **found}))
+        print(json.dumps({"command": command, **facts, "sections": sections}))
         return
     machine = f"{facts['machine']['cpu']}, {facts['machine']['cores']} cores"
-    show(*tables, f"{machine}, torch {facts['versions']['torch']}", columns=120)
+    show(*map(table, sections), notes, f"{machine}, torch {facts['versions']['torch']}", columns=120)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 import avgpipe_ext as ext
-from avgpipe.cli.bench import Way, measuring, memory_available_bytes, plot, report, summarise, table
+from avgpipe.cli.bench import Way, measuring, memory_available_bytes, report, summarise
 from avgpipe.cli.config import KernelsConfig
 from avgpipe.cli.errors import arguments
 from avgpipe.cli.output import tell
@@ -39,10 +39,8 @@ QUESTIONS = {
     "unpack": (2, "How near to a plain copy are they unpacked?"),
 }
 _REPLICAS = 8
-_OPERANDS, _ARRAYS = (
-    1 + _REPLICAS,
-    22,
-)  # of all elements; with the states of torch's optimizers, and the limit's
+_OPERANDS = 1 + _REPLICAS
+_ARRAYS = 22  # of all elements: operands, the states of torch's optimizers, and the limit's
 _USABLE = 0.9  # of the free memory; the rest is for allocators, compilers and everybody else
 _SAMPLE_S = 5e-3  # at least, of several calls where one is short
 _ALPHA, _LR, _MU = 0.25, 1e-5, 0.9
@@ -67,9 +65,7 @@ def run(config: KernelsConfig) -> None:
                         head = {"question": name, "case": case, "asks": asks, "elements": elements}
                         runs = {way: run for question, way, run in made if question == name}
                         sections.append(measure(head, values, runs, operands[0], config))
-        if config.plot is not None:
-            plot(sections, f"{config.dtype}, medians of {config.rounds} rounds", config.plot)
-    report("kernels", config, {"sections": sections}, *map(table, sections))
+    report("kernels", config, sections)
 
 
 def check(config: KernelsConfig) -> None:

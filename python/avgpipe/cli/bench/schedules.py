@@ -12,18 +12,15 @@ from importlib import import_module
 from itertools import product, repeat
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 import torch.distributed as dist
-from rich.console import Group
-from rich.text import Text
 from torch import nn
 from torch.distributed import pipelining
 
-from avgpipe.cli.bench import measuring, report
+from avgpipe.cli.bench import Role, Way, measuring, report, summarise
 from avgpipe.cli.config import SchedulesConfig
 from avgpipe.cli.errors import arguments
-from avgpipe.cli.output import grid, tell
+from avgpipe.cli.output import tell
 from avgpipe.measure.tune import seconds_per_batch
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
@@ -31,8 +28,7 @@ from avgpipe.planning import Costs, steady_batch_s
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
-from avgpipe.schedule import build_schedule
-from avgpipe.units import format_bytes, format_seconds
+from avgpipe.units import format_bytes
 
 SCHEDULES = (
     *("1f1b", "all-forward-all-backward", "advance-forward"),
@@ -58,6 +54,9 @@ ALL = "all"  # in place of the names of rows
 DEFAULT = (*SCHEDULES[:3], *(name for name in TORCH if name != "torch-advance-forward"))
 _WHOLE_BATCHES = ("pipedream-2bw", "data-parallel")  # the other systems' batches are one micro-batch
 _LEAST_ACTIVATION_BYTES = 64
+_NOTES = """\
+Stages take their time and compute nothing; runtime, tensors and links are real. Times are of one pipeline in the steady
+state, the medians of rounds. Simulated: transfers, updates and the host take nothing."""
 
 
 # ---- emulated stages -------------------------------------------------------------------------------------------------
@@ -142,16 +141,6 @@ class Row(NamedTuple):
     pipelines: int
     chunks: int
 
-    def plan(self, config: SchedulesConfig) -> Plan:
-        """Our plan, with a stage for each module. ValueError for what cannot be."""
-        if self.what in SYSTEMS:
-            given = {"micro_batches": config.micro_batches} if self.what in _WHOLE_BATCHES else {}
-            made = Plan.for_system(self.what, stages=config.stages, **given)
-        else:
-            stages = config.stages * self.chunks
-            made = Plan(stages, self.pipelines, config.micro_batches, schedule=self.what)
-        return replace(made, partition=tuple(range(1, made.stages)))
-
 
 def rows(config: SchedulesConfig) -> Iterator[Row]:
     """Make the rows that are asked for, in the order of the table."""
@@ -172,19 +161,6 @@ def stage_s(config: SchedulesConfig, stages: int) -> tuple[float, float]:
     return config.forward_ms * share, config.backward_ms * share
 
 
-def simulated_s(plan: Plan, config: SchedulesConfig) -> float:
-    """Seconds per batch in the steady state, where nothing but the stages takes time."""
-    forward_s, backward_s = stage_s(config, plan.stages)
-    # The first stage spends its backward on the weights alone.
-    halves = [0.0, *[backward_s / 2] * (plan.stages - 1)]
-    own = -(-plan.micro_batches // max(plan.replication or [1]))  # of a replica
-    schedule = build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
-    costs = Costs(forward_s, backward_s, input_backward_s=halves)
-    return (
-        config.micro_batches // plan.micro_batches * steady_batch_s(schedule, costs, pipelines=plan.pipelines)
-    )
-
-
 def run(config: SchedulesConfig) -> None:
     with arguments():
         _check(config)
@@ -194,9 +170,8 @@ def run(config: SchedulesConfig) -> None:
     limit_s = 120 + config.timeout_s + batches * batch_s  # far above what any row should need
     with measuring():
         asked = {"config": config.to_json()}
-        found = run_on_ranks(f"{__name__}:worker", config.stages, asked, timeout_s=limit_s, say=tell)[0]
-    result = summary(config, found)
-    report("schedules", config, result, table(config, result))
+        section = run_on_ranks(f"{__name__}:worker", config.stages, asked, timeout_s=limit_s, say=tell)[0]
+    report("schedules", config, [section], _NOTES)
 
 
 def _check(config: SchedulesConfig) -> None:
@@ -213,32 +188,51 @@ def _check(config: SchedulesConfig) -> None:
 
 
 def worker(config: str) -> dict[str, Any]:
-    """Measure as a rank: seconds per batch of the rows by name, and why others cannot be."""
+    """Measure as a rank; what rank 0 found counts, where batches end last."""
     asked = SchedulesConfig.from_json(config)
     torch.set_num_threads(1)
     precise_sleeps()
     join(asked.timeout_s, "gloo")  # nobody may wait forever, neither in our rows nor in torch's
-    samples: dict[str, list[float]] = {}
+    micro_batch_s = (asked.forward_ms + asked.backward_ms) / 1e3
+    ways = [Way("no bubble: M (t_f + t_b)", "limit"), Way("flush: (M+K-1) (t_f + t_b)", "limit")]
+    samples = [[(asked.micro_batches + n) * micro_batch_s] for n in (0, asked.stages - 1)]
     refused: dict[str, str] = {}
     for row in rows(asked):
         dist.barrier()
         progress(row.name)
         try:
-            samples[row.name] = (_torch_seconds if row.what in TORCH else _our_seconds)(row, asked)
+            simulated_s, seconds = (_torch_row if row.what in TORCH else _our_row)(row, asked)
         except (ValueError, ImportError) as error:
             # Some schedules need M to be a multiple of something, or at least K; ours needs a torch that it knows.
             refused[row.name] = " ".join(str(error).split())
+        else:
+            role: Role = "baseline" if row.what in TORCH else "ours"
+            ways.append(Way(row.name, role, simulated_s=simulated_s))
+            samples.append(seconds)
     dist.barrier()
-    return {"samples": samples, "refused": refused}
+    sizes = f"stages {asked.stages}, micro-batches {asked.micro_batches}"
+    times = f"forward {asked.forward_ms:g} ms, backward {asked.backward_ms:g} ms"
+    case = f"emulated: {sizes}, {times}, activations {format_bytes(asked.activation_bytes)}"
+    head = {"question": "batch", "case": case, "asks": "How long does a batch of one pipeline take?"}
+    return summarise(head, ways, samples, refused)
 
 
-def _our_seconds(row: Row, config: SchedulesConfig) -> list[float]:
-    """Rounds of a pipeline that is there only meanwhile: one that waits watches over its ranks."""
-    plan = row.plan(config)
-    stages = [EmulatedStage(*stage_s(config, plan.stages)) for _ in range(plan.stages)]
+def _our_row(row: Row, config: SchedulesConfig) -> tuple[float, list[float]]:
+    """Simulated seconds of a batch, and rounds of a pipeline that is there only meanwhile: waiting ones keep watch."""
+    if row.what in SYSTEMS:
+        given = {"micro_batches": config.micro_batches} if row.what in _WHOLE_BATCHES else {}
+        plan = Plan.for_system(row.what, stages=config.stages, **given)
+    else:
+        plan = Plan(config.stages * row.chunks, row.pipelines, config.micro_batches, schedule=row.what)
+    plan = replace(plan, partition=tuple(range(1, plan.stages)))  # a stage for each module
+    forward_s, backward_s = stage_s(config, plan.stages)
     per_batch = config.micro_batches // plan.micro_batches  # of the plan's batches are one of the comparison
     # Without a flush, as many are in flight as 1F1B over the batches needs to end the oldest.
     in_flight = plan.pipelines if plan.weights == "flush" else 1 + -(-(plan.stages - 1) // plan.micro_batches)
+    # The first stage spends its backward on the weights alone.
+    costs = Costs(forward_s, backward_s, input_backward_s=[0.0, *[backward_s / 2] * (plan.stages - 1)])
+    simulated_s = per_batch * steady_batch_s(plan.build_schedule(), costs, pipelines=plan.pipelines)
+    stages = [EmulatedStage(forward_s, backward_s) for _ in range(plan.stages)]
     inputs, targets = (x[: plan.micro_batches] for x in _batch(config))
     with Pipeline(
         stages, plan, loss_fn=mean_loss, optimizer=_sgd, timeout_s=config.timeout_s, link=config.link
@@ -249,10 +243,10 @@ def _our_seconds(row: Row, config: SchedulesConfig) -> list[float]:
 
         # The first ones find the buffers, and the speed of connections.
         counts = [in_flight, *[per_batch * config.batches] * config.rounds]
-        return [per_batch * seconds_per_batch(losses, in_flight, count) for count in counts][1:]
+        return simulated_s, [per_batch * seconds_per_batch(losses, in_flight, n) for n in counts][1:]
 
 
-def _torch_seconds(row: Row, config: SchedulesConfig) -> list[float]:
+def _torch_row(row: Row, config: SchedulesConfig) -> tuple[None, list[float]]:
     rank, workers, cpu = dist.get_rank(), config.stages, torch.device("cpu")
     count = workers * row.chunks
     own = [EmulatedStage(*stage_s(config, count)).train() for _ in range(row.chunks)]
@@ -270,81 +264,9 @@ def _torch_seconds(row: Row, config: SchedulesConfig) -> list[float]:
             optimizer.zero_grad()
             yield None
 
-    return [seconds_per_batch(losses, 1, count) for count in (1, *[config.batches] * config.rounds)][1:]
+    return None, [seconds_per_batch(losses, 1, count) for count in (1, *[config.batches] * config.rounds)][1:]
 
 
 def _batch(config: SchedulesConfig) -> tuple[torch.Tensor, torch.Tensor]:
     count = config.micro_batches
     return torch.ones(count, config.activation_bytes // 4), torch.zeros(count, 1)
-
-
-# ---- what was found --------------------------------------------------------------------------------------------------
-
-
-def summary(config: SchedulesConfig, found: dict[str, Any]) -> dict[str, Any]:
-    """Make one JSON object of what rank 0 measured, where batches end last."""
-    micro_batch_s = (config.forward_ms + config.backward_ms) / 1e3
-    limit_s, flush_s = ((config.micro_batches + n) * micro_batch_s for n in (0, config.stages - 1))
-    measured = []
-    for row in (row for row in rows(config) if row.name in found["samples"]):
-        samples_s = found["samples"][row.name]
-        expected_s = None if row.what in TORCH else simulated_s(row.plan(config), config)
-        names = ("quartile1_s", "median_s", "quartile3_s")
-        times = dict(zip(names, numpy.quantile(samples_s, (0.25, 0.5, 0.75)).tolist()))
-        over = times["median_s"] / expected_s if expected_s else None
-        measured.append(
-            {
-                "name": row.name,
-                **times,
-                "samples_s": samples_s,
-                "simulated_s": expected_s,
-                "over_simulated": over,
-            }
-        )
-    return {
-        "emulated": True,
-        "limit_s": limit_s,
-        "bounds": [
-            {"name": "no bubble: M (t_f + t_b)", "seconds": limit_s},
-            {"name": "flush: (M+K-1) (t_f + t_b)", "seconds": flush_s},
-        ],
-        "rows": measured,
-        "unavailable": [{"name": name, "reason": reason} for name, reason in found["refused"].items()],
-    }
-
-
-def table(config: SchedulesConfig, result: dict[str, Any]) -> Group:
-    """Bounds, then rows.
-
-    "over it": measured over simulated time; "of limit": the limit over the row's time; "ours is": how many times
-    faster our best pipeline is.
-    """
-    made = grid([""], ["per batch", "quartiles", "simulated", "over it", "of limit", "ours is"])
-    for bound in result["bounds"]:
-        made.add_row(bound["name"], format_seconds(bound["seconds"]), style="dim")
-    ours = [
-        row["median_s"] for row in result["rows"] if row["simulated_s"] and "data-parallel" not in row["name"]
-    ]
-    for row in result["rows"]:
-        median, expected_s = row["median_s"], row["simulated_s"]
-        made.add_row(
-            row["name"],
-            format_seconds(median),
-            f"{format_seconds(row['quartile1_s'])} - {format_seconds(row['quartile3_s'])}",
-            format_seconds(expected_s) if expected_s else "",
-            f"{row['over_simulated']:.3f}" if expected_s else "",
-            f"{result['limit_s'] / median:.3f}",
-            f"{median / min(ours):.2f}x" if ours and not expected_s else "",
-            style="bold" if expected_s else "",
-        )
-    title = (
-        f"emulated: stages {config.stages}, micro-batches {config.micro_batches}, forward {config.forward_ms:g} ms, "
-        f"backward {config.backward_ms:g} ms, activations {format_bytes(config.activation_bytes)}"
-    )
-    notes = [
-        "Stages take their time and compute nothing; runtime, tensors and links are real.",
-        f"Per batch of one pipeline in the steady state: medians of {config.rounds} rounds of at least "
-        f"{config.batches} batches. Simulated: transfers, updates and the host take nothing.",
-        *(f"left out: {row['name']}: {row['reason']}" for row in result["unavailable"]),
-    ]
-    return Group(Text(title, style="bold"), made, Text("\n".join(notes)))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from avgpipe.cli.bench import Way, measuring, memory_available_bytes, plot, report, summarise, table
+from avgpipe.cli.bench import Way, measuring, memory_available_bytes, report, summarise
 from avgpipe.cli.config import TransfersConfig
 from avgpipe.cli.errors import arguments
 from avgpipe.cli.output import tell
@@ -52,9 +52,7 @@ def run(config: TransfersConfig) -> None:
     asked, limit_s = {"config": config.to_json()}, 60 + config.timeout_s + need_s
     with measuring():
         sections = run_on_ranks(f"{__name__}:worker", 2, asked, timeout_s=limit_s, say=tell)[0]
-        if config.plot is not None:
-            plot(sections, f"messages between two processes, medians of {config.rounds} rounds", config.plot)
-    report("transfers", config, {"sections": sections}, *map(table, sections), _NOTES)
+    report("transfers", config, sections, _NOTES)
 
 
 def check(config: TransfersConfig) -> None:
