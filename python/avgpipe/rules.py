@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from avgpipe.errors import nearest
+from avgpipe.errors import check_count, nearest
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Elasticity:
         replicas: int, alpha: float | None, rule: str, staleness: int | str, period: int
     ) -> Elasticity:
         """The options with the default of ``alpha`` filled in; ValueError or TypeError for a wrong one."""
-        _check_count("replicas", replicas)
-        _check_count("period", period)
+        check_count("replicas", replicas)
+        check_count("period", period)
         if rule not in tuple(RULES):
             raise ValueError(f"unknown rule {rule!r}: {nearest(str(rule), tuple(RULES))}")
         if isinstance(staleness, str) and staleness not in STALENESS:
@@ -125,10 +125,3 @@ class Elasticity:
     def scale(self) -> float:
         """What one replica's update is multiplied by on its way into z."""
         return 1 / self.replicas if self.coefficients.averages else 1.0
-
-
-def _check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")

@@ -123,7 +123,7 @@ def test_a_step_is_one_call_and_a_round_another(calls, arena):
         run.step()
         assert calls == ["elastic_adamw_"] * 2 + ["reference_apply_"] + ["elastic_pull_"] * 2
         calls.clear()
-    assert all(r.before is None for r in run.reference.rounds.replicas.values())
+    assert all(r.before is None for r in run.reference._replicas.values())
 
 
 def test_parameters_that_count_differently_are_separate_calls(calls):

@@ -113,7 +113,7 @@ def test_where_waiting_is_dear_only_the_bad_elements_are_left_out(replicas, stal
     """The way of an accelerator, taken here with tensors on the CPU."""
     crew, good = (Crew(replicas, Plain, staleness=staleness, alpha=0.0) for _ in range(2))
     for c in (crew, good):
-        c.reference.rounds.on_cpu = False
+        c.reference._on_cpu = False
         for i in range(replicas):
             set_gradients(c.x[i], i, 0)
             if c is crew and i == 0:

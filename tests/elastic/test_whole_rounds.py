@@ -54,7 +54,7 @@ def test_a_round_is_one_call(calls, arena):
     for _ in range(3):
         run.step()
     assert calls == ["elastic_round_"] * 3
-    assert all(r.before is None for r in run.reference.rounds.replicas.values())
+    assert all(r.before is None for r in run.reference._replicas.values())
 
 
 def test_until_the_round_is_complete_nothing_changes_and_nothing_settles(calls):

@@ -11,7 +11,7 @@ from torch import nn
 
 import avgpipe_ext
 from avgpipe import Pipeline, Plan
-from avgpipe.elastic.rounds import Rounds
+from avgpipe.elastic.reference import Reference
 from tests.runner import run
 from tests.runtime.cases import adamw, language_model, momentum, token_batches
 
@@ -64,9 +64,9 @@ def assert_bitwise(mine: list[Any], theirs: list[Any]) -> None:
 
 
 def train(K: int, N: int, optimizer: Any, together: bool, dtype: torch.dtype, clip: float | None) -> Any:
-    joins = Rounds.joins
+    joins = Reference._joins
     if not together:
-        Rounds.joins = property(lambda self: False)  # type: ignore[method-assign]
+        Reference._joins = property(lambda self: False)  # type: ignore[method-assign]
     try:
         with make(K, N, optimizer, dtype, clip_grad_norm=clip) as p:
             losses = [r.loss for r in p.train(token_batches(3 * N + 1, 6, last=3))]
@@ -74,7 +74,7 @@ def train(K: int, N: int, optimizer: Any, together: bool, dtype: torch.dtype, cl
             losses += [r.loss for r in p.train(token_batches(2 * N, 6, seed=5))]
             return losses, middle, everything(p)
     finally:
-        Rounds.joins = joins  # type: ignore[method-assign]
+        Reference._joins = joins  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])

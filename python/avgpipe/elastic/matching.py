@@ -1,28 +1,81 @@
-"""Which of a replica's tensors is which of the reference's."""
+"""Which tensors take part in the averaging, and which of a replica's is which of the reference's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
-from avgpipe.elastic.reference import Reference
-
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # what the operators know
 WAY_OUT = "pass parameters=replica.parameters(), in the order in which the Reference was built"
 
 
+def list_tensors(name: str, values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, all different; TypeError or ValueError if they are something else."""
+    if isinstance(values, torch.Tensor):
+        raise TypeError(
+            f"{name} must be a list of tensors, such as model.parameters(), not one tensor; pass [tensor]"
+        )
+    tensors = list(values)
+    for i, t in enumerate(tensors):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}[{i}] must be a tensor, not {type(t).__name__}; pass model.parameters()")
+    if not tensors:
+        raise ValueError(f"{name} is empty; pass model.parameters() (a generator gives its values only once)")
+    if len({id(t) for t in tensors}) < len(tensors):
+        twice = next(i for i, t in enumerate(tensors) if any(t is u for u in tensors[:i]))
+        raise ValueError(f"{name}[{twice}] is there twice; model.parameters() gives tied weights once")
+    return tensors
+
+
+def averaged(parameters: list[torch.Tensor]) -> list[int]:
+    """Which take part: all but frozen ``nn.Parameter``s and integers.
+
+    A plain tensor does: it is a flat buffer whose views are the parameters, or a weight of functional code.
+    """
+    found = []
+    for i, p in enumerate(parameters):
+        frozen = isinstance(p, nn.Parameter) and not p.requires_grad
+        if frozen or not (p.is_floating_point() or p.is_complex()):
+            continue
+        if p.layout not in (torch.strided, torch.sparse_coo):
+            raise ValueError(f"parameters[{i}] has layout {p.layout}; use torch.strided or torch.sparse_coo")
+        if p.dtype.to_real() not in DTYPES:
+            raise TypeError(
+                f"parameters[{i}] has dtype {p.dtype}; cast it to float32, float64, bfloat16 or float16"
+            )
+        found.append(i)
+    return found
+
+
+def check_shapes(name: str, values: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]) -> None:
+    """ValueError unless ``values`` have the number and shapes of the reference's."""
+    if len(values) != len(mine):
+        raise ValueError(f"{name} are {len(values)} tensors, the reference has {len(mine)}")
+    for i, (value, z) in enumerate(zip(values, mine)):
+        if value.shape != z.shape:
+            raise ValueError(
+                f"{name}[{i}] has shape {tuple(value.shape)}, the reference's {tuple(z.shape)}: "
+                f"it is of another model"
+            )
+
+
 def replica_tensors(
-    inner: torch.optim.Optimizer, reference: Reference, given: Iterable[torch.Tensor] | None
+    inner: torch.optim.Optimizer,
+    everything: Sequence[torch.Tensor],
+    averaged: Sequence[int],
+    given: Iterable[torch.Tensor] | None,
 ) -> list[torch.Tensor]:
-    """The replica's tensors, one for each that ``reference`` averages and in its order.
+    """The replica's tensors, one for each ``averaged`` one of the reference's (``everything``) and in their order.
 
     They are ``given``, or else what ``inner`` optimizes: all parameters, or the trainable ones. ValueError if
     they do not correspond, as when parameter groups have changed the order.
     """
     own = optimized(inner)
     if given is None:
-        tensors = _pick("the optimizer", own, reference)
-        _refuse_permuted(tensors, [reference.parameters[i] for i in reference.averaged])
+        tensors = _pick("the optimizer", own, everything, averaged)
+        _refuse_permuted(tensors, [everything[i] for i in averaged])
         return tensors
     tensors = list(given)
     for i, t in enumerate(tensors):
@@ -34,7 +87,7 @@ def replica_tensors(
                 f"the optimizer steps a parameter of shape {tuple(p.shape)} that is not among parameters, "
                 f"so it would not be averaged; {WAY_OUT}"
             )
-    return _pick("parameters", tensors, reference)
+    return _pick("parameters", tensors, everything, averaged)
 
 
 def optimized(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -54,8 +107,9 @@ def holds(tensors: Sequence[torch.Tensor], p: torch.Tensor) -> bool:
     )
 
 
-def _pick(whose: str, tensors: list[torch.Tensor], reference: Reference) -> list[torch.Tensor]:
-    everything, averaged = reference.parameters, reference.averaged
+def _pick(
+    whose: str, tensors: list[torch.Tensor], everything: Sequence[torch.Tensor], averaged: Sequence[int]
+) -> list[torch.Tensor]:
     if len(tensors) == len(everything):
         tensors = [tensors[i] for i in averaged]
     elif len(tensors) != len(averaged):

@@ -64,13 +64,13 @@ class ElasticAveraging(torch.optim.Optimizer):
         if not isinstance(reference, Reference):
             raise TypeError(f"reference must be an avgpipe.Reference, not {type(reference).__name__}")
         if replica is None:
-            replica = reference.rounds.rank
+            replica = reference._rank
         self.inner, self.reference, self.replica = inner_optimizer, reference, replica
-        tensors = replica_tensors(inner_optimizer, reference, parameters)
-        self._replica = reference.attach(replica, tensors, inner_optimizer, flat)
+        tensors = replica_tensors(inner_optimizer, reference.parameters, reference.averaged, parameters)
+        self._replica = reference._attach(replica, tensors, inner_optimizer, flat)
         self._fused = None if fused is False else FusedStep(inner_optimizer, self._replica, reference.z)
         if fused is True and self._fused is not None and (reason := self._fused.obstacle()):
-            reference.rounds.detach(replica)
+            del reference._replicas[replica]
             raise ValueError(
                 f"fused=True, but steps cannot be fused: {reason}; pass fused=None to fuse where possible"
             )
@@ -117,12 +117,12 @@ class ElasticAveraging(torch.optim.Optimizer):
         """
         if self._position or not self._local_steps:
             return None
-        return self.reference.rounds.updates[self.replica].flats
+        return self.reference._updates[self.replica].flats
 
     @property
     def ready(self) -> bool:
         """step() may run now. With a group always: the step waits instead."""
-        return self.reference.rounds.ready(self.replica, self._finishes)
+        return self.reference._may_step(self.replica, self._finishes)
 
     @property
     def settled(self) -> bool:
@@ -130,8 +130,8 @@ class ElasticAveraging(torch.optim.Optimizer):
 
         False only with rule avgpipe and staleness 0, from this replica's contribution to that of all others.
         """
-        rounds = self.reference.rounds
-        return not (rounds.elasticity.pulls_at_the_end and self.replica in rounds.contributed)
+        reference = self.reference
+        return not (reference.elasticity.pulls_at_the_end and self.replica in reference._contributed)
 
     @property
     def _finishes(self) -> bool:
@@ -142,16 +142,16 @@ class ElasticAveraging(torch.optim.Optimizer):
 
         RuntimeError, with nothing changed, if updates of others that it needs are missing (see ``ready``).
         """
-        rounds = self.reference.rounds
-        if rounds.replicas.get(self.replica) is not self._replica:
+        reference = self.reference
+        if reference._replicas.get(self.replica) is not self._replica:
             raise RuntimeError(
                 f"replica {self.replica} was released from its reference; use its new optimizer"
             )
-        if self.reference.is_applied_to(p for group in self.param_groups for p in group["params"]):
+        if reference.is_applied_to(p for group in self.param_groups for p in group["params"]):
             raise RuntimeError(
                 "the model holds the reference's weights: leave reference.applied_to before stepping"
             )
-        rounds.check(self.replica, self._finishes)
+        reference._check_step(self.replica, self._finishes)
         args = () if closure is None else (closure,)
         if self._fused is not None and self._fused.obstacle() is None:
             return self._fused_step(self._fused, *args)
@@ -177,7 +177,7 @@ class ElasticAveraging(torch.optim.Optimizer):
 
     def complete(self) -> None:
         """Do now what a :meth:`step_in_round` has left for later, if anything."""
-        self.reference.rounds.complete(self.replica)
+        self.reference._complete(self.replica)
 
     def _end_step(self, update: FusedUpdate | None = None) -> None:
         self._local_steps += 1
@@ -185,14 +185,14 @@ class ElasticAveraging(torch.optim.Optimizer):
         if self._position < self.reference.elasticity.period:
             return
         self._position = 0
-        rounds, done = self.reference.rounds, self._done
+        reference, done = self.reference, self._done
         # hooks see the weights after every step
         is_watched = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
-        if update is None or done is None or not (rounds.joins and update.may_wait) or is_watched:
-            rounds.contribute(self.replica, update)
+        if update is None or done is None or not (reference._joins and update.may_wait) or is_watched:
+            reference._contribute(self.replica, update)
         else:
             self._done = None
-            rounds.contribute_later(self.replica, update, done)
+            reference._contribute_later(self.replica, update, done)
 
     @property
     def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -1,23 +1,41 @@
-"""The reference model of elastic averaging, which replicas follow and move."""
+"""The reference model of elastic averaging, which replicas follow and move in rounds.
+
+With staleness 1, z_r being the reference before round r:
+
+    in one process                        on ranks of a group
+    replica 0  step, force(z_r) ──┐       step, finish round r-1, force(z_r), start all-reduce ──┐
+    replica 1  step, force(z_r) ──┤       (the local steps of round r+1 run meanwhile)           │
+                                  └ z_r+1 step, finish round r: wait for it, z_r+1 <─────────────┘
+
+With staleness 0 in one process a replica may contribute a step that is still to be done
+(:meth:`Reference._contribute_later`):
+
+    replica 0  gradients ready ──┐
+    replica 1  gradients ready ──┴ all steps, z_r+1 and all pulls in one pass over memory
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import avgpipe_ext
 from avgpipe.elastic.flat import FlatBuffers, Layout
-from avgpipe.elastic.replica import Replica
-from avgpipe.elastic.rounds import GroupRounds, Rounds
+from avgpipe.elastic.matching import averaged, check_shapes, list_tensors
+from avgpipe.elastic.replica import FusedUpdate, Replica, step_together
 from avgpipe.ranks.world import gather
 from avgpipe.rules import Elasticity
 
-Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # what the operators know
+Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+# Given z, writes a replica's update and applies the force that needs no other replica; returns counts of what was
+# not finite.
+Contribution: TypeAlias = Callable[[FlatBuffers], list[torch.Tensor]]
 
 
 class Reference:
@@ -68,22 +86,43 @@ class Reference:
         group: dist.ProcessGroup | None = None,
         remote: Collection[int] = (),
     ) -> None:
-        given = _tensors("parameters", parameters)
-        self.elasticity = Elasticity.checked(replicas, alpha, rule, staleness, period)
+        given = list_tensors("parameters", parameters)
+        self.elasticity = e = Elasticity.checked(replicas, alpha, rule, staleness, period)
         self.group = group
-        self.averaged = _averaged(given)  # which of ``parameters`` take part in the averaging
-        moving = [given[i] for i in self.averaged]
-        layout = Layout(moving)
+        self.averaged = averaged(given)  # which of ``parameters`` take part in the averaging
+        layout = Layout(given[i] for i in self.averaged)
+        self._rank = 0  # the replica that an optimizer is made for unless told
         if group is not None:
-            _check_group(group, self.elasticity, layout, outer is not None)
+            _check_group(group, e, layout, outer is not None)
+            self._rank = dist.get_rank(group)
+        self._spans_ranks = group is not None and replicas > 1
+        self._on_cpu = all(device.type == "cpu" for _, device in layout.keys)
+        self.z = layout.zeros()  # the weights that take part, in flat buffers
+        zs = self.z.tensors()
         with torch.no_grad():
-            self.rounds = (
-                Rounds(layout, moving, self.elasticity, outer, remote)
-                if group is None or replicas == 1
-                else GroupRounds(layout, moving, self.elasticity, outer, group)
-            )
-            zs = dict(zip(self.averaged, self.rounds.tensors))
-            self.parameters = [zs[i] if i in zs else p.detach().clone() for i, p in enumerate(given)]
+            for i, z in zip(self.averaged, zs):
+                z.copy_(given[i].to_dense() if given[i].is_sparse else given[i])
+            for flat in (
+                self.z.flats if self._spans_ranks else ()
+            ):  # one z, whatever the ranks' initial weights
+                dist.broadcast(flat, group_src=0, group=group)
+            places = dict(zip(self.averaged, zs))
+            self.parameters = [places[i] if i in places else p.detach().clone() for i, p in enumerate(given)]
+        self.outer = None if outer is None else _make_outer(outer, zs)
+        self._grads = None if outer is None else layout.zeros()
+        self._remote = frozenset(range(replicas) if self._spans_ranks else remote)
+        # the rule of one replica without elasticity: z is x
+        self._follows = replicas == 1 and e.alpha == 0 and outer is None and e.coefficients.from_step == 1
+        self._replicas: dict[int, Replica] = {}
+        self._updates: dict[int, FlatBuffers] = {}
+        self._contributed: set[int] = set()  # to the current round
+        self._contributions = 0  # of this process, in all
+        self._per_round = 1 if self._spans_ranks else replicas
+        self._dropped = 0
+        self._bad_counts: torch.Tensor | None = None  # bad updates on an accelerator, not waited for yet
+        self._waiting: dict[int, tuple[FusedUpdate, Callable[[], None]]] = {}  # see _contribute_later
+        self._works: list[dist.Work] = []  # the all-reduce of the last round
+        self._lock = threading.Lock()
         self._applied: set[int] = set()  # ids of the parameters that are z now, see applied_to
 
     @property
@@ -93,85 +132,63 @@ class Reference:
     @property
     def round(self) -> int:
         """Completed rounds. Asynchronous: contributions // N."""
-        return self.rounds.round
+        return self._contributions // self._per_round - bool(self._works)
 
     @property
     def dropped_updates(self) -> int:
         """Updates that were left out because they were not finite; on an accelerator, in part."""
-        return self.rounds.dropped
+        if self._bad_counts is not None:
+            self._dropped += int(self._bad_counts)
+            self._bad_counts = None
+        return self._dropped
 
-    @property
-    def outer(self) -> torch.optim.Optimizer | None:
-        return self.rounds.outer
-
-    @property
-    def z(self) -> FlatBuffers:
-        """The weights that take part in the averaging, in flat buffers."""
-        return self.rounds.z
-
-    def ready(self, replica: int) -> bool:
-        """Whether :meth:`accept` may take in an update of this remote replica: its round has begun."""
-        return self.rounds.ready(replica, True)
-
-    def accept(self, replica: int, update: Sequence[torch.Tensor]) -> None:
-        """Take in what a remote replica told, one flat tensor per buffer, as ``ElasticAveraging.update`` gave it."""
-        self.rounds.accept(replica, update)
-
-    def attach(
+    # ---- replicas ----------------------------------------------------------------------------------------------------
+    def _attach(
         self, replica: int, tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer, flat: bool
     ) -> Replica:
-        """Make ``tensors`` (one for each of ``averaged``) replica ``replica``; done by ElasticAveraging.
-
-        Args:
-            replica: From 0 to N - 1.
-            tensors: Its weights.
-            optimizer: Its optimizer.
-            flat: Move the weights into flat buffers if that can be.
-        """
+        """Make ``tensors`` (one for each of ``averaged``) replica ``replica``."""
         n = self.replicas
         if isinstance(replica, bool) or not isinstance(replica, int) or not 0 <= replica < n:
             raise ValueError(
                 f"replica must be from 0 to {n - 1} (the reference has {n} replicas), not {replica!r}"
             )
-        if isinstance(self.rounds, GroupRounds) and replica != self.rounds.rank:
-            raise ValueError(
-                f"replica must be this process's rank in the group, {self.rounds.rank}, not {replica}"
-            )
-        if replica in self.rounds.replicas:
-            free = ", ".join(str(i) for i in range(n) if i not in self.rounds.replicas)
+        if self._spans_ranks and replica != self._rank:
+            raise ValueError(f"replica must be this process's rank in the group, {self._rank}, not {replica}")
+        if replica in self._replicas:
+            free = ", ".join(str(i) for i in range(n) if i not in self._replicas)
             raise ValueError(
                 f"replica {replica} has an optimizer already; "
                 f"{f'pass replica= one of {free}' if free else 'all have'}, or free it with "
                 f"reference.release({replica})"
             )
+        owners = [(f"replica {i}", r.tensors) for i, r in self._replicas.items()]
         taken = {
-            t.data_ptr(): i for i, r in self.rounds.replicas.items() for t in r.tensors if _has_memory(t)
+            t.data_ptr(): whose
+            for whose, theirs in [*owners, ("the reference", self.parameters)]
+            for t in theirs
+            if _has_memory(t)
         }
-        taken |= {t.data_ptr(): -1 for t in self.parameters if _has_memory(t)}
         for t in tensors:
             if _has_memory(t) and t.data_ptr() in taken:
-                other = taken[t.data_ptr()]
-                whose = "the reference" if other < 0 else f"replica {other}"
                 raise ValueError(
-                    f"replica {replica} shares a tensor of shape {tuple(t.shape)} with {whose}: "
+                    f"replica {replica} shares a tensor of shape {tuple(t.shape)} with {taken[t.data_ptr()]}: "
                     f"give each replica its own copy, such as copy.deepcopy(model)"
                 )
-        update = None if self.rounds.follows else self.rounds.update_of(replica)
+        update = None if self._follows else self._update_of(replica)
         mine = Replica(self.z.layout, tensors, self.elasticity, update, optimizer, flat, self._applied)
-        self.rounds.replicas[replica] = mine
+        self._replicas[replica] = mine
         return mine
 
     def release(self, replica: int) -> None:
         """Forget a replica's weights, so that another optimizer can be made for it between two rounds."""
-        if replica in self.rounds.contributed:
+        if replica in self._contributed:
             raise RuntimeError(
                 f"replica {replica} is in the middle of round {self.round}: complete the round first"
             )
-        if replica not in self.rounds.replicas:
-            raise ValueError(
-                f"replica {replica!r} has no optimizer; these have: {sorted(self.rounds.replicas)}"
-            )
-        self.rounds.detach(replica)
+        if replica not in self._replicas:
+            raise ValueError(f"replica {replica!r} has no optimizer; these have: {sorted(self._replicas)}")
+        self._finish()
+        del self._replicas[replica]
 
     @torch.no_grad()
     def align(self, replica: int, layout: Layout, regions: Sequence[int]) -> None:
@@ -182,16 +199,219 @@ class Reference:
             layout: Of parameters in the tensors that the reference was built over, one for each of its buffers.
             regions: Which of these parameters.
         """
-        z, mine = layout.tensors(self.z.flats), self.rounds.replicas[replica]
+        z, mine = layout.tensors(self.z.flats), self._replicas[replica]
         for buffers in (mine.x, mine.before):
             values = layout.tensors(buffers.flats) if buffers is not None else []
             for n in regions if values else ():
                 values[n].copy_(z[n])
-        for update in self.rounds.updates.values():  # what is told already in an unfinished round
+        for update in self._updates.values():  # what is told already in an unfinished round
             values = layout.tensors(update.flats)
             for n in regions:
                 values[n].zero_()
 
+    # ---- rounds ------------------------------------------------------------------------------------------------------
+    def ready(self, replica: int) -> bool:
+        """Whether :meth:`accept` may take in an update of this remote replica: its round has begun."""
+        return self._may_step(replica, True)
+
+    def accept(self, replica: int, update: Sequence[torch.Tensor]) -> None:
+        """Take in what a remote replica told, one flat tensor per buffer, as ``ElasticAveraging.update`` gave it."""
+        with self._lock, torch.no_grad():
+            for mine, told in zip(self._update_of(replica).flats, update, strict=True):
+                mine.copy_(told)
+            self._count(replica)
+
+    @property
+    def _joins(self) -> bool:
+        """A round may be one pass over memory, once all replicas' gradients are there."""
+        e, rule = self.elasticity, self.elasticity.coefficients
+        plain = rule.from_step == 1 and rule.averages and e.period == 1 and self.outer is None
+        return e.pulls_at_the_end and plain and not self._remote
+
+    def _update_of(self, i: int) -> FlatBuffers:
+        if i not in self._updates:
+            self._updates[i] = self.z.layout.zeros()
+        return self._updates[i]
+
+    def _may_step(self, i: int, finishes: bool) -> bool:
+        """Whether replica i may step now; ``finishes``: with this step it would contribute again."""
+        waits = finishes or self.elasticity.pulls_at_the_end
+        return self._spans_ranks or not (waits and i in self._contributed)
+
+    def _check_step(self, i: int, finishes: bool) -> None:
+        """RuntimeError, before anything has changed, for a step that the rules do not allow now."""
+        n = self.replicas
+        if not self._may_step(i, finishes):
+            missing = ", ".join(str(m) for m in range(n) if m not in self._contributed)
+            raise RuntimeError(
+                f"replica {i} would {'finish' if finishes else 'start'} round {self.round + 1} before round "
+                f"{self.round} is complete: it still needs a step of replica {missing} "
+                f"(step all {n} replicas in turn; opt.ready tells who may step)"
+            )
+        strangers = [m for m in range(n) if m not in self._replicas and m not in self._remote]
+        if finishes and strangers and self.elasticity.pulls_at_the_end and len(self._contributed) == n - 1:
+            raise RuntimeError(
+                f"round {self.round} ends with a pull of all {n} replicas, but replica "
+                f"{', '.join(map(str, strangers))} has no optimizer: make its ElasticAveraging first"
+            )
+
+    def _contribute(self, i: int, contribution: Contribution | None = None) -> None:
+        """Take in replica i, which has done the last local step of its round, or does it now in ``contribution``."""
+        self._await_ranks()  # z of this round: all rounds before it
+        with self._lock, torch.no_grad():
+            if self._follows:
+                self._note(self._follow(self._replicas[i]))
+                self._contributions += 1
+                return
+            self._run(i, contribution or self._replicas[i].average)
+            self._count(i)
+
+    def _contribute_later(self, i: int, update: FusedUpdate, done: Callable[[], None]) -> None:
+        """Take in replica i, whose step is done with those of the others, or by :meth:`_complete` before.
+
+        Only if ``_joins``. ``done`` is called when the gradients are needed no longer.
+        """
+        with self._lock, torch.no_grad():
+            self._waiting[i] = update, done
+            self._count(i)
+
+    def _complete(self, i: int) -> None:
+        """Do now what replica i has left for later, if anything."""
+        if i in self._waiting:
+            with self._lock, torch.no_grad():
+                self._run_waiting(i)
+
+    def _finish(self) -> None:
+        """Wait for what is in flight, do what has been left for later."""
+        self._await_ranks()
+        for i in sorted(self._waiting):
+            self._complete(i)
+
+    def _await_ranks(self) -> None:
+        if self._works:
+            for work in self._works:
+                work.wait()
+            self._works = []
+            self._apply([self._updates[self._rank]])
+
+    def _run_waiting(self, i: int) -> None:
+        update, done = self._waiting.pop(i)
+        self._run(i, update)
+        done()
+
+    def _run(self, i: int, contribution: Contribution) -> None:
+        if self._note(contribution(self.z)):
+            self._updates[i].zero_()
+
+    def _count(self, i: int) -> None:
+        """Replica i has contributed; the last one completes the round."""
+        self._contributions += 1
+        if self.elasticity.asynchronous:
+            self._apply([self._updates[i]])
+        elif self._spans_ranks:
+            self._reduce(self._updates[i])
+        else:
+            self._contributed.add(i)
+            if len(self._contributed) == self.replicas:
+                if not self._do_whole_round():
+                    self._complete_round()
+                self._contributed.clear()
+
+    def _reduce(self, update: FlatBuffers) -> None:
+        """Start summing the update over the ranks of the group; with staleness 0, also complete the round."""
+        works = []
+        for flat in update.flats:
+            if not self._on_cpu:  # else one rank's bad element would become everybody's
+                flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            works.append(dist.all_reduce(flat, group=self.group, async_op=True))
+        self._works = [work for work in works if work is not None]
+        if self.elasticity.staleness == 0:
+            self._await_ranks()
+            self._pull()
+
+    def _complete_round(self) -> None:
+        for i in sorted(self._waiting):
+            self._run_waiting(i)
+        # In replica order, whoever came last: the sum must not depend on timing.
+        self._apply(self._updates[i] for i in range(self.replicas))
+        self._pull()
+
+    def _pull(self) -> None:
+        if self.elasticity.pulls_at_the_end:
+            for _, replica in sorted(self._replicas.items()):
+                replica.pull(self.z)
+
+    def _do_whole_round(self) -> bool:
+        """All steps, the move of z and all pulls in one pass; False, with nothing done, if that cannot be."""
+        if len(self._waiting) < self.replicas:
+            return False
+        updates = [self._waiting[i][0] for i in range(self.replicas)]
+        counts = step_together(updates)
+        if counts is None:
+            return False
+        if self._note(counts):  # in at least one replica: the others that are bad are counted here
+            self._dropped += max(0, sum(not update.is_finite() for update in updates) - 1)
+        for i in range(self.replicas):
+            self._waiting.pop(i)[1]()
+        return True
+
+    @torch.no_grad()
+    def _apply(self, updates: Iterable[FlatBuffers]) -> None:
+        """Move z by ``updates``, in the order given. They stay as they are: the next round overwrites them."""
+        scale = self.elasticity.scale
+        target, scale = (self.z, scale) if self._grads is None else (self._grads, -scale)
+        for flat, us in zip(target.flats, zip(*(update.flats for update in updates))):
+            # Leaves out each element that would make z not finite; on an accelerator the only check there is.
+            avgpipe_ext.reference_apply_(flat, list(us), scale, zero=False, check_finite=True)
+        if self.outer is None or self._grads is None:
+            return
+        zs = [self.parameters[i] for i in self.averaged]
+        for z, grad in zip(zs, self._grads.tensors()):
+            z.grad = grad
+        try:
+            self.outer.step()
+        finally:
+            for z in zs:
+                z.grad = None
+            self._grads.zero_()
+
+    def _follow(self, replica: Replica) -> list[torch.Tensor]:
+        """z = x, the rule of one replica without elasticity; z stays as it was if x is not finite.
+
+        On an accelerator, which is not waited for, only the bad elements of x are left out. Returns counts of
+        what was not finite, all zero if nothing.
+        """
+        replica.load()
+        pairs = [pair for pair in zip(self.z.flats, replica.x.flats) if pair[0].numel()]
+        if not self._on_cpu:
+            finite = [x.isfinite() for _, x in pairs]
+            for (z, x), good in zip(pairs, finite):
+                z.copy_(torch.where(good, x, z))
+            return [good.logical_not().sum() for good in finite]
+        norms = torch._foreach_norm([x for _, x in pairs], float("inf")) if pairs else []
+        bad = [~norm.isfinite() for norm in norms]
+        if not any(map(bool, bad)):
+            for z, x in pairs:
+                z.copy_(x)
+        return bad
+
+    def _note(self, counts: list[torch.Tensor]) -> bool:
+        """Count an update with values that are not finite; whether it is one, if known without waiting."""
+        if self._on_cpu:
+            bad = any(map(bool, counts))
+            self._dropped += bad
+            return bad
+        if counts:
+            device = counts[0].device
+            one = torch.stack([c.to(device) for c in counts]).any().long()
+            if self._bad_counts is None:
+                self._bad_counts = one
+            else:
+                # in place: replicas on streams of their own must not free each other's sum
+                self._bad_counts += one
+        return False
+
+    # ---- weights and state -------------------------------------------------------------------------------------------
     @contextmanager
     def applied_to(self, model: nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
         """Inside the block, the parameters of ``model`` (or the tensors given) are z.
@@ -201,7 +421,7 @@ class Reference:
         No copies are made unless dtype or device differ. Training inside the block is refused. ValueError if
         number or shapes differ from the reference's.
         """
-        self.rounds.finish()
+        self._finish()
         tensors = self._counterparts(model)
         own = [t.data for t in tensors]
         inside = {id(t) for t in tensors} - self._applied
@@ -219,7 +439,7 @@ class Reference:
     @torch.no_grad()
     def copy_to(self, model: nn.Module | Iterable[torch.Tensor]) -> None:
         """Set the parameters of ``model`` (or the tensors given) to the values of z."""
-        self.rounds.finish()
+        self._finish()
         for t, z in zip(self._counterparts(model), self.parameters):
             t.copy_(z.to_sparse() if t.is_sparse and not z.is_sparse else z)
 
@@ -227,14 +447,8 @@ class Reference:
         return bool(self._applied) and any(id(t) in self._applied for t in tensors)
 
     def _counterparts(self, model: nn.Module | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        tensors = _tensors("model", model.parameters() if isinstance(model, nn.Module) else model)
-        if len(tensors) != len(self.parameters):
-            raise ValueError(f"the model has {len(tensors)} parameters, the reference {len(self.parameters)}")
-        for i, (t, z) in enumerate(zip(tensors, self.parameters)):
-            if t.shape != z.shape:
-                raise ValueError(
-                    f"parameter {i} of the model has shape {tuple(t.shape)}, the reference's {tuple(z.shape)}"
-                )
+        tensors = list_tensors("model", model.parameters() if isinstance(model, nn.Module) else model)
+        check_shapes("the model's parameters", tensors, self.parameters)
         return tensors
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,14 +456,13 @@ class Reference:
 
         The tensors are the live ones, as in torch's state dicts: save or copy them before the next step.
         """
-        self.rounds.finish()
-        r = self.rounds
+        self._finish()
         return {
             "parameters": list(self.parameters),
-            "round": r.round,
-            "arrivals_in_round": r.contributions % r.contributions_per_round,
-            "pending": {i: r.updates[i].tensors() for i in sorted(r.contributed)},
-            "dropped_updates": r.dropped,
+            "round": self.round,
+            "arrivals_in_round": self._contributions % self._per_round,
+            "pending": {i: self._updates[i].tensors() for i in sorted(self._contributed)},
+            "dropped_updates": self.dropped_updates,
             "outer": None if self.outer is None else self.outer.state_dict(),
         }
 
@@ -260,7 +473,7 @@ class Reference:
         ``torch.load`` reads it with weights_only=True. ValueError if number or shapes of the parameters, the presence
         of an outer optimizer, or, in the middle of a round, the number of replicas differ; then nothing has changed.
         """
-        self.rounds.finish()
+        self._finish()
         lacking = sorted({"parameters", "pending", "round", "arrivals_in_round", "outer"} - set(state))
         if lacking:
             raise ValueError(
@@ -271,13 +484,13 @@ class Reference:
             raise TypeError(
                 f"the state's pending is of type {type(pending).__name__}: pass what Reference.state_dict() returned"
             )
-        _same_shapes("parameters", values, self.parameters)
+        check_shapes("the state's parameters", values, self.parameters)
         for i, update in pending.items():
             if not 0 <= i < self.replicas:
                 raise ValueError(
                     f"the state holds an update of replica {i}, but there are {self.replicas} replicas"
                 )
-            _same_shapes(f"pending[{i}]", update, self.rounds.tensors)
+            check_shapes(f"the state's pending[{i}]", update, self.z.tensors())
         if (state["outer"] is None) != (self.outer is None):
             has, lacks = ("reference", "state") if self.outer is not None else ("state", "reference")
             raise ValueError(f"the {has} has an outer optimizer and the {lacks} has none: build both alike")
@@ -285,8 +498,14 @@ class Reference:
             self.outer.load_state_dict(state["outer"])
         for mine, value in zip(self.parameters, values):
             mine.copy_(value)
-        contributions = state["round"] * self.rounds.contributions_per_round + state["arrivals_in_round"]
-        self.rounds.restore(contributions, pending, state.get("dropped_updates", 0))
+        self._contributed = set(pending)
+        self._contributions = state["round"] * self._per_round + state["arrivals_in_round"]
+        self._dropped, self._bad_counts = state.get("dropped_updates", 0), None
+        for flats in self._updates.values():
+            flats.zero_()
+        for i, update in pending.items():
+            for mine, value in zip(self._update_of(i).tensors(), update):
+                mine.copy_(value)
 
     def __repr__(self) -> str:
         e = self.elasticity
@@ -294,54 +513,6 @@ class Reference:
             f"Reference({len(self.parameters)} tensors, replicas={e.replicas}, alpha={e.alpha:.4g}, "
             f"rule={e.rule!r}, staleness={e.staleness!r}, period={e.period}, round={self.round})"
         )
-
-
-def _tensors(name: str, values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        raise TypeError(
-            f"{name} must be a list of tensors, such as model.parameters(), not one tensor; pass [tensor]"
-        )
-    tensors = list(values)
-    for i, t in enumerate(tensors):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name}[{i}] must be a tensor, not {type(t).__name__}; pass model.parameters()")
-    if not tensors:
-        raise ValueError(f"{name} is empty; pass model.parameters() (a generator gives its values only once)")
-    if len({id(t) for t in tensors}) < len(tensors):
-        twice = next(i for i, t in enumerate(tensors) if any(t is u for u in tensors[:i]))
-        raise ValueError(f"{name}[{twice}] is there twice; model.parameters() gives tied weights once")
-    return tensors
-
-
-def _averaged(parameters: list[torch.Tensor]) -> list[int]:
-    """Which take part: all but frozen ``nn.Parameter``s and integers.
-
-    A plain tensor does: it is a flat buffer whose views are the parameters, or a weight of functional code.
-    """
-    averaged = []
-    for i, p in enumerate(parameters):
-        frozen = isinstance(p, nn.Parameter) and not p.requires_grad
-        if frozen or not (p.is_floating_point() or p.is_complex()):
-            continue
-        if p.layout not in (torch.strided, torch.sparse_coo):
-            raise ValueError(f"parameters[{i}] has layout {p.layout}; use torch.strided or torch.sparse_coo")
-        if p.dtype.to_real() not in DTYPES:
-            raise TypeError(
-                f"parameters[{i}] has dtype {p.dtype}; cast it to float32, float64, bfloat16 or float16"
-            )
-        averaged.append(i)
-    return averaged
-
-
-def _same_shapes(name: str, values: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
-    if len(values) != len(mine):
-        raise ValueError(f"the state's {name} are {len(values)} tensors, the reference has {len(mine)}")
-    for i, (value, z) in enumerate(zip(values, mine)):
-        if value.shape != z.shape:
-            raise ValueError(
-                f"the state's {name}[{i}] has shape {tuple(value.shape)}, the reference's {tuple(z.shape)}: "
-                f"it is the state of another model"
-            )
 
 
 def _has_memory(t: torch.Tensor) -> bool:
@@ -369,3 +540,20 @@ def _check_group(group: dist.ProcessGroup, elasticity: Elasticity, layout: Layou
             raise ValueError(
                 f"rank {other} of the group built its Reference with {theirs}, rank 0 with {everyone[0]}"
             )
+
+
+def _make_outer(
+    outer: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor]
+) -> torch.optim.Optimizer:
+    if isinstance(outer, torch.optim.Optimizer) or not callable(outer):
+        raise TypeError(
+            f"outer must be a function from parameters to an optimizer, such as "
+            f"lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True), "
+            f"not {type(outer).__name__}"
+        )
+    made = outer(tensors)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"outer must return a torch.optim.Optimizer, not {type(made).__name__}")
+    if {id(p) for group in made.param_groups for p in group["params"]} - {id(t) for t in tensors}:
+        raise ValueError("outer must build its optimizer over the tensors it is called with, not over others")
+    return made
