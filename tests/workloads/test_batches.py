@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from avgpipe.workloads.batches import (
-    ContinuedBatches,
     SampleBatches,
     TensorRows,
     by_length,
+    continued_batches,
     generator,
     segment_lengths,
     shuffled,
@@ -84,17 +84,19 @@ def test_rows_of_nested_tensors_make_a_batch():
 # ---- rows of a text that continue ----------------------------------------------------------------------------------
 
 
-def continued(tokens=1000, batch_size=3, length=7, **options):
-    return ContinuedBatches(torch.arange(tokens), batch_size, length, **options)
+def continued(tokens=1000, batch_size=3, length=7, jitter=False, **options):
+    lengths = partial(segment_lengths, base=length, jitter=jitter)
+    return continued_batches(torch.arange(tokens), batch_size, lengths, **options)
 
 
 @pytest.mark.parametrize("pipelines", [1, 2, 3])
 @pytest.mark.parametrize("jitter", [False, True])
 def test_rows_continue_from_segment_to_segment_of_their_pipeline(pipelines, jitter):
     read = continued(pipelines=pipelines, length=20 if jitter else 7, jitter=jitter)
+    lengths = segment_lengths(1000 // (3 * pipelines) - 1, 20 if jitter else 7, jitter)
     previous = {}
     for j, (inputs, targets) in enumerate(read):
-        assert inputs.shape == targets.shape == (3, read.lengths[j // pipelines])
+        assert inputs.shape == targets.shape == (3, lengths[j // pipelines])
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
         if j >= pipelines:
             assert torch.equal(inputs[:, 0], previous[j % pipelines])
@@ -103,7 +105,7 @@ def test_rows_continue_from_segment_to_segment_of_their_pipeline(pipelines, jitt
 
 
 def test_pipelines_own_contiguous_rows_and_take_turns():
-    read = list(continued(tokens=4 * 11, batch_size=2, length=5, pipelines=2))
+    read = continued(tokens=4 * 11, batch_size=2, length=5, pipelines=2)
     assert [x[:, 0].tolist() for x, _ in read] == [[0, 11], [22, 33], [5, 16], [27, 38]]
 
 
@@ -113,25 +115,6 @@ def test_every_token_is_read_once(pipelines):
     row = 600 // (3 * pipelines)
     seen = torch.cat([x.flatten() for x, _ in read]).sort().values
     assert torch.equal(seen, torch.tensor([t for t in range(600) if t % row != row - 1]))
-
-
-@pytest.mark.parametrize("start", [0, 1, 4, 7])
-def test_resuming_gives_what_was_left(start):
-    options = {"pipelines": 2, "length": 20, "jitter": True, "seed": 3, "epoch": 5}
-    whole, rest = list(continued(**options)), continued(start=start, **options)
-    assert len(rest) == len(whole) - start
-    for (x, y), (x_rest, y_rest) in zip(whole[start:], rest, strict=True):
-        assert torch.equal(x, x_rest)
-        assert torch.equal(y, y_rest)
-
-
-def test_resuming_at_the_end_gives_nothing():
-    assert list(continued(start=len(continued()))) == []
-
-
-def test_batches_can_be_read_twice():
-    read = continued()
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(read, read, strict=True))
 
 
 @pytest.mark.parametrize(

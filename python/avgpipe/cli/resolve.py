@@ -26,7 +26,6 @@ from avgpipe.cli.options import as_tuples
 from avgpipe.errors import CheckpointError
 from avgpipe.links import ON_CUDA
 from avgpipe.plan import Plan
-from avgpipe.planning import balance
 from avgpipe.systems import SYSTEMS
 from avgpipe.workloads import check_workload
 
@@ -204,13 +203,11 @@ def check_run(config: TrainConfig) -> None:
 
 
 def prepare(config: TrainConfig) -> tuple[Workload, Plan]:
-    """The workload, and the plan with the stages' layers: as configured, else balanced by the workload's costs."""
+    """The workload and the plan that a configuration asks for."""
     from avgpipe.workloads import build_workload
 
     plan = config.to_plan()
     workload = build_workload(config.workload, config.build_options(plan.pipelines))
-    if plan.partition is None and workload.layer_costs is not None:
-        plan = replace(plan, partition=balance(workload.layer_costs, plan.stages))
     return workload, plan
 
 

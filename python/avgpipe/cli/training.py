@@ -29,6 +29,7 @@ from avgpipe.pipeline import Pipeline
 from avgpipe.ranks.process import PEER_LOST
 from avgpipe.runtime.memory import peak_memory_bytes
 from avgpipe.timeline.timeline import Timeline
+from avgpipe.workloads.training import NTASGD
 
 
 def run_rank(config: TrainConfig) -> None:
@@ -191,11 +192,9 @@ class TrainingRun:
         batches = self.progress.validating(self.workload.valid_batches())
         with ExitStack() as swapped:
             weights: str | int = "reference"
-            averaged = self.workload.averaged or (lambda _: None)
-            for optimizer in self.pipeline.optimizers:
-                mean = averaged(getattr(optimizer, "inner", optimizer))
-                if mean is not None:
-                    swapped.enter_context(mean)
+            for optimizer in self._averaging:
+                if optimizer.triggered:
+                    swapped.enter_context(optimizer.averages())
                     weights = 0
             result = self.pipeline.evaluate(batches, self.workload.metric_fn, weights=weights)
             means = result.metric if isinstance(result.metric, dict) else {}
@@ -206,10 +205,13 @@ class TrainingRun:
 
     def _observe(self) -> None:
         """Let the workload's optimizers react to the validation, before the checkpoint that holds their state."""
-        react = self.workload.after_validation
-        if react is not None:
-            for optimizer in self.pipeline.optimizers:
-                react(getattr(optimizer, "inner", optimizer), self.done.loss)
+        for optimizer in self._averaging:
+            optimizer.observe(self.done.loss)
+
+    @property
+    def _averaging(self) -> list[NTASGD]:
+        inner = [getattr(optimizer, "inner", optimizer) for optimizer in self.pipeline.optimizers]
+        return [optimizer for optimizer in inner if isinstance(optimizer, NTASGD)]
 
     def _skipped_updates(self) -> int:
         """All pipelines' since the run began or was resumed; every rank with a part in one counts it."""

@@ -91,8 +91,8 @@ class Workload:
 
     Attributes:
         name, preset: what it was built from.
-        layers: each gets exactly what the one before returned; initial weights depend on the seed alone. Or a model
-            that the runtime splits into such layers itself.
+        layers: each gets exactly what the one before returned, and may state its ``compute_cost``; initial weights
+            depend on the seed alone. Or a model that the runtime splits into such layers itself.
         loss_fn: ``(output, targets)`` to a scalar, the mean over samples or over what ``loss_weight`` counts.
         optimizer: makes the optimizer of some parameters; its learning rate fits the number of pipelines.
         lr_scheduler: makes the scheduler of one of these optimizers, to step once after each of its steps; or None.
@@ -105,7 +105,6 @@ class Workload:
         metric_name, lower_is_better: the metric by which runs are judged.
         batch_size: samples in one pipeline's batch.
         epochs: how many to train.
-        layer_costs: relative computing cost of each layer; None: estimated from the weights.
         loss_weight: of targets, how many things the loss is the mean of; None: the samples.
         metric_fn: ``(output, targets)`` to means over samples, by name; None: the loss says all.
         decode: further metrics, by name, from translating or generating with the ``predict`` it is given, or None.
@@ -113,10 +112,6 @@ class Workload:
         trivial: the best answer that looks at no input, and its ``metric_name`` on the validation data; None: it
             scores nothing.
         title: what is learnt from which data, where that depends on the data; or "".
-        after_validation: to call with each optimizer and the loss after each validation; returns whether it changed
-            the optimizer. None: nothing to do.
-        averaged: of an optimizer that keeps a running mean of its weights, a context in which the parameters hold
-            it, or None while there is none yet. None: the weights themselves are evaluated.
     """
 
     name: str
@@ -133,15 +128,12 @@ class Workload:
     batch_size: int
     epochs: int
     lower_is_better: bool = False
-    layer_costs: list[float] | None = None
     loss_weight: Callable[[Any], float] | None = None
     metric_fn: Callable[[Any, Any], dict[str, Any]] | None = None
     decode: Callable[[Predict], dict[str, float]] | None = None
     autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
     trivial: tuple[str, float] | None = None
     title: str = ""
-    after_validation: Callable[[Any, float], bool] | None = None
-    averaged: Callable[[Any], Any] | None = None
 
 
 class WorkloadFacts(NamedTuple):

@@ -7,10 +7,9 @@ activation penalties, two numbers per row, which take less room than the outputs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from avgpipe.runtime.context import Carry
 from avgpipe.workloads import BuildOptions, tokens
-from avgpipe.workloads.batches import ContinuedBatches, segment_lengths
+from avgpipe.workloads.batches import continued_batches, segment_lengths
 from avgpipe.workloads.data import find_text, load_text
 from avgpipe.workloads.tokens import TokenLoss, Uniform, at_least_float32, perplexity
 from avgpipe.workloads.training import NTASGD, Built, Recipe
@@ -41,10 +40,6 @@ class AWDLSTMConfig:
     weight_dropout: float = 0.5  # of the hidden-to-hidden weights
     alpha: float = 2.0  # activation regularisation
     beta: float = 1.0  # temporal activation regularisation
-
-    def lstm_sizes(self) -> list[tuple[int, int]]:
-        """Return input and hidden features of each LSTM; the last gives the tied decoder its input."""
-        return list(pairwise([self.embedding, *[self.hidden] * (self.lstm_layers - 1), self.embedding]))
 
 
 @dataclass(frozen=True)
@@ -106,53 +101,38 @@ def build(name: str, preset: LanguagePreset, options: BuildOptions) -> Built:
     train, valid = corpus.train[: preset.train_tokens], corpus.valid[: preset.valid_tokens]
     config = replace(preset.model, vocabulary=len(corpus.vocabulary))
     log_shares = tokens.log_frequencies(train, config.vocabulary)
-    batches = partial(ContinuedBatches, batch_size=recipe.batch_size, length=preset.length)
-    valid_batches = partial(batches, valid, name="valid")
-    valid_batches()  # too short a text is refused now, not after an epoch
+    even = partial(segment_lengths, base=preset.length)
+    jittered = partial(even, jitter=preset.published, seed=seed)
+    valid_batches = continued_batches(valid, recipe.batch_size, even, name="valid")
 
-    def train_batches(epoch: int, start: int = 0) -> ContinuedBatches:
-        where = {"pipelines": options.pipelines, "seed": seed, "epoch": epoch, "start": start}
-        return batches(train, jitter=preset.published, name="train", **where)
+    def train_batches(epoch: int, start: int = 0) -> list[tuple[Tensor, Tensor]]:
+        lengths = partial(jittered, epoch=epoch)
+        return continued_batches(train, recipe.batch_size, lengths, options.pipelines, "train")[start:]
 
     published: dict[str, Any] = {}
     if preset.published:
+        row = len(train) // (options.pipelines * recipe.batch_size)
+        steps = [length for epoch in range(recipe.epochs) for length in jittered(row - 1, epoch=epoch)]
         lr, decay = recipe.scaled_lr(options.pipelines), recipe.weight_decay
-        factor = length_factor(sum(train_batches(0).lengths), preset.length, seed)
         published = {
             "optimizer": partial(NTASGD, lr=lr, weight_decay=decay),
-            "lr_scheduler": partial(LambdaLR, lr_lambda=factor),
-            "after_validation": NTASGD.observe,
-            "averaged": NTASGD.averages,
+            # A longer segment has more tokens for its mean gradient.
+            "lr_scheduler": partial(
+                LambdaLR, lr_lambda=lambda n: steps[min(n, len(steps) - 1)] / preset.length
+            ),
         }
     source = "the standard library's source" if options.data is None else options.data.name
-    return (train_batches, valid_batches), {
+    return (train_batches, lambda: valid_batches), {
         "layers": awd_lstm_layers(config, seed=seed, decoder_bias=None if preset.published else log_shares),
         "loss_fn": AWDLSTMLoss(config.alpha, config.beta),
         "loss_weight": None,
         "metrics": lambda loss, _: {"perplexity": perplexity(loss)},
         "metric_name": "perplexity",
         "lower_is_better": True,
-        "layer_costs": awd_lstm_costs(config),
         "trivial": ("word frequencies", perplexity(-float(log_shares[valid].double().mean()))),
         "title": f"{source}, {train.numel():,} words of {len(corpus.vocabulary):,} types",
         **published,
     }
-
-
-def length_factor(row_tokens: int, length: int, seed: int) -> Callable[[int], float]:
-    """Return what the learning rate is multiplied with at a step of one pipeline when lengths are jittered.
-
-    It is a segment's length over the preset's: a longer segment has more tokens for its mean gradient.
-    """
-    epochs = (segment_lengths(row_tokens, length, True, seed, epoch) for epoch in count())
-    lengths: list[int] = []
-
-    def factor(step: int) -> float:
-        while len(lengths) <= step:
-            lengths.extend(next(epochs))
-        return lengths[step] / length
-
-    return factor
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------
@@ -172,18 +152,14 @@ def awd_lstm_layers(
     uniform = tokens.uniform_from(seed)
     weight = uniform(config.vocabulary, config.embedding, bound=0.1)
     layers: list[nn.Module] = [DroppedEmbedding(weight, config.embedding_dropout, config.input_dropout)]
-    for inputs, hidden in config.lstm_sizes():
+    # the last LSTM gives the tied decoder its input
+    sizes = [config.embedding, *[config.hidden] * (config.lstm_layers - 1), config.embedding]
+    for inputs, hidden in pairwise(sizes):
         last = len(layers) == config.lstm_layers
         dropout = config.output_dropout if last else config.hidden_dropout
         penalties = last and (config.alpha != 0 or config.beta != 0)
         layers.append(WeightDropLSTM(inputs, hidden, uniform, config.weight_dropout, dropout, penalties))
     return [*layers, TiedDecoder(weight, decoder_bias)]
-
-
-def awd_lstm_costs(config: AWDLSTMConfig) -> list[float]:
-    """Return the multiply-adds per token of each layer; the embedding's look-up counts one per feature."""
-    lstms = [4.0 * hidden * (inputs + hidden) for inputs, hidden in config.lstm_sizes()]
-    return [float(config.embedding), *lstms, float(config.embedding * config.vocabulary)]
 
 
 def locked_dropout(x: Tensor, p: float, training: bool) -> Tensor:
@@ -202,6 +178,7 @@ class DroppedEmbedding(nn.Module):
         super().__init__()
         self.weight = weight
         self.word_dropout, self.dropout = word_dropout, dropout
+        self.compute_cost = float(weight.shape[1])  # it only looks up
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = F.embedding(tokens, self.weight)

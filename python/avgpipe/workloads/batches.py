@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -130,64 +128,44 @@ def by_length(lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor
     return torch.cat([batches[shuffle].reshape(-1), order[whole:]])
 
 
-@dataclass(frozen=True)
-class ContinuedBatches:
-    """A text cut into ``pipelines * batch_size`` contiguous rows, read segment by segment.
+def continued_batches(
+    tokens: Tensor,
+    batch_size: int,
+    lengths: Callable[[int], list[int]],
+    pipelines: int = 1,
+    name: str = "text",
+) -> list[tuple[Tensor, Tensor]]:
+    """Cut a text into ``pipelines * batch_size`` contiguous rows, and these into batches, segment by segment.
 
     For truncated back-propagation through time. Pipeline i owns rows ``i * batch_size`` to ``(i + 1) * batch_size -
     1``. Batch j is segment ``j // pipelines`` of pipeline ``j % pipelines``, and row r of a pipeline's batch goes on
-    where row r of its previous batch ended, so a recurrent layer can carry its state. Yields ``(inputs, targets)``,
-    both int64 [batch_size, T]; targets are the next tokens. What does not fill the rows, less than one token per row,
-    is left out.
+    where row r of its previous batch ended, so a recurrent layer can carry its state. What does not fill the rows,
+    less than one token per row, is left out.
 
-    Attributes:
+    Args:
         tokens: int64 [tokens].
         batch_size: rows of one pipeline's batch.
-        length: the longest T; all T differ by at most one, so the mean of the batches' losses is the mean over tokens.
+        lengths: of the tokens that a row predicts, makes the T of each segment, such as :func:`segment_lengths`.
         pipelines: how many pipelines read side by side.
-        jitter: vary T, see :func:`segment_lengths`.
-        seed, epoch: what the jittered lengths are drawn from.
-        start: the first batch to yield, for going on in the middle of an epoch.
-        name: what messages call the text.
+        name: what the message calls the text.
+
+    Returns:
+        ``(inputs, targets)``, both int64 [batch_size, T]; targets are the next tokens.
+
+    Raises:
+        ValueError: too short a text.
     """
-
-    tokens: Tensor
-    batch_size: int
-    length: int
-    pipelines: int = 1
-    jitter: bool = False
-    seed: int = 0
-    epoch: int = 0
-    start: int = 0
-    name: str = "text"
-
-    def __post_init__(self) -> None:
-        if self._row_length < 2:
-            raise ValueError(
-                f"{self.name} has {len(self.tokens)} tokens, but {self.pipelines} pipeline(s) x {self.batch_size} rows "
-                f"need at least {2 * self.pipelines * self.batch_size}; use a smaller batch size, fewer pipelines or "
-                "more text"
-            )
-
-    @property
-    def _row_length(self) -> int:
-        return len(self.tokens) // (self.pipelines * self.batch_size)
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """T of each segment."""
-        return segment_lengths(self._row_length - 1, self.length, self.jitter, self.seed, self.epoch)
-
-    def __len__(self) -> int:
-        return len(self.lengths) * self.pipelines - self.start
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        shape = self.pipelines, self.batch_size, self._row_length
-        rows = self.tokens[: math.prod(shape)].view(shape)
-        inputs, targets = (torch.split(part, self.lengths, -1) for part in (rows[..., :-1], rows[..., 1:]))
-        for batch in range(self.start, self.start + len(self)):
-            segment, pipeline = divmod(batch, self.pipelines)
-            yield inputs[segment][pipeline].contiguous(), targets[segment][pipeline].contiguous()
+    rows = pipelines * batch_size
+    row_length = len(tokens) // rows
+    if row_length < 2:
+        raise ValueError(
+            f"{name} has {len(tokens)} tokens, but {pipelines} pipeline(s) x {batch_size} rows "
+            f"need at least {2 * rows}; use a smaller batch size, fewer pipelines or more text"
+        )
+    text = tokens[: rows * row_length].view(pipelines, batch_size, row_length)
+    cut = lengths(row_length - 1)
+    inputs, targets = (torch.split(part, cut, -1) for part in (text[..., :-1], text[..., 1:]))
+    return [(x.contiguous(), y.contiguous()) for pair in zip(inputs, targets) for x, y in zip(*pair)]
 
 
 def segment_lengths(total: int, base: int, jitter: bool = False, seed: int = 0, epoch: int = 0) -> list[int]:

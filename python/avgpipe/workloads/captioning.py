@@ -129,7 +129,6 @@ def check(name: str, preset: CaptioningPreset, options: BuildOptions) -> tuple[i
 
 def build(name: str, preset: CaptioningPreset, options: BuildOptions) -> Built:
     train, valid = make_clips(preset)
-    frames, words = (float(x.double().mean()) for x in (train.shown.lengths, train.captions.lengths))
     captions = (clips.captions.padded(torch.arange(len(clips.captions.lengths))) for clips in (train, valid))
     order, valid_order = partial(by_length, train.shown.lengths), torch.arange(preset.valid)
     loss = tokens.TokenLoss(PAD)
@@ -139,7 +138,6 @@ def build(name: str, preset: CaptioningPreset, options: BuildOptions) -> Built:
         "metrics": tokens.token_metrics,
         "metric_fn": loss.correct,
         "metric_name": "accuracy",
-        "layer_costs": s2vt_costs(preset.model, frames, words),
         "decode": partial(exact_matches, valid, preset.decoded, preset.training.batch_size),
         "trivial": ("the most frequent word of each position", baseline_accuracy(*captions)),
         "title": f"captions of {preset.train} synthetic clips",
@@ -270,14 +268,6 @@ def s2vt_layers(config: S2VTConfig, *, seed: int = 0) -> list[nn.Module]:
     return [frames, *video, words, Projection(uniform(V, H, bound=_BOUND), dropout=p)]
 
 
-def s2vt_costs(config: S2VTConfig, frames: float, words: float) -> list[float]:
-    """Return the multiply-adds of each layer for a clip of so many frames and a caption of so many words."""
-    H, E = config.hidden, config.embedding
-    steps = frames + words
-    video = [steps * 4 * H * ((E if n == 0 else H) + H) for n in range(config.video_lstms)]
-    return [frames * config.features * E, *video, steps * 4 * H * (H + E + H), words * H * config.vocabulary]
-
-
 class FrameEmbedding(Projection):
     """Replaces ``frames`` [b, F, D] by ``x`` [b, F + T, embedding], zero after a clip's last frame."""
 
@@ -314,6 +304,8 @@ class VideoLSTM(nn.Module):
     def __init__(self, inputs: int, hidden: int, dropout: float, uniform: Uniform) -> None:
         super().__init__()
         self.lstm = OneBiasLSTM(inputs, hidden, dropout, uniform)
+        # It runs over frames and words, about as many; the layers before and behind only over the ones.
+        self.compute_cost = 2.0 * 4 * hidden * (inputs + hidden)
 
     def forward(self, inputs: dict[str, Any]) -> Any:
         return {**inputs, "x": self.lstm(inputs["x"])}

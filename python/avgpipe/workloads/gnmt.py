@@ -62,14 +62,6 @@ class GNMTConfig:
     tied_output: bool = False
     embedding_bound: float = 0.1
 
-    def encoder_inputs(self) -> list[int]:
-        """Return the input features of each encoder layer."""
-        return [self.hidden, 2 * self.hidden, *[self.hidden] * self.encoder_layers][: self.encoder_layers]
-
-    def memory(self) -> int:
-        """Return the features of the encoder's output, and of the contexts."""
-        return self.hidden * (2 if self.encoder_layers == 1 else 1)
-
 
 @dataclass(frozen=True)
 class TranslationPreset:
@@ -155,7 +147,6 @@ def build(name: str, preset: TranslationPreset, options: BuildOptions) -> Built:
         "loss_fn": tokens.TokenLoss(subwords.pad, smoothing=0.1),
         "metrics": lambda loss, _: {"perplexity": tokens.perplexity(loss)},
         "metric_name": "bleu",
-        "layer_costs": gnmt_costs(config),
         "decode": partial(bleu, pairs["valid"][: preset.decoded], subwords, preset.beam),
         "title": f"translation from English to German, {len(kept):,} sentence pairs{without}",
     }
@@ -250,37 +241,28 @@ def gnmt_layers(config: GNMTConfig, *, seed: int = 0, output_bias: Tensor | None
     H, p = config.hidden, config.dropout
     uniform = tokens.uniform_from(seed)
     embedding = uniform(config.vocabulary, H, bound=config.embedding_bound)
-    first, *others = config.encoder_inputs()
-    encoder: list[nn.Module] = [BidirectionalLSTM(first, H, uniform, p, residual=False)]
-    encoder += [ResidualLSTM(n, H, uniform, p, residual=at >= 2) for at, n in enumerate(others, 1)]
-    attention = AttentionLSTM(embedding, config.memory(), uniform, p)
-    lstm = partial(ResidualLSTM, H + config.memory(), H, uniform, p)
+    encoder: list[nn.Module] = [BidirectionalLSTM(H, H, uniform, p, residual=False)]
+    # features of the encoder's output, and of the contexts
+    memory = 2 * H if config.encoder_layers == 1 else H
+    inputs = [2 * H, *[H] * config.encoder_layers][: config.encoder_layers - 1]
+    encoder += [ResidualLSTM(n, H, uniform, p, residual=at >= 2) for at, n in enumerate(inputs, 1)]
+    attention = AttentionLSTM(embedding, memory, uniform, p)
+    lstm = partial(ResidualLSTM, H + memory, H, uniform, p)
     D = config.decoder_layers
     decoder = [lstm(residual=at >= 2, last=at == D - 1) for at in range(1, D)]
     weight = embedding if config.tied_output else uniform(config.vocabulary, H, bound=H**-0.5)
     return [SourceEmbedding(embedding), *encoder, attention, *decoder, Output(weight, output_bias)]
 
 
-def gnmt_costs(config: GNMTConfig, length: int = 20) -> list[float]:
-    """Return the work per token of each layer in multiply-adds, when sentences have ``length`` pieces.
-
-    Element-wise work counts as the multiply-adds that take a CPU as long, forward and backward: it is a third of
-    a small model's time.
-    """
-    H, memory = config.hidden, config.memory()
-
-    def lstm(inputs: int) -> float:
-        return 4.0 * H * (inputs + H) + _PER_DROPPED * inputs
-
-    encoder = [lstm(inputs) for inputs in config.encoder_inputs()]
-    encoder[0] *= 2
-    attention = H * (H + memory) + length * (_PER_ATTENTION_UNIT * H + memory)
-    decoder = [lstm(H) + attention, *[lstm(H + memory)] * (config.decoder_layers - 1)]
-    return [float(H), *encoder, *decoder, float((H + _PER_LOGIT) * config.vocabulary)]
-
-
-# Measured with H = 128, a vocabulary of 2,000 and sentences of 17 pieces, on one core.
+# Each layer's ``compute_cost`` is its multiply-adds per token. Element-wise work counts as those that take a CPU as
+# long, forward and backward, for it is a third of a small model's time: measured with H = 128, a vocabulary of 2,000
+# and sentences of 17 pieces, on one core.
 _PER_DROPPED, _PER_ATTENTION_UNIT, _PER_LOGIT = 100.0, 115.0, 50.0
+_LENGTH = 20  # pieces of a sentence
+
+
+def _lstm_cost(inputs: int, hidden: int) -> float:
+    return 4.0 * hidden * (inputs + hidden) + _PER_DROPPED * inputs
 
 
 class SourceEmbedding(nn.Module):
@@ -288,7 +270,7 @@ class SourceEmbedding(nn.Module):
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.compute_cost = weight, float(weight.shape[1])
 
     def forward(self, value: Value) -> Value:
         rest = {name: part for name, part in value.items() if name != "source"}
@@ -307,6 +289,7 @@ class ResidualLSTM(nn.Module):
         super().__init__()
         self.lstm = LSTM(inputs, hidden, uniform, dropout=dropout)
         self.residual, self.last = residual, last
+        self.compute_cost = _lstm_cost(inputs, hidden)
 
     def forward(self, value: Value) -> Value:
         x, context = value["x"], value.get("context")
@@ -321,6 +304,7 @@ class BidirectionalLSTM(ResidualLSTM):
     def __init__(self, inputs: int, hidden: int, uniform: Uniform, dropout: float, residual: bool) -> None:
         super().__init__(inputs, hidden, uniform, dropout, residual)
         self.backward_lstm = LSTM(inputs, hidden, uniform, dropout=dropout)
+        self.compute_cost *= 2
 
     def forward(self, value: Value) -> Value:
         x, lengths = value["x"], value["lengths"]
@@ -369,6 +353,8 @@ class AttentionLSTM(nn.Module):
         self.embedding = embedding
         self.lstm = LSTM(hidden, hidden, uniform, dropout=dropout)
         self.attention = Attention(hidden, memory, hidden, uniform)
+        asking = hidden * (hidden + memory) + _LENGTH * (_PER_ATTENTION_UNIT * hidden + memory)
+        self.compute_cost = _lstm_cost(hidden, hidden) + asking
 
     def forward(self, value: Value) -> Value:
         x = self.lstm(F.embedding(value["target"], self.embedding))
@@ -378,6 +364,10 @@ class AttentionLSTM(nn.Module):
 
 class Output(tokens.Projection):
     """``x`` [b, T, H] to logits [b, T, vocabulary], or of position ``at`` alone [b, vocabulary]."""
+
+    def __init__(self, weight: nn.Parameter, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.compute_cost = weight.numel() + _PER_LOGIT * len(weight)
 
     def forward(self, value: Value) -> Any:
         x = value["x"]

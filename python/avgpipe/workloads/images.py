@@ -41,7 +41,7 @@ class ConvNet(Protocol):
 
 
 def network_layers(network: ConvNet, image: Image, classes: int, *, seed: int = 0) -> list[nn.Module]:
-    """Make a network's layers with initial weights that depend on the seed alone.
+    """Make a network's layers with initial weights that depend on the seed alone, each with its ``compute_cost``.
 
     The caller's random state stays as it is.
 
@@ -57,6 +57,8 @@ def network_layers(network: ConvNet, image: Image, classes: int, *, seed: int = 
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         nn.init.normal_(modules[-1].weight, std=0.01)
+    for layer, cost in zip(layers, multiply_adds(network, image, classes)):
+        layer.compute_cost = cost  # type: ignore[assignment]
     return layers
 
 
@@ -494,7 +496,6 @@ def build(name: str, preset: ImagePreset, options: BuildOptions) -> Built:
         "loss_fn": nn.CrossEntropyLoss(),
         "metrics": lambda _, means: {"accuracy": 100 * means["accuracy"]},
         "metric_name": "accuracy",
-        "layer_costs": multiply_adds(preset.model, data.shape, classes),
         "metric_fn": accuracy,
         "title": f"{classes} classes of {' x '.join(map(str, data.shape))} images, {samples:,} to train on",
         "trivial": ("the most frequent class", 100 * float(blind.double().mean())),

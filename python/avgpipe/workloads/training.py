@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -170,55 +170,42 @@ class NTASGD(SGD):
     def triggered(self) -> bool:
         return bool(self.param_groups[0]["averaged"] > 0)
 
-    @torch.no_grad()
-    def trigger(self) -> bool:
-        """Begin to average, with the weights as they are, and return True; nothing happens the second time."""
+    def trigger(self) -> None:
+        """Begin to average, with the weights as they are; nothing happens the second time."""
         if self.triggered:
-            return False
+            return
         for group in self.param_groups:
             group["averaged"] = 1
             for p in group["params"]:
                 if p.requires_grad:
                     self.state[p]["ax"] = p.detach().clone()
-        return True
 
-    def observe(self, loss: float) -> bool:
-        """Note a validation loss.
-
-        Trigger, and return True, when it is the first that is worse than the best one that is at least ``window``
-        losses older.
-        """
+    def observe(self, loss: float) -> None:
+        """Note a validation loss; trigger when it is worse than the best that is at least ``window`` losses older."""
         group = self.param_groups[0]
         losses = group["validation_losses"]
         group["validation_losses"] = [*losses, loss]
-        worse = loss > min(losses[: max(0, len(losses) - group["window"])], default=math.inf)
-        return worse and self.trigger()
-
-    def averages(self) -> AbstractContextManager[None] | None:
-        """Return a context in which the parameters hold their means, or None before the trigger."""
-        return self._swapped() if self.triggered else None
+        if loss > min(losses[: max(0, len(losses) - group["window"])], default=math.inf):
+            self.trigger()
 
     @contextmanager
-    def _swapped(self) -> Iterator[None]:
-        means = _means(self)
-        own = [p.detach().clone() for p, _ in means]
+    def averages(self) -> Iterator[None]:
+        """Return a context in which the parameters hold their means; before the trigger there are none."""
+        means = {p: state["ax"] for p, state in self.state.items() if "ax" in state}
+        own = [p.detach().clone() for p in means]
         with torch.no_grad():
-            torch._foreach_copy_([p for p, _ in means], [mean for _, mean in means])
+            torch._foreach_copy_(list(means), list(means.values()))
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_([p for p, _ in means], own)
+                torch._foreach_copy_(list(means), own)
 
 
 @torch.no_grad()
 def _average(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for group in optimizer.param_groups:
         group["averaged"] += group["averaged"] > 0
-    for p, mean in _means(optimizer):
-        mean.lerp_(p, 1 / optimizer.param_groups[0]["averaged"])
-
-
-def _means(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter that has a running mean, and the mean."""
-    return [(p, state["ax"]) for p, state in optimizer.state.items() if "ax" in state]
+        for p in group["params"]:
+            if "ax" in optimizer.state.get(p, ()):
+                optimizer.state[p]["ax"].lerp_(p, 1 / group["averaged"])
