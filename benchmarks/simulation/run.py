@@ -116,8 +116,8 @@ def rates(actions: int, rounds: int) -> list[dict[str, Any]]:
 
     row("plain Python, 1F1B, 8 stages", lambda: plain_python(8, min(actions, 200_000) // 16)[0])
     for name, (schedule, costs, pipelines, batches) in cases(actions).items():
-        program = compile_schedule(schedule, costs)
-        row(name, lambda p=program, i=pipelines, j=batches: run(p, i, j).actions)  # type: ignore[misc]
+        question = compile_schedule(schedule, costs)
+        row(name, lambda q=question, i=pipelines, j=batches: run(q, i, j).actions)  # type: ignore[misc]
     small = cases(min(actions, 200_000))["1F1B, 8 stages"][0]
     row("1F1B, 8 stages, with a Timeline", lambda: len(simulate(small, PLAIN).events))
     return rows

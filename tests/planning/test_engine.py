@@ -28,8 +28,8 @@ def busy_ticks(schedule, actions):
 def test_every_tick_is_that_of_the_reference(case):
     schedule, problem, pipelines, batches = case
     expected = Reference(schedule, problem, pipelines, batches)
-    program = compile_schedule(schedule, problem.costs())
-    outcome = run(program, pipelines, batches, events=True)
+    question = compile_schedule(schedule, problem.costs())
+    outcome = run(question, pipelines, batches, events=True)
     assert sorted(actions_of(outcome), key=repr) == sorted(expected.ran, key=repr)
     assert outcome.peak_in_flight.tolist() == expected.in_flight
     assert outcome.peak_held_bytes.tolist() == expected.held_bytes
@@ -39,7 +39,7 @@ def test_every_tick_is_that_of_the_reference(case):
     ]
     assert outcome.makespan == max(outcome.batch_end)
     assert outcome.actions == len(expected.ran)
-    without = run(program, pipelines, batches)
+    without = run(question, pipelines, batches)
     assert without.records is None
     for name in ("makespan", "actions"):
         assert getattr(without, name) == getattr(outcome, name)

@@ -78,8 +78,8 @@ def test_a_damaged_library_is_one_line_too(tmp_path):
 
 # ---- what it refuses ----------------------------------------------------------------------------------------
 def simulate(**changes):
-    program = compile_schedule(build_schedule("1f1b", 2, 3), Costs(1, 2))
-    fields = {**program.numbers, **program.arrays, "pipelines": 1, "batches": 1, **changes}
+    question = compile_schedule(build_schedule("1f1b", 2, 3), Costs(1, 2))
+    fields = {**question, "pipelines": 1, "batches": 1, **changes}
     return native.engine().simulate(
         events=False, **{name: value for name, value in fields.items() if value is not None}
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from avgpipe.errors import check_count
 from avgpipe.planning.chain import check_limit
-from avgpipe.planning.costs import Costs, StageCosts
+from avgpipe.planning.costs import Costs
 from avgpipe.planning.simulation import check_costs, makespan_bounds, measure, measured_batches
 from avgpipe.schedule import Schedule, build_schedule, warm_ups
 
@@ -85,38 +87,56 @@ def choose_advance(
     check_count("micro_batches", micro_batches)
     check_costs(costs)
     count = measured_batches(pipelines, batches)
+    check_limit(memory_limit_bytes)
     least = tuple(warm_ups(stages, micro_batches, [0] * stages))
-    most = _most(least, micro_batches, costs.of_stages(stages, micro_batches), pipelines, memory_limit_bytes)
-    search = _AdvanceSearch(micro_batches, costs, pipelines, count, least, most)
-    default = tuple(warm_ups(stages, micro_batches, [stages - 1 - k for k in range(stages)]))
-    default_s, one_f_one_b_s = search.seconds(default), search.seconds(least)
-    chosen = search.best_choice()
+    default = tuple(warm_ups(stages, micro_batches, range(stages - 1, -1, -1)))
+
+    @cache
+    def seconds(warm: WarmUps) -> float:
+        return measure(_schedule(warm, micro_batches), costs, pipelines, count)
+
+    limit = memory_limit_bytes
+    search = _AdvanceSearch(
+        seconds,
+        held=costs.of_stages(stages, micro_batches).activation_bytes.tolist(),
+        least=least,
+        most=(micro_batches,) * stages
+        if limit is None
+        else _most(least, micro_batches, costs, pipelines, limit),
+        affordable=max(_LEAST_EVALUATED, _MOST_ACTIONS // (count * stages * (2 * micro_batches + 1))),
+    )
+    if not search.try_all():
+        search.climb(makespan_bounds(_schedule(least, micro_batches), costs).busiest_device_s)
+        search.descend()
+    chosen = search.cheapest()
     return AdvanceChoice(
-        search.advance(chosen),
-        search.seconds(chosen),
-        search.best_seconds,
-        default_s,
-        one_f_one_b_s,
+        _advance(chosen),
+        seconds(chosen),
+        seconds(search.quickest()),
+        seconds(default),
+        seconds(least),
         list(chosen),
         memory_limit_bytes,
     )
 
 
-def _most(
-    least: WarmUps, micro_batches: int, costs: StageCosts, pipelines: int, limit: float | None
-) -> WarmUps:
+def _schedule(warm: WarmUps, micro_batches: int) -> Schedule:
+    return build_schedule("advance-forward", len(warm), micro_batches, _advance(warm))
+
+
+def _advance(warm: WarmUps) -> list[int]:
+    return [max(0, w - (len(warm) - k)) for k, w in enumerate(warm)]
+
+
+def _most(least: WarmUps, micro_batches: int, costs: Costs, pipelines: int, limit: float) -> WarmUps:
     """Per stage the most warm-up forwards that fit; never more than on the stage before, that would deadlock."""
-    check_limit(limit)
-    if limit is None:
-        return (micro_batches,) * len(least)
     if not costs.has_memory:
         raise ValueError(
             f"memory_limit_bytes={limit!r} needs to know what a micro-batch holds: give Costs(activation_bytes=...)"
         )
+    each = costs.of_stages(len(least), micro_batches)
     most: list[int] = []
-    for k, (activation, weight) in enumerate(
-        zip(costs.activation_bytes.tolist(), costs.weight_bytes.tolist())
-    ):
+    for k, (activation, weight) in enumerate(zip(each.activation_bytes.tolist(), each.weight_bytes.tolist())):
         needed = pipelines * (least[k] * activation + weight)
         if needed > limit:
             raise ValueError(
@@ -131,125 +151,103 @@ def _most(
 
 
 class _AdvanceSearch:
-    """Over the warm-ups w_k = min(M, K-k+a_k), which fall from stage to stage, from ``least`` to ``most``."""
+    """Over the warm-ups w_k = min(M, K-k+a_k), which fall from stage to stage, from ``least`` to ``most``.
+
+    ``seconds`` of a vector are simulated; at most as many are as are ``affordable``.
+    """
 
     def __init__(
-        self, micro_batches: int, costs: Costs, pipelines: int, batches: int, least: WarmUps, most: WarmUps
+        self,
+        seconds: Callable[[WarmUps], float],
+        held: Sequence[float],
+        least: WarmUps,
+        most: WarmUps,
+        affordable: int,
     ) -> None:
-        self._micro_batches, self._costs, self._pipelines = micro_batches, costs, pipelines
-        self._batches, self._least, self._most = batches, least, most
-        self._stages = len(least)
-        held: list[float] = costs.of_stages(self._stages, micro_batches).activation_bytes.tolist()
-        self._held = held if any(held) else [1.0] * self._stages
-        self._known: dict[WarmUps, float] = {}
-        affordable = _MOST_ACTIONS // (batches * self._stages * (2 * micro_batches + 1))
-        self._affordable = max(_LEAST_EVALUATED, affordable)
-        self._budget = min(MOST_EVALUATED, self._affordable)
+        self._seconds, self._least, self._most, self._affordable = seconds, least, most, affordable
+        self._held = held if any(held) else [1.0] * len(least)
+        self._budget = min(MOST_EVALUATED, affordable)
+        self._known = {least: seconds(least)}  # of those that fit
 
-    def seconds(self, warm: WarmUps) -> float:
-        if warm not in self._known:
-            self._known[warm] = measure(self._schedule(warm), self._costs, self._pipelines, self._batches)
+    def _try(self, warm: WarmUps) -> float:
+        """Its seconds; math.inf where it does not fit."""
+        if any(w > most for w, most in zip(warm, self._most)):
+            return math.inf
+        self._known[warm] = self._seconds(warm)
         return self._known[warm]
 
-    def _schedule(self, warm: WarmUps) -> Schedule:
-        return build_schedule("advance-forward", self._stages, self._micro_batches, self.advance(warm))
-
-    def advance(self, warm: WarmUps) -> list[int]:
-        return [max(0, w - (self._stages - k)) for k, w in enumerate(warm)]
-
-    @property
-    def best_seconds(self) -> float:
-        """The least known time of what fits."""
-        return self._known[self._quickest()]
-
-    def best_choice(self) -> WarmUps:
-        """The cheapest vector found within the tolerance."""
-        every = self._vectors(min(EXHAUSTIVE_UP_TO, self._affordable))
-        for warm in every or self._family():
-            self.seconds(warm)
-        if not every:
-            self._climb()
-            self._descend()
-        return self._cheapest()
-
-    def _cheapest(self) -> WarmUps:
-        enough = (warm for warm in self._fitting() if self._is_enough(warm))
-        return min(enough, key=lambda warm: (self._bytes(warm), self._known[warm], warm))
-
-    def _quickest(self) -> WarmUps:
-        return min(self._fitting(), key=lambda warm: (self._known[warm], self._bytes(warm), warm))
-
-    def _fitting(self) -> list[WarmUps]:
-        """What was simulated and fits."""
-        return [warm for warm in self._known if self._fits(warm)]
-
-    def _fits(self, warm: WarmUps) -> bool:
-        return all(w <= most for w, most in zip(warm, self._most))
-
     def _is_enough(self, warm: WarmUps) -> bool:
-        return self.seconds(warm) <= (1 + TOLERANCE) * self.best_seconds
+        return self._try(warm) <= (1 + TOLERANCE) * min(self._known.values())
 
     def _bytes(self, warm: WarmUps) -> float:
         return sum(w * held for w, held in zip(warm, self._held))
 
-    def _vectors(self, limit: int) -> list[WarmUps] | None:
-        """All vectors; None if there are more than ``limit``."""
+    def quickest(self) -> WarmUps:
+        return min(self._known, key=lambda warm: (self._known[warm], self._bytes(warm), warm))
+
+    def cheapest(self) -> WarmUps:
+        """The cheapest vector found within the tolerance."""
+        enough = [warm for warm in self._known if self._is_enough(warm)]
+        return min(enough, key=lambda warm: (self._bytes(warm), self._known[warm], warm))
+
+    def try_all(self) -> bool:
+        """Try all vectors; False, and none, if there are too many."""
         found: list[WarmUps] = [()]
         for least, most in zip(self._least, self._most):
             found = [(*head, w) for head in found for w in range(least, min([most, *head[-1:]]) + 1)]
-            if len(found) > limit:
-                return None
-        return found
+            if len(found) > min(EXHAUSTIVE_UP_TO, self._affordable):
+                return False
+        for warm in found:
+            self._try(warm)
+        return True
 
-    def _family(self) -> Iterator[WarmUps]:
-        """Vectors of simple shapes, cut to what fits."""
-        after = [self._stages - 1 - k for k in range(self._stages)]
-        shapes = [[round(c * distance) for distance in after] for c in _SLOPES]
-        shapes += [[level] * self._stages for level in _LEVELS if level < self._micro_batches]
-        for shape in shapes:
-            yield tuple(map(min, warm_ups(self._stages, self._micro_batches, shape), self._most))
-        yield self._most
+    def climb(self, bound_s: float) -> None:
+        """Try simple shapes, cut to what fits, then the quickest one's neighbours as long as that gains.
 
-    def _climb(self) -> None:
-        """Go from the quickest to its quickest neighbour, one more or less on a stage, as long as that gains."""
-        bound_s = makespan_bounds(self._schedule(self._least), self._costs).busiest_device_s
-        while self.best_seconds > _NEGLIGIBLE * bound_s and len(self._known) < self._budget // 2:
-            best, seconds = self._quickest(), self.best_seconds
-            for k in range(self._stages):
-                # One more on stage k, and on those before that would fall behind.
-                raised = tuple(max(w, best[k] + 1) if j <= k else w for j, w in enumerate(best))
-                if self._fits(raised):
-                    self.seconds(raised)
-                if best[k] > self._least[k]:
-                    self.seconds(self._lowered(best, k, best[k] - 1))
-            if self._quickest() == best or self.best_seconds * _NEGLIGIBLE > seconds:
+        Neighbours have one more or less on a stage. No vector takes less than ``bound_s``.
+        """
+        stages = len(self._least)
+        shapes = [[round(c * (stages - 1 - k)) for k in range(stages)] for c in _SLOPES]
+        for advance in [*shapes, *([level] * stages for level in _LEVELS), self._most]:
+            self._try(tuple(min(most, stages - k + advance[k]) for k, most in enumerate(self._most)))
+        gains = True
+        while gains and len(self._known) < self._budget // 2:
+            best = self.quickest()
+            seconds = self._known[best]
+            if seconds <= _NEGLIGIBLE * bound_s:
                 return
+            for k in range(stages):
+                # One more on stage k, and on those before that would fall behind.
+                self._try(tuple(max(w, best[k] + 1) if j <= k else w for j, w in enumerate(best)))
+                if best[k] > self._least[k]:
+                    self._try(_lowered(best, k, best[k] - 1))
+            gains = min(self._known.values()) * _NEGLIGIBLE <= seconds and self.quickest() != best
 
-    def _descend(self) -> None:
+    def descend(self) -> None:
         """Lower the cheapest sufficient vectors until no single stage can be lowered, from either end."""
-        for order in (range(self._stages), range(self._stages - 1, -1, -1)):
-            warm = self._cheapest()
-            lowered = True
-            while lowered and len(self._known) < self._budget:
+        stages = range(len(self._least))
+        for order in (stages, stages[::-1]):
+            warm, before = self.cheapest(), None
+            while warm != before and len(self._known) < self._budget:
                 before = warm
                 for k in sorted(order, key=lambda j: -self._held[j]):
                     warm = self._lowest(warm, k)
-                lowered = warm != before
 
     def _lowest(self, warm: WarmUps, k: int) -> WarmUps:
         """Stage k lowered as far as it stays sufficient: halving the way, as less warm-up rarely is quicker."""
-        floor, reached = self._least[k], warm
-        while floor < reached[k] and len(self._known) < self._budget:
-            tried = self._lowered(warm, k, (floor + reached[k]) // 2)
+        floor = self._least[k]
+        while floor < warm[k] and len(self._known) < self._budget:
+            tried = _lowered(warm, k, (floor + warm[k]) // 2)
             if self._is_enough(tried):
-                reached = tried
+                warm = tried
             else:
                 floor = tried[k] + 1
-        return reached
+        return warm
 
-    def _lowered(self, warm: WarmUps, k: int, value: int) -> WarmUps:
-        """``value`` on stage k, and no more than that behind it."""
-        return tuple(min(w, value) if j >= k else w for j, w in enumerate(warm))
+
+def _lowered(warm: WarmUps, k: int, value: int) -> WarmUps:
+    """``value`` on stage k, and no more than that behind it."""
+    return tuple(min(w, value) if j >= k else w for j, w in enumerate(warm))
 
 
 def _text(numbers: Sequence[int]) -> str:

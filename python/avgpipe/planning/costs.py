@@ -122,7 +122,6 @@ class Costs:
         return StageCosts(
             **{name: found[name] for name in _OF_MICRO_BATCHES},
             **{name: found[name][:, 0] for name in _OF_STAGES},
-            has_memory=self.activation_bytes is not None or self.weight_bytes is not None,
             channels=self._channels(stages),
             shared_channels=frozenset(_number_of(group[0]) for group in self.shared_links if group),
         )
@@ -146,6 +145,10 @@ class Costs:
         if not any(isinstance(entry, tuple) for entry in value):
             return np.array(value, dtype=np.float64).reshape(count, 1)
         return np.array([np.broadcast_to(entry, micro_batches or 1) for entry in value])
+
+    @property
+    def has_memory(self) -> bool:
+        return self.activation_bytes is not None or self.weight_bytes is not None
 
     def on_devices(self, speeds: Sequence[float]) -> Costs:
         """The same stages on devices so many times as quick; costs must be of stages, one by one."""
@@ -194,7 +197,6 @@ class StageCosts(NamedTuple):
     allreduce_s: Array
     activation_bytes: Array
     weight_bytes: Array
-    has_memory: bool
     channels: list[int]
     shared_channels: frozenset[int]  # those that all senders share
 
@@ -205,15 +207,6 @@ class StageCosts(NamedTuple):
         if kind == "U":
             return self.update_s[:, None]
         return {"F": self.forward_s, "B": self.backward_s, "I": self.input_backward_s}[kind]
-
-    def memory_bytes(
-        self, held_bytes: Sequence[float], placement: Sequence[Sequence[int]], pipelines: int
-    ) -> tuple[int, ...] | None:
-        """Per worker, the bytes of all pipelines' weights of its stages and of the micro-batches in flight."""
-        if not self.has_memory:
-            return None
-        weights = [sum(self.weight_bytes[list(stages)].tolist()) for stages in placement]
-        return tuple(math.ceil(held + pipelines * weight) for held, weight in zip(held_bytes, weights))
 
 
 def _text(cost: Array) -> str:

@@ -9,14 +9,12 @@ occupy links, never devices. The work is done by csrc/simulate, which takes a sc
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
 from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from avgpipe.planning.costs import DEVIATION, Array, Costs, StageCosts
 from avgpipe.schedule import Kind, Schedule
@@ -66,82 +64,57 @@ def too_long() -> ValueError:
 # ---- what the engine takes ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Program:
-    """A schedule with its costs, as the engine takes them.
+def compile_schedule(schedule: Schedule, costs: Costs) -> dict[str, Any]:
+    """Return what the engine is asked of a schedule that can be run (``Schedule.validate``).
 
-    Attributes:
-        stage_costs: What the arrays were made of.
-        arrays: Fields of Question in csrc/simulate/question.h, by name; times in ticks.
-        numbers: Its other fields.
-    """
-
-    schedule: Schedule
-    stage_costs: StageCosts
-    arrays: dict[str, Array]
-    numbers: dict[str, int]
-
-
-def compile_schedule(schedule: Schedule, costs: Costs) -> Program:
-    """Return the program of a schedule that can be run (``Schedule.validate``).
-
+    These are the fields of Question in csrc/simulate/question.h by name, but for pipelines and batches; times in ticks.
     Raises ValueError for costs of another number of stages or micro-batches, and for times too long to count.
     """
     each = costs.of_stages(schedule.stages, schedule.micro_batches)
     widest = costs.factors[1]
-    arrays = {
-        **_row_arrays(schedule),
-        **_action_arrays(each, widest),
-        **_link_arrays(each, schedule, widest),
-        "sum_ticks": _ticks(each.allreduce_s),
-        "held_bytes": each.activation_bytes,
-        "rates": np.array(
-            [round(g / s * _RATE_ALONE) for s, g in enumerate(costs.concurrency_gain, start=1)],
-            dtype=np.int64,
-        ),
-    }
     # Draws are whole numbers, so that every machine has the same.
     probability, factor = costs.stragglers or (0.0, 1.0)
-    numbers = {
+    speeds = [round(g / s * _RATE_ALONE) for s, g in enumerate(costs.concurrency_gain, start=1)]
+    return {
         "stages": schedule.stages,
         "workers": schedule.workers,
         "micro_batches": schedule.micro_batches,
-        "transfer_width": arrays["transfer_ticks"].shape[1],
-        "channels": int(arrays["channel_count"].sum()),
+        **_row_fields(schedule),
+        **_action_fields(each, widest),
+        **_link_fields(each, schedule, widest),
+        "sum_ticks": _ticks(each.allreduce_s),
+        "held_bytes": each.activation_bytes,
         "shared_channels": int(any(map(len, costs.shared_links))),
-        "slots": len(costs.concurrency_gain),
+        "slots": len(speeds),
+        "rates": np.array(speeds, dtype=np.int64),
         "seed": costs.seed,
         "jitter": round(costs.jitter / DEVIATION * 2**48),
         "straggler_threshold": round(probability * 2**32),
         "straggler_factor": round(factor * 2**16),
     }
-    return Program(schedule, each, arrays, numbers)
 
 
-def _row_arrays(schedule: Schedule) -> dict[str, Array]:
+def _row_fields(schedule: Schedule) -> dict[str, Any]:
     """The rows as loops of actions, and which workers have which stage."""
     loops = [loop for row in schedule.rows for loop in row.loops]
-    ends = np.cumsum([len(repeated) for repeated, _, _ in loops])
+    ends = np.cumsum([0, *(len(loop.actions) for loop in loops)])
+    repeats = np.array([(loop.repeats, loop.stride) for loop in loops])
     actions = [
         number
-        for repeated, _, _ in loops
-        for kind, m, k, ahead in repeated
+        for loop in loops
+        for kind, m, k, ahead in loop.actions
         for number in (_CODES[kind], k, m or 0, ahead)
     ]
-    table = np.empty((len(loops), 4), dtype=np.int32)
-    table[1:, 0], table[0, 0], table[:, 1] = ends[:-1], 0, ends
-    table[:, 2] = [repeats for _, repeats, _ in loops]
-    table[:, 3] = [stride for _, _, stride in loops]
     return {
         "row_begin": np.cumsum([0, *(len(row.loops) for row in schedule.rows)], dtype=np.int64),
-        "loops": table,
+        "loops": np.column_stack([ends[:-1], ends[1:], repeats]).astype(np.int32),
         "actions": np.array(actions, dtype=np.int32),
         "replicas_begin": np.cumsum([0, *map(len, schedule.replicas)], dtype=np.int64),
-        "replicas": np.array([w for workers in schedule.replicas for w in workers], dtype=np.int32),
+        "replicas": np.concatenate(schedule.replicas).astype(np.int32),
     }
 
 
-def _action_arrays(costs: StageCosts, widest: float) -> dict[str, Array]:
+def _action_fields(costs: StageCosts, widest: float) -> dict[str, Any]:
     """Ticks per kind and stage; of a kind with a cost per micro-batch on any stage, per micro-batch."""
     tables = [_ticks(costs.seconds(kind), widest) for kind in KINDS]
     return {
@@ -151,7 +124,7 @@ def _action_arrays(costs: StageCosts, widest: float) -> dict[str, Array]:
     }
 
 
-def _link_arrays(costs: StageCosts, schedule: Schedule, widest: float) -> dict[str, Array]:
+def _link_fields(costs: StageCosts, schedule: Schedule, widest: float) -> dict[str, Any]:
     """Per link, 2k from stage k and 2k+1 back to it. Replicas that send have a channel each, unless links share one."""
     senders = [len(workers) for workers in schedule.replicas]
     counts = [
@@ -160,9 +133,12 @@ def _link_arrays(costs: StageCosts, schedule: Schedule, widest: float) -> dict[s
     ]
     begin = np.cumsum([0, *counts])
     both_s = np.stack(np.broadcast_arrays(costs.transfer_s, costs.gradient_transfer_s), axis=1)
+    width = both_s.shape[2]
     return {
-        "transfer_ticks": _ticks(both_s.reshape(-1, both_s.shape[2]), widest),
+        "transfer_width": width,
+        "transfer_ticks": _ticks(both_s.reshape(-1, width), widest),
         "latency_ticks": np.repeat(_ticks(costs.latency_s), 2),
+        "channels": sum(counts),
         "channel": np.array([begin[first] if first >= 0 else -1 for first in costs.channels], dtype=np.int32),
         "channel_count": np.array(counts, dtype=np.int32),
     }
@@ -179,8 +155,7 @@ def _ticks(seconds: Array, widest: float = 1.0) -> Array:
 # ---- running -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What the engine found; times in ticks.
 
     Attributes:
@@ -194,15 +169,15 @@ class Outcome:
     """
 
     makespan: int
-    busy: NDArray[np.int64]
-    batch_end: NDArray[np.int64]
-    peak_in_flight: NDArray[np.int64]
-    peak_held_bytes: NDArray[np.float64]
+    busy: Array
+    batch_end: Array
+    peak_in_flight: Array
+    peak_held_bytes: Array
     actions: int
-    records: NDArray[Any] | None = None
+    records: Array | None = None
 
 
-def run(program: Program, pipelines: int, batches: int, *, events: bool = False) -> Outcome:
+def run(question: dict[str, Any], pipelines: int, batches: int, *, events: bool = False) -> Outcome:
     """Run ``batches`` batches, batch j on pipeline j % pipelines; ``events``: keep a record of each action.
 
     Gives up the GIL meanwhile. Raises ImportError where the library is not built, ValueError for a schedule that gets
@@ -211,13 +186,10 @@ def run(program: Program, pipelines: int, batches: int, *, events: bool = False)
     if max(batches, pipelines) > _MOST_BATCHES:
         raise ValueError(f"batches={batches}, pipelines={pipelines}: must be at most {_MOST_BATCHES}")
     try:
-        answer = engine().simulate(
-            **program.numbers, **program.arrays, pipelines=pipelines, batches=batches, events=events
-        )
+        answer = engine().simulate(**question, pipelines=pipelines, batches=batches, events=events)
     except OverflowError:
         raise too_long() from None
-    outcome = Outcome(*answer)
-    if outcome.records is None:
-        return outcome
+    *figures, records = answer
     # Stable: what took no time stays before what began after it on the same device.
-    return replace(outcome, records=outcome.records[np.argsort(outcome.records["start"], kind="stable")])
+    by_start = None if records is None else records[np.argsort(records["start"], kind="stable")]
+    return Outcome(*figures, by_start)

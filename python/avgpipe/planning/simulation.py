@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from itertools import pairwise
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from avgpipe.timeline.timeline import Event, Timeline
 
 # Alone, a pipeline that flushes begins each batch when the one before has left, so that they hardly differ.
 _ALONE, _OF_EACH = 8, 12
+_UPDATE = KINDS.index(Kind.UPDATE)
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -36,6 +38,20 @@ def _check(schedule: Schedule, costs: Costs, pipelines: int, batches: int) -> No
     schedule.validate()
 
 
+def _run(
+    schedule: Schedule, costs: Costs, pipelines: int, batches: int, events: bool = False
+) -> tuple[Outcome, tuple[int, ...] | None]:
+    """What ran, and per worker the bytes of all pipelines' weights and of the micro-batches in flight, if known."""
+    _check(schedule, costs, pipelines, batches)
+    outcome = run(compile_schedule(schedule, costs), pipelines, batches, events=events)
+    if not costs.has_memory:
+        return outcome, None
+    kept = costs.of_stages(schedule.stages, schedule.micro_batches).weight_bytes.tolist()
+    weights = [sum(kept[k] for k in stages) for stages in schedule.placement]
+    held = outcome.peak_held_bytes.tolist()
+    return outcome, tuple(math.ceil(h + pipelines * weight) for h, weight in zip(held, weights))
+
+
 def simulate(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: int = 1) -> Timeline:
     """When each action of ``batches`` batches would run, on one device per worker; times in seconds from 0.
 
@@ -50,38 +66,18 @@ def simulate(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: i
     Raises ScheduleError for a schedule that cannot be run, TypeError and ValueError for wrong counts and costs,
     ImportError where the engine is not built.
     """
-    _check(schedule, costs, pipelines, batches)
-    program = compile_schedule(schedule, costs)
-    outcome = run(program, pipelines, batches, events=True)
-    memory = program.stage_costs.memory_bytes(outcome.peak_held_bytes.tolist(), schedule.placement, pipelines)
+    outcome, memory = _run(schedule, costs, pipelines, batches, events=True)
+    assert outcome.records is not None
     labels = () if schedule.is_plain else tuple(f"worker {w}" for w in range(schedule.workers))
-    events = _events(outcome, pipelines)
-    return Timeline(schedule.workers, events, memory, labels)
-
-
-def _events(outcome: Outcome, pipelines: int) -> tuple[Event, ...]:
-    rows = outcome.records
-    assert rows is not None
-    kinds = [KINDS[number] for number in rows["kind"].tolist()]
-    micro_batches = [
-        None if kind is Kind.UPDATE else m for kind, m in zip(kinds, rows["micro_batch"].tolist())
-    ]
-    return tuple(
-        map(
-            Event._make,
-            zip(
-                rows["stage"].tolist(),
-                (rows["batch"] % pipelines).tolist(),
-                rows["batch"].tolist(),
-                micro_batches,
-                (kind.value for kind in kinds),
-                (rows["start"] / TICKS_PER_S).tolist(),
-                (rows["end"] / TICKS_PER_S).tolist(),
-                repeat(""),
-                rows["worker"].tolist(),
-            ),
+    events = (
+        (k, j % pipelines, j, None if n == _UPDATE else m, KINDS[n].value, start, end, "", w)
+        for start, end, (_, _, w, k, j, m, n) in zip(
+            (outcome.records["start"] / TICKS_PER_S).tolist(),
+            (outcome.records["end"] / TICKS_PER_S).tolist(),
+            outcome.records.tolist(),
         )
     )
+    return Timeline(schedule.workers, tuple(map(Event._make, events)), memory, labels)
 
 
 @dataclass(frozen=True)
@@ -113,15 +109,13 @@ class Prediction:
 
 def predict(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: int = 1) -> Prediction:
     """What ``simulate`` would show, without its events. Raises as that does."""
-    _check(schedule, costs, pipelines, batches)
-    program = compile_schedule(schedule, costs)
-    outcome = run(program, pipelines, batches)
+    outcome, memory = _run(schedule, costs, pipelines, batches)
     return Prediction(
         outcome.makespan / TICKS_PER_S,
         tuple((outcome.busy / TICKS_PER_S).tolist()),
         tuple((outcome.batch_end / TICKS_PER_S).tolist()),
         tuple(outcome.peak_in_flight.tolist()),
-        program.stage_costs.memory_bytes(outcome.peak_held_bytes.tolist(), schedule.placement, pipelines),
+        memory,
         outcome.actions,
     )
 
