@@ -86,7 +86,7 @@ DEVICES = "[[devices]]\ncount = 2\n"
             DEVICES + '[levels]\nunits = 2\nbandwidth = "1Gbit"\n',
             "levels must be tables: begin each with [[levels]]",
         ),
-        ("name = 3\n" + DEVICES + LEVELS, "name 3: must be a text"),
+        ("name = 3\n" + DEVICES + LEVELS, "name=3: must be a text"),
         ("[[devices]\n", "a cluster file must be TOML: "),
         (
             DEVICES + "[[devices]]\ncount = 3\n" + LEVELS,
@@ -109,9 +109,9 @@ def test_refusals_name_the_place_and_the_file(text: str, message: str, tmp_path:
 
 @pytest.mark.parametrize("count", ["0", "-1", "1.0", "true", '"2"'])
 def test_counts_are_whole_numbers(count: str) -> None:
-    with pytest.raises(ValueError, match=r"devices\[0\]: count .*: must be a whole number of at least 1$"):
+    with pytest.raises(ValueError, match=r"devices\[0\]: count=.*: must be an int of at least 1$"):
         Cluster.from_toml(DEVICES.replace("2", count) + LEVELS)
-    with pytest.raises(ValueError, match=r"levels\[0\]: units .*: must be a whole number of at least 1$"):
+    with pytest.raises(ValueError, match=r"levels\[0\]: units=.*: must be an int of at least 1$"):
         Cluster.from_toml(DEVICES + LEVELS.replace("2", count))
 
 

@@ -3,7 +3,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from avgpipe.planning import Costs
+from avgpipe.planning import Costs, predict
+from avgpipe.schedule import build_schedule
 
 
 def test_one_number_holds_for_all_stages_and_boundaries():
@@ -38,12 +39,15 @@ def test_the_parts_of_a_split_backward_make_the_whole():
 
 
 def test_memory_is_asked_for_with_either_of_its_parts():
-    alone = ((0,), (1,))
-    assert Costs(1, 2).of_stages(2).memory_bytes([0.0, 0.0], alone, 1) is None
-    assert Costs(1, 2, weight_bytes=3).of_stages(2).memory_bytes([0.0, 0.0], alone, 2) == (6, 6)
-    assert Costs(1, 2, activation_bytes=2.5).of_stages(2).memory_bytes([2.5, 5.0], alone, 2) == (3, 5)
-    together = Costs(1, 2, weight_bytes=[1, 10, 100]).of_stages(3)
-    assert together.memory_bytes([7.0, 8.0], ((0, 2), (1,)), 2) == (209, 28)
+    def peaks(costs, pipelines=1, name="1f1b", stages=2):
+        schedule = build_schedule(name, stages, 2)
+        return predict(schedule, costs, pipelines=pipelines, batches=pipelines).peak_memory_bytes
+
+    assert peaks(Costs(1, 2)) is None
+    assert peaks(Costs(1, 2, weight_bytes=3), 2) == (6, 6)
+    assert peaks(Costs(1, 2, activation_bytes=2.5)) == (5, 3)
+    together = Costs(1, 2, weight_bytes=[1, 10, 100, 1000])
+    assert peaks(together, 2, "interleaved-1f1b", 4) == (202, 2020)
 
 
 def test_costs_are_values():

@@ -98,13 +98,11 @@ def test_the_best_of_all_divisions(
         if max(counts) <= replicas and stages in (None, len(blocks))
     ]
     best, fewest = min(every, default=(math.inf, 0))
-    found = divisions.best(workers, stages)
-    if best == math.inf:
-        assert found is None
-        return
-    assert found is not None
-    value, blocks = found
+    value, blocks = divisions.best(workers, stages)
     assert value == best
+    if best == math.inf:
+        assert not blocks
+        return
     assert sum(block.workers for block in blocks) == fewest
     assert best == bottleneck([(b.first, b.last) for b in blocks], tuple(b.workers for b in blocks))
     assert stages in (None, len(blocks))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from avgpipe.errors import check_count
-from avgpipe.planning.chain import check_limit
+from avgpipe.planning.chain import limit_of
 from avgpipe.planning.costs import Costs
 from avgpipe.planning.simulation import check_costs, makespan_bounds, measure, measured_batches
 from avgpipe.schedule import Schedule, build_schedule, warm_ups
@@ -87,7 +87,7 @@ def choose_advance(
     check_count("micro_batches", micro_batches)
     check_costs(costs)
     count = measured_batches(pipelines, batches)
-    check_limit(memory_limit_bytes)
+    limit = limit_of(memory_limit_bytes)
     least = tuple(warm_ups(stages, micro_batches, [0] * stages))
     default = tuple(warm_ups(stages, micro_batches, range(stages - 1, -1, -1)))
 
@@ -95,13 +95,12 @@ def choose_advance(
     def seconds(warm: WarmUps) -> float:
         return measure(_schedule(warm, micro_batches), costs, pipelines, count)
 
-    limit = memory_limit_bytes
     search = _AdvanceSearch(
         seconds,
         held=costs.of_stages(stages, micro_batches).activation_bytes.tolist(),
         least=least,
         most=(micro_batches,) * stages
-        if limit is None
+        if limit == math.inf
         else _most(least, micro_batches, costs, pipelines, limit),
         affordable=max(_LEAST_EVALUATED, _MOST_ACTIONS // (count * stages * (2 * micro_batches + 1))),
     )

@@ -17,7 +17,7 @@ from avgpipe.units import format_bytes
 
 
 class Chain:
-    """The layers of ``profile`` for micro-batches of ``micro_batch_size`` samples.
+    """The layers of ``profile`` for micro-batches of ``micro_batch_size`` samples, None: the most that were measured.
 
     Methods take a stage's first layer and the one after its last, as numbers or as arrays of them, and answer alike.
     Seconds are of one micro-batch on one device, and include what the runtime adds to each action; bytes are of one
@@ -30,14 +30,19 @@ class Chain:
         transfer_s: How long that takes on ``link``; without a link no time.
     """
 
-    def __init__(self, profile: Profile, micro_batch_size: float, link: LinkProfile | None = None) -> None:
-        self.profile, self.micro_batch_size, self.link = profile, micro_batch_size, link
+    def __init__(
+        self, profile: Profile, micro_batch_size: float | None = None, link: LinkProfile | None = None
+    ) -> None:
+        samples = profile.micro_batch_sizes[-1] if micro_batch_size is None else micro_batch_size
+        if isinstance(samples, bool) or not isinstance(samples, (int, float)) or not samples > 0:
+            raise ValueError(f"micro_batch_size={samples!r}: must be a number of samples above 0")
+        self.profile, self.micro_batch_size, self.link = profile, samples, link
         self.layers = len(profile.layers)
-        self.boundary_bytes = np.array([0.0, *profile.boundary_bytes(micro_batch_size), 0.0])
+        self.boundary_bytes = np.array([0.0, *profile.boundary_bytes(samples), 0.0])
         self.transfer_s = np.zeros(self.layers + 1)
         if link is not None:
             self.transfer_s[1:-1] = link.seconds(self.boundary_bytes[1:-1])
-        columns = dict(zip(LayerCosts._fields, zip(*profile.at(micro_batch_size))))
+        columns = dict(zip(LayerCosts._fields, zip(*profile.at(samples))))
         columns |= {name: tuple(getattr(layer, name) for layer in profile.layers) for name in OF_LAYERS}
         self._sums = {name: np.cumsum([0.0, *column]) for name, column in columns.items()}
         self._handed_bytes = np.array([0.0, *columns["handed_bytes"][:-1], 0.0])
@@ -138,13 +143,15 @@ class Chain:
         return self.profile.process_bytes + needed
 
 
-def check_limit(limit: float | None) -> None:
+def limit_of(limit: float | None) -> float:
+    """The bytes that an option ``memory_limit_bytes`` allows."""
     if limit is None:
-        return
+        return math.inf
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
         raise ValueError(
             f"memory_limit_bytes={limit!r}: must be a number of bytes above 0, or None for no limit"
         )
+    return limit
 
 
 def does_not_fit(limit: float, least: float, advice: str) -> ValueError:

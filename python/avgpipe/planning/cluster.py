@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from avgpipe.errors import check_count
 from avgpipe.files import check_keys
-from avgpipe.planning.chain import check_limit
+from avgpipe.planning.chain import limit_of
 from avgpipe.planning.costs import number
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.units import parse_bytes, parse_rate, parse_seconds
@@ -54,8 +55,7 @@ def network(
     if levels is None:
         count = workers if workers is not None else 4 if stages is None else stages
         check_count("workers", count)
-        found = link or profile.link or _FREE
-        made: Levels = (Level(count, found.bytes_per_s, found.latency_s),)
+        made: Levels = (_flat(profile, count, link),)
     else:
         if link is not None:
             raise ValueError("link and levels both say how fast the network is: leave one out")
@@ -73,6 +73,11 @@ def network(
             f"workers={total}: {stages} stages need a worker each, give {stages} or fewer stages"
         )
     return made
+
+
+def _flat(profile: Profile, workers: int, link: LinkProfile | None) -> Level:
+    found = link or profile.link or _FREE
+    return Level(workers, found.bytes_per_s, found.latency_s)
 
 
 def check_stages(layers: int, stages: int | None) -> None:
@@ -106,9 +111,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # the same, for Python 3.10
-
-_DEVICES = ("count", "memory", "speed")
-_LEVELS = ("units", "bandwidth", "latency")
 
 
 class Device(NamedTuple):
@@ -152,9 +154,8 @@ class Cluster:
     ) -> Cluster:
         """Workers as profiled, all joined by ``link``, None: the profile's; without one transfers are free."""
         check_count("workers", workers)
-        check_limit(memory_limit_bytes)
-        found = link or profile.link or _FREE
-        level = Level(workers, found.bytes_per_s, found.latency_s)
+        limit_of(memory_limit_bytes)
+        level = _flat(profile, workers, link)
         return cls((Device(memory_limit_bytes),) * workers, (level,), is_here=link is None)
 
     @property
@@ -165,10 +166,7 @@ class Cluster:
         """The lowest level, as an index, that joins workers a and b, which are two."""
         if not (0 <= a < self.workers and 0 <= b < self.workers):
             raise ValueError(f"workers {a} and {b}: there are {self.workers}")
-        height = 0
-        while self.unit(a, height + 1) != self.unit(b, height + 1):
-            height += 1
-        return height
+        return next(h for h in range(len(self.levels)) if self.unit(a, h + 1) == self.unit(b, h + 1))
 
     def unit(self, worker: int, height: int) -> int:
         """Which unit of a level a worker is in, counted over the whole cluster."""
@@ -178,16 +176,12 @@ class Cluster:
 
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> LinkProfile:
         """The link of the slowest pair when all ``senders`` send at once: those of one unit share its link."""
-        sending: dict[tuple[int, int], int] = {}
-        for a, b in zip(senders, receivers):
-            height = self.height(a, b)
-            key = height, self.unit(a, height)
-            sending[key] = sending.get(key, 0) + 1
-        links = [
-            LinkProfile(self.levels[height].latency_s, self.levels[height].bytes_per_s / count)
-            for (height, _), count in sending.items()
-        ]
-        return LinkProfile(max(x.latency_s for x in links), min(x.bytes_per_s for x in links))
+        heights = [self.height(a, b) for a, b in zip(senders, receivers)]
+        sending = Counter((height, self.unit(a, height)) for height, a in zip(heights, senders))
+        return LinkProfile(
+            max(self.levels[height].latency_s for height in heights),
+            min(self.levels[height].bytes_per_s / count for (height, _), count in sending.items()),
+        )
 
     def slowest(self, here: Sequence[int], there: Sequence[int]) -> LinkProfile:
         """The slowest link between a worker of ``here`` and another one of ``there``; a free one without pairs."""
@@ -217,45 +211,35 @@ class Cluster:
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"a cluster file must be TOML: {error}") from error
         check_keys("the file", found, ("name", "devices", "levels"), ("devices", "levels"))
-        devices = [d for n, row in enumerate(_rows(found, "devices")) for d in _devices(f"devices[{n}]", row)]
-        levels = [_level(f"levels[{n}]", row) for n, row in enumerate(_rows(found, "levels"))]
-        return cls(tuple(devices), tuple(levels), _text("name", found.get("name", "")))
-
-
-def _rows(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    rows = found[name]
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{name} must be tables: begin each with [[{name}]]")
-    return rows
+        for name in ("devices", "levels"):
+            rows = found[name]
+            if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+                raise ValueError(f"{name} must be tables: begin each with [[{name}]]")
+        devices = [d for n, row in enumerate(found["devices"]) for d in _devices(f"devices[{n}]", row)]
+        levels = [_level(f"levels[{n}]", row) for n, row in enumerate(found["levels"])]
+        name = found.get("name", "")
+        if not isinstance(name, str):
+            raise ValueError(f"name={name!r}: must be a text")
+        return cls(tuple(devices), tuple(levels), name)
 
 
 def _devices(where: str, row: dict[str, Any]) -> list[Device]:
-    check_keys(where, row, _DEVICES, ("count",))
+    check_keys(where, row, ("count", "memory", "speed"), ("count",))
+    check_count(f"{where}: count", row["count"])
     speed = row.get("speed", 1.0)
     if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
         raise ValueError(f"{where}: speed {speed!r}: must be a number above 0, 1.0 for the profiled device's")
     memory = (
         parse_bytes(f"{where}: memory", row["memory"], positive=True, bare=False) if "memory" in row else None
     )
-    return [Device(memory, float(speed))] * _count(f"{where}: count", row["count"])
+    return [Device(memory, float(speed))] * row["count"]
 
 
 def _level(where: str, row: dict[str, Any]) -> Level:
-    check_keys(where, row, _LEVELS, ("units", "bandwidth"))
+    check_keys(where, row, ("units", "bandwidth", "latency"), ("units", "bandwidth"))
+    check_count(f"{where}: units", row["units"])
     return Level(
-        _count(f"{where}: units", row["units"]),
+        row["units"],
         parse_rate(f"{where}: bandwidth", row["bandwidth"]),
         parse_seconds(f"{where}: latency", row.get("latency", "0s")),
     )
-
-
-def _count(where: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{where} {value!r}: must be a whole number of at least 1")
-    return value
-
-
-def _text(where: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{where} {value!r}: must be a text")
-    return value

@@ -108,12 +108,12 @@ class Divisions:
         stage, behind = self._stage(own, workers - own), self._behind(own, workers, stages)
         return np.stack([np.maximum(stage, end).min(axis=1) for end in behind.T], axis=1)
 
-    def best(self, most: int, stages: int | None = None) -> tuple[float, list[Block]] | None:
-        """The whole chain on up to ``most`` workers, no more than help; None where no division may be."""
+    def best(self, most: int, stages: int | None = None) -> tuple[float, list[Block]]:
+        """The whole chain on up to ``most`` workers, no more than help; math.inf where no division may be."""
         values = [float(self.least(workers, stages)[0, -1]) for workers in range(1, most + 1)]
         workers = next(n for n, value in enumerate(values, 1) if value <= min(values) * (1 + EXACT))
         value = values[workers - 1]
-        return None if value == math.inf else (value, self.blocks(0, -1, workers, stages))
+        return value, [] if value == math.inf else self.blocks(0, -1, workers, stages)
 
     def blocks(self, first: int, end: int, workers: int, stages: int | None = None) -> list[Block]:
         """The best division on exactly so many workers from layer ``first`` to the ``end``-th of the ends."""

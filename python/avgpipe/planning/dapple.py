@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from avgpipe.errors import check_count
-from avgpipe.planning.chain import Chain, check_limit, does_not_fit
+from avgpipe.planning.chain import Chain, does_not_fit, limit_of
 from avgpipe.planning.cluster import Levels, network, ring_s
 from avgpipe.planning.costs import Array
 from avgpipe.planning.cuts import Divisions, table_of
-from avgpipe.planning.partition import Partition, micro_batch_size_of, transfer_notes
+from avgpipe.planning.partition import Partition
 from avgpipe.planning.profile import LinkProfile, Profile
 
 
@@ -45,42 +45,35 @@ def dapple(
     flight.
     """
     check_count("micro_batches", micro_batches)
-    check_limit(memory_limit_bytes)
+    limit = limit_of(memory_limit_bytes)
     nets = network(profile, stages, workers, levels, link)
     if len(nets) > 2:
         raise ValueError(
             f"levels has {len(nets)}: dapple knows devices in a machine and machines, give one or two"
         )
-    chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size))
-    model = Model(chain, nets, micro_batches, memory_limit_bytes)
+    chain = Chain(profile, micro_batch_size, nets[-1].link)
+    model = Model(chain, nets, micro_batches, limit)
     total = sum(model.devices)
-    found, exact = find(model, stages)
-    if found is None:
-        assert memory_limit_bytes is not None
-        least = Divisions(chain.layers, model.held_bytes).best(total, stages)
-        assert least is not None
-        raise does_not_fit(memory_limit_bytes, least[0], "use more workers, fewer or smaller micro-batches")
-    (latency_s, _), layout = found
+    (batch_s, _), layout, exact = find(model, stages)
+    if batch_s == math.inf:
+        least, _ = Divisions(chain.layers, model.held_bytes).best(total, stages)
+        raise does_not_fit(limit, least, "use more workers, fewer or smaller micro-batches")
     spans = model.spans(layout)[::2]
-    notes = transfer_notes(nets[-1].bytes_per_s)
-    if not exact:
-        notes += ("found by local search: there are too many plans to look at all",)
-    return Partition(
+    return Partition.of_chain(
+        chain,
+        [placed.first for placed in layout],
+        exact=exact,
         method="dapple",
-        layers=chain.layers,
-        boundaries=[placed.first for placed in layout[1:]],
         replication=[placed.workers for placed in layout],
         stage_s=[span.forward_s + span.backward_s for span in spans],
         objective=f"one batch of {micro_batches} micro-batches",
-        value=latency_s,
-        micro_batch_size=chain.micro_batch_size,
+        value=batch_s,
         workers=total,
         memory_bytes=model.bytes(layout),
         placement=_workers_of(layout) if len(model.devices) > 1 else None,
         machines=[placed.taken for placed in layout] if len(model.devices) > 1 else None,
         system="dapple",
         micro_batches=micro_batches,
-        notes=notes,
     )
 
 
@@ -233,9 +226,8 @@ class Model:
         size: Devices of a machine.
     """
 
-    def __init__(self, chain: Chain, levels: Levels, micro_batches: int, limit: float | None) -> None:
-        self.chain, self._levels, self._micro_batches = chain, levels, micro_batches
-        self.limit = math.inf if limit is None else limit
+    def __init__(self, chain: Chain, levels: Levels, micro_batches: int, limit: float) -> None:
+        self.chain, self._levels, self._micro_batches, self.limit = chain, levels, micro_batches, limit
         self.size = levels[0].units
         self.devices = (self.size,) * (levels[1].units if len(levels) == 2 else 1)
         self._stage, self._transfer = cache(self._stage_span), cache(self._transfer_span)
@@ -309,15 +301,15 @@ _LOOKED_AT = 150_000  # stages of plans, from each start
 _STEPS = (-8, -4, -2, -1, 1, 2, 4, 8)
 
 
-def find(model: Model, stages: int | None) -> tuple[tuple[Value, Layout] | None, bool]:
-    """The first plan that fits by ``Model.order``, with what that says, and whether all plans were looked at."""
+def find(model: Model, stages: int | None) -> tuple[Value, Layout, bool]:
+    """The first plan by ``Model.order``, what that says of it, and whether all plans were looked at."""
     exact = _plans(model, stages) <= MOST_PLANS
     if exact:
         best = min((model.order(layout), layout) for layout in _every(model, stages, (), model.devices))
     else:
         starts = sorted(_balanced(model, stages), key=model.order)[:_STARTS]
         best = min((_improved(model, stages, layout) for layout in starts), default=((math.inf, 0.0), ()))
-    return (None if best[0][0] == math.inf else best), exact
+    return *best, exact
 
 
 def _plans(model: Model, stages: int | None) -> int:
@@ -348,9 +340,8 @@ def _balanced(model: Model, stages: int | None) -> Iterator[Layout]:
     divisions = Divisions(layers, model.batch_s, cut=model.cut_s())
     counts = (None, *range(1, min(layers, workers, _FEW) + 1))
     for count in counts if stages is None else (stages,):
-        found = divisions.best(workers, count)
         layout, free = list[PlacedStage](), model.devices
-        for block in found[1] if found else ():
+        for block in divisions.best(workers, count)[1]:
             taken = placements(free, model.size, block.workers)[0]
             layout.append(PlacedStage(block.first, block.last, taken))
             free = left(free, taken)

@@ -189,7 +189,8 @@ def run(question: dict[str, Any], pipelines: int, batches: int, *, events: bool 
         answer = engine().simulate(**question, pipelines=pipelines, batches=batches, events=events)
     except OverflowError:
         raise too_long() from None
-    *figures, records = answer
+    outcome = Outcome(*answer)
+    if outcome.records is None:
+        return outcome
     # Stable: what took no time stays before what began after it on the same device.
-    by_start = None if records is None else records[np.argsort(records["start"], kind="stable")]
-    return Outcome(*figures, by_start)
+    return outcome._replace(records=outcome.records[np.argsort(outcome.records["start"], kind="stable")])

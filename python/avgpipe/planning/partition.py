@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ import numpy as np
 from avgpipe.errors import check_count, nearest
 from avgpipe.planning.chain import (
     Chain,
-    check_limit,
+    limit_of,
     recomputed,
     stage_costs,
     weight_versions,
@@ -65,19 +66,39 @@ class Partition:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", float(self.value))
-        for name in ("boundaries", "replication"):
-            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
-        for name in ("stage_s", "memory_bytes"):
-            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
-        for name in ("placement", "machines"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
+        for kept, names in (
+            (int, ("boundaries", "replication")),
+            (float, ("stage_s", "memory_bytes")),
+            (tuple, ("placement", "machines")),
+        ):
+            for name in names:
+                if getattr(self, name) is not None:
+                    object.__setattr__(self, name, tuple(map(kept, getattr(self, name))))
         if any(a >= b for a, b in pairwise(self.bounds)):
             raise ValueError(f"boundaries={self.boundaries}: must rise between 0 and {self.layers} layers")
         if len(self.replication) != self.stages or len(self.stage_s) != self.stages:
             raise ValueError(
                 f"replication={self.replication} and stage_s={self.stage_s}: give one for each of {self.stages} stages"
             )
+
+    @classmethod
+    def of_chain(cls, chain: Chain, firsts: Sequence[int], *, exact: bool = True, **found: Any) -> Partition:
+        """Return what was found for ``chain``: stages that begin with ``firsts``, the other fields as they are.
+
+        Notes say where transfers between workers count as free, and, unless ``exact``, that there may be better ones.
+        """
+        notes = []
+        if chain.link is not None and chain.link.bytes_per_s == math.inf:
+            notes.append("transfers count as free: the profile has no link, give link= or levels=")
+        if not exact:
+            notes.append("found by local search: there are too many possibilities to look at all")
+        return cls(
+            layers=chain.layers,
+            boundaries=firsts[1:],
+            micro_batch_size=chain.micro_batch_size,
+            notes=tuple(notes),
+            **found,
+        )
 
     @property
     def stages(self) -> int:
@@ -112,8 +133,7 @@ class Partition:
         if self.memory_bytes:
             said.append(format_bytes(self.memory_bytes[k]))
         if self.machines is not None:
-            machines = [(m, n) for m, n in enumerate(self.machines[k]) if n]
-            said.append("on " + _machines(machines))
+            said.append("on " + _machines(self.machines[k]))
         return said
 
     def _value(self) -> str:
@@ -124,14 +144,14 @@ class Partition:
         return format_seconds(self.value)
 
 
-def _machines(machines: Sequence[tuple[int, int]]) -> str:
+def _machines(counts: Sequence[int]) -> str:
     """Runs of machines with as many devices each: "4 of each of machines 0 to 2, 1 of machine 3"."""
     words = []
-    for _, group in groupby(enumerate(machines), key=lambda item: (item[1][0] - item[0], item[1][1])):
-        run = [machine for _, machine in group]
-        (first, count), (last, _) = run[0], run[-1]
-        many = f"machine {first}" if first == last else f"each of machines {first} to {last}"
-        words.append(f"{count} of {many}")
+    for count, run in groupby(range(len(counts)), key=counts.__getitem__):
+        first, *more = run
+        if count:
+            where = f"each of machines {first} to {more[-1]}" if more else f"machine {first}"
+            words.append(f"{count} of {where}")
     return ", ".join(words)
 
 
@@ -239,25 +259,6 @@ def simulated_batch_s(
     return steady_batch_s(schedule, on_cluster, pipelines=pipelines)
 
 
-# ---- options that several take -------------------------------------------------------------------------------------
-
-
-def micro_batch_size_of(profile: Profile, asked: float | None) -> float:
-    """What ``micro_batch_size`` means."""
-    if asked is None:
-        return profile.micro_batch_sizes[-1]
-    if isinstance(asked, bool) or not isinstance(asked, (int, float)) or not asked > 0:
-        raise ValueError(f"micro_batch_size={asked!r}: must be a number of samples above 0")
-    return asked
-
-
-def transfer_notes(bytes_per_s: float) -> tuple[str, ...]:
-    """That transfers are free, where they are."""
-    if bytes_per_s < float("inf"):
-        return ()
-    return ("transfers count as free: the profile has no link, give link= or levels=",)
-
-
 # ---- balance -------------------------------------------------------------------------------------------------------
 
 
@@ -289,21 +290,20 @@ def balanced(
     """
     if by not in ("time", "bytes"):
         raise ValueError(f"by={by!r}: {nearest(str(by), ['time', 'bytes'])}")
-    chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size))
+    chain = Chain(profile, micro_batch_size)
     count = min(4, len(profile.layers)) if stages is None else stages
 
     cost = chain.compute_s if by == "time" else chain.stage_bytes
     value, boundaries = least_bottleneck(chain.layers, count, lambda k, first, last: cost(first, last))
     bounds = list(pairwise([0, *boundaries, chain.layers]))
-    return Partition(
+    return Partition.of_chain(
+        chain,
+        [0, *boundaries],
         method="balance",
-        layers=chain.layers,
-        boundaries=boundaries,
         replication=[1] * count,
         stage_s=[chain.compute_s(*block) for block in bounds],
         objective="time of the slowest stage" if by == "time" else "bytes of the largest stage",
         value=value,
-        micro_batch_size=chain.micro_batch_size,
         workers=count,
         memory_bytes=[chain.stage_bytes(*block) for block in bounds] if by == "bytes" else [],
     )
@@ -341,35 +341,31 @@ def simulated(
     """
     count = min(4, len(profile.layers)) if stages is None else stages
     check_count("pipelines", pipelines)
-    check_limit(memory_limit_bytes)
+    limit = limit_of(memory_limit_bytes)
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute={recompute!r}: {nearest(str(recompute), RECOMPUTE)}")
     check_stages(len(profile.layers), count)
     order = build_schedule(schedule, count, micro_batches, advance, stages_per_worker)
     net = network(profile, None, order.workers, None, link)[0]
-    chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size), net.link)
+    chain = Chain(profile, micro_batch_size, net.link)
     training = Training(chain, order, pipelines, recompute, published(schedule).weights)
-    limits = None if memory_limit_bytes is None else [memory_limit_bytes] * order.workers
+    limits = None if limit == math.inf else [limit] * order.workers
     cut, batch_s, exact = CutSearch(training, limits).best()
-    notes = transfer_notes(net.bytes_per_s)
-    if not exact:
-        notes += ("found by local search: there are too many cuts to simulate all that may be better",)
-    bounds = [0, *cut, chain.layers]
-    return Partition(
+    blocks = list(pairwise([0, *cut, chain.layers]))
+    return Partition.of_chain(
+        chain,
+        [0, *cut],
+        exact=exact,
         method="simulated",
-        layers=chain.layers,
-        boundaries=list(cut),
         replication=[1] * count,
-        stage_s=[training.compute_s(*block) for block in pairwise(bounds)],
+        stage_s=[training.compute_s(*block) for block in blocks],
         objective=f"one batch of {micro_batches} micro-batches, {order.name}"
         + (f", {pipelines} pipelines" if pipelines > 1 else "")
         + (f", recomputing {recompute}" if recompute != "never" else ""),
         value=batch_s,
-        micro_batch_size=chain.micro_batch_size,
         workers=order.workers,
-        memory_bytes=[training.stage_bytes(k, *block) for k, block in enumerate(pairwise(bounds))],
+        memory_bytes=[training.stage_bytes(k, *block) for k, block in enumerate(blocks)],
         micro_batches=micro_batches,
-        notes=notes,
     )
 
 

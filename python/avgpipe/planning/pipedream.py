@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from avgpipe.planning.chain import Chain, check_limit, does_not_fit
+from avgpipe.planning.chain import Chain, does_not_fit, limit_of
 from avgpipe.planning.cluster import Levels, network
 from avgpipe.planning.costs import Array
 from avgpipe.planning.cuts import Block, Divisions, least_of, table_of
-from avgpipe.planning.partition import Partition, micro_batch_size_of, transfer_notes
+from avgpipe.planning.partition import Partition
 from avgpipe.planning.profile import LinkProfile, Profile
 
 
@@ -44,36 +44,31 @@ def pipedream(
     """
     nets = network(profile, stages, workers, levels, link)
     total = math.prod(level.units for level in nets)
-    chain = Chain(profile, micro_batch_size_of(profile, micro_batch_size), nets[-1].link)
+    chain = Chain(profile, micro_batch_size, nets[-1].link)
     if stages is not None and len(nets) > 1:
         raise ValueError(
             f"stages={stages} with {len(nets)} levels: they follow from the levels, leave stages out"
         )
-    check_limit(memory_limit_bytes)
+    limit = limit_of(memory_limit_bytes)
     top, units = len(nets) - 1, nets[-1].units
-    search = _Search(chain, nets, memory_limit_bytes)
-    found = search.divided(top, 0).best(units, stages)
-    if found is None:
-        smallest = _Search(chain, nets, None, by_bytes=True).divided(top, 0).best(units, stages)
-        assert memory_limit_bytes is not None
-        assert smallest is not None
-        raise does_not_fit(memory_limit_bytes, smallest[0], "use more workers or smaller micro-batches")
-    value, blocks = found
+    search = _Search(chain, nets, limit)
+    value, blocks = search.divided(top, 0).best(units, stages)
+    if value == math.inf:
+        least, _ = _Search(chain, nets, math.inf, by_bytes=True).divided(top, 0).best(units, stages)
+        raise does_not_fit(limit, least, "use more workers or smaller micro-batches")
     pieces = search.pieces(top, blocks, 0)
-    return Partition(
+    return Partition.of_chain(
+        chain,
+        [piece.first for piece in pieces],
         method="pipedream",
-        layers=chain.layers,
-        boundaries=[piece.first for piece in pieces[1:]],
         replication=[len(piece.placed) for piece in pieces],
         stage_s=[piece.seconds for piece in pieces],
         objective="slowest stage, link or synchronisation, per micro-batch",
         value=value,
-        micro_batch_size=chain.micro_batch_size,
         workers=total,
         memory_bytes=_sizes(chain, pieces),
         placement=_numbered(pieces) if len(nets) > 1 else None,
         system="pipedream",
-        notes=transfer_notes(nets[-1].bytes_per_s),
     )
 
 
@@ -93,8 +88,9 @@ class _Search:
     ``by_bytes``: the bottleneck is the worker that needs most memory.
     """
 
-    def __init__(self, chain: Chain, levels: Levels, limit: float | None, by_bytes: bool = False) -> None:
+    def __init__(self, chain: Chain, levels: Levels, limit: float, by_bytes: bool = False) -> None:
         self._chain, self._levels, self._limit, self._by_bytes = chain, levels, limit, by_bytes
+        self._counts_bytes = by_bytes or limit < math.inf
         self._workers = [math.prod(level.units for level in levels[:n]) for n in range(len(levels))]
         self._compute_s = table_of(chain.layers, chain.compute_s)
         self._weights = chain.parameter_bytes(*np.ogrid[: chain.layers + 1, : chain.layers + 1])
@@ -122,17 +118,17 @@ class _Search:
         if n:
             inside = self.divided(n - 1, behind)
             return least_of([inside.least(own) for own in self._counts(n - 1)])
-        if self._limit is None and not self._by_bytes:
+        if not self._counts_bytes:
             return self._compute_s
         size = table_of(self._chain.layers, partial(_worker_bytes, self._chain, behind))
-        return size if self._limit is None else np.where(size <= self._limit, self._compute_s, math.inf)
+        return size if self._by_bytes else np.where(size <= self._limit, self._compute_s, math.inf)
 
     def _counts(self, n: int) -> range:
         return range(1, self._levels[n].units + 1)
 
     def _behind(self, n: int, own: int, after: int, behind: int) -> int:
         """Workers behind each of ``own`` units of level ``n`` that ``after`` follow; few numbers, so few tables."""
-        if self._limit is None and not self._by_bytes:
+        if not self._counts_bytes:
             return 0
         share = math.ceil((behind + after * self._workers[n]) / own)
         return 1 << (share - 1).bit_length() if n and share else share

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from avgpipe.errors import check_count
-from avgpipe.planning.chain import Chain, check_limit, does_not_fit
+from avgpipe.planning.chain import Chain, does_not_fit, limit_of
 from avgpipe.planning.cluster import Level, network, ring_s
 from avgpipe.planning.costs import Array
 from avgpipe.planning.cuts import EXACT, Block, Divisions, table_of
-from avgpipe.planning.partition import Partition, transfer_notes
+from avgpipe.planning.partition import Partition
 from avgpipe.planning.profile import LinkProfile, Profile
 
 _RECOMPUTE = 4 / 3  # forward, forward again and a backward of twice a forward, over forward and backward
@@ -53,7 +53,7 @@ def pipedream_2bw(
     published 2 |W| / d leaves gradients and optimizer state out, which would not fit.
     """
     net = network(profile, stages, workers, None, link)[0]
-    check_limit(memory_limit_bytes)
+    limit = limit_of(memory_limit_bytes)
     if recompute not in (None, True, False):
         raise ValueError(f"recompute={recompute!r}: must be True, False, or None for what is faster")
     batch = batch_size if batch_size is not None else net.units * profile.micro_batch_sizes[-1]
@@ -62,37 +62,32 @@ def pipedream_2bw(
     for size in sizes:
         check_count("micro_batch_sizes", size)
     chains = {size: Chain(profile, size, net.link) for size in sizes}
-    limit = math.inf if memory_limit_bytes is None else memory_limit_bytes
-    best: tuple[float, _Shaped, list[Block]] | None = None
-    every = [
-        _Shaped(chains[shape.samples], shape, net, stages)
-        for shape in _shapes(batch, sizes, net.units, stages or 1, recompute)
-    ]
+    shapes = _shapes(batch, sizes, net.units, stages or 1, recompute)
+    every = [_Shaped(chains[shape.samples], shape, net, stages) for shape in shapes]
+    rate, best, blocks = 0.0, every[0], list[Block]()
     for shaped in every:
-        found = shaped.fastest(limit)
-        if found is not None and (best is None or found[0] > best[0] * (1 + EXACT)):
-            best = found[0], shaped, found[1]
-    if best is None:
-        least = min(shaped.least_bytes() for shaped in every)
+        slowest_s, found = shaped.divided(shaped.where_fits(limit))
+        samples_per_s = shaped.shape.width * shaped.shape.samples / slowest_s if slowest_s else math.inf
+        if samples_per_s > rate * (1 + EXACT):
+            rate, best, blocks = samples_per_s, shaped, found
+    if not blocks:
+        least = min(shaped.divided(shaped.bytes)[0] for shaped in every)
         raise does_not_fit(limit, least, "use more workers or smaller micro-batches")
-    rate, shaped, blocks = best
-    shape = shaped.shape
-    return Partition(
+    shape = best.shape
+    return Partition.of_chain(
+        chains[shape.samples],
+        [block.first for block in blocks],
         method="2bw",
-        layers=len(profile.layers),
-        boundaries=[block.first for block in blocks[1:]],
         replication=[shape.width] * len(blocks),
-        stage_s=[shaped.stage_s[block.first, block.last] / shape.width for block in blocks],
+        stage_s=[best.stage_s[block.first, block.last] / shape.width for block in blocks],
         objective=f"samples per second with {shape.micro_batches} micro-batches of each pipeline"
         + (", recomputing" if shape.recompute else ""),
         value=rate,
-        micro_batch_size=shape.samples,
         workers=net.units,
-        memory_bytes=[shaped.bytes(1, block.behind)[block.first, block.last] for block in blocks],
+        memory_bytes=[best.bytes(1, block.behind)[block.first, block.last] for block in blocks],
         recompute=shape.recompute,
         system="pipedream-2bw",
         micro_batches=shape.micro_batches * shape.width,
-        notes=transfer_notes(net.bytes_per_s),
     )
 
 
@@ -139,22 +134,12 @@ class _Shaped:
         )
         return table_of(self._chain.layers, bytes_of)
 
-    def fastest(self, limit: float) -> tuple[float, list[Block]] | None:
-        """The most samples per second, and with which stages; None where none fit."""
+    def where_fits(self, limit: float) -> Callable[[int, int], Array]:
+        """Seconds of a micro-batch, math.inf beyond the memory limit."""
+        if limit == math.inf:
+            return lambda own, behind: self.stage_s
+        return lambda own, behind: np.where(self.bytes(own, behind) <= limit, self.stage_s, math.inf)
 
-        def stage(own: int, behind: int) -> Array:
-            if limit == math.inf:
-                return self.stage_s
-            return np.where(self.bytes(own, behind) <= limit, self.stage_s, math.inf)
-
-        found = Divisions(self._chain.layers, stage, replicas=1).best(self._most, self._stages)
-        if found is None:
-            return None
-        slowest_s, blocks = found
-        return self.shape.width * self.shape.samples / slowest_s if slowest_s else math.inf, blocks
-
-    def least_bytes(self) -> float:
-        """The least memory limit that some stages fit into."""
-        found = Divisions(self._chain.layers, self.bytes, replicas=1).best(self._most, self._stages)
-        assert found is not None
-        return found[0]
+    def divided(self, stage: Callable[[int, int], Array]) -> tuple[float, list[Block]]:
+        """The stages whose bottleneck, of what ``stage`` says, is least."""
+        return Divisions(self._chain.layers, stage, replicas=1).best(self._most, self._stages)
