@@ -15,7 +15,7 @@ PLAIN = Figures(
     epochs=2.0,
     batches=50,
     samples=800,
-    train_s=80.0,
+    train_seconds=80.0,
     seconds_to_target=None,
     peak_memory_bytes=400 * 2**20,
     busy_fraction=0.5,
@@ -26,11 +26,11 @@ PLAIN = Figures(
 
 def at(samples_per_s, **changes):
     """The same work at another speed."""
-    return replace(PLAIN, train_s=PLAIN.samples / samples_per_s, **changes)
+    return replace(PLAIN, train_seconds=PLAIN.samples / samples_per_s, **changes)
 
 
 def reaching(seconds, **changes):
-    return replace(PLAIN, seconds_to_target=seconds, train_s=seconds, **changes)
+    return replace(PLAIN, seconds_to_target=seconds, train_seconds=seconds, **changes)
 
 
 REPLICAS = {"stages": 1, "replicas": 2}

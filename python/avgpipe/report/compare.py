@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from avgpipe.units import format_bytes, format_seconds
@@ -22,12 +23,12 @@ _SHORT_S = 20.0
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run came to.
+    """What a run came to; fields that a run's summary has, too, bear its names.
 
     Attributes:
         replicas: Those that share a stage's micro-batches, at most, or pipelines with workers of their own.
         epochs: May end in a part of one.
-        train_s: Seconds of training.
+        train_seconds: Of training alone.
         peak_memory_bytes: Of the worker that had most.
         busy_fraction: Mean of the workers, 0..1.
         metric: Of the last validation; None where it was not finite.
@@ -44,7 +45,7 @@ class Figures:
     epochs: float
     batches: int
     samples: int
-    train_s: float
+    train_seconds: float
     seconds_to_target: float | None
     peak_memory_bytes: int
     busy_fraction: float
@@ -54,24 +55,17 @@ class Figures:
     @classmethod
     def of(cls, summary: Mapping[str, Any], replicas: int = 1) -> Figures:
         """From the content of a run's summary.json. KeyError names what is missing."""
-        same = ("stages", "pipelines", "micro_batches", "schedule", "batch_size", "seed", "epochs", "batches")
-        busy = summary["worker_busy_fraction"]
-        return cls(
-            **{name: summary[name] for name in (*same, "samples", "seconds_to_target", "metric")},
-            replicas=replicas,
-            train_s=summary["train_seconds"],
-            peak_memory_bytes=max(summary["peak_memory_bytes"]),
-            busy_fraction=sum(busy) / len(busy),
-            best_metric=summary["best_metric"],
-        )
+        busy, peak = fmean(summary["worker_busy_fraction"]), max(summary["peak_memory_bytes"])
+        found = {**summary, "replicas": replicas, "busy_fraction": busy, "peak_memory_bytes": peak}
+        return cls(**{field.name: found[field.name] for field in fields(cls)})
 
     @property
-    def epoch_s(self) -> float | None:
-        return self.train_s / self.epochs if self.epochs > 0 else None
+    def epoch_seconds(self) -> float | None:
+        return self.train_seconds / self.epochs if self.epochs > 0 else None
 
     @property
-    def samples_per_s(self) -> float | None:
-        return self.samples / self.train_s if self.train_s > 0 and self.samples else None
+    def samples_per_second(self) -> float | None:
+        return self.samples / self.train_seconds if self.train_seconds > 0 and self.samples else None
 
     @property
     def epochs_to_target(self) -> float | None:
@@ -79,10 +73,8 @@ class Figures:
         return None if self.seconds_to_target is None else self.epochs
 
     def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        values["train_seconds"] = values.pop("train_s")
-        derived = {"epoch_seconds": self.epoch_s, "samples_per_second": self.samples_per_s}
-        return {**values, **derived, "epochs_to_target": self.epochs_to_target}
+        derived = ("epoch_seconds", "samples_per_second", "epochs_to_target")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 @dataclass(frozen=True)
@@ -103,11 +95,10 @@ class SystemResult:
 
 
 class Column(NamedTuple):
-    """A column of the table."""
+    """A column of the table. ``key``: the name of the figure."""
 
     key: str
     heading: str
-    value: Callable[[Figures], float | None]
     format: Callable[[float], str]
     highest: bool = False  # whether high values are good
 
@@ -138,52 +129,55 @@ class Comparison:
     @property
     def beaten_trivial(self) -> bool:
         """Whether some system learned more than the trivial answer; true where there is none."""
-        best = (figures.best_metric for _, figures in self.ranked)
-        return self.trivial is None or any(m is not None and self.better(m, self.trivial) for m in best)
+        return self.trivial is None or any(
+            self.better(metric, self.trivial) for metric in self.known("best_metric").values()
+        )
 
     @property
     def ranked(self) -> list[tuple[str, Figures]]:
         """The systems that ended and fit, with their figures."""
         return [(o.system, o.figures) for o in self.outcomes if o.status == OK and o.figures is not None]
 
+    def known(self, key: str) -> dict[str, float]:
+        """One figure of the systems that are ranked and have it."""
+        return {name: value for name, f in self.ranked if (value := getattr(f, key)) is not None}
+
     def columns(self) -> list[Column]:
         """Figures in the order of the table; those of the target only if there is one."""
-        high, share = not self.lower_is_better, lambda share: f"{100 * share:.0f} %"
+        high = not self.lower_is_better
         columns = [
-            Column("epoch_seconds", "s/epoch", lambda f: f.epoch_s, format_figure),
-            Column("samples_per_second", "samples/s", lambda f: f.samples_per_s, format_figure, True),
-            Column("epochs_to_target", "epochs to target", lambda f: f.epochs_to_target, "{:g}".format),
-            Column("seconds_to_target", "s to target", lambda f: f.seconds_to_target, format_figure),
-            Column("peak_memory_bytes", "peak memory", lambda f: f.peak_memory_bytes, format_bytes),
-            Column("busy_fraction", "busy", lambda f: f.busy_fraction, share, True),
-            Column("best_metric", f"best {self.metric_name}", lambda f: f.best_metric, format_figure, high),
-            Column("metric", f"last {self.metric_name}", lambda f: f.metric, format_figure, high),
+            Column("epoch_seconds", "s/epoch", format_figure),
+            Column("samples_per_second", "samples/s", format_figure, True),
+            Column("epochs_to_target", "epochs to target", "{:g}".format),
+            Column("seconds_to_target", "s to target", format_figure),
+            Column("peak_memory_bytes", "peak memory", format_bytes),
+            Column("busy_fraction", "busy", lambda share: f"{100 * share:.0f} %", True),
+            Column("best_metric", f"best {self.metric_name}", format_figure, high),
+            Column("metric", f"last {self.metric_name}", format_figure, high),
         ]
         return columns if self.target is not None else columns[:2] + columns[4:]
 
     def best_systems(self, column: Column) -> list[str]:
         """Who has the best value of a column among those ranked; nobody where there are fewer than two values."""
-        values = {name: v for name, figures in self.ranked if (v := column.value(figures)) is not None}
-        if len(values) < 2:
-            return []
-        best = max(values.values()) if column.highest else min(values.values())
-        return [name for name, value in values.items() if value == best]
+        values = self.known(column.key)
+        best = (max if column.highest else min)(values.values(), default=None)
+        return [name for name, value in values.items() if value == best and len(values) > 1]
 
     def to_json(self) -> list[dict[str, Any]]:
         """A row per system: status and reason, and where there are figures all of them, those of the table too."""
-        rows: list[dict[str, Any]] = []
-        for o in self.outcomes:
-            row = {"system": o.system, "status": o.status, "reason": o.reason, "warnings": list(o.warnings)}
-            rows.append({**row, **(o.figures.to_json() if o.figures else {})})
-        return rows
+        return [
+            {"system": o.system, "status": o.status, "reason": o.reason, "warnings": list(o.warnings)}
+            | (o.figures.to_json() if o.figures else {})
+            for o in self.outcomes
+        ]
 
 
 def format_figure(value: float) -> str:
     """Three digits, or all before the point: 0.0123, 1.23, 12.3, 1234."""
     size = abs(value)
-    if size >= 10 or value == 0:
-        return f"{value:.0f}" if size >= 99.95 or value == 0 else f"{value:.1f}"
-    return f"{value:.2f}" if size >= 1 else f"{value:.3g}"
+    if value == 0 or size >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3g}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -196,22 +190,16 @@ def listed(names: Sequence[str]) -> str:
 
 def advice(comparison: Comparison) -> str:
     """The system that reached the target first, else the fastest; differences within ``CLOSE`` are called none."""
-    ranked = dict(comparison.ranked)
-    times = _known(ranked, lambda f: f.seconds_to_target)
-    speeds = _known(ranked, lambda f: f.samples_per_s)
+    ranked = [name for name, _ in comparison.ranked]
     if len(ranked) < 2:
-        said = f"none, for {listed(list(ranked)) or 'no system'} gave figures to rank{' alone' * len(ranked)}"
-    elif times:
-        said = _by_target(times)
-    elif speeds:
-        said = _by_speed(comparison, ranked, speeds)
+        said = f"none, for {listed(ranked) or 'no system'} gave figures to rank{' alone' * len(ranked)}"
+    elif comparison.known("seconds_to_target"):
+        said = _by_target(comparison.known("seconds_to_target"))
+    elif comparison.known("samples_per_second"):
+        said = _by_speed(comparison)
     else:
         said = "none, for no system trained long enough to be timed"
     return f"Advice: {said}."
-
-
-def _known(ranked: Mapping[str, Figures], value: Callable[[Figures], float | None]) -> dict[str, float]:
-    return {name: found for name, figures in ranked.items() if (found := value(figures)) is not None}
 
 
 def _ratio(ratio: float, more: str, times: str) -> str:
@@ -230,46 +218,43 @@ def _by_target(times: Mapping[str, float]) -> str:
     return f"{first} reached the target first, {when}; {others[0]} needed {longer}: use {first}"
 
 
-def _by_speed(comparison: Comparison, ranked: Mapping[str, Figures], speeds: Mapping[str, float]) -> str:
+def _by_speed(comparison: Comparison) -> str:
+    speeds, ranked = comparison.known("samples_per_second"), dict(comparison.ranked)
     order = sorted(speeds, key=speeds.__getitem__, reverse=True)
     fastest = [name for name in order if speeds[name] * (1 + CLOSE) >= speeds[order[0]]]
+    sentence = f"{order[0]} is fastest here"
     if len(fastest) > 1:
         sentence = f"{listed(fastest)} are equally fast here ({_APART})"
-    else:
-        sentence = f"{order[0]} is fastest here"
-        if len(order) > 1:
-            ratio = speeds[order[0]] / speeds[order[1]]
-            sentence += f", {_ratio(ratio, 'faster than', 'as fast as')} {order[1]}"
-    learner = _learned_more(comparison, ranked, fastest)
-    if learner is not None:
+    elif len(order) > 1:
+        ratio = speeds[order[0]] / speeds[order[1]]
+        sentence += f", {_ratio(ratio, 'faster than', 'as fast as')} {order[1]}"
+    if learner := _learned_more(comparison, fastest):
         return f"{sentence}, but {learner}: a --target would tell which gets there first"
     for name in fastest:
         if ranked[name].stages == 1 and ranked[name].replicas > 1:
             simplest = "" if len(fastest) == 1 else f", {name} is the simplest of them"
             return f"{sentence}{simplest}, and its model fits into each worker: use it"
-    if len(fastest) == 1:
+    sizes = sorted((ranked[name].peak_memory_bytes, name) for name in fastest)
+    if len(sizes) == 1:
         return f"{sentence}: use it"
-    least, *others = sorted(fastest, key=lambda name: ranked[name].peak_memory_bytes)
-    size = ranked[least].peak_memory_bytes
-    if ranked[others[0]].peak_memory_bytes <= size * (1 + CLOSE):
+    size, least = sizes[0]
+    if sizes[1][0] <= size * (1 + CLOSE):
         return f"{sentence}: take any of them"
     return f"{sentence}: use {least}, which needs least memory ({format_bytes(size)})"
 
 
-def _learned_more(
-    comparison: Comparison, ranked: Mapping[str, Figures], fastest: Sequence[str]
-) -> str | None:
+def _learned_more(comparison: Comparison, fastest: Sequence[str]) -> str:
     """Say that another system than the fastest has a metric that is better by more than ``CLOSE``, if one has.
 
-    Where none beats the trivial answer metrics say nothing yet; None then.
+    Where none beats the trivial answer metrics say nothing yet; "" then.
     """
-    metrics = _known(ranked, lambda f: f.best_metric)
+    metrics = comparison.known("best_metric")
     if not comparison.beaten_trivial or not all(name in metrics for name in fastest):
-        return None
+        return ""
     choose = min if comparison.lower_is_better else max
     best, ours = choose(metrics, key=metrics.__getitem__), choose(metrics[name] for name in fastest)
     if best in fastest or abs(metrics[best] - ours) <= CLOSE * abs(ours):
-        return None
+        return ""
     figures = f"{comparison.metric_name} {format_figure(metrics[best])} against {format_figure(ours)}"
     return f"{best} learned more from the same samples ({figures})"
 
@@ -283,18 +268,16 @@ def headings(comparison: Comparison) -> list[str]:
 
 def cells(comparison: Comparison, outcome: SystemResult) -> list[tuple[str, bool]]:
     """The text of each cell of a system's row, and whether it is the best of its column."""
-    columns, figures = comparison.columns(), outcome.figures
-    if figures is None:
-        return [(text, False) for text in (outcome.system, "-", outcome.status, *["-"] * len(columns))]
-    schedule = figures.schedule
+    f = outcome.figures
+    place = f"{f.stages}/{f.pipelines}/{f.micro_batches}" if f else "-"
+    schedule = f.schedule if f else outcome.status
     if outcome.status == DOES_NOT_FIT:
         schedule = f"does not fit: {outcome.reason}"
-    elif figures.replicas > 1:
-        schedule = f"{figures.replicas} replicas" + (f", {schedule}" if figures.stages > 1 else "")
-    place = f"{figures.stages}/{figures.pipelines}/{figures.micro_batches}"
+    elif f and f.replicas > 1:
+        schedule = f"{f.replicas} replicas" + (f", {schedule}" if f.stages > 1 else "")
     row = [(outcome.system, False), (place, False), (schedule, False)]
-    for column in columns:
-        value = column.value(figures)
+    for column in comparison.columns():
+        value = getattr(f, column.key, None)
         best = outcome.system in comparison.best_systems(column)
         row.append(("-" if value is None else column.format(value), best))
     return row
@@ -320,24 +303,21 @@ def markdown(comparison: Comparison) -> str:
     """The table, the best of each column in bold, the notes as a list and the advice; ends in a line break."""
     head = headings(comparison)
     rows = [head, ["---" if number in _TEXTS else "---:" for number in range(len(head))]]
-    rows += [
-        [f"**{text}**" if best else text for text, best in cells(comparison, outcome)]
-        for outcome in comparison.outcomes
-    ]
+    found = (cells(comparison, outcome) for outcome in comparison.outcomes)
+    rows += [[f"**{text}**" if best else text for text, best in row] for row in found]
     lines = [f"# {comparison.what}: systems compared", ""]
     lines += [f"| {' | '.join(text.replace('|', chr(92) + '|') for text in row)} |" for row in rows]
-    lines += ["", *(f"- {note}" for note in notes(comparison)), "", advice(comparison)]
-    return "\n".join(lines) + "\n"
+    lines += ["", *(f"- {note}" for note in notes(comparison)), "", advice(comparison), ""]
+    return "\n".join(lines)
 
 
 def notes(comparison: Comparison) -> list[str]:
     """Return sentences: what gave no figures and why, what runs warned of, and what the figures do not say."""
     lines = []
     for o in comparison.outcomes:
-        if o.status == DOES_NOT_FIT:
-            lines.append(f"{o.system}: does not fit: {o.reason}; left out of the ranking.")
-        elif o.status != OK:
-            lines.append(f"{o.system}: {o.status}{': ' if o.reason else ''}{o.reason}".rstrip(".") + ".")
+        if o.status != OK:
+            why = ": ".join(filter(None, (o.system, o.status, o.reason))).rstrip(".")
+            lines.append(f"{why}; left out of the ranking." if o.status == DOES_NOT_FIT else f"{why}.")
     lines += [f"{o.system}: {warning}." for o in comparison.outcomes for warning in o.warnings]
     figures = [figures for _, figures in comparison.ranked]
     if not figures:
@@ -355,7 +335,7 @@ def notes(comparison: Comparison) -> list[str]:
         short = ", and no system beats it: too short a run to judge what they learn"
         unbeaten = "" if comparison.beaten_trivial else short
         lines.append(f"The best answer that looks at no input has {trivial}{unbeaten}.")
-    least, shortest = min(f.epochs for f in figures), min(f.train_s for f in figures)
+    least, shortest = min(f.epochs for f in figures), min(f.train_seconds for f in figures)
     if least < 1:
         lines.append(f"s/epoch is reckoned from {format_figure(least)} of an epoch.")
     if shortest < _SHORT_S:

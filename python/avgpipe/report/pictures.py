@@ -27,10 +27,8 @@ _MEMORY, _LEAST_MEMORY = 0.05, 5.0  # what a smoothed loss remembers: a share of
 _ROW_IN, _FRAME_IN = 0.3, 0.5  # of a worker's row, and of a panel around them
 # The common stretch: two batches of the slowest system, but no fewer than three and no more than ten of the fastest.
 _SLOWEST, _FASTEST_LEAST, _FASTEST_MOST = 2.0, 3.0, 10.0
-_MOST_IN, _MOST_NAMED = (
-    40.0,
-    120,
-)  # height of a profile's picture; rows of it with a name, of more every second or so
+_MOST_IN = 40.0  # height of a profile's picture
+_MOST_NAMED = 120  # rows of it with a name; of more every second or so
 
 
 # ---- learning curves -----------------------------------------------------------------------------------------
@@ -57,15 +55,14 @@ class Curve:
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> Curve:
         """From the rows of a run's metrics.jsonl; values that were not finite are left out."""
-        loss: list[Point] = []
-        metric: list[Point] = []
+        found: dict[str, list[Point]] = {"loss": [], "metric": []}
         samples = 0
         for row in rows:
-            points, name = (loss, "loss") if row["kind"] == "train" else (metric, "metric")
+            name = "loss" if row["kind"] == "train" else "metric"
             samples = row.get("samples", samples)  # validations come after a batch, which has told
             if row[name] is not None:
-                points.append(Point(row["seconds"], samples, row[name]))
-        return cls(tuple(loss), tuple(metric))
+                found[name].append(Point(row["seconds"], samples, row[name]))
+        return cls(*map(tuple, found.values()))
 
     def smoothed(self) -> tuple[Point, ...]:
         """The loss as a running mean over the last few percent of all batches; the first point is the first loss."""
@@ -133,15 +130,14 @@ class _BatchRate:
     """
 
     def __init__(self, timeline: Timeline) -> None:
+        computed = sorted((e for e in timeline.events if e.kind in COMPUTE_KINDS), key=lambda e: e.start_s)
         begins: dict[int, float] = {}
-        computed = [event for event in timeline.events if event.kind in COMPUTE_KINDS]
         for event in computed:
-            begins[event.batch] = min(event.start_s, begins.get(event.batch, event.start_s))
-        self._begins, self._end_s = sorted(begins.values()), max(event.end_s for event in computed)
+            begins.setdefault(event.batch, event.start_s)
+        self._begins, self._end_s = list(begins.values()), max(event.end_s for event in computed)
         turn = max(1, min(len(begins) - 1, 2 * len({event.pipeline for event in computed})))
-        self._steps_s = [
-            b - a for a, b in zip(self._begins, self._begins[turn:])
-        ]  # ``turn`` batches from each
+        # From each batch to the one ``turn`` batches later.
+        self._steps_s = [b - a for a, b in zip(self._begins, self._begins[turn:])]
         self.per_batch_s = median(self._steps_s or [self._end_s - self._begins[0]]) / turn
 
     def typical(self, span_s: float) -> float:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from math import inf
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from avgpipe.timeline.timeline import (
     COMPUTE_KINDS,
     DETAILED,
     Event,
     EventKind,
-    Segment,
     StageTime,
     Timeline,
     by_row,
@@ -24,9 +25,7 @@ from avgpipe.units import format_seconds, time_unit
 BUSY = 0.9  # of every worker's time spent computing: schedules of real runs seldom reach more
 WORTH = 0.03  # of the time: smaller gains drown in the differences between one run and the next
 IMBALANCE = 1.1  # the slowest stage over the mean: layers are seldom small enough to even out less
-OVERHEAD = (
-    0.1  # of the computing time per action: fewer actions would not repay less than that in lost overlap
-)
+OVERHEAD = 0.1  # of the computing time per action: fewer actions would not repay less in lost overlap
 ONE_AT_A_TIME = 0.99  # of the computing had its moment alone: stages in processes of their own overlap more
 LATER_PIPELINE = 0.5  # each pipeline after the second fills fewer of the gaps
 
@@ -51,10 +50,7 @@ class Cause(NamedTuple):
     detail: str = ""
 
 
-Messages = dict[tuple[int, int, int, int | None, str], Event]
-
-
-def messages_of(timeline: Timeline) -> Messages:
+def messages_of(timeline: Timeline) -> dict[tuple[Any, ...], Event]:
     """What computed each message: by (stage, pipeline, batch, micro-batch, "F" or "B") of its sender.
 
     Empty where workers are not one stage each: who computes what for whom is not looked up there.
@@ -69,7 +65,7 @@ def messages_of(timeline: Timeline) -> Messages:
     }
 
 
-def sender_of(event: Event, messages: Messages) -> Event | None:
+def sender_of(event: Event, messages: Mapping[tuple[Any, ...], Event]) -> Event | None:
     """What computed the message that ended a wait; None where that is not known, or began only after the wait."""
     stage = {"F": event.stage - 1, "B": event.stage + 1}.get(event.detail)
     if event.kind != EventKind.RECEIVE or stage is None:
@@ -84,16 +80,14 @@ def critical_path(timeline: Timeline) -> dict[Cause, float]:
     if not timeline.events:
         return causes
     messages = messages_of(timeline)
-    rows = [segments(row) for row in by_row(timeline)]
-    begin_s = min(event.start_s for event in timeline.events)
+    rows = segments(timeline)
     last = max(timeline.events, key=lambda event: event.end_s)
     row, now_s = last.worker, last.end_s
-    while now_s > begin_s:
-        at = bisect_left(rows[row], now_s, key=lambda segment: segment.start_s) - 1
-        event, began_s, end_s = rows[row][at] if at >= 0 else Segment(None, begin_s, now_s)
+    while at := bisect_left(rows[row], now_s, key=lambda segment: segment.start_s):
+        event, began_s, _ = rows[row][at - 1]
         follow = row
-        if event is None or end_s < now_s:  # a gap, or after the row's last event
-            cause, began_s = Cause("runtime", row), began_s if event is None else end_s
+        if event is None:
+            cause = Cause("runtime", row)
         elif (sender := sender_of(event, messages)) is None or sender.start_s >= now_s:
             # Words of others are the host's work, as far as anyone can tell.
             known = event.kind in tuple(EventKind)
@@ -158,15 +152,12 @@ class Facts:
         events = timeline.events
         self.timeline, self.makespan_s = timeline, timeline.makespan_s
         self.rows, self.path = timeline.breakdown(), critical_path(timeline)
+        self.busy_s = [row.busy_s for row in self.rows]
         self.pipelines = len({event.pipeline for event in events})
         self.batches = len({event.batch for event in events if event.kind in COMPUTE_KINDS})
         forwards = [event.micro_batch or 0 for event in events if event.kind == EventKind.FORWARD]
         self.micro_batches = 1 + max(forwards, default=0)
         self.transfers = _transfers(timeline)
-
-    def on_path(self, kinds: Collection[str], detail: str | None = None) -> float:
-        """Seconds of the critical path, of all stages."""
-        return sum(s for c, s in self.path.items() if c.what in kinds and detail in (None, c.detail))
 
 
 def _transfers(timeline: Timeline) -> dict[tuple[int, str], tuple[int, float]]:
@@ -182,7 +173,7 @@ def _transfers(timeline: Timeline) -> dict[tuple[int, str], tuple[int, float]]:
 
 def one_thread(facts: Facts) -> Candidate | None:
     """All stages in one process: its thread runs them in turn, so that for each the others' work is a gap."""
-    busy = [row.busy_s for row in facts.rows]
+    busy = facts.busy_s
     everyone = Timeline(1, tuple(event._replace(worker=0) for event in facts.timeline.events)).busy_s[0]
     gaps = sum(row.other_s for row in facts.rows)
     waits = sum(sum(row.recv_s.values()) for row in facts.rows)
@@ -196,13 +187,12 @@ def one_thread(facts: Facts) -> Candidate | None:
 
 def balance(facts: Facts) -> Candidate | None:
     """One stage computes longer than the others; with even stages the critical path would shrink where it is."""
-    busy = [row.busy_s for row in facts.rows]
-    mean, slowest = sum(busy) / len(busy), max(range(len(busy)), key=busy.__getitem__)
+    busy = facts.busy_s
+    mean, slowest = fmean(busy), max(range(len(busy)), key=busy.__getitem__)
     if busy[slowest] < IMBALANCE * mean or len(busy) == 1:
         return None
     gain = sum(s * (1 - mean / busy[c.stage]) for c, s in facts.path.items() if c.what in COMPUTE_KINDS)
-    sides = [busy[:slowest], busy[slowest + 1 :]]
-    means = [sum(side) / len(side) if side else float("inf") for side in sides]
+    means = [fmean(side) if side else inf for side in (busy[:slowest], busy[slowest + 1 :])]
     neighbour = slowest - 1 if means[0] <= means[1] else slowest + 1
     return Candidate(
         gain,
@@ -241,12 +231,15 @@ def links(facts: Facts) -> Candidate | None:
 
 def host(facts: Facts) -> Candidate | None:
     """The worker's thread does other things while nothing else decides how long the run takes."""
-    gains = {c.detail: facts.on_path(("host",), c.detail) for c in facts.path if c.what == "host"}
+    gains: Counter[str] = Counter()
+    for cause, seconds in facts.path.items():
+        if cause.what == EventKind.HOST:
+            gains[cause.detail] += seconds  # type: ignore[assignment]  # a counter of floats
     if not gains:
         return None
     word = max(gains, key=gains.__getitem__)
-    row = max(facts.rows, key=lambda row: row.host_s.get(word, 0.0))
-    share = f"takes {100 * row.host_s.get(word, 0.0) / facts.makespan_s:.0f} % of worker {row.stage}'s time"
+    most_s, worker = max((row.host_s.get(word, 0.0), -row.stage) for row in facts.rows)
+    share = f"takes {100 * most_s / facts.makespan_s:.0f} % of worker {-worker}'s time"
     sentences = {
         "loader": f"the data loader {share}: use workers (num_workers)",
         "caller": f"the code between results {share}: do less there, or less often",
@@ -258,14 +251,14 @@ def host(facts: Facts) -> Candidate | None:
 def overhead(facts: Facts) -> Candidate | None:
     """The runtime's own time and its sends come with every action: half as many actions, half of it."""
     actions = sum(event.kind in ("F", "B", "I", "W") for event in facts.timeline.events)
-    compute = sum(row.busy_s for row in facts.rows)
+    compute = sum(facts.busy_s)
     spent = sum(row.other_s + row.send_s for row in facts.rows)
     if not actions or spent < OVERHEAD * compute:
         return None
     m = facts.micro_batches
     larger = f"larger micro-batches (micro_batches={m // 2} instead of {m})" if m > 1 else "larger batches"
     return Candidate(
-        facts.on_path(("runtime", "send")) / 2,
+        sum(s for c, s in facts.path.items() if c.what in ("runtime", "send")) / 2,
         f"the runtime and its sends take {format_seconds(spent / actions)} per action, which computes "
         f"{format_seconds(compute / actions)}: use {larger}",
     )
@@ -278,9 +271,8 @@ RULES: tuple[Callable[[Facts], Candidate | None], ...] = (
 
 def advice(facts: Facts) -> str:
     """The sentence of the rule with the largest gain, or that there is nothing to gain."""
-    shares = [row.busy_s / facts.makespan_s for row in facts.rows]
-    computing = f"workers compute {100 * sum(shares) / len(shares):.0f} % of the time"
-    if min(shares) > BUSY:
+    computing = f"workers compute {100 * fmean(facts.busy_s) / facts.makespan_s:.0f} % of the time"
+    if min(facts.busy_s) > BUSY * facts.makespan_s:
         return f"nothing to gain: {computing}"
     best = max(filter(None, (rule(facts) for rule in RULES)), default=None)
     if best is None or best.gain_s < WORTH * facts.makespan_s:
@@ -301,8 +293,7 @@ def explain(timeline: Timeline) -> str:
         f"{format_seconds(facts.makespan_s / max(1, facts.batches))} per batch; "
         f"stages: {timeline.stages}, pipelines: {facts.pipelines}, micro-batches: {facts.micro_batches}"
     )
-    table = _table(facts.rows, facts.makespan_s)
-    return "\n".join([head, *table, _path_line(facts), f"advice: {advice(facts)}"])
+    return "\n".join([head, *_table(facts), _path_line(facts), f"advice: {advice(facts)}"])
 
 
 def _recorded_by_all(timeline: Timeline) -> Timeline:
@@ -315,18 +306,18 @@ def _recorded_by_all(timeline: Timeline) -> Timeline:
     return replace(timeline, events=kept) if kept else timeline
 
 
-def _table(rows: Sequence[StageTime], makespan_s: float) -> list[str]:
+def _table(facts: Facts) -> list[str]:
     """A line per worker, a column for whatever took time anywhere: its time, and percent of the run."""
-    unit, per_s = time_unit(makespan_s)
-    digits = 3 if makespan_s * per_s < 100 else 2 if makespan_s * per_s < 1000 else 1
-    columns = [[f"worker ({unit}, %)", *(str(row.stage) for row in rows)]]
-    spent = [_spent(row) for row in rows]
-    for column in sorted({column for of_row in spent for column in of_row}):
-        values = [of_row.get(column, 0.0) for of_row in spent]
-        times = [f"{value * per_s:.{digits}f}" for value in values]
-        if any(float(time) for time in times):
-            shares = [f"{100 * value / makespan_s:5.1f}" for value in values]
-            columns.append([column[1], *(f"{time} {share}" for time, share in zip(times, shares))])
+    unit, per_s = time_unit(facts.makespan_s)
+    whole = facts.makespan_s * per_s
+    digits = 3 if whole < 100 else 2 if whole < 1000 else 1
+    columns = [[f"worker ({unit}, %)", *(str(row.stage) for row in facts.rows)]]
+    spent = [_spent(row) for row in facts.rows]
+    for column in sorted(set().union(*spent)):
+        values = [of_row.get(column, 0.0) * per_s for of_row in spent]
+        if any(round(value, digits) for value in values):
+            cells = (f"{value:.{digits}f} {100 * value / whole:5.1f}" for value in values)
+            columns.append([column[1], *cells])
     widths = [max(map(len, column)) for column in columns]
     return ["   ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in zip(*columns)]
 

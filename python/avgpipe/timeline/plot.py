@@ -119,13 +119,10 @@ def plot_timeline(
         origin_s = min((event.start_s for event in timeline.events), default=0.0)
         unit = draw_rows(axes, seen, origin_s, labelled=True)
         axes.set_xlabel(f"time since the first event ({unit})", color=INK)
-        beside: dict[str, Any] = {
-            "xycoords": ("axes fraction", "data"),
-            "va": "center",
-            "annotation_clip": False,
-        }
+        beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "annotation_clip": False}
         for k, share in enumerate(seen.timeline.worker_busy_fraction):
-            axes.annotate(f"busy {100 * share:.0f} %", (1.008, k), fontsize=8, color=INK, **beside)
+            words = f"busy {100 * share:.0f} %"
+            axes.annotate(words, (1.008, k), fontsize=8, color=INK, va="center", **beside)
         entries = legend_entries(seen.timeline.events, pipelines)
         names = entries["labels"]
         lines = math.ceil(sum(_ENTRY_IN + _LETTER_IN * len(name) for name in names) / (_WIDTH_IN - 1.8))
@@ -199,11 +196,11 @@ def draw_rows(axes: Axes, view: View, origin_s: float, *, labelled: bool = False
         labelled: whether bars carry the numbers of micro-batches where there is room.
     """
     unit, per_s = time_unit(view.end_s - view.start_s)
-    events, rows = view.timeline.events, range(view.timeline.stages)
-    lanes = sorted({event.pipeline for event in events}) if _share_a_device_at_once(events) else []
+    rows = range(view.timeline.stages)
+    lanes = _lanes(view.timeline)
     needed_s = _label_s(view) if labelled else {}
     groups: dict[tuple[float, float, int | None, _Look], list[tuple[float, float]]] = defaultdict(list)
-    for event in events:
+    for event in view.timeline.events:
         # For whom a worker waits, or its thread is busy, is no matter of hue.
         hue = None if event.kind in (EventKind.RECEIVE, EventKind.HOST) else event.pipeline
         left, width = (event.start_s - origin_s) * per_s, event.seconds * per_s
@@ -224,16 +221,12 @@ def draw_rows(axes: Axes, view: View, origin_s: float, *, labelled: bool = False
     return unit
 
 
-def _share_a_device_at_once(events: Iterable[Event]) -> bool:
-    """Whether computations of two pipelines overlap on a worker, beyond what a clock's grain explains."""
-    reached: dict[int, Event] = {}
-    for event in sorted((e for e in events if e.kind in COMPUTE_KINDS), key=lambda e: e.start_s):
-        before = reached.get(event.worker)
-        if before is not None and before.pipeline != event.pipeline and event.start_s < before.end_s - 1e-6:
-            return True
-        if before is None or event.end_s > before.end_s:
-            reached[event.worker] = event
-    return False
+def _lanes(timeline: Timeline) -> list[int]:
+    """The pipelines, if some compute at once on a worker for longer than a clock's grain explains; else none."""
+    pipelines = sorted({event.pipeline for event in timeline.events})
+    alone = [replace(timeline, events=[e for e in timeline.events if e.pipeline == i]) for i in pipelines]
+    grain_s = 1e-6 * len(timeline.events)
+    return pipelines if sum(sum(own.busy_s) for own in alone) > sum(timeline.busy_s) + grain_s else []
 
 
 def _place(event: Event, lanes: Sequence[int]) -> tuple[float, float]:
@@ -303,17 +296,12 @@ def legend_entries(events: Iterable[Event], pipelines: Iterable[int]) -> dict[st
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    looks = {_look(event) for event in events}
-    entries: list[tuple[str, Any]] = [
-        (f"pipeline {i}", tuple(Patch(facecolor=color) for color in _hue(i))) for i in pipelines
-    ]
-    entries += [
-        (_LOOKS[look][0] if look in _LOOKS else look[0], Patch(**_style(look, GREYS)))
-        for look in [*(look for look in _LOOKS if look in looks), *sorted(looks - _LOOKS.keys())]
-    ]
+    seen = {_look(event) for event in events}
+    looks = [*filter(seen.__contains__, _LOOKS), *sorted(seen - _LOOKS.keys())]
+    hues = {f"pipeline {i}": tuple(Patch(facecolor=color) for color in _hue(i)) for i in pipelines}
     return {
-        "handles": [handle for _, handle in entries],
-        "labels": [name for name, _ in entries],
+        "handles": [*hues.values(), *(Patch(**_style(look, GREYS)) for look in looks)],
+        "labels": [*hues, *(_LOOKS[look][0] if look in _LOOKS else look[0] for look in looks)],
         "handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.0)},
         "frameon": False,
         "fontsize": 8,

@@ -177,8 +177,7 @@ class Timeline:
 
         Every moment counts once: see :class:`EventKind` for what overlaps.
         """
-        makespan_s = self.makespan_s
-        return [_time_of(row, own, makespan_s) for row, own in enumerate(by_row(self))]
+        return [_time_of(row, own) for row, own in enumerate(segments(self))]
 
     # Explanations, pictures and traces are modules of their own, which import this one.
 
@@ -283,13 +282,18 @@ def by_row(timeline: Timeline) -> list[list[Event]]:
     return rows
 
 
-def segments(events: Sequence[Event]) -> list[Segment]:
-    """Cut the time from the first start to the last end of one row's ``events``, which are sorted by start."""
+def segments(timeline: Timeline) -> list[list[Segment]]:
+    """Cut the time of each row, from the run's first start to its last end."""
+    ends = [moment for event in timeline.events for moment in (event.start_s, event.end_s)]
+    return [_segments(events, {min(ends), max(ends)}) if ends else [] for events in by_row(timeline)]
+
+
+def _segments(events: Sequence[Event], ends: set[float]) -> list[Segment]:
     found: list[Segment] = []
     running: list[tuple[int, int]] = []  # heap of (rank, index); what ended leaves when it comes to the top
     begun = 0
-    moments = sorted({moment for event in events for moment in (event.start_s, event.end_s)})
-    for start_s, end_s in pairwise(moments):
+    moments = ends.union(*((event.start_s, event.end_s) for event in events))
+    for start_s, end_s in pairwise(sorted(moments)):
         while begun < len(events) and events[begun].start_s <= start_s:
             heapq.heappush(running, (_RANK.get(events[begun].kind, len(_RANK)), begun))  # type: ignore[call-overload]
             begun += 1
@@ -302,20 +306,23 @@ def segments(events: Sequence[Event]) -> list[Segment]:
     return found
 
 
-def _time_of(row: int, events: Sequence[Event], makespan_s: float) -> StageTime:
+def _time_of(row: int, cut: Sequence[Segment]) -> StageTime:
     spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for event, start_s, end_s in segments(events):
+    for segment in cut:
+        event, start_s, end_s = segment
         kind = event.kind if event is not None and event.kind in _RANK else "other"
+        if event is None and (segment is cut[0] or segment is cut[-1]):
+            kind = "outside"
         detail = event.detail if event is not None and kind in DETAILED else ""
         spent[kind][detail] += end_s - start_s
     return StageTime(
         row,
         compute_s={str(kind): spent[kind][""] for kind in EventKind if kind in COMPUTE_KINDS & spent.keys()},
-        send_s=sum(spent[EventKind.SEND].values()),
+        send_s=spent[EventKind.SEND][""],
         recv_s=dict(spent[EventKind.RECEIVE]),
         host_s=dict(spent[EventKind.HOST]),
-        other_s=sum(spent["other"].values()),
-        outside_s=max(0.0, makespan_s - sum(sum(seconds.values()) for seconds in spent.values())),
+        other_s=spent["other"][""],
+        outside_s=spent["outside"][""],
     )
 
 

@@ -131,44 +131,42 @@ def read_trace(path: str | os.PathLike[str]) -> Timeline:
         raise ValueError(f"{os.fspath(path)}: not {expected}, {error}") from None
 
 
+_ABOUT = {"stages": "int", "peak_memory_bytes": "a list or null", "labels": "a list or null"}
+_SLICE = dict.fromkeys(("stage", "pipeline", "batch"), "int")
+_SLICE |= {"micro_batch": "int or null", "cat": "str", "ts": "int or float", "dur": "int or float"}
+_SLICE |= {"detail": "str", "worker": "int or null"}
+_WORDS = {dict: "an object", list: "a list", type(None): "null"}
+
+
 def _timeline(trace: Any) -> Timeline:
     if not isinstance(trace, dict):
         raise ValueError(f"expected an object with traceEvents, found {type(trace).__name__}")
-    rows, about = _get(trace, "traceEvents", list), _get(trace, "otherData", dict)
-    lists = {}
-    for key, kind in (("peak_memory_bytes", int), ("labels", str)):
-        lists[key] = _get(about, f"otherData.{key}", list, type(None))
-        if any(type(item) is not kind for item in lists[key] or ()):
-            raise ValueError(f"otherData.{key} must be a list of {kind.__name__}, found {lists[key]!r:.80}")
+    rows, about = _checked(trace, "", {"traceEvents": "a list", "otherData": "an object"})
+    stages, *lists = _checked(about, "otherData.", _ABOUT)
+    for name, kind, items in zip(("peak_memory_bytes", "labels"), (int, str), lists):
+        if any(type(item) is not kind for item in items or ()):
+            raise ValueError(f"otherData.{name} must be a list of {kind.__name__}, found {items!r:.80}")
     # Metadata, and whatever other tools added (counters, flows, instants), carry nothing of a timeline.
     slices = [(n, row) for n, row in enumerate(rows) if not isinstance(row, dict) or row.get("ph") == "X"]
     events = tuple(_event(f"traceEvents[{n}]", row) for n, row in slices)
-    stages = _get(about, "otherData.stages", int)
-    return Timeline(stages, events, lists["peak_memory_bytes"], lists["labels"] or ())
+    return Timeline(stages, events, lists[0], lists[1] or ())
 
 
 def _event(name: str, row: Any) -> Event:
     args = row.get("args") if isinstance(row, dict) else None
     if not isinstance(args, dict):
         raise ValueError(f"{name} must be an object with args, found {row!r:.120}")
-    stage, pipeline, batch = (_get(args, f"{name}.{key}", int) for key in ("stage", "pipeline", "batch"))
-    micro_batch = _get(args, f"{name}.micro_batch", int, type(None))
-    start_us, length_us = (_get(row, f"{name}.{key}", int, float) for key in ("ts", "dur"))
+    *first, start_us, length_us, detail, worker = _checked({"detail": "", **args, **row}, f"{name}.", _SLICE)
     start_ns = round(start_us * 1000)
     end_ns = start_ns + round(length_us * 1000)
-    detail = _get({"detail": "", **args}, f"{name}.detail", str)
-    worker = _get(args, f"{name}.worker", int, type(None))
-    kind = _get(row, f"{name}.cat", str)
-    return Event(stage, pipeline, batch, micro_batch, kind, start_ns / 1e9, end_ns / 1e9, detail, worker)
+    return Event(*first, start_ns / 1e9, end_ns / 1e9, detail, worker)
 
 
-_WORDS = {dict: "an object", list: "a list", type(None): "null"}
-
-
-def _get(found: Mapping[str, Any], name: str, *types: type) -> Any:
-    """What the last word of ``name`` has in ``found``; ValueError unless it is of ``types``."""
-    value = found.get(name.rpartition(".")[2])
-    if type(value) not in types or (isinstance(value, float) and not math.isfinite(value)):
-        kinds = " or ".join(_WORDS.get(kind, kind.__name__) for kind in types)
-        raise ValueError(f"{name} must be {kinds}, found {value!r:.40}")
-    return value
+def _checked(found: Mapping[str, Any], where: str, kinds: Mapping[str, str]) -> list[Any]:
+    """The values that ``found`` has by the names in ``kinds``; ValueError unless each is of its kinds."""
+    for name, words in kinds.items():
+        value = found.get(name)
+        kind = _WORDS.get(type(value), type(value).__name__)
+        if kind not in words.split(" or ") or (kind == "float" and not math.isfinite(value)):
+            raise ValueError(f"{where}{name} must be {words}, found {value!r:.40}")
+    return [found.get(name) for name in kinds]
