@@ -224,7 +224,9 @@ def draw_rows(axes: Axes, view: View, origin_s: float, *, labelled: bool = False
 def _lanes(timeline: Timeline) -> list[int]:
     """The pipelines, if some compute at once on a worker for longer than a clock's grain explains; else none."""
     pipelines = sorted({event.pipeline for event in timeline.events})
-    alone = [replace(timeline, events=[e for e in timeline.events if e.pipeline == i]) for i in pipelines]
+    alone = [
+        replace(timeline, events=tuple(e for e in timeline.events if e.pipeline == i)) for i in pipelines
+    ]
     grain_s = 1e-6 * len(timeline.events)
     return pipelines if sum(sum(own.busy_s) for own in alone) > sum(timeline.busy_s) + grain_s else []
 

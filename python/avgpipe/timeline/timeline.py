@@ -129,12 +129,10 @@ class Timeline:
                 raise ValueError(
                     f"events[{index}]={event!r}: must end at a finite time, not before it starts"
                 )
-        if self.labels and len(self.labels) != self.stages:
-            raise ValueError(f"labels={self.labels!r}: give one per stage, {self.stages}")
-        if self.peak_memory_bytes is not None and len(self.peak_memory_bytes) != self.stages:
-            raise ValueError(
-                f"peak_memory_bytes={self.peak_memory_bytes!r}: give one per stage, {self.stages}"
-            )
+        lists = {"labels": self.labels or None, "peak_memory_bytes": self.peak_memory_bytes}
+        for name, values in lists.items():
+            if values is not None and len(values) != self.stages:
+                raise ValueError(f"{name}={values!r}: give one per stage, {self.stages}")
 
     @property
     def makespan_s(self) -> float:

@@ -108,7 +108,7 @@ def _arrows(timeline: Timeline, tids: Mapping[int, int]) -> Iterator[_Row]:
     steps = {k: e for k, e in messages_of(timeline).items() if _ns(e.start_s) < _ns(e.end_s)}
     for number, ((stage, *batch, kind), event) in enumerate(steps.items()):
         name, step = ("activation", 1) if kind == EventKind.FORWARD else ("gradient", -1)
-        target = steps.get((stage + step, *batch, kind))  # type: ignore[arg-type]
+        target = steps.get((stage + step, *batch, kind))
         if target is None or _ns(target.start_s) < _ns(event.end_s) - 1:
             continue
         row = {"name": name, "cat": "message", "id": number}
@@ -156,16 +156,17 @@ def _event(name: str, row: Any) -> Event:
     args = row.get("args") if isinstance(row, dict) else None
     if not isinstance(args, dict):
         raise ValueError(f"{name} must be an object with args, found {row!r:.120}")
-    *first, start_us, length_us, detail, worker = _checked({"detail": "", **args, **row}, f"{name}.", _SLICE)
+    fields = _checked({"detail": "", **args, **row}, f"{name}.", _SLICE)
+    stage, pipeline, batch, micro_batch, kind, start_us, length_us, detail, worker = fields
     start_ns = round(start_us * 1000)
     end_ns = start_ns + round(length_us * 1000)
-    return Event(*first, start_ns / 1e9, end_ns / 1e9, detail, worker)
+    return Event(stage, pipeline, batch, micro_batch, kind, start_ns / 1e9, end_ns / 1e9, detail, worker)
 
 
 def _checked(found: Mapping[str, Any], where: str, kinds: Mapping[str, str]) -> list[Any]:
     """The values that ``found`` has by the names in ``kinds``; ValueError unless each is of its kinds."""
     for name, words in kinds.items():
-        value = found.get(name)
+        value: Any = found.get(name)
         kind = _WORDS.get(type(value), type(value).__name__)
         if kind not in words.split(" or ") or (kind == "float" and not math.isfinite(value)):
             raise ValueError(f"{where}{name} must be {words}, found {value!r:.40}")
