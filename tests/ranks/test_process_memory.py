@@ -68,7 +68,6 @@ def test_what_the_environment_chooses_stays() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_of_the_variables_is_a_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("settings were changed"))
     monkeypatch.setenv(name, "131072")
     assert keep_freed_memory.__wrapped__() is False
@@ -79,14 +78,6 @@ def without_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_other_platforms_are_left_alone(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_choice(monkeypatch)
-    monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("settings were changed"))
-    assert keep_freed_memory.__wrapped__() is False
-
-
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its confstr does not know the name, and its mallopt, where it has one, may mean something else."""
 
@@ -94,7 +85,6 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ValueError(f"unrecognized configuration name {name}")
 
     without_choice(monkeypatch)
-    monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "confstr", unknown)
     monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("settings were changed"))
     assert keep_freed_memory.__wrapped__() is False
@@ -105,7 +95,6 @@ def test_what_is_refused_is_said(taken: tuple[int, int], kept: bool, monkeypatch
     answers = iter(taken)
 
     without_choice(monkeypatch)
-    monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.36")
     monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(mallopt=lambda *_: next(answers)))
     assert keep_freed_memory.__wrapped__() is kept

@@ -22,7 +22,7 @@ from torch import nn
 
 from avgpipe import PeerLost, Pipeline, Plan
 from avgpipe.ranks.launch import private_meeting
-from avgpipe.ranks.rendezvous import Board, connect, join, meet, open_store, private_store
+from avgpipe.ranks.rendezvous import Board, join, open_store, private_store
 from tests.runner import ROOT, Ranks, run, touch
 from tests.runtime.cases import language_model, momentum, token_batches
 
@@ -116,7 +116,7 @@ def test_a_store_that_takes_no_second_connection_is_not_waited_for() -> None:
         with pytest.raises(
             PeerLost, match=f"nobody answers who holds the store, rank 0 or the launcher: {why}"
         ):
-            Board.beside(store, 0.2)
+            Board.beside(store, 0, 2, 0.2)
 
 
 @pytest.mark.parametrize("text", ["\udc80 half a pair", "a\x00b", "", "x" * 1_000_000, "Übung 日本 \n"])
@@ -135,10 +135,10 @@ def test_any_text_can_be_told(text: str) -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
-    board = Board(Store())
+    board = Board(Store(), 0, 4)
     board.put("start/2", "here")
     with pytest.raises(PeerLost, match=r"rank 0 has waited 0 s at its start for rank 1, rank 3, which died"):
-        meet(board, "start", 0, range(4), time.monotonic() + 0.1)
+        board.meet("start", time.monotonic() + 0.1)
 
 
 @pytest.mark.slow
@@ -146,17 +146,17 @@ def test_a_meeting_with_a_silent_store_ends() -> None:
     with pytest.raises(
         PeerLost, match="rank 0 cannot meet the others at its start: the store does not answer"
     ):
-        meet(Board(Silent()), "start", 0, range(2), time.monotonic() + 0.1)
+        Board(Silent(), 0, 2).meet("start", time.monotonic() + 0.1)
 
 
 @pytest.mark.slow
 def test_a_store_that_answers_late_is_asked_again() -> None:
     store = Silent()
-    board = Board(store)
+    board = Board(store, 0, 2)
     board.put("start/1", "here")
     late = threading.Timer(3.0, store.answers.set)
     late.start()
-    meet(board, "start", 0, range(2), time.monotonic() + 60)
+    board.meet("start", time.monotonic() + 60)
     assert store.texts["start/0"] == b"here"
     late.join()
 
@@ -220,7 +220,7 @@ def test_nobody_holds_the_store(monkeypatch: Any) -> None:
 
 
 def connecting(make: Any, store: Store, rank: int = 0, limit_s: float = 60.0) -> Any:
-    return connect(make, Board(store), "here", rank, range(4), limit_s)
+    return Board(store, rank, 4).connect(make, "here", limit_s)
 
 
 def test_what_connects_is_returned() -> None:

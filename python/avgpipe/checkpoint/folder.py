@@ -6,6 +6,7 @@ Another run's save would delete the files that this one has not named yet.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -16,11 +17,6 @@ from weakref import WeakValueDictionary
 
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.ranks.world import World
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: nothing is locked there
-    fcntl = None  # type: ignore[assignment]
 
 _LOCK = ".lock"
 
@@ -119,8 +115,6 @@ def _open(folder: Path, mode: int) -> int:
 
 def _acquire(descriptor: int, folder: Path) -> None:
     """CheckpointError, and ``descriptor`` closed, if another process has locked it."""
-    if fcntl is None:
-        return
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

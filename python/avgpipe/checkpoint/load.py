@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from avgpipe.checkpoint.folder import agreed
-from avgpipe.checkpoint.manifest import Gone, Manifest, read_text
+from avgpipe.checkpoint.manifest import Gone, Manifest, expect, read_text
 from avgpipe.checkpoint.save import carries, parameter_names
 from avgpipe.elastic import Layout
 from avgpipe.errors import CheckpointError, reason
@@ -292,8 +292,9 @@ def _restore_optimizer(
 
 # ---- what a file may hold ----------------------------------------------------------------------------------------
 
-_MAY_BE_NONE = ("optimizer", "lr_scheduler", "loss_scale")
-_REPLICA = {"weights", "rest", "carry", "older", *_MAY_BE_NONE}
+_STATE: Any = dict | None
+_STATES = {"optimizer": _STATE, "lr_scheduler": _STATE, "loss_scale": _STATE}
+_REPLICA = {"weights": dict, "rest": dict, "carry": dict, "older": dict, **_STATES}
 
 
 def _check_content(content: Any, signature: Mapping[str, list[Any]], pipelines: Collection[int]) -> None:
@@ -303,40 +304,22 @@ def _check_content(content: Any, signature: Mapping[str, list[Any]], pipelines: 
         signature: Shape and dtype by tensor name.
         pipelines: Whose replicas the file has.
     """
-    replicas = _part(content, "replicas")
-    if replicas.keys() != set(pipelines):
-        raise ValueError(f"it has replicas of pipelines {list(replicas)}, not of {list(pipelines)}")
-    whole = "reference" in content
-    for i in replicas:
-        replica, expected = _part(replicas, i), _REPLICA if whole else {"carry"}
-        if replica.keys() != expected:
-            raise ValueError(f"replica {i} has {sorted(map(str, replica))}, not {sorted(expected)}")
-        for name in replica:
-            if replica[name] is not None or name not in _MAY_BE_NONE:
-                _part(replica, name)
-        if whole:
-            _check_tensors(replica["weights"], signature)
-            _check_tensors(replica["rest"], signature)
-            for behind in replica["older"]:
-                _check_tensors(_part(replica["older"], int(behind)), signature)
-            if replica["optimizer"] is not None:
-                _part(replica["optimizer"], "state")
-                _part(replica["optimizer"], "names", list)
-    if whole and content["reference"] is not None:
-        reference = _part(content, "reference")
-        _check_tensors(_part(reference, "weights"), signature)
-        _part(reference, "state")
-
-
-def _check_tensors(values: dict[str, Any], signature: Mapping[str, list[Any]]) -> None:
-    for name, value in values.items():
+    expect("content", content, dict)
+    if "reference" not in content:
+        expect("content", content, {"replicas": {i: {"carry": dict} for i in pipelines}})
+        return
+    replicas = {i: dict(_REPLICA) for i in pipelines}
+    expect("content", content, {"reference": _STATE, "replicas": replicas})
+    named = []
+    if (reference := content["reference"]) is not None:
+        expect("reference", reference, {"weights": dict, "state": dict})
+        named.append(reference["weights"])
+    for replica in content["replicas"].values():
+        expect("older", replica["older"], dict.fromkeys(replica["older"], dict))
+        if (optimizer := replica["optimizer"]) is not None:
+            expect("optimizer", optimizer, {"state": dict, "names": list})
+        named += [replica["weights"], replica["rest"], *replica["older"].values()]
+    for name, value in (item for values in named for item in values.items()):
         found = [list(value.shape), str(value.dtype)[6:]] if isinstance(value, torch.Tensor) else None
         if found is None or signature.get(name) != found:
             raise ValueError(f"{name!r} is {found}, and {signature.get(name)} in the manifest")
-
-
-def _part(whole: Any, name: Any, kind: type = dict) -> Any:
-    found = whole.get(name) if isinstance(whole, dict) else None
-    if not isinstance(found, kind):
-        raise ValueError(f"{name!r} is a {type(found).__name__}, not a {kind.__name__}")
-    return found

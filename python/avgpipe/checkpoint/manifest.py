@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import reprlib
 import stat
 import zlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
+from types import UnionType
 from typing import IO, Any
 
 import torch
@@ -77,8 +79,7 @@ class Manifest:
                     f"{path} has format {version}; this version reads {_FORMAT}: use the version that wrote it"
                 )
             names = {field.name for field in fields(cls)}
-            _expect_keys("manifest", values, {"format", *names, "crc32"})
-            _expect("format", version, type(version) is int, f"{_FORMAT}")
+            expect("manifest", values, {"format": _is_count, **dict.fromkeys(names, object), "crc32": object})
             found = cls(**{name: values[name] for name in names})
             _check_fields(found)
             if found.to_json() != text:
@@ -194,67 +195,70 @@ def _corrupt(what: str) -> CheckpointError:
     return CheckpointError(f"corrupt checkpoint: {what}; use another one")
 
 
-# ---- fields, which may have any value ----------------------------------------------------------------------------
+# ---- values from files, which may be anything --------------------------------------------------------------------
+
+
+def expect(name: str, value: Any, pattern: Any) -> None:
+    """Raise ValueError, which names it, for a value that no save has written.
+
+    ``pattern``: an object's patterns by key, a list's in order, a type, or a function that says whether a value fits.
+    """
+    kind = type(pattern) if isinstance(pattern, dict | list) else pattern
+    if not (isinstance(value, kind) if isinstance(kind, type | UnionType) else kind(value)):
+        raise ValueError(f"{name!r} cannot be {reprlib.repr(value)}")
+    if isinstance(pattern, list):
+        value, pattern = dict(enumerate(value)), dict(enumerate(pattern))
+    if isinstance(pattern, dict):
+        for key in sorted(pattern.keys() ^ value.keys(), key=str):
+            raise ValueError(f"{name!r} has {'no' if key in pattern else 'an unknown'} {key!r}")
+        for key, part in pattern.items():
+            expect(f"{name}.{key}", value[key], part)
 
 
 def _check_fields(found: Manifest) -> None:
     """Raise ValueError for the first field that no save has written."""
-    plan, bounds, files = found.plan, found.bounds, found.files
-    _expect_keys("plan", plan, {field.name for field in fields(Plan)}, _LATER_OPTIONS)
-    for name in ("stages", "pipelines", "micro_batches"):
-        _expect(f"plan: {name}", plan[name], _is_count(plan[name], 1), "a number of at least 1")
-    _expect("plan: spread", plan["spread"], isinstance(plan["spread"], bool), "true or false")
+    plan, bounds = found.plan, found.bounds
+    expect("plan", plan, dict)
+    options = {field.name for field in fields(Plan)} - (_LATER_OPTIONS - plan.keys())
+    counts = dict.fromkeys(("stages", "pipelines", "micro_batches"), _is_positive)
+    expect("plan", plan, {**dict.fromkeys(options, object), **counts, "spread": bool})
+    expect("batches", found.batches, _is_count)
+    expect("bounds", bounds, _are_counts)
     stages, replication = plan["stages"], plan["replication"]
-    fits = replication is None or (_are_counts(replication, 1) and len(replication) == stages)
-    _expect("plan: replication", replication, fits, "a number of replicas for each stage")
-    _expect("batches", found.batches, _is_count(found.batches), "a number of batches")
-    rising = _are_counts(bounds) and all(a < b for a, b in pairwise(bounds))
-    fits = rising and len(bounds) == stages + 1 and bounds[0] == 0
-    _expect("bounds", bounds, fits, f"the rising layer numbers of {stages} stages")
-    _expect("signature", found.signature, isinstance(found.signature, dict), "an object")
-    for name, entry in found.signature.items():
-        _expect(f"signature of {name}", entry, _is_shape_and_dtype(entry), "a shape and a dtype")
+    if len(bounds) != stages + 1 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
+        raise ValueError(
+            f"'bounds' are {reprlib.repr(bounds)}, not the rising layer numbers of {stages} stages"
+        )
+    if replication is not None:
+        expect("plan.replication", replication, [_is_positive] * stages)
+    expect("signature", found.signature, dict)
+    expect("signature", found.signature, {name: [_are_counts, _is_dtype] for name in found.signature})
     count = sum(replication or [stages]) * (plan["pipelines"] if plan["spread"] else 1)
-    fits = isinstance(files, list) and len(files) == count
-    _expect("files", files, fits, f"a list of {count}, as the plan's stages and replicas are")
-    for entry, replica in zip(files, found.replicas):
-        what = "the name of its file, its size and its CRC-32"
-        _expect(f"file of {'-'.join(map(str, replica))}", entry, _is_file_of(entry, replica), what)
+    expect("files", found.files, list)
+    if len(found.files) != count:
+        raise ValueError(f"'files' are {len(found.files)}, not {count} as the plan's stages and replicas")
+    expect("files", found.files, [[str, _is_count, _is_count]] * count)
+    for (name, *_), replica in zip(found.files, found.replicas):
+        pattern = file_name(replica, 0).replace("0" * 12 + ".", r"[0-9a-f]{12}\.")
+        if not re.fullmatch(pattern, name):  # so that none leads out of the folder
+            raise ValueError(f"'files' cannot have {name!r} for stage {replica.stage}")
 
 
-def _expect(name: str, value: Any, fits: bool, what: str) -> None:
-    if not fits:
-        text = repr(value)
-        raise ValueError(f"{name!r} is {text if len(text) <= 80 else f'{text[:80]}...'}, not {what}")
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
-def _expect_keys(name: str, value: Any, keys: Set[str], optional: Set[str] = frozenset()) -> None:
-    _expect(name, value, isinstance(value, dict), "an object")
-    for key in sorted((keys ^ value.keys()) - optional):
-        raise ValueError(f"{name!r} has {'no' if key in keys else 'an unknown'} {key!r}")
+def _is_positive(value: Any) -> bool:
+    return _is_count(value) and value > 0
 
 
-def _is_count(value: Any, least: int = 0) -> bool:
-    return type(value) is int and least <= value < 1 << 63
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_count, values))
 
 
-def _are_counts(values: Any, least: int = 0) -> bool:
-    return isinstance(values, list) and all(_is_count(value, least) for value in values)
-
-
-def _is_shape_and_dtype(entry: Any) -> bool:
-    if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], str):
-        return False
-    is_dtype = isinstance(getattr(torch, entry[1].removeprefix("torch."), None), torch.dtype)
-    return _are_counts(entry[0]) and is_dtype
-
-
-def _is_file_of(entry: Any, of: StageReplica) -> bool:
-    """Whether this is a name that :func:`file_name` gives, so that none leads out of the folder, with two numbers."""
-    if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], str):
-        return False
-    pattern = rf"stage-{of.stage}-{of.replica}-{of.group}-[0-9a-f]{{12}}\.pt"
-    return re.fullmatch(pattern, entry[0]) is not None and _are_counts(entry[1:])
+def _is_dtype(value: Any) -> bool:
+    name = str(value).removeprefix("torch.")
+    return isinstance(value, str) and isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def _in_words(entry: list[Any] | None) -> str:

@@ -7,12 +7,11 @@ whenever the bell has rung; threads, and other processes, ring it.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from avgpipe.device import ReadyOnEvent, ready_on_event
 from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Decoder, Encoder, Key, detached
 from avgpipe.ranks.process import cores
 from avgpipe.ranks.world import World
-from avgpipe_ext import ring
+from avgpipe_ext.ring import Bell
 
 _SPIN_S = 200e-6
 
@@ -90,7 +89,7 @@ class Transport:
     """
 
     remedy = "use 'auto'"
-    bell: BellLike | None = None
+    bell: Bell | None = None
 
     def __init__(
         self,
@@ -119,16 +118,6 @@ class Transport:
         raise NotImplementedError  # each transport's own
 
 
-class BellLike(Protocol):
-    """A counter that others move, and a way to wait until they do."""
-
-    def count(self) -> int: ...
-
-    def ring(self) -> None: ...
-
-    def wait(self, seen: int, timeout_s: float, spin_s: float = 0.0) -> int: ...
-
-
 class Mailbox:
     """Messages that have arrived, and the failures of those that never will.
 
@@ -140,12 +129,12 @@ class Mailbox:
     """
 
     def __init__(
-        self, bell: BellLike | None = None, neighbours: int = 1, ranks: Sequence[int] | None = None
+        self, bell: Bell | None = None, neighbours: int = 1, ranks: Sequence[int] | None = None
     ) -> None:
         self._ranks = ranks
         self.messages: dict[Key, Any] = {}
         self.sources: list[Callable[[], None]] = []
-        self.bell: BellLike = bell or (ring.Bell.local() if ring.supported() else ThreadBell())
+        self.bell = bell or Bell.local()
         self._spin_s = _SPIN_S if neighbours <= cores() else 0.0
         self._seen = -1
         self._failure: BaseException | None = None
@@ -216,26 +205,6 @@ class Mailbox:
             if left_s <= 0:
                 return False
             self.bell.wait(self._seen, left_s, spin_s)
-
-
-class ThreadBell:
-    """A bell for the threads of one process, where there is no futex."""
-
-    def __init__(self) -> None:
-        self._count, self._changed = 0, threading.Condition()
-
-    def count(self) -> int:
-        return self._count
-
-    def ring(self) -> None:
-        with self._changed:
-            self._count += 1
-            self._changed.notify_all()
-
-    def wait(self, seen: int, timeout_s: float, spin_s: float = 0.0) -> int:
-        with self._changed:
-            self._changed.wait_for(lambda: self._count != seen, timeout_s)
-        return self._count
 
 
 class LocalLink(Link):

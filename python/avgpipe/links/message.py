@@ -17,12 +17,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from avgpipe.device import ready_on_event
-from avgpipe_ext import pack, ring, unpack_
+from avgpipe_ext import pack, unpack_
+from avgpipe_ext.ring import copy
 
 _KNOWN = 64  # formats that a channel remembers
 _ALIGNMENT = 64  # bytes: a cache line, and more than any vector instruction wants
-
-copy = ring.copy if ring.supported() else ctypes.memmove  # (destination, source, bytes)
 
 
 class Message(str, Enum):

@@ -26,7 +26,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,7 @@ _warned = False  # of threads
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM to this process when ``parent``, its parent, ends, however that ends.
-
-    Linux; elsewhere nothing happens. Survives ``exec``.
-    """
-    if not sys.platform.startswith("linux"):
-        return
+    """Have the kernel send SIGTERM to this process, also after ``exec``, when ``parent``, its parent, ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it ended before it was watched
         os._exit(128 + signal.SIGTERM)
@@ -159,16 +154,13 @@ def _folder() -> Path:
 
 def cores() -> int:
     """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def cpu_model() -> str:
     """Name of the processor."""
-    with suppress(OSError):
-        named = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if named:
-            return named[1]
-    return platform.processor() or platform.machine()
+    named = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return named[1] if named else platform.machine()
 
 
 @functools.cache
@@ -213,7 +205,7 @@ def warn_of_threads(threads: int) -> None:
     global _warned
     if _warned or threads == 1 or any(name in os.environ for name in _THREAD_CHOICES):
         return
-    if hasattr(os, "getloadavg") and os.getloadavg()[0] >= (os.cpu_count() or 1):
+    if os.getloadavg()[0] >= (os.cpu_count() or 1):
         _warned = True
         _log.warning(
             "this machine is busy, and each operator of torch waits for %d threads: micro-batches may take many times "
@@ -229,12 +221,10 @@ def _chooses_memory() -> bool:
 
 def _glibc_function(name: str) -> Any:
     """Return the function, or None without glibc."""
-    if not sys.platform.startswith("linux"):
-        return None
     try:
         os.confstr("CS_GNU_LIBC_VERSION")
         return getattr(ctypes.CDLL(None), name)
-    except (ValueError, OSError, AttributeError):
+    except ValueError:
         return None
 
 

@@ -39,66 +39,111 @@ class Silence(RuntimeError):
 
 
 class Board:
-    """Texts by name in a store of torch.distributed, which all ranks read.
+    """Texts by name in a store of torch.distributed, which all of ``size`` ranks read; this process is ``rank``.
 
     The store is asked in a thread of its own: its host may stand still or be cut off, and its calls then never return.
     Every method raises RuntimeError where the store is gone, and Silence where it does not answer.
     """
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, store: Any, rank: int = 0, size: int = 1) -> None:
+        self.store, self._rank, self._size = store, rank, size
         self._unanswered: Future[Any] | None = None
 
     @classmethod
-    def beside(cls, store: Any, timeout_s: float) -> Board:
+    def beside(cls, store: Any, rank: int, size: int, timeout_s: float) -> Board:
         """Use a connection of its own: what others ask ``store`` meanwhile, and wait for, would keep it."""
         try:
-            return cls(in_thread(store.clone).result(timeout_s))
-        except NotImplementedError:  # a store of another maker
-            return cls(store)
+            store = in_thread(store.clone).result(timeout_s)
+        except NotImplementedError:  # a store of another maker: itself
+            pass
         except (RuntimeError, Unanswered) as error:
             why = f"not done after {timeout_s:g} s" if isinstance(error, Unanswered) else reason(error)
             raise PeerLost(f"nobody answers who holds the store, rank 0 or the launcher: {why}") from error
-
-    def part(self, name: str) -> Board:
-        """Return a board whose names begin with ``name``."""
-        return Board(dist.PrefixStore(name, self._store))  # type: ignore[attr-defined]
+        return cls(store, rank, size)
 
     def put(self, name: str, text: str) -> None:
-        self._ask(lambda: self._store.set(name, _plain(text)))
+        self._ask(lambda: self.store.set(name, _plain(text)))
 
     def put_first(self, name: str, text: str) -> str:
         """Put a text unless there is one of that name already; return the one that is there then."""
-        return self._ask(lambda: str(self._store.compare_set(name, "", _plain(text)).decode()))
+        return self._ask(lambda: str(self.store.compare_set(name, "", _plain(text)).decode()))
 
     def get(self, name: str) -> str | None:
         def look() -> str | None:
-            return str(self._store.get(name).decode()) if self._store.check([name]) else None
+            return str(self.store.get(name).decode()) if self.store.check([name]) else None
 
         return self._ask(look)
 
     def count(self, name: str, limit_s: float) -> int:
         """Return how often this was called with ``name``, now included."""
-        return self._ask(lambda: int(self._store.add(name, 1)), limit_s)
+        return self._ask(lambda: int(self.store.add(name, 1)), limit_s)
 
-    def missing(self, name: str, rank: int, others: Iterable[int], deadline: float) -> set[int]:
-        """Say that ``rank`` is there, and wait for the others until ``deadline``; return those that did not say so.
+    def missing(self, place: str, deadline: float) -> set[int]:
+        """Say that this rank is at ``place``, and wait for all until ``deadline``; return those that did not say so.
 
         A store that answers late, as on a busy host, is asked again.
         """
-        missing, is_here = set(others), False
+        missing, is_here = set(range(self._size)), False
         while True:
             try:
                 if not is_here:
-                    self.put(f"{name}/{rank}", "here")
+                    self.put(f"{place}/{self._rank}", "here")
                     is_here = True
-                missing = {other for other in missing if self.get(f"{name}/{other}") is None}
+                missing = {rank for rank in missing if self.get(f"{place}/{rank}") is None}
             except Silence:
                 if time.monotonic() > deadline:
                     raise
             if not missing or time.monotonic() > deadline:
                 return missing
             time.sleep(_POLL_S)
+
+    def meet(self, place: str, deadline: float) -> None:
+        """Wait for all at ``place`` until ``deadline`` of the monotonic clock; PeerLost names who is missing."""
+        begin = time.monotonic()
+        try:
+            missing = self.missing(place, deadline)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"rank {self._rank} cannot meet the others at its {place}: {reason(error)}"
+            ) from error
+        if missing:
+            raise PeerLost(
+                f"rank {self._rank} has waited {time.monotonic() - begin:.0f} s at its {place} for {_names(missing)}, "
+                "which died before, or does not come here"
+            )
+
+    def connect(self, make: Callable[[], T], place: str, limit_s: float) -> T:
+        """Return what ``make`` returns, which all ranks call after they have met, to connect to each other.
+
+        PeerLost names who died or stands still meanwhile: those who neither have connected nor noticed that it failed.
+        """
+        task, deadline, why = in_thread(make), time.monotonic() + limit_s, None
+        while why is None and not wait([task], _LOOK_S).done:
+            if time.monotonic() > deadline:
+                why = f"not done after {limit_s:g} s"
+            else:
+                with suppress(RuntimeError):
+                    why = self.get(f"{place}/failed")
+        if why is None:
+            try:
+                made = task.result()
+            except RuntimeError as error:
+                why = reason(error)
+            else:
+                with suppress(RuntimeError):  # for those for whom it failed, if there are any
+                    self.put(f"{place}/done/{self._rank}", "here")
+                return made
+        missing = set(range(self._size)) - {self._rank}
+        with suppress(RuntimeError):  # who cannot ask misses all
+            self.put_first(f"{place}/failed", why)
+            missing = self.missing(f"{place}/done", time.monotonic() + ROLL_CALL_S)
+        wait(
+            [task], _END_S
+        )  # by its own limit: a thread that comes back while Python ends aborts the process
+        fate = (
+            f"{_names(missing)}, which died or stands still" if missing else "the others, who are all there"
+        )
+        raise PeerLost(f"rank {self._rank} cannot connect to {fate}: {why}")
 
     def _ask(self, question: Callable[[], T], limit_s: float = _ANSWER_S) -> T:
         if self._unanswered is not None and not self._unanswered.done():
@@ -131,56 +176,6 @@ def _plain(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
-# ---- meeting and connecting ------------------------------------------------------------------------------------------
-
-
-def meet(board: Board, place: str, rank: int, others: Iterable[int], deadline: float) -> None:
-    """Wait for ``others`` at ``place``, until ``deadline`` of the monotonic clock; PeerLost names who is missing."""
-    begin = time.monotonic()
-    try:
-        missing = board.missing(place, rank, others, deadline)
-    except RuntimeError as error:
-        raise PeerLost(f"rank {rank} cannot meet the others at its {place}: {reason(error)}") from error
-    if missing:
-        raise PeerLost(
-            f"rank {rank} has waited {time.monotonic() - begin:.0f} s at its {place} for {_names(missing)}, which "
-            "died before, or does not come here"
-        )
-
-
-def connect(
-    make: Callable[[], T], board: Board, place: str, rank: int, others: Iterable[int], limit_s: float
-) -> T:
-    """Return what ``make`` returns, which all ranks call after they have met, to connect to each other.
-
-    PeerLost names who died or stands still meanwhile: those who neither have connected nor noticed that it failed.
-    """
-    task, deadline, why = in_thread(make), time.monotonic() + limit_s, None
-    while why is None and not wait([task], _LOOK_S).done:
-        if time.monotonic() > deadline:
-            why = f"not done after {limit_s:g} s"
-        else:
-            with suppress(RuntimeError):
-                why = board.get(f"{place}/failed")
-    if why is None:
-        try:
-            made = task.result()
-        except RuntimeError as error:
-            why = reason(error)
-        else:
-            with suppress(RuntimeError):  # for those for whom it failed, if there are any
-                board.put(f"{place}/done/{rank}", "here")
-            return made
-    missing = set(others) - {rank}
-    with suppress(RuntimeError):  # who cannot ask misses all
-        board.put_first(f"{place}/failed", why)
-        missing = board.missing(f"{place}/done", rank, missing, time.monotonic() + ROLL_CALL_S)
-    wait([task], _END_S)  # by its own limit: a thread that comes back while Python ends aborts the process
-    who = _names(missing) if missing else "the others, who are all there"
-    fate = ", which died or stands still" if missing else ""
-    raise PeerLost(f"rank {rank} cannot connect to {who}{fate}: {why}")
-
-
 def _names(ranks: Iterable[int]) -> str:
     return ", ".join(f"rank {rank}" for rank in sorted(ranks))
 
@@ -211,7 +206,7 @@ def open_store(timeout_s: float) -> Any:
 
 
 def _tcp_store(timeout_s: float) -> Any:
-    """As torch's own rendezvous makes it, but :func:`meet` finds ranks that do not come, and names them."""
+    """As torch's own rendezvous makes it, but ``Board.meet`` finds ranks that do not come, and names them."""
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except KeyError as error:
@@ -248,9 +243,9 @@ def join(timeout_s: float, backend: str | None = None, size: int | None = None) 
     deadline = time.monotonic() + timeout_s
     rank, size = int(os.environ["RANK"]), size or int(os.environ["WORLD_SIZE"])
     store = open_store(timeout_s)
-    board = Board.beside(store, timeout_s)
-    meet(board, "start", rank, range(size), deadline)
-    connect(
+    board = Board.beside(store, rank, size, timeout_s)
+    board.meet("start", deadline)
+    board.connect(
         lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit),
-        *(board, "start", rank, range(size), timeout_s),
+        *("start", timeout_s),
     )

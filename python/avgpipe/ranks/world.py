@@ -21,16 +21,7 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
-from avgpipe.ranks.rendezvous import (
-    ROLL_CALL_S,
-    Board,
-    attempt_name,
-    connect,
-    is_launched,
-    join,
-    meet,
-    private_store,
-)
+from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, attempt_name, is_launched, join, private_store
 
 T = TypeVar("T")
 
@@ -65,11 +56,12 @@ class World:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         deadline = time.monotonic() + timeout_s
         store = private_store() or dist.distributed_c10d._get_default_store()
-        board = Board.beside(dist.PrefixStore(attempt_name(), store), timeout_s)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(attempt_name(), store)  # type: ignore[attr-defined]
+        board = Board.beside(store, self.rank, self.size, timeout_s)
         number = board.count(f"pipelines/{self.rank}", timeout_s)  # all ranks make the same ones
-        self._board = board.part(f"pipeline-{number}")
-        place = "Pipeline" if number == 1 else f"Pipeline number {number}"
-        meet(self._board, place, self.rank, range(self.size), deadline)
+        own = dist.PrefixStore(f"pipeline-{number}", board.store)  # type: ignore[attr-defined]
+        self._board = Board(own, self.rank, self.size)
+        self._board.meet("Pipeline" if number == 1 else f"Pipeline number {number}", deadline)
         limit = timedelta(seconds=timeout_s + SPARE_S)
         self.group = self.connect(lambda: dist.new_group(backend="gloo", timeout=limit))
 
@@ -78,8 +70,7 @@ class World:
         if self.size == 1:
             return make()
         self._connections += 1
-        place = f"connection {self._connections}"
-        return connect(make, self._board, place, self.rank, range(self.size), self.timeout_s)
+        return self._board.connect(make, f"connection {self._connections}", self.timeout_s)
 
     # ---- failures ------------------------------------------------------------------------------------------------
 
@@ -185,8 +176,7 @@ class World:
         if (loss := self.reported()) is not None:
             return loss
         try:
-            deadline = time.monotonic() + ROLL_CALL_S
-            missing = self._board.missing("here", self.rank, range(self.size), deadline)
+            missing = self._board.missing("here", time.monotonic() + ROLL_CALL_S)
         except RuntimeError as silence:
             return PeerLost(
                 f"rank {self.rank} is cut off from the others, or rank 0 or the launcher died, whoever holds the "
