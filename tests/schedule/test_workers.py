@@ -225,8 +225,7 @@ def over(schedule, batches):
         ]
         for own in steps
     ]
-    names = [f"stage {w}" for w in range(schedule.workers)]
-    return draw_grid(names, cells, dry_run(steps, schedule.stages), None)
+    return draw_grid("stage", cells, dry_run(steps, schedule.stages), None)
 
 
 def test_several_batches_without_a_flush_overlap():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -79,14 +80,9 @@ def dapple(
 
 def _workers_of(layout: Sequence[PlacedStage]) -> list[list[int]]:
     """Per stage its workers: those that are used, numbered machine after machine, and in each stage after stage."""
-    on_machine = zip(*(placed.taken for placed in layout))
-    found: list[list[int]] = [[] for _ in layout]
-    number = 0
-    for counts in on_machine:
-        for stage, count in enumerate(counts):
-            found[stage] += range(number, number + count)
-            number += count
-    return found
+    on_machines = zip(*(placed.taken for placed in layout))
+    stages = [k for counts in on_machines for k, count in enumerate(counts) for _ in range(count)]
+    return [[worker for worker, k in enumerate(stages) if k == stage] for stage in range(len(layout))]
 
 
 # ---- devices of a stage --------------------------------------------------------------------------------------------
@@ -109,25 +105,18 @@ def append_first(free: Free, size: int, count: int) -> Taken:
 
 def scatter_first(free: Free, size: int, count: int) -> Taken:
     """Evenly from the machines with most free devices: for stages with few weights, which can do without fast links."""
-    level = size
-    while sum(max(0, n - level) for n in free) < count:
-        level -= 1
-    taken = [max(0, n - level) for n in free]
-    spare = sum(taken) - count
-    for m in reversed(range(len(free))):
-        if spare and taken[m]:
-            taken[m] -= 1
-            spare -= 1
-    return tuple(taken)
+    # By how many are free on the machine still when each of its devices is taken.
+    order = sorted((-level, m) for m, n in enumerate(free) for level in range(1, n + 1))
+    taken = Counter(m for _, m in order[:count])
+    return tuple(taken[m] for m in range(len(free)))
 
 
 POLICIES: tuple[Policy, ...] = (fresh_first, append_first, scatter_first)
 
 
+@lru_cache(maxsize=100_000)  # a search asks for the same ones again and again
 def placements(free: Free, size: int, count: int) -> list[Taken]:
     """What the policies make of it, each once. ``size``: devices of a machine. Needs ``count`` free ones."""
-    if len(free) == 1:
-        return [(count,)]
     return list(dict.fromkeys(policy(free, size, count) for policy in POLICIES))
 
 
@@ -353,7 +342,11 @@ def _improved(model: Model, stages: int | None, layout: Layout) -> tuple[Value, 
     """Go from a plan to the best of its neighbours until none is better."""
     best, looked = (model.order(layout), layout), 0
     while looked < _LOOKED_AT:
-        nearby = [(model.order(near), near) for near in _near(model, best[1], stages is None)]
+        nearby = [
+            (model.order(near), near)
+            for near in _near(model, best[1], stages is None)
+            if all(first < last and any(taken) for first, last, taken in near)
+        ]
         looked += len(best[1]) * len(nearby)
         better = min(nearby, default=best)
         if better[0] >= best[0]:
@@ -363,33 +356,35 @@ def _improved(model: Model, stages: int | None, layout: Layout) -> tuple[Value, 
 
 
 def _near(model: Model, layout: Layout, any_number: bool) -> Iterator[Layout]:
-    """A cut moved, a stage with other devices, devices handed to the stage beside; two stages as one, or one as two."""
-    bounds, taken = [*(placed.first for placed in layout), model.chain.layers], [p.taken for p in layout]
-    free = model.devices
-    for own in taken:
-        free = left(free, own)
-    found: list[tuple[list[int], list[Taken]]] = []
-    for k, own in enumerate(taken):
-        n = sum(own)
-        counts = {n - model.size, n - 1, n, n + 1, n + model.size}
-        room = added(free, own)
-        found += [(bounds, [*taken[:k], one, *taken[k + 1 :]]) for one, _ in _shares(model, room, counts)]
+    """A cut moved, a stage with other devices, devices handed to the stage beside; two stages as one, or one as two.
+
+    Among them are some with a stage that has no layers or no devices.
+    """
+    free, size = model.devices, model.size
+    for placed in layout:
+        free = left(free, placed.taken)
+    for k, (first, last, own) in enumerate(layout):
+        before, behind, n = layout[:k], layout[k + 1 :], sum(own)
+        counts = {n - size, n - 1, n, n + 1, n + size}
+        for taken, _ in _shares(model, added(free, own), counts):
+            yield (*before, PlacedStage(first, last, taken), *behind)
         if any_number:
-            cuts = {bounds[k] + 1, (bounds[k] + bounds[k + 1]) // 2, bounds[k + 1] - 1}
-            for one, other in _shares(model, own, {1, n // 2, n - 1, model.size, n - model.size}):
-                parts = [*taken[:k], one, other, *taken[k + 1 :]]
-                found += [([*bounds[: k + 1], cut, *bounds[k + 1 :]], parts) for cut in cuts]
-        if k + 1 == len(taken):
+            for shares in _shares(model, own, {1, n // 2, n - 1, size, n - size}):
+                for cut in {first + 1, (first + last) // 2, last - 1}:
+                    yield (*before, *_pair(first, cut, last, *shares), *behind)
+        if not behind:
             continue
-        found += [([*bounds[: k + 1], bounds[k + 1] + step, *bounds[k + 2 :]], taken) for step in _STEPS]
-        both = added(own, taken[k + 1])
+        (_, end, theirs), *others = behind
+        for step in _STEPS:
+            yield (*before, *_pair(first, last + step, end, own, theirs), *others)
+        for shares in _shares(model, added(own, theirs), counts - {n}):
+            yield (*before, *_pair(first, last, end, *shares), *others)
         if any_number:
-            found.append(([*bounds[: k + 1], *bounds[k + 2 :]], [*taken[:k], both, *taken[k + 2 :]]))
-        for one, other in _shares(model, both, counts - {n}):
-            found.append((bounds, [*taken[:k], one, other, *taken[k + 2 :]]))
-    for ends, devices in found:
-        if all(a < b for a, b in pairwise(ends)) and all(map(any, devices)):
-            yield tuple(PlacedStage(a, b, own) for (a, b), own in zip(pairwise(ends), devices))
+            yield (*before, PlacedStage(first, end, added(own, theirs)), *others)
+
+
+def _pair(first: int, cut: int, last: int, one: Taken, other: Taken) -> Layout:
+    return PlacedStage(first, cut, one), PlacedStage(cut, last, other)
 
 
 def _shares(model: Model, devices: Free, counts: set[int]) -> Iterator[tuple[Taken, Free]]:

@@ -50,27 +50,22 @@ def dry_run(rows: Sequence[Sequence[Step]], stages: int) -> list[list[int]]:
     stuck has fewer than actions.
     """
     slots: list[list[int]] = [[] for _ in rows]
-    ends: dict[
-        tuple[int, str, int, int | None], int
-    ] = {}  # (stage, F or B, batch, micro-batch): first slot after it
-
-    def advance(r: int) -> bool:
-        """Start what row r can start now; False if that is nothing."""
-        before = len(slots[r])
-        for action, batch in rows[r][before:]:
-            source = _input_of(action, stages)
-            ready = 0 if source is None else ends.get((*source, batch, action.micro_batch))
-            if ready is None:
-                break
-            slot = max(ready, slots[r][-1] + 1 if slots[r] else 0)
-            slots[r].append(slot)
-            kind = "B" if action.kind is Kind.BACKWARD_INPUT else action.kind.value
-            ends[action.stage, kind, batch, action.micro_batch] = slot + 1
-        return len(slots[r]) > before
+    # (stage, F or B, batch, micro-batch): first slot after it
+    ends: dict[tuple[int, str, int, int | None], int] = {}
 
     moved = True
     while moved:
-        moved = sum([advance(r) for r in range(len(slots))]) > 0
+        moved = False
+        for own, row in zip(slots, rows):
+            for action, batch in row[len(own) :]:
+                source = _input_of(action, stages)
+                ready = 0 if source is None else ends.get((*source, batch, action.micro_batch))
+                if ready is None:
+                    break
+                own.append(max(ready, own[-1] + 1 if own else 0))
+                kind = "B" if action.kind is Kind.BACKWARD_INPUT else action.kind.value
+                ends[action.stage, kind, batch, action.micro_batch] = own[-1] + 1
+                moved = True
     return slots
 
 
@@ -113,17 +108,17 @@ def _wrong_in_row(
     for position in sorted(range(len(row)), key=lambda n: -row[n].ahead):  # as a batch meets them
         action = row[position]
         plain, m = Action(action.kind, action.micro_batch), action.micro_batch
-        reason = _wrong(plain, done[action.stage], micro_batches)
         workers = replicas[action.stage]
-        if reason is None and m is not None and workers[m % len(workers)] != r:
+        if reason := _wrong(plain, done[action.stage], micro_batches):
+            return position, action, reason
+        if m is not None and workers[m % len(workers)] != r:
             reason = (
                 f"on worker {r}, though workers {', '.join(map(str, workers))} have stage {action.stage} in turn: "
                 f"micro-batch {m} is for worker {workers[m % len(workers)]}"
             )
-        if reason is None and m is None and action.ahead:
-            reason = "an update cannot be ahead of its batch"
-        if reason is not None:
             return position, action, reason
+        if m is None and action.ahead:
+            return position, action, "an update cannot be ahead of its batch"
         done[action.stage].add(plain)
     for k, of_stage in done.items():
         for missing in _wanted(of_stage, range(replicas[k].index(r), micro_batches, len(replicas[k]))):

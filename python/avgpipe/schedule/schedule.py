@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from itertools import pairwise
 
 from avgpipe.errors import ScheduleError, check_count
-from avgpipe.schedule.checks import Fault, dry_run, find_fault, row_name, steps_of, token
+from avgpipe.schedule.checks import Fault, dry_run, find_fault, steps_of, token
 from avgpipe.schedule.row import Action, Row
 from avgpipe.schedule.text import draw_grid, read_csv
 
@@ -89,20 +88,16 @@ class Schedule:
         Raises ValueError unless each worker here becomes one of as many.
         """
         wanted = tuple(map(tuple, placement))
-        sizes = list(map(len, self.replicas))
-        moved: dict[int, int] = {}
-        if list(map(len, wanted)) == sizes:
-            for own, new in zip(self.replicas, wanted):
-                moved.update(zip(own, new))
-        fits = all(tuple(moved.get(w) for w in own) == new for own, new in zip(self.replicas, wanted))
-        rises = all(a < b for new in wanted for a, b in pairwise(new))
-        if not fits or not rises or sorted(moved.values()) != list(range(self.workers)):
-            raise ValueError(
-                f"placement {wanted} must name the workers 0..{self.workers - 1} of each of {self.stages} stages, "
-                f"ascending and as many as in {self.replicas}"
-            )
-        rows = sorted(zip((moved[w] for w in range(self.workers)), self.rows), key=lambda pair: pair[0])
-        return Schedule(self.name, self.micro_batches, tuple(row for _, row in rows), trusted=self._is_right)
+        moved = {w: new for own, news in zip(self.replicas, wanted) for w, new in zip(own, news)}
+        if sorted(moved.values()) == list(range(self.workers)):
+            rows = tuple(self.rows[w] for w in sorted(moved, key=moved.__getitem__))
+            found = Schedule(self.name, self.micro_batches, rows, trusted=self._is_right)
+            if found.replicas == wanted:
+                return found
+        raise ValueError(
+            f"placement {wanted} must name the workers 0..{self.workers - 1} of each of {self.stages} stages, "
+            f"ascending and as many as in {self.replicas}"
+        )
 
     @cached_property
     def columns(self) -> tuple[tuple[Action, ...], ...]:
@@ -171,8 +166,8 @@ class Schedule:
         # Turns of an endless loop do not run alone.
         slots = dry_run(steps, self.stages) if fault is None or self.flush else [[] for _ in steps]
         cells = [[token(a if fault else a._replace(ahead=0), self.is_plain) for a, _ in own] for own in steps]
-        names = [row_name(w, self.is_plain) for w in range(self.workers)]
-        return "\n".join([title, *draw_grid(names, cells, slots, fault), *([str(fault)] if fault else [])])
+        grid = draw_grid("stage" if self.is_plain else "worker", cells, slots, fault)
+        return "\n".join([title, *grid, *([str(fault)] if fault else [])])
 
     def to_csv(self) -> str:
         """Write one line per worker, one cell per action, with ``ahead`` as F3+1; :meth:`from_csv` inverts it."""

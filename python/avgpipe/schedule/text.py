@@ -62,11 +62,11 @@ def _row(r: int, line: str, names_stages: bool) -> list[Action]:
 
 
 def draw_grid(
-    names: Sequence[str], cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]], fault: Fault | None
+    name: str, cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]], fault: Fault | None
 ) -> list[str]:
     """One line per row with a cell per time slot, aligned; the faulty cell in [brackets].
 
-    ``slots``: of each cell that a dry run got to; the others follow one another.
+    ``name``: what rows are. ``slots``: of each cell that a dry run got to; the others follow one another.
     """
     lines: list[list[str]] = []
     for row, own in zip(cells, slots):
@@ -84,8 +84,8 @@ def draw_grid(
             place = [index for index, cell in enumerate(line) if cell != "."][fault.position]
             line[place] = f"[{line[place]}]"
     width = max((len(cell) for line in lines for cell in line), default=1)
-    word, digits = names[-1].split()
+    digits = len(str(len(lines) - 1))
     return [
-        f"{word} {name.split()[1]:>{len(digits)}} | {' '.join(f'{cell:<{width}}' for cell in line)}".rstrip()
-        for name, line in zip(names, lines)
+        f"{name} {r:>{digits}} | {' '.join(cell.ljust(width) for cell in line)}".rstrip()
+        for r, line in enumerate(lines)
     ]
