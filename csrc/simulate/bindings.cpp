@@ -2,6 +2,7 @@
 
 #include <pybind11/numpy.h>
 
+#include <new>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -80,18 +81,6 @@ int64_t actions_of(const Question& q) {
     return actions;
 }
 
-void raise(Status status) {
-    if (status == Status::kStuck) {
-        throw py::value_error("the schedule gets stuck: call Schedule.validate() to see where");
-    }
-    if (status == Status::kTooLong) throw std::overflow_error("the times are too long to count");
-    if (status == Status::kNoMemory) {
-        PyErr_SetString(PyExc_MemoryError,
-                        "the simulation does not fit into memory: use fewer stages or micro-batches");
-        throw py::error_already_set();
-    }
-}
-
 py::tuple run(bool events, const py::kwargs& fields) {
     const Question q = question_of(fields);
     py::array_t<Ticks> busy(q.workers), batch_end(q.batches);
@@ -104,12 +93,19 @@ py::tuple run(bool events, const py::kwargs& fields) {
     answer.peak_in_flight = peak_in_flight.mutable_data();
     answer.peak_held_bytes = peak_held_bytes.mutable_data();
     answer.records = events ? records.mutable_data() : nullptr;
-    Status status = {};
-    {
+    const auto no_memory = [] {
+        PyErr_SetString(PyExc_MemoryError,
+                        "the simulation does not fit into memory: use fewer stages or micro-batches");
+        return py::error_already_set();
+    };
+    try {
         const py::gil_scoped_release others_may_run;
-        status = simulate(q, answer);
+        simulate(q, answer);
+    } catch (const std::bad_alloc&) {
+        throw no_memory();
+    } catch (const std::length_error&) {  // more than any memory
+        throw no_memory();
     }
-    raise(status);
     return py::make_tuple(answer.makespan, busy, batch_end, peak_in_flight, peak_held_bytes, answer.count,
                           events ? py::object(records) : py::none());
 }

@@ -1,4 +1,4 @@
-// How long an action or a transfer takes, and when tensors arrive.
+// How long actions take, and when tensors arrive.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,10 @@ inline int64_t bell(uint64_t bits) {
 class Durations {
   public:
     explicit Durations(const Question& q)
-        : q_(q), is_random_(q.jitter != 0 || q.straggler_threshold != 0), seed_(mix(q.seed)) {}
+        : q_(q),
+          is_random_(q.jitter != 0 || q.straggler_threshold != 0),
+          seed_(mix(q.seed)),
+          free_(static_cast<size_t>(q.channels)) {}
 
     Ticks action(int64_t kind, int64_t stage, int64_t m, int64_t batch) const {
         const int64_t width = q_.action_widths[kind];
@@ -45,10 +48,21 @@ class Durations {
         return is_random_ ? shaken(ticks, stage * kPlaces + kind, m, batch) : ticks;
     }
 
-    Ticks transfer(int64_t link, int64_t m, int64_t batch) const {
+    // When a tensor that is made now will be there. A channel takes tensors in the order of the calls.
+    Ticks send(int64_t link, int64_t m, int64_t batch, Ticks now) {
         const int64_t width = q_.transfer_width;
-        const Ticks ticks = q_.transfer_ticks[width == 1 ? link : link * width + m];
-        return is_random_ ? shaken(ticks, link / 2 * kPlaces + kKinds + link % 2, m, batch) : ticks;
+        Ticks ticks = q_.transfer_ticks[width == 1 ? link : link * width + m];
+        if (is_random_) ticks = shaken(ticks, link / 2 * kPlaces + kKinds + link % 2, m, batch);
+        Ticks left = now + ticks;
+        int64_t channel = q_.channel[link];
+        if (channel >= 0) {
+            if (q_.channel_count[link] > 1) channel += m % q_.channel_count[link];
+            Ticks& free = free_[static_cast<size_t>(channel)];
+            // Many tensors may wait for a channel, so that only their sum is too long: what takes one then
+            // is, too.
+            left = free = std::min(std::max(now, free) + ticks, kLongest + 1);
+        }
+        return left + q_.latency_ticks[link];
     }
 
   private:
@@ -67,31 +81,6 @@ class Durations {
     const Question& q_;
     const bool is_random_;
     const uint64_t seed_;
-};
-
-class Links {
-  public:
-    Links(const Question& q, const Durations& durations)
-        : q_(q), durations_(durations), free_(static_cast<size_t>(q.channels)) {}
-
-    // A tensor that is made now: when it will be there. A channel takes tensors in the order of the calls.
-    Ticks send(int64_t link, int64_t m, int64_t batch, Ticks now) {
-        const Ticks ticks = durations_.transfer(link, m, batch);
-        Ticks left = now + ticks;
-        int64_t channel = q_.channel[link];
-        if (channel >= 0) {
-            if (q_.channel_count[link] > 1) channel += m % q_.channel_count[link];
-            Ticks& free = free_[static_cast<size_t>(channel)];
-            // Many tensors may wait for a channel, so that only their sum is too long: what takes one then
-            // is, too.
-            left = free = std::min(std::max(now, free) + ticks, kLongest + 1);
-        }
-        return left + q_.latency_ticks[link];
-    }
-
-  private:
-    const Question& q_;
-    const Durations& durations_;
     std::vector<Ticks> free_;  // per channel
 };
 

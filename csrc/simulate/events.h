@@ -6,25 +6,18 @@
 #include <vector>
 
 #include "simulate/device.h"
-#include "simulate/durations.h"
-#include "simulate/inbox.h"
-#include "simulate/tally.h"
+#include "simulate/engine.h"
 
 namespace avgpipe::simulate {
 
 template <class Device>
-class Events {
+class Events : Engine {
   public:
     Events(const Question& q, Answer& answer)
-        : q_(q),
-          durations_(q),
-          links_(q, durations_),
-          tally_(q, answer),
-          sums_(q, q.pipelines),
+        : Engine(q, answer, q.pipelines),
           next_(q.workers),
           devices_(static_cast<size_t>(q.workers), Device(q)),
           is_touched_(static_cast<size_t>(q.workers)) {
-        inboxes_.add_all(q);
         lanes_.reserve(static_cast<size_t>(q.workers * q.pipelines));
         for (int64_t w = 0; w < q.workers; ++w) {
             for (int64_t i = 0; i < q.pipelines; ++i) {
@@ -36,11 +29,11 @@ class Events {
         for (int64_t lane = 0; lane < static_cast<int64_t>(lanes_.size()); ++lane) look(lane, 0);
     }
 
-    Status run() {
+    void run() {
         for (int64_t w = 0; w < q_.workers; ++w) start(w, 0);
         while (next_.time() != kNever) {
             const Ticks now = next_.time();
-            if (now > kLongest) return Status::kTooLong;
+            check_time(now);
             touched_.clear();
             next_.collect(now, touched_);
             for (const int64_t w : touched_) is_touched_[static_cast<size_t>(w)] = true;
@@ -52,7 +45,7 @@ class Events {
             }
             for (const int64_t w : touched_) start(w, now);
         }
-        return left_ == 0 ? Status::kDone : Status::kStuck;
+        check_done(left_ == 0);
     }
 
   private:
@@ -68,10 +61,7 @@ class Events {
 
     int64_t batch_of(const Lane& lane) const { return lane.walk.peek().own * q_.pipelines + lane.pipeline; }
 
-    // The box of a stage's place, of a pipeline.
-    Ticks& inbox(int64_t place, int64_t pipeline, const Step& step) {
-        return inboxes_.at(place * q_.pipelines + pipeline, step.kind == kForward, step.number);
-    }
+    int64_t box(int64_t place, const Lane& lane) const { return place * q_.pipelines + lane.pipeline; }
 
     // Make the lane's next step known.
     void look(int64_t number, Ticks now) {
@@ -83,7 +73,7 @@ class Events {
         }
         const Step& step = lane.walk.peek();
         if (step.needs_tensor(q_.stages)) {
-            lane.ready = inbox(q_.place(step.stage, step.micro_batch), lane.pipeline, step);
+            lane.ready = inbox(box(q_.place(step.stage, step.micro_batch), lane), step);
         } else {
             lane.ready = step.kind == kUpdate ? sums_.ready(step, lane.pipeline) : now;
         }
@@ -120,7 +110,7 @@ class Events {
         Lane& lane = lanes_[static_cast<size_t>(number)];
         const Step& step = lane.walk.peek();
         const int64_t place = q_.place(step.stage, step.micro_batch);
-        if (step.needs_tensor(q_.stages)) inbox(place, lane.pipeline, step) = kNever;
+        if (step.needs_tensor(q_.stages)) inbox(box(place, lane), step) = kNever;
         if (step.adds()) tally_.hold(lane.worker, step.stage, place);
         lane.is_running = true;
         lane.started = now;
@@ -143,18 +133,14 @@ class Events {
     }
 
     void send(const Lane& lane, const Step& step, int64_t batch, Ticks now) {
-        const bool is_forward = step.kind == kForward;
-        const int64_t k = step.stage, to = is_forward ? k + 1 : k - 1;
-        const int64_t place = q_.place(to, step.micro_batch), w = q_.replicas[place];
-        const Ticks there = w == lane.worker
-                                ? now
-                                : links_.send(is_forward ? 2 * k : 2 * to + 1, step.micro_batch, batch, now);
-        inbox(place, lane.pipeline, step) = there;
-        Lane& other = lanes_[static_cast<size_t>(w * q_.pipelines + lane.pipeline)];
+        const int64_t to = step.receiver(), place = q_.place(to, step.micro_batch);
+        Ticks& there = inbox(box(place, lane), step);
+        there = arrival(lane.worker, place, step, batch, now);
+        Lane& other = lanes_[static_cast<size_t>(q_.replicas[place] * q_.pipelines + lane.pipeline)];
         if (other.walk.done() || other.is_running) return;
         const Step& next = other.walk.peek();
-        if (next.stage != to || next.number != step.number || (next.kind == kForward) != is_forward ||
-            !next.needs_tensor(q_.stages)) {
+        if (next.stage != to || next.number != step.number ||
+            (next.kind == kForward) != (step.kind == kForward) || !next.needs_tensor(q_.stages)) {
             return;
         }
         wake(other, there, now);
@@ -186,18 +172,12 @@ class Events {
         }
     }
 
-    const Question& q_;
-    const Durations durations_;
-    Links links_;
-    Tally tally_;
-    Sums sums_;
     NextEvent next_;
     std::vector<Device> devices_;
     std::vector<int64_t> touched_;  // devices that will choose at this instant
     std::vector<char> is_touched_;
     std::vector<Lane> lanes_;  // those of a worker follow one another
-    Inboxes inboxes_;
-    int64_t left_ = 0;  // lanes with steps to run
+    int64_t left_ = 0;         // lanes with steps to run
 };
 
 }  // namespace avgpipe::simulate

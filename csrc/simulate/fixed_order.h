@@ -7,33 +7,28 @@
 #include <queue>
 #include <vector>
 
-#include "simulate/durations.h"
-#include "simulate/inbox.h"
-#include "simulate/tally.h"
+#include "simulate/engine.h"
 
 namespace avgpipe::simulate {
 
 // Without replicas, so that a stage's number is its place, and its worker alone knows when its gradients are
 // summed.
-class FixedOrder {
+class FixedOrder : Engine {
   public:
-    FixedOrder(const Question& q, Answer& answer)
-        : q_(q), durations_(q), links_(q, durations_), tally_(q, answer), sums_(q, 1) {
+    FixedOrder(const Question& q, Answer& answer) : Engine(q, answer, 1) {
         workers_.reserve(static_cast<size_t>(q.workers));
         for (int64_t w = 0; w < q.workers; ++w) workers_.push_back({RowWalk(q, w, q.batches)});
-        inboxes_.add_all(q);
     }
 
-    Status run() {
+    void run() {
         for (int64_t w = 0; w < q_.workers; ++w) queue_.push(w);
         while (!queue_.empty()) {
             const int64_t w = queue_.front();
             queue_.pop();
-            if (!go_on(w)) return Status::kTooLong;
+            go_on(w);
         }
-        return std::all_of(workers_.begin(), workers_.end(), [](const Worker& w) { return w.walk.done(); })
-                   ? Status::kDone
-                   : Status::kStuck;
+        check_done(
+            std::all_of(workers_.begin(), workers_.end(), [](const Worker& w) { return w.walk.done(); }));
     }
 
   private:
@@ -43,15 +38,14 @@ class FixedOrder {
         const Ticks* awaited = nullptr;  // the place of the tensor that is missing
     };
 
-    // False if time runs out.
-    bool go_on(int64_t w) {
+    void go_on(int64_t w) {
         Worker& worker = workers_[static_cast<size_t>(w)];
         Ticks free = worker.free, busy = 0;
         for (; !worker.walk.done(); worker.walk.advance()) {
             const Step& step = worker.walk.peek();
             Ticks start = free;
             if (step.needs_tensor(q_.stages)) {
-                Ticks& there = inboxes_.at(step.stage, step.kind == kForward, step.number);
+                Ticks& there = inbox(step.stage, step);
                 if (there == kNever) {
                     worker.awaited = &there;
                     break;
@@ -67,7 +61,7 @@ class FixedOrder {
             const Ticks ticks = durations_.action(step.kind, step.stage, step.micro_batch, step.own);
             free = start + ticks;
             busy += ticks;
-            if (free > kLongest) return false;
+            check_time(free);
             if (step.takes()) {
                 tally_.release(step.stage);
                 if (q_.sum_ticks[step.stage] > 0) sums_.add(step, 0, free);
@@ -77,32 +71,19 @@ class FixedOrder {
         }
         worker.free = free;
         tally_.busy(w, busy);
-        return true;
     }
 
     void send(int64_t w, const Step& step, Ticks now) {
-        const bool is_forward = step.kind == kForward;
-        const int64_t k = step.stage, to = is_forward ? k + 1 : k - 1, other = q_.replicas[to];
-        Ticks& there = inboxes_.at(to, is_forward, step.number);
-        if (other == w) {
-            there = now;
-            return;
-        }
-        there = links_.send(is_forward ? 2 * k : 2 * to + 1, step.micro_batch, step.own, now);
-        Worker& receiver = workers_[static_cast<size_t>(other)];
-        if (receiver.awaited == &there) {
-            receiver.awaited = nullptr;
-            queue_.push(other);
-        }
+        const int64_t to = step.receiver();
+        Ticks& there = inbox(to, step);
+        there = arrival(w, to, step, step.own, now);
+        Worker& other = workers_[static_cast<size_t>(q_.replicas[to])];
+        if (other.awaited != &there) return;
+        other.awaited = nullptr;
+        queue_.push(q_.replicas[to]);
     }
 
-    const Question& q_;
-    const Durations durations_;
-    Links links_;
-    Tally tally_;
-    Sums sums_;
     std::vector<Worker> workers_;
-    Inboxes inboxes_;
     std::queue<int64_t> queue_;  // workers that may go on
 };
 

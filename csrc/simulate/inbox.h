@@ -14,28 +14,15 @@ namespace avgpipe::simulate {
 // lie in a window of consecutive micro-batches, so a ring of places is enough.
 class Inboxes {
   public:
-    void add(int64_t window) {
-        const auto places = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(window)));
-        boxes_.push_back({size_, places - 1});
-        size_ += 2 * places;
-    }
-
-    // A box for each place, from stage to stage and worker to worker, and in it for each pipeline.
-    void add_all(const Question& q) {
-        int64_t before = 1;  // of the stage before: its forwards in flight are those that may have been sent
-        for (int64_t k = 0; k < q.stages; ++k) {
-            int64_t own = 1;
-            for (int64_t at = q.replicas_begin[k]; at < q.replicas_begin[k + 1]; ++at) {
-                own = std::max(own, in_flight_span(q, q.replicas[at], k));
-            }
-            const int64_t boxes = q.replica_count(k) * q.pipelines;
-            for (int64_t box = 0; box < boxes; ++box) add(std::max(before, own));
-            before = own;
+    explicit Inboxes(const std::vector<int64_t>& windows) {
+        int64_t size = 0;
+        for (const int64_t window : windows) {
+            const auto places = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(window)));
+            boxes_.push_back({size, places - 1});
+            size += 2 * places;
         }
-        make();
+        places_.assign(static_cast<size_t>(size), kNever);
     }
-
-    void make() { places_.assign(static_cast<size_t>(size_), kNever); }
 
     // The time at which the tensor of a micro-batch is there, kNever while that is unknown.
     Ticks& at(int64_t box, bool is_forward, int64_t number) {
@@ -50,8 +37,23 @@ class Inboxes {
 
     std::vector<Box> boxes_;
     std::vector<Ticks> places_;
-    int64_t size_ = 0;
 };
+
+// A box for each place, from stage to stage and worker to worker, and in it for each pipeline.
+inline std::vector<int64_t> windows_of(const Question& q, int64_t pipelines) {
+    std::vector<int64_t> windows;
+    int64_t before = 1;  // of the stage before: its forwards in flight are those that may have been sent
+    for (int64_t k = 0; k < q.stages; ++k) {
+        int64_t own = 1;
+        for (int64_t at = q.replicas_begin[k]; at < q.replicas_begin[k + 1]; ++at) {
+            own = std::max(own, in_flight_span(q, q.replicas[at], k));
+        }
+        windows.insert(windows.end(), static_cast<size_t>(q.replica_count(k) * pipelines),
+                       std::max(before, own));
+        before = own;
+    }
+    return windows;
+}
 
 // How many of a batch's backwards have ended, of a stage's replicas together, and when the last one did.
 class Sums {

@@ -79,9 +79,9 @@ struct Answer {
     int64_t count;            // of actions
 };
 
-enum class Status : int32_t { kDone, kStuck, kTooLong, kNoMemory };
-
-// Fills the answer. Needs numbers that make sense: avgpipe/planning/engine.py checks them.
-Status simulate(const Question& question, Answer& answer);
+// Fills the answer. Needs numbers that make sense: avgpipe/planning/engine.py checks them. Throws
+// std::invalid_argument for a schedule that gets stuck, std::overflow_error for times that are too long,
+// std::bad_alloc or std::length_error for what does not fit into memory.
+void simulate(const Question& question, Answer& answer);
 
 }  // namespace avgpipe::simulate

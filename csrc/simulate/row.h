@@ -19,6 +19,7 @@ struct Step {
     bool needs_tensor(int64_t stages) const {
         return kind == kForward ? stage > 0 : (kind == kBackward || kind == kInputs) && stage < stages - 1;
     }
+    int64_t receiver() const { return kind == kForward ? stage + 1 : stage - 1; }  // if it sends
     bool sends(int64_t stages) const {
         return kind == kForward ? stage < stages - 1 : (kind == kBackward || kind == kInputs) && stage > 0;
     }

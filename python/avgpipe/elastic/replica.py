@@ -31,10 +31,7 @@ STATE = {  # what the optimizers remember of each parameter, beside Adam's step 
     torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
 }
-CHECKED: dict[str, Any] = {
-    "accumulate": False,
-    "check_finite": True,
-}  # options of the operators: updates are overwritten
+CHECKED: dict[str, Any] = {"accumulate": False, "check_finite": True}  # updates are overwritten
 
 
 class Replica:
@@ -203,16 +200,10 @@ class FusedStep:
             for option in ("amsgrad", "differentiable"):
                 if group.get(option):
                     return f"{option} is on"
-            beta1, beta2 = group.get("betas", (0, 0))
-            settings = {
-                "lr": group["lr"],
-                "weight_decay": group["weight_decay"],
-                "beta1": beta1,
-                "beta2": beta2,
-            }
-            for name, value in settings.items():
-                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                    return f"{name} is a tensor on {value.device}; reading it would synchronise"
+            for name, setting in group.items():
+                for value in setting if isinstance(setting, tuple) else (setting,):
+                    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                        return f"{name} is a tensor on {value.device}; reading it would synchronise"
         return None
 
     def skips(self, found_inf: torch.Tensor | None) -> bool | None:
