@@ -311,7 +311,6 @@ def test_missing_paraphrases_are_named(paraphrases, tmp_path):
     with pytest.raises(DataNotFound, match="is a file"):
         read_paraphrases(paraphrases / TRAIN)
     assert not has_paraphrases(tmp_path / "none")
-    assert not has_paraphrases(None)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from avgpipe.workloads.images import (
     ResidualBlock,
     ResNet,
     accuracy,
-    multiply_adds,
     network_layers,
     upscale,
 )
@@ -208,7 +207,8 @@ def test_multiply_adds_are_counted_by_hand():
     state = torch.get_rng_state()
     network = VGG((1, 1), (4, 6), hidden=(7,), side=8)
     # 3 x 3 convolutions at 8 x 8 and 4 x 4, then 6 x 2 x 2 features
-    assert multiply_adds(network, (2, 5, 5), 5) == [64 * 18 * 4, 16 * 36 * 6, 24 * 7, 7 * 5]
+    layers = network_layers(network, (2, 5, 5), 5)
+    assert [layer.compute_cost for layer in layers] == [64 * 18 * 4, 16 * 36 * 6, 24 * 7, 7 * 5]
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -64,13 +64,13 @@ def layers(model: nn.Module) -> list[nn.Module]:
     names = {id(m): name for name, m in model.named_modules()}
     chain = build(whole)
     for layer in chain:
-        layer.calls = next((names[id(m)] for m in layer.children()), "")  # type: ignore[assignment]
+        layer.calls = next((names[id(m)] for m in layer.modules() if id(m) in names), "")  # type: ignore[assignment]
     return chain
 
 
-def _weights(*modules: nn.Module | None) -> float:
+def _weights(*modules: nn.Module) -> float:
     """Multiply-adds per token: the matrices, each used once."""
-    return float(sum(p.numel() for m in modules if m is not None for p in m.parameters() if p.dim() > 1))
+    return float(sum(p.numel() for m in modules for p in m.parameters() if p.dim() > 1))
 
 
 # ---- first layers --------------------------------------------------------------------------------------------------
@@ -212,23 +212,33 @@ class _TransformerBlock(nn.Module):
 
 
 class _Head(nn.Module):
-    """Logits [b, T, V], or [b, V] of the position ``at``; without ``output`` the last hidden states [b, T, d].
+    """Logits [b, T, V], or [b, V] of the position ``at``, or what else the last modules make of hidden states.
 
-    A pooler is held for its weights alone: only the pooled output needs it.
+    Args:
+        model: the whole, to name it.
+        steps: the modules, called one after another; none for the last hidden states [b, T, d].
+        language: whether it makes logits of each position, so that ``at`` can be asked for.
+        calls: how many tokens there are to a call of the steps.
+        pooler: held for its weights alone: only the pooled output needs it.
     """
 
     def __init__(
-        self, model: Any, norm: Any = None, output: nn.Module | None = None, pooler: Any = None
+        self, model: Any, *steps: nn.Module, language: bool = True, calls: int = 1, pooler: Any = None
     ) -> None:
         super().__init__()
-        self.name = type(model).__name__ if output is None else None
-        self.norm, self.output, self.pooler = norm, output, pooler
-        self.compute_cost = max(1.0, _weights(output))
+        self.steps, self.pooler = nn.ModuleList(steps), pooler
+        self.refused = None if language else type(model).__name__
+        self.compute_cost = max(1.0, _weights(*steps) / calls)
 
     def forward(self, value: Passed) -> Any:
-        hidden = _at(value, self.name)
-        hidden = hidden if self.norm is None else self.norm(hidden)
-        return hidden if self.output is None else self.output(hidden)
+        parts = _parts(value)
+        if "at" in parts and self.refused is not None:
+            asked = f"at={parts['at']} asks for a position's logits"
+            raise ValueError(f"{asked}, and {self.refused} is no language model: leave it out")
+        hidden = _at(parts)
+        for step in self.steps:
+            hidden = step(hidden)
+        return hidden
 
 
 class _BertPretrainingHead(nn.Module):
@@ -240,32 +250,13 @@ class _BertPretrainingHead(nn.Module):
         self.compute_cost = _weights(self.output)
 
     def forward(self, value: Passed) -> Any:
-        return self.output(_at(value), self.pooler(_parts(value)["hidden"]))
+        parts = _parts(value)
+        return self.output(_at(parts), self.pooler(parts["hidden"]))
 
 
-class _BertClassifier(nn.Module):
-    """Logits [b, classes] from the pooled first position."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.name = type(model).__name__
-        self.pooler, self.dropout, self.classifier = model.bert.pooler, model.dropout, model.classifier
-        # once per sequence, however long
-        self.compute_cost = _weights(self.pooler, self.classifier) / model.config.max_position_embeddings
-
-    def forward(self, value: Passed) -> Any:
-        return self.classifier(self.dropout(self.pooler(_at(value, self.name))))
-
-
-def _at(value: Passed, no_language_model: str | None = None) -> Any:
-    """The hidden states, or those of the position ``at`` alone; refuses that for what is ``no_language_model``."""
-    parts = _parts(value)
-    if "at" not in parts:
-        return parts["hidden"]
-    if no_language_model is not None:
-        asked = f"at={parts['at']} asks for a position's logits"
-        raise ValueError(f"{asked}, and {no_language_model} is no language model: leave it out")
-    return parts["hidden"][:, parts["at"]]
+def _at(parts: dict[str, Any]) -> Any:
+    """The hidden states, or those of the position ``at`` alone."""
+    return parts["hidden"][:, parts["at"]] if "at" in parts else parts["hidden"]
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
@@ -275,6 +266,12 @@ def _bert(base: Any, head: nn.Module) -> list[nn.Module]:
     causal = base.config.is_decoder
     blocks = [_TransformerBlock(b, base.config, causal, positioned=False) for b in base.encoder.layer]
     return [_BertEmbeddings(base), *blocks, head]
+
+
+def _bert_classifier(model: Any) -> _Head:
+    """Logits [b, classes] from the pooled first position: once per sequence, however long."""
+    steps = model.bert.pooler, model.dropout, model.classifier
+    return _Head(model, *steps, language=False, calls=model.config.max_position_embeddings)
 
 
 def _gpt2(base: Any, head: nn.Module) -> list[nn.Module]:
@@ -288,12 +285,12 @@ def _llama(base: Any, head: nn.Module) -> list[nn.Module]:
 
 
 _BUILDERS: dict[str, Callable[[Any], list[nn.Module]]] = {
-    "BertModel": lambda m: _bert(m, _Head(m, pooler=m.pooler)),
-    "BertForSequenceClassification": lambda m: _bert(m.bert, _BertClassifier(m)),
-    "BertForMaskedLM": lambda m: _bert(m.bert, _Head(m, output=m.cls)),
+    "BertModel": lambda m: _bert(m, _Head(m, language=False, pooler=m.pooler)),
+    "BertForSequenceClassification": lambda m: _bert(m.bert, _bert_classifier(m)),
+    "BertForMaskedLM": lambda m: _bert(m.bert, _Head(m, m.cls)),
     "BertForPreTraining": lambda m: _bert(m.bert, _BertPretrainingHead(m)),
-    "GPT2Model": lambda m: _gpt2(m, _Head(m, norm=m.ln_f)),
+    "GPT2Model": lambda m: _gpt2(m, _Head(m, m.ln_f, language=False)),
     "GPT2LMHeadModel": lambda m: _gpt2(m.transformer, _Head(m, m.transformer.ln_f, m.lm_head)),
-    "LlamaModel": lambda m: _llama(m, _Head(m, norm=m.norm)),
+    "LlamaModel": lambda m: _llama(m, _Head(m, m.norm, language=False)),
     "LlamaForCausalLM": lambda m: _llama(m.model, _Head(m, m.model.norm, m.lm_head)),
 }

@@ -73,10 +73,6 @@ class BertPreset:
     pairs: BertTask
     masked: BertTask
 
-    def task(self, folder: Path | None) -> BertTask:
-        """Choose the task of a data folder."""
-        return self.pairs if data.has_paraphrases(folder) else self.masked
-
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _TINY = dict(zip(_SIZES, (128, 2, 4, 128)))
@@ -108,24 +104,25 @@ PRESETS = {
 
 def check(name: str, preset: BertPreset, options: BuildOptions) -> tuple[int, Recipe]:
     library("transformers", name)
-    task = preset.task(options.data)
-    layers = int(huggingface.config_of(options.pretrained, "bert", task.model)["num_hidden_layers"])
-    if options.data is not None and task is preset.pairs:
+    if options.data is not None and data.has_paraphrases(options.data):
+        task = preset.pairs
         data.find_paraphrases(options.data)
     else:
+        task = preset.masked
         works = f"{data.TEXT_FOLDER}, or with sentence pairs: {', '.join(data.MRPC_FILES)}"
         data.find_text(options.data, works)
+    layers = int(huggingface.config_of(options.pretrained, "bert", task.model)["num_hidden_layers"])
     return layers + 2, task.training  # embeddings before and a head behind the encoder
 
 
 def build(name: str, preset: BertPreset, options: BuildOptions) -> Built:
-    task = preset.task(options.data)
-    return (_pairs if task is preset.pairs else _masked)(name, options, task)
+    if options.data is not None and data.has_paraphrases(options.data):
+        return _pairs(options, options.data, preset.pairs)
+    return _masked(options, preset.masked)
 
 
-def _pairs(name: str, options: BuildOptions, task: BertTask) -> Built:
-    assert options.data is not None
-    pairs = data.read_paraphrases(options.data)
+def _pairs(options: BuildOptions, folder: Path, task: BertTask) -> Built:
+    pairs = data.read_paraphrases(folder)
     lines = [sentence for pair in pairs["train"] for sentence in (pair.first, pair.second)]
     model, encode, vocabulary = _model(PAIRS_MODEL, task, lines, options)
     length = min(task.length, model.config.max_position_embeddings)
@@ -137,12 +134,12 @@ def _pairs(name: str, options: BuildOptions, task: BertTask) -> Built:
         "metrics": pair_metrics,
         "metric_fn": confusion,
         "metric_name": "accuracy",
-        "title": f"paraphrases among {len(train.labels):,} sentence pairs of {options.data.resolve().name}",
+        "title": f"paraphrases among {len(train.labels):,} sentence pairs of {folder.resolve().name}",
         "trivial": ("always a paraphrase", 100 * float(valid.labels.double().mean())),
     }
 
 
-def _masked(name: str, options: BuildOptions, task: BertTask) -> Built:
+def _masked(options: BuildOptions, task: BertTask) -> Built:
     texts = data.read_text(options.data, task.max_bytes)
     lines = {split: text.split("\n") for split, text in texts.items()}
     model, encode, vocabulary = _model(MASKED_MODEL, task, lines["train"], options)
@@ -154,9 +151,8 @@ def _masked(name: str, options: BuildOptions, task: BertTask) -> Built:
     source = "Python's standard library" if options.data is None else options.data.resolve().name
     loss = tokens.TokenLoss()
     order, valid_order = partial(shuffled, len(rows)), torch.arange(len(valid_rows))
-    masked = mask_pieces(
-        valid_rows, vocabulary, valid_order, generator(0)
-    )  # whatever seed and batch size are
+    # the same whatever seed and batch size are
+    masked = mask_pieces(valid_rows, vocabulary, valid_order, generator(0))
     blind = -float(log_shares[masked[1][masked[1] != IGNORED]].double().mean())
     train = partial(mask_pieces, rows, vocabulary)  # other pieces each time
     return Samples(order, train, TensorRows(masked), valid_order), {

@@ -187,24 +187,22 @@ def make_clips(preset: CaptioningPreset) -> tuple[Clips, Clips]:
     projection = torch.randn(len(VOCABULARY), preset.model.features, generator=generator(_PROJECTION, 0))
     projection[PAD] = 0
     draw = random.Random(f"{_SCRIPT} 0")
-    shown: list[list[list[int]]] = []
-    captions: list[list[int]] = []
-    known = set()
-    while len(shown) < preset.train + preset.valid:
+    scripts: dict[tuple[Event, ...], tuple[list[list[int]], list[int]]] = {}
+    while len(scripts) < preset.train + preset.valid:
         events, frames, words = _draw_script(draw, preset)
-        if events not in known:
-            known.add(events)
-            shown.append([[_NUMBER[w] for w in event] for event, n in zip(events, frames) for _ in range(n)])
-            captions.append([*(_NUMBER[word] for word in words), EOS])
+        shown = [[_NUMBER[w] for w in event] for event, n in zip(events, frames) for _ in range(n)]
+        scripts.setdefault(events, (shown, [*(_NUMBER[word] for word in words), EOS]))
 
     def clips(first: int, end: int | None) -> Clips:
-        of_shown, of_captions = RaggedRows.of(shown[first:end]), RaggedRows.of(captions[first:end])
-        return Clips(of_shown, of_captions, projection, preset.noise, first)
+        shown, captions = map(RaggedRows.of, zip(*[*scripts.values()][first:end]))
+        return Clips(shown, captions, projection, preset.noise, first)
 
     return clips(0, preset.train), clips(preset.train, None)
 
 
-def _draw_script(draw: random.Random, preset: CaptioningPreset) -> tuple[Any, list[int], list[str]]:
+def _draw_script(
+    draw: random.Random, preset: CaptioningPreset
+) -> tuple[tuple[Event, ...], list[int], list[str]]:
     """The events of a clip, how many frames each lasts, and the caption."""
     events: list[Event] = [("", "", "", "")]  # before the first is none
     frames: list[int] = []

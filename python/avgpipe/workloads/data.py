@@ -120,11 +120,9 @@ def load_text(
         DataNotFound: the folder, or one of its files, is not there.
         ValueError: a file is not readable as text.
     """
-    if path is None:
-        sources = _standard_library(max_bytes)
-        tokens = {s: [t for file in sources[s] for t in split_words(file, source=True)] for s in _SPLITS}
-    else:
-        tokens = {split: split_words(read_file(file)) for split, file in find_text(path).items()}
+    read = {split: [read_file(file)] for split, file in find_text(path).items()}
+    texts, source = read or _standard_library(max_bytes), path is None
+    tokens = {s: [t for text in texts[s] for t in split_words(text, source=source)] for s in _SPLITS}
     # equal counts: the first to appear first
     types = [token for token, _ in Counter(tokens["train"]).most_common()]
     size = vocabulary_size
@@ -254,9 +252,9 @@ class Paraphrase(NamedTuple):
     label: int
 
 
-def has_paraphrases(folder: Path | None) -> bool:
+def has_paraphrases(folder: Path) -> bool:
     """Tell whether a folder holds any of the corpus's files."""
-    return folder is not None and any((folder / name).is_file() for name in MRPC_FILES)
+    return any((folder / name).is_file() for name in MRPC_FILES)
 
 
 def find_paraphrases(folder: str | Path) -> dict[str, Path]:

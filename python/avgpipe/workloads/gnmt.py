@@ -91,31 +91,21 @@ class TranslationPreset:
 
 
 _ADAM = partial(Recipe, optimizer="adam", clip_grad_norm=5.0)
+_STEPS = partial(_ADAM, warmup=0.01, decay="steps", milestones=(0.67, 0.83))
 _SMALL = partial(GNMTConfig, 0, encoder_layers=2, decoder_layers=2, tied_output=True, embedding_bound=1.0)
 
 PRESETS = {
     "gnmt": {
         "tiny": TranslationPreset(
-            _SMALL(128, dropout=0.1),
-            _ADAM(32, 2, lr=8e-3, warmup=0.05),
-            2000,
-            decoded=64,
-            beam=1,
-            pairs=12000,
+            _SMALL(128, dropout=0.1), _ADAM(32, 2, lr=8e-3, warmup=0.05), 2000, 64, beam=1, pairs=12000
         ),
         "small": TranslationPreset(
-            _SMALL(192, dropout=0.2), _ADAM(32, 4, lr=4e-3, warmup=0.02), 4000, decoded=300, beam=2
+            _SMALL(192, dropout=0.2), _ADAM(32, 4, lr=4e-3, warmup=0.02), 4000, 300, beam=2
         ),
         # Sizes, Adam, clipping, label smoothing, dropout and beam as NVIDIA publishes its GNMT v2 for WMT16; the
         # halvings of the learning rate in the last third are two steps of a tenth here.
         "paper": TranslationPreset(
-            GNMTConfig(0),
-            _ADAM(128, 6, lr=1e-3, warmup=0.01, decay="steps", milestones=(0.67, 0.83)),
-            32000,
-            decoded=None,
-            beam=5,
-            max_length=50,
-            unigram_bias=False,
+            GNMTConfig(0), _STEPS(128, 6, lr=1e-3), 32000, None, beam=5, max_length=50, unigram_bias=False
         ),
     }
 }

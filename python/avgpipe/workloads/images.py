@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,18 +35,14 @@ Image = tuple[int, ...]  # channels, height and width
 # ---- the networks ----------------------------------------------------------------------------------------------------
 
 
-class ConvNet(Protocol):
-    def layers(self, image: Image, classes: int) -> list[nn.Module]:
-        """Make the layers for images of some size and a number of classes."""
-
-
 def network_layers(network: ConvNet, image: Image, classes: int, *, seed: int = 0) -> list[nn.Module]:
-    """Make a network's layers with initial weights that depend on the seed alone, each with its ``compute_cost``.
+    """Make a network's layers with initial weights that depend on the seed alone.
 
     The caller's random state stays as it is.
 
     Weights are normal with variance 2 over the fan-in (He et al. 2015, section 2.2), biases zero. Those of the last
-    layer have a deviation of 0.01, so that at first every class is about as likely.
+    layer have a deviation of 0.01, so that at first every class is about as likely. A layer's ``compute_cost`` are the
+    multiply-adds of its forward for one image.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -57,21 +53,13 @@ def network_layers(network: ConvNet, image: Image, classes: int, *, seed: int = 
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         nn.init.normal_(modules[-1].weight, std=0.01)
-    for layer, cost in zip(layers, multiply_adds(network, image, classes)):
-        layer.compute_cost = cost  # type: ignore[assignment]
-    return layers
-
-
-def multiply_adds(network: ConvNet, image: Image, classes: int) -> list[float]:
-    """Count the multiply-adds of each layer's forward for one image, without computing it."""
-    costs = []
-    with torch.device("meta"), torch.no_grad():
+    with torch.device("meta"), torch.no_grad():  # only to count
         value = torch.empty(1, *image)
-        for layer in network.layers(image, classes):
+        for layer, counted in zip(layers, network.layers(image, classes)):
             with FlopCounterMode(display=False) as counter:
-                value = layer.eval()(value)  # one image may be too few for a batch norm in training
-            costs.append(max(1.0, counter.get_total_flops() / 2))
-    return costs
+                value = counted.eval()(value)  # one image may be too few for a batch norm in training
+            layer.compute_cost = max(1.0, counter.get_total_flops() / 2)
+    return layers
 
 
 @dataclass(frozen=True)
@@ -194,6 +182,9 @@ class AlexNet:
             nn.Sequential(nn.Conv2d(d, e, 3, padding=1, groups=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
         ]
         return layers + _classifier(e * math.prod(left), self.hidden, classes, self.dropout)
+
+
+ConvNet = ResNet | VGG | AlexNet  # each makes the layers for images of some size and a number of classes
 
 
 def upscale(side: int | None) -> list[nn.Module]:
