@@ -107,9 +107,8 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._averaged: dict[
-            int, Any
-        ] = {}  # by reference; a wait captures the last record, so one event is enough
+        # By reference; a wait captures the last record, so one event is enough.
+        self._averaged: dict[int, Any] = {}
         self.clock = DeviceClock(device)
         self.copies = Copies(device)
 

@@ -7,6 +7,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -38,21 +39,14 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name itself survive a power cut, where the system lets folders be opened."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass  # some network file systems refuse to sync a folder; the content is safe all the same
-    finally:
-        os.close(descriptor)
+    with suppress(
+        OSError
+    ):  # some network file systems refuse to sync a folder; the content is safe all the same
+        descriptor = os.open(target.parent, os.O_RDONLY)  # so that the new name survives a power cut too
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 # ---- values in files -------------------------------------------------------------------------------------------------

@@ -73,9 +73,7 @@ def parse_names(text: str | None) -> tuple[str, ...]:
 
 def _with_unit(text: Any, units: dict[str, float], default: str = "") -> float | None:
     """The value in the unit that is 1; None for what is no finite number with such a unit."""
-    match = (
-        re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)", text.strip()) if isinstance(text, str) else None
-    )
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or (match[2] or default) not in units:
         return None
     try:

@@ -33,18 +33,18 @@ _log = logging.getLogger("avgpipe")
 _SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha", "weights", "replication", "spread")
 
 
-def _is_finite(weights: dict[str, torch.Tensor]) -> bool:
-    return all(bool(value.isfinite().all()) for value in weights.values())
-
-
 class SavedStages:
-    """Contents of files of stage replicas, merged by name: all of a checkpoint, or those of one stage."""
+    """Contents of files of stage replicas, merged by name: all of a checkpoint, or those of one stage.
 
-    def __init__(self, contents: list[dict[str, Any]]) -> None:
-        self._all = contents
+    ``exactly``: whether they are restored bit for bit, by the stage that they are of; else by name.
+    """
+
+    def __init__(self, contents: list[dict[str, Any]], exactly: bool) -> None:
+        self._all, self.exactly = contents, exactly
         self._whole = [content for content in contents if "reference" in content]  # of each stage
         self.pipelines = sorted({i for content in contents for i in content["replicas"]})
-        self.finite = [i for i in self.pipelines if _is_finite(self.replica(i, "weights"))]
+        weights = {i: self.replica(i, "weights").values() for i in self.pipelines}
+        self.finite = [i for i in weights if all(bool(value.isfinite().all()) for value in weights[i])]
 
     @property
     def averaging(self) -> dict[str, Any]:
@@ -83,14 +83,12 @@ class FoundCheckpoint:
 
     Attributes:
         batches: The number that the saved run had begun.
-        saved: Where each of the process's stage replicas is restored from.
-        exactly: Whether bit for bit, each from the files of its own stage; else all from the whole, by name.
+        saved: Where each of the process's stage replicas is restored from: all exactly, or none.
     """
 
     directory: Path
     batches: int
     saved: dict[int, SavedStages]
-    exactly: bool
 
 
 def read_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -> FoundCheckpoint:
@@ -108,12 +106,8 @@ def read_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -
                 raise
             return "replaced"  # by another checkpoint: the next look finds another manifest
         # What is read by name is mended, and a single pipeline goes on as it is.
-        strict = found.exactly and plan.pipelines > 1
-        return (
-            "whole"
-            if not strict or all(s.finite == s.pipelines for s in found.saved.values())
-            else "not finite"
-        )
+        strict = [saved for saved in found.saved.values() if saved.exactly and plan.pipelines > 1]
+        return "whole" if all(saved.finite == saved.pipelines for saved in strict) else "not finite"
 
     while True:
         text = agreed(world, what, lambda: read_text(directory) if world.rank == 0 else "")[0]
@@ -141,7 +135,7 @@ def _read_all(
     exactly = exactly and same
 
     def merged(files: Iterable[int]) -> SavedStages:
-        return SavedStages([_read(manifest, directory, n, lazily=not exactly) for n in files])
+        return SavedStages([_read(manifest, directory, n, lazily=not exactly) for n in files], exactly)
 
     if exactly:
         # Each replica's own file, and the first replica's, which has what all of a stage hold alike.
@@ -149,7 +143,7 @@ def _read_all(
         saved = {n: merged(sorted({first, n})) for n, first in firsts.items()}
     else:
         saved = dict.fromkeys(worker.held, merged(range(len(manifest.files))))
-    return FoundCheckpoint(directory, manifest.batches, saved, exactly)
+    return FoundCheckpoint(directory, manifest.batches, saved)
 
 
 def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> dict[str, Any]:
@@ -176,9 +170,9 @@ def restore_checkpoint(found: FoundCheckpoint, model: Model, worker: Worker) -> 
     """
     try:
         for number, saved in found.saved.items():
-            _restore_reference(saved, model, worker, number, found.exactly)
+            _restore_reference(saved, model, worker, number)
             for i in worker.placement.pipelines_of(number):
-                _restore(saved, model, worker, number, i, found.exactly)
+                _restore(saved, model, worker, number, i)
     except (LookupError, TypeError, ValueError, AttributeError, StopIteration, RuntimeError) as error:
         raise CheckpointError(
             f"the checkpoint in {found.directory} does not fit: {type(error).__name__}: {reason(error)}; use the "
@@ -188,12 +182,12 @@ def restore_checkpoint(found: FoundCheckpoint, model: Model, worker: Worker) -> 
     return found.batches
 
 
-def _restore_reference(saved: SavedStages, model: Model, worker: Worker, number: int, exactly: bool) -> None:
+def _restore_reference(saved: SavedStages, model: Model, worker: Worker, number: int) -> None:
     reference, k = worker.references[number], worker.placement.stage_of(number)
     if reference is None:
         return
     layout = worker.trained[number, worker.placement.pipelines_of(number)[0]].arena.layout
-    if exactly:
+    if saved.exactly:
         _put_in_place(saved, layout)
         reference.load_state_dict(saved.averaging)
     else:
@@ -220,31 +214,28 @@ def _put_in_place(saved: SavedStages, layout: Layout) -> None:
             elastic["start"] = moved(elastic["start"])
 
 
-def _restore(
-    saved: SavedStages, model: Model, worker: Worker, number: int, pipeline: int, exactly: bool
-) -> None:
+def _restore(saved: SavedStages, model: Model, worker: Worker, number: int, pipeline: int) -> None:
     """Restore one pipeline's copy of a stage."""
     placement, trained = worker.placement, worker.trained[number, pipeline]
     k = placement.stage_of(number)
     names, layout = model.trainable[k], trained.arena.layout
     source, goes_on = pipeline, True
-    if not exactly:
+    if not saved.exactly:
         source = pipeline % len(saved.pipelines)
         goes_on = placement.pipelines == len(saved.pipelines) and source in saved.finite
         if source not in saved.finite:
             source = next(iter(saved.finite), source)
     # First: another optimizer than the saved one may refuse its state.
-    _restore_optimizer(trained, names, saved.replicas(source), exactly)
-    lr_scheduler, loss_scale = saved.first(source, "lr_scheduler"), saved.first(source, "loss_scale")
-    if trained.lr_scheduler is not None and lr_scheduler is not None:
-        trained.lr_scheduler.load_state_dict(lr_scheduler)
-    if trained.loss_scale is not None and loss_scale is not None:
-        trained.loss_scale.load_state_dict(loss_scale)
+    _restore_optimizer(trained, names, saved, source)
+    for what in ("lr_scheduler", "loss_scale"):
+        mine, theirs = getattr(trained, what), saved.first(source, what)
+        if mine is not None and theirs is not None:
+            mine.load_state_dict(theirs)
     own = goes_on and placement.pipelines > 1
     weights = saved.replica(source, "weights") if own else saved.reference()
     _copy(weights, names, layout.tensors(trained.arena.weights))
     if trained.versions is not None:
-        older = saved.replicas(source)[0]["older"] if exactly else {}
+        older = saved.replicas(source)[0]["older"] if saved.exactly else {}
         buffers = {behind: layout.zeros().flats for behind in older}
         for behind, flats in buffers.items():
             _copy(older[behind], names, layout.tensors(flats))
@@ -268,22 +259,20 @@ def _copy(values: dict[str, torch.Tensor], names: list[str], targets: list[torch
         target.copy_(values[name])
 
 
-def _restore_optimizer(
-    trained: TrainedStage, names: list[str], replicas: list[dict[str, Any]], exactly: bool
-) -> None:
+def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStages, source: int) -> None:
     if trained.optimizer is None:
         return
-    saved = [replica["optimizer"] for replica in replicas if replica["optimizer"] is not None]
-    if exactly:
-        trained.optimizer.load_state_dict(saved[0]["state"])
+    if saved.exactly:
+        trained.optimizer.load_state_dict(saved.first(source, "optimizer")["state"])
         return
+    stages = [replica["optimizer"] for replica in saved.replicas(source) if replica["optimizer"] is not None]
     inner = trained.elastic.inner if trained.elastic is not None else trained.optimizer
     current = inner.state_dict()
-    groups = saved[0]["state"]["param_groups"] if saved else []
+    groups = stages[0]["state"]["param_groups"] if stages else []
     if len(groups) == len(current["param_groups"]):
         for mine, theirs in zip(current["param_groups"], groups):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
-    states = {stage["names"][n]: value for stage in saved for n, value in stage["state"]["state"].items()}
+    states = {stage["names"][n]: value for stage in stages for n, value in stage["state"]["state"].items()}
     # Copies: a tied parameter's state goes to several stages, and a saved pipeline's to several new ones.
     order = parameter_names(trained, trained.optimizer, names)
     current["state"] = {n: copy.deepcopy(states[name]) for n, name in enumerate(order) if name in states}

@@ -95,9 +95,7 @@ class Manifest:
         """The stage replicas that the files hold, in their order."""
         replication = self.plan["replication"] or [1] * self.plan["stages"]
         groups = range(self.plan["pipelines"] if self.plan["spread"] else 1)
-        return [
-            StageReplica(k, r, g) for g in groups for k, count in enumerate(replication) for r in range(count)
-        ]
+        return [StageReplica(k, r, g) for g in groups for k, n in enumerate(replication) for r in range(n)]
 
     def pipelines_in(self, number: int) -> Sequence[int]:
         """Return the pipelines that one of the files has."""
@@ -226,9 +224,7 @@ def _check_fields(found: Manifest) -> None:
     expect("bounds", bounds, _are_counts)
     stages, replication = plan["stages"], plan["replication"]
     if len(bounds) != stages + 1 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
-        raise ValueError(
-            f"'bounds' are {reprlib.repr(bounds)}, not the rising layer numbers of {stages} stages"
-        )
+        raise ValueError(f"'bounds' are {reprlib.repr(bounds)}, not the rising numbers of {stages} stages")
     if replication is not None:
         expect("plan.replication", replication, [_is_positive] * stages)
     expect("signature", found.signature, dict)

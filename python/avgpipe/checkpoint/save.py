@@ -108,10 +108,8 @@ def _content_of(model: Model, worker: Worker, number: int) -> dict[str, Any]:
     content: dict[str, Any] = {"reference": None, "replicas": {}}
     if reference is not None:
         views = next(iter(replicas.values())).arena.layout.tensors(reference.parameters)
-        content["reference"] = {
-            "weights": dict(zip(model.trainable[k], views)),
-            "state": reference.state_dict(),
-        }
+        weights = dict(zip(model.trainable[k], views))
+        content["reference"] = {"weights": weights, "state": reference.state_dict()}
     for i, trained in replicas.items():
         rest = stage_state(worker, number, i)
         content["replicas"][i] = {
@@ -138,10 +136,8 @@ def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
     if trained.versions is not None:
         state["older"] = {behind: by_name(flats) for behind, flats in trained.versions.older().items()}
     if optimizer is not None:
-        state["optimizer"] = {
-            "state": optimizer.state_dict(),
-            "names": parameter_names(trained, optimizer, names),
-        }
+        order = parameter_names(trained, optimizer, names)
+        state["optimizer"] = {"state": optimizer.state_dict(), "names": order}
     return state
 
 

@@ -135,10 +135,8 @@ class _InSlot(ReadyOnEvent):
 
     __slots__ = ("_format", "_slot", "_slots")
 
-    def __init__(
-        self, slots: DeviceSlots, slot: Slot, format: Format, lease: Any, device: torch.device
-    ) -> None:
-        super().__init__(lease, slot.full, device)
+    def __init__(self, slots: DeviceSlots, slot: Slot, format: Format, lease: Any, at: torch.device) -> None:
+        super().__init__(lease, slot.full, at)
         self._slots, self._slot, self._format = slots, slot, format
 
     def received(self) -> Any:
@@ -188,9 +186,8 @@ class DeviceSlots:
         pointer, flags = ctypes.c_uint64(), ctypes.c_uint(_LAZY_PEER_ACCESS)
         with torch.cuda.device(self._device):
             what = "opening another process's device memory"
-            self._call(
-                "cuIpcOpenMemHandle_v2", what, ctypes.byref(pointer), _Handle.from_buffer_copy(memory), flags
-            )
+            handle = _Handle.from_buffer_copy(memory)
+            self._call("cuIpcOpenMemHandle_v2", what, ctypes.byref(pointer), handle, flags)
             opened = [devices.cuda.Event.from_ipc_handle(self._device, handle) for handle in (full, free)]
         tensor = self._tensor(_DeviceMemory(pointer.value, int.from_bytes(size, "little")))
         return Slot(tensor, opened[0], opened[1], record)
@@ -233,12 +230,8 @@ class _DeviceMemory:
     """Device memory, in the way in which libraries describe it to each other."""
 
     def __init__(self, pointer: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 2,
-        }
+        described = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 2}
+        self.__cuda_array_interface__ = described
 
 
 class _Loan(_DeviceMemory):

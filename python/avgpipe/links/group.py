@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -122,10 +123,8 @@ class GroupLink(Link):
             return
         # Some wait for what will not come soon. gloo cannot cancel a receive, but one that runs into its time limit
         # ends all others of the group, which is this pipeline's own.
-        try:
+        with suppress(RuntimeError):
             self.post_receive(torch.empty(1), _UNUSED_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass
         for thread in self._threads:
             thread.join(_CLOSE_S)
 
@@ -331,10 +330,8 @@ def _copied_lazily(tensor: torch.Tensor) -> torch.Tensor:
     """
     flat = tensor.reshape(-1).view(torch.uint8)
     if flat.untyped_storage().nbytes() == flat.numel():
-        try:
+        with suppress(AttributeError, RuntimeError):  # memory that is not torch's own
             return flat._lazy_clone()  # private: torch has it for this
-        except (AttributeError, RuntimeError):  # memory that is not torch's own
-            pass
     return flat.clone()
 
 

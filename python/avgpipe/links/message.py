@@ -212,10 +212,10 @@ class Format:
         tensors = [place.read(memory, offset, device) for place in self.slices]
         if self._alone:
             return tensors[0]
-        if self._flat and len(tensors) == len(self._leaves):
-            return tensors
-        stream = iter(tensors)
-        leaves = [next(stream) if isinstance(x, TensorInfo) else x for x in self._leaves]
+        leaves = tensors
+        if len(tensors) < len(self._leaves):
+            rest = iter(tensors)
+            leaves = [next(rest) if isinstance(x, TensorInfo) else x for x in self._leaves]
         return leaves if self._flat else pytree.tree_unflatten(leaves, self._structure)
 
 
@@ -225,10 +225,8 @@ class _Slice:
     def __init__(self, info: TensorInfo, wire_dtype: torch.dtype | None, offset: int) -> None:
         self.dtype: torch.dtype = getattr(torch, info.dtype)
         # Not single numbers: that saves nothing, and one of them is the batch's loss.
-        narrower = (
-            bool(info.shape) and wire_dtype is not None and self.dtype in (torch.float32, torch.float64)
-        )
-        self.cast = wire_dtype if narrower else None
+        is_wide = self.dtype in (torch.float32, torch.float64)
+        self.cast = wire_dtype if info.shape and is_wide else None
         self.shape, self.requires_grad, self.offset = info.shape, info.requires_grad, offset
         self.count = torch.Size(info.shape).numel()
         self._on_wire = self.cast or self.dtype
@@ -274,10 +272,7 @@ class Encoder:
         key = tuple(signature)
         try:
             number, format = self._known[key]
-        except (
-            KeyError,
-            TypeError,
-        ):  # a leaf that cannot be hashed cannot travel either, as its description says
+        except (KeyError, TypeError):  # what cannot be hashed cannot travel either, as its description says
             format = Format(structure, tuple(map(_described, leaves)), self._wire_dtype)
             text = format.to_bytes()
             number = len(self._known)
@@ -332,12 +327,8 @@ def _flatten(value: Any) -> tuple[Any, pytree.TreeSpec, list[Any]]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its memory holds its values in order: conjugates and imaginary parts of them may be lazy."""
-    return (
-        tensor.is_contiguous()
-        and tensor.device.type == "cpu"
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    lies_there = tensor.is_contiguous() and tensor.device.type == "cpu"
+    return lies_there and not (tensor.is_conj() or tensor.is_neg())
 
 
 def view(address: int, size: int) -> ctypes.Array[ctypes.c_ubyte]:

@@ -16,13 +16,12 @@ from typing import Any
 
 from avgpipe.links.link import Endpoint, Link, Transport
 from avgpipe.links.message import Channel, Encoder, Key, padded
-from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, supported
+from avgpipe_ext.ring import Bell, Memory, Receiver, Sender
 
 _POLL_S = 1e-3
 _TOKEN_BYTES = 64  # at the beginning of an inbox: shows whoever opens it that it is the right memory
-_LEFT_BYTES = (
-    64  # behind it, a byte that is not zero once nothing is taken any more, on a cache line of its own
-)
+# Behind it, a byte that is not zero once nothing is taken any more, on a cache line of its own.
+_LEFT_BYTES = 64
 _HEAD_BYTES = _TOKEN_BYTES + _LEFT_BYTES
 
 
@@ -75,8 +74,6 @@ def _ring(number: int) -> int:
 
 def host() -> str:
     """Equal in processes that can open each other's memory: one kernel and one space of process numbers."""
-    if not supported():
-        return ""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
 
@@ -95,12 +92,10 @@ class SharedLink(Link):
 
     def __init__(self, inbox: Inbox, outbox: Inbox, peer: int, end: Endpoint) -> None:
         self._inbox, self._outbox, self._peer, self._end = inbox, outbox, peer, end
-        self._outgoing: dict[tuple[Any, ...], tuple[Sender, Encoder]] = {
-            channel: (outbox.sender(channel), end.encoder(channel)) for channel in end.outgoing
+        self._outgoing: dict[Any, tuple[Sender, Encoder]] = {
+            c: (outbox.sender(c), end.encoder(c)) for c in end.outgoing
         }
-        self._incoming = [
-            (channel, inbox.receiver(channel, peer), end.decoder(channel)) for channel in end.incoming
-        ]
+        self._incoming = [(c, inbox.receiver(c, peer), end.decoder(c)) for c in end.incoming]
         end.mailbox.sources.append(self._collect)
 
     def send(self, key: Key, value: Any) -> None:
@@ -142,8 +137,6 @@ class SharedTransport(Transport):
     )
 
     def offer(self) -> Any:
-        if not supported():
-            raise OSError("this system has no shared memory")
         self._inbox, self._opened = Inbox.create(self.into[self.world.rank]), dict[int, Inbox]()
         self.bell = self._inbox.bell
         return self._inbox.offer()

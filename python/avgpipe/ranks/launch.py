@@ -138,12 +138,10 @@ def loopback_store() -> Iterator[dict[str, str]]:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    listening = socket.create_server(("127.0.0.1", 0))
+    host, listening = "127.0.0.1", socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    store = TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
-    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+    yield {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     del store
 
 
@@ -174,14 +172,13 @@ def _run(
                 {rank: {**environment, **rank_environment(rank, count)} for rank in range(count)},
                 elastic.DefaultLogsSpecs(str(folder), elastic.Std.ALL if captures else elastic.Std.NONE),
             )
-            while (result := processes.wait(timeout=0)) is None:
+            while (result := processes.wait(_POLL_S, _POLL_S)) is None:
                 said = _pass_on(folder / PROGRESS, said, say)
                 if time.monotonic() > deadline:
                     raise PipelineError(
                         f"the workers were not done after {timeout_s:.0f} s and were ended; rank 0 was at: "
                         f"{said or 'its start'}"
                     )
-                time.sleep(_POLL_S)
         except BaseException as error:
             # A KeyboardInterrupt comes before torch's launcher has installed its handlers.
             interrupted = isinstance(error, (elastic.SignalException, KeyboardInterrupt))
@@ -197,9 +194,7 @@ def _run(
     if failed := result.failures:
         _pass_on(folder / PROGRESS, said, say)  # where it failed
         codes = [failed[rank].exitcode if rank in failed else 0 for rank in range(count)]
-        first = first_to_fail(
-            {rank: (failure.exitcode, failure.timestamp) for rank, failure in failed.items()}
-        )
+        first = first_to_fail({rank: (end.exitcode, end.timestamp) for rank, end in failed.items()})
         raise RanksFailed(codes, first, _last_line(result.stderrs[first]) if captures else "")
 
 
@@ -229,10 +224,7 @@ def _last_line(log: str) -> str:
 
 
 def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return next((known.name for known in signal.Signals if known == number), f"signal {number}")
 
 
 @contextmanager

@@ -70,9 +70,8 @@ def ending_on_signals(say: Callable[[signal.Signals], None], grace_s: float = 0.
     os.set_blocking(writer, False)
     handlers = {s: signal.signal(s, lambda *_: None) for s in _SIGNALS}
     previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    watcher = threading.Thread(
-        target=_watch, args=(reader, say, grace_s), name="avgpipe-signals", daemon=True
-    )
+    watching = reader, say, grace_s
+    watcher = threading.Thread(target=_watch, args=watching, name="avgpipe-signals", daemon=True)
     watcher.start()
     try:
         yield

@@ -103,9 +103,8 @@ class Board:
         try:
             missing = self.missing(place, deadline)
         except RuntimeError as error:
-            raise PeerLost(
-                f"rank {self._rank} cannot meet the others at its {place}: {reason(error)}"
-            ) from error
+            what = f"rank {self._rank} cannot meet the others at its {place}"
+            raise PeerLost(f"{what}: {reason(error)}") from error
         if missing:
             raise PeerLost(
                 f"rank {self._rank} has waited {time.monotonic() - begin:.0f} s at its {place} for {_names(missing)}, "
@@ -137,12 +136,8 @@ class Board:
         with suppress(RuntimeError):  # who cannot ask misses all
             self.put_first(f"{place}/failed", why)
             missing = self.missing(f"{place}/done", time.monotonic() + ROLL_CALL_S)
-        wait(
-            [task], _END_S
-        )  # by its own limit: a thread that comes back while Python ends aborts the process
-        fate = (
-            f"{_names(missing)}, which died or stands still" if missing else "the others, who are all there"
-        )
+        wait([task], _END_S)  # by its own limit: a thread that ends while Python does aborts the process
+        fate = f"{_names(missing)}, which died or stands still" if missing else "others, who are all there"
         raise PeerLost(f"rank {self._rank} cannot connect to {fate}: {why}")
 
     def _ask(self, question: Callable[[], T], limit_s: float = _ANSWER_S) -> T:

@@ -247,21 +247,19 @@ class Watchdog:
     """
 
     def __init__(
-        self, world: World, mailbox: Waits, doing: Callable[[], str], processes: Mapping[int, int]
+        self, world: World, waits: Waits, doing: Callable[[], str], processes: Mapping[int, int]
     ) -> None:
-        self._world, self._mailbox, self._doing = world, mailbox, doing
+        self._world, self._waits, self._doing = world, waits, doing
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}  # by descriptor
         for rank, process in processes.items():
             try:
-                descriptor = os.pidfd_open(process)
+                self._ranks[os.pidfd_open(process)] = rank
             except ProcessLookupError:
                 self._lost(rank)
-            else:
-                self._ranks[descriptor] = rank
-                self._poll.register(descriptor, select.POLLIN)
         self._wake_read, self._wake_write = os.pipe()
-        self._poll.register(self._wake_read, select.POLLIN)
+        for descriptor in (*self._ranks, self._wake_read):
+            self._poll.register(descriptor, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="avgpipe-watchdog", daemon=True)
         self._thread.start()
 
@@ -281,11 +279,11 @@ class Watchdog:
                 told, told_at = doing, time.monotonic()
             seen = doing
             if (loss := self._world.reported()) is not None:
-                self._mailbox.fail(loss)
+                self._waits.fail(loss)
 
     def _lost(self, rank: int) -> None:
         """Only who still waits for something from that rank hears of it."""
-        self._mailbox.fail(self._world.lost(rank, "watching its process"), rank)
+        self._waits.fail(self._world.lost(rank, "watching its process"), rank)
 
     def close(self) -> None:
         os.write(self._wake_write, b"x")
