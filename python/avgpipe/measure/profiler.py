@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from avgpipe.device import own_device
 from avgpipe.measure.memory import measure_bytes
 from avgpipe.measure.sweep import Example, Sweep, Times, examples, lane_gain, repeat, typical, undisturbed
-from avgpipe.measure.updates import UpdateCosts, Updates
+from avgpipe.measure.updates import Updates
 from avgpipe.measure.workers import WorkerCosts, measure_workers
 from avgpipe.planning.costs import MOST_JITTER
 from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile, Skip, Tie
@@ -107,12 +106,13 @@ def profile(
         loss = copy.deepcopy(loss_fn)
         if isinstance(loss, nn.Module):
             loss.to(where)
-        swept = _swept(lambda: Sweep(_stage(layers, where), names, loss, autocast), model, batches, budget_s)
+        new_sweep = lambda: Sweep(_stage(layers, where), names, loss, autocast)  # noqa: E731
+        by_layer, facts = _swept(new_sweep, model, batches, budget_s)
         updates = Updates(optimizer, where, clip_grad_norm)
         share_s = _UPDATES_SHARE * budget_s / len(layers)
         rows = tuple(
-            _row(name, layer, n, swept, updates.measure(layer, share_s))
-            for n, (name, layer) in enumerate(zip(names, layers))
+            _row(name, layer, {**measured, **updates.measure(layer, share_s)._asdict()})
+            for name, layer, measured in zip(names, layers, by_layer)
         )
     found = Profile(
         model=name
@@ -120,22 +120,19 @@ def profile(
         device=f"cpu: {cpu_model()}, threads: {threads}" if on_host else torch.cuda.get_device_name(where),
         micro_batch_sizes=tuple(sizes),
         layers=rows,
-        skips=swept.skips,
         ties=_ties(layers),
-        second_lane=swept.gains,
         step_s=updates.step_s,
-        jitter=swept.jitter,
+        **facts,
     )
     if layers_only:
         return found
     return with_workers(found, measure_workers(layers, threads, on_host and link is None, worker_loads), link)
 
 
-def _row(name: str, layer: nn.Module, n: int, swept: _Swept, update: UpdateCosts) -> LayerProfile:
-    by_size: dict[str, Any] = {key: tuple(at[key][n] for at in swept.by_size) for key in swept.by_size[0]}
+def _row(name: str, layer: nn.Module, measured: dict[str, Any]) -> LayerProfile:
     trained = sum(p.nbytes for p in layer.parameters() if p.requires_grad)
     frozen = sum(t.nbytes for t in (*layer.parameters(), *layer.buffers())) - trained
-    return LayerProfile(name, parameter_bytes=trained, frozen_bytes=frozen, **by_size, **update._asdict())
+    return LayerProfile(name, parameter_bytes=trained, frozen_bytes=frozen, **measured)
 
 
 def with_workers(found: Profile, workers: WorkerCosts, link: LinkProfile | None) -> Profile:
@@ -151,17 +148,13 @@ def with_workers(found: Profile, workers: WorkerCosts, link: LinkProfile | None)
     )
 
 
-class _Swept(NamedTuple):
-    """What sweeps have found: fields of ``LayerProfile`` at each size, a value per layer; and fields of ``Profile``."""
+def _swept(
+    new_sweep: Callable[[], Sweep], model: Any, batches: Sequence[Example], budget_s: float
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Measure on a copy of the whole model, or two, which are freed afterwards.
 
-    by_size: list[dict[str, Any]]
-    skips: tuple[Skip, ...]
-    gains: tuple[float, ...]
-    jitter: float
-
-
-def _swept(new_sweep: Callable[[], Sweep], model: Any, batches: Sequence[Example], budget_s: float) -> _Swept:
-    """Measure the layers on a copy of the whole model, or two, which are freed afterwards."""
+    Returns fields of each layer's profile, and fields of the model's.
+    """
     begin = time.perf_counter()
     sweep = new_sweep()
     device, layers = sweep.stage.device, len(sweep.stage.layers)
@@ -188,14 +181,15 @@ def _swept(new_sweep: Callable[[], Sweep], model: Any, batches: Sequence[Example
         {**_typical_times(*times), **layer_bytes._asdict()}
         for *times, (layer_bytes, _) in zip(whole, split, sizes)
     ]
+    by_layer = [{key: tuple(at[key][n] for at in by_size) for key in by_size[0]} for n in range(layers)]
     skips = tuple(Skip(*ends, tuple(found[ends] for _, found in sizes)) for ends in sorted(sizes[0][1]))
-    return _Swept(by_size, skips, tuple(gains), _jitter(whole))
+    return by_layer, {"skips": skips, "second_lane": tuple(gains), "jitter": _jitter(whole)}
 
 
 def _typical_times(whole: Sequence[Times], split: Sequence[Times]) -> dict[str, Any]:
     """Seconds of each layer; of a backward the input's part is in proportion to what two parts in turn take."""
-    forward_s, backward_s = _columns(t.forward_s for t in whole), _columns(t.backward_s for t in whole)
-    inputs_s, rests_s = _columns(t.backward_s for t in split), _columns(t.rest_s for t in split)
+    forward_s, backward_s, _ = (typical(times) for times in zip(*whole))
+    _, inputs_s, rests_s = (typical(times) for times in zip(*split))
     parts = [
         min(whole_s, whole_s * input_s / max(input_s + rest_s, 1e-12))
         for whole_s, input_s, rest_s in zip(backward_s, inputs_s, rests_s)
@@ -203,18 +197,12 @@ def _typical_times(whole: Sequence[Times], split: Sequence[Times]) -> dict[str, 
     return {"forward_s": forward_s, "backward_s": backward_s, "input_backward_s": parts}
 
 
-def _columns(rows: Iterable[list[float]]) -> list[float]:
-    return [typical(column) for column in zip(*rows)]
-
-
 def _jitter(sweeps: Sequence[Sequence[Times]]) -> float:
     """Relative spread of all layers' times from one sweep to the next, so that a slow drift does not count."""
-    steps: list[float] = []
-    for times in sweeps:
-        for sums in ([sum(t.forward_s) for t in times], [sum(t.backward_s) for t in times]):
-            steps += [abs(b - a) / statistics.fmean(sums) for a, b in pairwise(sums)]
+    sums = np.array([[(sum(t.forward_s), sum(t.backward_s)) for t in times] for times in sweeps])
+    steps = np.abs(np.diff(sums, axis=1)) / sums.mean(axis=1, keepdims=True)
     # Some are outliers. Of normal samples the median is 0.6745 times the square root of 2 standard deviations.
-    return min(MOST_JITTER, statistics.median(steps) / (0.6745 * math.sqrt(2)))
+    return min(MOST_JITTER, float(np.median(steps)) / (0.6745 * math.sqrt(2)))
 
 
 def _stage(layers: Sequence[nn.Module], device: torch.device) -> Stage:
@@ -230,10 +218,9 @@ def _ties(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
     """Find parameters that several layers share, by those layers."""
     holders: dict[nn.Parameter, list[int]] = defaultdict(list)
     for n, layer in enumerate(layers):
-        for p in layer.parameters():
-            if p.requires_grad:
-                holders[p].append(n)
-    shared: dict[tuple[int, ...], int] = defaultdict(int)
+        for p in filter(lambda p: p.requires_grad, layer.parameters()):
+            holders[p].append(n)
+    shared: Counter[tuple[int, ...]] = Counter()
     for p, found in holders.items():
         if len(found) > 1:
             shared[tuple(found)] += p.nbytes

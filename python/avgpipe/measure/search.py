@@ -273,15 +273,9 @@ class _PlanSearch:
 
     def _nothing_fits(self, shapes: Sequence[PlanShape]) -> ValueError:
         """Return the error that says how much memory the smallest plans need."""
-        least = (inf, inf, inf)
-        for shape in shapes:
-            few = shape.pipelines == min(self._space.pipelines) or shape.stages == 1
-            parts = self._space.parts(shape.width)
-            if few and shape.micro_batches in (min(parts), max(parts)):
-                for problem in self._ways(shape):
-                    search = CutSearch(problem, problem.limits)
-                    least = min(least, search.excess(search.min_memory()))
-        _, size, limit = least
+        few = [s for s in shapes if s.stages == 1 or s.pipelines == min(self._space.pipelines)]
+        searches = (CutSearch(on, on.limits) for shape in few for on in self._ways(shape))
+        _, size, limit = min(search.excess(search.min_memory()) for search in searches)
         return does_not_fit(limit, size, "use more workers, a smaller batch or a smaller model")
 
 

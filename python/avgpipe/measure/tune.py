@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import repeat
 from typing import Any
@@ -341,28 +340,27 @@ def study(
     """
     seconds = {} if profile_s is None else {"profile_s": profile_s}
 
-    @contextmanager
-    def step(name: str) -> Iterator[None]:
+    def timed(step: str, forecasts: Sequence[TunedPlan]) -> list[TunedPlan]:
+        assert measure is not None
         begin = time.perf_counter()
-        yield
-        seconds[name] = time.perf_counter() - begin
+        found = [_timed(row, measure, say) for row in forecasts]
+        seconds[step] = time.perf_counter() - begin
+        return found
 
-    with step("search_s"):
-        found = search(space)
+    begin = time.perf_counter()
+    found = search(space)
+    seconds["search_s"] = time.perf_counter() - begin
     rows = [TunedPlan(_kind_of(f.plan), f) for f in found.ranked]
     others = [TunedPlan(what, f) for what, f in extremes(space).items()]
     if measure is not None:
-        with step("trials_s"):
-            simpler = [row for row in rows[trials:] if row.plan.stages == 1]
-            chosen = [*rows[:trials], *simpler] if trials else []
-            rows = _timed(chosen, measure, say) + [row for row in rows if row not in chosen]
+        simpler = [row for row in rows[trials:] if row.plan.stages == 1]
+        chosen = [*rows[:trials], *simpler] if trials else []
+        rows = timed("trials_s", chosen) + [row for row in rows if row not in chosen]
         if baselines:
-            with step("baselines_s"):
-                others = _timed(others, measure, say)
+            others = timed("baselines_s", others)
         if traversal:
-            with step("traversal_s"):
-                every = [TunedPlan(TRAVERSAL, f) for f in settings(space)]
-                others += sorted(_timed(every, measure, say), key=lambda row: row.batch_s)
+            every = timed("traversal_s", [TunedPlan(TRAVERSAL, f) for f in settings(space)])
+            others += sorted(every, key=lambda row: row.batch_s)
     rows.sort(key=lambda row: (row.trial is None, bool(row.failure), row.batch_s))
     sizes = space.batch_size, space.cluster.workers, found.considered, found.excluded
     return TuningResult(tuple(rows), tuple(others), *sizes, seconds)
@@ -374,14 +372,11 @@ def _kind_of(plan: Plan) -> str:
     return DATA_PARALLEL if plan.stages == 1 else PIPELINE
 
 
-def _timed(rows: Iterable[TunedPlan], measure: Measure, say: Say) -> list[TunedPlan]:
-    done = []
-    for row in rows:
-        plan, width = row.plan, (row.plan.replication or [1])[0]
-        stages = f"K = {plan.stages}" + (f" x {width}" if width > 1 else "")
-        say(f"timing {stages}, N = {plan.pipelines}, M = {plan.micro_batches}")
-        try:
-            done.append(replace(row, trial=measure(row.forecast)))
-        except PipelineError as error:
-            done.append(replace(row, failure=" ".join(str(error).split())))
-    return done
+def _timed(row: TunedPlan, measure: Measure, say: Say) -> TunedPlan:
+    plan, width = row.plan, (row.plan.replication or [1])[0]
+    stages = f"K = {plan.stages}" + (f" x {width}" if width > 1 else "")
+    say(f"timing {stages}, N = {plan.pipelines}, M = {plan.micro_batches}")
+    try:
+        return replace(row, trial=measure(row.forecast))
+    except PipelineError as error:
+        return replace(row, failure=" ".join(str(error).split()))

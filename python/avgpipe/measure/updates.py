@@ -110,7 +110,7 @@ class Updates:
         once(0)  # makes the state
         samples.clear()
         repeat(once, budget_s)
-        return typical(samples)
+        return float(typical(samples))
 
 
 def _add(sums: list[torch.Tensor], grads: list[torch.Tensor]) -> None:

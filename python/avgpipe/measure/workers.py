@@ -254,12 +254,10 @@ def runtime_seconds(caches_bytes: int) -> tuple[float, float]:
         timeline = pipeline.timeline().window(_BATCHES // 3, _BATCHES - 1)
     actions = sum(event.kind in "FB" for event in timeline.events)
     batches = len({event.batch for event in timeline.events}) * timeline.stages
-    of_action_s = of_batch_s = 0.0
-    for row in timeline.breakdown():
-        between_s = sum(row.host_s.get(detail, 0.0) for detail in _BETWEEN_BATCHES)
-        of_batch_s += between_s
-        of_action_s += row.send_s + row.other_s + sum(row.host_s.values()) - between_s
-    return of_action_s / actions, of_batch_s / batches
+    rows = timeline.breakdown()
+    between_s = sum(row.host_s.get(detail, 0.0) for row in rows for detail in _BETWEEN_BATCHES)
+    other_s = sum(row.send_s + row.other_s + sum(row.host_s.values()) for row in rows)
+    return (other_s - between_s) / actions, between_s / batches
 
 
 class _Cold(nn.Module):
