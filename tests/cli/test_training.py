@@ -15,7 +15,7 @@ from avgpipe.workloads import awd_lstm
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_running_means_are_evaluated_once_there_are_some(pipelines, text, tmp_path, monkeypatch):
     presets = awd_lstm.PRESETS["awd-lstm"]
-    training = replace(presets["tiny"].training, lr=0.5, decay="none", warmup=0.0)
+    training = replace(presets["tiny"].training, optimizer="nt-asgd", lr=0.5, decay="none", warmup=0.0)
     monkeypatch.setitem(presets, "tiny", replace(presets["tiny"], published=True, training=training))
     sizes = {"batch_size": 4, "stages": 1, "pipelines": pipelines, "max_batches": 8}
     asked = TrainConfig.of(workload="awd-lstm", data=str(text), out=str(tmp_path / "run"), **sizes)

@@ -22,7 +22,7 @@ from avgpipe.workloads import BuildOptions, tokens
 from avgpipe.workloads.batches import continued_batches, segment_lengths
 from avgpipe.workloads.data import find_text, load_text
 from avgpipe.workloads.tokens import TokenLoss, Uniform, at_least_float32, perplexity
-from avgpipe.workloads.training import NTASGD, Built, Recipe
+from avgpipe.workloads.training import Built, Recipe
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,9 @@ class LanguagePreset:
         model: its vocabulary is that of the data.
         training: batches are of rows.
         length: tokens per row of one pipeline's batch.
-        published: train as in the paper: with NT-ASGD instead of the optimizer that ``training`` names, with lengths
-            that vary and the learning rate with them, and from a decoder's bias of zero. Otherwise the bias begins
-            with the words' frequencies: from zero it takes some thousand small steps to get there, and meanwhile the
-            LSTMs saturate to do its work; in a short run that is most of the loss.
+        published: train as in the paper: with lengths that vary and the learning rate with them, and from a decoder's
+            bias of zero. Otherwise the bias begins with the words' frequencies: from zero it takes some thousand small
+            steps to get there, and meanwhile the LSTMs saturate to do its work: in a short run most of the loss.
         source_bytes: how much of the standard library to read when there is no data folder.
         vocabulary: how many types to keep; None: all.
         train_tokens, valid_tokens: how many of each split to read, from its beginning; None: all.
@@ -72,7 +71,7 @@ class LanguagePreset:
 # sizes, then dropout of embedding, input, hidden features, output and weights
 _SMALL = AWDLSTMConfig(0, 128, 640, 2, 0.0, 0.1, 0.1, 0.1, 0.1)
 _ADAMW = partial(Recipe, optimizer="adamw", betas=(0.9, 0.99), weight_decay=0.01, clip_grad_norm=0.25)
-_NTASGD = partial(Recipe, optimizer="sgd", lr_scaling="none", weight_decay=1.2e-6, clip_grad_norm=0.25)
+_NTASGD = partial(Recipe, optimizer="nt-asgd", lr_scaling="none", weight_decay=1.2e-6, clip_grad_norm=0.25)
 _FEW: Any = {"source_bytes": 2_000_000, "vocabulary": 5_000, "train_tokens": 500_000, "valid_tokens": 50_000}
 
 PRESETS = {
@@ -110,17 +109,12 @@ def build(name: str, preset: LanguagePreset, options: BuildOptions) -> Built:
         return continued_batches(train, recipe.batch_size, lengths, options.pipelines, "train")[start:]
 
     published: dict[str, Any] = {}
-    if preset.published:
+    if preset.published:  # a longer segment has more tokens for its mean gradient
         row = len(train) // (options.pipelines * recipe.batch_size)
-        steps = [length for epoch in range(recipe.epochs) for length in jittered(row - 1, epoch=epoch)]
-        lr, decay = recipe.scaled_lr(options.pipelines), recipe.weight_decay
-        published = {
-            "optimizer": partial(NTASGD, lr=lr, weight_decay=decay),
-            # A longer segment has more tokens for its mean gradient.
-            "lr_scheduler": partial(
-                LambdaLR, lr_lambda=lambda n: steps[min(n, len(steps) - 1)] / preset.length
-            ),
-        }
+        factors = [
+            n / preset.length for epoch in range(recipe.epochs) for n in jittered(row - 1, epoch=epoch)
+        ]
+        published = {"lr_scheduler": partial(LambdaLR, lr_lambda=lambda n: factors[min(n, len(factors) - 1)])}
     source = "the standard library's source" if options.data is None else options.data.name
     return (train_batches, lambda: valid_batches), {
         "layers": awd_lstm_layers(config, seed=seed, decoder_bias=None if preset.published else log_shares),

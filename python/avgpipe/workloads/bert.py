@@ -127,8 +127,7 @@ def _pairs(options: BuildOptions, folder: Path, task: BertTask) -> Built:
     model, encode, vocabulary = _model(PAIRS_MODEL, task, lines, options)
     length = min(task.length, model.config.max_position_embeddings)
     train, valid = (PairRows.of(pairs[s], encode, vocabulary, length) for s in ("train", "valid"))
-    order, valid_order = partial(by_length, train.pieces.lengths), torch.arange(len(valid.labels))
-    return Samples(order, train, valid, valid_order), {
+    return Samples(partial(by_length, train.pieces.lengths), train, valid, torch.arange(len(valid.labels))), {
         "layers": model,
         "loss_fn": nn.CrossEntropyLoss(),
         "metrics": pair_metrics,

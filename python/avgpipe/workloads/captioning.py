@@ -130,9 +130,8 @@ def check(name: str, preset: CaptioningPreset, options: BuildOptions) -> tuple[i
 def build(name: str, preset: CaptioningPreset, options: BuildOptions) -> Built:
     train, valid = make_clips(preset)
     captions = (clips.captions.padded(torch.arange(len(clips.captions.lengths))) for clips in (train, valid))
-    order, valid_order = partial(by_length, train.shown.lengths), torch.arange(preset.valid)
     loss = tokens.TokenLoss(PAD)
-    return Samples(order, train, valid, valid_order), {
+    return Samples(partial(by_length, train.shown.lengths), train, valid, torch.arange(preset.valid)), {
         "layers": s2vt_layers(preset.model, seed=options.seed),
         "loss_fn": loss,
         "metrics": tokens.token_metrics,

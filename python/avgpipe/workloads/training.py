@@ -26,11 +26,12 @@ class Recipe:
     Attributes:
         batch_size: samples in one pipeline's batch.
         epochs: of all pipelines together.
-        optimizer: SGD has ``momentum``, the others ``betas``.
+        optimizer: SGD has ``momentum``, the Adams ``betas``.
         lr: learning rate of a single pipeline, at its highest.
         lr_scaling: how the learning rate grows with the number of pipelines. The reference moves by the mean of N
             updates, so N pipelines want a learning rate like that of an N-fold batch.
-        weight_decay: of parameters of two and more dimensions; biases and the weights of norms have none.
+        weight_decay: of parameters of two and more dimensions; biases and the weights of norms have none but with
+            NT-ASGD.
         clip_grad_norm: the largest norm of all gradients together, or None.
         warmup: linear warm-up over this share of the steps.
         decay: what follows. "steps": a tenth at each of the ``milestones``, shares of the steps.
@@ -38,7 +39,7 @@ class Recipe:
 
     batch_size: int
     epochs: int
-    optimizer: Literal["sgd", "adam", "adamw"]
+    optimizer: Literal["sgd", "nt-asgd", "adam", "adamw"]
     lr: float
     lr_scaling: Literal["none", "sqrt", "linear"] = "sqrt"
     weight_decay: float = 0.0
@@ -89,6 +90,8 @@ class Recipe:
 
 def _optimizer(training: Recipe, lr: float, params: Iterable[nn.Parameter]) -> Optimizer:
     params = list(params)
+    if training.optimizer == "nt-asgd":
+        return NTASGD(params, lr, weight_decay=training.weight_decay)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": training.weight_decay},
         {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
