@@ -19,9 +19,9 @@ class Engine {
         return inboxes_.at(box, step.kind == kForward, step.number);
     }
 
-    // When what an action of a worker has made will be at another place.
-    Ticks arrival(int64_t worker, int64_t place, const Step& step, int64_t batch, Ticks now) {
-        if (q_.replicas[place] == worker) return now;
+    // When what an action has made on one worker will be on the other.
+    Ticks arrival(int64_t from, int64_t to, const Step& step, int64_t batch, Ticks now) {
+        if (from == to) return now;
         const int64_t link = step.kind == kForward ? 2 * step.stage : 2 * step.receiver() + 1;
         return durations_.send(link, step.micro_batch, batch, now);
     }

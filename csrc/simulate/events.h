@@ -135,8 +135,9 @@ class Events : Engine {
     void send(const Lane& lane, const Step& step, int64_t batch, Ticks now) {
         const int64_t to = step.receiver(), place = q_.place(to, step.micro_batch);
         Ticks& there = inbox(box(place, lane), step);
-        there = arrival(lane.worker, place, step, batch, now);
-        Lane& other = lanes_[static_cast<size_t>(q_.replicas[place] * q_.pipelines + lane.pipeline)];
+        const int64_t w = q_.replicas[place];
+        there = arrival(lane.worker, w, step, batch, now);
+        Lane& other = lanes_[static_cast<size_t>(w * q_.pipelines + lane.pipeline)];
         if (other.walk.done() || other.is_running) return;
         const Step& next = other.walk.peek();
         if (next.stage != to || next.number != step.number ||

@@ -74,13 +74,13 @@ class FixedOrder : Engine {
     }
 
     void send(int64_t w, const Step& step, Ticks now) {
-        const int64_t to = step.receiver();
-        Ticks& there = inbox(to, step);
+        const int64_t to = q_.replicas[step.receiver()];
+        Ticks& there = inbox(step.receiver(), step);
         there = arrival(w, to, step, step.own, now);
-        Worker& other = workers_[static_cast<size_t>(q_.replicas[to])];
+        Worker& other = workers_[static_cast<size_t>(to)];
         if (other.awaited != &there) return;
         other.awaited = nullptr;
-        queue_.push(q_.replicas[to]);
+        queue_.push(to);
     }
 
     std::vector<Worker> workers_;

@@ -107,6 +107,13 @@ def holds(tensors: Sequence[torch.Tensor], p: torch.Tensor) -> bool:
     )
 
 
+def starting_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of ``tensors`` whose memory begins where that of one of ``others`` does."""
+    dense = [[t for t in ts if t.layout == torch.strided and t.numel()] for ts in (tensors, others)]
+    places = {t.data_ptr() for t in dense[1]} - {0}
+    return [t for t in dense[0] if t.data_ptr() in places]
+
+
 def _pick(
     whose: str, tensors: list[torch.Tensor], everything: Sequence[torch.Tensor], averaged: Sequence[int]
 ) -> list[torch.Tensor]:

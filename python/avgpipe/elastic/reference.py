@@ -27,7 +27,7 @@ from torch import nn
 
 import avgpipe_ext
 from avgpipe.elastic.flat import FlatBuffers, Layout
-from avgpipe.elastic.matching import averaged, check_shapes, list_tensors
+from avgpipe.elastic.matching import averaged, check_shapes, list_tensors, starting_alike
 from avgpipe.elastic.replica import FusedUpdate, Replica, step_together
 from avgpipe.ranks.world import gather
 from avgpipe.rules import Elasticity
@@ -161,17 +161,11 @@ class Reference:
                 f"{f'pass replica= one of {free}' if free else 'all have'}, or free it with "
                 f"reference.release({replica})"
             )
-        owners = [(f"replica {i}", r.tensors) for i, r in self._replicas.items()]
-        taken = {
-            t.data_ptr(): whose
-            for whose, theirs in [*owners, ("the reference", self.parameters)]
-            for t in theirs
-            if _has_memory(t)
-        }
-        for t in tensors:
-            if _has_memory(t) and t.data_ptr() in taken:
+        owners = {f"replica {i}": r.tensors for i, r in self._replicas.items()}
+        for whose, theirs in {**owners, "the reference": self.parameters}.items():
+            for t in starting_alike(tensors, theirs):
                 raise ValueError(
-                    f"replica {replica} shares a tensor of shape {tuple(t.shape)} with {taken[t.data_ptr()]}: "
+                    f"replica {replica} shares a tensor of shape {tuple(t.shape)} with {whose}: "
                     f"give each replica its own copy, such as copy.deepcopy(model)"
                 )
         update = None if self._follows else self._update_of(replica)
@@ -513,10 +507,6 @@ class Reference:
             f"Reference({len(self.parameters)} tensors, replicas={e.replicas}, alpha={e.alpha:.4g}, "
             f"rule={e.rule!r}, staleness={e.staleness!r}, period={e.period}, round={self.round})"
         )
-
-
-def _has_memory(t: torch.Tensor) -> bool:
-    return t.layout == torch.strided and t.numel() > 0 and t.data_ptr() != 0
 
 
 def _check_group(group: dist.ProcessGroup, elasticity: Elasticity, layout: Layout, outer: bool) -> None:
