@@ -10,7 +10,7 @@ from functools import cache
 from avgpipe.errors import check_count
 from avgpipe.planning.chain import limit_of
 from avgpipe.planning.costs import Costs
-from avgpipe.planning.simulation import check_costs, makespan_bounds, measure, measured_batches
+from avgpipe.planning.simulation import check_costs, makespan_bounds, measured_batches, steady_batch_s
 from avgpipe.schedule import Schedule, build_schedule, warm_ups
 
 TOLERANCE = 0.01
@@ -93,7 +93,7 @@ def choose_advance(
 
     @cache
     def seconds(warm: WarmUps) -> float:
-        return measure(_schedule(warm, micro_batches), costs, pipelines, count)
+        return steady_batch_s(_schedule(warm, micro_batches), costs, pipelines=pipelines, batches=count)
 
     search = _AdvanceSearch(
         seconds,

@@ -86,18 +86,21 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in (*_OF_MICRO_BATCHES, *_OF_STAGES):
-            value = getattr(self, name)
+            value, per = getattr(self, name), ("stage", "micro-batch")[: 1 + (name in _OF_MICRO_BATCHES)]
             # None is for those whose default it is.
             if value is not None or type(self).__dataclass_fields__[name].default is not None:
-                kept = _checked(name, value, "stage", "micro-batch" if name in _OF_MICRO_BATCHES else "")
-                object.__setattr__(self, name, kept)
+                object.__setattr__(self, name, _checked(name, value, *per))
         if not isinstance(self.link_serial, bool):
             raise TypeError(f"link_serial={self.link_serial!r}: must be True or False")
         object.__setattr__(self, "shared_links", _checked_groups(self.shared_links, self.link_serial))
         object.__setattr__(self, "concurrency_gain", _checked_gain(self.concurrency_gain))
-        _check_draws(self.jitter, self.stragglers, self.seed)
-        if self.stragglers is not None:
-            object.__setattr__(self, "stragglers", tuple(map(float, self.stragglers)))
+        object.__setattr__(self, "stragglers", _checked_stragglers(self.stragglers))
+        if number("jitter", self.jitter) > MOST_JITTER:
+            raise ValueError(
+                f"jitter={self.jitter!r}: must be at most {MOST_JITTER}, use stragglers for rarer delays"
+            )
+        if type(self.seed) is not int or not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed={self.seed!r}: must be an int from 0 to 2**64 - 1")
 
     def of_stages(self, stages: int, micro_batches: int | None = None) -> StageCosts:
         """Return the costs with one entry per stage and per boundary; ValueError for sequences of another length.
@@ -142,9 +145,8 @@ class Costs:
                     f"{name}[{k}] has {len(entry)} entries for {micro_batches or 'an unknown number of'} "
                     "micro-batches: give one for each, or one number for all"
                 )
-        if not any(isinstance(entry, tuple) for entry in value):
-            return np.array(value, dtype=np.float64).reshape(count, 1)
-        return np.array([np.broadcast_to(entry, micro_batches or 1) for entry in value])
+        width = micro_batches or 1 if any(isinstance(entry, tuple) for entry in value) else 1
+        return np.array([np.broadcast_to(entry, width) for entry in value]).reshape(count, width)
 
     @property
     def has_memory(self) -> bool:
@@ -152,15 +154,11 @@ class Costs:
 
     def on_devices(self, speeds: Sequence[float]) -> Costs:
         """The same stages on devices so many times as quick; costs must be of stages, one by one."""
-
-        def quicker(value: Any) -> Any:
-            return [
-                [seconds / speed for seconds in cost] if isinstance(cost, tuple) else cost / speed
-                for cost, speed in zip(value, speeds)
-            ]
-
-        names = ("forward_s", "backward_s", "input_backward_s", "update_s")
-        return replace(self, **{name: quicker(getattr(self, name)) for name in names})
+        found: dict[str, Any] = {
+            name: [np.divide(cost, speed) for cost, speed in zip(getattr(self, name), speeds)]
+            for name in ("forward_s", "backward_s", "input_backward_s", "update_s")
+        }
+        return replace(self, **found)
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -217,8 +215,8 @@ def _text(cost: Array) -> str:
 
 def _checked(name: str, value: Any, *per: str) -> Any:
     """A number of at least 0, or a tuple of them, one for each of what ``per`` names; TypeError, ValueError."""
-    if not (per and per[0]) or isinstance(value, (str, Real)) or not isinstance(value, Iterable):
-        return number(name, value, f", or a list of one number per {per[0]}" if per and per[0] else "")
+    if not per or isinstance(value, (str, Real)) or not isinstance(value, Iterable):
+        return number(name, value, f", or a list of one number per {per[0]}" if per else "")
     entries = tuple(_checked(f"{name}[{n}]", entry, *per[1:]) for n, entry in enumerate(value))
     if not entries and name not in _OF_BOUNDARIES:  # one stage has none
         raise ValueError(f"{name} is empty: give a number, or a list of one number per {per[0]}")
@@ -264,7 +262,7 @@ def _checked_gain(gain: Any) -> tuple[float, ...]:
     if isinstance(gain, (str, bytes)) or not hasattr(gain, "__iter__"):
         raise TypeError(f"concurrency_gain={gain!r}: give a list of numbers, (1.0,) for one action at a time")
     found = tuple(number(f"concurrency_gain[{s}]", value) for s, value in enumerate(gain))
-    if not found or found[0] != 1:
+    if found[:1] != (1.0,):
         raise ValueError(f"concurrency_gain={gain!r}: must begin with 1, the speed of an action alone")
     for count, value in enumerate(found, start=1):
         if not 0.001 <= value <= count:
@@ -275,13 +273,9 @@ def _checked_gain(gain: Any) -> tuple[float, ...]:
     return found
 
 
-def _check_draws(jitter: Any, stragglers: Any, seed: Any) -> None:
-    if number("jitter", jitter) > MOST_JITTER:
-        raise ValueError(f"jitter={jitter!r}: must be at most {MOST_JITTER}, use stragglers for rarer delays")
-    if type(seed) is not int or not 0 <= seed < 2**64:
-        raise ValueError(f"seed={seed!r}: must be an int from 0 to 2**64 - 1")
+def _checked_stragglers(stragglers: Any) -> tuple[float, float] | None:
     if stragglers is None:
-        return
+        return None
     if not isinstance(stragglers, (tuple, list)) or len(stragglers) != 2:
         raise TypeError(f"stragglers={stragglers!r}: give (probability, factor), or None")
     probability, factor = (number(f"stragglers[{n}]", value) for n, value in enumerate(stragglers))
@@ -289,3 +283,4 @@ def _check_draws(jitter: Any, stragglers: Any, seed: Any) -> None:
         raise ValueError(f"stragglers[0]={probability:g}: a probability is at most 1")
     if not 1 <= factor <= MOST_FACTOR:
         raise ValueError(f"stragglers[1]={factor:g}: must be between 1 and {MOST_FACTOR:g}")
+    return probability, factor

@@ -246,10 +246,7 @@ class CutSearch:
         if self._few:
             return min(self._every(), key=self.excess)
         starts = (by_stage, self._least_bottleneck(self._objective.work_s))
-        return min((self._descend(cut, self._excess) for cut in starts), key=self._excess)
-
-    def _excess(self, cut: Cut) -> float:
-        return self.excess(cut)[0]
+        return min((self._descend(cut, lambda near: self.excess(near)[0]) for cut in starts), key=self.excess)
 
     def _share(self, k: int, first: Any, last: Any) -> Any:
         """Share of the worker's memory."""

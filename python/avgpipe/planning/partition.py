@@ -7,7 +7,6 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -163,7 +162,7 @@ _METHODS = {
     "balance": ("partition", "balanced"),
     "pipedream": ("pipedream", "pipedream"),
     "dapple": ("dapple", "dapple"),
-    "2bw": ("pipedream_2bw", "pipedream_2bw"),
+    "2bw": ("pipedream", "pipedream_2bw"),
 }
 
 
@@ -378,7 +377,7 @@ class Training:
         self._chain, self._schedule, self._pipelines = chain, schedule, pipelines
         self._recompute = recompute
         self._share = sum(recomputed(schedule.micro_batches, recompute)) / schedule.micro_batches
-        self._versions = weight_versions(schedule, weights)
+        self._versions, self._in_flight = weight_versions(schedule, weights), schedule.peak_in_flight
         self.layers = chain.layers
         self.placement = schedule.placement
         self.process_bytes = chain.profile.process_bytes
@@ -424,7 +423,3 @@ class Training:
             # A device recomputes one at a time; the last of each pipeline's batch may be there as well.
             whole=1 + (self._pipelines if self._recompute == "except-last" else 0),
         )
-
-    @cached_property
-    def _in_flight(self) -> list[int]:
-        return self._schedule.peak_in_flight

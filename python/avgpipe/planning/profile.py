@@ -170,11 +170,8 @@ class Profile:
             number(where, value)
 
     def _check_ends(self, what: str, layers: Sequence[int]) -> None:
-        if (
-            len(layers) < 2
-            or list(layers) != sorted(set(layers))
-            or not 0 <= layers[0] <= layers[-1] < len(self.layers)
-        ):
+        inside = set(layers) <= set(range(len(self.layers)))
+        if len(layers) < 2 or list(layers) != sorted(set(layers)) or not inside:
             raise ValueError(
                 f"{what} {list(layers)}: must name rising layers from 0 to {len(self.layers) - 1}"
             )

@@ -135,7 +135,12 @@ def steady_batch_s(
     check_schedule(schedule)
     count = measured_batches(pipelines, batches, _emptying(schedule))
     _check(schedule, costs, pipelines, count)
-    return measure(schedule, costs, pipelines, count)
+    ends = run(compile_schedule(schedule, costs), pipelines, count).batch_end.tolist()
+    out = pipelines * _emptying(schedule)
+    last = count - 1 - out
+    # Whole rounds, so that a batch is compared with another one of its pipeline.
+    between = max(1, (count // 2 - out) // pipelines) * pipelines
+    return float((ends[last] - ends[last - between]) / between / TICKS_PER_S)
 
 
 def _emptying(schedule: Schedule) -> int:
@@ -156,16 +161,6 @@ def measured_batches(pipelines: int, batches: int | None, emptying: int = 1) -> 
             f"batches={batches}: {pipelines} pipelines show their steady state in at least {least}"
         )
     return batches
-
-
-def measure(schedule: Schedule, costs: Costs, pipelines: int, batches: int) -> float:
-    """``steady_batch_s`` of arguments that are right."""
-    ends = run(compile_schedule(schedule, costs), pipelines, batches).batch_end.tolist()
-    out = pipelines * _emptying(schedule)
-    last = batches - 1 - out
-    # Whole rounds, so that a batch is compared with another one of its pipeline.
-    between = max(1, (batches // 2 - out) // pipelines) * pipelines
-    return float((ends[last] - ends[last - between]) / between / TICKS_PER_S)
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from avgpipe.schedule.schedule import Schedule
 
 Advance = int | Sequence[int] | str | None
 _F, _B, _I, _W, _U = Kind
-_action = Action._make  # unchecked, as rows of large schedules are made of them
 
 
 class Asked(NamedTuple):
@@ -75,14 +74,16 @@ def _flushing_row(stage: int, warm_up: int, own: range) -> Row:
     """Forwards first, ``warm_up`` of them; one backward, one forward, in turn; the remaining backwards; the update."""
     step, warm_up = own.step, min(warm_up, len(own))
     rest = len(own) - warm_up
-    forward, later = (_action((_F, own.start + n * step, stage, 0)) for n in (0, warm_up))
-    backward, last = (_action((_B, own.start + n * step, stage, 0)) for n in (0, rest))
+
+    def at(kind: Kind, n: int) -> Action:
+        return Action(kind, own.start + n * step, stage)
+
     return Row(
         loops=(
-            Loop((forward,), warm_up, step),
-            Loop((backward, later), rest, step),
-            Loop((last,), warm_up, step),
-            Loop((_action((_U, None, stage, 0)),)),
+            Loop((at(_F, 0),), warm_up, step),
+            Loop((at(_B, 0), at(_F, warm_up)), rest, step),
+            Loop((at(_B, rest),), warm_up, step),
+            Loop((Action(_U, None, stage),)),
         )
     )
 
@@ -100,14 +101,14 @@ def _endless_row(stage: int, warm_up: int, own: range) -> Row:
 
     def pair(n: int) -> tuple[Action, Action]:
         ahead, forward = divmod(warm_up + n, count)
-        return _action((_B, own[n], stage, 0)), _action((_F, own[forward], stage, ahead))
+        return Action(_B, own[n], stage), Action(_F, own[forward], stage, ahead)
 
     last, forward = pair(count - 1)
     return Row(
         loops=(
             Loop(pair(0), min(switch, count - 1), own.step),
             Loop(pair(switch) if first else (), max(0, first - 1), own.step),
-            Loop((last, _action((_U, None, stage, 0)), forward)),
+            Loop((last, Action(_U, None, stage), forward)),
         )
     )
 

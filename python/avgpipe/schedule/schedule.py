@@ -9,7 +9,6 @@ from functools import cached_property
 from avgpipe.errors import ScheduleError, check_count
 from avgpipe.schedule.checks import Fault, dry_run, find_fault, steps_of, token
 from avgpipe.schedule.row import Action, Row
-from avgpipe.schedule.text import draw_grid, read_csv
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ class Schedule:
         printed: call :meth:`validate` before running it. Raises ScheduleError naming row and cell, counted from 1 as in
         a spreadsheet.
         """
-        rows = read_csv(text)
+        rows = _read_csv(text)
         named = [action.micro_batch for row in rows for action in row if action.micro_batch is not None]
         return cls(name, 1 + max(named, default=0), tuple(map(Row, rows)))
 
@@ -205,3 +204,77 @@ def _checked_row(worker: int, actions: Iterable[Action]) -> Row:
         return action if action.stage >= 0 else action._replace(stage=worker)
 
     return Row(loops=[loop._replace(actions=tuple(map(of_stage, loop.actions))) for loop in row.loops])
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def _read_csv(text: str) -> list[list[Action]]:
+    """The actions of each row; those of row r are of stage r, unless the first cell has its stage in front."""
+    if not isinstance(text, str):
+        raise TypeError(
+            f"the CSV text is of type {type(text).__name__}: pass a str, as Schedule.to_csv returns"
+        )
+    lines = text.removeprefix("\ufeff").rstrip(", \t\r\n").splitlines()
+    if not lines:
+        raise ScheduleError("the CSV text is empty: write one row of actions per stage, as F0,B0,U")
+    cells = [[cell.strip().strip('"').strip() for cell in line.split(",")] for line in lines]
+    names_stages = next(filter(None, cells[0]), "")[:1].isdigit()
+    rows = [_read_row(r, row, names_stages) for r, row in enumerate(cells)]
+    stages = {action.stage for row in rows for action in row}
+    missing = next(k for k in range(len(stages) + 1) if k not in stages)
+    if missing < len(stages):
+        raise ScheduleError(
+            f"no cell is of stage {missing}, but some are of stage {max(stages)}: number from 0"
+        )
+    return rows
+
+
+def _read_row(r: int, cells: Sequence[str], names_stages: bool) -> list[Action]:
+    name = f"row {r + 1} ({'worker' if names_stages else 'stage'} {r})"
+    row = []
+    for number, cell in enumerate(cells, start=1):
+        if not cell:
+            continue
+        try:
+            action = Action.parse(cell)
+        except ValueError as error:
+            raise ScheduleError(f"{name}, cell {number}: {error}") from None
+        if (action.stage >= 0) != names_stages:
+            fault = ("a stage in front, as no other has", "no stage in front, as others have")[names_stages]
+            raise ScheduleError(f"{name}, cell {number}: {cell!r} has {fault}: write 2F3 for F3 of stage 2")
+        row.append(action if names_stages else action._replace(stage=r))
+    if not row:
+        wanted = "worker, as 0F0,0B0,0U" if names_stages else "stage, as F0,B0,U"
+        raise ScheduleError(f"{name} has no actions: write one row per {wanted}")
+    return row
+
+
+def draw_grid(
+    name: str, cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]], fault: Fault | None
+) -> list[str]:
+    """One line per row with a cell per time slot, aligned; the faulty cell in [brackets].
+
+    ``name``: what rows are. ``slots``: of each cell that a dry run got to; the others follow one another.
+    """
+    lines: list[list[str]] = []
+    for row, own in zip(cells, slots):
+        line: list[str] = []
+        for position, cell in enumerate(row):
+            if position < len(own):  # the dry run got there: leave the slots blank in which the worker waited
+                line += ["."] * (own[position] - len(line))
+            line.append(cell)
+        lines.append(line)
+    if fault is not None:
+        line = lines[fault.row]
+        if fault.position == len(cells[fault.row]):
+            line.append(f"[{fault.token}?]")
+        else:
+            place = [index for index, cell in enumerate(line) if cell != "."][fault.position]
+            line[place] = f"[{line[place]}]"
+    width = max((len(cell) for line in lines for cell in line), default=1)
+    digits = len(str(len(lines) - 1))
+    return [
+        f"{name} {r:>{digits}} | {' '.join(cell.ljust(width) for cell in line)}".rstrip()
+        for r, line in enumerate(lines)
+    ]
