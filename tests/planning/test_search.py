@@ -99,7 +99,9 @@ def test_the_best_of_those_that_fit(
     """With limits of each worker that is about what some cut needs, never just that; one may have none."""
     table = made(seed, layers, placement)
     needed = table.worker_bytes(data.draw(st.sampled_from(table.every())))
-    shares = data.draw(st.lists(st.sampled_from([0.503, 0.99, 1.01, 1.503, math.inf]), min_size=4, max_size=4))
+    shares = data.draw(
+        st.lists(st.sampled_from([0.503, 0.99, 1.01, 1.503, math.inf]), min_size=4, max_size=4)
+    )
     limits = [share * size for share, size in zip(shares, needed)]
     fitting = [
         cut

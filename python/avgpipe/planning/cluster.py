@@ -186,10 +186,8 @@ class Cluster:
     def slowest(self, here: Sequence[int], there: Sequence[int]) -> LinkProfile:
         """The slowest link between a worker of ``here`` and another one of ``there``; a free one without pairs."""
         heights = {self.height(a, b) for a in here for b in there if a != b}
-        if not heights:
-            return _FREE
-        levels = [self.levels[height] for height in heights]
-        return LinkProfile(max(x.latency_s for x in levels), min(x.bytes_per_s for x in levels))
+        links = [_FREE, *(self.levels[height].link for height in heights)]
+        return LinkProfile(max(x.latency_s for x in links), min(x.bytes_per_s for x in links))
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:

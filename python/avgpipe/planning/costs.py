@@ -245,15 +245,13 @@ def _checked_groups(groups: Any, link_serial: bool) -> tuple[tuple[Link, ...], .
         found = tuple(tuple((source, to) for source, to in group) for group in groups)
     except (TypeError, ValueError):
         raise TypeError(f"shared_links={groups!r}: {wanted}") from None
-    seen: set[Link] = set()
-    for group in found:
-        for link in group:
-            if not all(type(k) is int and k >= 0 for k in link) or abs(link[0] - link[1]) != 1:
-                raise ValueError(f"shared_links has {link!r}: {wanted}")
-            if link in seen:
-                raise ValueError(f"shared_links has {link!r} twice: a link is in one group, once")
-            seen.add(link)
-    if seen and not link_serial:
+    links = [link for group in found for link in group]
+    for link in links:
+        if not all(type(k) is int and k >= 0 for k in link) or abs(link[0] - link[1]) != 1:
+            raise ValueError(f"shared_links has {link!r}: {wanted}")
+        if links.count(link) > 1:
+            raise ValueError(f"shared_links has {link!r} twice: a link is in one group, once")
+    if links and not link_serial:
         raise ValueError("shared_links with link_serial=False: links without contention share nothing")
     return found
 

@@ -120,20 +120,14 @@ class Partition:
         ]
         for k, (first, last) in enumerate(pairwise(self.bounds)):
             layers = f"layer {first}" if last == first + 1 else f"layers {first} to {last - 1}"
-            lines.append(f"stage {k}: {layers}, {', '.join(self._about(k))}")
+            replicas = f"{self.replication[k]} worker{'s' if self.replication[k] > 1 else ''}"
+            about = [f"stage {k}: {layers}", replicas, f"{format_seconds(self.stage_s[k])} per micro-batch"]
+            if self.memory_bytes:
+                about.append(format_bytes(self.memory_bytes[k]))
+            if self.machines is not None:
+                about.append("on " + _machines(self.machines[k]))
+            lines.append(", ".join(about))
         return "\n".join([*lines, *self.notes])
-
-    def _about(self, k: int) -> list[str]:
-        workers = self.replication[k]
-        said = [
-            f"{workers} worker{'s' if workers > 1 else ''}",
-            f"{format_seconds(self.stage_s[k])} per micro-batch",
-        ]
-        if self.memory_bytes:
-            said.append(format_bytes(self.memory_bytes[k]))
-        if self.machines is not None:
-            said.append("on " + _machines(self.machines[k]))
-        return said
 
     def _value(self) -> str:
         if "bytes" in self.objective:

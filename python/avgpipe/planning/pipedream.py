@@ -59,16 +59,20 @@ def pipedream(
         least, _ = _Search(chain, nets, math.inf, by_bytes=True).divided(top, 0).best(units, stages)
         raise does_not_fit(limit, least, "use more workers or smaller micro-batches")
     pieces = search.pieces(top, blocks, 0)
+    own = [len(piece.placed) for piece in pieces]
     return Partition.of_chain(
         chain,
         [piece.first for piece in pieces],
         method="pipedream",
-        replication=[len(piece.placed) for piece in pieces],
+        replication=own,
         stage_s=[piece.seconds for piece in pieces],
         objective="slowest stage, link or synchronisation, per micro-batch",
         value=value,
         workers=total,
-        memory_bytes=_sizes(chain, pieces),
+        memory_bytes=[
+            _worker_bytes(chain, math.ceil(sum(own[k + 1 :]) / own[k]), piece.first, piece.last)
+            for k, piece in enumerate(pieces)
+        ],
         placement=_numbered(pieces) if len(nets) > 1 else None,
         system="pipedream",
     )
@@ -175,15 +179,6 @@ def _numbered(pieces: Sequence[Piece]) -> list[list[int]]:
     """Per stage its workers, when those that nobody uses are left out."""
     numbers = {w: n for n, w in enumerate(sorted(w for piece in pieces for w in piece.placed))}
     return [[numbers[w] for w in piece.placed] for piece in pieces]
-
-
-def _sizes(chain: Chain, pieces: Sequence[Piece]) -> list[float]:
-    found, behind = [], 0
-    for piece in reversed(pieces):
-        own = len(piece.placed)
-        found.append(_worker_bytes(chain, math.ceil(behind / own), piece.first, piece.last))
-        behind += own
-    return found[::-1]
 
 
 # ---- PipeDream-2BW: width, depth, micro-batch size and recomputation -------------------------------------------------

@@ -163,7 +163,7 @@ class Row(Sequence[Action]):
     @cached_property
     def stages(self) -> tuple[int, ...]:
         """The stages that the row has actions of, ascending."""
-        return tuple(sorted({action.stage for loop in self.loops for action in loop.actions}))
+        return tuple(sorted({action.stage for action in self.kinds}))
 
     @cached_property
     def ahead(self) -> int:
