@@ -56,7 +56,7 @@ def test_many_workers_leave_few_idle() -> None:
 
 
 def test_no_replica_is_without_a_sample() -> None:
-    assert space_of(8, layers=5, batch_size=3).replicas == 3
+    assert space_of(8, layers=5, batch_size=3).width(1) == 3
     assert sizes(space_of(8, layers=5, batch_size=3)) == [(1, 1), (1, 3), (2, 3), (3, 2), (4, 2), (5, 1)]
     assert sizes(space_of(8, layers=5, batch_size=1)) == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1)]
     # As many parts as are asked for are as many as can have one.

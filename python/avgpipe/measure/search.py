@@ -96,21 +96,16 @@ class Space:
     def shapes(self) -> Iterator[PlanShape]:
         """Return the sizes to try; several pipelines on one device only where that alone may gain."""
         alone = self.pipelines if max(self.profile.second_lane, default=1.0) > 1 else (1,)
-        for width in dict.fromkeys((1, self.replicas)):
+        for width in dict.fromkeys((1, self.width(1))):
             yield from self._of(1, width, alone)
         workers = self.cluster.workers
-        widths = {k: self._width(k) for k in range(2, self.most_stages + 1)}
+        widths = {k: self.width(k) for k in range(2, self.most_stages + 1)}
         most = max((k * width for k, width in widths.items()), default=0)
         for stages, width in widths.items():
             if workers <= _FEW_WORKERS or stages * width >= (1 - _IDLE) * most:
                 yield from self._of(stages, width, self.pipelines)
 
-    @property
-    def replicas(self) -> int:
-        """Replicas of the whole model, for data parallelism."""
-        return self._width(1)
-
-    def _width(self, stages: int) -> int:
+    def width(self, stages: int) -> int:
         """Replicas per stage: as many as the workers allow while all get the same number of micro-batches."""
         most = self.cluster.workers // stages
         if self.micro_batches is None:
@@ -154,10 +149,6 @@ class Found(NamedTuple):
     considered: int
     excluded: int
 
-    @property
-    def best(self) -> Forecast:
-        return self.ranked[0]
-
 
 def search(space: Space) -> Found:
     """ValueError where nothing fits into the memory: by how much, and what would."""
@@ -178,7 +169,7 @@ class _PlanSearch:
         if not rough:
             raise self._nothing_fits(shapes)
         chosen = [self._refined(f) for f in [f for f in rough if f.plan.stages > 1][:_REFINED]]
-        for workers in {1, self._space.replicas}:  # those of one stage have nothing to refine
+        for workers in {1, self._space.width(1)}:  # those of one stage have nothing to refine
             chosen += [f for f in rough if (f.plan.stages, f.plan.workers) == (1, workers)][:1]
         return Found(tuple(sorted(chosen, key=_seconds)), len(shapes), self._excluded)
 

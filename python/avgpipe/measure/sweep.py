@@ -197,13 +197,7 @@ class Sweep:
         done, marks = [], []
         value = example.inputs
         for n in range(len(self.stage.layers)):
-            try:
-                inputs, begin, output = self._called(n, value, example, mark)
-            except StageError as error:
-                if n == 0 or not writes_to_a_leaf(error):
-                    raise
-                self._overwriting.add(n)
-                inputs, begin, output = self._called(n, value, example, mark)
+            inputs, begin, output = self._called(n, value, example, mark)
             edges = [get_gradient_edge(t) for t in wanting_gradients(output)]
             marks.append((begin, mark()))
             self._check(n, inputs, output, edges)
@@ -265,7 +259,13 @@ class Sweep:
         if n in self._overwriting:
             value = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, value)
         begin = mark()
-        return inputs, begin, self.call(n, value, example)
+        try:
+            return inputs, begin, self.call(n, value, example)
+        except StageError as error:
+            if n == 0 or n in self._overwriting or not writes_to_a_leaf(error):
+                raise
+        self._overwriting.add(n)
+        return self._called(n, value, example, mark)
 
     def _check(self, n: int, inputs: Sequence[Any], output: Any, edges: Sequence[Any]) -> None:
         if not tensors_of(output):

@@ -231,15 +231,15 @@ def links(facts: Facts) -> Candidate | None:
 
 def host(facts: Facts) -> Candidate | None:
     """The worker's thread does other things while nothing else decides how long the run takes."""
-    gains: Counter[str] = Counter()
+    gains: dict[str, float] = defaultdict(float)
     for cause, seconds in facts.path.items():
         if cause.what == EventKind.HOST:
-            gains[cause.detail] += seconds  # type: ignore[assignment]  # a counter of floats
+            gains[cause.detail] += seconds
     if not gains:
         return None
     word = max(gains, key=gains.__getitem__)
-    most_s, worker = max((row.host_s.get(word, 0.0), -row.stage) for row in facts.rows)
-    share = f"takes {100 * most_s / facts.makespan_s:.0f} % of worker {-worker}'s time"
+    row = max(facts.rows, key=lambda row: row.host_s.get(word, 0.0))
+    share = f"takes {100 * row.host_s.get(word, 0.0) / facts.makespan_s:.0f} % of worker {row.stage}'s time"
     sentences = {
         "loader": f"the data loader {share}: use workers (num_workers)",
         "caller": f"the code between results {share}: do less there, or less often",

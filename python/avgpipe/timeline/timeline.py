@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import os
 from collections import defaultdict
@@ -45,7 +44,7 @@ class EventKind(str, Enum):
         return self.value
 
 
-_RANK = {kind: rank for rank, kind in enumerate(EventKind)}
+_RANK: dict[str, int] = {kind: rank for rank, kind in enumerate(EventKind)}
 ACTIONS = tuple(EventKind)[:5]
 COMPUTE_KINDS = frozenset((*ACTIONS, EventKind.AVERAGE))
 DETAILED = (EventKind.RECEIVE, EventKind.HOST)  # whose details make a difference
@@ -288,16 +287,15 @@ def segments(timeline: Timeline) -> list[list[Segment]]:
 
 def _segments(events: Sequence[Event], ends: set[float]) -> list[Segment]:
     found: list[Segment] = []
-    running: list[tuple[int, int]] = []  # heap of (rank, index); what ended leaves when it comes to the top
+    running: list[Event] = []
     begun = 0
     moments = ends.union(*((event.start_s, event.end_s) for event in events))
     for start_s, end_s in pairwise(sorted(moments)):
         while begun < len(events) and events[begun].start_s <= start_s:
-            heapq.heappush(running, (_RANK.get(events[begun].kind, len(_RANK)), begun))  # type: ignore[call-overload]
+            running.append(events[begun])
             begun += 1
-        while running and events[running[0][1]].end_s <= start_s:
-            heapq.heappop(running)
-        event = events[running[0][1]] if running else None
+        running = [event for event in running if event.end_s > start_s]
+        event = min(running, key=lambda event: _RANK.get(event.kind, len(_RANK)), default=None)
         if found and found[-1].event is event:
             start_s = found.pop().start_s
         found.append(Segment(event, start_s, end_s))

@@ -112,12 +112,9 @@ def _arrows(timeline: Timeline, tids: Mapping[int, int]) -> Iterator[_Row]:
         if target is None or _ns(target.start_s) < _ns(event.end_s) - 1:
             continue
         row = {"name": name, "cat": "message", "id": number}
-        ends = (
-            (event, {"ph": "s"}, _ns(event.end_s) - 1),
-            (target, {"ph": "f", "bp": "e"}, _ns(target.start_s)),
-        )
-        for end, phase, ns in ends:
-            yield {**phase, **row, "pid": _pid(end.worker), "tid": tids[id(end)], "ts": ns / 1000}
+        begin, end = ({**row, "pid": _pid(e.worker), "tid": tids[id(e)]} for e in (event, target))
+        yield {"ph": "s", **begin, "ts": (_ns(event.end_s) - 1) / 1000}
+        yield {"ph": "f", "bp": "e", **end, "ts": _ns(target.start_s) / 1000}
 
 
 def read_trace(path: str | os.PathLike[str]) -> Timeline:
