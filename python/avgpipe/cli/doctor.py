@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -16,7 +15,7 @@ from rich.table import Table
 from avgpipe import __version__
 from avgpipe.cli.config import DoctorConfig
 from avgpipe.cli.errors import FAILED
-from avgpipe.cli.output import show
+from avgpipe.cli.output import answer
 from avgpipe.ranks.process import cores, cpu_model
 from avgpipe.units import format_bytes
 
@@ -52,15 +51,15 @@ class Findings:
 
 def run(config: DoctorConfig) -> None:
     found = examine()
-    if config.json:
-        print(json.dumps({**found.facts, "missing": found.missing, "usable": found.usable}))
-    else:
-        table = Table.grid(padding=(0, 2))
-        for section, facts in found.facts.items():
-            for number, (name, value) in enumerate(facts.items()):
-                table.add_row("" if number else section, name.removesuffix("_bytes"), _words(name, value))
-        ready = "ready to train" if found.usable else "not ready to train: see what is missing"
-        show(table, *(f"missing: {item['what']}: {item['do']}" for item in found.missing), ready)
+    table = Table.grid(padding=(0, 2))
+    for section, facts in found.facts.items():
+        for number, (name, value) in enumerate(facts.items()):
+            table.add_row("" if number else section, name.removesuffix("_bytes"), _words(name, value))
+    missing = [f"missing: {item['what']}: {item['do']}" for item in found.missing]
+    ready = "ready to train" if found.usable else "not ready to train: see what is missing"
+    answer(
+        config.json, {**found.facts, "missing": found.missing, "usable": found.usable}, table, *missing, ready
+    )
     if not found.usable:
         raise typer.Exit(FAILED)
 

@@ -19,25 +19,13 @@ from avgpipe.plan import Plan
 from avgpipe.units import format_bytes
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What a validation metric is compared with."""
-
-    lower_is_better: bool
-    target: float | None = None
-
-    def reaches(self, metric: float, bound: float) -> bool:
-        return metric <= bound if self.lower_is_better else metric >= bound
-
-    def reached(self, metric: float) -> bool:
-        return self.target is not None and self.reaches(metric, self.target)
-
-
 @dataclass
 class Totals:
     """What a run has done so far; the same on all ranks.
 
     Attributes:
+        lower_is_better: Whether low metrics are good.
+        target: Metric at which the run stops.
         batches: Batches that were trained.
         epoch: Epoch of the next batch.
         epoch_samples: Samples of that epoch that were trained.
@@ -45,11 +33,12 @@ class Totals:
         seconds: Time of training, without validations and checkpoints.
         best: Best metric; NaN while there is none.
         seconds_to_target: When the target was reached; NaN while it was not.
-        validated: Number of batches before the last validation.
         loss: What the last validation found.
         metric: What the last validation found.
     """
 
+    lower_is_better: bool
+    target: float | None = None
     batches: int = 0
     epoch: int = 0
     epoch_samples: int = 0
@@ -57,22 +46,18 @@ class Totals:
     seconds: float = 0.0
     best: float = math.nan
     seconds_to_target: float = math.nan
-    validated: int = -1
     loss: float = math.nan
     metric: float = math.nan
 
-    @classmethod
-    def of(cls, rows: Iterable[dict[str, Any]], batches: int, goal: Goal) -> Totals:
-        """Recover them from the rows of metrics.jsonl up to a checkpoint of so many batches."""
-        result = cls(batches)
+    def recall(self, rows: Iterable[dict[str, Any]], batches: int) -> None:
+        """Go on after the rows of metrics.jsonl up to a checkpoint of so many batches."""
         for row in rows:
             if row["kind"] == "train":
-                result.enter(row["epoch"])
-                result.epoch_samples += row["samples"] - result.samples
-                result.samples, result.seconds = row["samples"], row["seconds"]
+                self.enter(row["epoch"])
+                self.note_batch(row["samples"] - self.samples, row["seconds"] - self.seconds)
             else:
-                result.note_validation(row["batch"], row["loss"], row["metric"], goal)
-        return result
+                self.note_validation(row["batch"], row["loss"], row["metric"])
+        self.batches = batches
 
     def enter(self, epoch: int) -> None:
         if epoch != self.epoch:
@@ -84,21 +69,26 @@ class Totals:
         self.epoch_samples += samples
         self.seconds += seconds
 
-    def note_validation(self, batches: int, loss: float | None, metric: float | None, goal: Goal) -> bool:
+    def note_validation(self, batches: int, loss: float | None, metric: float | None) -> bool:
         """Note a validation after so many batches; whether it is the best. One before training does not count."""
-        self.validated = batches
         self.loss = math.nan if loss is None else loss
         self.metric = math.nan if metric is None else metric
         if batches == 0 or math.isnan(self.metric):
             return False
-        if goal.reached(self.metric) and math.isnan(self.seconds_to_target):
+        if self.reached and math.isnan(self.seconds_to_target):
             self.seconds_to_target = self.seconds
-        improved = math.isnan(self.best) or (
-            self.metric != self.best and goal.reaches(self.metric, self.best)
-        )
+        improved = math.isnan(self.best) or (self.metric != self.best and self._reaches(self.best))
         if improved:
             self.best = self.metric
         return improved
+
+    @property
+    def reached(self) -> bool:
+        """Whether the last validation reached the target."""
+        return self.target is not None and self._reaches(self.target)
+
+    def _reaches(self, bound: float) -> bool:
+        return self.metric <= bound if self.lower_is_better else self.metric >= bound
 
 
 class RunFolder:

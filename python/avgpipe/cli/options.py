@@ -170,7 +170,7 @@ def _value(annotation: Any) -> Value:
     if get_origin(annotation) is Literal:
         names = get_args(annotation)
         return Value("|".join(names), choices=names)
-    return {int: Value("NUMBER", parse_whole), float: Value("NUMBER", parse_number), str: Value()}[annotation]
+    return Value() if annotation is str else Value("NUMBER", _number(annotation))
 
 
 def _parameter(f: Field[Any], value: Value, text: str, panel: str | None) -> inspect.Parameter:
@@ -223,34 +223,21 @@ def _panel(config: type[Options], name: str) -> str | None:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def parse_whole(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{name} {text}: write a whole number") from None
+def _number(kind: type[int] | type[float], positive: bool = False) -> Callable[[str, str], Any]:
+    """Make the parser of one number."""
 
-
-def parse_number(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"{name} {text}: write a number") from None
-    if not math.isfinite(value):
-        raise ValueError(f"{name} {text}: must be a finite number")
-    return value
-
-
-_N = TypeVar("_N", int, float)
-
-
-def _above_0(parse: Callable[[str, str], _N]) -> Callable[[str, str], _N]:
-    def read(name: str, text: str) -> _N:
-        value = parse(name, text)
-        if value <= 0:
+    def read(name: str, text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise ValueError(f"{name} {text}: write a {'whole ' * (kind is int)}number") from None
+        if kind is float and not math.isfinite(value):
+            raise ValueError(f"{name} {text}: must be a finite number")
+        if positive and value <= 0:
             raise ValueError(f"{name} {text}: must be more than 0")
         return value
 
     return read
 
 
-parse_count, parse_positive = _above_0(parse_whole), _above_0(parse_number)
+parse_count, parse_positive = _number(int, positive=True), _number(float, positive=True)

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 _FILE_COLUMNS = 160  # of tables that are not for a terminal
+
+
+def answer(
+    as_json: bool, found: Mapping[str, Any], *items: RenderableType, columns: int = _FILE_COLUMNS
+) -> None:
+    """Print what a command found: one JSON object, or texts and tables."""
+    if as_json:
+        print(json.dumps(found))
+    else:
+        show(*items, columns=columns)
 
 
 def show(*items: RenderableType, columns: int = _FILE_COLUMNS) -> None:
@@ -26,13 +37,18 @@ def show(*items: RenderableType, columns: int = _FILE_COLUMNS) -> None:
         screen.print(item, soft_wrap=isinstance(item, str))  # a text is left to the terminal
 
 
-def grid(names: Sequence[str], numbers: Sequence[str], **options: Any) -> Table:
-    """Make a table with columns of text, then columns of numbers, which are never broken."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, **options)
-    for heading in names:
-        made.add_column(heading)
-    for heading in numbers:
-        made.add_column(heading, justify="right", no_wrap=True)
+def grid(rows: Sequence[Mapping[str, str]], texts: int = 1, styles: Sequence[str] = ()) -> Table:
+    """Make a table of rows, whose cells have headings: columns of text, then of numbers, which are never broken.
+
+    What a row has not is "-" in it, and what no row has is no column.
+    """
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = list(dict.fromkeys(heading for row in rows for heading in row))
+    for place, heading in enumerate(headings):
+        number = place >= texts
+        made.add_column(heading, justify="right" if number else "left", no_wrap=number)
+    for row, style in zip_longest(rows, styles):
+        made.add_row(*(row.get(heading, "-") for heading in headings), style=style)
     return made
 
 

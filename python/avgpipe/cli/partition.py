@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from avgpipe.cli.config import PartitionConfig
 from avgpipe.cli.errors import arguments, running
 from avgpipe.cli.measuring import check_target, cluster_of, link_of, profile_of
-from avgpipe.cli.output import check_file, grid, show
+from avgpipe.cli.output import answer, check_file, grid
 from avgpipe.cli.resolve import check_device
 from avgpipe.errors import nearest
 from avgpipe.measure.search import profiled_sizes
 from avgpipe.plan import Plan
-from avgpipe.planning import Partition, Profile, partition, partition_methods
+from avgpipe.planning import Profile, partition, partition_methods
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.partition import method_options, simulated_batch_s
 from avgpipe.systems import SYSTEMS
@@ -31,32 +30,28 @@ def run(config: PartitionConfig) -> None:
     with arguments():  # only the profile tells what fits into the memory
         cluster = cluster_of(config, profile)
         batch_size = batch_size or config.micro_batches * profile.micro_batch_sizes[-1]
-        methods = config.method or partition_methods()
-        rows = [_row(config, profile, cluster, batch_size, method) for method in methods]
-        if all(row.plan is None for row in rows):
-            raise ValueError("; ".join(f"{row.method}: {row.error}" for row in rows))
-    best = max((row for row in rows if row.plan is not None), key=lambda row: row.samples_per_s)
-    if config.out is not None and best.plan is not None:
+        rows, plans = [], {}
+        for method in config.method or partition_methods():
+            try:
+                row, plans[method] = _found(config, profile, cluster, batch_size, method)
+            except ValueError as error:
+                row = {"method": method, "error": str(error)}
+            rows.append(row)
+        if not plans:
+            raise ValueError("; ".join(f"{row['method']}: {row['error']}" for row in rows))
+    best = max((row for row in rows if row["method"] in plans), key=lambda row: row["samples_per_s"])[
+        "method"
+    ]
+    if config.out is not None:
         with running():
-            best.plan.save(config.out)
-    if config.json:
-        answer = {"model": profile.model, "best": best.method, "methods": [row.to_json() for row in rows]}
-        print(json.dumps(answer))
-        return
-    table = grid(
-        ["method", "first layers", "replicas", "workers"], ["batch", "predicted", "samples/s", "most memory"]
-    )
-    for row in rows:
-        table.add_row(row.method, *row.cells())
-    show(
+            plans[best].save(config.out)
+    answer(
+        config.json,
+        {"model": profile.model, "best": best, "methods": rows},
         f"{profile.model}: {len(profile.layers)} layers",
-        table,
-        *(
-            f"{row.method}: {note}"
-            for row in rows
-            for note in (row.found.notes if row.found else [row.error])
-        ),
-        f"best: {best.method}" + (f"; plan: {config.out}" if config.out is not None else ""),
+        grid([_cells(row) for row in rows], texts=4),
+        *(f"{row['method']}: {note}" for row in rows for note in row.get("notes", [row.get("error")])),
+        f"best: {best}" + (f"; plan: {config.out}" if config.out is not None else ""),
     )
 
 
@@ -88,68 +83,40 @@ def _profile(config: PartitionConfig, batch_size: int | None) -> Profile:
     return profile_of(config, profiled_sizes(batch_size))
 
 
-@dataclass(frozen=True)
-class _MethodRow:
-    """What a method found and what comes of it, or why it found nothing.
-
-    Attributes:
-        batch_s: Simulated seconds of a batch of ``plan``, of which some systems have smaller ones.
-    """
-
-    method: str
-    found: Partition | None = None
-    plan: Plan | None = None
-    batch_s: float = 0.0
-    error: str = ""
-
-    @property
-    def samples(self) -> float:
-        return self.found.micro_batch_size * self.plan.micro_batches if self.found and self.plan else 0.0
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.samples / self.batch_s if self.batch_s else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        if self.found is None or self.plan is None:
-            return {"method": self.method, "error": self.error}
-        predicted = {
-            "batch_samples": self.samples,
-            "batch_s": self.batch_s,
-            "samples_per_s": self.samples_per_s,
-        }
-        return {**asdict(self.found), "plan": asdict(self.plan), **predicted}
-
-    def cells(self) -> list[str]:
-        found = self.found
-        if found is None:
-            return ["-"] * 7
-        placed = found.placement
-        return [
-            ",".join(map(str, found.boundaries)) or "-",
-            ",".join(map(str, found.replication)),
-            "in order" if placed is None else " | ".join(",".join(map(str, own)) for own in placed),
-            f"{self.samples:g}",
-            format_seconds(self.batch_s),
-            f"{self.samples_per_s:.4g}",
-            format_bytes(max(found.memory_bytes)) if found.memory_bytes else "-",
-        ]
-
-
-def _row(
+def _found(
     config: PartitionConfig, profile: Profile, cluster: Cluster, batch_size: int, method: str
-) -> _MethodRow:
-    try:
-        found = partition(profile, method=method, **_options(config, profile, cluster, batch_size, method))
-        free = "pipelines" not in SYSTEMS[found.system]  # whose choices are not the system's
-        chosen = {n: getattr(config, n) for n in ("schedule", "pipelines", "micro_batches")} if free else {}
-        plan = Plan.for_partition(found, **chosen)
-        batch_s = simulated_batch_s(
-            profile, found, plan.build_schedule(), cluster, plan.pipelines, plan.recompute
-        )
-    except ValueError as error:
-        return _MethodRow(method, error=str(error))
-    return _MethodRow(method, found, plan, batch_s)
+) -> tuple[dict[str, Any], Plan]:
+    """What a method finds, with the simulated seconds of the plan's batch, of which some systems have smaller ones."""
+    found = partition(profile, method=method, **_options(config, profile, cluster, batch_size, method))
+    free = "pipelines" not in SYSTEMS[found.system]  # whose choices are not the system's
+    chosen = {n: getattr(config, n) for n in ("schedule", "pipelines", "micro_batches")} if free else {}
+    plan = Plan.for_partition(found, **chosen)
+    batch_s = simulated_batch_s(
+        profile, found, plan.build_schedule(), cluster, plan.pipelines, plan.recompute
+    )
+    samples = found.micro_batch_size * plan.micro_batches
+    speed = {
+        "batch_samples": samples,
+        "batch_s": batch_s,
+        "samples_per_s": samples / batch_s if batch_s else 0.0,
+    }
+    return {**asdict(found), "plan": asdict(plan), **speed}, plan
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    if "error" in row:
+        return {"method": row["method"]}
+    placed, memory = row["placement"], row["memory_bytes"]
+    return {
+        "method": row["method"],
+        "first layers": ",".join(map(str, row["boundaries"])) or "-",
+        "replicas": ",".join(map(str, row["replication"])),
+        "workers": " | ".join(",".join(map(str, own)) for own in placed) if placed else "in order",
+        "batch": f"{row['batch_samples']:g}",
+        "predicted": format_seconds(row["batch_s"]),
+        "samples/s": f"{row['samples_per_s']:.4g}",
+        **({"most memory": format_bytes(max(memory))} if memory else {}),
+    }
 
 
 def _options(

@@ -9,7 +9,7 @@ from rich.table import Table
 from avgpipe.cli.config import ProfileConfig
 from avgpipe.cli.errors import arguments, running
 from avgpipe.cli.measuring import link_of, profile_of
-from avgpipe.cli.output import check_file, grid, show, tell
+from avgpipe.cli.output import answer, check_file, grid, tell
 from avgpipe.cli.resolve import check_device
 from avgpipe.planning.chain import Chain
 from avgpipe.planning.profile import Profile
@@ -33,11 +33,10 @@ def run(config: ProfileConfig) -> None:
         found.save(config.out)
         if config.plot is not None:
             plot_layers(found, config.plot)
-    if config.json:
-        print(json.dumps(json.loads(found.to_json())))
-        return
     size = found.micro_batch_sizes[-1]
-    show(
+    answer(
+        config.json,
+        json.loads(found.to_json()),
         f"{found.model}: a micro-batch of {size} on {found.device}",
         _table(found, size),
         *(_micro_batch(found, samples) for samples in found.micro_batch_sizes),
@@ -71,20 +70,20 @@ def _table(found: Profile, size: int) -> Table:
         "backward ms": [1e3 * c.backward_s for c in costs],
         "of it inputs": [1e3 * c.input_backward_s for c in costs],
         "saved MiB": [c.held_bytes / _MIB for c in costs],
-        "sent MiB": [sent / _MIB for sent in [*found.boundary_bytes(size), 0.0]],
+        "sent MiB": [sent / _MIB for sent in found.boundary_bytes(size)],
         "weights MiB": [layer.parameter_bytes / _MIB for layer in layers],
         "update ms": [1e3 * layer.update_s for layer in layers],
     }
-    digits = {heading: 2 if heading.endswith("MiB") else 3 for heading in columns}
-    made = grid(["layer"], list(columns), show_footer=True)
-    totals = {heading: f"{sum(values):.{digits[heading]}f}" for heading, values in columns.items()}
-    # Tied weights count once, and what is sent does not add up.
-    totals |= {
-        "weights MiB": f"{Chain(found, size).parameter_bytes(0, len(layers)) / _MIB:.2f}",
-        "sent MiB": "",
-    }
-    for column in made.columns:
-        column.footer = totals.get(str(column.header), "total")
-    for n, layer in enumerate(layers):
-        made.add_row(layer.name, *(f"{values[n]:.{digits[h]}f}" for h, values in columns.items()))
-    return made
+    for values in columns.values():
+        values.append(sum(values))
+    columns["weights MiB"][-1] = (
+        Chain(found, size).parameter_bytes(0, len(layers)) / _MIB
+    )  # tied ones count once
+    columns["sent MiB"].pop()  # it does not add up
+
+    def cells(n: int) -> dict[str, str]:
+        known = {heading: values[n] for heading, values in columns.items() if n < len(values)}
+        return {h: f"{value:.{2 if h.endswith('MiB') else 3}f}" for h, value in known.items()}
+
+    names = [*(layer.name for layer in layers), "total"]
+    return grid([{"layer": name, **cells(n)} for n, name in enumerate(names)])

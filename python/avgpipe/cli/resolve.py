@@ -166,25 +166,25 @@ def _plan(asked: TrainConfig, stored: dict[str, Any], batch_size: int) -> Plan:
     return plan
 
 
+# Choices of a plan that are made for one that is overridden; for a system also those that are its own.
+_DEPENDS = {
+    "system": ("schedule", "weights", "replication", "placement", "advance"),
+    "schedule": ("weights", "placement", "advance"),
+    "stages": ("partition", "replication", "placement"),
+    "replication": ("placement",),
+}
+
+
 def _drop_what_depends(base: dict[str, Any], explicit: dict[str, Any]) -> None:
-    """Forget choices of a stored plan that were made for a system, schedule or number of stages that is overridden."""
-
-    def overridden(name: str) -> bool:
-        return name in explicit and name in base and explicit[name] != base[name]
-
-    stages, schedule, system = (overridden(n) for n in ("stages", "schedule", "system"))
-    if system:
-        for name in ("schedule", "weights", "replication", *SYSTEMS[explicit["system"]]):
-            base.pop(name, None)
-    if system or stages or schedule or overridden("replication"):
-        base.pop("placement", None)
-    if stages:
-        base.pop("partition", None)
-        base.pop("replication", None)
-    if schedule:
-        base.pop("weights", None)
-    if system or schedule or (stages and isinstance(base.get("advance"), list | tuple)):
-        base.pop("advance", None)
+    """Forget choices of a stored plan that were made for what is overridden."""
+    overridden = [name for name in _DEPENDS if name in base and explicit.get(name, base[name]) != base[name]]
+    dropped = {dependent for name in overridden for dependent in _DEPENDS[name]}
+    if "system" in overridden:
+        dropped.update(SYSTEMS[explicit["system"]])
+    if "stages" in overridden and isinstance(base.get("advance"), list | tuple):
+        dropped.add("advance")  # one for each stage
+    for name in dropped:
+        base.pop(name, None)
 
 
 # ---- what is refused before a worker starts and before anything is written -------------------------------------------

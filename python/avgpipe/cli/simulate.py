@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.table import Table
 
 from avgpipe.cli.config import SimulateConfig
 from avgpipe.cli.errors import arguments, running
-from avgpipe.cli.output import grid, show
+from avgpipe.cli.output import answer, grid
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance, simulate, steady_batch_s
 from avgpipe.schedule import Schedule, build_schedule
 from avgpipe.timeline.timeline import Timeline
@@ -28,11 +27,10 @@ def run(config: SimulateConfig) -> None:
     with running():
         if config.plot is not None:
             timeline.plot(config.plot)
-    if config.json:
-        print(json.dumps(_to_json(config, schedule, choice, timeline, steady_s)))
-        return
-    batches = len({event.batch for event in timeline.events})
-    show(
+    batches = config.batches or pipelines
+    answer(
+        config.json,
+        _to_json(config, schedule, choice, timeline) | {"steady_batch_s": steady_s},
         f"{schedule.name}: stages {config.stages}, micro-batches {config.micro_batches}, pipelines {pipelines}",
         *([] if choice is None else [choice.explain()]),
         f"{batches} {'batch' if batches == 1 else 'batches'}: {1000 * timeline.makespan_s:.1f} ms, "
@@ -70,41 +68,34 @@ def _schedule(config: SimulateConfig, costs: Costs) -> tuple[Schedule, AdvanceCh
 
 
 def _to_json(
-    config: SimulateConfig,
-    schedule: Schedule,
-    choice: AdvanceChoice | None,
-    timeline: Timeline,
-    steady_s: float,
+    config: SimulateConfig, schedule: Schedule, choice: AdvanceChoice | None, timeline: Timeline
 ) -> dict[str, Any]:
     advance = [max(0, peak - (schedule.stages - k)) for k, peak in enumerate(schedule.peak_in_flight)]
+    results = ("makespan_s", "bubble_fraction", "worker_busy_fraction", "peak_memory_bytes")
     return {
         "schedule": schedule.name,
-        "stages": config.stages,
+        **{name: getattr(config, name) for name in ("stages", "micro_batches", "pipelines")},
         "workers": schedule.workers,
-        "micro_batches": config.micro_batches,
-        "pipelines": config.pipelines,
-        "batches": len({event.batch for event in timeline.events}),
+        "batches": config.batches or config.pipelines,
         "advance": advance if schedule.name == "advance-forward" else None,
-        "makespan_s": timeline.makespan_s,
-        "steady_batch_s": steady_s,
-        "bubble_fraction": timeline.bubble_fraction,
-        "worker_busy_fraction": timeline.worker_busy_fraction,
+        **{name: getattr(timeline, name) for name in results},
         "peak_in_flight": schedule.peak_in_flight,
-        "peak_memory_bytes": timeline.peak_memory_bytes,
         "choice": None if choice is None else asdict(choice),
     }
 
 
 def _table(schedule: Schedule, timeline: Timeline) -> Table:
-    device = "stage" if schedule.is_plain else "worker"
-    made = grid([], [device, "busy", "busy ms", "in flight per pipeline", "peak MiB"])
     memory = timeline.peak_memory_bytes
-    for k, (share, busy_s) in enumerate(zip(timeline.worker_busy_fraction, timeline.busy_s)):
-        made.add_row(
-            str(k),
-            f"{100 * share:.1f} %",
-            f"{1000 * busy_s:.1f}",
-            str(schedule.worker_peak_in_flight[k]),
-            "-" if memory is None else f"{memory[k] / _MIB:.1f}",
-        )
-    return made
+    return grid(
+        [
+            {
+                "stage" if schedule.is_plain else "worker": str(k),
+                "busy": f"{100 * share:.1f} %",
+                "busy ms": f"{1000 * busy_s:.1f}",
+                "in flight per pipeline": str(schedule.worker_peak_in_flight[k]),
+                "peak MiB": "-" if memory is None else f"{memory[k] / _MIB:.1f}",
+            }
+            for k, (share, busy_s) in enumerate(zip(timeline.worker_busy_fraction, timeline.busy_s))
+        ],
+        texts=0,
+    )

@@ -20,7 +20,7 @@ from avgpipe import __version__
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.errors import CommandFailed, arguments, running, say
-from avgpipe.cli.folder import Goal, RunFolder, Totals
+from avgpipe.cli.folder import RunFolder, Totals
 from avgpipe.cli.output import strict_json
 from avgpipe.cli.progress import ProgressBar, links_line, log_notes
 from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
@@ -66,7 +66,6 @@ class TrainingRun:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.workload, self.plan = prepare(config)
-        self.goal = Goal(self.workload.lower_is_better, config.target)
         with log_notes() as log:
             self.pipeline = Pipeline(
                 self.workload.layers,
@@ -82,10 +81,12 @@ class TrainingRun:
         # Workers that were started one by one may have named their folder at different times.
         self.out = Path(self._world.gather(config.out)[0])
         self.folder = RunFolder(self.out, writes=first)
-        self.done = Totals()
+        self.done = Totals(self.workload.lower_is_better, config.target)
         if config.resume:
             self.pipeline.load(self.folder.checkpoints / "last")
-            self._recall()
+            if first:
+                self.done.recall(self.folder.cut(self.pipeline.batches), self.pipeline.batches)
+            self.done = Totals(**self._world.gather(asdict(self.done))[0])
         # Of the whole run; epochs of other lengths than the first one are not looked at.
         total = self.workload.epochs * len(self.workload.train_batches(0))
         total = min(total, config.max_batches or total)
@@ -118,7 +119,7 @@ class TrainingRun:
             self._validate()
             self._observe()
             self._save()
-            if self.done.batches and self.goal.reached(self.done.metric):
+            if self.done.batches and self.done.reached:
                 self.progress.note(f"target {self.config.target:g} reached")
                 break
             epoch, start = epoch + 1, 0
@@ -172,7 +173,7 @@ class TrainingRun:
         if not self.folder.is_open:
             self.folder.open(self.config, self.plan)
         done = self.done
-        best = done.note_validation(done.batches, loss, metric, self.goal)
+        best = done.note_validation(done.batches, loss, metric)
         row = {"epoch": done.epoch, "batch": done.batches, "loss": loss, "metric": metric, "metrics": metrics}
         self.folder.row("valid", **row, seconds=round(done.seconds, 6))
         when = f"after {done.batches} batches" if done.batches else "before training"
@@ -236,13 +237,6 @@ class TrainingRun:
             return error
         return None
 
-    def _recall(self) -> None:
-        """Read what the run had done on the first rank, and tell the others."""
-        batches = self.pipeline.batches
-        if self._world.rank == 0:
-            self.done = Totals.of(self.folder.cut(batches), batches, self.goal)
-        self.done = Totals(**self._world.gather(asdict(self.done))[0])
-
     def _position(self) -> tuple[int, int]:
         """Epoch and first batch to continue with.
 
@@ -263,14 +257,13 @@ class TrainingRun:
     # ---- what is told and written ------------------------------------------------------------------------------------
 
     def _title(self) -> str:
-        config, p, workload = self.config, self.plan, self.workload
+        config, plan, workload = self.config, self.plan, self.workload
         what = f"{config.workload} {config.preset}" + (f" ({workload.title})" if workload.title else "")
         action = f"resumes after batch {self.done.batches}" if config.resume else "begins"
-        names = ("stage", "pipeline", "micro-batch")
-        sizes = ", ".join(_several(n, w) for n, w in zip((p.stages, p.pipelines, p.micro_batches), names))
+        sizes = f"stages {plan.stages}, pipelines {plan.pipelines}, micro-batches {plan.micro_batches}"
         return (
-            f"{what} {action}: {p.system}, {p.schedule}; {sizes} per batch of "
-            f"{_several(workload.batch_size, 'sample')}; {config.device}; writes {self.out}"
+            f"{what} {action}: {plan.system}, {plan.schedule}; {sizes}, batch size {workload.batch_size}; "
+            f"{config.device}; writes {self.out}"
         )
 
     def _finish(self) -> None:
@@ -297,32 +290,23 @@ class TrainingRun:
         epoch = len(workload.train_batches(done.epoch)) * workload.batch_size
         share = min(1.0, done.epoch_samples / epoch) if epoch else math.nan
         versions = {"avgpipe": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        of_plan = ("system", "stages", "pipelines", "micro_batches", "schedule")
+        of_workload = ("batch_size", "metric_name", "lower_is_better", "title")
         return {
-            "workload": config.workload,
-            **{name: getattr(plan, name) for name in ("system", "stages", "pipelines", "micro_batches")},
-            "batch_size": workload.batch_size,
-            "schedule": plan.schedule,
+            **{name: getattr(config, name) for name in ("workload", "preset", "seed", "target")},
+            **{name: getattr(plan, name) for name in of_plan},
+            **{name: getattr(workload, name) for name in of_workload},
+            **{name: getattr(done, name) for name in ("batches", "samples", "metric", "seconds_to_target")},
+            **{name: getattr(timeline, name) for name in ("worker_busy_fraction", "bubble_fraction")},
             "advance": plan.advance if chosen is None else chosen.advance,
             "epochs": round(done.epoch + share, 4),
-            "batches": done.batches,
-            "samples": done.samples,
             "train_seconds": done.seconds,
             "samples_per_second": done.samples / done.seconds if done.seconds > 0 else None,
-            "metric_name": workload.metric_name,
-            "lower_is_better": workload.lower_is_better,
-            "metric": done.metric,
-            "target": config.target,
-            "seconds_to_target": done.seconds_to_target,
-            "worker_busy_fraction": timeline.worker_busy_fraction,
-            "bubble_fraction": timeline.bubble_fraction,
-            "peak_memory_bytes": peaks,
-            "parameters": sum(p.numel() for p in whole.parameters()),
-            "seed": config.seed,
-            "versions": versions,
-            "preset": config.preset,
-            "title": workload.title,
             "best_metric": done.best,
             "trivial_metric": workload.trivial[1] if workload.trivial else None,
+            "peak_memory_bytes": peaks,
+            "parameters": sum(p.numel() for p in whole.parameters()),
+            "versions": versions,
             "warnings": self._warnings,
             "skipped_updates": skipped,
         }
@@ -367,7 +351,3 @@ def unbroken(timeline: Timeline, stretches: Sequence[tuple[int, int]]) -> Timeli
     if not kept:
         return timeline
     return timeline.window(*max(kept, key=lambda s: s[1] - s[0]))
-
-
-def _several(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("ch") else "s")

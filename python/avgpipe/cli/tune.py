@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from rich.table import Table
 from avgpipe.cli.config import TuneConfig
 from avgpipe.cli.errors import arguments, running
 from avgpipe.cli.measuring import check_target, cluster_of, link_of, profile_of, trial_of
-from avgpipe.cli.output import check_file, grid, show, tell
+from avgpipe.cli.output import answer, check_file, grid, tell
 from avgpipe.cli.resolve import check_device
 from avgpipe.measure.search import Space, check_sizes, profiled_sizes
 from avgpipe.measure.tune import TRAVERSAL, TunedPlan, TuningResult, advice, study
@@ -54,12 +53,8 @@ def run(config: TuneConfig) -> None:
         tell("")
     with running():
         found.plan.save(config.out)
-    if config.json:
-        print(json.dumps(found.to_json()))
-        return
-    if not_timed and config.trials:
-        print(f"not timed: {not_timed}")
-    print_result(found, config.out)
+    said = [f"not timed: {not_timed}"] if not_timed and config.trials else []
+    answer(config.json, found.to_json(), *said, table(found), *lines(found), f"plan: {config.out}")
 
 
 def _check(config: TuneConfig) -> tuple[int, str]:
@@ -97,46 +92,36 @@ def _why_not_timed(config: TuneConfig) -> str:
 # ---- for a reader ----------------------------------------------------------------------------------------------------
 
 
-def print_result(found: TuningResult, out: str) -> None:
-    show(table(found), *lines(found), f"plan: {out}")
-
-
 def table(found: TuningResult) -> Table:
-    made = grid(
-        ["plan"],
-        [
-            *("stages", "pipelines", "micro-\nbatches", "cut", "advance", "recompute"),
-            *("predicted\nms/batch", "measured\nms/batch", "error"),
-            *("samples/s", "predicted\nMiB", "measured\nMiB"),
-        ],
-    )
+    made = grid([_cells(found, row) for row in (*found.rows, *found.baselines)])
     made.columns[0].no_wrap = True
     made.columns[4].justify, made.columns[4].no_wrap = "left", False  # a long cut goes on in the next line
-    for row in (*found.rows, *found.baselines):
-        plan, trial = row.plan, row.trial
-        width = (plan.replication or [1])[0]
-        made.add_row(
-            row.what,
-            f"{plan.stages} x {width}" if width > 1 else str(plan.stages),
-            str(plan.pipelines),
-            str(plan.micro_batches),
-            _some(plan.partition or ()),
-            _advance(plan.advance),
-            plan.recompute,
-            f"{1e3 * row.forecast.batch_s:.1f}",
-            "-" if trial is None else f"{1e3 * trial.batch_s:.1f}",
-            "-" if row.error is None else f"{100 * row.error:+.1f} %",
-            f"{found.samples_per_s(row):.4g}",
-            f"{max(row.forecast.memory_bytes) / _MIB:.0f}",
-            "-" if trial is None or not trial.memory_bytes else f"{max(trial.memory_bytes) / _MIB:.0f}",
-        )
     return made
 
 
-def _advance(advance: object) -> str:
-    if isinstance(advance, tuple):
-        return _some(advance)
-    return "default" if advance is None else str(advance)
+def _cells(found: TuningResult, row: TunedPlan) -> dict[str, str]:
+    plan, trial = row.plan, row.trial
+    width = (plan.replication or [1])[0]
+    advance = plan.advance
+    return {
+        "plan": row.what,
+        "stages": f"{plan.stages} x {width}" if width > 1 else str(plan.stages),
+        "pipelines": str(plan.pipelines),
+        "micro-\nbatches": str(plan.micro_batches),
+        "cut": _some(plan.partition or ()),
+        "advance": _some(advance)
+        if isinstance(advance, tuple)
+        else str("default" if advance is None else advance),
+        "recompute": plan.recompute,
+        "predicted\nms/batch": f"{1e3 * row.forecast.batch_s:.1f}",
+        "measured\nms/batch": "-" if trial is None else f"{1e3 * trial.batch_s:.1f}",
+        "error": "-" if row.error is None else f"{100 * row.error:+.1f} %",
+        "samples/s": f"{found.samples_per_s(row):.4g}",
+        "predicted\nMiB": f"{max(row.forecast.memory_bytes) / _MIB:.0f}",
+        "measured\nMiB": "-"
+        if not trial or not trial.memory_bytes
+        else f"{max(trial.memory_bytes) / _MIB:.0f}",
+    }
 
 
 def _some(numbers: Sequence[object]) -> str:

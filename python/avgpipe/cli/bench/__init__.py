@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
@@ -19,7 +18,7 @@ from rich.text import Text
 from avgpipe.cli.doctor import examine
 from avgpipe.cli.errors import CommandFailed, running
 from avgpipe.cli.options import Options, words
-from avgpipe.cli.output import grid, show, tell
+from avgpipe.cli.output import answer, grid, tell
 from avgpipe.timeline.plot import dress, picture
 from avgpipe.units import format_bytes, format_seconds
 
@@ -84,30 +83,31 @@ def summarise(
     return {**head, "limit": limit, "rows": rows, "skipped": left_out}
 
 
-# Columns beside the times: the key in a row, and how it is written. Those that no row of a section has are left out.
+# Columns beside the times, as far as rows have them: the key in a row, and how it is written.
 _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "of limit": ("fraction_of_limit", "{:.2f}".format),
     "bytes/el.": ("bytes_per_element", "{:g}".format),
     "GB/s": ("gb_per_s", "{:.3g}".format),
     "simulated": ("simulated_ms", lambda ms: format_seconds(ms / 1e3)),
     "over it": ("over_simulated", "{:.3f}".format),
-    "of limit": ("fraction_of_limit", "{:.2f}".format),
 }
 
 
 def table(section: Mapping[str, Any]) -> Group:
     """A section for a reader. "ours is": how many times longer a baseline took than our first row."""
     rows = section["rows"]
-    columns = {h: column for h, column in _COLUMNS.items() if any(column[0] in row for row in rows)}
-    made = grid([""], ["median", "quartiles", *columns, "ours is"])
     ratios: dict[str, float] = next((row["ratios"] for row in rows if row["role"] == "ours"), {})
+    cells = []
     for row in rows:
         first, median, third = (
             format_seconds(row[f"{q}_ms"] / 1e3) for q in ("quartile1", "median", "quartile3")
         )
-        values = ((row.get(key), write) for key, write in columns.values())
-        cells = ("-" if value is None else write(value) for value, write in values)
-        ours_is = f"{ratios[row['name']]:.2f}x" if row["name"] in ratios else ""
-        made.add_row(row["name"], median, f"{first} - {third}", *cells, ours_is, style=_STYLES[row["role"]])
+        found = {"": row["name"], "median": median, "quartiles": f"{first} - {third}"}
+        found |= {h: write(row[key]) for h, (key, write) in _COLUMNS.items() if row.get(key) is not None}
+        if row["name"] in ratios:
+            found["ours is"] = f"{ratios[row['name']]:.2f}x"
+        cells.append(found)
+    made = grid(cells, styles=[_STYLES[row["role"]] for row in rows])
     notes = [section["asks"], f"limit: {section['limit']}" if section["limit"] else ""]
     notes += [f"left out: {skipped['name']}: {skipped['reason']}" for skipped in section["skipped"]]
     return Group(Text(_title(section), style="bold"), made, Text("\n".join(filter(None, notes))), "")
@@ -167,8 +167,7 @@ def report(name: str, config: Options, sections: Sequence[Mapping[str, Any]], no
     if picture_file := getattr(config, "plot", None):
         with running():
             plot(sections, command, picture_file)
-    if config.json:
-        print(json.dumps({"command": command, **facts, "sections": sections}))
-        return
+    found = {"command": command, **facts, "sections": sections}
     machine = f"{facts['machine']['cpu']}, {facts['machine']['cores']} cores"
-    show(*map(table, sections), notes, f"{machine}, torch {facts['versions']['torch']}", columns=120)
+    machine += f", torch {facts['versions']['torch']}"
+    answer(config.json, found, *map(table, sections), notes, machine, columns=120)
