@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from avgpipe.cli import progress
-from avgpipe.cli.progress import ProgressBar, links_line, log_notes
+from avgpipe.cli.progress import ProgressBar, links_line, links_of, log_records, warnings_of
 from avgpipe.links.choose import LINK_MESSAGE
 
 
@@ -60,16 +60,16 @@ def test_batches_of_a_validation_pass_unchanged(clock, capsys):
 def test_notes_of_the_log_are_the_way_to_the_next_stage_and_warnings():
     log = logging.getLogger("avgpipe")
     level, handlers = log.level, list(log.handlers)
-    with log_notes() as notes:
+    with log_records() as records:
         log.info(LINK_MESSAGE, "stage 1", "stage 0", "shared memory")
         log.info(LINK_MESSAGE, "stage 1", "stage 2", "shared memory")
         log.info("something else")
         log.warning("%s waits", "somebody")
-    assert notes.links == [
+    assert links_of(records) == [
         ("stage 1", "stage 0", "shared memory"),
         ("stage 1", "stage 2", "shared memory"),
     ]
-    assert notes.warnings == ["somebody waits"]
+    assert warnings_of(records) == ["somebody waits"]
     assert (log.level, log.handlers) == (level, handlers)
 
 

@@ -20,10 +20,9 @@ import typer
 
 from avgpipe import systems
 from avgpipe.cli.config import CompareConfig, LearningOptions, TrainConfig
-from avgpipe.cli.errors import FAILED, WRONG_ARGUMENTS, arguments, running, say
 from avgpipe.cli.folder import duration, read_metrics
 from avgpipe.cli.options import words
-from avgpipe.cli.output import show, strict_json, tell
+from avgpipe.cli.output import FAILED, WRONG_ARGUMENTS, arguments, running, say, show, strict_json, tell
 from avgpipe.cli.resolve import check_device, check_folder, joined_ranks, resolve
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from avgpipe import __version__
 from avgpipe.cli.config import DoctorConfig
-from avgpipe.cli.errors import FAILED
-from avgpipe.cli.output import answer
+from avgpipe.cli.output import FAILED, answer
 from avgpipe.ranks.process import cores, cpu_model
 from avgpipe.units import format_bytes
 
@@ -74,8 +73,8 @@ def examine() -> Findings:
     found.facts["machine"] = {
         "cpu": cpu_model(),
         "cores": cores(),
-        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "memory_bytes": _memory_bytes(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
     }
     try:
@@ -177,13 +176,6 @@ def try_shared_memory() -> str | None:
         return "a bell that was rung is not heard"
     heard = memoryview(mine)[-len(_GREETING) :] == _GREETING
     return None if heard else "what another process writes is not seen"
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _words(name: str, value: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 
-from avgpipe.cli.errors import arguments, reporting
+from avgpipe.cli.output import arguments, reporting
 from avgpipe.errors import nearest
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY

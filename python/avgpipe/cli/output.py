@@ -1,4 +1,8 @@
-"""What commands print: tables and JSON on standard output, how far they are on standard error."""
+"""What commands print, and how they end.
+
+Results are on standard output: tables and JSON; how far a command is goes to standard error, and so does every failure,
+in one line. Exit codes: 0 success, 1 a failed run, 2 wrong arguments.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,20 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
+
+from avgpipe.errors import PipelineError
+from avgpipe.ranks.process import FAILED as FAILED
+from avgpipe.ranks.process import WRONG_ARGUMENTS as WRONG_ARGUMENTS
 
 _FILE_COLUMNS = 160  # of tables that are not for a terminal
 
@@ -82,3 +92,57 @@ def check_file(out: str) -> None:
     folder = Path(out).absolute().parent
     if Path(out).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"--out {out}: cannot be written, name a file in a folder that you may write to")
+
+
+# ---- how commands end ------------------------------------------------------------------------------------------------
+
+
+class CommandFailed(Exception):
+    """Ends a command with ``exit_code``; the message is what the user reads."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(" ".join(message.split()))
+        self.exit_code = exit_code
+
+
+def arguments() -> AbstractContextManager[None]:
+    """While arguments are checked: what is refused ends the command with 2, before anything was written."""
+    # CheckpointError and StageError are ValueErrors; a worker may have died already, or the package is not built.
+    wrong = (ValueError, TypeError, OSError)
+    return _ending(
+        dict.fromkeys(wrong, WRONG_ARGUMENTS) | dict.fromkeys((PipelineError, ImportError), FAILED)
+    )
+
+
+def running() -> AbstractContextManager[None]:
+    """While a run goes on: its failure ends the command with 1."""
+    return _ending(dict.fromkeys((PipelineError, OSError), FAILED))
+
+
+@contextmanager
+def _ending(codes: dict[type[Exception], int]) -> Iterator[None]:
+    """End the command with the code of the first kind that an error is of."""
+    try:
+        yield
+    except tuple(codes) as error:
+        code = next(code for kind, code in codes.items() if isinstance(error, kind))
+        message = str(error)
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            message = f"{error.filename}: {error.strerror}"
+        raise CommandFailed(message, code) from error
+
+
+@contextmanager
+def reporting(json_output: bool) -> Iterator[None]:
+    """Around a command: say what failed and exit. With ``--json`` standard output gets an object all the same."""
+    try:
+        yield
+    except CommandFailed as failure:
+        say(str(failure))
+        if json_output:
+            print(json.dumps({"error": str(failure), "exit_code": failure.exit_code}))
+        raise typer.Exit(failure.exit_code) from failure
+
+
+def say(message: str) -> None:
+    print(f"avgpipe: error: {message}", file=sys.stderr, flush=True)

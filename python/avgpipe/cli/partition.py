@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.cli.config import PartitionConfig
-from avgpipe.cli.errors import arguments, running
 from avgpipe.cli.measuring import check_target, cluster_of, link_of, profile_of
-from avgpipe.cli.output import answer, check_file, grid
+from avgpipe.cli.output import answer, arguments, check_file, grid, running
 from avgpipe.cli.resolve import check_device
 from avgpipe.errors import nearest
 from avgpipe.measure.search import profiled_sizes

@@ -7,9 +7,8 @@ import json
 from rich.table import Table
 
 from avgpipe.cli.config import ProfileConfig
-from avgpipe.cli.errors import arguments, running
 from avgpipe.cli.measuring import link_of, profile_of
-from avgpipe.cli.output import answer, check_file, grid, tell
+from avgpipe.cli.output import answer, arguments, check_file, grid, running, tell
 from avgpipe.cli.resolve import check_device
 from avgpipe.planning.chain import Chain
 from avgpipe.planning.profile import Profile

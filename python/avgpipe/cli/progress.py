@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from logging.handlers import BufferingHandler
 from typing import Any
 
 from rich.console import Console
@@ -95,51 +97,39 @@ class ProgressBar:
 # ---- what the runtime logs -------------------------------------------------------------------------------------------
 
 
-class LogNotes(logging.Handler):
-    """Collects what the runtime warns of and by which links this rank reaches others.
-
-    Attributes:
-        warnings: Texts of the warnings.
-        links: What is here, what is there, and the link, of each.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.warnings: list[str] = []
-        self.links: list[tuple[str, ...]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.msg == LINK_MESSAGE and isinstance(record.args, tuple):
-            self.links.append(tuple(map(str, record.args)))
-        elif record.levelno >= logging.WARNING:
-            self.warnings.append(record.getMessage())
-
-
 @contextmanager
-def log_notes() -> Iterator[LogNotes]:
+def log_records() -> Iterator[list[logging.LogRecord]]:
     """Collect what the runtime logs inside the block."""
-    log, notes = logging.getLogger(_LOG), LogNotes()
+    log, collecting = logging.getLogger(_LOG), BufferingHandler(sys.maxsize)
     level = log.level
-    if not log.isEnabledFor(logging.INFO):
-        log.setLevel(logging.INFO)
-    log.addHandler(notes)
+    log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
+    log.addHandler(collecting)
     try:
-        yield notes
+        yield collecting.buffer
     finally:
-        log.removeHandler(notes)
+        log.removeHandler(collecting)
         log.setLevel(level)
+
+
+def links_of(records: Iterable[logging.LogRecord]) -> list[tuple[str, ...]]:
+    """What is here, what is there, and the link by which this rank reaches it, of each."""
+    args = (record.args for record in records if record.msg == LINK_MESSAGE)
+    return [tuple(map(str, found)) for found in args if isinstance(found, tuple)]
+
+
+def warnings_of(records: Iterable[logging.LogRecord]) -> list[str]:
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 
 
 def links_line(links: Iterable[Sequence[Sequence[str]]]) -> list[str]:
     """One line from the links of all ranks; none where a single process has all stages."""
     joined: dict[frozenset[str], Sequence[str]] = {}
-    for entry in (entry for rank in links for entry in rank):
+    for entry in chain.from_iterable(links):
         joined.setdefault(frozenset(entry[:2]), entry)  # both ends say so
     by_link: dict[str, list[str]] = {}
     for here, there, link in joined.values():
         by_link.setdefault(link, []).append(f"{here} to {there}")
-    if not by_link:
-        return []
     if len(by_link) == 1 and len(joined) > 1:
         return [f"links: all {len(joined)} by {next(iter(by_link))}"]
-    return ["links: " + "; ".join(f"{', '.join(pairs)} by {link}" for link, pairs in by_link.items())]
+    said = "; ".join(f"{', '.join(pairs)} by {link}" for link, pairs in by_link.items())
+    return [f"links: {said}"] if said else []

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from avgpipe.cli.config import RunConfig
-from avgpipe.cli.errors import FAILED, CommandFailed, arguments, say
+from avgpipe.cli.output import FAILED, CommandFailed, arguments, say
 from avgpipe.ranks.launch import Interrupted, RanksFailed, run_command
 
 

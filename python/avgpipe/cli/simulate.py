@@ -8,8 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from avgpipe.cli.config import SimulateConfig
-from avgpipe.cli.errors import arguments, running
-from avgpipe.cli.output import answer, grid
+from avgpipe.cli.output import answer, arguments, grid, running
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance, simulate, steady_batch_s
 from avgpipe.schedule import Schedule, build_schedule
 from avgpipe.timeline.timeline import Timeline

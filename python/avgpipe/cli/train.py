@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.errors import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, say
 from avgpipe.cli.folder import describe
+from avgpipe.cli.output import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, say
 from avgpipe.cli.resolve import check_run, has_checkpoint, joined_ranks, resolve
 from avgpipe.ranks.launch import Interrupted, RanksFailed, run_on_ranks
 from avgpipe.ranks.process import GRACE_S, ending_on_signals

@@ -19,10 +19,9 @@ from torch import nn
 from avgpipe import __version__
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.errors import CommandFailed, arguments, running, say
 from avgpipe.cli.folder import RunFolder, Totals
-from avgpipe.cli.output import strict_json
-from avgpipe.cli.progress import ProgressBar, links_line, log_notes
+from avgpipe.cli.output import CommandFailed, arguments, running, say, strict_json
+from avgpipe.cli.progress import ProgressBar, links_line, links_of, log_records, warnings_of
 from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
 from avgpipe.errors import CheckpointError, PeerLost
 from avgpipe.pipeline import Pipeline
@@ -66,7 +65,7 @@ class TrainingRun:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.workload, self.plan = prepare(config)
-        with log_notes() as log:
+        with log_records() as logged:
             self.pipeline = Pipeline(
                 self.workload.layers,
                 self.plan,
@@ -95,8 +94,8 @@ class TrainingRun:
         if self.workload.trivial is not None:
             answer, score = self.workload.trivial
             self.progress.note(f"baseline: {answer}, {self.workload.metric_name} {score:.2f}")
-        self._warnings = log.warnings
-        for note in (*links_line(self._world.gather(log.links)), *self._warnings):
+        self._warnings = warnings_of(logged)
+        for note in (*links_line(self._world.gather(links_of(logged))), *self._warnings):
             self.progress.note(note)
         self._saved_at = time.monotonic()
         self._unsaved: CheckpointError | None = None  # why the last checkpoint was not written
@@ -274,14 +273,13 @@ class TrainingRun:
         if self._world.rank != 0:
             return
         longest = unbroken(timeline, self._stretches)
-        self.folder.write(
-            "summary.json", strict_json(self._summary(longest, peaks, skipped), indent=2) + "\n"
-        )
+        summary = self._summary(longest) | {"peak_memory_bytes": peaks, "skipped_updates": skipped}
+        self.folder.write("summary.json", strict_json(summary, indent=2) + "\n")
         if timeline.events:
             timeline.to_chrome_trace(self.out / "timeline.json")
             longest.plot(self.out / "timeline.png")
 
-    def _summary(self, timeline: Timeline, peaks: Sequence[int], skipped: int) -> dict[str, Any]:
+    def _summary(self, timeline: Timeline) -> dict[str, Any]:
         """The content of summary.json; times are of training, without validations and checkpoints."""
         config, plan, done, workload = self.config, self.plan, self.done, self.workload
         chosen = self.pipeline.advance  # what advance="auto" came to
@@ -304,11 +302,9 @@ class TrainingRun:
             "samples_per_second": done.samples / done.seconds if done.seconds > 0 else None,
             "best_metric": done.best,
             "trivial_metric": workload.trivial[1] if workload.trivial else None,
-            "peak_memory_bytes": peaks,
             "parameters": sum(p.numel() for p in whole.parameters()),
             "versions": versions,
             "warnings": self._warnings,
-            "skipped_updates": skipped,
         }
 
 

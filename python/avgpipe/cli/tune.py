@@ -10,9 +10,8 @@ import torch
 from rich.table import Table
 
 from avgpipe.cli.config import TuneConfig
-from avgpipe.cli.errors import arguments, running
 from avgpipe.cli.measuring import check_target, cluster_of, link_of, profile_of, trial_of
-from avgpipe.cli.output import answer, check_file, grid, tell
+from avgpipe.cli.output import answer, arguments, check_file, grid, running, tell
 from avgpipe.cli.resolve import check_device
 from avgpipe.measure.search import Space, check_sizes, profiled_sizes
 from avgpipe.measure.tune import TRAVERSAL, TunedPlan, TuningResult, advice, study

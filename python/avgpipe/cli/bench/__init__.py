@@ -16,13 +16,13 @@ from rich.console import Group
 from rich.text import Text
 
 from avgpipe.cli.doctor import examine
-from avgpipe.cli.errors import CommandFailed, running
 from avgpipe.cli.options import Options, words
-from avgpipe.cli.output import answer, grid, tell
+from avgpipe.cli.output import CommandFailed, answer, grid, running, tell
 from avgpipe.timeline.plot import dress, picture
 from avgpipe.units import format_bytes, format_seconds
 
 _INTERRUPTED = 130
+_USABLE = 0.9  # of the free memory; the rest is for allocators, compilers and everybody else
 _STYLES = {"ours": "bold", "baseline": "", "limit": "dim"}
 _COLORS = {"ours": "#2a6fb0", "baseline": "#b9b9b9", "limit": "#e8e3d9"}
 
@@ -145,6 +145,16 @@ def memory_available_bytes(device: str) -> float:
     facts = Path("/proc/meminfo")
     found = re.search(r"^MemAvailable: *(\d+)", facts.read_text() if facts.exists() else "", re.MULTILINE)
     return 1024.0 * int(found[1]) if found else math.inf
+
+
+def check_memory(option: str, value: int, bytes_each: float, device: str = "cpu") -> None:
+    """Refuse a size that memory does not hold. ValueError."""
+    needed, free = value * bytes_each, memory_available_bytes(device)
+    if needed > _USABLE * free:
+        raise ValueError(
+            f"{option} {value}: needs {format_bytes(needed)} and {format_bytes(free)} are free, of which {_USABLE:.0%} "
+            f"may be used; use {option} {int(_USABLE * free / bytes_each) // 8 * 8} or less"
+        )
 
 
 @contextmanager

@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 import avgpipe_ext as ext
-from avgpipe.cli.bench import Way, measuring, memory_available_bytes, report, summarise
+from avgpipe.cli.bench import Way, check_memory, measuring, report, summarise
 from avgpipe.cli.config import KernelsConfig
-from avgpipe.cli.errors import arguments
-from avgpipe.cli.output import tell
+from avgpipe.cli.output import arguments, tell
 from avgpipe.cli.resolve import check_device
 from avgpipe.errors import nearest
-from avgpipe.units import format_bytes
 
 _WHOLE = "'s step, the update for the reference and the pull (staleness 1): in one pass, or apart?"
 # Values that must be moved for each element, and what is asked.
@@ -41,7 +39,6 @@ QUESTIONS = {
 _REPLICAS = 8
 _OPERANDS = 1 + _REPLICAS
 _ARRAYS = 22  # of all elements: operands, the states of torch's optimizers, and the limit's
-_USABLE = 0.9  # of the free memory; the rest is for allocators, compilers and everybody else
 _SAMPLE_S = 5e-3  # at least, of several calls where one is short
 _ALPHA, _LR, _MU = 0.25, 1e-5, 0.9
 _STEP = 100  # beyond the first ones, whose bias corrections are large
@@ -74,13 +71,9 @@ def check(config: KernelsConfig) -> None:
     for name in config.only:
         if name not in QUESTIONS:
             raise ValueError(f"--only {name}: no such question, {nearest(name, tuple(QUESTIONS))}")
-    free, largest = memory_available_bytes(config.device), max(config.elements)
-    needed = _ARRAYS * largest * getattr(torch, config.dtype).itemsize
-    if needed > _USABLE * free:
-        raise ValueError(
-            f"--elements {largest}: needs {format_bytes(needed)} and {format_bytes(free)} are free, of which "
-            f"{_USABLE:.0%} may be used; use --elements {largest * _USABLE * free / needed:.1e} or fewer"
-        )
+    check_memory(
+        "--elements", max(config.elements), _ARRAYS * getattr(torch, config.dtype).itemsize, config.device
+    )
 
 
 def model_shapes(elements: int) -> list[tuple[int, ...]]:
