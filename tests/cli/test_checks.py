@@ -96,7 +96,7 @@ def test_a_text_too_short_for_the_batch(folder):
 def test_a_damaged_plan_file(folder):
     (folder / "plan.json").write_text('{"stages": 2, "pipeline": 2}')
     line = refused("awd-lstm", "--plan", "plan.json", "--out", "run")
-    assert "plan.json: unknown plan option 'pipeline': did you mean 'pipelines'" in line
+    assert "plan.json: plan: unknown key 'pipeline': did you mean 'pipelines'" in line
     assert not (folder / "run").exists()
 
 

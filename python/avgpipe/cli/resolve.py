@@ -203,11 +203,14 @@ def check_run(config: TrainConfig) -> None:
 
 
 def prepare(config: TrainConfig) -> tuple[Workload, Plan]:
-    """The workload and the plan that a configuration asks for."""
+    """The workload, and the plan with the stages' layers: as configured, else balanced by what layers cost."""
+    from avgpipe.runtime.model import stage_bounds
     from avgpipe.workloads import build_workload
 
     plan = config.to_plan()
     workload = build_workload(config.workload, config.build_options(plan.pipelines))
+    if plan.partition is None and isinstance(workload.layers, list):
+        plan = replace(plan, partition=tuple(stage_bounds(workload.layers, plan.stages, None)[1:-1]))
     return workload, plan
 
 
