@@ -26,18 +26,6 @@ std::string list_of(const int64_t* values, int64_t count) {
     return text("(", list, count == 1 ? ",)" : ")");
 }
 
-std::string shape_of(const View& view) {
-    return list_of(view.sizes, view.dim);
-}
-
-std::string strides_of(const View& view) {
-    return list_of(view.strides, view.dim);
-}
-
-std::string device_of(const View& view) {
-    return device_name(view.device_type, view.device_index);
-}
-
 struct Known {
     ScalarType dtype;
     const char* name;
@@ -89,43 +77,44 @@ bool is_dense(const Seen& seen) {
     return true;
 }
 
-// "z is on meta but x is on cpu; ..."
-[[noreturn]] void refuse_pair(const CallSite& site, const Seen& first, const Seen& other, const char* has,
-                              const char* what, const std::string& a, const std::string& b,
-                              const char* way_out) {
-    refuse(site, text(name_of(site, other), has, what, b, " but ", name_of(site, first), has, a, way_out));
+// "z has shape (3,) but x has (4,); ..."
+[[noreturn]] void refuse_pair(const CallSite& site, const Seen& first, const Seen& other, const char* what,
+                              const std::string& a, const std::string& b, const char* way_out) {
+    refuse(site, text(name_of(site, other), " has ", what, " ", b, " but ", name_of(site, first), " has ", a,
+                      "; ", way_out));
 }
 
 void check_devices(const CallSite& site, const Seen& first, const Seen& other) {
     const View &a = first.view, &b = other.view;
     if (a.device_type == b.device_type && a.device_index == b.device_index) return;
-    refuse_pair(site, first, other, " is on ", "", device_of(a), device_of(b),
-                "; move all tensors to one device");
+    refuse(site, text(name_of(site, other), " is on ", device_of(b), " but ", name_of(site, first), " is on ",
+                      device_of(a), "; move all tensors to one device"));
 }
 
 void check_pair(const CallSite& site, const Seen& first, const Seen& other, bool either_way) {
     const View &a = first.view, &b = other.view;
     if (a.dim != b.dim || !std::equal(a.sizes, a.sizes + a.dim, b.sizes)) {
-        refuse_pair(site, first, other, " has ", "shape ", shape_of(a), shape_of(b),
-                    "; pass tensors of one shape");
+        refuse_pair(site, first, other, "shape", list_of(a.sizes, a.dim), list_of(b.sizes, b.dim),
+                    "pass tensors of one shape");
     }
     const DType own = checked_dtype(site, first), dtype = checked_dtype(site, other);
     const bool is_master = is_16_bit(own) && dtype == DType::kFloat32;
     const bool is_narrow = is_16_bit(dtype) && own == DType::kFloat32;
     if (own != dtype && !is_master && !(is_narrow && either_way)) {
-        refuse_pair(site, first, other, " has ", "dtype ", dtype_name(a.dtype), dtype_name(b.dtype),
-                    either_way ? "; pass one dtype, or float32 and a 16-bit one"
-                               : "; pass one dtype, or float32 beside a 16-bit one that is first");
+        refuse_pair(site, first, other, "dtype", dtype_name(a.dtype), dtype_name(b.dtype),
+                    either_way ? "pass one dtype, or float32 and a 16-bit one"
+                               : "pass one dtype, or float32 beside a 16-bit one that is first");
     }
     if (a.count == 0) return;
     if (!is_dense(other)) {
-        refuse(site, text(name_of(site, other), " of shape ", shape_of(b), " has strides ", strides_of(b),
-                          ", which leave gaps or overlap; pass .contiguous() tensors"));
+        refuse(site,
+               text(name_of(site, other), " of shape ", list_of(b.sizes, b.dim), " has strides ",
+                    list_of(b.strides, b.dim), ", which leave gaps or overlap; pass .contiguous() tensors"));
     }
     for (int64_t d = 0; d < a.dim; ++d) {
         if (a.sizes[d] == 1 || a.strides[d] == b.strides[d]) continue;
-        refuse_pair(site, first, other, " has ", "strides ", strides_of(a), strides_of(b),
-                    "; give all tensors one memory format");
+        refuse_pair(site, first, other, "strides", list_of(a.strides, a.dim), list_of(b.strides, b.dim),
+                    "give all tensors one memory format");
     }
 }
 
@@ -230,8 +219,8 @@ void check_copies(const CallSite& site, std::span<const Argument> arguments) {
             checked_dtype(site, seen);
             for (int64_t d = 0; d < view.dim && seen.argument->is_written; ++d) {
                 if (view.count == 0 || view.sizes[d] == 1 || view.strides[d] != 0) continue;
-                refuse(site, text(name_of(site, seen), " of shape ", shape_of(view), " has strides ",
-                                  strides_of(view),
+                refuse(site, text(name_of(site, seen), " of shape ", list_of(view.sizes, view.dim),
+                                  " has strides ", list_of(view.strides, view.dim),
                                   ", by which elements share memory; pass a .contiguous() tensor"));
             }
         }

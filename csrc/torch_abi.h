@@ -78,7 +78,8 @@ inline View view_of(const Tensor& tensor) {
     return view;
 }
 
-inline std::string device_name(int32_t type, int32_t index) {
+inline std::string device_of(const View& view) {
+    const int32_t type = view.device_type, index = view.device_index;
     if (type == aoti_torch_device_type_cpu()) return "cpu";
     const std::string suffix = index < 0 ? "" : text(":", index);
     if (type == aoti_torch_device_type_cuda()) return text("cuda", suffix);
