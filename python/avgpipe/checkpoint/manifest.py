@@ -13,6 +13,7 @@ import reprlib
 import stat
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -116,17 +117,15 @@ class Manifest:
         name, size, crc = self.files[number]
         path = directory / str(name)
         missing = f"{path} is missing; on several hosts the folder must be on a shared file system"
-        file = _open_file(path, Gone(f"corrupt checkpoint: {missing}"))
-        try:
+        with ExitStack() as failing:
+            file = failing.enter_context(_open_file(path, Gone(f"corrupt checkpoint: {missing}")))
             found = os.fstat(file.fileno()).st_size
             if found != size:
                 raise _corrupt(f"{path} has {found} bytes instead of {size}")
             if _crc(file) != crc:
                 raise _corrupt(f"the content of {path} has changed")
             file.seek(0)
-        except BaseException:
-            file.close()
-            raise
+            failing.pop_all()
         return file
 
 

@@ -59,14 +59,10 @@ class Links:
         agreed: dict[int, list[Transport]] = {}
         if world.size > 1:
             agreed = self._agree(world, _transports(kind, world, sources, device), device, kind)
-        bells = [transport.bell for common in agreed.values() for transport in common if transport.bell]
-        self.processes = {
-            rank: transport.processes[rank]
-            for rank, common in agreed.items()
-            for transport in common
-            if rank in transport.processes
-        }
-        self.mailbox = Mailbox(bells[0] if bells else None, len(self.processes) + 1, ranks)
+        shared = [(rank, transport) for rank, common in agreed.items() for transport in common]
+        self.processes = {rank: t.processes[rank] for rank, t in shared if rank in t.processes}
+        bell = next((transport.bell for _, transport in shared if transport.bell), None)
+        self.mailbox = Mailbox(bell, len(self.processes) + 1, ranks)
         self._by_rank: dict[int, Link] = {me: LocalLink(self.mailbox, device)}
         for rank, (best, *others) in agreed.items():
             incoming = [channel for channel, source in sources[me].items() if source == rank]
@@ -83,25 +79,23 @@ class Links:
     ) -> dict[int, list[Transport]]:
         """Return, for each peer, the transports that both this worker and the peer could open, the best first."""
         me, everyone = world.rank, range(world.size)
-        bottom_up = list(reversed(transports))  # what others are built on first
-        said = world.gather([nccl_device(device), {name: _offer(transports[name]) for name in bottom_up}])
+        said = world.gather([nccl_device(device), {name: _offer(t) for name, t in transports.items()}])
         self.has_nccl = nccl_joins([nccl for nccl, _ in said])
         whys: dict[str, list[str | None]] = {}
-        for name in bottom_up:
+        for name, transport in transports.items():
             offers = [offers.get(name, {"why": "not offered there"}) for _, offers in said]
-            whys[name] = [_why_not(transports[name], me, rank, offers) for rank in everyone]
+            whys[name] = [_why_not(transport, me, rank, offers) for rank in everyone]
         found = world.gather(whys)
         for rank in everyone:
             for peer, why in enumerate(found[rank].get(kind, ())):
                 if why is not None:
                     remedy = transports[kind].remedy
                     raise PipelineError(f"link {kind!r} cannot join ranks {rank} and {peer}: {why}; {remedy}")
-        agreed: dict[int, list[Transport]] = {rank: [] for rank in everyone if rank != me}
-        for name, transport in transports.items():
-            for rank, common in agreed.items():
-                if whys[name][rank] is None and found[rank][name][me] is None:
-                    common.append(transport)
-        return agreed
+        opened = {
+            rank: [name for name in transports if whys[name][rank] is None and found[rank][name][me] is None]
+            for rank in everyone
+        }
+        return {rank: [transports[n] for n in reversed(opened[rank])] for rank in everyone if rank != me}
 
     def close(self, patience_s: float) -> None:
         """Close all links: the others hear that this worker leaves before it waits for any of them."""
@@ -114,7 +108,7 @@ class Links:
 def _transports(
     kind: str, world: World, into: Sequence[Mapping[Channel, int]], device: torch.device
 ) -> dict[str, Transport]:
-    """Make the transports that serve, or are below, a kind of link; by name, the best first."""
+    """Make the transports that serve, or are below, a kind of link; by name, what others are built on first."""
     asked = {row.name for row in LINKS if kind == "auto" or row.name == kind}
     asked |= {name for row in LINKS if row.name in asked for name in row.below}
     made: dict[str, Transport] = {}
@@ -123,7 +117,7 @@ def _transports(
             module, _, name = row.transport.partition(":")
             below = {other: made[other] for other in row.below}
             made[row.name] = getattr(import_module(module), name)(world, into, device, below)
-    return {name: made[name] for name in reversed(made)}
+    return made
 
 
 def _offer(transport: Transport) -> dict[str, Any]:

@@ -123,9 +123,8 @@ def rank_environment(rank: int, world_size: int) -> dict[str, str]:
 
 def private_meeting(folder: str | os.PathLike[str]) -> dict[str, str]:
     """Return the environment of ranks that meet in ``folder``, closed to other users, on this host alone."""
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ()
-    listening = {name: str(loopback) for name in variables if name not in os.environ}
+    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    listening = {name: "lo" for name in variables if name not in os.environ}
     # A rank that starts torchrun hands this environment on; there the variable is not empty, and the file not theirs.
     return {STORE_FILE: os.path.join(folder, "store"), "TORCHELASTIC_RUN_ID": "", **listening}
 
@@ -175,10 +174,8 @@ def _run(
             while (result := processes.wait(_POLL_S, _POLL_S)) is None:
                 said = _pass_on(folder / PROGRESS, said, say)
                 if time.monotonic() > deadline:
-                    raise PipelineError(
-                        f"the workers were not done after {timeout_s:.0f} s and were ended; rank 0 was at: "
-                        f"{said or 'its start'}"
-                    )
+                    late = f"the workers were not done after {timeout_s:.0f} s and were ended"
+                    raise PipelineError(f"{late}; rank 0 was at: {said or 'its start'}")
         except BaseException as error:
             # A KeyboardInterrupt comes before torch's launcher has installed its handlers.
             interrupted = isinstance(error, (elastic.SignalException, KeyboardInterrupt))

@@ -178,10 +178,6 @@ def _names(ranks: Iterable[int]) -> str:
 # ---- the store and the process group ---------------------------------------------------------------------------------
 
 
-def is_launched() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def attempt_name() -> str:
     """Name this attempt of torchrun, which keeps one store while it starts workers again: the dead must not count."""
     return f"avgpipe/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
-from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, attempt_name, is_launched, join, private_store
+from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, attempt_name, join, private_store
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class World:
         self._roles: tuple[str, ...] = ()
         self._board = Board(dist.HashStore())  # type: ignore[attr-defined]
         self._connections = 0
-        if is_launched() and not dist.is_initialized():
+        if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not dist.is_initialized():
             join(timeout_s, "gloo" if not torch.cuda.is_available() else None)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
