@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,8 +65,7 @@ _PR_SET_TIMERSLACK = 29
 
 def precise_sleeps() -> None:
     """Have the kernel wake this thread on time: by default it may be 50 microseconds late."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 @contextmanager

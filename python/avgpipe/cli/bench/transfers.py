@@ -108,7 +108,7 @@ def _samples(ways: Sequence[Way], trips: int, rounds: int) -> list[list[float]]:
     Each thread has a processor of its own meanwhile, as workers that compute do: of two processes that only take turns
     the system makes neighbours on one, and waking a process there is no measure of waking one elsewhere.
     """
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    allowed = sorted(os.sched_getaffinity(0))
     samples: list[list[float]] = [[] for _ in ways]
     for number in range(rounds + 1):  # the first makes slots and threads, and learns sizes
         for way, seconds in zip(ways, samples):
@@ -117,8 +117,7 @@ def _samples(ways: Sequence[Way], trips: int, rounds: int) -> list[list[float]]:
             seconds.append(way.run(trips))
         if len(allowed) > 1 and number == 0:
             os.sched_setaffinity(0, {allowed[dist.get_rank()]})
-    if allowed:
-        os.sched_setaffinity(0, allowed)
+    os.sched_setaffinity(0, allowed)
     return [seconds[1:] for seconds in samples]
 
 
