@@ -145,8 +145,9 @@ class Costs:
                     f"{name}[{k}] has {len(entry)} entries for {micro_batches or 'an unknown number of'} "
                     "micro-batches: give one for each, or one number for all"
                 )
-        width = micro_batches or 1 if any(isinstance(entry, tuple) for entry in value) else 1
-        return np.array([np.broadcast_to(entry, width) for entry in value]).reshape(count, width)
+        if not any(isinstance(entry, tuple) for entry in value):
+            return np.array(value, dtype=np.float64).reshape(count, 1)
+        return np.array([np.broadcast_to(entry, micro_batches or 1) for entry in value])
 
     @property
     def has_memory(self) -> bool:

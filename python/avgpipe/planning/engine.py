@@ -110,7 +110,7 @@ def _row_fields(schedule: Schedule) -> dict[str, Any]:
         "loops": np.column_stack([ends[:-1], ends[1:], repeats]).astype(np.int32),
         "actions": np.array(actions, dtype=np.int32),
         "replicas_begin": np.cumsum([0, *map(len, schedule.replicas)], dtype=np.int64),
-        "replicas": np.concatenate(schedule.replicas).astype(np.int32),
+        "replicas": np.array([w for workers in schedule.replicas for w in workers], dtype=np.int32),
     }
 
 

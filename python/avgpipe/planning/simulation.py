@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from avgpipe.timeline.timeline import Event, Timeline
 
 # Alone, a pipeline that flushes begins each batch when the one before has left, so that they hardly differ.
 _ALONE, _OF_EACH = 8, 12
-_UPDATE = KINDS.index(Kind.UPDATE)
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -67,17 +66,20 @@ def simulate(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: i
     ImportError where the engine is not built.
     """
     outcome, memory = _run(schedule, costs, pipelines, batches, events=True)
-    assert outcome.records is not None
-    labels = () if schedule.is_plain else tuple(f"worker {w}" for w in range(schedule.workers))
-    events = (
-        (k, j % pipelines, j, None if n == _UPDATE else m, KINDS[n].value, start, end, "", w)
-        for start, end, (_, _, w, k, j, m, n) in zip(
-            (outcome.records["start"] / TICKS_PER_S).tolist(),
-            (outcome.records["end"] / TICKS_PER_S).tolist(),
-            outcome.records.tolist(),
-        )
+    rows = outcome.records
+    assert rows is not None
+    columns = (
+        rows["stage"],
+        rows["batch"] % pipelines,
+        rows["batch"],
+        np.where(rows["kind"] == KINDS.index(Kind.UPDATE), np.array(None), rows["micro_batch"]),
+        np.array([kind.value for kind in KINDS], dtype=object)[rows["kind"]],
+        rows["start"] / TICKS_PER_S,
+        rows["end"] / TICKS_PER_S,
     )
-    return Timeline(schedule.workers, tuple(map(Event._make, events)), memory, labels)
+    fields = zip(*(column.tolist() for column in columns), repeat(""), rows["worker"].tolist())
+    labels = () if schedule.is_plain else tuple(f"worker {w}" for w in range(schedule.workers))
+    return Timeline(schedule.workers, tuple(map(Event._make, fields)), memory, labels)
 
 
 @dataclass(frozen=True)
