@@ -17,7 +17,7 @@ from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.measure import profiler, sweep
-from avgpipe.runtime.memory import peak_memory_bytes
+from avgpipe.ranks.process import peak_memory_bytes
 from tests.links.ends import BACK, CHANNELS, CPU, eventually, groups
 from tests.runtime.cases import adamw, language_model
 

@@ -160,7 +160,7 @@ def test_what_a_partitioner_found_is_a_plan() -> None:
 def test_a_double_buffer_needs_micro_batches_for_all_replicas() -> None:
     for replication in ([3, 1, 3], [1, 3, 1], [1, 1, 3], [3, 3, 3]):
         plan = {"stages": 3, "schedule": "pipedream-2bw", "replication": replication}
-        with pytest.raises(ValueError, match=r"micro_batches 3 with replication .* use more micro-batches"):
+        with pytest.raises(ValueError, match=r"micro_batches 3 with schedule .* use more micro-batches"):
             Plan(micro_batches=3, **plan)
         assert Plan(micro_batches=6, **plan).weights == "double-buffer"
 

@@ -187,7 +187,9 @@ def compared(record: Record) -> str:
         )
         for row in record["systems"]
     ]
-    columns = "system | K/N/M | schedule | s/epoch: | samples/s: | peak MiB: | busy: | "
+    columns = (
+        "system | stages, pipelines, micro-batches | schedule | s/epoch: | samples/s: | peak MiB: | busy: | "
+    )
     columns += "best perplexity: | last perplexity:"
     return table(columns, rows) + f"\n\n{record['advice']}"
 

@@ -116,6 +116,12 @@ class Plan:
                 f"weights 'double-buffer' needs at least as many micro-batches as stages: {self.micro_batches} are "
                 f"fewer than {self.stages}, and two versions would not be enough"
             )
+        if self.weights == "double-buffer" and schedule.lookahead > 1:
+            raise ValueError(
+                f"micro_batches {self.micro_batches} with schedule {self.schedule!r} and replication "
+                f"{self.replication}: a batch would have to begin before the version of the weights that it runs on "
+                "is made, use more micro-batches"
+            )
 
     def _check_replication(self, schedule: Schedule, replication: Sequence[int]) -> None:
         if max(replication) > self.micro_batches:
@@ -126,11 +132,6 @@ class Plan:
         if self.weights == "vertical-sync" or self.advance == "auto":
             what = "weights 'vertical-sync'" if self.weights == "vertical-sync" else "advance 'auto'"
             raise ValueError(f"{what} is for stages without replicas: leave out replication {replication}")
-        if self.weights == "double-buffer" and schedule.lookahead > 1:
-            raise ValueError(
-                f"micro_batches {self.micro_batches} with replication {replication}: a batch would have to begin "
-                "before the version of the weights that it runs on is made, use more micro-batches"
-            )
         uneven = [r for r in replication if self.micro_batches % r]
         if uneven and not schedule.flush:
             raise ValueError(

@@ -36,7 +36,7 @@ def rows(comparison):
 def test_a_row_has_a_cell_for_every_heading():
     found = compared(BIG, BROKEN, gpipe=PLAIN, data_parallel=at(20, **REPLICAS), target=100.0)
     assert all(len(row) == len(headings(found)) for row in rows(found).values())
-    assert headings(found)[:3] == ["system", "K/N/M", "schedule"]
+    assert headings(found)[:3] == ["system", "stages, pipelines, micro-batches", "schedule"]
 
 
 def test_figures_are_spelt_out():

@@ -24,9 +24,9 @@ from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.ranks.launch import run_on_ranks
+from avgpipe.ranks.process import peak_memory_bytes
 from avgpipe.ranks.rendezvous import open_store
 from avgpipe.runtime.batch import plain
-from avgpipe.runtime.memory import peak_memory_bytes
 from avgpipe.workloads import Workload, build_workload
 
 _BATCHES = 16  # among which a typical one is looked for

@@ -25,8 +25,7 @@ from avgpipe.cli.progress import ProgressBar, links_line, links_of, log_records,
 from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
 from avgpipe.errors import CheckpointError, PeerLost
 from avgpipe.pipeline import Pipeline
-from avgpipe.ranks.process import PEER_LOST
-from avgpipe.runtime.memory import peak_memory_bytes
+from avgpipe.ranks.process import PEER_LOST, peak_memory_bytes
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.workloads.training import NTASGD
 

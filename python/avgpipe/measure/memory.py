@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgpipe.links.message import tensors_of
 from avgpipe.measure.sweep import Example, Sweep
-from avgpipe.runtime.memory import SavedBytes
+from avgpipe.runtime.compute import SavedBytes
 from avgpipe.runtime.model import Skips
 from avgpipe.runtime.tracing import TracedLayer
 

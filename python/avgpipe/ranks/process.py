@@ -28,9 +28,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from avgpipe.errors import PeerLost
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger("avgpipe")
 STORE_FILE = "AVGPIPE_STORE"  # names the variable with the path of the file in which ranks of one host meet
@@ -229,3 +232,14 @@ def _glibc_function(name: str) -> Any:
 
 if __name__ == "__main__":
     main()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory this process has used: on ``device`` where that is CUDA, else resident in main memory."""
+    if device.type == "cuda":
+        import torch  # not where processes are only started
+
+        return int(torch.cuda.max_memory_allocated(device))
+    # Of this program alone; getrusage counts what the process was before it became this program, too.
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))

@@ -263,7 +263,8 @@ def _learned_more(comparison: Comparison, fastest: Sequence[str]) -> str:
 
 
 def headings(comparison: Comparison) -> list[str]:
-    return ["system", "K/N/M", "schedule", *(column.heading for column in comparison.columns())]
+    sizes = "stages, pipelines, micro-batches"
+    return ["system", sizes, "schedule", *(column.heading for column in comparison.columns())]
 
 
 def cells(comparison: Comparison, outcome: SystemResult) -> list[tuple[str, bool]]:
@@ -291,7 +292,9 @@ def table(comparison: Comparison) -> Table:
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, heading in enumerate(headings(comparison)):
         side: Literal["left", "right"] = "left" if number in _TEXTS else "right"
-        made.add_column(heading.replace(" ", "\n", 1), justify=side, no_wrap=number == 0, overflow="fold")
+        narrow = heading.replace(", ", ",\n").replace("-", "-\n")
+        lines = narrow if "," in heading else heading.replace(" ", "\n", 1)
+        made.add_column(lines, justify=side, no_wrap=number == 0, overflow="fold")
     for outcome in comparison.outcomes:
         row = cells(comparison, outcome)
         texts = [f"[bold]{text}*[/bold]" if best else f"{text} " for text, best in row]

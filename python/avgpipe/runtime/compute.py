@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +22,6 @@ from avgpipe.runtime.context import Position
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.loss import MeanCheck, loss_of
-from avgpipe.runtime.memory import SavedBytes
 from avgpipe.runtime.model import extract_skips, insert_skips
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.route import Route, StepKind
@@ -186,6 +186,32 @@ class Port:
         if self.sent_at is None:
             self.sent_at = time.perf_counter()
         self._links[key.target].send(key, value)
+
+
+class SavedBytes:
+    """Counts what autograd saves for a backward; memory that several tensors share counts once.
+
+    ``known``: addresses of memory that is there anyway, such as weights.
+    """
+
+    def __init__(self, known: Iterable[int]) -> None:
+        self._seen = set(known)
+        self.bytes = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
+            yield
+
+    def count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.count(tensor)
+        return tensor.detach()  # the tensor itself may own the graph that would own it then
 
 
 class Compute:
