@@ -39,5 +39,5 @@ def test_wrong_options_are_named(wrong, error, message):
 
 
 def test_easgd_beyond_its_stable_range_warns():
-    with pytest.warns(UserWarning, match="overshoots"):
+    with pytest.warns(UserWarning, match="overshoots where alpha is above 0.25; the default is 0.225"):
         make(4, alpha=0.5, rule="easgd")

@@ -109,7 +109,7 @@ class Plan:
         if self.weights != "flush" and self.pipelines > 1:
             raise ValueError(
                 f"weights {self.weights!r} is for one pipeline, not {self.pipelines}: several pipelines already have "
-                "several batches under way, use a schedule that flushes"
+                "several batches in flight, use one pipeline or a schedule that flushes"
             )
         if self.weights == "double-buffer" and self.micro_batches < self.stages:
             raise ValueError(

@@ -16,7 +16,8 @@ class Rule:
 
     With d the step that a replica's optimizer made in a round, and a the elasticity:
 
-        f = a (x - z), or a (x + d - z)             the force, x and z from the beginning of the round
+        f = a (x - z), or a (x + d - z)             the force, x and z from the beginning of the round: that z has
+                                                    the updates of all rounds before
         x' = x + d - f
         u = from_step d + from_force f              the update that the replica contributes
         z' = z + sum of all u, or their mean
@@ -87,10 +88,11 @@ class Elasticity:
                 f"alpha must be from 0 (no elasticity) to 1 (replicas restart at z), not {alpha!r}"
             )
         elasticity = Elasticity(replicas, rule, float(alpha), staleness, period)
-        if replicas * elasticity.scale * RULES[rule].from_force * alpha > 1 + 1e-9:
+        reach = replicas * elasticity.scale * RULES[rule].from_force  # of all updates together, times alpha
+        if reach * alpha > 1 + 1e-9:
             warnings.warn(
-                f"{rule} with alpha {alpha} and {replicas} replicas: z overshoots when replicas * alpha > 1; "
-                f"the published value is {RULES[rule].beta}/{replicas}",
+                f"{rule} with alpha {alpha} and {replicas} replicas: z overshoots where alpha is above "
+                f"{1 / reach:.3g}; the default is {RULES[rule].beta / replicas:.3g}",
                 stacklevel=3,
             )
         return elasticity

@@ -146,5 +146,5 @@ def test_another_link_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_are_those_of_the_rows() -> None:
-    assert links.NAMES == ("auto", "shm", "gloo", "cuda-ipc", "nccl")
+    assert {"auto", "shm", "gloo", "cuda-ipc", "nccl"} <= set(links.NAMES)
     assert {row.name for row in links.LINKS} == {*links.NAMES[1:]}

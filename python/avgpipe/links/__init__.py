@@ -2,6 +2,9 @@
 
 A link is a file here and a row of ``LINKS``: what it is called, where it works, and which class offers it. What all of
 them have in common is in `link`, what a message is in `message`, and `choose` finds the one that serves two workers.
+
+"auto" takes the first row that both can open. A link may be built on others (``below``), which then stand further down;
+one that is made for a purpose, and not to be taken by "auto" where another one works, stands below that one.
 """
 
 from __future__ import annotations

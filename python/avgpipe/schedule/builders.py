@@ -348,9 +348,9 @@ def build_schedule(
     - "zero-bubble-h1" (Qi et al. 2024): as 1f1b, with backwards split and their weights part put off.
     - "zero-bubble-v" (Qi et al., NeurIPS 2024): the same with 2 stages on each worker, which turn back in a V.
 
-    ``replication`` gives stages several workers each, of the first five schedules: micro-batch m goes to number m % R
-    of them (PipeDream: Narayanan et al. 2019, section 3.2; DAPPLE: Fan et al. 2021). ``advance`` then counts each
-    replica's own micro-batches.
+    ``replication`` gives stages several workers each, in schedules that run forwards and whole backwards of one stage
+    on a worker: micro-batch m goes to number m % R of them (PipeDream: Narayanan et al. 2019, section 3.2; DAPPLE: Fan
+    et al. 2021). ``advance`` then counts each replica's own micro-batches.
 
     Raises ValueError for an unknown name, counts that are not ints of at least 1, an option that the schedule does not
     take, stages that do not divide over the workers, and an advance that would deadlock, where a stage wants to start
