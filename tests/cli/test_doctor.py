@@ -65,21 +65,16 @@ def test_missing_shared_memory_comes_with_a_reason_and_a_remedy(monkeypatch):
 
 # ---- the try of shared memory ----------------------------------------------------------------------------------------
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
 
-
-@linux
 def test_it_works_where_the_ring_does():
     assert try_shared_memory() is None
 
 
-@linux
 def test_a_system_without_rings_is_told(monkeypatch):
     monkeypatch.setattr(ring, "supported", lambda: False)
     assert "needs Linux" in try_shared_memory()
 
 
-@linux
 def test_no_memory_is_told(monkeypatch):
     def fails(size):
         raise MemoryError(f"no {size} bytes of shared memory")
@@ -88,7 +83,6 @@ def test_no_memory_is_told(monkeypatch):
     assert try_shared_memory() == "no 4096 bytes of shared memory"
 
 
-@linux
 def test_a_process_that_may_not_open_it_is_told(monkeypatch):
     monkeypatch.setattr("avgpipe.cli.doctor._PEER", "raise PermissionError('hidden')")
     assert try_shared_memory() == "another process cannot open it: PermissionError: hidden"

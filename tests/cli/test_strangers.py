@@ -15,7 +15,6 @@ from tests.cli.command import alive, avgpipe, children, environment, wait_for
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc"),
     pytest.mark.timeout(240),
 ]
 NOBODY = 65534

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import time
 
 import pytest
@@ -13,7 +12,6 @@ from tests.cli.command import alive, avgpipe, children, rank_of, rows, strict, w
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc"),
     pytest.mark.timeout(240),
 ]
 

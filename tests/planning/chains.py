@@ -8,6 +8,9 @@ import random
 import re
 from collections.abc import Iterator
 
+import pytest
+
+from avgpipe import partition
 from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile, Skip, Tie
 
 
@@ -138,3 +141,12 @@ def least_said(message: str, limit: float, least: float) -> float:
     slack = 1e-6 * least  # to which it is found; more than the rounding of sums
     assert math.ceil(least - slack) <= needed <= math.ceil(least + slack)
     return float(needed)
+
+
+def assert_refused(profile, options, limit, least):
+    """Nothing fits into the memory, and with what the refusal says is enough, something does."""
+    with pytest.raises(ValueError, match="nothing fits") as raised:
+        partition(profile, **options)
+    enough = least_said(str(raised.value), limit, least)
+    allowed = partition(profile, **{**options, "memory_limit_bytes": enough})
+    assert max(allowed.memory_bytes) <= enough

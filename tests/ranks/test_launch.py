@@ -31,7 +31,6 @@ def test_every_rank_answers():
 
 
 @pytest.mark.ranks
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
 def test_arguments_are_not_in_the_command_line():
     """Which every user of the host may read."""
     (words,) = run_on_ranks(f"{HERE}:command_line", 1, {"secret": "a path"}, timeout_s=60)

@@ -8,8 +8,6 @@ import pytest
 
 from tests.cli.command import alive, environment, wait_for
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
-
 BUSY = """
 import ctypes, sys
 from avgpipe.ranks.process import ending_on_signals
