@@ -342,9 +342,15 @@ class Pipeline:
     def requires_grad_(self, names: str | Sequence[str], flag: bool = True) -> None:
         """Freeze parameters (``flag`` False), or let them train again, from the next batch on; on every rank alike.
 
-        names: of parameters, or of modules that hold them, as in ``state_dict()``. ValueError for what did not require
-        a gradient when the Pipeline was made. With several pipelines all of them get the reference's values of what is
-        frozen. A checkpoint does not say what is.
+        With several pipelines all of them get the reference's values of what is frozen. A checkpoint does not say what
+        is.
+
+        Args:
+            names: of parameters, or of modules that hold them, as in ``state_dict()``.
+            flag: whether they train.
+
+        Raises:
+            ValueError: for what did not require a gradient when the Pipeline was made.
         """
         names = [names] if isinstance(names, str) else list(names)
         if self._options.cuda_graphs:

@@ -24,22 +24,31 @@ if TYPE_CHECKING:  # which would load numpy
 class Plan:
     """How to train.
 
-    stages: K, pipelines: N, micro_batches: M (per batch of one pipeline). schedule, advance: see ``build_schedule``;
-    advance "auto" lets a Pipeline measure and choose. partition: None (balanced by an estimate of the compute), the
-    first layer of stages 1..K-1 as indices, or as module names for a traced model. alpha, rule, staleness, period: see
-    ``Reference``.
-    weights: which version of the weights a batch runs on; None: what the schedule was published with. "flush": the
-    newest, for schedules that flush. For those that do not: "stash" (PipeDream), forward and backward on the version
-    that was the newest on the stage at the first forward; "vertical-sync", on the one that was the newest on the first
-    stage; "double-buffer" (2BW), on the newest but one.
-    replication: how many workers each stage has, R_k; micro-batch m goes to number m % R_k of stage k, and gradients
-    are summed over them. None: one each.
-    placement: for each stage its workers, in ascending order: which rank runs what. None: workers are numbered stage
-    after stage, or as the schedule has them.
-    spread: whether each pipeline has workers of its own, which average over the network, instead of sharing all.
-    stages_per_worker: of the schedule "interleaved-1f1b", see ``build_schedule``.
-    recompute: which micro-batches store only their stage's input and run the forward again before the backward:
-    "never", "always", or "except-last" (all but the last micro-batch, as its backward comes soonest).
+    Attributes:
+        stages: K, into how many parts the model is cut.
+        pipelines: N, how many replicas of the model train at once.
+        micro_batches: M, the parts of a batch of one pipeline.
+        schedule: what runs when, see ``build_schedule``.
+        advance: of the schedule "advance-forward", see ``build_schedule``; "auto" lets a Pipeline measure and choose.
+        system: the name of the published system that this is, see ``Plan.for_system``.
+        partition: the first layer of stages 1..K-1 as indices, or as module names for a traced model; None: balanced by
+            an estimate of the compute.
+        alpha: elasticity, see ``Reference``; so are the next three.
+        rule: of averaging.
+        staleness: of averaging.
+        period: steps in a round of averaging.
+        recompute: which micro-batches store only their stage's input and run the forward again before the backward:
+            "never", "always", or "except-last" (all but the last micro-batch, as its backward comes soonest).
+        weights: which version of the weights a batch runs on; None: what the schedule was published with. "flush": the
+            newest, for schedules that flush. For those that do not: "stash" (PipeDream), forward and backward on the
+            version that was the newest on the stage at the first forward; "vertical-sync", on the one that was the
+            newest on the first stage; "double-buffer" (2BW), on the newest but one.
+        replication: how many workers each stage has, R_k; micro-batch m goes to number m % R_k of stage k, and
+            gradients are summed over them. None: one each.
+        stages_per_worker: of the schedule "interleaved-1f1b", see ``build_schedule``.
+        spread: whether each pipeline has workers of its own, which average over the network, instead of sharing all.
+        placement: for each stage its workers, in ascending order: which rank runs what. None: workers are numbered
+            stage after stage, or as the schedule has them.
     """
 
     stages: int = 1

@@ -19,30 +19,33 @@ EXTRA_KEY = "elastic"
 class ElasticAveraging(torch.optim.Optimizer):
     """``inner_optimizer``, with replica ``replica`` tied to ``reference`` after every ``period`` steps.
 
-    A ``torch.optim.Optimizer``: groups, state, defaults and ``zero_grad`` are the inner's own; hooks and
-    learning-rate schedulers may be put on either; closures and ``torch.amp.GradScaler`` work. A step that
-    the scaler skips still takes part in its round, with nothing to add.
+    A ``torch.optim.Optimizer``: groups, state, defaults and ``zero_grad`` are the inner's own; hooks and learning-rate
+    schedulers may be put on either; closures and ``torch.amp.GradScaler`` work. A step that the scaler skips still
+    takes part in its round, with nothing to add.
 
-    replica: which of the reference's replicas this is; by default 0, or the rank in the reference's group.
-    parameters: the replica's tensors in the order in which the reference was built; by default those that the
-        inner optimizer holds, which must then be in that order. Needed when groups change it, when the
-        optimizer holds only some of the trainable parameters, and when the reference is over flat
-        buffers of which the optimizer's parameters are views.
-    flat: whether the replica's tensors move into flat buffers, one per dtype and device, as their views. They remain
-        the same objects, with the same values; what else holds their old memory, such as a captured graph, no
-        longer follows them. So every pass is one over flat memory, and a step can be fused. With False, and for
-        what cannot be moved (sparse or complex tensors, other dtypes, devices or strides than the reference's,
-        memory that is shared), averaging works on a copy of the weights, filled before and written back after.
-    fused: whether the step of torch.optim.SGD, Adam or AdamW and the averaging are one pass over memory, which
-        rounds otherwise than two but changes nothing else; state_dict is the same. None: where possible, decided
-        at every step (not with period > 1, amsgrad, differentiable, settings on an accelerator, weights that are not
-        in flat buffers, post-step hooks of the inner optimizer, or N = 1 without elasticity). True: the same, but
-        ValueError here with the reason if no step could be. False: never. A fused pass reads gradients that
-        GradScaler has scaled as they are, and leaves them so; pre-step hooks may change gradients, and what
-        they do to weights counts as done before the round. It ignores the inner optimizer's ``foreach``.
+    With replicas in one process and staleness 0 or 1, step them in turn, in any order: RuntimeError for one that needs
+    an update that is not there yet (``ready`` tells). With a group, a step waits for the others.
 
-    With replicas in one process and staleness 0 or 1, step them in turn, in any order: RuntimeError for one
-    that needs an update that is not there yet (``ready`` tells). With a group, a step waits for the others.
+    Args:
+        inner_optimizer: What steps the replica's parameters.
+        reference: What the replicas agree on.
+        replica: Which of the reference's replicas this is; by default 0, or the rank in the reference's group.
+        parameters: The replica's tensors in the order in which the reference was built; by default those that the inner
+            optimizer holds, which must then be in that order. Needed when groups change it, when the optimizer holds
+            only some of the trainable parameters, and when the reference is over flat buffers of which the optimizer's
+            parameters are views.
+        fused: Whether the step of torch.optim.SGD, Adam or AdamW and the averaging are one pass over memory, which
+            rounds otherwise than two but changes nothing else; state_dict is the same. None: where possible, decided at
+            every step (not with period > 1, amsgrad, differentiable, settings on an accelerator, weights that are not
+            in flat buffers, post-step hooks of the inner optimizer, or N = 1 without elasticity). True: the same, but
+            ValueError here with the reason if no step could be. False: never. A fused pass reads gradients that
+            GradScaler has scaled as they are, and leaves them so; pre-step hooks may change gradients, and what they do
+            to weights counts as done before the round. It ignores the inner optimizer's ``foreach``.
+        flat: Whether the replica's tensors move into flat buffers, one per dtype and device, as their views. They
+            remain the same objects, with the same values; what else holds their old memory, such as a captured graph,
+            no longer follows them. So every pass is one over flat memory, and a step can be fused. With False, and for
+            what cannot be moved (sparse or complex tensors, other dtypes, devices or strides than the reference's,
+            memory that is shared), averaging works on a copy of the weights, filled before and written back after.
     """
 
     def __init__(

@@ -41,29 +41,6 @@ Contribution: TypeAlias = Callable[[FlatBuffers], list[torch.Tensor]]
 class Reference:
     """Weights z that N replicas agree on: they move it by their updates, it pulls them together.
 
-    parameters: the initial z, copied; their order is the order in which replicas give theirs. Parameters
-        that are frozen now are held but take no part (what shall be unfrozen later must be trainable here).
-        Plain floating tensors take part, so z can be that of flat buffers. A replica may have another dtype
-        than z, such as bfloat16 replicas of a float32 reference.
-    replicas: N, all in this process, or one on each rank of ``group``.
-    alpha: elasticity a from 0 to 1; by default 1/N with rule avgpipe (0 for N = 1, where z simply follows x),
-        0.9/N with rule easgd (also for N = 1, where z is then a moving average of x).
-    rule: with d_i what replica i's optimizer did in a round, and z' the reference after it,
-        "avgpipe" (Chen et al., PPoPP 2023): z' = z + (1/N) sum_i d_i, and a force pulls each x_i + d_i;
-        "easgd" (Zhang, Choromanska, LeCun 2015): e_i = a (x_i + d_i - z) leaves x_i, and z' = z + sum_i e_i.
-    staleness: of rule avgpipe,
-        0: the force is a (z' - (x_i + d_i)), and the step that completes a round pulls all replicas;
-        1: the force is a (z - x_i), both from the beginning of the round, so no replica waits;
-        "asynchronous": as 1 with whatever z is there, and an update is applied on arrival (not reproducible).
-        Rule easgd uses z from before the round with 0 and 1 alike.
-    period: local steps tau in a round.
-    outer: a function from parameters to an optimizer that steps z, with -(1/N) sum_i d_i (easgd: -sum_i e_i)
-        as its gradient (Douillard et al. 2023); ``reference.outer`` is what it returned.
-    remote: replicas of other processes that tell their updates in a way of the caller's: :meth:`accept` takes
-        one in, when :meth:`ready` says that it may come.
-    group: process group of the replicas: replica = rank in the group, N = its size. z is its first rank's.
-        With staleness 1 the all-reduce runs during the next round's local steps. Time limits are the group's.
-
     z moves by the *mean* of N updates, so N replicas want a learning rate like that of an N-fold batch.
 
     With staleness 0 and 1 results do not depend on the order in which replicas step: updates are added in
@@ -71,6 +48,30 @@ class Reference:
     (in a group: this rank's). On an accelerator, where the check would wait for the device, and in a pipeline's
     round that is one pass over memory (staleness 0), only the bad elements of such an update are left out;
     such a round on an accelerator counts once. Buffers of the model (such as running means) are not averaged.
+
+    Args:
+        parameters: The initial z, copied; their order is the order in which replicas give theirs. Parameters
+            that are frozen now are held but take no part (what shall be unfrozen later must be trainable here).
+            Plain floating tensors take part, so z can be that of flat buffers. A replica may have another dtype
+            than z, such as bfloat16 replicas of a float32 reference.
+        replicas: N, all in this process, or one on each rank of ``group``.
+        alpha: Elasticity a from 0 to 1; by default 1/N with rule avgpipe (0 for N = 1, where z simply follows x),
+            0.9/N with rule easgd (also for N = 1, where z is then a moving average of x).
+        rule: With d_i what replica i's optimizer did in a round, and z' the reference after it,
+            "avgpipe" (Chen et al., PPoPP 2023): z' = z + (1/N) sum_i d_i, and a force pulls each x_i + d_i;
+            "easgd" (Zhang, Choromanska, LeCun 2015): e_i = a (x_i + d_i - z) leaves x_i, and z' = z + sum_i e_i.
+        staleness: Of rule avgpipe,
+            0: the force is a (z' - (x_i + d_i)), and the step that completes a round pulls all replicas;
+            1: the force is a (z - x_i), both from the beginning of the round, so no replica waits;
+            "asynchronous": as 1 with whatever z is there, and an update is applied on arrival (not reproducible).
+            Rule easgd uses z from before the round with 0 and 1 alike.
+        period: Local steps tau in a round.
+        outer: A function from parameters to an optimizer that steps z, with -(1/N) sum_i d_i (easgd: -sum_i e_i)
+            as its gradient (Douillard et al. 2023); ``reference.outer`` is what it returned.
+        group: Process group of the replicas: replica = rank in the group, N = its size. z is its first rank's.
+            With staleness 1 the all-reduce runs during the next round's local steps. Time limits are the group's.
+        remote: Replicas of other processes that tell their updates in a way of the caller's: :meth:`accept` takes
+            one in, when :meth:`ready` says that it may come.
     """
 
     def __init__(

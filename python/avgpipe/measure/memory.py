@@ -136,7 +136,7 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _working_bytes(sweep: Sweep, example: Example, output_bytes: list[int]) -> list[int]:
     """Return the workspace of each layer: the greater of its forward's and its backward's.
 
-    output_bytes: gradients of outputs have as many, and are there while a backward runs.
+    Gradients of outputs have ``output_bytes`` as the outputs do, and are there while a backward runs.
     """
     parameters = list(sweep.stage.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]

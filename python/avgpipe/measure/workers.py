@@ -71,7 +71,7 @@ def measure_workers(
 ) -> WorkerCosts:
     """Start one process, or two that are linked as workers of one host are. PipelineError when one fails.
 
-    model: of which the processes load the code, which takes memory. loads: see ``profile``.
+    The processes load the code of ``model``, which takes memory. For ``loads`` see ``profile``.
     """
     used = {type(module).__module__ for layer in model for module in layer.modules()}
     modules = sorted(name for name in used if name.partition(".")[0] in _LIBRARIES)
@@ -97,8 +97,8 @@ def worker(
 def costs_here(with_link: bool, timeout_s: float) -> WorkerCosts:
     """Measure in a process of ``run_on_ranks``, which counts as a worker without its share of the model.
 
-    with_link: in ranks 0 and 1, which then have a process group, whose waits end after timeout_s; else this process is
-    alone in its own.
+    The link is measured between ranks 0 and 1, if ``with_link``; they then have a process group, whose waits end after
+    ``timeout_s``. Else this process is alone in its own.
     """
     join(timeout_s, "gloo", size=2 if with_link else 1)
     link, reduction = _between(timeout_s) if with_link else (None, None)

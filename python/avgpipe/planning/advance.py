@@ -30,9 +30,14 @@ WarmUps = tuple[int, ...]
 class AdvanceChoice:
     """What :func:`choose_advance` chose; seconds are simulated, per batch, in steady state.
 
-    advance: the a_k. seconds: with them. best_seconds: the least found under the memory limit. default_seconds: with
-    a_k = K-1-k. one_f_one_b_seconds: with a_k = 0. peak_in_flight: per stage, the micro-batches of one pipeline held
-    at once.
+    Attributes:
+        advance: The a_k.
+        seconds: With them.
+        best_seconds: The least found under the memory limit.
+        default_seconds: With a_k = K-1-k.
+        one_f_one_b_seconds: With a_k = 0.
+        peak_in_flight: Per stage, the micro-batches of one pipeline held at once.
+        memory_limit_bytes: What was given.
     """
 
     advance: list[int]
@@ -67,13 +72,10 @@ def choose_advance(
     memory_limit_bytes: float | None = None,
     batches: int | None = None,
 ) -> AdvanceChoice:
-    """The a_k of "advance-forward" with the least activations in flight (bytes, summed over the stages.
+    """Choose the a_k of "advance-forward": of those within 1 % of the least time, the ones that hold the least.
 
-    Counted where ``costs.activation_bytes`` is None) whose simulated seconds per batch are within 1 % of the best.
-
-    memory_limit_bytes: of a device, for the weights of all pipelines and all the activations that their warm-ups may
-    hold at once; what needs more is not considered. batches: how many to simulate for a time, see
-    ``steady_batch_s``.
+    What is held are activations in flight, in bytes, summed over the stages; counted where ``costs.activation_bytes``
+    is None. Times are simulated seconds per batch.
 
     Up to 250 vectors are all tried, as for 4 stages and 7 micro-batches. Of more, at most 200 are, fewer where a
     simulation is long (about 50 at least): slopes c (K-1-k), equal advances and the limit, then neighbours of the
@@ -81,7 +83,17 @@ def choose_advance(
     cheapest of those tried, not certainly of all; and with several pipelines there may be a time some per cent below
     the best that was found.
 
-    Raises ValueError for wrong counts and costs, and where not even 1F1B fits into ``memory_limit_bytes``.
+    Args:
+        stages: K.
+        micro_batches: M of a batch.
+        costs: Of a micro-batch on each stage.
+        pipelines: That share the workers.
+        memory_limit_bytes: Of a device, for the weights of all pipelines and all the activations that their warm-ups
+            may hold at once; what needs more is not considered.
+        batches: How many to simulate for a time, see ``steady_batch_s``.
+
+    Raises:
+        ValueError: For wrong counts and costs, and where not even 1F1B fits into ``memory_limit_bytes``.
     """
     check_count("stages", stages)
     check_count("micro_batches", micro_batches)

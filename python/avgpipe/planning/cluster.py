@@ -114,7 +114,12 @@ else:
 
 
 class Device(NamedTuple):
-    """memory_bytes: None: unlimited. speed: of computing, relative to the device that was profiled."""
+    """A worker's device.
+
+    Attributes:
+        memory_bytes: What it has; None: unlimited.
+        speed: Of computing, relative to the device that was profiled.
+    """
 
     memory_bytes: float | None = None
     speed: float = 1.0

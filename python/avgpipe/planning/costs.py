@@ -30,41 +30,44 @@ class Costs:
 
     Each is one number for all stages or one number per stage; sequences are kept as tuples. In forward_s, backward_s,
     input_backward_s, transfer_s and gradient_transfer_s a stage's entry may be a sequence itself, of one number per
-    micro-batch.
+    micro-batch. With both activation_bytes and weight_bytes None, memory is not asked for, and the Timeline has none;
+    one that is None beside a number counts as 0.
 
-    - forward_s, backward_s: seconds that F and B occupy the stage's device.
-    - transfer_s: seconds that one tensor, activation or gradient, is on the link between stages k and k+1; one
-      number for all boundaries or K-1 of them. Between two stages of one worker it takes no time, whatever is said.
-    - activation_bytes: what a micro-batch holds from the start of its forward to the end of its backward.
-    - weight_bytes: what one pipeline holds all the time (weights, in as many versions as it needs, gradients,
-      optimizer state).
-      Both None: memory is not asked for, and the Timeline has none. One None: it counts as 0.
-    - link_serial: True: a link carries one tensor at a time per direction, in order of completion; False: no
-      contention. Each replica that sends has a link of its own.
-    - update_s: seconds that the update U occupies the device.
-    - input_backward_s: of ``backward_s``, the part of I where a schedule splits the backward; W takes the rest.
-      None: half.
-    - gradient_transfer_s: seconds that a gradient is on the link back. None: ``transfer_s``.
-    - latency_s: per boundary, from leaving the link to being there. It occupies nothing: the next tensor follows.
-    - shared_links: groups of links, each a pair of neighbouring stages (from, to), that together carry one tensor at a
-      time, in order of completion (at the same instant the lower worker's first): ``[[(0, 1), (2, 3)]]`` where two
-      boundaries leave a machine by one network card. Needs ``link_serial``.
-    - allreduce_s: seconds, of a stage with replicas, from the end of its last backward of a batch until the update may
-      start; leave out what is summed while that backward still runs. It occupies neither device nor link: other
-      pipelines go on meanwhile. W counts as a backward.
-    - concurrency_gain: how much of one action's speed a device reaches with 1, 2, ... actions at once, of different
-      pipelines; each of s actions runs at gain[s-1] / s of its speed alone. As many as there are numbers run
-      at once at most: (1.0,) one; (1.0, 1.3) two, which together are 30 % quicker. The first is 1; none is above its
-      count. Beside one that runs, a device takes the next that is ready at once, though both are then slower.
-    - jitter: standard deviation, up to 0.25, of the factor around 1 by which the time of each action and transfer
-      varies: the sum of four uniform numbers, at most 3.47 standard deviations away.
-    - stragglers: (probability, factor): beside the jitter, each action and transfer independently takes ``factor``
-      times as long with this probability. None: there are none.
-    - seed: of both. A factor belongs to its action, by stage, batch, micro-batch and kind: it is the same on every
-      machine, under every schedule and beside other pipelines.
+    Attributes:
+        forward_s: Seconds that a forward occupies the stage's device.
+        backward_s: Seconds that a backward does.
+        transfer_s: Seconds that one tensor, activation or gradient, is on the link between stages k and k+1; one number
+            for all boundaries or K-1 of them. Between two stages of one worker it takes no time, whatever is said.
+        activation_bytes: What a micro-batch holds from the start of its forward to the end of its backward.
+        weight_bytes: What one pipeline holds all the time (weights, in as many versions as it needs, gradients,
+            optimizer state).
+        link_serial: True: a link carries one tensor at a time per direction, in order of completion; False: no
+            contention. Each replica that sends has a link of its own.
+        update_s: Seconds that the update occupies the device.
+        input_backward_s: Of ``backward_s``, the part for the inputs where a schedule splits the backward; the part for
+            the weights takes the rest. None: half.
+        gradient_transfer_s: Seconds that a gradient is on the link back. None: ``transfer_s``.
+        latency_s: Per boundary, from leaving the link to being there. It occupies nothing: the next tensor follows.
+        shared_links: Groups of links, each a pair of neighbouring stages (from, to), that together carry one tensor at
+            a time, in order of completion (at the same instant the lower worker's first): ``[[(0, 1), (2, 3)]]`` where
+            two boundaries leave a machine by one network card. Needs ``link_serial``.
+        allreduce_s: Seconds, of a stage with replicas, from the end of its last backward of a batch until the update
+            may start; leave out what is summed while that backward still runs. It occupies neither device nor link:
+            other pipelines go on meanwhile. A backward's part for the weights counts as a backward.
+        concurrency_gain: How much of one action's speed a device reaches with 1, 2, ... actions at once, of different
+            pipelines; each of s actions runs at gain[s-1] / s of its speed alone. As many as there are numbers run at
+            once at most: (1.0,) one; (1.0, 1.3) two, which together are 30 % quicker. The first is 1; none is above its
+            count. Beside one that runs, a device takes the next that is ready at once, though both are then slower.
+        jitter: Standard deviation, up to 0.25, of the factor around 1 by which the time of each action and transfer
+            varies: the sum of four uniform numbers, at most 3.47 standard deviations away.
+        stragglers: (probability, factor): beside the jitter, each action and transfer independently takes ``factor``
+            times as long with this probability. None: there are none.
+        seed: Of both. A factor belongs to its action, by stage, batch, micro-batch and kind: it is the same on every
+            machine, under every schedule and beside other pipelines.
 
-    Raises TypeError for what is no number, ValueError for negative or infinite ones, for empty sequences and for an
-    input_backward_s above backward_s.
+    Raises:
+        TypeError: For what is no number.
+        ValueError: For negative or infinite numbers, for empty sequences, and for an input_backward_s above backward_s.
     """
 
     forward_s: PerMicroBatch

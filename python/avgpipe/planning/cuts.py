@@ -173,11 +173,15 @@ class Objective(Protocol):
 
 
 class CutSearch:
-    """limits: bytes of each worker, None: unlimited.
+    """Finds the cut whose batches take least.
 
     Cuts are simulated in the order of their busiest worker, below which no batch takes less time, until that is above
     the best found: with up to 5,000 cuts the optimum, if the simulations it takes are not too long altogether. Else
     local search begins from cuts that balance work, work with transfers, and memory, and moves single boundaries.
+
+    Args:
+        objective: What a cut costs.
+        limits: Bytes of each worker; None: unlimited.
     """
 
     def __init__(self, objective: Objective, limits: Sequence[float] | None) -> None:

@@ -33,17 +33,24 @@ def dapple(
 ) -> Partition:
     """Method "dapple" of :func:`avgpipe.partition`, for batches of ``micro_batches``.
 
-    levels: devices in a machine, and machines. A stage's devices are chosen by one of three policies: fresh first
-    fills machines that no stage uses yet, so that the all-reduce of its replicas stays inside; append first fills the
-    machines that the stages before left half used; scatter first spreads evenly over all machines, for stages whose
-    weights are small against their activations. workers, link: one machine of so many devices.
+    A stage's devices are chosen by one of three policies: fresh first fills machines that no stage uses yet, so that
+    the all-reduce of its replicas stays inside; append first fills the machines that the stages before left half used;
+    scatter first spreads evenly over all machines, for stages whose weights are small against their activations.
 
     A stage on m devices takes 1/m of the seconds of one; a ring, 2 (m - 1) |w| / (m B), its all-reduce; a transfer the
-    bytes over as many links as both sides have machines. The optimum over all stages, devices and policies
-    where there are up to 20,000 plans; beyond, local search from stages of equal compute, and a note says so.
+    bytes over as many links as both sides have machines. The optimum over all stages, devices and policies where there
+    are up to 20,000 plans; beyond, local search from stages of equal compute, and a note says so.
 
-    memory_limit_bytes: of a worker, for weights, gradients, optimizer state, and what is kept of the micro-batches in
-    flight.
+    Args:
+        profile: Of the model.
+        stages: K; None: what is found best.
+        micro_batches: Of a batch.
+        workers: With ``link``, one machine of so many devices.
+        levels: Devices in a machine, and machines, in place of ``workers`` and ``link``.
+        link: Between two devices.
+        micro_batch_size: In samples.
+        memory_limit_bytes: Of a worker, for weights, gradients, optimizer state, and what is kept of the micro-batches
+            in flight.
     """
     check_count("micro_batches", micro_batches)
     limit = limit_of(memory_limit_bytes)

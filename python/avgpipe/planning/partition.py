@@ -170,8 +170,9 @@ def partition(
 ) -> Partition:
     """Cut the layers of ``profile`` into stages.
 
-    stages: K; None: what the method finds best, or up to 4 for the last two. All but "2bw", which chooses it, take
-    ``micro_batch_size`` (samples; None: the largest that was measured). Their other options:
+    All methods but "2bw", which chooses it, take ``micro_batch_size`` (samples; None: the largest that was measured).
+    ``link`` is a ``LinkProfile``; None: the profile's, and if it has none transfers count as free, which a note says.
+    The methods, with their other options:
 
     - "pipedream" (Narayanan et al. 2019, section 3.1): the least time of the slowest stage, link or synchronisation,
       with up to ``workers`` (None: as many as stages, or 4), of which a stage may have several. ``levels``: (units,
@@ -186,10 +187,16 @@ def partition(
     - "simulated": the least simulated time per batch of the schedule that will run: ``micro_batches``, ``pipelines``,
       ``schedule``, ``advance``, ``stages_per_worker``, ``recompute``, ``link``, ``memory_limit_bytes``.
 
-    ``link``: a ``LinkProfile``; None: the profile's, and if it has none transfers count as free, which a note says.
+    Args:
+        profile: Of the model.
+        stages: K; None: what the method finds best, or up to 4 for the last two.
+        method: Its name.
+        **options: The method's.
 
-    Raises ValueError for an unknown method, for counts that cannot be, and where nothing fits into the memory: by how
-    much, and what would fit; TypeError for an option that the method does not know.
+    Raises:
+        ValueError: For an unknown method, for counts that cannot be, and where nothing fits into the memory: by how
+            much, and what would fit.
+        TypeError: For an option that the method does not know.
     """
     if method not in _METHODS:
         raise ValueError(f"unknown method {method!r}: {nearest(str(method), list(_METHODS))}")
@@ -278,8 +285,9 @@ def balanced(
 ) -> Partition:
     """Method "balance" of :func:`avgpipe.partition`: torchgpipe's balance by time or by size, over the profile.
 
-    by: "time": forward and backward of a micro-batch; "bytes": weights, gradients, optimizer state and what one
-    micro-batch holds. Transfers and the place of a stage in the pipeline do not count.
+    With ``by="time"`` a stage weighs what forward and backward of a micro-batch take; with "bytes" its weights,
+    gradients, optimizer state and what one micro-batch holds. Transfers and the place of a stage in the pipeline do not
+    count.
     """
     if by not in ("time", "bytes"):
         raise ValueError(f"by={by!r}: {nearest(str(by), ['time', 'bytes'])}")
@@ -321,16 +329,23 @@ def simulated(
 ) -> Partition:
     """Method "simulated" of :func:`avgpipe.partition`.
 
-    micro_batches: of a batch. pipelines: that share the workers. schedule, advance, stages_per_worker: as
-    ``build_schedule`` takes them. recompute: as in ``Plan``. The time is ``steady_batch_s`` of the stages' costs
-    (:func:`avgpipe.planning.chain.stage_costs`).
+    The time is ``steady_batch_s`` of the stages' costs (:func:`avgpipe.planning.chain.stage_costs`). Searched as
+    :class:`avgpipe.planning.cuts.CutSearch` does: the optimum where cuts are few, else by local search; a note says so.
 
-    Searched as :class:`avgpipe.planning.cuts.CutSearch` does: the optimum where cuts are few, else by local
-    search; a note says so.
-
-    memory_limit_bytes: of a worker. Counted are weights, gradients and optimizer state of each pipeline, the weights in
-    as many versions as the schedule needs, with several pipelines the reference and an update buffer of each, and the
-    micro-batches in flight on all pipelines at once.
+    Args:
+        profile: Of the model.
+        stages: K; None: up to 4.
+        micro_batches: Of a batch.
+        pipelines: That share the workers.
+        schedule: As ``build_schedule`` takes it; so are the next two.
+        advance: Of "advance-forward".
+        stages_per_worker: Of "interleaved-1f1b".
+        recompute: As in ``Plan``.
+        link: Between two workers.
+        micro_batch_size: In samples.
+        memory_limit_bytes: Of a worker. Counted are weights, gradients and optimizer state of each pipeline, the
+            weights in as many versions as the schedule needs, with several pipelines the reference and an update buffer
+            of each, and the micro-batches in flight on all pipelines at once.
     """
     count = min(4, len(profile.layers)) if stages is None else stages
     check_count("pipelines", pipelines)

@@ -38,11 +38,18 @@ def pipedream(
 
     Workers that would not make the bottleneck shorter stay unused. On several levels a stage has whole units of a
     level, and each of its units is cut further in the same way over the units inside; what crosses a cut takes the
-    cut's level. stages: only with one level.
+    cut's level.
 
-    memory_limit_bytes: of a worker, for gradients and optimizer state, and for each micro-batch in flight a version of
-    the weights and what is kept for its backward. In flight on each of m workers with n behind are 1 + ceil(n / m);
-    inside units, n / m is rounded up to a power of 2.
+    Args:
+        profile: Of the model.
+        stages: K, with one level only; None: what is found best.
+        workers: The most to use.
+        levels: Of the network, in place of ``workers`` and ``link``.
+        link: Between two workers.
+        micro_batch_size: In samples.
+        memory_limit_bytes: Of a worker, for gradients and optimizer state, and for each micro-batch in flight a version
+            of the weights and what is kept for its backward. In flight on each of m workers with n behind are 1 +
+            ceil(n / m); inside units, n / m is rounded up to a power of 2.
     """
     nets = network(profile, stages, workers, levels, link)
     total = math.prod(level.units for level in nets)
@@ -209,12 +216,19 @@ def pipedream_2bw(
     For every width w, depth d with w d <= workers, micro-batch size b, with and without recomputation: a stage takes
     max(compute + incoming transfers, all-reduce / m) per micro-batch, the slowest stage t, and the workers w b / t
     samples per second. m = batch_size / (w b) must be whole, and at least d, for two versions of the weights to be
-    enough. Recomputation makes compute 4/3 of itself. stages: fixes the depth. batch_size: None: one micro-batch of
-    the largest measured size for each worker. micro_batch_sizes: None: those of the profile. recompute: None: both.
+    enough. Recomputation makes compute 4/3 of itself.
 
-    memory_limit_bytes: of a worker, for two versions of the weights, gradients and optimizer state, and of d - k
-    micro-batches in flight on stage k all that is kept, or with recomputation the inputs, and the rest once. The
-    published 2 |W| / d leaves gradients and optimizer state out, which would not fit.
+    Args:
+        profile: Of the model.
+        stages: The depth; None: what is found best.
+        workers: The most to use.
+        batch_size: In samples; None: one micro-batch of the largest measured size for each worker.
+        micro_batch_sizes: To try; None: those of the profile.
+        recompute: Whether to; None: both are tried.
+        link: Between two workers.
+        memory_limit_bytes: Of a worker, for two versions of the weights, gradients and optimizer state, and of d - k
+            micro-batches in flight on stage k all that is kept, or with recomputation the inputs, and the rest once.
+            The published 2 |W| / d leaves gradients and optimizer state out, which would not fit.
     """
     net = network(profile, stages, workers, None, link)[0]
     limit = limit_of(memory_limit_bytes)

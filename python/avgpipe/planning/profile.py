@@ -23,16 +23,25 @@ OF_LAYERS = ("parameter_bytes", "optimizer_bytes", "frozen_bytes", "update_s", "
 class LayerProfile:
     """One layer. Tuples have an entry for each of ``Profile.micro_batch_sizes``; seconds and bytes of one micro-batch.
 
-    forward_s, backward_s: on the device; the last layer's with the loss. input_backward_s: of ``backward_s``, the part
-    that makes the gradient of the layer's input. held_bytes: what is kept from the forward to the backward, without
-    weights and without what the layer before counts as its output. output_bytes: what the next layer gets.
-    handed_bytes: of held_bytes, the output that only later layers keep, so that a stage that ends here does not.
-    working_bytes: what a forward or a backward of the layer needs at most for a moment, beyond what is there before
-    and after; only one layer of a worker does at a time. Both are () where they are not known.
-    parameter_bytes, optimizer_bytes: trained weights, and the optimizer's state beside them. update_s, elastic_s: the
-    optimizer's step, and what elastic averaging adds to it. frozen_bytes: weights that are not trained, and buffers.
-    accumulate_s: of ``backward_s``, what adding to the weights' gradients takes, which the first micro-batch of a
-    batch does without, as there are none yet.
+    Attributes:
+        name: In words.
+        forward_s: On the device; the last layer's with the loss.
+        backward_s: Likewise.
+        input_backward_s: Of ``backward_s``, the part that makes the gradient of the layer's input.
+        held_bytes: What is kept from the forward to the backward, without weights and without what the layer before
+            counts as its output.
+        output_bytes: What the next layer gets.
+        parameter_bytes: Trained weights.
+        optimizer_bytes: The optimizer's state beside them.
+        update_s: The optimizer's step.
+        elastic_s: What elastic averaging adds to it.
+        frozen_bytes: Weights that are not trained, and buffers.
+        accumulate_s: Of ``backward_s``, what adding to the weights' gradients takes, which the first micro-batch of a
+            batch does without, as there are none yet.
+        handed_bytes: Of ``held_bytes``, the output that only later layers keep, so that a stage that ends here does
+            not; () where it is not known.
+        working_bytes: What a forward or a backward of the layer needs at most for a moment, beyond what is there before
+            and after; only one layer of a worker does at a time. () where it is not known.
     """
 
     name: str
@@ -98,15 +107,26 @@ class LayerCosts(NamedTuple):
 class Profile:
     """A model on a device.
 
-    model, device: in words. micro_batch_sizes: samples, rising, as measured. layers: in order, at least one.
-    second_lane: for each size, how much more two pipelines that share the device do than one, 1 (nothing) to 2.
-    action_s: what the runtime adds to each forward and backward. step_s: of a stage's update, what does not depend on
-    its layers and is in none of them, and what else a batch takes. jitter: of an action's time, standard deviation over
-    mean, 0 to 0.25. process_bytes: of a worker before it has a model.
-    link: between two workers, if it is known. reduction: the same of a sum over workers: what each sends of it at a
-    time takes latency_s, and its bytes bytes_per_s.
+    Attributes:
+        model: In words.
+        device: In words.
+        micro_batch_sizes: Samples, rising, as measured.
+        layers: In order, at least one.
+        skips: Values that later layers than the next use, with their bytes.
+        ties: Weights that several layers hold, with their bytes.
+        second_lane: For each size, how much more two pipelines that share the device do than one, 1 (nothing) to 2.
+        action_s: What the runtime adds to each forward and backward.
+        process_bytes: Of a worker before it has a model.
+        step_s: Of a stage's update, what does not depend on its layers and is in none of them, and what else a batch
+            takes.
+        link: Between two workers, if it is known.
+        reduction: The same of a sum over workers: what each sends of it at a time takes latency_s, and its bytes
+            bytes_per_s.
+        jitter: Of an action's time, standard deviation over mean, 0 to 0.25.
 
-    ValueError or TypeError names the layer and the number that cannot be.
+    Raises:
+        ValueError: For a number that cannot be, with the layer's name.
+        TypeError: For what is no number.
     """
 
     model: str

@@ -104,7 +104,7 @@ def run_on_ranks(
 def run_command(command: Sequence[str], world_size: int, *, out: str = "stdout") -> None:
     """Run a command once per rank, as ``run_on_ranks`` does a function; it may make torch's process group itself.
 
-    out: where its standard output goes, "stdout" or "stderr".
+    Its standard output goes to this process's ``out``, "stdout" or "stderr".
     """
     with tempfile.TemporaryDirectory(prefix="avgpipe-") as folder, loopback_store() as address:
         _run([tied(out, *command)] * world_size, Path(folder), address)

@@ -197,9 +197,9 @@ def _draw_panels(figure: Figure, timelines: Mapping[str, Timeline], heights: Seq
 def plot_layers(
     profile: Profile, path: str | os.PathLike[str] | None = None, *, samples: float | None = None
 ) -> Figure:
-    """A row per layer, its seconds beside its bytes; written to ``path`` in the format of its suffix if given.
+    """Draw a row per layer, its seconds beside its bytes; written to ``path`` in the format of its suffix if given.
 
-    samples: of the micro-batch that is drawn; None: of the largest that was measured.
+    Drawn is a micro-batch of ``samples``; None: the largest that was measured.
     """
     size = profile.micro_batch_sizes[-1] if samples is None else samples
     layers, costs = profile.layers, profile.at(size)

@@ -30,8 +30,9 @@ _Context: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 class Compiler:
     """Copies layers and compiles the copies, for all stages of a process.
 
-    options: arguments of torch.compile for every layer that has none of its own; None: only what comes compiled.
-    model: what was handed in; if it is compiled as a whole, and there are no ``options``, so are all its layers.
+    Args:
+        options: Arguments of torch.compile for every layer that has none of its own; None: only what comes compiled.
+        model: What was handed in; if it is compiled as a whole, and there are no ``options``, so are all its layers.
     """
 
     def __init__(self, options: dict[str, Any] | None = None, model: Any = None) -> None:

@@ -21,8 +21,13 @@ from avgpipe.runtime.compiled import is_compiled
 class Values(NamedTuple):
     """A piece of a model's values, by name.
 
-    takes, gives: in the order of its tuples. uses: what it computes with of the former; the first piece takes the
-    model's input, which has no names, and the last gives the model's output, so neither is listed.
+    The first piece takes the model's input, which has no names, and the last gives the model's output, so neither is
+    listed.
+
+    Attributes:
+        takes: In the order of its tuple.
+        gives: In the order of its tuple.
+        uses: Of what it takes, what it computes with.
     """
 
     takes: tuple[str, ...]

@@ -223,7 +223,12 @@ _SPLIT_KEY = 20090408  # fixed: every seed of training keeps the same images for
 
 
 class ImageSet(NamedTuple):
-    """images: uint8 [n, C, H, W]; labels: int64 [n]."""
+    """Images with their labels.
+
+    Attributes:
+        images: uint8 [n, C, H, W].
+        labels: int64 [n].
+    """
 
     images: Tensor
     labels: Tensor
