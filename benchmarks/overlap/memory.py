@@ -64,7 +64,8 @@ def worker(kind: str, link: str, pipelines: int, batches: int) -> dict[str, Any]
         if n == WARM_UP:
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         resident.append(_status_bytes("VmRSS"))
-    peak, shared = _status_bytes("VmHWM"), _status_bytes("RssShmem")
+        # Here, not after the loop, at whose end some rows gather a timeline from all ranks.
+        peak, shared = _status_bytes("VmHWM"), _status_bytes("RssShmem")
     dist.barrier()
     row.close()
     tenth = max(1, batches // 10)

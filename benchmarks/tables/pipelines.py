@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 from benchmarks.tables.markdown import MIB, Record, against, ms, table
@@ -138,13 +139,28 @@ def bandwidth(record: Record) -> str:
             "read once",
             lambda s, r: f"{r['shm']['fraction_of_limit']:.2f}",
         ),
-        line(
-            "gloo link, times plain gloo",
-            "handed over",
-            lambda s, r: f"{r['gloo']['ratios']['plain gloo']:.2f}",
-        ),
     ]
     return table("|" + " | ".join(f"{section['case']}:" for section in asked["handed over"]), rows)
+
+
+def group_link(record: Record) -> str:
+    """A row for each question and size; bars only where there are some."""
+    words = {"to_and_fro": "to and fro", "in_a_row": "in a row"}
+    rows = []
+    for row in record["rows"]:
+        plain, link = (statistics.median(row["seconds"][way]) for way in ("plain", "link"))
+        kib, alternates = row["bytes"] >> 10, row["question"] == "to_and_fro"
+        rows.append(
+            (
+                f"{kib:,} KiB, {words[row['question']]}",
+                f"{1e6 * plain:,.0f}",
+                f"{1e6 * link:,.0f}",
+                against(link / plain, most=1.5 if kib == 1 and alternates else None),
+                against(plain / link, least=0.9 if kib >= 1024 else None),
+            )
+        )
+    bars = "time (bar 1.5 in the first line): | bandwidth (bar 0.9 from 1 MiB on):"
+    return table(f"| plain gloo, us: | link, us: | {bars}", rows)
 
 
 def memory(record: Record) -> str:

@@ -67,7 +67,7 @@ def test_check_notices_and_running_writes_once(folder, monkeypatch, capsys):
 
 def test_a_table_that_nobody_makes_is_refused():
     with pytest.raises(ValueError, match="no table 'overheads' is known"):
-        pages.make("overheads overlap-overhead-2026-11-21")
+        pages.make("overheads overlap-overhead-2026-11-23")
 
 
 def test_a_record_without_a_date_has_that_of_its_name():
