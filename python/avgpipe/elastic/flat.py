@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,8 +21,7 @@ from torch import nn
 ALIGN_BYTES = 64  # each tensor starts on a cache line, so vector loads never straddle two of them
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """One tensor's part of flat memory: offset in elements of a buffer, shape and strides of its real form."""
 
     buffer: int

@@ -149,6 +149,7 @@ class Call:
         regions: Where they lie.
         columns: Their weights, places in reference and update, and states.
         counters: Adam's.
+        is_exact: Whether weights and reference are both float32, or both float64.
     """
 
     def __init__(
@@ -157,6 +158,8 @@ class Call:
         params, regions, rows, entries = zip(*members)
         self.group, self.made, self.params, self.regions = group, made, params, regions
         self.columns, self._entries = _columns(rows), entries
+        dtypes = {(x.dtype, z.dtype) for x, z, *_ in rows}
+        self.is_exact = dtypes <= {(torch.float32, torch.float32), (torch.float64, torch.float64)}
         self.counters = [entry["step"] for entry in entries if "step" in entry]
         whole = self.counters[0]._base if self.counters else None  # the counters of a group are one tensor
         self._added = [whole] if whole is not None and len(whole) == len(self.counters) else self.counters
@@ -411,9 +414,8 @@ class FusedUpdate:
     @property
     def may_wait(self) -> bool:
         """Done later, with those of the other replicas, it would give the same bits: 16 bits round less often then."""
-        dtypes = {(x.dtype, z.dtype) for call, *_ in self.steps for x, z in zip(*call.columns[:2])}
-        exact = {(torch.float32, torch.float32), (torch.float64, torch.float64)}
-        return dtypes <= exact and all(value is None for value in self.scaling.values())
+        exact = all(call.is_exact for call, *_ in self.steps)
+        return exact and all(value is None for value in self.scaling.values())
 
     def is_finite(self) -> bool:
         """Whether all weights that it steps are."""
