@@ -39,6 +39,7 @@ def test_every_system_has_a_plan(system: str) -> None:
         ({"rule": "easdg"}, "did you mean 'easgd'"),
         ({"recompute": "allways"}, "did you mean 'always'"),
         ({"staleness": 2}, "staleness must be 0, 1 or 'asynchronous', not 2"),
+        ({"alpha": 1.5}, "alpha must be from 0 .* not 1.5"),
         ({"stages": 3, "partition": [2]}, "names 1 first layers; 3 stages need 2"),
         ({"stages": 3, "partition": [2, 2]}, "no stage may be empty"),
         ({"stages": 2, "partition": [0]}, "no stage may be empty"),

@@ -40,4 +40,4 @@ def test_wrong_options_are_named(wrong, error, message):
 
 def test_easgd_beyond_its_stable_range_warns():
     with pytest.warns(UserWarning, match="overshoots where alpha is above 0.25; the default is 0.225"):
-        make(4, alpha=0.5, rule="easgd")
+        make(4, alpha=0.5, rule="easgd").warn_of_overshooting()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from avgpipe import systems
 from avgpipe.errors import check_count, nearest
 from avgpipe.files import dataclass_of, json_object, write_atomically
-from avgpipe.rules import RULES
+from avgpipe.rules import Elasticity
 from avgpipe.schedule import RECOMPUTE, WEIGHTS, Schedule, build_schedule, checked_replication, published
 from avgpipe.systems import SYSTEMS
 
@@ -72,13 +72,11 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("advance", "partition", "replication", "placement"):
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
-        for name in ("stages", "pipelines", "micro_batches", "period"):
+        for name in ("stages", "pipelines", "micro_batches"):
             check_count(name, getattr(self, name))
         _check_name("system", self.system, tuple(SYSTEMS))
-        _check_name("rule", self.rule, tuple(RULES))
         _check_name("recompute", self.recompute, RECOMPUTE)
-        if self.staleness not in (0, 1, "asynchronous") or isinstance(self.staleness, bool):
-            raise ValueError(f"staleness must be 0, 1 or 'asynchronous', not {self.staleness!r}")
+        Elasticity.checked(self.pipelines, self.alpha, self.rule, self.staleness, self.period)
         self._check_partition()
         schedule = self.build_schedule()
         if self.weights is None:

@@ -87,15 +87,19 @@ class Elasticity:
             raise ValueError(
                 f"alpha must be from 0 (no elasticity) to 1 (replicas restart at z), not {alpha!r}"
             )
-        elasticity = Elasticity(replicas, rule, float(alpha), staleness, period)
-        reach = replicas * elasticity.scale * RULES[rule].from_force  # of all updates together, times alpha
-        if reach * alpha > 1 + 1e-9:
+        return Elasticity(replicas, rule, float(alpha), staleness, period)
+
+    def warn_of_overshooting(self) -> None:
+        """Warn of an elasticity with which z moves beyond the replicas."""
+        reach = (
+            self.replicas * self.scale * self.coefficients.from_force
+        )  # of all updates together, times alpha
+        if reach * self.alpha > 1 + 1e-9:
             warnings.warn(
-                f"{rule} with alpha {alpha} and {replicas} replicas: z overshoots where alpha is above "
-                f"{1 / reach:.3g}; the default is {RULES[rule].beta / replicas:.3g}",
+                f"{self.rule} with alpha {self.alpha} and {self.replicas} replicas: z overshoots where alpha is above "
+                f"{1 / reach:.3g}; the default is {self.coefficients.beta / self.replicas:.3g}",
                 stacklevel=3,
             )
-        return elasticity
 
     @property
     def coefficients(self) -> Rule:

@@ -89,6 +89,7 @@ class Reference:
     ) -> None:
         given = list_tensors("parameters", parameters)
         self.elasticity = e = Elasticity.checked(replicas, alpha, rule, staleness, period)
+        e.warn_of_overshooting()
         self.group = group
         self.averaged = averaged(given)  # which of ``parameters`` take part in the averaging
         layout = Layout(given[i] for i in self.averaged)
