@@ -33,7 +33,8 @@ class Plan:
         system: the name of the published system that this is, see ``Plan.for_system``.
         partition: the first layer of stages 1..K-1 as indices, or as module names for a traced model; None: balanced by
             an estimate of the compute.
-        alpha: elasticity, see ``Reference``; so are the next three.
+        alpha: elasticity, see ``Reference``; so are the next three. With one pipeline, which has nobody to agree with,
+            they do nothing.
         rule: of averaging.
         staleness: of averaging.
         period: steps in a round of averaging.
