@@ -35,9 +35,9 @@ class Plan:
             an estimate of the compute.
         alpha: elasticity, see ``Reference``; so are the next three. With one pipeline, which has nobody to agree with,
             they do nothing.
-        rule: of averaging.
-        staleness: of averaging.
-        period: steps in a round of averaging.
+        rule: by which pipelines and reference are averaged.
+        staleness: 0, 1 or "asynchronous", how old the reference may be that a pipeline is pulled to.
+        period: updates of a pipeline in a round of averaging.
         recompute: which micro-batches store only their stage's input and run the forward again before the backward:
             "never", "always", or "except-last" (all but the last micro-batch, as its backward comes soonest).
         weights: which version of the weights a batch runs on; None: what the schedule was published with. "flush": the

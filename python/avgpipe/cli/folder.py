@@ -176,7 +176,8 @@ def describe(out: Path) -> str:
     baseline = "" if trivial is None else f"; baseline, the trivial answer: {_number(trivial)}"
     lines = [
         f"{s['metric_name']}: {_number(before)} before, {_number(s['metric'])} after {s['batches']} batches "
-        f"({s['samples']} samples, {s['epochs']:g} epochs) in {duration(s['train_seconds'])} of training{baseline}",
+        f"({s['samples']} samples, {s['epochs']:g} epoch{'s' * (s['epochs'] != 1)}) in "
+        f"{duration(s['train_seconds'])} of training{baseline}",
         f"speed: {_number(s['samples_per_second'])} samples/s; bubbles {100 * s['bubble_fraction']:.0f} %; "
         f"busy: {busy}; peak memory: {memory}",
     ]
