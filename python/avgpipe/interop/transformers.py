@@ -23,6 +23,7 @@ Not done: key-value caches, cross-attention, gradient checkpointing by the model
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -76,7 +77,7 @@ def _weights(*modules: nn.Module) -> float:
 # ---- first layers --------------------------------------------------------------------------------------------------
 
 
-class _Embeddings(nn.Module):
+class _Embeddings(nn.Module, ABC):
     """Turns the input into hidden states, and passes on what later layers need of it."""
 
     takes: tuple[str, ...] = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "at")
@@ -93,8 +94,9 @@ class _Embeddings(nn.Module):
         mask = None if mask is None else mask.bool()
         return _passed(hidden=self.embed(**given), mask=mask, positions=positions, at=at)
 
+    @abstractmethod
     def embed(self, input_ids: Tensor, **given: Tensor) -> Any:
-        raise NotImplementedError  # each family's own, below
+        """Return the first hidden states."""
 
     def _checked(self, inputs: Any) -> dict[str, Any]:
         if not isinstance(inputs, dict):

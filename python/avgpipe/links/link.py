@@ -8,6 +8,7 @@ whenever the bell has rung; threads, and other processes, ring it.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,7 +25,7 @@ from avgpipe_ext.ring import Bell
 _SPIN_S = 200e-6
 
 
-class Link:
+class Link(ABC):
     """This worker's connection to another one.
 
     Attributes:
@@ -35,9 +36,9 @@ class Link:
     name: str
     latency_s: Mapping[str, float] = MappingProxyType({})
 
+    @abstractmethod
     def send(self, key: Key, value: Any) -> None:
         """Send a message, and never wait for the other end. The caller may change ``value`` afterwards."""
-        raise NotImplementedError  # each link's own
 
     def leave(self) -> None:
         """Tell the other end that nothing more comes, and nothing more is taken; does not wait."""
@@ -73,7 +74,7 @@ class Endpoint:
         return Decoder(self.wire_dtype if channel.kind in OF_MICRO_BATCHES else None, self.device)
 
 
-class Transport:
+class Transport(ABC):
     """A kind of link as this worker can offer it. Every worker makes the same ones.
 
     Args:
@@ -113,9 +114,9 @@ class Transport:
         OSError, ValueError or RuntimeError says why the link cannot be.
         """
 
+    @abstractmethod
     def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> Link:
         """Return the link with ``rank``; ``others``: what both could open beside it, the best first."""
-        raise NotImplementedError  # each transport's own
 
 
 class Mailbox:
