@@ -136,10 +136,7 @@ def _pick(
 
 @torch.no_grad()
 def _refuse_permuted(tensors: list[torch.Tensor], zs: list[torch.Tensor]) -> None:
-    """Shapes agree.
-
-    But weights that equal z, only elsewhere, were put into another order by parameter groups.
-    """
+    """Refuse tensors whose shapes fit, but whose values are z's in another order, as parameter groups make one."""
     astray = [j for j, (t, z) in enumerate(zip(tensors, zs)) if not _equal(t, z)]
     # lazily: with other weights altogether, the first one without a match ends the search
     if astray and all(_home(j, astray, tensors, zs) is not None for j in astray):

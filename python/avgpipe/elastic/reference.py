@@ -410,9 +410,7 @@ class Reference:
     # ---- weights and state -------------------------------------------------------------------------------------------
     @contextmanager
     def applied_to(self, model: nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
-        """Inside the block, the parameters of ``model`` (or the tensors given) are z.
-
-        Afterwards the old ones again.
+        """Inside the block, the parameters of ``model`` (or the tensors given) are z; afterwards, the old ones again.
 
         No copies are made unless dtype or device differ. Training inside the block is refused. ValueError if
         number or shapes differ from the reference's.

@@ -89,10 +89,7 @@ def _flushing_row(stage: int, warm_up: int, own: range) -> Row:
 
 
 def _endless_row(stage: int, warm_up: int, own: range) -> Row:
-    """One backward, one forward, in turn, the forwards ``warm_up`` micro-batches ahead.
-
-    The update after a batch's last backward.
-    """
+    """One backward, one forward, in turn, the forwards ``warm_up`` micro-batches ahead; an update ends each batch."""
     if not own:
         return Row([Action(_U, None, stage)])
     count = len(own)
