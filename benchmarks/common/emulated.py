@@ -205,7 +205,7 @@ def simulated_s(
     costs = case.costs(settings) if actions is None else _as_measured(actions, case.plan.stages)
     lines = _lines(case.schedule) if limited else ()
     costs = replace(costs, transfer_s=transfer_s, shared_links=lines)
-    return case.per_batch * steady_batch_s(case.schedule, costs, pipelines=case.plan.pipelines)
+    return case.shares * steady_batch_s(case.schedule, costs, pipelines=case.plan.pipelines)
 
 
 def _as_measured(actions: Mapping[str, Sequence[float]], stages: int) -> Costs:

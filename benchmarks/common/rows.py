@@ -161,11 +161,8 @@ class PassingRow:
 
 def batches_in_flight(plan: Plan, per_batch: int) -> int:
     """Batches of a row at once, each of ``per_batch`` of the plan's, or as many more as make whole rounds."""
-    in_flight = plan.pipelines
-    if plan.weights != "flush":  # as many as 1F1B over the batches needs to end the oldest
-        in_flight = 1 + -(-(plan.stages - 1) // plan.micro_batches)
-    most = 1 + -(-(in_flight - 1) // per_batch)
-    while most * per_batch % plan.pipelines:
+    most = 1 + -(-(plan.batches_in_flight - 1) // per_batch)
+    while most * per_batch % plan.batches_per_round:
         most += 1
     return most
 

@@ -116,15 +116,20 @@ class PlanCase(NamedTuple):
 
     def simulated_s(self, settings: ScheduleSettings) -> float:
         """Return seconds per batch in the steady state, where nothing but the stages takes time."""
-        return self.per_batch * steady_batch_s(
+        return self.shares * steady_batch_s(
             self.schedule, self.costs(settings), pipelines=self.plan.pipelines
         )
+
+    @property
+    def shares(self) -> int:
+        """How many batches of one pipeline, as the simulation has them, are a batch of the comparison."""
+        return self.per_batch * self.plan.shares
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of one replica of the stages."""
         plan = self.plan
-        own = -(-plan.micro_batches // max(plan.replication or [1]))
+        own = -(-plan.micro_batches_each // max(plan.replication or [1]))
         return build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
 
     def costs(self, settings: ScheduleSettings) -> Costs:

@@ -189,7 +189,7 @@ class Pipeline:
         self._worker = Worker(self._model, layers, plan, placement, self.world, self._device, seed, options)
         self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
-        self._choose_at = _MEASURED_BATCHES * plan.pipelines if plan.advance == "auto" else None
+        self._choose_at = _MEASURED_BATCHES * plan.batches_per_round if plan.advance == "auto" else None
         self._loader = Prefetch(self._worker.copy_ahead)
         self._feed = Feed(self._worker, plan, self._loader, options)
         self._folders = FolderLocks()
@@ -200,8 +200,9 @@ class Pipeline:
     def train(self, loader: Iterable[Any]) -> Iterator[BatchResult]:
         """Train on the batches of ``loader``, pairs (inputs, targets), and yield their results in order.
 
-        Pipelines stream: when the result of batch j is yielded, the next N - 1 batches are in flight. Whatever is
-        called then (``evaluate``, ``save``) finishes them first.
+        The pipelines share each batch, or take turns: see ``Plan.batch``. They stream: when the result of batch j is
+        yielded, the next one is in flight, of batches taken in turn the next N - 1. Whatever is called then
+        (``evaluate``, ``save``) finishes them first.
         """
         feed = self._feed
         self.drain()
@@ -218,8 +219,8 @@ class Pipeline:
             yield feed.results.popleft()
 
     def step(self, inputs: Any, targets: Any) -> float:
-        """Train every pipeline on its share of the samples, wait, and return the mean loss over all of them."""
-        feed, n = self._feed, self.plan.pipelines
+        """Train on a batch for a round: every pipeline on its share of the samples. Wait, and return the mean loss."""
+        feed, n = self._feed, self.plan.batches_per_round
         self.drain()
         feed.results.clear()
         self._choose_advance()
@@ -255,7 +256,7 @@ class Pipeline:
             costs = measured_costs(self._worker)
         chosen = choose_advance(
             plan.stages,
-            plan.micro_batches,
+            plan.micro_batches_each,
             costs,
             pipelines=plan.pipelines,
             memory_limit_bytes=self._memory_limit_bytes,
@@ -370,7 +371,7 @@ class Pipeline:
 
     @property
     def batches(self) -> int:
-        """Batches begun so far, over all pipelines; the next one goes to pipeline ``batches % N``."""
+        """Batches begun so far, over all pipelines; of batches taken in turn the next is pipeline ``batches % N``'s."""
         return self._feed.next_batch
 
     def loader_state(self, loader: Any) -> Any:

@@ -19,6 +19,8 @@ from avgpipe.systems import SYSTEMS
 if TYPE_CHECKING:  # which would load numpy
     from avgpipe.planning import Partition
 
+BATCHES = ("global", "per-pipeline")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -27,7 +29,7 @@ class Plan:
     Attributes:
         stages: K, into how many parts the model is cut.
         pipelines: N, how many replicas of the model train at once.
-        micro_batches: M, the parts of a batch of one pipeline.
+        micro_batches: M, the parts of a batch. Pipelines that share a batch need one each: a smaller M is made N.
         schedule: what runs when, see ``build_schedule``.
         advance: of the schedule "advance-forward", see ``build_schedule``; "auto" lets a Pipeline measure and choose.
         system: the name of the published system that this is, see ``Plan.for_system``.
@@ -50,6 +52,10 @@ class Plan:
         spread: whether each pipeline has workers of its own, which average over the network, instead of sharing all.
         placement: for each stage its workers, in ascending order: which rank runs what. None: workers are numbered
             stage after stage, or as the schedule has them.
+        batch: what a batch of the loader is to several pipelines. "global": all of them share it, pipeline i trains on
+            the i-th N-th of its micro-batches, and the reference moves once, so that a batch is a step of about what
+            one pipeline would make of it. "per-pipeline": batch j is pipeline j % N's, and the reference moves by the
+            mean of N updates once all have theirs, so that N batches are a step like that of an N-fold batch.
     """
 
     stages: int = 1
@@ -69,6 +75,7 @@ class Plan:
     stages_per_worker: int | None = None
     spread: bool = False
     placement: Sequence[Sequence[int]] | None = None
+    batch: str = "global"
 
     def __post_init__(self) -> None:
         for name in ("advance", "partition", "replication", "placement"):
@@ -77,6 +84,8 @@ class Plan:
             check_count(name, getattr(self, name))
         _check_name("system", self.system, tuple(SYSTEMS))
         _check_name("recompute", self.recompute, RECOMPUTE)
+        _check_name("batch", self.batch, BATCHES)
+        object.__setattr__(self, "micro_batches", max(self.micro_batches, self.shares))
         Elasticity.checked(self.pipelines, self.alpha, self.rule, self.staleness, self.period)
         self._check_partition()
         schedule = self.build_schedule()
@@ -132,10 +141,11 @@ class Plan:
             )
 
     def _check_replication(self, schedule: Schedule, replication: Sequence[int]) -> None:
-        if max(replication) > self.micro_batches:
+        least = max(replication) * self.shares
+        if least > self.micro_batches:
             raise ValueError(
                 f"replication {replication} with micro_batches {self.micro_batches}: some replicas would have nothing "
-                f"to do, use at least {max(replication)} micro-batches"
+                f"to do, use at least {least} micro-batches"
             )
         if self.weights == "vertical-sync" or self.advance == "auto":
             what = "weights 'vertical-sync'" if self.weights == "vertical-sync" else "advance 'auto'"
@@ -148,17 +158,41 @@ class Plan:
             )
 
     @property
+    def shares(self) -> int:
+        """How many pipelines train on parts of each batch of the loader: N, or 1 where they take turns."""
+        return self.pipelines if self.batch == "global" else 1
+
+    @property
+    def micro_batches_each(self) -> int:
+        """The micro-batches that a pipeline has of a batch, at most."""
+        return -(-self.micro_batches // self.shares)
+
+    @property
+    def batches_per_round(self) -> int:
+        """The batches of the loader from which every pipeline makes an update."""
+        return self.pipelines // self.shares
+
+    @property
+    def batches_in_flight(self) -> int:
+        """How many batches of the loader are trained on at once, at most."""
+        schedule = self.build_schedule()
+        if not schedule.flush:  # as many as it takes for the oldest to end
+            return 1 + schedule.lookahead
+        # Of batches that all share the next one too, so that a pipeline which is ahead of the others goes on.
+        return 2 if self.shares > 1 else self.pipelines
+
+    @property
     def workers(self) -> int:
         """How many processes it takes."""
         one = self.build_schedule().workers
         return one * self.pipelines if self.spread else one
 
-    def build_schedule(self, micro_batches: int | None = None) -> Schedule:
-        """The schedule, with the replicas of stages; for ``micro_batches`` if a batch has fewer than the plan's."""
+    def build_schedule(self) -> Schedule:
+        """The schedule of one pipeline, with the replicas of stages."""
         schedule = build_schedule(
             self.schedule,
             self.stages,
-            micro_batches or self.micro_batches,
+            self.micro_batches_each,
             self.advance,
             self.stages_per_worker,
             self.replication,
@@ -204,7 +238,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        plan: Plan = dataclass_of("plan", cls, json_object("a plan", text))
+        values = json_object("a plan", text)
+        values.setdefault("batch", "per-pipeline")  # plans from before there was a choice mean that
+        plan: Plan = dataclass_of("plan", cls, values)
         return plan
 
     def save(self, path: str | Path) -> None:

@@ -23,6 +23,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "staleness": 1,
         "pipelines": WORKERS,
         "micro_batches": 1,
+        "batch": "per-pipeline",
     },
     "data-parallel": {"schedule": "1f1b", "pipelines": 1, "stages": 1, "replication": [WORKERS]},
     # Each worker goes on with its own batch, and tells the others what it has learnt when it has.
@@ -33,6 +34,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "pipelines": WORKERS,
         "stages": 1,
         "spread": True,
+        "batch": "per-pipeline",
     },
     "model-parallel": {"schedule": "all-forward-all-backward", "pipelines": 1, "micro_batches": 1},
 }

@@ -131,7 +131,9 @@ def _read_all(
 ) -> FoundCheckpoint:
     manifest.check_model(model.signature(), directory)
     options = json.loads(plan.to_json())
-    same = manifest.bounds == model.bounds and all(manifest.plan[n] == options[n] for n in _SAME)
+    same = manifest.bounds == model.bounds and _what_must_be_same(manifest.plan) == _what_must_be_same(
+        options
+    )
     exactly = exactly and same
 
     def merged(files: Iterable[int]) -> SavedStages:
@@ -180,6 +182,13 @@ def restore_checkpoint(found: FoundCheckpoint, model: Model, worker: Worker) -> 
         ) from error
     worker.world.barrier()
     return found.batches
+
+
+def _what_must_be_same(plan: Mapping[str, Any]) -> list[Any]:
+    """Return the options of a plan without which a run does not go on bit for bit."""
+    # Runs from before there was a choice had batches for each pipeline; a single one has no choice.
+    batch = plan.get("batch", "per-pipeline") if plan["pipelines"] > 1 else None
+    return [batch, *(plan[name] for name in _SAME)]
 
 
 def _restore_reference(saved: SavedStages, model: Model, worker: Worker, number: int) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from avgpipe.cli.options import Options, Value, internal, parse_count, parse_positive
 from avgpipe.errors import nearest
 from avgpipe.links import NAMES as LINKS
-from avgpipe.plan import Plan
+from avgpipe.plan import BATCHES, Plan
 from avgpipe.rules import RULES
 from avgpipe.schedule import RECOMPUTE, WEIGHTS, schedule_names
 from avgpipe.systems import SYSTEMS
@@ -96,7 +96,7 @@ class WorkloadOptions(Options):
         data: Data folder. A language model needs train.txt and valid.txt in it; without a folder it reads the source
             of Python's standard library. The documentation of the commands has the other workloads.
         preset: Size of the model.
-        batch_size: Samples in a batch of one pipeline. Default: the preset's.
+        batch_size: Samples in a batch, which pipelines share. Default: the preset's.
         device: Where to compute.
         autocast: Precision of matrix products; auto: lower where that makes the workload faster.
     """
@@ -108,13 +108,14 @@ class WorkloadOptions(Options):
     device: Literal["cpu", "cuda"] = "cpu"
     autocast: Literal["auto", "none", "bfloat16", "float16"] = "auto"
 
-    def build_options(self, pipelines: int = 1) -> BuildOptions:
-        """What is asked of the workload."""
+    def build_options(self, plan: Plan | None = None) -> BuildOptions:
+        """What is asked of the workload; ``plan``: whose pipelines train it."""
         asked = {f.name: getattr(self, f.name) for f in fields(BuildOptions) if hasattr(self, f.name)}
         for name in ("data", "pretrained"):
             if asked.get(name) is not None:
                 asked[name] = Path(asked[name])
-        return BuildOptions(**{**asked, "pipelines": pipelines})
+        asked |= {name: getattr(plan or Plan(), name) for name in ("pipelines", "batch")}
+        return BuildOptions(**asked)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +170,10 @@ class PlanOptions(Options):
         rule: Averaging rule. Default: avgpipe.
         staleness: Rounds by which averaging lags behind. Default: 1.
         alpha: Strength of the pull towards the average, 0 to 1. Default: the rule's.
-        period: Batches of a pipeline between two averagings. Default: 1.
+        period: Updates of a pipeline between two averagings. Default: 1.
         recompute: Micro-batches that run their forward pass again instead of saving activations. Default: never.
+        batch: Whether pipelines share each batch, which then makes one step of the reference, or take turns. Default:
+            global, or the system's.
     """
 
     plan: File | None = None
@@ -191,6 +194,7 @@ class PlanOptions(Options):
     alpha: float | None = None
     period: Count | None = None
     recompute: Annotated[str | None, Value("|".join(RECOMPUTE), choices=RECOMPUTE)] = None
+    batch: Annotated[str | None, Value("|".join(BATCHES), choices=BATCHES)] = None
     partition: tuple[int, ...] | tuple[str, ...] | None = internal(None)
     placement: tuple[tuple[int, ...], ...] | None = internal(None)
 
@@ -223,7 +227,8 @@ class TrainConfig(LearningOptions, PlanOptions):
     def known(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """The options in a run.json; older ones had the plan's in an object of their own."""
         plan = values.get("plan")
-        return super().known({**values, **plan, "plan": None} if isinstance(plan, dict) else values)
+        values = {**values, **plan, "plan": None} if isinstance(plan, dict) else values
+        return super().known({"batch": "per-pipeline", **values})  # which older runs had
 
     @property
     def last_checkpoint(self) -> Path:
@@ -486,7 +491,7 @@ class SchedulesConfig(Options):
 
     Attributes:
         stages: Number of workers.
-        micro_batches: Micro-batches per batch of one pipeline.
+        micro_batches: Micro-batches per batch, which several pipelines share.
         forward_ms: Forward time of a micro-batch on a worker, in milliseconds.
         backward_ms: Backward time of a micro-batch on a worker, in milliseconds.
         activation_bytes: Size of a micro-batch's activations, as 1MiB.

@@ -90,9 +90,10 @@ def _found(
     free = "pipelines" not in SYSTEMS[found.system]  # whose choices are not the system's
     chosen = {n: getattr(config, n) for n in ("schedule", "pipelines", "micro_batches")} if free else {}
     plan = Plan.for_partition(found, **chosen)
-    batch_s = simulated_batch_s(
+    share_s = simulated_batch_s(
         profile, found, plan.build_schedule(), cluster, plan.pipelines, plan.recompute
     )
+    batch_s = plan.shares * share_s
     samples = found.micro_batch_size * plan.micro_batches
     speed = {
         "batch_samples": samples,

@@ -208,7 +208,7 @@ def prepare(config: TrainConfig) -> tuple[Workload, Plan]:
     from avgpipe.workloads import build_workload
 
     plan = config.to_plan()
-    workload = build_workload(config.workload, config.build_options(plan.pipelines))
+    workload = build_workload(config.workload, config.build_options(plan))
     if plan.partition is None and isinstance(workload.layers, list):
         plan = replace(plan, partition=tuple(stage_bounds(workload.layers, plan.stages, None)[1:-1]))
     return workload, plan

@@ -107,7 +107,7 @@ class TrainingRun:
             self._save()
             if self._unsaved is not None:  # before hours of training
                 raise self._unsaved
-        self._pace = Pace(config.checkpoint_minutes * 60, self.plan.pipelines)
+        self._pace = Pace(config.checkpoint_minutes * 60, self.plan.batches_per_round)
 
     def train(self) -> None:
         """Train to the end and write the summary."""
@@ -238,10 +238,10 @@ class TrainingRun:
     def _position(self) -> tuple[int, int]:
         """Epoch and first batch to continue with.
 
-        With another number of pipelines or batch size, where about as many samples of the epoch have been used; batch j
-        of an epoch is for pipeline j % N, as the pipeline counts on.
+        With another number of pipelines or batch size, where about as many samples of the epoch have been used; where
+        pipelines take turns, batch j of an epoch is for pipeline j % N, as the pipeline counts on.
         """
-        done, n = self.done, self.plan.pipelines
+        done, n = self.done, self.plan.batches_per_round
         start = -(-done.epoch_samples // self.workload.batch_size)
         start += (done.batches - start) % n
         if start >= len(self.workload.train_batches(done.epoch)):
@@ -314,19 +314,19 @@ class Pace:
     Everything follows from numbers that are the same on all ranks, so all make the same decisions.
     """
 
-    def __init__(self, interval_s: float, pipelines: int) -> None:
-        self._interval_s, self._pipelines = interval_s, pipelines
-        self._rounds = 4  # a round is a batch of every pipeline
+    def __init__(self, interval_s: float, per_round: int) -> None:
+        self._interval_s, self._per_round = interval_s, per_round
+        self._rounds = 4  # in each of which every pipeline makes an update
         self._since_save = 0
 
     def batches(self) -> int:
         """Batches of the next segment."""
-        return self._rounds * self._pipelines
+        return self._rounds * self._per_round
 
     def due(self, batches: int, elapsed_s: float) -> bool:
         """Whether to save now, after a segment of ``batches``, ``elapsed_s`` after the last checkpoint was saved."""
         self._since_save += batches
-        per_round_s = elapsed_s * self._pipelines / self._since_save
+        per_round_s = elapsed_s * self._per_round / self._since_save
         save = elapsed_s >= self._interval_s
         left_s = self._interval_s if save else self._interval_s - elapsed_s
         longest = left_s / per_round_s if per_round_s > 0 else 2.0 * self._rounds

@@ -28,7 +28,7 @@ class Forecast:
     """What a plan is predicted to do.
 
     Attributes:
-        batch_s: From one batch's end to the next one's, of whichever pipeline, in the steady state.
+        batch_s: From one batch's end to the next one's in the steady state.
         memory_bytes: Of each worker, those of a stage one after the other.
     """
 
@@ -40,6 +40,7 @@ class Forecast:
 class OnCluster(Training):
     """A plan, but for its partition, on the first workers of a cluster: an objective of the search over cuts.
 
+    Its seconds are of what one pipeline has of a batch.
     Replicas of a stage are neighbours, as the runtime numbers them, and each runs its share of the micro-batches.
     """
 
@@ -53,7 +54,7 @@ class OnCluster(Training):
             )
         self.plan, self._cluster = plan, cluster
         self._width = (plan.replication or [1])[0]
-        own = -(-plan.micro_batches // self._width)
+        own = -(-plan.micro_batches_each // self._width)
         schedule = build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
         chain = Chain(profile, batch_size / plan.micro_batches)
         super().__init__(chain, schedule, plan.pipelines, plan.recompute, plan.weights or "flush")
@@ -81,7 +82,7 @@ class OnCluster(Training):
     def forecast(self, cut: Cut) -> Forecast:
         plan = replace(self.plan, partition=list(cut) if cut else None)
         sizes = tuple(size for size in self.worker_bytes(cut) for _ in range(self._width))
-        return Forecast(plan, self._jittered_s(cut), sizes)
+        return Forecast(plan, plan.shares * self._jittered_s(cut), sizes)
 
     def _jittered_s(self, cut: Cut) -> float:
         """Like ``seconds``, with jitter; waiting for each other then costs more."""
@@ -117,7 +118,7 @@ class OnCluster(Training):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a batch on one replica of each stage."""
+        """Micro-batches of one pipeline's part of a batch on one replica of each stage."""
         return self._schedule.micro_batches
 
     def costs_in_memory(self, cut: Cut) -> tuple[Costs | None, float | None]:

@@ -30,7 +30,7 @@ class PlanShape(NamedTuple):
 
     Attributes:
         width: Replicas of each stage.
-        micro_batches: Of a batch, which the replicas share.
+        micro_batches: Of a batch, which pipelines and replicas share.
     """
 
     stages: int
@@ -69,7 +69,7 @@ class Space:
     """The plans that are tried for a profile on a cluster.
 
     Attributes:
-        batch_size: Samples of one pipeline's batch.
+        batch_size: Samples of a batch, which the pipelines share.
         pipelines: Numbers to try.
         micro_batches: Numbers to try; None: a sensible few.
 
@@ -113,13 +113,17 @@ class Space:
         return max(w for m in self.micro_batches for w in range(1, min(m, most) + 1) if m % w == 0)
 
     def _of(self, stages: int, width: int, pipelines: Sequence[int]) -> Iterator[PlanShape]:
-        return (PlanShape(stages, width, n, m) for m in self.parts(width) for n in pipelines)
+        return (PlanShape(stages, width, n, m) for n in pipelines for m in self.parts(width, n))
 
-    def parts(self, width: int) -> list[int]:
-        """Micro-batches of a batch that ``width`` replicas share alike."""
+    def parts(self, width: int, pipelines: int = 1) -> list[int]:
+        """Micro-batches of a batch that ``width`` replicas in each of the pipelines share alike.
+
+        Where there are no replicas, those that are asked for need not be alike for all pipelines.
+        """
+        each = width * pipelines
         if self.micro_batches is not None:
-            return [m for m in self.micro_batches if m % width == 0]
-        return [width * m for m in _OF_A_REPLICA if width * m <= self.batch_size]
+            return [m for m in self.micro_batches if m >= each and (m % each == 0 or width == 1)]
+        return [each * m for m in _OF_A_REPLICA if each * m <= self.batch_size]
 
 
 def profiled_sizes(samples: int) -> tuple[int, ...]:
@@ -177,11 +181,11 @@ class _PlanSearch:
         """Bound a batch's time with any cut of this shape: a worker's share of the work, and the largest layer's."""
         samples = self._space.batch_size / shape.micro_batches
         whole_s, added_s, largest = self._work(samples)
-        each = -(-shape.micro_batches // shape.width)
+        each = shape.micro_batches // (shape.width * shape.pipelines)  # of a pipeline, at least
         share_s = (each * whole_s - added_s) / shape.stages
         largest_s = max(each * layer_s - less_s for layer_s, less_s in largest)
         gain = self._space.profile.lane_gain(samples) if shape.pipelines > 1 else 1.0
-        return _WINDOW * max(share_s, largest_s) / (gain * self._fastest)
+        return _WINDOW * shape.pipelines * max(share_s, largest_s) / (gain * self._fastest)
 
     def _about_s(self, shape: PlanShape) -> float:
         """Estimate a shape's time: its bound, the way through the pipeline, and the sum of gradients."""
@@ -287,7 +291,7 @@ def extremes(space: Space) -> dict[str, Forecast]:
     found: dict[str, Forecast] = {}
     for what, m in ((MAX_NUM, max(parts)), (MAX_SIZE, min(parts))) if stages > 1 else ():
         for n in sorted(space.pipelines, reverse=True):
-            problem = space.on_cluster(PlanShape(stages, 1, n, m).plan())
+            problem = space.on_cluster(PlanShape(stages, 1, n, max(m, n)).plan())
             cut = CutSearch(problem, problem.limits).first()
             if cut is not None:
                 found[what] = problem.forecast(cut)
@@ -304,7 +308,7 @@ def settings(space: Space) -> list[Forecast]:
     stages = space.most_stages
     for m in space.parts(1):
         advances = [0, None, m - 1][: m if stages > 1 else 1]  # that make different schedules
-        for n in space.pipelines:
+        for n in (n for n in space.pipelines if n <= m):
             shape = PlanShape(stages, 1, n, m)
             cuts = _cuts(space.on_cluster(shape.plan()))
             for advance in advances:

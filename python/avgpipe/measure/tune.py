@@ -64,7 +64,7 @@ def tune(
 
     Args:
         model: What a ``Pipeline`` takes.
-        example_inputs: One pipeline's batch, tensors with the samples as dimension 0.
+        example_inputs: A batch, which pipelines share; tensors with the samples as dimension 0.
         loss_fn: As of the ``Pipeline``; without it, and without an optimizer, nothing is timed.
         target: The targets of ``example_inputs``.
         optimizer: As of the ``Pipeline``.
@@ -160,9 +160,9 @@ class Trial:
 
 def batches_of_round(forecast: Forecast) -> int:
     """Return how many batches take about a second, at least two of each pipeline."""
-    pipelines = forecast.plan.pipelines
-    each = math.ceil(_ROUND_S / max(forecast.batch_s, 1e-9) / pipelines)
-    return pipelines * min(_MOST, max(_LEAST, each))
+    in_round = forecast.plan.batches_per_round
+    each = math.ceil(_ROUND_S / max(forecast.batch_s, 1e-9) / in_round)
+    return in_round * min(_MOST, max(_LEAST, each))
 
 
 def rounds_of(pipeline: Pipeline, batch: Any, batches: int, rounds: int = ROUNDS) -> list[float]:
@@ -171,27 +171,27 @@ def rounds_of(pipeline: Pipeline, batch: Any, batches: int, rounds: int = ROUNDS
     def losses(count: int) -> Iterator[float | None]:
         return (result.loss for result in pipeline.train(repeat(batch, count)))
 
-    return [seconds_per_batch(losses, pipeline.plan.pipelines, batches) for _ in range(rounds)]
+    return [seconds_per_batch(losses, pipeline.plan.batches_in_flight, batches) for _ in range(rounds)]
 
 
-def seconds_per_batch(losses: Callable[[int], Iterable[float | None]], pipelines: int, batches: int) -> float:
+def seconds_per_batch(losses: Callable[[int], Iterable[float | None]], in_flight: int, batches: int) -> float:
     """Seconds from one batch's end to the next one's on this rank, in the steady state.
 
-    Batches run back to back, without barriers. The first of each pipeline are not timed, and neither are the last
-    N - 1, which only keep the pipelines busy while the others are: from the end of batch N to that of batch N + J,
-    over J, the least multiple of N that is at least ``batches``. A batch includes its update.
+    Batches run back to back, without barriers. The first n that are in flight together are not timed, and neither are
+    the last n - 1, which only keep the pipelines busy while the others are: from the end of batch n to that of batch
+    n + J, over J, the least multiple of n that is at least ``batches``. A batch includes its update.
 
     Args:
         losses: Trains so many batches; yields when one is done (None: another rank knows the loss).
-        pipelines: N, the batches in flight at once.
+        in_flight: n, the batches in flight at once.
     """
-    timed = math.ceil(batches / pipelines) * pipelines
+    timed = math.ceil(batches / in_flight) * in_flight
     ends = []
-    for loss in losses(pipelines + timed + pipelines - 1):
+    for loss in losses(in_flight + timed + in_flight - 1):
         ends.append(time.perf_counter())
         if loss is not None and not math.isfinite(loss):
             raise ValueError(f"the loss of batch {len(ends) - 1} is {loss}")
-    return (ends[pipelines + timed - 1] - ends[pipelines - 1]) / timed
+    return (ends[in_flight + timed - 1] - ends[in_flight - 1]) / timed
 
 
 # ---- the best plans --------------------------------------------------------------------------------------------------
@@ -296,8 +296,8 @@ def advice(found: TuningResult) -> str:
         sentence += "; the whole model does not fit into each worker"
     if found.plan.pipelines > 1:
         sentence += (
-            f"; its {found.plan.pipelines} pipelines make one update of the reference from as many batches, so "
-            "compare what it learns, too"
+            f"; its {found.plan.pipelines} pipelines share each batch and learn a little less from it than one does, "
+            "so compare what it learns, too"
         )
     return f"Advice: {sentence}."
 

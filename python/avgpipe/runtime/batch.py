@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -96,10 +97,17 @@ class LossWeights:
 
     A mean over samples weighs by samples; a mean over the elements that are not ignored (cross entropy with
     ``ignore_index`` or class weights) weighs by those; a sum is a sum.
+
+    Attributes:
+        factors: of the micro-batches.
+        total: weight of the batch among others: samples, counted elements, or 1 for a sum.
+        scale: what gradients are multiplied with beside: of a share of a batch, how its weight stands to the mean of
+            all shares, so that the mean over the shares' gradients is the gradient of the whole batch.
     """
 
     factors: list[float]
-    total: float  # weight of the batch among others: samples, counted elements, or 1 for a sum
+    total: float
+    scale: float = 1.0
 
 
 def loss_weights(
@@ -117,6 +125,24 @@ def loss_weights(
     total = sum(weights)
     # a batch with nothing to count has the loss 0/0 on one device too
     return LossWeights([w / total if total else float("nan") for w in weights], total)
+
+
+def share_out(weights: LossWeights, counts: Sequence[int], is_sum: bool) -> list[LossWeights]:
+    """Return the weights of the shares of a batch: the first ``counts[0]`` micro-batches, and so on.
+
+    Each has its own mean as loss, or sum if that is what the loss is.
+    """
+    shares = []
+    bounds = list(accumulate(counts, initial=0))
+    for first, end in pairwise(bounds):
+        factors = weights.factors[first:end]
+        whole = sum(factors)
+        if is_sum:
+            shares.append(LossWeights(factors, 1.0, float(len(counts))))
+        else:
+            own = [f / whole if whole else whole for f in factors]
+            shares.append(LossWeights(own, whole * weights.total, whole * len(counts)))
+    return shares
 
 
 def _has_class_targets(target: Any) -> bool:

@@ -46,10 +46,12 @@ class Work:
     """A batch that a stage trains on, or evaluates.
 
     Attributes:
+        micro_batches: how many the pipeline has of the batch; none where others have all.
         inputs: of micro-batches; they matter on the first stage.
         targets: of micro-batches; they and ``weights`` matter on the last stage.
         copied: inputs and targets, if they are on their way to a device.
         collector: takes an evaluation's outputs, on the last stage.
+        draws: the place that the first micro-batch has for random numbers; None: as they are numbered here.
     """
 
     batch: int
@@ -60,6 +62,13 @@ class Work:
     copied: ReadyOnEvent | None = None
     trains: bool = True
     collector: Collector | None = None
+    draws: Position | None = None
+
+    def place(self, pipeline: int, micro_batch: int) -> Position:
+        """Return where a micro-batch of a ``pipeline`` stands in the run."""
+        if self.draws is None:
+            return Position(pipeline, self.batch, micro_batch)
+        return self.draws._replace(micro_batch=self.draws.micro_batch + micro_batch)
 
 
 class SavedForward(NamedTuple):
@@ -300,7 +309,7 @@ class Compute:
         )
 
     def _run(self, state: BatchState, m: int, value: Any) -> Any:
-        position = Position(self._route.pipeline, state.work.batch, m)
+        position = state.work.place(self._route.pipeline, m)
         run = self._trained.stage.recomputed if self._recomputes(state, m) else self._layers
         output = run(value, position)
         return self._loss(state, m, output) if self._route.last else output
@@ -341,7 +350,8 @@ class Compute:
             if self._on_cpu and math.isnan(loss.item()) and self._check.counts_nothing(output):
                 state.without_loss += 1
                 return None
-            if not self._check.done and work.micro_batches > 1:
+            is_part = work.micro_batches > 1 or work.draws is not None
+            if not self._check.done and is_part:
                 self._check.look(work.batch, output, target)
         state.losses.append((loss.detach(), factor))
         return loss
@@ -351,7 +361,8 @@ class Compute:
         weights = state.work.weights
         assert weights is not None
         # A sum over what all micro-batches count is divided by the samples until that is known.
-        factor = (1 / weights.total if state.counts else weights.factors[m]) * state.loss_scale
+        factor = 1 / weights.total if state.counts else weights.factors[m]
+        factor *= state.loss_scale * weights.scale
         seed = self._seeds.get((factor, loss.dtype))
         if seed is None:
             if len(self._seeds) == _KEPT_SEEDS:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from avgpipe.device import ReadyOnEvent
 from avgpipe.plan import Plan
-from avgpipe.runtime.batch import loss_weights, pair, sample_count, sizes_of, split
+from avgpipe.runtime.batch import (
+    LossWeights,
+    loss_weights,
+    pair,
+    sample_count,
+    share_out,
+    sizes_of,
+    split,
+)
 from avgpipe.runtime.compute import Work
-from avgpipe.runtime.context import CallerGenerators
+from avgpipe.runtime.context import CallerGenerators, Position
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.route import loss_key
 from avgpipe.runtime.worker import Worker
@@ -30,16 +39,20 @@ class BatchResult:
 
     loss: float
     batch: int  # counted over the life of the pipeline
-    pipeline: int
+    pipeline: int | None  # None: all pipelines have shared the batch
     samples: int
 
 
 class InFlight(NamedTuple):
-    """A batch that has begun. ``weight``: of its loss among others, unless its loss function says it."""
+    """A batch that has begun.
+
+    Attributes:
+        weights: by pipeline that has a part in it, of the part's loss among others, unless its loss function says it.
+    """
 
     batch: int
     samples: int
-    weight: float
+    weights: dict[int, float]
 
 
 class Feed:
@@ -54,9 +67,7 @@ class Feed:
 
     def __init__(self, worker: Worker, plan: Plan, loader: Prefetch, options: TrainingOptions) -> None:
         self._worker, self._plan, self._loader, self._options = worker, plan, loader, options
-        schedule = plan.build_schedule()
-        # With a flush each pipeline has one batch in flight; else as many as it takes for the oldest to end.
-        self._most_in_flight = plan.pipelines if schedule.flush else 1 + schedule.lookahead
+        self._most_in_flight = plan.batches_in_flight
         self.next_batch = self.begun = 0
         self.results: deque[BatchResult] = deque()
         self.weight = 0.0
@@ -71,9 +82,9 @@ class Feed:
         return len(self._in_flight) < self._most_in_flight
 
     def begin(self, inputs: Any, targets: Any, copied: ReadyOnEvent | None) -> None:
-        batch, pipeline = self.next_batch, self.next_batch % self._plan.pipelines
+        plan, batch = self._plan, self.next_batch
         samples = sample_count(inputs, targets)
-        parts = self._plan.micro_batches
+        parts = plan.micro_batches
         if samples < parts and not self.begun and not self._worker.world.rank:
             _log.warning(
                 "the first batch has %d samples, which make %d micro-batches and not %d: stages idle more; use larger "
@@ -90,14 +101,36 @@ class Feed:
             inputs, targets = copied.value
             answers = split(targets, parts)
         work = Work(batch, parts, split(inputs, parts), answers, weights, copied)
+        shares = (
+            enumerate(self._shares(work, weights)) if plan.shares > 1 else [(batch % plan.pipelines, work)]
+        )
+        works = dict(shares)
         if isinstance(loss_fn, nn.Module):
             loss_fn.train()
         with self._worker.running():
-            for row in self._worker.rows_of(pipeline):
-                row.start(work)
+            for pipeline, part in works.items():
+                for row in self._worker.rows_of(pipeline):
+                    row.start(part)
         self.next_batch += 1
         self.begun += 1
-        self._in_flight.append(InFlight(batch, samples, weights.total))
+        totals = {i: part.weights.total for i, part in works.items() if part.weights is not None}
+        self._in_flight.append(InFlight(batch, samples, totals))
+
+    def _shares(self, whole: Work, weights: LossWeights) -> Iterator[Work]:
+        """Cut a batch into the pipelines' shares; they draw what one pipeline would draw for the whole of it."""
+        counts = sizes_of(whole.micro_batches, self._plan.pipelines)
+        first = 0
+        for count, own in zip(counts, share_out(weights, counts, self._options.sums_loss)):
+            part = slice(first, first + count)
+            yield replace(
+                whole,
+                micro_batches=count,
+                inputs=whole.inputs[part],
+                targets=whole.targets[part],
+                weights=own,
+                draws=Position(0, whole.batch, first),
+            )
+            first += count
 
     def end(self) -> None:
         """Let the pipelines run dry, as no other batch comes for now."""
@@ -127,17 +160,19 @@ class Feed:
 
     def finish_oldest(self, prefetch: bool = False) -> None:
         """Run until the oldest batch's result is there. ``prefetch``: fetch the loader's next batch meanwhile."""
-        batch, samples, weight = self._in_flight[0]
-        worker, pipeline = self._worker, batch % self._plan.pipelines
-        lanes = [lane for row in worker.rows_of(pipeline) for lane in row.lanes.values()]
+        batch, samples, weights = self._in_flight[0]
+        worker = self._worker
         scheduler, mailbox = worker.scheduler, worker.mailbox
-        loss_message = loss_key(worker.placement, worker.world.rank, pipeline, batch)
+        lanes = {i: [lane for row in worker.rows_of(i) for lane in row.lanes.values()] for i in weights}
+        messages = {
+            i: loss_key(worker.placement, worker.world.rank, i, batch) for i, own in lanes.items() if not own
+        }
+        left = [lane for own in lanes.values() for lane in own]
 
         def ended() -> bool:
-            for lane in lanes:  # asked before every step
-                if not lane.has_ended(batch):
-                    return False
-            return bool(lanes) or loss_message in mailbox
+            while left and left[-1].has_ended(batch):  # asked before every step
+                left.pop()
+            return not left and all(key in mailbox for key in messages.values())
 
         with worker.running(), CallerGenerators(worker.device) as generators:
 
@@ -147,19 +182,36 @@ class Feed:
                 scheduler.note_host("loader", self.next_batch - 1, start, time.perf_counter())
                 return fetched
 
-            scheduler.run_until(ended, fetch if prefetch else lambda: False, [] if lanes else [loss_message])
+            scheduler.run_until(ended, fetch if prefetch else lambda: False, list(messages.values()))
             if worker.streams is not None:
                 # All is only issued. Issue what the other batches can do, and see to the next one, before the host
                 # waits for the device to tell this one's loss.
                 scheduler.run_until(scheduler.stalled)
             if prefetch:
                 fetch()  # before the caller goes on, had there been time or not: see Prefetch
-            outcomes = [lane.finish(batch) for lane in lanes] or [mailbox.take(loss_message)]
+            outcomes = {i: mailbox.take(key) for i, key in messages.items()}
+            for i, own in lanes.items():
+                for lane in own:  # all know the same
+                    outcomes[i] = lane.finish(batch)
         self._in_flight.popleft()
-        numbers = outcomes[0].reshape(-1).tolist()  # the host waits for them
-        loss, self.weight = numbers[0], numbers[2] if len(numbers) > 1 else weight
-        worker.notice.loss(loss, batch, pipeline)
+        losses = {}
+        for i, weight in weights.items():
+            numbers = outcomes[i].reshape(-1).tolist()  # the host waits for them
+            losses[i] = numbers[0], numbers[2] if len(numbers) > 1 else weight
+            worker.notice.loss(numbers[0], batch, i)
+        loss, self.weight = self._whole(list(losses.values()))
+        pipeline = None if self._plan.shares > 1 else next(iter(losses))
         self.results.append(BatchResult(loss, batch, pipeline, samples))
+
+    def _whole(self, parts: list[tuple[float, float]]) -> tuple[float, float]:
+        """Return loss and weight of a batch from those of its shares."""
+        if len(parts) == 1:
+            return parts[0]
+        if self._options.sums_loss:
+            return sum(loss for loss, _ in parts), 1.0
+        weight = sum(weight for _, weight in parts)
+        # a share with nothing to count has any loss
+        return sum(loss * w for loss, w in parts if w) / weight if weight else math.nan, weight
 
 
 Batch = tuple[Any, Any, ReadyOnEvent | None]

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from avgpipe.device import LaneStream
 from avgpipe.links.message import Key, Message
 from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
@@ -61,7 +63,9 @@ class Lane:
 
     def start(self, work: Work, version: int, backwards: int, computing: int) -> None:
         """Take on a batch that runs on a ``version`` of the weights, with so many backwards and steps in all here."""
-        self._in_flight[work.batch] = BatchState(work, version, backwards, computing)
+        state = self._in_flight[work.batch] = BatchState(work, version, backwards, computing)
+        if work.micro_batches == 0:  # others have all of the batch
+            state.outcome = torch.zeros((), dtype=torch.float64)
         if self.stream is not None:
             self.stream.begin(work.copied)
 

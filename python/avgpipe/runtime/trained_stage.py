@@ -101,6 +101,13 @@ class TrainedStage:
             # a gradient of 16 bits is not multiplied with a factor of as few
             grad.mul_(factor.to(grad.device, torch.promote_types(grad.dtype, torch.float32)))
 
+    def zero_grads(self) -> None:
+        """Give parameters that have been stepped before, and have no gradient now, one of zeros."""
+        state = self.optimizer.state if self.optimizer is not None else {}
+        for p in self.arena.parameters:
+            if p.grad is None and p in state:
+                p.grad = torch.zeros_like(p)
+
     def run_hooks(self) -> None:
         """Run the hooks of the caller's parameters on a batch's gradients, which they may replace."""
         for p, hooks in self._hooks:

@@ -170,6 +170,9 @@ class Update:
                 state.norm = self._port.take(step.needs[0])
             if not self._route.last:
                 self._send_to_stage(self._route.stage + 1, Message.TOTAL_NORM, step, state.norm)
+        weights = state.work.weights
+        if weights is not None and weights.scale == 0:  # others have all that counts, yet momentum goes on
+            self._trained.zero_grads()
         norm = state.norm
         if self._notice.watches and self._on_cpu:  # a device would have to be waited for
             self._watch(state, step)
@@ -213,16 +216,22 @@ class RemoteUpdates:
 
     Args:
         route: of this process's replica.
+        turns: after how many batches it is a pipeline's turn again; batch j is pipeline j % ``turns``'s, or all's.
         stream: of its lane; None on a CPU.
     """
 
     def __init__(
-        self, reference: Reference, mailbox: Mailbox, route: Route, stream: LaneStream | None = None
+        self,
+        reference: Reference,
+        mailbox: Mailbox,
+        route: Route,
+        turns: int,
+        stream: LaneStream | None = None,
     ) -> None:
-        self._reference, self._mailbox = reference, mailbox
-        self._pipelines = reference.replicas
+        self._reference, self._mailbox, self._turns = reference, mailbox, turns
         self._next = {
-            i: Key(Message.REFERENCE_UPDATE, i, replica, route.replica, i, -1) for i, replica in route.remote
+            i: Key(Message.REFERENCE_UPDATE, i, replica, route.replica, i % turns, -1)
+            for i, replica in route.remote
         }
         self._averaging: Callable[[], AbstractContextManager[None]] = (
             nullcontext if stream is None else stream.averaging
@@ -230,7 +239,7 @@ class RemoteUpdates:
 
     def resume(self, batches: int) -> None:
         """Go on after ``batches`` in all, whose updates are in the reference."""
-        n = self._pipelines
+        n = self._turns
         self._next = {i: key._replace(batch=batches + (i - batches) % n) for i, key in self._next.items()}
 
     def collect(self) -> None:
@@ -243,7 +252,7 @@ class RemoteUpdates:
                     update = self._mailbox.take(key)
                     if update is not None:  # else it was not the last batch of a period
                         self._reference.accept(i, update)
-                key = self._next[i] = key._replace(batch=key.batch + self._pipelines)
+                key = self._next[i] = key._replace(batch=key.batch + self._turns)
 
     def missing(self, batches: int | None = None) -> list[Key]:
         """Return what is awaited next of each pipeline, of the first ``batches`` alone if they are given."""

@@ -190,7 +190,7 @@ class Worker:
         stream = self._stream(route)
         remote = None
         if reference is not None and route.remote:
-            remote = RemoteUpdates(reference, self.mailbox, route, stream)
+            remote = RemoteUpdates(reference, self.mailbox, route, plan.batches_per_round, stream)
         shared = self.model.shared[route.stage]
         return Lane(
             trained,

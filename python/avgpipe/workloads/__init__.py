@@ -45,7 +45,8 @@ class BuildOptions:
         data: the data folder; None: what the workload reads without one.
         pretrained: a folder of weights to begin with, for workloads that can.
         pipelines: how many train side by side.
-        batch_size: samples in one pipeline's batch.
+        batch: whether they share each batch, "global", or take turns, "per-pipeline"; as of ``avgpipe.Plan``.
+        batch_size: samples in a batch of the loader.
         seed: seed of the initial weights and of everything else that is drawn.
         epochs: how many to train.
         max_batches: how many batches all pipelines together train at most, when the run ends before its epochs do; a
@@ -58,12 +59,18 @@ class BuildOptions:
     data: Path | None = None
     pretrained: Path | None = None
     pipelines: int = 1
+    batch: str = "global"
     batch_size: int | None = None
     seed: int = 0
     epochs: int | None = None
     max_batches: int | None = None
     lr_scaling: str | None = None
     loader_workers: int = 0
+
+    @property
+    def batches_per_round(self) -> int:
+        """The batches from which every pipeline makes an update."""
+        return 1 if self.batch == "global" else self.pipelines
 
     def __post_init__(self) -> None:
         for name in ("pipelines", "batch_size", "epochs", "max_batches"):
@@ -97,13 +104,13 @@ class Workload:
         optimizer: makes the optimizer of some parameters; its learning rate fits the number of pipelines.
         lr_scheduler: makes the scheduler of one of these optimizers, to step once after each of its steps; or None.
         clip_grad_norm: the largest norm of all gradients together, or None.
-        train_batches: ``(epoch, start=0)`` to the batches of an epoch (from 0) from batch ``start`` on; batch j is for
-            pipeline j % N.
-        valid_batches: for evaluation, in order, for one pipeline.
+        train_batches: ``(epoch, start=0)`` to the batches of an epoch (from 0) from batch ``start`` on; where pipelines
+            take turns, batch j is for pipeline j % N.
+        valid_batches: for evaluation, in order.
         metrics: what is reported of an evaluation, by name, from its mean loss and the means per sample of what
             ``metric_fn`` returned; ``metric_name`` is among them unless ``decode`` makes it. Shares are in percent.
         metric_name, lower_is_better: the metric by which runs are judged.
-        batch_size: samples in one pipeline's batch.
+        batch_size: samples in a batch of the loader.
         epochs: how many to train.
         loss_weight: of targets, how many things the loss is the mean of; None: the samples.
         metric_fn: ``(output, targets)`` to means over samples, by name; None: the loss says all.

@@ -106,11 +106,13 @@ def build(name: str, preset: LanguagePreset, options: BuildOptions) -> Built:
 
     def train_batches(epoch: int, start: int = 0) -> list[tuple[Tensor, Tensor]]:
         lengths = partial(jittered, epoch=epoch)
-        return continued_batches(train, recipe.batch_size, lengths, options.pipelines, "train")[start:]
+        return continued_batches(train, recipe.batch_size, lengths, options.batches_per_round, "train")[
+            start:
+        ]
 
     published: dict[str, Any] = {}
     if preset.published:  # a longer segment has more tokens for its mean gradient
-        row = len(train) // (options.pipelines * recipe.batch_size)
+        row = len(train) // (options.batches_per_round * recipe.batch_size)
         factors = [
             n / preset.length for epoch in range(recipe.epochs) for n in jittered(row - 1, epoch=epoch)
         ]

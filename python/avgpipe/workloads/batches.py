@@ -146,7 +146,7 @@ def continued_batches(
         tokens: int64 [tokens].
         batch_size: rows of one pipeline's batch.
         lengths: of the tokens that a row predicts, makes the T of each segment, such as :func:`segment_lengths`.
-        pipelines: how many pipelines read side by side.
+        pipelines: how many pipelines take turns, each with rows of its own.
         name: what the message calls the text.
 
     Returns:

@@ -24,12 +24,11 @@ class Recipe:
     """The numbers that one pipeline trains with.
 
     Attributes:
-        batch_size: samples in one pipeline's batch.
+        batch_size: samples in a batch of the loader.
         epochs: of all pipelines together.
         optimizer: SGD has ``momentum``, the Adams ``betas``.
         lr: learning rate of a single pipeline, at its highest.
-        lr_scaling: how the learning rate grows with the number of pipelines. The reference moves by the mean of N
-            updates, so N pipelines want a learning rate like that of an N-fold batch.
+        lr_scaling: how the learning rate grows with the number of pipelines; None: as :meth:`scaled_lr` says.
         weight_decay: of parameters of two and more dimensions; biases and the weights of norms have none but with
             NT-ASGD.
         clip_grad_norm: the largest norm of all gradients together, or None.
@@ -41,7 +40,7 @@ class Recipe:
     epochs: int
     optimizer: Literal["sgd", "nt-asgd", "adam", "adamw"]
     lr: float
-    lr_scaling: Literal["none", "sqrt", "linear"] = "sqrt"
+    lr_scaling: Literal["none", "sqrt", "linear"] | None = None
     weight_decay: float = 0.0
     momentum: float = 0.9
     betas: tuple[float, float] = (0.9, 0.999)
@@ -55,9 +54,16 @@ class Recipe:
         names = ("batch_size", "epochs", "lr_scaling")
         return replace(self, **{name: getattr(options, name) or getattr(self, name) for name in names})
 
-    def scaled_lr(self, pipelines: int) -> float:
-        """Return the learning rate of each of N pipelines: lr, lr sqrt(N) or lr N."""
-        return self.lr * {"none": 1.0, "sqrt": math.sqrt(pipelines), "linear": pipelines}[self.lr_scaling]
+    def scaled_lr(self, options: BuildOptions) -> float:
+        """Return the learning rate of each of N pipelines: lr, lr sqrt(N) or lr N.
+
+        Pipelines that take turns move the reference by the mean of updates from N batches, which want a rate like that
+        of an N-fold batch. Where they share a batch, updates that are linear in the gradient add up to one pipeline's,
+        at its rate; the Adams divide by second moments, which see the greater noise of smaller shares.
+        """
+        n, averages = options.pipelines, self.optimizer in ("adam", "adamw")
+        scaling = self.lr_scaling or ("sqrt" if averages or options.batch != "global" else "none")
+        return self.lr * {"none": 1.0, "sqrt": math.sqrt(n), "linear": n}[scaling]
 
     def lr_factor(self, steps: int, step: int) -> float:
         """Return what the learning rate is multiplied with at ``step`` (from 0) of ``steps``."""
@@ -71,9 +77,9 @@ class Recipe:
         done = min(1.0, (step - warmup) / max(1, steps - warmup))
         return 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
 
-    def optimizer_for(self, pipelines: int) -> partial[Optimizer]:
-        """Return what makes the optimizer of some parameters, when there are so many pipelines."""
-        return partial(_optimizer, self, self.scaled_lr(pipelines))
+    def optimizer_for(self, options: BuildOptions) -> partial[Optimizer]:
+        """Return what makes the optimizer of some parameters."""
+        return partial(_optimizer, self, self.scaled_lr(options))
 
     def lr_scheduler_for(self, epoch_batches: int, options: BuildOptions) -> partial[LambdaLR] | None:
         """Return what makes the scheduler of an optimizer; None: the rate stays as it is.
@@ -84,7 +90,7 @@ class Recipe:
         if self.warmup == 0 and self.decay == "none":
             return None
         batches = min(self.epochs * epoch_batches, options.max_batches or math.inf)
-        steps = max(1, math.ceil(batches / options.pipelines))
+        steps = max(1, math.ceil(batches / options.batches_per_round))
         return partial(LambdaLR, lr_lambda=partial(self.lr_factor, steps))
 
 
@@ -144,7 +150,7 @@ def make_workload(
         "batch_size": recipe.batch_size,
         "epochs": recipe.epochs,
         "clip_grad_norm": recipe.clip_grad_norm,
-        "optimizer": recipe.optimizer_for(options.pipelines),
+        "optimizer": recipe.optimizer_for(options),
         "lr_scheduler": recipe.lr_scheduler_for(len(train(0)), options),
         "loss_weight": loss.weight if isinstance(loss, TokenLoss) else None,
     }

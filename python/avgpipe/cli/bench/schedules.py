@@ -206,7 +206,7 @@ def worker(config: str) -> dict[str, Any]:
     sizes = f"stages {asked.stages}, micro-batches {asked.micro_batches}"
     times = f"forward {asked.forward_ms:g} ms, backward {asked.backward_ms:g} ms"
     case = f"emulated: {sizes}, {times}, activations {format_bytes(asked.activation_bytes)}"
-    head = {"question": "batch", "case": case, "asks": "How long does a batch of one pipeline take?"}
+    head = {"question": "batch", "case": case, "asks": "How long does a batch take?"}
     return summarise(head, ways, samples, refused)
 
 
@@ -220,11 +220,11 @@ def _our_row(row: Row, config: SchedulesConfig) -> tuple[float, list[float]]:
     plan = replace(plan, partition=tuple(range(1, plan.stages)))  # a stage for each module
     forward_s, backward_s = stage_s(config, plan.stages)
     per_batch = config.micro_batches // plan.micro_batches  # of the plan's batches are one of the comparison
-    # Without a flush, as many are in flight as 1F1B over the batches needs to end the oldest.
-    in_flight = plan.pipelines if plan.weights == "flush" else 1 + -(-(plan.stages - 1) // plan.micro_batches)
+    in_flight = plan.batches_in_flight
     # The first stage spends its backward on the weights alone.
     costs = Costs(forward_s, backward_s, input_backward_s=[0.0, *[backward_s / 2] * (plan.stages - 1)])
-    simulated_s = per_batch * steady_batch_s(plan.build_schedule(), costs, pipelines=plan.pipelines)
+    shares = per_batch * plan.shares  # of pipelines
+    simulated_s = shares * steady_batch_s(plan.build_schedule(), costs, pipelines=plan.pipelines)
     stages = [EmulatedStage(forward_s, backward_s) for _ in range(plan.stages)]
     inputs, targets = (x[: plan.micro_batches] for x in _batch(config))
     with Pipeline(
