@@ -2,7 +2,7 @@
 
 Every operator takes a tensor, or lists of tensors of one length. Common to all:
 
-- dtypes: float64; float32; bfloat16 and float16, computed in float32. Beside a 16-bit x, each of the other
+- dtypes: float64; float32; bfloat16 and float16, computed in float32. Beside a 16-bit x (or out), each of the other
   tensors may be float32 (a master copy). The factors alpha and scale are rounded to the arithmetic's type.
 - All tensors of a tuple have one shape and one dense order of strides (contiguous, or all channels_last); all
   tensors of a call are on one device, CPU or CUDA; no written tensor shares memory with another one.
@@ -24,6 +24,7 @@ from __future__ import annotations
 from avgpipe_ext._library import build_info, cpu_path
 from avgpipe_ext.nvrtc import cuda_path, install_if_needed
 from avgpipe_ext.operators import (
+    correct_update_,
     easgd_step_,
     elastic_adamw_,
     elastic_pull_,
@@ -31,12 +32,15 @@ from avgpipe_ext.operators import (
     elastic_sgd_,
     elastic_step_,
     pack,
+    predict_adam_,
+    predict_sgd_,
     reference_apply_,
     unpack_,
 )
 
 __all__ = [
     "build_info",
+    "correct_update_",
     "cpu_path",
     "cuda_path",
     "easgd_step_",
@@ -46,6 +50,8 @@ __all__ = [
     "elastic_sgd_",
     "elastic_step_",
     "pack",
+    "predict_adam_",
+    "predict_sgd_",
     "reference_apply_",
     "unpack_",
 ]

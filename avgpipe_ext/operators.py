@@ -32,13 +32,14 @@ def _operator(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
     names = [argument.name for argument in packet.default._schema.arguments]
     tensors = [a.name for a in packet.list._schema.arguments if str(a.type) == "List[Tensor]"]
     singles = [a.name for a in packet.default._schema.arguments if "List" not in str(a.type)]
+    leading = next(name for name in tensors if name in singles)
 
     @wraps(function)
     def call(*args: _P.args, **options: _P.kwargs) -> Tensor:
         function(*args, **options)  # a TypeError for what is not in its signature
         given: dict[str, Any] = {**dict(zip(names, args)), **options}
-        single = isinstance(given["z"], Tensor)
-        if single and "scale" in given and not isinstance(given["update"], Tensor):
+        single = isinstance(given[leading], Tensor)
+        if single and packet is _ops.reference_apply_ and not isinstance(given["update"], Tensor):
             given["z"], single = [given["z"]], False
         for name in tensors:
             if given[name] is None and name == "momentum":
@@ -360,6 +361,103 @@ def reference_apply_(
     return _BOUND
 
 
+@_operator
+def predict_sgd_(
+    out: Tensors, x: Tensors, momentum: Tensors, scale: float, *, check_finite: bool = False
+) -> Tensor:
+    """Predict weights from the momentum of SGD: out = x - scale * momentum.
+
+    The prediction of SpecTrain (Chen, Yang, Cheng 2018) for the time at which s more updates have been made is scale
+    s lr: each goes as far as the last one did. Where gradients are taken as 0 from now on, it is
+    lr mu (1 - mu^s) / (1 - mu).
+
+    Args:
+        out: predicted weights, any shape; written, without being read.
+        x: weights, of out's shape.
+        momentum: `torch.optim.SGD`'s momentum buffer, of out's shape.
+        scale: what the momentum is multiplied by, finite.
+        check_finite: count the elements of out that are not finite.
+
+    x and momentum have out's dtype, or float32 beside a 16-bit out.
+
+    Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
+    """
+    return _BOUND
+
+
+@_operator
+def predict_adam_(
+    out: Tensors,
+    x: Tensors,
+    exp_avg: Tensors,
+    exp_avg_sq: Tensors,
+    *,
+    updates: float,
+    step: Tensor | float,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    check_finite: bool = False,
+) -> Tensor:
+    """Predict weights from the moments of Adam or AdamW.
+
+    out = (1 - lr weight_decay)^updates x - updates lr m / (sqrt(v) + eps), with m = exp_avg / (1 - beta1^step) and
+    v = exp_avg_sq / (1 - beta2^step): so many of the optimizer's steps, as if its state stayed as it is (XPipe, Guan et
+    al. 2019).
+
+    Args:
+        out: predicted weights, any shape; written, without being read.
+        x: weights, of out's shape.
+        exp_avg, exp_avg_sq: the optimizer's state, of out's shape.
+        updates: how many updates ahead, at least 0.
+        step: how many steps made this state, from 1: a number, or a float32 or float64 tensor of one element, on the
+            CPU or on out's device.
+        lr, beta1, beta2, eps: as of `torch.optim.AdamW`.
+        weight_decay: AdamW's; 0 for Adam, whose state has it.
+        check_finite: count the elements of out that are not finite.
+
+    x, exp_avg and exp_avg_sq have out's dtype, or float32 beside a 16-bit out.
+
+    Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
+    """
+    return _BOUND
+
+
+@_operator
+def correct_update_(
+    x: Tensors,
+    before: Tensors,
+    last: Tensors,
+    momentum: float,
+    gain: float,
+    first: bool = False,
+    *,
+    check_finite: bool = False,
+) -> Tensor:
+    """Correct any optimizer's step d = x - before from a late gradient, in place.
+
+    v = momentum last + (1 - momentum) d; x = before + v + gain (v - last); last = v. With momentum 0 this is error
+    feedback (after Zmushko et al., arXiv 2606.30634, 2026), with momentum = gain Nesterov's look-ahead over the
+    optimizer's steps (after Ajanthan et al., ICML 2025). Without both, x stays as it is, bit for bit.
+
+    Args:
+        x: weights after the optimizer's step, any shape; written.
+        before: weights before the step, of x's shape.
+        last: v of the step before, of x's shape; written.
+        momentum: from 0 to below 1.
+        gain: how far the difference from the last v is carried on, finite.
+        first: there was no step before: last is not read and taken as 0, and x = before + d if momentum is 0.
+        check_finite: count the elements whose new x is not finite.
+
+    before and last have x's dtype, or float32 beside a 16-bit x.
+
+    Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
+    """
+    return _BOUND
+
+
 def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
     """The tensors' elements, one after another in one buffer, for sending them at once.
 
@@ -396,7 +494,7 @@ def unpack_(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
 # ---- fake kernels, version counters, refusals ---------------------------------------------------------------------
 OPERATORS = (
     "elastic_pull_", "elastic_step_", "easgd_step_", "elastic_sgd_", "elastic_adamw_", "elastic_round_",
-    "reference_apply_",
+    "reference_apply_", "predict_sgd_", "predict_adam_", "correct_update_",
 )  # fmt: skip
 
 

@@ -57,6 +57,13 @@ const Operator kOperators[] = {
      "float weight_decay=0.0, bool maximize=False" +
          kScaling},
     {"reference_apply_", Kernel::kApply, "T(a!) z, T(b!) update, float scale, *, bool zero=True" + kCheck},
+    {"predict_sgd_", Kernel::kPredictSgd, "T(a!) out, T x, T momentum, float scale, *" + kCheck},
+    {"predict_adam_", Kernel::kPredictAdam,
+     "T(a!) out, T x, T exp_avg, T exp_avg_sq, *, float updates, Tensor step, float lr, float beta1=0.9, "
+     "float beta2=0.999, float eps=1e-08, float weight_decay=0.0" +
+         kCheck},
+    {"correct_update_", Kernel::kCorrect,
+     "T(a!) x, T before, T(b!) last, float momentum, float gain, bool first=False, *" + kCheck},
 };
 
 // ---- what the names of arguments mean ---------------------------------------------------------------
@@ -76,22 +83,28 @@ constexpr Named<Slot> kOperands[] = {
     {"x", Slot::kX},
     {"xs", Slot::kX},
     {"x_before", Slot::kBefore},
+    {"before", Slot::kBefore},
     {"z", Slot::kZ},
     {"update", Slot::kUpdate},
+    {"out", Slot::kUpdate},
     {"grad", Slot::kGrad},
     {"grads", Slot::kGrad},
     {"momentum", Slot::kFirst},
+    {"last", Slot::kFirst},
     {"exp_avg", Slot::kFirst},
     {"states", Slot::kFirst},
     {"exp_avg_sq", Slot::kSecond},
 };
 constexpr Named<Number> kNumbers[] = {
     {"alpha", {&Settings::alpha, Demand::kFinite}},
+    {"gain", {&Settings::alpha, Demand::kFinite}},
     {"from_step", {&Settings::from_step, Demand::kFinite}},
     {"from_force", {&Settings::from_force, Demand::kFinite}},
     {"scale", {&Settings::scale, Demand::kFinite}},
     {"lr", {&Settings::lr, Demand::kNotNegative}},
     {"weight_decay", {&Settings::weight_decay, Demand::kNotNegative}},
+    {"updates", {&Settings::updates, Demand::kNotNegative}},
+    {"momentum", {&Settings::beta1, Demand::kBelowOne}},
     {"mu", {&Settings::beta1, Demand::kNotNegative, Optimizer::kMomentum}},
     {"dampening", {&Settings::dampening, Demand::kFinite, Optimizer::kMomentum}},
     {"beta1", {&Settings::beta1, Demand::kBelowOne, Optimizer::kAdam}},
@@ -102,7 +115,7 @@ constexpr Named<bool Settings::*> kFlags[] = {
     {"accumulate", &Settings::accumulates},    {"zero", &Settings::zeroes},
     {"check_finite", &Settings::check_finite}, {"decoupled", &Settings::is_decoupled},
     {"nesterov", &Settings::is_nesterov},      {"maximize", &Settings::maximizes},
-    {"first_step", &Settings::is_first},
+    {"first_step", &Settings::is_first},       {"first", &Settings::is_first},
 };
 
 template <class Table>
@@ -114,8 +127,9 @@ auto find(const Table& table, const std::string& name) {
 
 struct Parameter {
     std::string kind, name;
-    const Slot* operand = find(kOperands, name);
-    const Number* number = find(kNumbers, name);
+    bool is_number = kind == "float";  // momentum may be one, or an operand
+    const Slot* operand = is_number ? nullptr : find(kOperands, name);
+    const Number* number = is_number ? find(kNumbers, name) : nullptr;
     bool Settings::* const* flag = find(kFlags, name);
 };
 
@@ -186,6 +200,9 @@ void check_numbers(Call& call, const std::vector<Parameter>& parameters) {
     if (call.staleness != 0 && call.staleness != 1)
         refuse(call.site, text("staleness is ", call.staleness, "; pass 0 or 1"));
     s.lags = call.staleness == 1;
+    s.is_decoupled |= is_prediction(call.kernel);  // other decay is in the state
+    // Without momentum, the first of all steps differs from none before it.
+    if (call.kernel == Kernel::kCorrect && s.is_first && s.beta1 == 0.0) s.alpha = 0.0;
     if (call.optimizer == Optimizer::kMomentum && s.is_nesterov && (s.beta1 == 0.0 || s.dampening != 0.0)) {
         refuse(call.site, text("nesterov with mu ", s.beta1, " and dampening ", s.dampening,
                                "; it needs a mu above 0 and no dampening"));
@@ -252,7 +269,7 @@ void read_options(Call& call, const View& first) {
 Tensor run(Call& call, const std::vector<Parameter>& parameters) {
     Settings& s = call.settings;
     check_numbers(call, parameters);
-    if (call.optimizer != Optimizer::kNone) choose_kernel(call);
+    if (call.optimizer != Optimizer::kNone && !is_prediction(call.kernel)) choose_kernel(call);
     size_t references = 0;
     for (Argument& argument : call.arguments) {
         argument.is_written =

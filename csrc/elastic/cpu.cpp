@@ -142,7 +142,8 @@ template <Kernel kKernel, bool kCheck, class A>
 int64_t run_pass(const Work& work, const Scalars<A>& s, const Limits<A>& limits, bool streams, int64_t begin,
                  int64_t end) {
     constexpr bool kApplies = kKernel == Kernel::kApply;
-    const bool is_overwritten = writes(kKernel, Slot::kUpdate) && !kApplies && s.accumulates == 0;
+    const bool is_overwritten = writes(kKernel, Slot::kUpdate) &&
+                                (!reads(kKernel, Slot::kUpdate) || (!kApplies && s.accumulates == 0));
     const bool is_streamed = is_overwritten && streams;
     const bool is_left = kApplies && s.zeroes == 0;  // the update, as it was
     const int64_t step = is_streamed || is_left || needs_buffers<kKernel, A>(work) ? kTile : kLongTile;

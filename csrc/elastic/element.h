@@ -20,6 +20,9 @@ enum class Kernel : int32_t {
     kSgdRound,       // the optimizer's step d of one replica; z += scale d
     kMomentumRound,  // the same
     kAdamRound,      // the same
+    kPredictSgd,     // update = x, moved on along SGD's momentum
+    kPredictAdam,    // update = x, moved on by Adam's steps
+    kCorrect,        // after a step from x_before to x, which becomes x_before + a corrected one
     kCopy,           // x = x_before, converted
 };
 
@@ -30,30 +33,40 @@ constexpr AVGPIPE_HD bool is_round(Kernel kernel) {
     return kernel >= Kernel::kSgdRound && kernel <= Kernel::kAdamRound;
 }
 
+// From an optimizer's state, without a gradient.
+constexpr AVGPIPE_HD bool is_prediction(Kernel kernel) {
+    return kernel == Kernel::kPredictSgd || kernel == Kernel::kPredictAdam;
+}
+
+// Whose step is made, or predicted.
 constexpr AVGPIPE_HD Optimizer optimizer_of(Kernel kernel) {
+    if (is_prediction(kernel)) return kernel == Kernel::kPredictSgd ? Optimizer::kMomentum : Optimizer::kAdam;
     if (kernel < Kernel::kSgd || kernel > Kernel::kAdamRound) return Optimizer::kNone;
     const Kernel first = is_round(kernel) ? Kernel::kSgdRound : Kernel::kSgd;
     return static_cast<Optimizer>(1 + static_cast<int32_t>(kernel) - static_cast<int32_t>(first));
 }
 
-// The operands. `first` is SGD's momentum or Adam's exp_avg, `second` Adam's exp_avg_sq.
+// The operands. `first` is SGD's momentum, Adam's exp_avg or the last corrected step, `second` Adam's
+// exp_avg_sq; `update` takes a prediction.
 enum class Slot : int32_t { kX, kBefore, kZ, kUpdate, kGrad, kFirst, kSecond };
 constexpr int kSlots = 7;
 
 // Whether a kernel uses the operand at all.
 constexpr AVGPIPE_HD bool uses(Kernel kernel, Slot slot) {
     const Optimizer optimizer = optimizer_of(kernel);
-    const bool is_copy = kernel == Kernel::kCopy;
+    const bool is_copy = kernel == Kernel::kCopy, is_correction = kernel == Kernel::kCorrect;
     if (slot == Slot::kX) return kernel != Kernel::kApply;
-    if (slot == Slot::kBefore) return kernel == Kernel::kStep || is_copy;
-    if (slot == Slot::kZ) return !is_copy;
-    if (slot == Slot::kUpdate) return kernel != Kernel::kPull && !is_copy && !is_round(kernel);
-    if (slot == Slot::kGrad) return optimizer != Optimizer::kNone;
-    if (slot == Slot::kFirst) return optimizer >= Optimizer::kMomentum;
+    if (slot == Slot::kBefore) return kernel == Kernel::kStep || is_correction || is_copy;
+    if (slot == Slot::kZ) return !is_prediction(kernel) && !is_correction && !is_copy;
+    if (slot == Slot::kUpdate)
+        return kernel != Kernel::kPull && !is_round(kernel) && !is_correction && !is_copy;
+    if (slot == Slot::kGrad) return optimizer != Optimizer::kNone && !is_prediction(kernel);
+    if (slot == Slot::kFirst) return optimizer >= Optimizer::kMomentum || is_correction;
     return optimizer == Optimizer::kAdam;
 }
 
 constexpr AVGPIPE_HD bool writes(Kernel kernel, Slot slot) {
+    if (is_prediction(kernel)) return slot == Slot::kUpdate;
     const bool writes_z = kernel == Kernel::kApply || is_round(kernel);
     const bool is_read_only = slot == Slot::kBefore || slot == Slot::kGrad || (slot == Slot::kZ && !writes_z);
     return uses(kernel, slot) && !is_read_only;
@@ -61,7 +74,13 @@ constexpr AVGPIPE_HD bool writes(Kernel kernel, Slot slot) {
 
 // Whether the operand's old values are needed; an update's only if it accumulates.
 constexpr AVGPIPE_HD bool reads(Kernel kernel, Slot slot) {
+    if (is_prediction(kernel) && slot == Slot::kUpdate) return false;
     return uses(kernel, slot) && !(kernel == Kernel::kCopy && slot == Slot::kX);
+}
+
+// Whether `first` may hold nothing yet (Settings::is_first).
+constexpr AVGPIPE_HD bool may_begin(Kernel kernel) {
+    return writes(kernel, Slot::kFirst) && optimizer_of(kernel) != Optimizer::kAdam;
 }
 
 // One element of every operand in the arithmetic type A (float or double); what a kernel does not use is
@@ -82,7 +101,7 @@ struct Limits {
 struct Settings {
     double alpha = 0.0, from_step = 1.0, from_force = 0.0, scale = 1.0;
     double lr = 0.0, weight_decay = 0.0, beta1 = 0.0, beta2 = 0.0, eps = 0.0, dampening = 0.0;
-    double step_count = 1.0, unscale = 1.0;
+    double step_count = 1.0, unscale = 1.0, updates = 1.0;
     bool lags = false, accumulates = true, zeroes = true, check_finite = false;
     bool is_decoupled = false, is_nesterov = false, maximizes = false, is_first = false, skips = false;
     bool step_is_double = false;
@@ -97,16 +116,16 @@ using Mask = std::conditional_t<sizeof(A) == sizeof(uint64_t), uint64_t, uint32_
 
 template <class A>
 struct Scalars {
-    A alpha;         // elasticity
+    A alpha;         // elasticity; kCorrect: gain
     A from_step;     // what the update gets of the step
     A from_force;    // what the update gets of the force, negated
-    A scale;         // of an update on its way into z
+    A scale;         // of an update on its way into z, of a momentum on its way into a prediction
     A unscale;       // of gradients
-    A decay;         // Adam: factor 1 - lr weight_decay of x, else 1
+    A decay;         // Adam: factor (1 - lr weight_decay)^updates of x, else 1
     A weight_decay;  // added to gradients as weight_decay x, if decays
-    A lr;            // SGD: learning rate; Adam: lr / (1 - beta1^step)
-    A beta1;         // SGD: momentum factor mu
-    A new1;          // weight of the gradient in `first`: 1 - dampening, or 1 - beta1
+    A lr;            // SGD: learning rate; Adam: updates lr / (1 - beta1^step)
+    A beta1;         // SGD: momentum factor mu; kCorrect: momentum
+    A new1;          // weight of what is new in `first`: SGD: 1 - dampening, else 1 - beta1
     A beta2, new2;   // Adam: weights of the old and the new value in `second`
     A unbias2;       // Adam: 1 / sqrt(1 - beta2^step)
     A eps;
@@ -127,17 +146,18 @@ AVGPIPE_HD Scalars<A> scalars_of(const Settings& s, Optimizer optimizer) {
     const bool decays_x = is_adam && s.is_decoupled;
     const double bias1 = is_adam ? 1.0 - pow(s.beta1, s.step_count) : 1.0;
     const double bias2 = is_adam ? 1.0 - pow(s.beta2, s.step_count) : 1.0;
+    const double kept = decays_x ? 1.0 - s.lr * s.weight_decay : 1.0;
     Scalars<A> t;
     t.alpha = static_cast<A>(s.alpha);
     t.from_step = static_cast<A>(s.from_step);
     t.from_force = static_cast<A>(s.from_force);
     t.scale = static_cast<A>(s.scale);
     t.unscale = static_cast<A>(s.maximizes ? -s.unscale : s.unscale);
-    t.decay = static_cast<A>(decays_x ? 1.0 - s.lr * s.weight_decay : 1.0);
+    t.decay = static_cast<A>(s.updates == 1.0 ? kept : pow(kept, s.updates));
     t.weight_decay = static_cast<A>(s.weight_decay);
-    t.lr = static_cast<A>(s.lr / bias1);
+    t.lr = static_cast<A>(s.lr * s.updates / bias1);
     t.beta1 = static_cast<A>(s.beta1);
-    t.new1 = static_cast<A>(is_adam ? 1.0 - s.beta1 : 1.0 - s.dampening);
+    t.new1 = static_cast<A>(1.0 - (optimizer == Optimizer::kMomentum ? s.dampening : s.beta1));
     t.beta2 = static_cast<A>(s.beta2);
     t.new2 = static_cast<A>(1.0 - s.beta2);
     t.unbias2 = static_cast<A>(1.0 / sqrt(bias2));
@@ -166,6 +186,12 @@ AVGPIPE_HD A select(Mask<A> mask, A yes, A no) {
     return same_bits<A>((same_bits<Mask<A>>(yes) & mask) | (same_bits<Mask<A>>(no) & ~mask));
 }
 
+// The step of Adam, from its state.
+template <class A>
+AVGPIPE_HD A adam_moved(A x, A first, A second, const Scalars<A>& s) {
+    return s.decay * x - s.lr * (first / (root(second) * s.unbias2 + s.eps));
+}
+
 // The optimizer's step, as torch.optim does it; a step that is skipped leaves everything as it is.
 template <Optimizer kOptimizer, class A>
 AVGPIPE_HD void optimize(Element<A>& e, const Scalars<A>& s) {
@@ -175,7 +201,7 @@ AVGPIPE_HD void optimize(Element<A>& e, const Scalars<A>& s) {
     if constexpr (kOptimizer == Optimizer::kAdam) {
         const A first = e.first + s.new1 * (grad - e.first);
         const A second = s.beta2 * e.second + s.new2 * grad * grad;
-        x = s.decay * x - s.lr * (first / (root(second) * s.unbias2 + s.eps));
+        x = adam_moved(x, first, second, s);
         e.first = select(s.skips, e.first, first);
         e.second = select(s.skips, e.second, second);
     } else {
@@ -187,6 +213,23 @@ AVGPIPE_HD void optimize(Element<A>& e, const Scalars<A>& s) {
         x -= s.lr * grad;
     }
     e.x = select(s.skips, e.x, x);
+}
+
+// Where the optimizer's next steps lead if its state stays.
+template <Optimizer kOptimizer, class A>
+AVGPIPE_HD A predicted(const Element<A>& e, const Scalars<A>& s) {
+    if constexpr (kOptimizer == Optimizer::kAdam) return adam_moved(e.x, e.first, e.second, s);
+    return e.x - s.scale * e.first;
+}
+
+// The step from x_before to x, averaged with the last ones and carried on by their difference. What is added
+// to x is exactly 0 without momentum and gain, and subtracted so that a zero keeps its sign.
+template <class A>
+AVGPIPE_HD void correct(Element<A>& e, const Scalars<A>& s) {
+    const A step = e.x - e.before;
+    const A last = select(s.is_first, A(0), e.first);
+    e.first = s.beta1 * last + s.new1 * step;
+    e.x -= (step - e.first) + s.alpha * (last - e.first);
 }
 
 // One element of one pass.
@@ -202,6 +245,11 @@ AVGPIPE_HD void advance(Element<A>& e, const Scalars<A>& s) {
         e.x = e.before;
         return;
     }
+    if constexpr (is_prediction(kKernel)) {
+        e.update = predicted<kOptimizer>(e, s);
+        return;
+    }
+    if constexpr (kKernel == Kernel::kCorrect) return correct(e, s);
     if constexpr (kOptimizer != Optimizer::kNone) {
         e.before = e.x;
         optimize<kOptimizer>(e, s);
@@ -230,7 +278,7 @@ AVGPIPE_HD bool advance_checked(Element<A>& e, const Scalars<A>& s, const Limits
     const A old_z = e.z;
     advance<kKernel>(e, s);
     bool finite = true;
-    if constexpr (uses(kKernel, Slot::kX)) finite = finite & is_below(e.x, limits.x);
+    if constexpr (writes(kKernel, Slot::kX)) finite = finite & is_below(e.x, limits.x);
     if constexpr (writes(kKernel, Slot::kUpdate) && kKernel != Kernel::kApply)
         finite = finite & is_below(e.update, limits.update);
     if constexpr (writes(kKernel, Slot::kZ)) {

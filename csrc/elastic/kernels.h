@@ -99,8 +99,7 @@ __device__ __forceinline__ int advance_group(const Operands<kKernel, kMixed>& op
     if constexpr (reads(kKernel, Slot::kSecond)) load<kMixed>(operands[Slot::kSecond], first, old2);
     // What is only overwritten is not read: an update that does not accumulate, a momentum that begins.
     if constexpr (reads(kKernel, Slot::kFirst))
-        if (optimizer_of(kKernel) == Optimizer::kAdam || !s.is_first || s.skips)
-            load<kMixed>(operands[Slot::kFirst], first, old1);
+        if (!may_begin(kKernel) || !s.is_first || s.skips) load<kMixed>(operands[Slot::kFirst], first, old1);
     if constexpr (reads(kKernel, Slot::kUpdate))
         if (s.accumulates) load<kMixed>(operands[Slot::kUpdate], first, update);
 

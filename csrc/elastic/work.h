@@ -23,9 +23,8 @@ struct Work {
 
 // Whether the arithmetic is done in double.
 AVGPIPE_HD bool is_double(Kernel kernel, const Work& work) {
-    const bool is_copy = kernel == Kernel::kCopy;
-    return work[is_copy ? Slot::kX : Slot::kZ].dtype == DType::kFloat64 ||
-           (is_copy && work[Slot::kBefore].dtype == DType::kFloat64);
+    return work[uses(kernel, Slot::kZ) ? Slot::kZ : Slot::kX].dtype == DType::kFloat64 ||
+           (kernel == Kernel::kCopy && work[Slot::kBefore].dtype == DType::kFloat64);
 }
 
 // One call of an operator. works[r * tensors + t] is tensor t of replica r; with more than one replica

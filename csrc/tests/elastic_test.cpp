@@ -12,9 +12,10 @@ namespace {
 using namespace avgpipe;
 using namespace avgpipe::tests;
 
-constexpr Kernel kKernels[] = {Kernel::kPull,     Kernel::kStep,          Kernel::kApply,
-                               Kernel::kSgd,      Kernel::kMomentum,      Kernel::kAdam,
-                               Kernel::kSgdRound, Kernel::kMomentumRound, Kernel::kAdamRound};
+constexpr Kernel kKernels[] = {Kernel::kPull,       Kernel::kStep,          Kernel::kApply,
+                               Kernel::kSgd,        Kernel::kMomentum,      Kernel::kAdam,
+                               Kernel::kSgdRound,   Kernel::kMomentumRound, Kernel::kAdamRound,
+                               Kernel::kPredictSgd, Kernel::kPredictAdam,   Kernel::kCorrect};
 
 std::vector<CpuKernel> instruction_sets() {
     std::vector<CpuKernel> sets{baseline::run};
@@ -91,6 +92,20 @@ struct Row {
     double x, before, update, grad, first, second;
 };
 
+double predicted(Kernel kernel, const Settings& s, const Row& r) {
+    if (kernel == Kernel::kPredictSgd) return r.x - s.scale * r.first;
+    const double first = r.first / (1 - std::pow(s.beta1, s.step_count));
+    const double second = r.second / (1 - std::pow(s.beta2, s.step_count));
+    const double kept = s.is_decoupled ? std::pow(1 - s.lr * s.weight_decay, s.updates) : 1;
+    return kept * r.x - s.updates * s.lr * first / (std::sqrt(second) + s.eps);
+}
+
+void correct(const Settings& s, Row& r) {
+    const double last = s.is_first ? 0 : r.first;
+    r.first = s.beta1 * last + (1 - s.beta1) * (r.x - r.before);
+    r.x = r.before + r.first + s.alpha * (r.first - last);
+}
+
 // The optimizer's step as torch documents it.
 void optimize(Kernel kernel, const Settings& s, Row& r) {
     if (s.skips) return;
@@ -114,6 +129,8 @@ void optimize(Kernel kernel, const Settings& s, Row& r) {
 }
 
 void follow(Kernel kernel, const Settings& s, Row& r, double& z) {
+    if (is_prediction(kernel)) return static_cast<void>(r.update = predicted(kernel, s, r));
+    if (kernel == Kernel::kCorrect) return correct(s, r);
     const double before = kernel == Kernel::kStep ? r.before : r.x;
     if (optimizer_of(kernel) != Optimizer::kNone) optimize(kernel, s, r);
     const double old_update = s.accumulates ? r.update : 0;
@@ -256,6 +273,29 @@ void test_every_kernel() {
     }
 }
 
+void test_predictions_of_several_updates() {
+    for (const double updates : {0.0, 1.0, 3.0, 2.5}) {
+        Settings settings = usual();
+        settings.is_decoupled = true;
+        settings.updates = updates;
+        for (const Formats& formats : kFormats) test(Kernel::kPredictAdam, settings, 1031, formats, 1);
+    }
+}
+
+// Bit for bit, also the sign of a zero.
+void test_a_step_without_momentum_and_gain_stays() {
+    for (const Formats& formats : kFormats) {
+        Call before(Kernel::kCorrect, {}, 1031, formats, 1, 7);
+        for (int64_t i = 0; i < 1031; i += 3) before.at(0, Slot::kX).set(i, i % 2 == 0 ? 0.0 : -0.0);
+        before.settings.alpha = before.settings.beta1 = 0.0;
+        Call after = before;
+        after.run(baseline::run, {0, 1031}, false);
+        expect(after.at(0, Slot::kX) == before.at(0, Slot::kX), "x stays", 0, 0);
+        expect(!(after.at(0, Slot::kFirst) == before.at(0, Slot::kFirst)), "last", 0, 1);
+        expect_equal_everywhere(before, after, 0);
+    }
+}
+
 // Replicas in ones and fours, and pieces longer than a round's tile.
 void test_replicas() {
     for (const Kernel kernel : {Kernel::kApply, Kernel::kSgdRound, Kernel::kAdamRound}) {
@@ -308,6 +348,8 @@ void test_copies() {
 
 int main() {
     test_every_kernel();
+    test_predictions_of_several_updates();
+    test_a_step_without_momentum_and_gain_stays();
     test_replicas();
     test_lost_elements();
     test_copies();

@@ -178,7 +178,8 @@ std::vector<Settings> variants(Kernel kernel) {
     all.push_back(s);
     s.skips = true;
     all.push_back(s);
-    if (optimizer_of(kernel) == Optimizer::kNone) all.resize(3);
+    if (optimizer_of(kernel) == Optimizer::kNone && !may_begin(kernel)) all.resize(3);
+    if (is_prediction(kernel)) all.back().updates = 3.0;
     return all;
 }
 
@@ -242,6 +243,8 @@ void test_values_in_device_memory_replace_the_hosts() {
             given.step = &step_double;
             given.step_is_double = true;
             compare(Kernel::kAdamRound, format, given, resolved, {1000}, 2, 0, false);
+            given.updates = resolved.updates = 3.0;
+            compare(Kernel::kPredictAdam, format, given, resolved, {1000}, 1, 0, false);
         }
     }
 }

@@ -208,7 +208,45 @@ ROUNDS = (
     round_case("nesterov", optimizer="sgd", lr=0.1, **NESTEROV),
     round_case("adamw", optimizer="adamw", lr=0.01, step=3, weight_decay=0.01),
 )
-CASES = RULES + OPTIMIZERS + ROUNDS
+
+
+def predict_adam(label="", **options):
+    """A case of `predict_adam_`."""
+
+    def formula(out, x, first, second, **stores):
+        return formulas.predict_adam(x, first, second, **options), x, first, second
+
+    names = ("out", "x", "exp_avg", "exp_avg_sq")
+    return Case("predict_adam_", names, (), formula, ("out",), options, "-" + label)
+
+
+def correct(label="", momentum=0.0, gain=0.0, **options):
+    """A case of `correct_update_`."""
+
+    def formula(x, before, last, momentum, gain, **stores):
+        new, v = formulas.correct(x, before, last, momentum, gain, **options)
+        return new, before, v
+
+    names, written = ("x", "before", "last"), ("x", "last")
+    return Case("correct_update_", names, (momentum, gain), formula, written, options, "-" + label)
+
+
+def _predict_sgd(out, x, momentum, scale, **stores):
+    return formulas.predict_sgd(x, momentum, scale), x, momentum
+
+
+PREDICT_SGD = Case("predict_sgd_", ("out", "x", "momentum"), (0.3,), _predict_sgd, ("out",))
+PREDICT_ADAM = predict_adam("decayed", updates=3, step=5, lr=0.01, weight_decay=0.1)
+CORRECT = correct("nesterov", 0.9, 0.9)
+PREDICTIONS = (PREDICT_SGD, PREDICT_ADAM, predict_adam("coupled", updates=1, step=1, lr=0.01, beta1=0.5))
+CORRECTIONS = (
+    CORRECT,
+    correct("error-feedback", 0.0, 1.0),
+    correct("first", 0.9, 0.9, first=True),
+    correct("first-error-feedback", 0.0, 1.0, first=True),
+)
+LATE = PREDICTIONS + CORRECTIONS
+CASES = RULES + OPTIMIZERS + ROUNDS + LATE
 
 
 def arguments(case, shape, dtypes, seed=0, device="cpu"):

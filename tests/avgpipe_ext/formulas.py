@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from tests.avgpipe_ext.rounding import plus_nothing_of
+from tests.avgpipe_ext.rounding import plus_nothing_of, zero_of
 
 
 def root(value):
@@ -100,10 +100,30 @@ def adam(
     g = gradient(x, grad, 0.0 if decoupled else weight_decay, maximize, grad_scale)
     first = first + (1 - beta1) * (g - first)
     second = beta2 * second + (1 - beta2) * g * g
+    decay = weight_decay if decoupled else 0.0
+    return predict_adam(x, first, second, 1, step, lr, beta1, beta2, eps, decay), [first, second]
+
+
+def predict_adam(x, first, second, updates, step, lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
+    """longest 8: sqrt, unbias, *, + below, then /, lr, *, -."""
     unbias = 1 / math.sqrt(1 - beta2**step)
-    factor = lr / (1 - beta1**step)
-    decayed = (1 - lr * weight_decay) * x if decoupled else x
-    return decayed - factor * (first / (root(second) * unbias + eps)), [first, second]
+    factor = lr * updates / (1 - beta1**step)
+    decayed = (1 - lr * weight_decay) ** updates * x if weight_decay else x
+    return decayed - factor * (first / (root(second) * unbias + eps))
+
+
+def predict_sgd(x, momentum, scale):
+    """longest 3: scale, *, -."""
+    return x - scale * momentum
+
+
+def correct(x, before, last, momentum, gain, first=False):
+    """longest 4 of v: -, 1 - momentum, *, +; of x then -, gain, *, +, -: 9."""
+    step = x - before
+    if first:
+        last, gain = zero_of(last), gain if momentum else 0.0
+    v = momentum * last + (1 - momentum) * step
+    return x - ((step - v) + gain * (last - v)), v
 
 
 def round_(optimizer, xs, grads, states, z, alpha, store_x=lambda x: x, store_z=lambda z: z):

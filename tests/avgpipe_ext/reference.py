@@ -325,6 +325,67 @@ def reference_apply_(
 
 
 @torch.no_grad()
+def predict_sgd_(
+    out: Tensors, x: Tensors, momentum: Tensors, scale: float, *, check_finite: bool = False
+) -> Tensor:
+    """out = x - scale * momentum. See `avgpipe_ext.predict_sgd_`."""
+    lost = []
+    for ot, xt, mt in _tuples(out, x, momentum):
+        ot.copy_(xt.double() - scale * mt.double())
+        lost.append(~ot.isfinite())
+    return _count(lost, out, check_finite)
+
+
+@torch.no_grad()
+def predict_adam_(
+    out: Tensors,
+    x: Tensors,
+    exp_avg: Tensors,
+    exp_avg_sq: Tensors,
+    *,
+    updates: float,
+    step: Tensor | float,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    check_finite: bool = False,
+) -> Tensor:
+    """So many of Adam's steps with its state as it is. See `avgpipe_ext.predict_adam_`."""
+    lost, count = [], _number(step)
+    for ot, xt, mt, vt in _tuples(out, x, exp_avg, exp_avg_sq):
+        mean, square = mt.double() / (1 - beta1**count), vt.double() / (1 - beta2**count)
+        decayed = xt.double() * (1 - lr * weight_decay) ** updates
+        ot.copy_(decayed - updates * lr * mean / (square.sqrt() + eps))
+        lost.append(~ot.isfinite())
+    return _count(lost, out, check_finite)
+
+
+@torch.no_grad()
+def correct_update_(
+    x: Tensors,
+    before: Tensors,
+    last: Tensors,
+    momentum: float,
+    gain: float,
+    first: bool = False,
+    *,
+    check_finite: bool = False,
+) -> Tensor:
+    """x = before + v + gain * (v - last), of averaged steps v. See `avgpipe_ext.correct_update_`."""
+    lost = []
+    for xt, bt, lt in _tuples(x, before, last):
+        old = torch.zeros_like(lt, dtype=torch.float64) if first else lt.double()
+        v = momentum * old + (1 - momentum) * (xt.double() - bt.double())
+        difference = torch.zeros_like(v) if first and momentum == 0 else v - old
+        xt.copy_(bt.double() + v + gain * difference)
+        lt.copy_(v)
+        lost.append(~xt.isfinite())
+    return _count(lost, x, check_finite)
+
+
+@torch.no_grad()
 def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
     """The tensors' elements in one buffer. See `avgpipe_ext.pack`."""
     if out is not None:

@@ -6,12 +6,28 @@ import pytest
 import torch
 
 import avgpipe_ext
-from tests.avgpipe_ext.cases import APPLY, OPTIMIZERS, PULL, ROUNDS, RULES, STEP, adam, arguments, sgd
+from tests.avgpipe_ext.cases import (
+    APPLY,
+    CORRECT,
+    LATE,
+    OPTIMIZERS,
+    PREDICT_ADAM,
+    PREDICT_SGD,
+    PULL,
+    ROUNDS,
+    RULES,
+    STEP,
+    adam,
+    arguments,
+    sgd,
+)
 from tests.avgpipe_ext.refusing import raises
 
 NAN, INF = float("nan"), float("inf")
-TUPLES = RULES + OPTIMIZERS  # one tensor of each argument makes a tuple; of rounds below
+TUPLES = RULES + OPTIMIZERS + LATE  # one tensor of each argument makes a tuple; of rounds below
 EVERY_CASE = pytest.mark.parametrize("case", TUPLES, ids=str)
+EVERY_CASE_OF_EQUAL_LISTS = pytest.mark.parametrize("case", [c for c in TUPLES if c is not APPLY], ids=str)
+WITH_A_STEP = pytest.mark.parametrize("case", [adam(lr=0.1, step=1), PREDICT_ADAM], ids=str)
 
 
 def refuses(case, tensors, match, scalars=None, **options):
@@ -63,10 +79,11 @@ def test_dtypes_that_do_not_pair(case, first, other):
         refuses(case, arguments(case, (3,), dtypes), message)
 
 
-@pytest.mark.parametrize("case", RULES[:-1] + OPTIMIZERS, ids=str)
-def test_a_float32_replica_takes_no_16_bit_companion(case):
+@EVERY_CASE_OF_EQUAL_LISTS
+def test_a_float32_first_tensor_takes_no_16_bit_companion(case):
     dtypes = [torch.float32] + [torch.bfloat16] * (len(case.tensors) - 1)
-    refuses(case, arguments(case, (3,), dtypes), "has dtype bfloat16 but x has float32")
+    message = f"has dtype bfloat16 but {case.tensors[0]} has float32"
+    refuses(case, arguments(case, (3,), dtypes), message)
 
 
 @EVERY_CASE
@@ -129,12 +146,13 @@ def test_neighbours_in_one_buffer_share_nothing(case):
     case.operator(*buffer.unbind(), *case.scalars)
 
 
-@pytest.mark.parametrize("case", RULES[:-1] + OPTIMIZERS, ids=str)
+@EVERY_CASE_OF_EQUAL_LISTS
 def test_lists_of_different_lengths(case):
     for position, name in enumerate(case.tensors[1:], 1):
         tensors = [[torch.zeros(2), torch.zeros(2)] for _ in case.tensors]
         tensors[position].pop()
-        refuses(case, tensors, f"{name} has 1 tensors but x has 2; pass lists of one length")
+        message = f"{name} has 1 tensors but {case.tensors[0]} has 2; pass lists of one length"
+        refuses(case, tensors, message)
 
 
 def test_updates_that_are_not_so_many_for_each_reference():
@@ -155,12 +173,27 @@ def test_the_last_of_a_list_is_checked_before_the_first_is_written(case):
 
 
 @pytest.mark.grid
-@EVERY_CASE
+@pytest.mark.parametrize("case", [*RULES, *OPTIMIZERS, PREDICT_SGD], ids=str)
 @pytest.mark.parametrize("factor", [NAN, float("inf"), -float("inf")], ids=str)
 def test_factors_that_are_not_finite(case, factor):
-    name = "scale" if case.name == "reference_apply_" else "alpha"
+    name = "scale" if case in (APPLY, PREDICT_SGD) else "alpha"
     scalars = (factor, *case.scalars[1:])
     refuses(case, arguments(case, (3,), torch.float32), f"{name} is {factor}; pass a finite number", scalars)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "gain", "message"),
+    [
+        (-0.5, 1.0, "momentum is -0.5; pass a number from 0 to below 1"),
+        (1.0, 1.0, "momentum is 1; pass a number from 0 to below 1"),
+        (NAN, 1.0, "momentum is nan; pass a number from 0 to below 1"),
+        (0.5, INF, "gain is inf; pass a finite number"),
+        (0.5, NAN, "gain is nan; pass a finite number"),
+    ],
+)
+def test_numbers_of_corrections(momentum, gain, message):
+    refuses(CORRECT, arguments(CORRECT, (3,), torch.float32), message, (momentum, gain))
+    refuses(CORRECT, arguments(CORRECT, (3,), torch.float32), message, (momentum, gain), first=True)
 
 
 @pytest.mark.parametrize("case", [STEP, *OPTIMIZERS], ids=str)
@@ -194,10 +227,11 @@ def test_sparse_tensors(case):
 NUMBERS = {
     "elastic_sgd_": ("lr", "mu", "dampening", "weight_decay"),
     "elastic_adamw_": ("lr", "eps", "weight_decay"),
+    "predict_adam_": ("updates", "lr", "eps", "weight_decay"),
 }
 
 
-@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("case", [*OPTIMIZERS, PREDICT_ADAM], ids=str)
 @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
 def test_options_that_are_not_finite(case, value):
     for name in NUMBERS[case.name]:
@@ -205,21 +239,27 @@ def test_options_that_are_not_finite(case, value):
         refuses(case, tensors, f"{name} is -?{abs(value)}; pass a finite number", **{name: value})
 
 
+def test_fewer_updates_than_none():
+    tensors = arguments(PREDICT_ADAM, (3,), torch.float32)
+    refuses(PREDICT_ADAM, tensors, "updates is -1; pass a finite number of at least 0", updates=-1)
+
+
+@WITH_A_STEP
 @pytest.mark.parametrize("name", ["beta1", "beta2"])
 @pytest.mark.parametrize("value", [-0.1, 1.0, 2.0, NAN], ids=str)
-def test_betas(name, value):
-    case = adam(lr=0.1, step=1)
+def test_betas(case, name, value):
     message = rf"{name} is {value:g}; pass a number from 0 to below 1"
     refuses(case, arguments(case, (3,), torch.float32), message, **{name: value})
 
 
+@WITH_A_STEP
 @pytest.mark.parametrize("step", [0, -1, 0.5, NAN])
-def test_steps_before_the_first(step):
-    case = adam(lr=0.1, step=1)
+def test_steps_before_the_first(case, step):
     for given in (step, torch.tensor(step, dtype=torch.float64)):
         refuses(case, arguments(case, (3,), torch.float32), f"step is {step}; count steps from 1", step=given)
 
 
+@WITH_A_STEP
 @pytest.mark.parametrize(
     ("step", "message"),
     [
@@ -228,8 +268,7 @@ def test_steps_before_the_first(step):
         (torch.ones(()).half(), "step has 1 elements of dtype float16"),
     ],
 )
-def test_steps_that_are_no_counter(step, message):
-    case = adam(lr=0.1, step=1)
+def test_steps_that_are_no_counter(case, step, message):
     refuses(case, arguments(case, (3,), torch.float32), message, step=step)
 
 
