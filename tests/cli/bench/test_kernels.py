@@ -14,8 +14,17 @@ from avgpipe.cli.config import MIN_ELEMENTS, KernelsConfig
 CONFIG = KernelsConfig(threads=1, rounds=1, no_compile=True)
 SHAPES = {"one tensor": [(2000,)], "61 tensors": model_shapes(2000)}
 # Operands that hold the results: their numbers among all.
-Z, X, UPDATE = 0, 1, 6
-RESULTS = {"pull": (X,), "step": (X, UPDATE), "easgd": (X, UPDATE), "apply": (Z,), "unpack": (X,)}
+Z, X, UPDATE, LAST, OUT = 0, 1, 6, 7, 8
+RESULTS = {
+    "pull": (X,),
+    "step": (X, UPDATE),
+    "easgd": (X, UPDATE),
+    "apply": (Z,),
+    "predict-sgd": (OUT,),
+    "predict-adam": (OUT,),
+    "correct": (X, LAST),
+    "unpack": (X,),
+}
 
 
 def after(question, name, shapes):

@@ -33,6 +33,9 @@ QUESTIONS = {
     "step": (6, "After any optimizer's step, update and force: in one pass, or apart?"),
     "easgd": (5, "Rule easgd: in one pass, or apart?"),
     "apply": (10, "The updates of 8 replicas into the reference: together, or one after another?"),
+    "predict-sgd": (3, "Weights predicted from SGD's momentum: in one pass, or in foreach functions?"),
+    "predict-adam": (4, "Weights predicted from Adam's state: in one pass, or in foreach functions?"),
+    "correct": (5, "A late gradient's step, corrected: in one pass, or in foreach functions?"),
     "pack": (2, "How near to a plain copy are tensors packed for sending?"),
     "unpack": (2, "How near to a plain copy are they unpacked?"),
 }
@@ -42,6 +45,8 @@ _ARRAYS = 22  # of all elements: operands, the states of torch's optimizers, and
 _SAMPLE_S = 5e-3  # at least, of several calls where one is short
 _ALPHA, _LR, _MU = 0.25, 1e-5, 0.9
 _STEP = 100  # beyond the first ones, whose bias corrections are large
+# Of predictions, whose results never become operands, so that the rate may be a usual one.
+_AHEAD, _RATE, _BETA1, _BETA2, _EPS, _DECAY = 3, 1e-3, 0.9, 0.999, 1e-8, 0.01
 Run = Callable[[], object]
 Tensors = list[Tensor]
 
@@ -159,7 +164,7 @@ def _limits(like: Tensors) -> list[Way]:
 def ways(operands: list[Tensors]) -> list[tuple[str, str, Run]]:
     """Make what is timed, on the same memory: by question, ours first, then what one writes instead."""
     z, *updates = operands
-    x, before, grad, first, second, update, *_ = updates
+    x, before, grad, first, second, update, last, out = updates
     buffer = torch.cat([tensor.flatten() for tensor in x])
     parts = [part.view_as(tensor) for part, tensor in zip(torch.split(buffer, [t.numel() for t in x]), x)]
 
@@ -176,6 +181,14 @@ def ways(operands: list[Tensors]) -> list[tuple[str, str, Run]]:
     fused_adamw = partial(
         ext.elastic_adamw_, x, grad, first, second, z, update, _ALPHA, 1, lr=_LR, step=_STEP
     )
+    adam: dict[str, Any] = {
+        "lr": _RATE,
+        "beta1": _BETA1,
+        "beta2": _BETA2,
+        "eps": _EPS,
+        "weight_decay": _DECAY,
+    }
+    ahead = partial(ext.predict_adam_, out, x, first, second, updates=_AHEAD, step=_STEP, **adam)
     return [
         ("adamw", "elastic_adamw_", fused_adamw),
         *(by_torch("adamw", torch.optim.AdamW, form, lr=_LR) for form in ("fused", "foreach")),
@@ -190,6 +203,12 @@ def ways(operands: list[Tensors]) -> list[tuple[str, str, Run]]:
         ("easgd", "3 foreach passes", partial(_easgd, x, z, update)),
         ("apply", "reference_apply_, zero=False", together),
         ("apply", f"{_REPLICAS} _foreach_add_", partial(_one_by_one, z, updates)),
+        ("predict-sgd", "predict_sgd_", partial(ext.predict_sgd_, out, x, first, _AHEAD * _RATE)),
+        ("predict-sgd", "2 foreach passes", partial(_predict_sgd, out, x, first)),
+        ("predict-adam", "predict_adam_", ahead),
+        ("predict-adam", "6 foreach passes", partial(_predict_adam, out, x, first, second)),
+        ("correct", "correct_update_", partial(ext.correct_update_, x, before, last, _MU, _MU)),
+        ("correct", "6 foreach passes", partial(_correct, x, before, last)),
         ("pack", "pack", partial(ext.pack, x, out=buffer)),
         ("pack", "_foreach_copy_", partial(torch._foreach_copy_, parts, x)),
         ("unpack", "unpack_", partial(ext.unpack_, buffer, x)),
@@ -222,6 +241,30 @@ def _easgd(x: Tensors, z: Tensors, update: Tensors) -> None:
     torch._foreach_add_(update, x, alpha=_ALPHA)
     torch._foreach_sub_(update, z, alpha=_ALPHA)
     torch._foreach_lerp_(x, z, _ALPHA)
+
+
+def _predict_sgd(out: Tensors, x: Tensors, momentum: Tensors) -> None:
+    torch._foreach_copy_(out, x)
+    torch._foreach_add_(out, momentum, alpha=-_AHEAD * _RATE)
+
+
+def _predict_adam(out: Tensors, x: Tensors, first: Tensors, second: Tensors) -> None:
+    roots = torch._foreach_sqrt(second)
+    torch._foreach_div_(roots, math.sqrt(1 - _BETA2**_STEP))
+    torch._foreach_add_(roots, _EPS)
+    torch._foreach_copy_(out, x)
+    torch._foreach_mul_(out, (1 - _RATE * _DECAY) ** _AHEAD)
+    torch._foreach_addcdiv_(out, first, roots, -_AHEAD * _RATE / (1 - _BETA1**_STEP))
+
+
+def _correct(x: Tensors, before: Tensors, last: Tensors) -> None:
+    """x = before + (1 + gain) v - gain last; v by lerp."""
+    averages = torch._foreach_sub(x, before)
+    torch._foreach_lerp_(averages, last, _MU)
+    torch._foreach_copy_(x, before)
+    torch._foreach_add_(x, averages, alpha=1 + _MU)
+    torch._foreach_sub_(x, last, alpha=_MU)
+    torch._foreach_copy_(last, averages)
 
 
 def _one_by_one(z: Tensors, updates: list[Tensors]) -> None:
