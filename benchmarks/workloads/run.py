@@ -97,7 +97,7 @@ def _ends(losses: list[float]) -> list[float]:
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     lines = [
-        "| run | parameters | batches x samples | training | whole | metric | trivial | before | by epoch |",
+        "| run | parameters | batches x samples | training | whole | metric | trivial | before | then |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
@@ -145,7 +145,7 @@ def main() -> None:
     date = time.strftime("%Y-%m-%d")
     path = Path(asked.out) if asked.out else RESULTS / f"workloads-{asked.preset}-{date}.json"
     record: dict[str, Any] = {
-        "question": "the workloads on their data: metric on the validation data after each epoch",
+        "question": "the workloads on their data: metric on the validation data at equal numbers of samples",
         "date": date,
         "command": _command(asked),
         **facts(),

@@ -32,7 +32,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def options(text):
-    """Of a run of two epochs of 64 batches, 2 stages x 2 pipelines."""
+    """Of a run of two epochs of 65 batches, 2 stages x 2 pipelines."""
     return ["--data", str(text), "--batch-size", "4", "--stages", "2", "--pipelines", "2", "--epochs", "2"]
 
 

@@ -343,7 +343,10 @@ def refused(*options, workload="awd-lstm"):
         ),
         (("--systems", "gpipe", "--preset", "big"), "unknown preset 'big'"),
         (("--systems", "gpipe", "--data", "/nowhere"), "/nowhere"),
-        (("--systems", "gpipe", "--target", "nan"), "--target nan: must be a finite number"),
+        (
+            ("--systems", "gpipe", "--target", "nan"),
+            "--target nan: give a finite number of the metric, or as loss=2.1",
+        ),
     ],
 )
 def test_what_no_system_could_do_is_refused_in_one_line(tmp_path, options, message):

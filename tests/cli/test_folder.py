@@ -2,7 +2,7 @@
 
 import math
 
-from avgpipe.cli.folder import RunFolder, Totals, duration, read_metrics
+from avgpipe.cli.folder import RunFolder, duration, read_metrics
 from avgpipe.cli.output import strict_json
 
 
@@ -55,36 +55,8 @@ def test_only_the_writing_rank_writes(tmp_path):
     assert read_metrics(tmp_path) == ROWS
 
 
-def recalled(rows, batches, target):
-    result = Totals(True, target)
-    result.recall(rows, batches)
-    return result
-
-
 def test_no_rows_without_a_file(tmp_path):
     assert read_metrics(tmp_path) == []
-
-
-def test_the_totals_go_on_where_the_rows_end():
-    result = recalled(ROWS[:8], 6, 1.0)
-    assert (result.batches, result.epoch, result.epoch_samples, result.samples) == (6, 1, 8, 24)
-    assert (result.seconds, result.best, result.metric) == (6.0, 50.0, 50.0)
-    assert math.isnan(result.seconds_to_target)
-
-
-def test_the_target_is_reached_once():
-    result = recalled(ROWS, 8, 60.0)
-    assert (result.seconds_to_target, result.best, result.metric) == (4.0, 50.0, 60.0)
-
-
-def test_untrained_weights_reach_no_target():
-    assert math.isnan(recalled(ROWS[:1], 0, 100.0).seconds_to_target)
-
-
-def test_the_best_of_a_metric_that_should_rise():
-    result, metrics = Totals(lower_is_better=False), [(0, 9.0), (2, 1.0), (4, 3.0), (6, 3.0)]
-    improved = [result.note_validation(j, 0.0, m) for j, m in metrics]
-    assert improved == [False, True, True, False]
 
 
 def test_json_has_no_nan():

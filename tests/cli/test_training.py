@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from avgpipe.cli.config import TrainConfig
+from avgpipe.cli.folder import read_metrics
 from avgpipe.cli.resolve import resolve
 from avgpipe.cli.training import Pace, TrainingRun
 from avgpipe.workloads import awd_lstm
@@ -34,6 +35,39 @@ def test_running_means_are_evaluated_once_there_are_some(pipelines, text, tmp_pa
         assert run.pipeline.evaluate(run.workload.valid_batches(), weights=0).loss == own
     finally:
         run.close()
+
+
+def trained(config, **fields):
+    """A finished run and its rows, its workload with other fields."""
+    run = TrainingRun(resolve(config))
+    try:
+        run.workload = replace(run.workload, **fields)
+        run.train()
+    finally:
+        run.close()
+    return run, read_metrics(run.out)
+
+
+@pytest.mark.parametrize(("target", "scored"), [(None, [1, 2, 3, 4]), (0.5, [1, 2, 3, 4]), ("loss=0", [4])])
+def test_with_a_target_of_the_loss_only_the_ends_are_translated(target, scored, text, tmp_path):
+    asked = {"data": str(text), "out": str(tmp_path / "run"), "batch_size": 4, "stages": 1, "pipelines": 1}
+    config = TrainConfig.of(workload="awd-lstm", max_batches=8, validations=4, target=target, **asked)
+    _, rows = trained(config, decode=lambda predict: {"words": 7.0})
+    valid = [row["metrics"].get("words") for row in rows if row["kind"] == "valid"]
+    assert [n for n, score in enumerate(valid) if score == 7.0] == scored
+
+
+def test_optimizers_observe_the_losses_of_epochs_ends(text, tmp_path, monkeypatch):
+    presets = awd_lstm.PRESETS["awd-lstm"]
+    training = replace(presets["tiny"].training, optimizer="nt-asgd", lr=0.5, decay="none", warmup=0.0)
+    monkeypatch.setitem(presets, "tiny", replace(presets["tiny"], training=training))
+    asked = {"data": str(text), "out": str(tmp_path / "run"), "batch_size": 32, "stages": 1, "pipelines": 1}
+    run, rows = trained(TrainConfig.of(workload="awd-lstm", epochs=3, validations=2, **asked))
+    epoch = len(run.workload.train_batches(0))
+    valid = {row["batch"]: row["loss"] for row in rows if row["kind"] == "valid"}
+    assert list(valid) == sorted({0, epoch, (3 * epoch + 1) // 2, 2 * epoch, 3 * epoch})
+    seen = run._averaging[0].param_groups[0]["validation_losses"]
+    assert seen == pytest.approx([valid[n * epoch] for n in (1, 2, 3)])
 
 
 # ---- when ranks agree on checkpoints, and how often -----------------------------------------------------------------

@@ -12,6 +12,7 @@ from avgpipe.cli.options import Options, Value, internal, parse_count, parse_pos
 from avgpipe.errors import nearest
 from avgpipe.links import NAMES as LINKS
 from avgpipe.plan import BATCHES, Plan
+from avgpipe.report.course import VALIDATIONS, parse_target
 from avgpipe.rules import RULES
 from avgpipe.schedule import RECOMPUTE, WEIGHTS, schedule_names
 from avgpipe.systems import SYSTEMS
@@ -62,6 +63,14 @@ def _parse_elements(name: str, text: str) -> tuple[int, ...]:
 
 def _parse_sizes(name: str, text: str) -> tuple[int, ...]:
     return tuple(parse_bytes(name, size.strip()) for size in text.split(","))
+
+
+def _parse_target(name: str, text: str) -> float | str:
+    try:
+        value, of_loss = parse_target(text)
+    except ValueError as error:
+        raise ValueError(f"{name} {text}: {str(error).partition(': ')[2]}") from None
+    return text if of_loss else value
 
 
 def _parse_picture(name: str, text: str) -> str:
@@ -130,7 +139,9 @@ class LearningOptions(WorkloadOptions):
         epochs: Epochs, over all pipelines. Default: the preset's.
         max_batches: Stop after this many batches, over all pipelines; the learning rate's course is stretched over
             them.
-        target: Stop when the validation metric after an epoch reaches this value.
+        validations: Validations in the run, at equal numbers of samples, the last one at its end.
+        valid_batches: Validate on the first so many batches of the validation data. Default: all of them.
+        target: Stop when the metric, or as in loss=2.1 the loss, of a validation reaches this value.
         link: How tensors travel between workers.
         wire_dtype: Wire dtype for activations and gradients; none keeps their dtype.
         skip_nonfinite: Skip updates whose gradients have infinities or NaN.
@@ -143,7 +154,9 @@ class LearningOptions(WorkloadOptions):
     lr_scaling: Annotated[str | None, Value("|".join(LR_SCALINGS), choices=LR_SCALINGS)] = None
     epochs: Count | None = None
     max_batches: Count | None = None
-    target: float | None = None
+    validations: Count = VALIDATIONS
+    valid_batches: Count | None = None
+    target: Annotated[float | str | None, Value("NUMBER|loss=NUMBER", _parse_target)] = None
     link: Annotated[str, Value("|".join(LINKS), choices=LINKS)] = "auto"
     wire_dtype: Literal["none", "bfloat16", "float16"] = "none"
     skip_nonfinite: bool = False

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
@@ -16,79 +13,8 @@ from avgpipe.cli.output import strict_json
 from avgpipe.cli.resolve import RUN_FILE
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
+from avgpipe.report.course import target_text
 from avgpipe.units import format_bytes
-
-
-@dataclass
-class Totals:
-    """What a run has done so far; the same on all ranks.
-
-    Attributes:
-        lower_is_better: Whether low metrics are good.
-        target: Metric at which the run stops.
-        batches: Batches that were trained.
-        epoch: Epoch of the next batch.
-        epoch_samples: Samples of that epoch that were trained.
-        samples: Samples that were trained.
-        seconds: Time of training, without validations and checkpoints.
-        best: Best metric; NaN while there is none.
-        seconds_to_target: When the target was reached; NaN while it was not.
-        loss: What the last validation found.
-        metric: What the last validation found.
-    """
-
-    lower_is_better: bool
-    target: float | None = None
-    batches: int = 0
-    epoch: int = 0
-    epoch_samples: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    best: float = math.nan
-    seconds_to_target: float = math.nan
-    loss: float = math.nan
-    metric: float = math.nan
-
-    def recall(self, rows: Iterable[dict[str, Any]], batches: int) -> None:
-        """Go on after the rows of metrics.jsonl up to a checkpoint of so many batches."""
-        for row in rows:
-            if row["kind"] == "train":
-                self.enter(row["epoch"])
-                self.note_batch(row["samples"] - self.samples, row["seconds"] - self.seconds)
-            else:
-                self.note_validation(row["batch"], row["loss"], row["metric"])
-        self.batches = batches
-
-    def enter(self, epoch: int) -> None:
-        if epoch != self.epoch:
-            self.epoch, self.epoch_samples = epoch, 0
-
-    def note_batch(self, samples: int, seconds: float) -> None:
-        self.batches += 1
-        self.samples += samples
-        self.epoch_samples += samples
-        self.seconds += seconds
-
-    def note_validation(self, batches: int, loss: float | None, metric: float | None) -> bool:
-        """Note a validation after so many batches; whether it is the best. One before training does not count."""
-        self.loss = math.nan if loss is None else loss
-        self.metric = math.nan if metric is None else metric
-        if batches == 0 or math.isnan(self.metric):
-            return False
-        if self.reached and math.isnan(self.seconds_to_target):
-            self.seconds_to_target = self.seconds
-        improved = math.isnan(self.best) or (self.metric != self.best and self._reaches(self.best))
-        if improved:
-            self.best = self.metric
-        return improved
-
-    @property
-    def reached(self) -> bool:
-        """Whether the last validation reached the target."""
-        return self.target is not None and self._reaches(self.target)
-
-    def _reaches(self, bound: float) -> bool:
-        return self.metric <= bound if self.lower_is_better else self.metric >= bound
 
 
 class RunFolder:
@@ -186,7 +112,7 @@ def describe(out: Path) -> str:
     if s["target"] is not None:
         reached = s["seconds_to_target"]
         when = f"reached after {duration(reached)}" if reached is not None else "not reached"
-        lines.append(f"target {s['target']:g}: {when}")
+        lines.append(f"target {target_text(s['target'])}: {when}")
     lines.append(f"folder: {out}; picture of the timeline: {out / 'timeline.png'}")
     return "\n".join(lines)
 

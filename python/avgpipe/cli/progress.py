@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from logging.handlers import BufferingHandler
 from typing import Any
 
@@ -57,18 +57,19 @@ class ProgressBar:
         elif self._line_is_due():
             self.note(f"batch {self._done}/{self._total}  {self._facts()}")
 
-    def validating(self, batches: BatchLoader) -> Iterator[Any]:
-        """The batches, with their progress shown as they are taken."""
+    def validating(self, batches: BatchLoader, most: int | None = None) -> Iterator[Any]:
+        """The batches, or the first of them, with their progress shown as they are taken."""
+        total = min(len(batches), most or len(batches))
         if self._bar is not None:
-            task = self._bar.add_task("validation", total=len(batches), facts="")
-            for batch in batches:
+            task = self._bar.add_task("validation", total=total, facts="")
+            for batch in islice(batches, total):
                 yield batch
                 self._bar.advance(task)
             self._bar.remove_task(task)
             return
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(islice(batches, total)):
             if self._line_is_due():
-                self.note(f"validation {number}/{len(batches)}")
+                self.note(f"validation {number}/{total}")
             yield batch
 
     def note(self, text: str) -> None:

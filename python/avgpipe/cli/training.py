@@ -19,15 +19,18 @@ from torch import nn
 from avgpipe import __version__
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.folder import RunFolder, Totals
+from avgpipe.cli.folder import RunFolder
 from avgpipe.cli.output import CommandFailed, arguments, running, say, strict_json
 from avgpipe.cli.progress import ProgressBar, links_line, links_of, log_records, warnings_of
 from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
 from avgpipe.errors import CheckpointError, PeerLost
 from avgpipe.pipeline import Pipeline
 from avgpipe.ranks.process import PEER_LOST, peak_memory_bytes
+from avgpipe.report.course import Totals, Validations, parse_target, target_text
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.workloads.training import NTASGD
+
+_ENDLESS = 1 << 62  # batches
 
 
 def run_rank(config: TrainConfig) -> None:
@@ -88,6 +91,8 @@ class TrainingRun:
         # Of the whole run; epochs of other lengths than the first one are not looked at.
         total = self.workload.epochs * len(self.workload.train_batches(0))
         total = min(total, config.max_batches or total)
+        size = self.workload.batch_size
+        self._validations = Validations(total * size, config.validations, self.plan.batches_per_round * size)
         self.progress = ProgressBar(total, self.done.batches, shown=first)
         self.progress.note(self._title())
         if self.workload.trivial is not None:
@@ -112,15 +117,12 @@ class TrainingRun:
     def train(self) -> None:
         """Train to the end and write the summary."""
         epoch, start = self._position()
-        while epoch < self.workload.epochs and self._left():
+        while epoch < self.workload.epochs and self._left() and not self.done.reached:
             self._train_epoch(epoch, start)
-            self._validate()
-            self._observe()
             self._save()
-            if self.done.batches and self.done.reached:
-                self.progress.note(f"target {self.config.target:g} reached")
-                break
             epoch, start = epoch + 1, 0
+        if self.config.target is not None and self.done.reached:
+            self.progress.note(f"target {target_text(self.config.target)} reached")
         self.progress.close()
         if self.done.batches > self._resumed_at or not (self.out / "summary.json").is_file():
             self._finish()
@@ -140,17 +142,32 @@ class TrainingRun:
         source = iter(batches)
         self.done.enter(epoch)
         first = self.done.batches
-        while left > 0:
-            count = min(left, self._pace.batches())
+        while left > 0 and not self.done.reached:
+            ahead = self._to_next_validation()
+            count = min(left, ahead, self._pace.batches())
             self._train_batches(islice(source, count))
             left -= count
+            ends = not left and (epoch + 1 == self.workload.epochs or not self._left())
+            # What observes its losses does so at each epoch's end.
+            validates = count == ahead or ends or (not left and bool(self._averaging))
             # The first rank's clock says so; a short agreement of all ranks.
-            if left > 0 and self._pace.due(count, self._world.gather(time.monotonic() - self._saved_at)[0]):
+            saves = left > 0 and self._pace.due(
+                count, self._world.gather(time.monotonic() - self._saved_at)[0]
+            )
+            if validates or saves or not left:
                 self._stretches.append((first, self.done.batches - 1))
-                self._save()
                 first = self.done.batches
-        if self.done.batches > first:
-            self._stretches.append((first, self.done.batches - 1))
+            if validates:
+                self._validate(ends)
+            if not left:
+                self._observe()
+            if saves:
+                self._save()
+
+    def _to_next_validation(self) -> int:
+        """Batches that are left until then."""
+        rounds = self._validations.rounds_to_next(self.done.samples)
+        return _ENDLESS if rounds is None else rounds * self.plan.batches_per_round
 
     def _train_batches(self, batches: Iterator[tuple[object, object]]) -> None:
         done = self.done
@@ -164,31 +181,35 @@ class TrainingRun:
             self.progress.batch(result.loss, result.samples, now - clock)
             clock = now
 
-    def _validate(self) -> None:
-        """Validate the reference weights, note what came out, and keep them if they are the best so far."""
-        loss, metrics = self._evaluate()
-        metric = metrics[self.workload.metric_name]
+    def _validate(self, ends: bool = False) -> None:
+        """Validate the reference weights, note what came out, and keep them if they are the best so far.
+
+        ``ends``: whether the run does.
+        """
+        loss, metrics = self._evaluate(ends)
+        metric = metrics.get(self.workload.metric_name)
         if not self.folder.is_open:
             self.folder.open(self.config, self.plan)
         done = self.done
         best = done.note_validation(done.batches, loss, metric)
-        row = {"epoch": done.epoch, "batch": done.batches, "loss": loss, "metric": metric, "metrics": metrics}
-        self.folder.row("valid", **row, seconds=round(done.seconds, 6))
+        place = {"epoch": done.epoch, "batch": done.batches, "samples": done.samples}
+        found = {"loss": loss, "metric": metric, "metrics": metrics}
+        self.folder.row("valid", **place, **found, seconds=round(done.seconds, 6))
         when = f"after {done.batches} batches" if done.batches else "before training"
-        values = ", ".join(f"{name} {value:.2f}" for name, value in metrics.items())
+        values = "".join(f"{name} {value:.2f}, " for name, value in metrics.items())
         skipped = self._skipped_updates()
         note = f"; updates skipped so far: {skipped}" if skipped else ""
-        self.progress.note(f"validation {when}: {values}, loss {loss:.4f}{note}")
+        self.progress.note(f"validation {when}: {values}loss {loss:.4f}{note}")
         if best:
             self._try_to_save("best")
 
-    def _evaluate(self) -> tuple[float, dict[str, float]]:
+    def _evaluate(self, ends: bool = False) -> tuple[float, dict[str, float]]:
         """Evaluate the reference's weights, or once optimizers keep running means, those of the first pipeline.
 
         Replicas stay near their reference, and the mean evens out the rest.
         """
         self.pipeline.drain()  # nothing may be in flight while the parameters hold something else
-        batches = self.progress.validating(self.workload.valid_batches())
+        batches = self.progress.validating(self.workload.valid_batches(), self.config.valid_batches)
         with ExitStack() as swapped:
             weights: str | int = "reference"
             for optimizer in self._averaging:
@@ -198,12 +219,23 @@ class TrainingRun:
             result = self.pipeline.evaluate(batches, self.workload.metric_fn, weights=weights)
             means = result.metric if isinstance(result.metric, dict) else {}
             found = self.workload.metrics(result.loss, means)
-            if self.workload.decode is not None:
+            if self.workload.decode is not None and (ends or self._decodes(result.loss)):
                 found |= self.workload.decode(partial(self.pipeline.predict, weights=weights))
         return result.loss, found
 
+    def _decodes(self, loss: float) -> bool:
+        """Whether a validation that found this loss translates or generates, too.
+
+        That may take as long as the training between two validations, so with a target of the loss it is done at both
+        ends of the run alone.
+        """
+        if self.config.target is None or not self.done.batches:
+            return True
+        target, of_loss = parse_target(self.config.target)
+        return not of_loss or loss <= target
+
     def _observe(self) -> None:
-        """Let the workload's optimizers react to the validation, before the checkpoint that holds their state."""
+        """Let the workload's optimizers react to the epoch's validation, before the checkpoint with their state."""
         for optimizer in self._averaging:
             optimizer.observe(self.done.loss)
 
@@ -250,7 +282,7 @@ class TrainingRun:
 
     def _left(self) -> int:
         limit = self.config.max_batches
-        return max(0, limit - self.done.batches) if limit is not None else 1 << 62
+        return max(0, limit - self.done.batches) if limit is not None else _ENDLESS
 
     # ---- what is told and written ------------------------------------------------------------------------------------
 
@@ -293,7 +325,8 @@ class TrainingRun:
             **{name: getattr(config, name) for name in ("workload", "preset", "seed", "target")},
             **{name: getattr(plan, name) for name in of_plan},
             **{name: getattr(workload, name) for name in of_workload},
-            **{name: getattr(done, name) for name in ("batches", "samples", "metric", "seconds_to_target")},
+            **{name: getattr(done, name) for name in ("batches", "samples", "metric")},
+            **{name: getattr(done, name) for name in ("samples_to_target", "seconds_to_target")},
             **{name: getattr(timeline, name) for name in ("worker_busy_fraction", "bubble_fraction")},
             "advance": plan.advance if chosen is None else chosen.advance,
             "epochs": round(done.epoch + share, 4),

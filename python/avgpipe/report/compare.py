@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from avgpipe.report.course import parse_target
 from avgpipe.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Comparison:
     Attributes:
         what: The workload in words.
         trivial: The metric of the best answer that looks at no input, or None.
-        target: Of the metric.
+        target: Of the metric, or of the loss, see ``avgpipe.report.course.parse_target``.
         memory_limit_bytes: Of a worker.
     """
 
@@ -120,7 +121,7 @@ class Comparison:
     metric_name: str = "metric"
     lower_is_better: bool = True
     trivial: float | None = None
-    target: float | None = None
+    target: float | str | None = None
     memory_limit_bytes: int | None = None
 
     def better(self, metric: float, other: float) -> bool:
@@ -332,7 +333,9 @@ def notes(comparison: Comparison) -> list[str]:
     if comparison.target is not None:
         missed = [name for name, f in comparison.ranked if f.seconds_to_target is None]
         never = f"; not reached by {listed(missed)}" if missed else ""
-        lines.append(f"Target: {comparison.metric_name} {format_figure(comparison.target)}{never}.")
+        value, of_loss = parse_target(comparison.target)
+        name = "loss" if of_loss else comparison.metric_name
+        lines.append(f"Target: {name} {format_figure(value)}{never}.")
     if comparison.trivial is not None:
         trivial = f"{comparison.metric_name} {format_figure(comparison.trivial)}"
         short = ", and no system beats it: too short a run to judge what they learn"
