@@ -206,9 +206,9 @@ def ways(operands: list[Tensors]) -> list[tuple[str, str, Run]]:
         ("predict-sgd", "predict_sgd_", partial(ext.predict_sgd_, out, x, first, _AHEAD * _RATE)),
         ("predict-sgd", "2 foreach passes", partial(_predict_sgd, out, x, first)),
         ("predict-adam", "predict_adam_", ahead),
-        ("predict-adam", "6 foreach passes", partial(_predict_adam, out, x, first, second)),
+        ("predict-adam", "7 foreach passes", partial(_predict_adam, out, x, first, second)),
         ("correct", "correct_update_", partial(ext.correct_update_, x, before, last, _MU, _MU)),
-        ("correct", "6 foreach passes", partial(_correct, x, before, last)),
+        ("correct", "7 foreach passes", partial(_correct, x, before, last, out)),
         ("pack", "pack", partial(ext.pack, x, out=buffer)),
         ("pack", "_foreach_copy_", partial(torch._foreach_copy_, parts, x)),
         ("unpack", "unpack_", partial(ext.unpack_, buffer, x)),
@@ -249,22 +249,26 @@ def _predict_sgd(out: Tensors, x: Tensors, momentum: Tensors) -> None:
 
 
 def _predict_adam(out: Tensors, x: Tensors, first: Tensors, second: Tensors) -> None:
-    roots = torch._foreach_sqrt(second)
-    torch._foreach_div_(roots, math.sqrt(1 - _BETA2**_STEP))
-    torch._foreach_add_(roots, _EPS)
-    torch._foreach_copy_(out, x)
-    torch._foreach_mul_(out, (1 - _RATE * _DECAY) ** _AHEAD)
-    torch._foreach_addcdiv_(out, first, roots, -_AHEAD * _RATE / (1 - _BETA1**_STEP))
+    """All in ``out``, as fresh memory would take longer than the passes."""
+    unbias, factor = 1 / math.sqrt(1 - _BETA2**_STEP), -_AHEAD * _RATE / (1 - _BETA1**_STEP)
+    torch._foreach_copy_(out, second)
+    torch._foreach_sqrt_(out)
+    torch._foreach_mul_(out, unbias / factor)
+    torch._foreach_add_(out, _EPS / factor)
+    torch._foreach_reciprocal_(out)
+    torch._foreach_mul_(out, first)
+    torch._foreach_add_(out, x, alpha=(1 - _RATE * _DECAY) ** _AHEAD)
 
 
-def _correct(x: Tensors, before: Tensors, last: Tensors) -> None:
-    """x = before + (1 + gain) v - gain last; v by lerp."""
-    averages = torch._foreach_sub(x, before)
-    torch._foreach_lerp_(averages, last, _MU)
+def _correct(x: Tensors, before: Tensors, last: Tensors, average: Tensors) -> None:
+    """x = before + (1 + gain) v - gain last, with v in ``average``."""
+    torch._foreach_copy_(average, x)
+    torch._foreach_sub_(average, before)
+    torch._foreach_lerp_(average, last, _MU)
     torch._foreach_copy_(x, before)
-    torch._foreach_add_(x, averages, alpha=1 + _MU)
+    torch._foreach_add_(x, average, alpha=1 + _MU)
     torch._foreach_sub_(x, last, alpha=_MU)
-    torch._foreach_copy_(last, averages)
+    torch._foreach_copy_(last, average)
 
 
 def _one_by_one(z: Tensors, updates: list[Tensors]) -> None:
