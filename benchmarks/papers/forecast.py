@@ -1,0 +1,348 @@
+"""Question: which system would be the quickest on the papers' cluster, and what holds each of them back?
+
+    python -m benchmarks.papers.forecast gnmt bert awd-lstm
+
+Simulated, nothing runs: every system on the emulated cluster of ``benchmarks.papers.cluster``, with the batch that
+makes one update. N pipelines of AvgPipe share it: each has an N-th, in micro-batches of its own. Of each system the
+quickest plan, by the simulated seconds of a batch, over cuts, micro-batches, replicas of stages and AvgPipe's advance:
+on all six devices, and on whatever number of them. Every plan fits into the memory of a device; AvgPipe (G) into what
+GPipe's quickest one needs of it, AvgPipe (P) into what data parallelism needs.
+
+Several pipelines may run a zero-bubble schedule each. "A pipeline on each host", or a replica on each of its devices,
+has no activation on a line: the hosts average their weights once in so many updates, the least with which that is
+hidden behind computing.
+
+Beside the seconds stands what the busiest device and the busiest line of a host have to do for a batch. No schedule is
+quicker than that, so where one of them is nearly all it is what binds; else it is waiting, in bubbles.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, product
+from math import ceil, inf
+from operator import attrgetter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from avgpipe.measure.forecast import OnCluster
+from avgpipe.plan import Plan
+from avgpipe.planning import Costs, Profile
+from avgpipe.planning.cluster import Cluster, ring_s
+from avgpipe.planning.cuts import Cut, CutSearch
+from avgpipe.units import format_bytes, format_seconds
+from benchmarks.common.record import write_record
+from benchmarks.papers.cluster import (
+    BETWEEN_BYTES_PER_S,
+    DEVICES,
+    HOSTS,
+    V100,
+    cluster,
+    profile_of,
+    shared_lines,
+)
+from benchmarks.papers.models import FLOAT_BYTES, MODELS, PaperModel
+
+WORKERS = HOSTS * DEVICES
+PIPELINES = (1, 2, 3, 4)
+# Of a pipeline, on one replica of each stage.
+MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 64)
+AVGPIPES = ("gnmt", "bert", "awd-lstm")
+BINDS = 0.9  # of a batch's time
+_batch_s = attrgetter("batch_s")
+_SHAPES = (
+    (2, 1),
+    (3, 1),
+    (4, 1),
+    (5, 1),
+    (6, 1),
+    (2, 2),
+    (3, 2),
+)  # stages, and replicas of each, in one host
+
+
+class OnHosts(OnCluster):
+    """A plan on the cluster, where all that a host sends goes through one line.
+
+    Gradients of tied weights are exchanged after the backward, which keeps no device busy.
+    """
+
+    def costs(self, cut: Cut) -> Costs:
+        found = super().costs(cut)
+        sums: Any = found.allreduce_s
+        return replace(
+            found,
+            shared_links=shared_lines(self._workers, DEVICES),
+            allreduce_s=[sum_s + self._exchanged_s(cut, k) for k, sum_s in enumerate(sums)],
+        )
+
+    def _exchanged_s(self, cut: Cut, stage: int, least_height: int = 0) -> float:
+        """Seconds that a stage needs to send gradients of weights that another one, so far away, has too."""
+        seconds = 0.0
+        for tie in self._chain.profile.ties:
+            ends = [sum(layer >= first for first in cut) for layer in (tie.layers[0], tie.layers[-1])]
+            here, there = (self._workers[k][0] for k in ends)
+            if stage in ends and here != there and self._cluster.height(here, there) >= least_height:
+                seconds += tie.parameter_bytes / self._cluster.link([here], [there]).bytes_per_s
+        return seconds
+
+    def device_s(self, cut: Cut) -> float:
+        """What the busiest device has to do for a batch."""
+        work = [float(self.work_s(*block)) for block in self._blocks(cut)]
+        return self.plan.shares * max(sum(work[k] for k in stages) for stages in self.placement)
+
+    def line_s(self, cut: Cut) -> float:
+        """What the busiest line of a host has to carry for a batch."""
+        costs, sent_s = self.costs(cut), Counter[int]()
+        transfers: Any = costs.transfer_s
+        hosts = [workers[0] // DEVICES for workers in self._workers]
+        for link in chain.from_iterable(costs.shared_links):
+            sent_s[hosts[link[0]]] += self.micro_batches * transfers[min(link)]
+        for k, host in enumerate(hosts):
+            sent_s[host] += self._exchanged_s(cut, k, least_height=1)
+        if self._width > DEVICES:  # of the whole model, on all hosts
+            size = self._chain.parameter_bytes(0, self.layers)
+            sent_s[0] += ring_s(size, self._width, self._ring(self._workers[0]).bytes_per_s)
+        return self.plan.shares * max(sent_s.values(), default=0.0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A system's plan; seconds are of a batch of the model, bytes of the device that needs most."""
+
+    plan: Plan
+    batch_s: float
+    device_s: float
+    line_s: float
+    memory_bytes: float
+    period: int = 1
+
+    @property
+    def described(self) -> str:
+        """Say what was chosen."""
+        plan = self.plan
+        words = [f"K = {plan.stages}"] * (plan.stages > 1)
+        if plan.replication is not None:
+            words.append(f"{plan.replication[0]} replicas")
+        words.append(
+            f"M = {plan.pipelines} x {plan.micro_batches_each}"
+            if plan.pipelines > 1
+            else f"M = {plan.micro_batches}"
+        )
+        if plan.schedule == "advance-forward":
+            words.append("advance K-1-k" if plan.advance is None else f"advance {plan.advance}")
+        if plan.schedule.startswith("zero-bubble"):
+            words.append(plan.schedule.removeprefix("zero-bubble-"))
+        if plan.partition:
+            words.append("cuts " + " ".join(map(str, plan.partition)))
+        if self.period > 1:
+            words.append(f"period {self.period}")
+        return ", ".join(words)
+
+    @property
+    def binds(self) -> str:
+        """What keeps a batch from being quicker."""
+        if max(self.line_s, self.device_s) < BINDS * self.batch_s:
+            return "bubble"
+        return "line" if self.line_s > self.device_s else "compute"
+
+
+# ---- the plans of a system -------------------------------------------------------------------------------------------
+
+_SYSTEMS: dict[str, list[dict[str, Any]]] = {
+    "data parallel": [{"system": "data-parallel"}],
+    "GPipe": [{"system": "gpipe"}],
+    "DAPPLE": [{"system": "dapple"}],
+    "PipeDream": [{"system": "pipedream"}],
+    "PipeDream-2BW": [{"system": "pipedream-2bw"}],
+    "EA-Pipe": [{"system": "ea-pipe"}],
+    "zero bubble": [{"schedule": "zero-bubble-h1"}, {"schedule": "zero-bubble-v"}],
+    "AvgPipe": [{"advance": advance} for advance in (0, None, 2, 4, 8)],
+}
+"""Options of ``Plan.for_system``, each a way to run the system."""
+_WHOLE = ("PipeDream", "EA-Pipe")  # whose batches are not cut
+
+
+def plans(system: str, batch_size: float, pipelines: int = 1, workers: int | None = None) -> Iterator[Plan]:
+    """Make the plans of a system, without cuts; those on exactly so many workers, if that is said."""
+    if system == "data parallel":
+        counts = (DEVICES, WORKERS) if workers is None else (workers,)
+        yield from (Plan.for_system("data-parallel", stages=n) for n in counts)
+        return
+    shapes = [(k, r) for k, r in _SHAPES if workers in (None, k * r)]
+    parts = (1,) if system in _WHOLE else MICRO_BATCHES
+    ways = _SYSTEMS[system] + (_SYSTEMS["zero bubble"] if pipelines > 1 else [])
+    for (stages, replicas), own, options in product(shapes, parts, ways):
+        if own * replicas * pipelines <= batch_size:
+            with suppress(ValueError):  # a schedule without replicas, an advance that would deadlock
+                yield _plan(stages, replicas, own * replicas * pipelines, pipelines, options)
+
+
+def _plan(stages: int, replicas: int, micro_batches: int, pipelines: int, options: dict[str, Any]) -> Plan:
+    if options.get("schedule") == "zero-bubble-v":
+        stages *= 2  # two on each worker
+    sizes: dict[str, Any] = {"stages": stages, "micro_batches": micro_batches}
+    if replicas > 1:
+        sizes["replication"] = [replicas] * stages
+    if pipelines > 1:
+        sizes["pipelines"] = pipelines
+    return Plan.for_system(**{"system": "avgpipe", **sizes, **options})
+
+
+def average_s(model: PaperModel, workers: int) -> float:
+    """Seconds in which so many workers or hosts sum what is as large as the weights, over lines between hosts."""
+    return float(ring_s(FLOAT_BYTES * model.parameters, workers, BETWEEN_BYTES_PER_S))
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A model on the cluster.
+
+    Attributes:
+        model: Of a paper.
+        profile: Of its layers on a device.
+        memory_bytes: Of a device.
+    """
+
+    model: PaperModel
+    profile: Profile
+    memory_bytes: float = V100.memory_bytes
+
+    def quickest(
+        self, system: str, pipelines: int = 1, *, workers: int | None = None, limit: float | None = None
+    ) -> Outcome | None:
+        """Find a system's quickest plan; None where nothing fits. limit: bytes of a device; None: all that it has."""
+        net = cluster(min(limit or inf, self.memory_bytes))
+        return self._quickest(plans(system, self.model.batch_size, pipelines, workers), net)
+
+    def on_each_host(self, limit: float | None = None) -> Outcome | None:
+        """Find the quickest plan with a pipeline on every host, or a replica on each of its devices."""
+        net = cluster(min(limit or inf, self.memory_bytes), hosts=1)
+        share = self.model.batch_size / HOSTS
+        ways = ("AvgPipe", "zero bubble", "data parallel")
+        tried = chain.from_iterable(plans(way, share, workers=DEVICES) for way in ways)
+        found = self._quickest(tried, net, HOSTS)
+        if found is None:
+            return None
+        exchange_s = average_s(self.model, HOSTS)
+        period = ceil(exchange_s / (BINDS * found.batch_s))
+        return replace(found, line_s=exchange_s / period, period=period)
+
+    def _quickest(self, tried: Iterable[Plan], net: Cluster, parts: int = 1) -> Outcome | None:
+        """``parts``: how many such plans share the batch."""
+
+        def problem(plan: Plan) -> OnHosts:
+            size: Any = self.model.batch_size / parts
+            return OnHosts(self.profile, replace(plan, partition=None), size, net)
+
+        found = []
+        for on in (problem(plan) for plan in tried if plan.stages <= len(self.profile.layers)):
+            cut = CutSearch(on, on.limits).first()
+            if cut is not None:
+                found.append(_outcome(on, cut))
+        if not found:
+            return None
+        best = min(found, key=_batch_s)
+        on = problem(best.plan)
+        return min(best, _outcome(on, CutSearch(on, on.limits).best()[0]), key=_batch_s)
+
+
+def _outcome(problem: OnHosts, cut: Cut) -> Outcome:
+    forecast = problem.forecast(cut)
+    device_s, line_s = problem.device_s(cut), problem.line_s(cut)
+    # Exchanges of tied gradients delay what waits for them in the simulation, but leave the line to others; and the few
+    # batches of several pipelines that it times may be quicker than all are.
+    batch_s = max(forecast.batch_s, line_s, device_s)
+    return Outcome(forecast.plan, batch_s, device_s, line_s, max(forecast.memory_bytes))
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+_LIMITS = {"GPipe": " (G)", "data parallel": " (P)"}
+Rows = list[tuple[str, Outcome | None]]
+
+
+def rows(contest: Contest, workers: int | None) -> Rows:
+    """Make every system's row, those of AvgPipe without and with the memory limits of its paper."""
+    found = [
+        (system, contest.quickest(system, workers=workers)) for system in _SYSTEMS if system != "AvgPipe"
+    ]
+    used = {_LIMITS[system]: f.memory_bytes for system, f in found if system in _LIMITS and f is not None}
+    for mark, limit in {"": None, **used}.items():
+        found += [
+            (f"AvgPipe{mark}, N = {n}", contest.quickest("AvgPipe", n, workers=workers, limit=limit))
+            for n in PIPELINES
+        ]
+        if workers is None:
+            found.append((f"AvgPipe{mark}, a pipeline on each host", contest.on_each_host(limit)))
+    return found
+
+
+def summary(model: PaperModel) -> list[str]:
+    """Say what there is to compute, and what to send, per sample and per update."""
+    cuts = [layer.cut_bytes for layer in model.layers[:-1]]
+    sent_ms = [1e3 * size / BETWEEN_BYTES_PER_S for size in (min(cuts), max(cuts))]
+    device_s, stored = format_seconds(V100.seconds(model.flops)), format_bytes(model.stored_bytes)
+    return [
+        f"{model.name} ({model.source}): {model.parameters / 1e6:.1f} M parameters in {len(model.layers)} layers",
+        f"a sample: {model.flops / 1e9:.1f} GFLOP forward and backward, {device_s} on a device; {stored} stored for "
+        f"the backward; at a cut {format_bytes(min(cuts))} to {format_bytes(max(cuts))}, {sent_ms[0]:.2f} to "
+        f"{sent_ms[1]:.2f} ms on a line, each way",
+        f"gradients summed over {WORKERS} devices: {average_s(model, WORKERS):.2f} s; weights averaged over {HOSTS} "
+        f"hosts: {average_s(model, HOSTS):.2f} s",
+    ]
+
+
+def table(title: str, found: Rows) -> Table:
+    made = Table("system", "plan", "batch", "device", "line", "memory", "binds", title=title)
+    for name, outcome in found:
+        if outcome is None:
+            made.add_row(name, "nothing fits")
+            continue
+        times = map(format_seconds, (outcome.batch_s, outcome.device_s, outcome.line_s))
+        made.add_row(name, outcome.described, *times, format_bytes(outcome.memory_bytes), outcome.binds)
+    return made
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", metavar="model", help=f"some of {', '.join(MODELS)}")
+    parser.add_argument("--batch-size", type=int, help="samples of an update; default: as published")
+    parser.add_argument(
+        "--reading", action="store_true", help="products take at least what reading their weights does"
+    )
+    parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
+    asked = parser.parse_args()
+    unknown = [name for name in asked.models if name not in MODELS]
+    if unknown:
+        parser.error(f"no model {', '.join(unknown)}: use some of {', '.join(MODELS)}")
+    return asked
+
+
+def main() -> None:
+    asked = _arguments()
+    screen = Console(highlight=False, width=130)
+    cases = []
+    for name in asked.models or AVGPIPES:
+        model = replace(MODELS[name], batch_size=asked.batch_size or MODELS[name].batch_size)
+        contest = Contest(model, profile_of(model, reading=asked.reading))
+        screen.print("\n".join(summary(model)))
+        for workers, where in ((WORKERS, "all devices"), (None, "as many devices as are best")):
+            found = rows(contest, workers)
+            screen.print(table(f"{model.name}, {where}, batches of {model.batch_size}", found))
+            listed = [{"system": system, **asdict(outcome)} for system, outcome in found if outcome]
+            cases.append({"model": name, "batch_size": model.batch_size, "devices": where, "rows": listed})
+    question = "the papers' systems on their emulated cluster, simulated"
+    write_record("papers-forecast", question, {"reading": asked.reading, "cases": cases}, asked.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Simulated systems on the papers' cluster: what binds them, and that pipelines share a batch."""
+
+from dataclasses import replace
+
+import pytest
+
+from avgpipe.plan import Plan
+from avgpipe.planning import steady_batch_s
+from benchmarks.papers.cluster import cluster, profile_of
+from benchmarks.papers.forecast import Contest, OnHosts, average_s, plans, rows, summary, table
+from benchmarks.papers.models import MODELS, PaperLayer, PaperModel, Product, SharedWeights
+
+PEAK, LINE = 0.7 * 15.7e12, 125e6
+
+
+def chain_of(layers, flops, cut_bytes, shared=()):
+    """Make a model of equal layers of a million weights, without an optimizer's state."""
+    made = [
+        PaperLayer(
+            f"layer {n}", 10**6, (Product(flops),), cut_bytes if n < layers - 1 else 0.0, 8 * cut_bytes
+        )
+        for n in range(layers)
+    ]
+    return PaperModel("a chain", "this test", 24, (), 1000, 0, tuple(made), shared)
+
+
+def on_hosts(model, plan):
+    return OnHosts(profile_of(model), plan, model.batch_size, cluster())
+
+
+def test_the_middle_host_sends_activations_and_gradients():
+    model = chain_of(6, 1e6, 10_000.0)
+    problem = on_hosts(model, Plan.for_system("dapple", stages=6, micro_batches=4))
+    assert problem.line_s((1, 2, 3, 4, 5)) == pytest.approx(24 * 2 * 10_000 / LINE)
+    assert Contest(model, profile_of(model)).quickest("DAPPLE", workers=6).binds == "line"
+
+
+def test_where_little_is_sent_computing_binds():
+    model = chain_of(6, 1e9, 100.0)
+    found = Contest(model, profile_of(model)).quickest("DAPPLE", workers=6)
+    assert found.device_s == pytest.approx(24 * 3e9 / PEAK, rel=0.01)  # and the update
+    assert found.binds in ("compute", "bubble")
+    assert found.line_s < 0.01 * found.batch_s
+
+
+def test_pipelines_share_the_batch():
+    model = chain_of(6, 1e9, 1000.0)
+    problem = on_hosts(model, Plan(stages=6, pipelines=2, micro_batches=8))
+    cut = (1, 2, 3, 4, 5)
+    each = Plan(stages=6, micro_batches=4).build_schedule()
+    assert problem.forecast(cut).batch_s == pytest.approx(
+        2 * steady_batch_s(each, problem.costs(cut), pipelines=2)
+    )
+    assert problem.device_s(cut) == pytest.approx(24 * 3e9 / PEAK, rel=0.01)
+
+
+def test_gradients_of_tied_weights_go_between_hosts_for_each_pipeline():
+    tied = (SharedWeights((0, 5), 10**6),)
+    plain, model = chain_of(6, 1e6, 100.0), chain_of(6, 1e6, 100.0, tied)
+    cut = (1, 2, 3, 4, 5)
+    for n in (1, 2):
+        plan = Plan(stages=6, pipelines=n, micro_batches=4)
+        more_s = on_hosts(model, plan).line_s(cut) - on_hosts(plain, plan).line_s(cut)
+        # The line of the first or the last host, which otherwise has half of what the middle one's has.
+        assert more_s == pytest.approx(n * 4e6 / LINE, rel=1e-3)
+
+
+def test_data_parallelism_sends_its_gradients_around_a_ring():
+    model = chain_of(6, 1e6, 100.0)
+    found = Contest(model, profile_of(model)).quickest("data parallel", workers=6)
+    assert found.line_s == average_s(model, 6) == pytest.approx(2 * 5 / 6 * 24e6 / LINE)
+    assert found.binds == "line"
+
+
+def test_hosts_average_as_often_as_they_can_while_they_compute():
+    model = chain_of(6, 1e9, 1000.0)
+    contest = Contest(model, profile_of(model))
+    found = contest.on_each_host()
+    assert found.device_s == pytest.approx(
+        24 / 3 * 3 * 3e9 / PEAK, rel=0.01
+    )  # a third of the samples, half the layers
+    assert found.line_s == average_s(model, 3) / found.period < found.batch_s
+    assert average_s(model, 3) / (found.period - 1) > 0.9 * found.batch_s
+
+
+def test_a_limit_of_memory_excludes_plans():
+    model = chain_of(6, 1e9, 1000.0)
+    contest = Contest(model, profile_of(model))
+    free = contest.quickest("AvgPipe", 2, workers=6)
+    assert free.plan.pipelines == 2
+    assert contest.quickest("AvgPipe", 2, workers=6, limit=free.memory_bytes / 4) is None
+    assert contest.quickest("AvgPipe", 2, workers=6, limit=free.memory_bytes).batch_s == free.batch_s
+
+
+@pytest.mark.parametrize(
+    "system", ["GPipe", "DAPPLE", "PipeDream", "PipeDream-2BW", "EA-Pipe", "zero bubble", "AvgPipe"]
+)
+def test_a_system_has_plans_on_six_devices(system):
+    found = list(plans(system, 32, workers=6))
+    assert found
+    assert {plan.workers for plan in found} == {6}
+    assert all(plan.micro_batches <= 32 for plan in found)
+
+
+@pytest.mark.slow
+def test_every_system_is_a_row_and_says_what_binds():
+    model = replace(MODELS["awd-lstm"], batch_size=8)
+    contest = Contest(model, profile_of(model, reading=True))
+    found = rows(contest, None)
+    names = [name for name, _ in found]
+    assert names[:8] == [
+        "data parallel",
+        "GPipe",
+        "DAPPLE",
+        "PipeDream",
+        "PipeDream-2BW",
+        "EA-Pipe",
+        "zero bubble",
+        "AvgPipe, N = 1",
+    ]
+    assert "AvgPipe (G), a pipeline on each host" in names
+    assert table("a title", found).row_count == len(found)
+    assert "24.2 M parameters in 5 layers" in summary(model)[0]
+    limit = dict(found)["GPipe"].memory_bytes
+    assert all(f is None or f.memory_bytes <= limit for name, f in found if "(G)" in name)
