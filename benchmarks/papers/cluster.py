@@ -49,7 +49,7 @@ V100 = Accelerator("V100, 70 % of 15.7 Tflop/s", 15.7e12, 0.7, 900e9, 16 * 2.0**
 
 
 def profile_of(model: PaperModel, device: Accelerator = V100, *, reading: bool = False) -> Profile:
-    """Make the Profile of a model on a device, for micro-batches of 1, 2, 4, ... samples up to its batch.
+    """Make the Profile of a model on a device, as if it were measured at its batch size.
 
     A backward takes two forwards, one of which makes the gradient of the layer's input; the first layer, whose input is
     data, makes none.
@@ -57,10 +57,11 @@ def profile_of(model: PaperModel, device: Accelerator = V100, *, reading: bool =
     Args:
         model: Of a paper.
         device: That computes.
-        reading: Whether products take at least what reading their weights does; otherwise all is proportional to the
-            samples.
+        reading: Whether products take at least what reading their weights does, which makes small micro-batches dear:
+            the profile is then of 1, 2, 4, ... samples up to the batch. Otherwise all is proportional to the samples.
     """
-    sizes = sorted({*(2**n for n in range(model.batch_size.bit_length())), model.batch_size})
+    batch = model.batch_size
+    sizes = sorted({*(2**n for n in range(batch.bit_length())), batch}) if reading else [batch]
     rows = tuple(_layer(model, n, sizes, device, reading) for n in range(len(model.layers)))
     ties = tuple(Tie(shared.layers, float(FLOAT_BYTES * shared.parameters)) for shared in model.shared)
     return Profile(model.name, device.name, tuple(sizes), rows, ties=ties)
@@ -88,7 +89,7 @@ def _layer(
         # writes the sum of the updates.
         update_s=(3 * weights + 2 * state) / device.bytes_per_s,
         elastic_s=3 * weights / device.bytes_per_s,
-        handed_bytes=tuple(b * (layer.cut_bytes - layer.passed_bytes) for b in sizes),
+        handed_bytes=tuple(b * layer.handed_bytes for b in sizes),
     )
 
 

@@ -45,7 +45,7 @@ class PaperLayer:
         products: Of its forward, one after the other.
         cut_bytes: What crosses a cut after this layer, in one direction; its gradient is as large.
         stored_bytes: What is kept from the forward to the backward, the output included and the input not.
-        passed_bytes: Of ``cut_bytes``, what an earlier layer made and this one only hands on.
+        handed_bytes: Of ``stored_bytes``, the output that only later layers keep.
     """
 
     name: str
@@ -53,7 +53,7 @@ class PaperLayer:
     products: tuple[Product, ...]
     cut_bytes: float
     stored_bytes: float
-    passed_bytes: float = 0.0
+    handed_bytes: float = 0.0
 
     @property
     def forward_flops(self) -> float:
@@ -147,7 +147,10 @@ def lstm_layer(
     biases: int = 2,
     passed_bytes: float = 0.0,
 ) -> PaperLayer:
-    """An LSTM over a sequence, or one in each direction, whose outputs are joined."""
+    """An LSTM over a sequence, or one in each direction, whose outputs are joined.
+
+    passed_bytes: what an earlier layer made and this one only hands on.
+    """
     output = floats(steps * directions * hidden)
     return PaperLayer(
         name,
@@ -155,7 +158,7 @@ def lstm_layer(
         directions * lstm(steps, inputs, hidden),
         output + passed_bytes,
         directions * lstm_bytes(steps, inputs, hidden) + output,
-        passed_bytes,
+        output,
     )
 
 
@@ -179,6 +182,7 @@ def transformer_layer(name: str, length: int, hidden: int, heads: int) -> PaperL
         products=(linear(s, h, 12 * h), Product(4.0 * s * s * h)),
         cut_bytes=floats(s * h),
         stored_bytes=floats(16 * s * h) + 2 * s * h + heads * s * s * (2 * FLOAT_BYTES + 1),
+        handed_bytes=floats(s * h),
     )
 
 
@@ -208,7 +212,7 @@ def gnmt(
     H, (S, T), side = hidden, lengths, layers // 2
     embedding = vocabulary * H
     made = [
-        PaperLayer("source embedding", embedding, (), floats(S * H), floats(S * H)),
+        PaperLayer("source embedding", embedding, (), *[floats(S * H)] * 3),
         lstm_layer("encoder LSTM 1", S, H, H, directions=2),
         lstm_layer("encoder LSTM 2", S, 2 * H, H),
         *(lstm_layer(f"encoder LSTM {n}", S, H, H) for n in range(3, side + 1)),
@@ -239,6 +243,7 @@ def _attention(embedding: int, S: int, T: int, H: int) -> PaperLayer:
         lstm(T, H, H) + products,
         output,
         lstm_bytes(T, H, H) + kept + output,
+        output,
     )
 
 
@@ -259,6 +264,7 @@ def bert(
         (),
         floats(s * h),
         floats(2 * s * h) + s * h,  # the norm's input, the output, its mask
+        floats(s * h),
     )
     head = PaperLayer(
         "pooler and classifier", h * h + h + 2 * h + 2, (linear(1, h, h + 2),), 0.0, floats(3 * h)
@@ -284,7 +290,7 @@ def awd_lstm(data: str = "PTB", *, length: int = 70) -> PaperModel:
     E, H, T = 400, 1150, length
     sizes = enumerate(pairwise((E, H, H, E)), 1)
     made = [
-        PaperLayer("embedding", words * E, (), floats(T * E), floats(T * E)),
+        PaperLayer("embedding", words * E, (), *[floats(T * E)] * 3),
         *(lstm_layer(f"LSTM {n}", T, inputs, hidden) for n, (inputs, hidden) in sizes),
         PaperLayer("output", words * (E + 1), (linear(T, E, words),), 0.0, logit_bytes(T, words)),
     ]
@@ -311,18 +317,19 @@ def vgg16(side: int = 224) -> PaperModel:
     for block, widths in enumerate(((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512,) * 3), 1):
         for n, width in enumerate(widths, 1):
             pixels = side * side
-            kept = output = pixels * width
+            kept, output, handed = pixels * width, pixels * width, 0  # which the rectifier keeps
             if n == len(widths):
                 side //= 2
-                output = side * side * width
+                output = handed = side * side * width
                 kept += output
             made.append(
                 PaperLayer(
-                    f"convolution {block}.{n}",
+                    f"convolution{block}_{n}",
                     (9 * channels + 1) * width,
                     (linear(pixels, 9 * channels, width),),
                     floats(output),
                     floats(kept),
+                    floats(handed),
                 )
             )
             channels = width
@@ -331,7 +338,7 @@ def vgg16(side: int = 224) -> PaperModel:
         cut = floats(outputs) if n < 3 else 0.0
         made.append(
             PaperLayer(
-                f"dense {n}", (inputs + 1) * outputs, (linear(1, inputs, outputs),), cut, floats(outputs)
+                f"dense{n}", (inputs + 1) * outputs, (linear(1, inputs, outputs),), cut, floats(outputs)
             )
         )
     source = "Simonyan and Zisserman 2015, tables 1 and 2, section 3.1"
@@ -349,7 +356,9 @@ def gpt(
     number. Data: WikiText-103's 103,227,021 words, for want of a published WebText. Adam.
     """
     s, h, words = length, hidden, 50_257
-    embedding = PaperLayer("embedding", (words + s) * h, (), floats(s * h), floats(s * h) + s * h)
+    embedding = PaperLayer(
+        "embedding", (words + s) * h, (), floats(s * h), floats(s * h) + s * h, floats(s * h)
+    )
     kept = floats(s * h) + logit_bytes(s, words)  # of the norm, and of the loss
     output = PaperLayer("output", (words + 2) * h, (linear(s, h, words),), 0.0, kept)
     decoder = (transformer_layer(f"layer {n}", s, h, heads) for n in range(1, layers + 1))
@@ -375,7 +384,7 @@ def s2vt(frames: int = 60, caption: int = 20) -> PaperModel:
     D, E, H, words, steps = 4096, 500, 1000, 12_594, frames + caption
     x, said = floats(steps * E), floats(caption * H)
     made = (
-        PaperLayer("frame embedding", (D + 1) * E, (linear(frames, D, E),), x, x),
+        PaperLayer("frame embedding", (D + 1) * E, (linear(frames, D, E),), x, x, x),
         lstm_layer("video LSTM", steps, E, H, biases=1),
         PaperLayer(
             "word LSTM",
@@ -383,6 +392,7 @@ def s2vt(frames: int = 60, caption: int = 20) -> PaperModel:
             lstm(steps, H + E, H),
             said,
             lstm_bytes(steps, H + E, H) + said,
+            said,
         ),
         PaperLayer("output", words * (H + 1), (linear(caption, H, words),), 0.0, logit_bytes(caption, words)),
     )

@@ -1,10 +1,10 @@
 """Question: does PipeDream's partitioner find PipeDream's published plan for VGG-16 on 16 workers, 15-1?
 
-    python benchmarks/partitioning/vgg16.py
+    python -m benchmarks.partitioning.vgg16
 
-The profile is computed from the published layers (Simonyan and Zisserman 2015, table 1, column D): multiply-adds at a
-stated speed, weights, activations. Plans for 16 workers on one slow network, and for 4 machines of 4; beside them data
-parallelism and one worker per stage. Seconds are predictions of the method's own objective.
+The profile is computed from the published layers (``benchmarks.papers.models``): operations at a stated speed, weights,
+activations. Plans for 16 workers on one slow network, and for 4 machines of 4; beside them data parallelism and one
+worker per stage. Seconds are predictions of the method's own objective.
 """
 
 from __future__ import annotations
@@ -15,66 +15,31 @@ import os
 import platform
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import avgpipe
 from avgpipe.planning import Partition, partition
-from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile
+from avgpipe.planning.profile import LinkProfile, Profile
+from benchmarks.papers import models
+from benchmarks.papers.cluster import V100, profile_of
 
 RESULTS = Path(__file__).parents[1] / "results"
 
-WIDTHS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-DENSE = ((25088, 4096), (4096, 4096), (4096, 1000))
-FLOAT_BYTES = 4
-
-FLOP_PER_S, EFFICIENCY = 15.7e12, 0.7  # a V100 in float32, and the share of it that is taken for granted
 EFFICIENCIES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.5, 2.0)
 SAMPLES = 64  # of a micro-batch, as PipeDream trained VGG-16
 TEN_GBIT_BYTES_PER_S = 1.25e9
 IN_MACHINE_BYTES_PER_S = 10e9  # PCIe
 
 
-def vgg16(samples: int = SAMPLES, efficiency: float = EFFICIENCY) -> Profile:
-    """Each convolution with its rectifier, and with the pooling behind it; backward is two forwards."""
-    layers = []
-    size, channels = 224, 3
-    for block, widths in enumerate(WIDTHS, 1):
-        for n, width in enumerate(widths, 1):
-            multiply_adds = size * size * 9 * channels * width
-            kept = output = size * size * width
-            if n == len(widths):
-                size //= 2
-                output = size * size * width
-                kept += output
-            parameters = (9 * channels + 1) * width
-            name = f"convolution{block}_{n}"
-            layers.append(_layer(name, samples, efficiency, multiply_adds, parameters, kept, output))
-            channels = width
-    for n, (inputs, outputs) in enumerate(DENSE, 1):
-        parameters = (inputs + 1) * outputs
-        name = f"dense{n}"
-        layers.append(_layer(name, samples, efficiency, inputs * outputs, parameters, outputs, outputs))
-    device = f"computed: {efficiency:.0%} of {FLOP_PER_S / 1e12:g} TFLOP/s"
-    link = LinkProfile(0.0, TEN_GBIT_BYTES_PER_S)
-    return Profile("VGG-16", device, (samples,), tuple(layers), link=link)
-
-
-def _layer(
-    name: str, samples: int, efficiency: float, multiply_adds: int, parameters: int, kept: int, output: int
-) -> LayerProfile:
-    forward_s = 2 * multiply_adds * samples / (FLOP_PER_S * efficiency)
-    weights = float(FLOAT_BYTES * parameters)
-    return LayerProfile(
-        name,
-        forward_s=(forward_s,),
-        backward_s=(2 * forward_s,),
-        input_backward_s=(forward_s,),
-        held_bytes=(float(FLOAT_BYTES * kept * samples),),
-        output_bytes=(float(FLOAT_BYTES * output * samples),),
-        parameter_bytes=weights,
-        optimizer_bytes=weights,  # momentum
+def vgg16(samples: int = SAMPLES, efficiency: float = V100.efficiency) -> Profile:
+    """For micro-batches of so many samples on a V100 that reaches so much of its speed."""
+    device = V100._replace(
+        name=f"computed: {efficiency:.0%} of {V100.flop_per_s / 1e12:g} TFLOP/s", efficiency=efficiency
     )
+    model = replace(models.vgg16(), batch_size=samples)
+    return replace(profile_of(model, device), link=LinkProfile(0.0, TEN_GBIT_BYTES_PER_S))
 
 
 def plans(profile: Profile) -> dict[str, Partition]:
@@ -142,13 +107,13 @@ def main() -> None:
         "question": "PipeDream's partitioner on VGG-16 and 16 workers: the plan, and predicted seconds of its "
         "slowest stage, link or synchronisation per micro-batch",
         "date": date,
-        "command": "python benchmarks/partitioning/vgg16.py",
+        "command": "python -m benchmarks.partitioning.vgg16",
         "machine": {"cores": os.cpu_count(), "system": platform.platform()},
         "versions": {"avgpipe": avgpipe.__version__, "python": platform.python_version()},
         "seconds": seconds,
         "samples": SAMPLES,
-        "flop_per_s": FLOP_PER_S,
-        "efficiency": EFFICIENCY,
+        "flop_per_s": V100.flop_per_s,
+        "efficiency": V100.efficiency,
         "bytes_per_s": {"between": TEN_GBIT_BYTES_PER_S, "inside": IN_MACHINE_BYTES_PER_S},
         "rows": {name: row(plan) for name, plan in found.items()},
         "by_efficiency": speeds,

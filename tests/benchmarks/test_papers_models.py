@@ -166,5 +166,12 @@ def test_a_transformer_layer_keeps_what_autograd_keeps():
 def test_a_decoder_hands_the_context_on():
     *_, before, last, _ = gnmt().layers
     assert before.cut_bytes == 2 * last.cut_bytes
-    assert before.passed_bytes == last.cut_bytes
-    assert last.passed_bytes == 0
+    assert before.handed_bytes == last.handed_bytes == last.cut_bytes
+    assert before.stored_bytes == last.stored_bytes
+
+
+def test_a_rectifier_keeps_its_output_and_a_pooling_does_not():
+    first, second, *_ = vgg16().layers
+    assert (first.handed_bytes, first.stored_bytes) == (0, first.cut_bytes)
+    assert second.handed_bytes == second.cut_bytes == first.cut_bytes / 4
+    assert second.stored_bytes == first.stored_bytes + second.cut_bytes
