@@ -33,7 +33,13 @@ from avgpipe.runtime.measure import gather_timeline, measured_costs
 from avgpipe.runtime.model import Model, layers_of
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions
 from avgpipe.runtime.placement import Placement
-from avgpipe.runtime.requirements import check_device, check_model, check_options, warn_of_waits
+from avgpipe.runtime.requirements import (
+    check_correction,
+    check_device,
+    check_model,
+    check_options,
+    warn_of_waits,
+)
 from avgpipe.runtime.weights import find_parameters, gather_state, set_requires_grad
 from avgpipe.runtime.worker import Worker
 from avgpipe.timeline.timeline import Timeline
@@ -182,6 +188,7 @@ class Pipeline:
         self.world.require_same(
             "initial value of shared parameters", json.dumps(self._model.shared_values(layers))
         )
+        check_correction(plan, self._model.shared)
         if not self.world.rank:
             warn_of_waits(options, plan, any(self._model.shared))
         if self.world.size == 1 and self._device.type == "cpu":

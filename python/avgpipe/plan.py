@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 from avgpipe import systems
 from avgpipe.errors import check_count, nearest
 from avgpipe.files import dataclass_of, json_object, write_atomically
-from avgpipe.rules import Elasticity
-from avgpipe.schedule import RECOMPUTE, WEIGHTS, Schedule, build_schedule, checked_replication, published
+from avgpipe.rules import CORRECTIONS, Elasticity
+from avgpipe.schedule import (
+    RECOMPUTE,
+    WEIGHTS,
+    RowCursor,
+    Schedule,
+    build_schedule,
+    checked_replication,
+    published,
+)
 from avgpipe.systems import SYSTEMS
 
 if TYPE_CHECKING:  # which would load numpy
@@ -45,7 +53,8 @@ class Plan:
         weights: which version of the weights a batch runs on; None: what the schedule was published with. "flush": the
             newest, for schedules that flush. For those that do not: "stash" (PipeDream), forward and backward on the
             version that was the newest on the stage at the first forward; "vertical-sync", on the one that was the
-            newest on the first stage; "double-buffer" (2BW), on the newest but one.
+            newest on the first stage; "double-buffer" (2BW), on the newest but one; "predicted" (SpecTrain), as "stash"
+            with the correction "predicted".
         replication: how many workers each stage has, R_k; micro-batch m goes to number m % R_k of stage k, and
             gradients are summed over them. None: one each.
         stages_per_worker: of the schedule "interleaved-1f1b", see ``build_schedule``.
@@ -56,6 +65,11 @@ class Plan:
             the i-th N-th of its micro-batches, and the reference moves once, so that a batch is a step of about what
             one pipeline would make of it. "per-pipeline": batch j is pipeline j % N's, and the reference moves by the
             mean of N updates once all have theirs, so that N batches are a step like that of an N-fold batch.
+        correction: what is done about gradients of weights that are some updates old, of schedules without a flush.
+            "predicted": forward and backward run on the weights as the optimizer's state (SGD with momentum, Adam,
+            AdamW) predicts them for the time of the batch's update; "error-feedback": each step is made with the
+            difference to the one before added; "nesterov": with momentum over the steps and its look-ahead. The last
+            two do for any optimizer. None: nothing.
     """
 
     stages: int = 1
@@ -76,6 +90,7 @@ class Plan:
     spread: bool = False
     placement: Sequence[Sequence[int]] | None = None
     batch: str = "global"
+    correction: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("advance", "partition", "replication", "placement"):
@@ -92,6 +107,12 @@ class Plan:
         if self.weights is None:
             object.__setattr__(self, "weights", published(self.schedule).weights)
         self._check_weights(schedule)
+        self._check_correction()
+        if self.advance == "auto" and not schedule.flush:
+            raise ValueError(
+                f"advance 'auto' is for schedules that flush, not for {self.schedule!r}, whose gradients it makes "
+                "older: give numbers"
+            )
         if self.replication is not None:
             self._check_replication(schedule, self.replication)
         if not isinstance(self.spread, bool):
@@ -140,6 +161,22 @@ class Plan:
                 "is made, use more micro-batches"
             )
 
+    def _check_correction(self) -> None:
+        if self.correction is not None:
+            _check_name("correction", self.correction, tuple(CORRECTIONS))
+        if self.weights == "flush" and self.correction is not None:
+            raise ValueError(
+                f"correction {self.correction!r} with schedule {self.schedule!r}, whose gradients are of the newest "
+                "weights: leave it out, or use a schedule without a flush, such as 'pipedream-2bw'"
+            )
+        if self.weights == "predicted":
+            if self.correction not in (None, "predicted"):
+                raise ValueError(
+                    f"weights 'predicted' with correction {self.correction!r}: give weights 'stash', or leave the "
+                    "correction out"
+                )
+            object.__setattr__(self, "correction", "predicted")
+
     def _check_replication(self, schedule: Schedule, replication: Sequence[int]) -> None:
         least = max(replication) * self.shares
         if least > self.micro_batches:
@@ -180,6 +217,14 @@ class Plan:
             return 1 + schedule.lookahead
         # Of batches that all share the next one too, so that a pipeline which is ahead of the others goes on.
         return 2 if self.shares > 1 else self.pipelines
+
+    @property
+    def delays(self) -> tuple[int, ...]:
+        """By how many updates the gradients of each stage are late once the pipeline is full; 0 with a flush."""
+        schedule, weights = self.build_schedule(), self.weights or "flush"
+        first_row = schedule.rows[schedule.worker_of(0)]
+        rows = [schedule.rows[workers[0]] for workers in schedule.replicas]
+        return tuple(RowCursor(row, weights, first_row).steady_delay(k) for k, row in enumerate(rows))
 
     @property
     def workers(self) -> int:

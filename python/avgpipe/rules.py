@@ -1,4 +1,4 @@
-"""Averaging rules as coefficients, and the checked options of a reference. No torch."""
+"""Averaging rules, and corrections of late gradients, as coefficients; the checked options of a reference. No torch."""
 
 from __future__ import annotations
 
@@ -50,6 +50,40 @@ RULES = {
     "easgd": Rule(
         from_step=0, from_force=1, force_after_step=True, joins=False, averages=False, beta=0.9, alone=0.9
     ),
+}
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What is done about gradients of weights that are some updates old, where a schedule does not flush.
+
+    With d the step that the optimizer makes of such a gradient:
+
+        u = momentum u_before + (1 - momentum) d
+        w' = w + u + gain (u - u_before)
+
+    where u_before is that of the step before; there is no difference at the first step, unless there is momentum.
+
+    Attributes:
+        predicts: Instead, forward and backward run on the weights predicted for the time of the update.
+        momentum: of the steps.
+        gain: of the difference between two steps.
+        per_update: ``gain`` is for each update that a gradient is late.
+    """
+
+    predicts: bool = False
+    momentum: float = 0.0
+    gain: float = 0.0
+    per_update: bool = False
+
+
+CORRECTIONS = {
+    # SpecTrain (Chen, Yang, Cheng 2018), XPipe (Guan et al. 2019), PipeMare (Yang et al. 2021).
+    "predicted": Correction(predicts=True),
+    # Zmushko et al., arXiv 2606.30634: the step that was missing from the weights is made up for in the next.
+    "error-feedback": Correction(gain=1.0, per_update=True),
+    # Nesterov's look-ahead over the optimizer's steps, after Ajanthan et al., ICML 2025.
+    "nesterov": Correction(momentum=0.9, gain=0.9),
 }
 STALENESS = (0, 1, "asynchronous")
 

@@ -15,6 +15,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "all-forward-all-backward", "pipelines": 1},
     "dapple": {"schedule": "1f1b", "pipelines": 1},
     "pipedream": {"schedule": "pipedream", "weights": "stash", "pipelines": 1},
+    "pipedream-predicted": {"schedule": "pipedream", "weights": "predicted", "pipelines": 1},
     "pipedream-2bw": {"schedule": "pipedream-2bw", "weights": "double-buffer", "pipelines": 1},
     # The elastic moving average of a replica for each batch in flight.
     "ea-pipe": {
@@ -51,7 +52,7 @@ def row(system: str, workers: int) -> dict[str, Any]:
 def micro_batches(system: str, stages: int, replication: Sequence[int] | None, wanted: int = 1) -> int:
     """The least number that a system can have, at least ``wanted``; as many for every replica of each stage."""
     weights = SYSTEMS[system].get("weights")
-    if weights == "stash":  # a batch is what is in flight
+    if weights in ("stash", "predicted"):  # a batch is what is in flight
         wanted = 1
     if weights == "double-buffer":  # two versions are enough then, and each is there when a batch runs on it
         counts = replication or [1] * stages

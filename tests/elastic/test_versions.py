@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from avgpipe import ElasticAveraging, Pipeline, Plan, Reference
-from avgpipe.elastic import Arena, Versions, refuse_hidden_weights
+from avgpipe.elastic import Arena, Version, Versions, refuse_hidden_weights
 
 
 def make() -> tuple[nn.Linear, Arena, Versions]:
@@ -19,7 +19,7 @@ def make() -> tuple[nn.Linear, Arena, Versions]:
 
 
 def update(layer: nn.Linear, versions: Versions, needed_from: int) -> None:
-    with versions.updating(needed_from), torch.no_grad():
+    with versions.updating([Version(needed_from)]), torch.no_grad():
         layer.weight.add_(1)
 
 
@@ -30,7 +30,7 @@ def test_a_version_stays_what_it_was() -> None:
         assert versions.newest == v + 1
         assert float(arena.weights[0][0]) == v + 1
     for v in (2, 0, 4, 1, 3):
-        versions.show(v)
+        versions.show(Version(v))
         assert layer.weight.tolist() == [[v, v]]
     assert versions.bytes == 4 * arena.weights[0].nbytes
 
@@ -44,13 +44,13 @@ def test_what_nobody_needs_is_used_again_and_the_newest_alone_takes_no_copy() ->
         update(layer, versions, needed_from=versions.newest)
     assert versions.bytes == arena.weights[0].nbytes
     with pytest.raises(KeyError):
-        versions.show(0)
+        versions.show(Version(0))
 
 
 def test_the_newest_is_shown_after_an_update() -> None:
     layer, _, versions = make()
     update(layer, versions, needed_from=0)
-    versions.show(0)
+    versions.show(Version(0))
     update(layer, versions, needed_from=0)
     assert layer.weight.tolist() == [[2, 2]]
 
@@ -79,9 +79,9 @@ def test_a_backward_uses_the_weights_of_its_forward(kind: type[nn.Module]) -> No
     first = loss()
     for g, p in zip(expected, arena.parameters):
         p.grad = g.clone()
-    with versions.updating(needed_from=0):
+    with versions.updating([Version(0)]):
         optimizer.step()
-    versions.show(0)
+    versions.show(Version(0))
     assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(first, arena.parameters), expected))
 
 
@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_saved_versions() -> None:
     other_arena.weights[0].copy_(arena.weights[0])
     other_versions.restore(older)
     assert other_versions.newest == 1
-    other_versions.show(0)
+    other_versions.show(Version(0))
     assert other.weight.tolist() == [[2, 2]]
     update(other, other_versions, needed_from=1)
     assert other.weight.tolist() == [[4, 4]]

@@ -277,9 +277,7 @@ def test_an_advance_that_is_no_count_is_refused_with_what_to_pass(advance):
         build_schedule("advance-forward", 2, 4, advance=advance)
 
 
-@pytest.mark.parametrize(
-    "name", ["1f1b", "dapple", "gpipe", "pipedream", "interleaved-1f1b", "zero-bubble-h1"]
-)
+@pytest.mark.parametrize("name", ["1f1b", "dapple", "gpipe", "interleaved-1f1b", "zero-bubble-h1"])
 def test_an_advance_is_refused_by_schedules_that_take_none(name):
     with pytest.raises(ValueError, match=r"advance=0: .* takes none"):
         build_schedule(name, 2, 4, advance=0)

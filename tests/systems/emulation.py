@@ -12,7 +12,8 @@ version is counted in updates of the stage: version v is what v updates have mad
     elastic       one_device on N replicas in turn, and the exchange with a reference: EASGD (Zhang, Choromanska,
                   LeCun 2015), AvgPipe (Chen et al. 2023), EA-Pipe (Jang, Yoo, Yook 2024: easgd with N = K, M = 1).
 
-In all of them a batch's gradient is the sum over its micro-batches, and an update moves the newest weights. Every stage
+In all of them a batch's gradient is the sum over its micro-batches, and an update moves the newest weights. A late
+gradient may be corrected, see ``predicted`` and ``corrected``. Every stage
 has an optimizer, an LR scheduler and copies of tied parameters of its own; the gradient of a tied parameter is the sum
 over the stages that hold it, so its copies stay alike. BatchNorms normalise micro-batches, and move their running
 statistics with the update, by the statistics of the whole batch. Dropout must be off.
@@ -68,6 +69,7 @@ class Case:
         which that is not a finite number has no gradient, and nobody has seen it.
     loss_fn: a mean; ``shares`` tells how much each micro-batch's mean counts in the batch's.
     micro_batches: M, at most one a sample.
+    correction: what is done about gradients that are late: None, "predicted", "error-feedback" or "nesterov".
     """
 
     layers: Callable[[], Iterable[nn.Module]]
@@ -78,6 +80,7 @@ class Case:
     clip_grad_norm: float | None = None
     micro_batches: int = 1
     shares: Callable[[list[Any]], list[float]] = by_samples
+    correction: str | None = None
 
     def parts_of(self, batch: tuple[Any, Any]) -> int:
         """Micro-batches of a batch: a short one makes fewer."""
@@ -125,6 +128,7 @@ def two_buffered(case: Case, batches: Batches, K: int) -> Trained:
     if case.micro_batches < K:
         raise ValueError(f"2BW needs at least K = {K} micro-batches, not {case.micro_batches}")
     model = Model(case, K)
+    model.late = [1] * K
     for j, batch in enumerate(batches):
         model.train(j, batch, version=max(j - 1, 0))
     return model.trained()
@@ -138,16 +142,22 @@ def pipedream(
     stash: bool = True,
     vertical_sync: bool = False,
     drains: Collection[int] = (),
+    advance: Sequence[int] = (),
 ) -> Trained:
     """1F1B without flush, one update a batch. ``drains``: batches after which the pipeline runs dry and fills anew.
 
     stash: forwards and backwards of a batch use the same weights. Without, a backward uses the newest weights of its
     stage with the activations of the forward, so that its result is the gradient of nothing.
     vertical_sync: all stages use the version that the first stage had for the batch.
+    advance: by stage, the forwards that run ahead of 1F1B.
     """
     model = Model(case, K)
+    # So many micro-batches are ahead of a backward.
+    warm_ups = [K - k + a for k, a in enumerate(advance or [0] * K)]
+    ahead = [warm_ups[0 if vertical_sync else k] - 1 for k in range(K)]
+    model.late = [-(-n // case.micro_batches) for n in ahead]
     parts = [case.parts_of(batch) for batch in batches]
-    todo = [deque(steps_of_stage(k, K, parts, drains)) for k in range(K)]
+    todo = [deque(steps_of_stage(warm_ups[k], parts, drains)) for k in range(K)]
     while any(todo):
         able = [k for k in range(K) if todo[k] and model.can(k, todo[k][0])]
         assert able, f"deadlock before {[str(steps[0]) for steps in todo if steps]}"
@@ -175,8 +185,8 @@ class Step(NamedTuple):
     m: int = -1
 
 
-def steps_of_stage(k: int, K: int, parts: list[int], drains: Collection[int]) -> list[Step]:
-    """What stage k does: K-k forwards, then a backward and a forward in turn. A batch's last backward updates.
+def steps_of_stage(warm_up: int, parts: list[int], drains: Collection[int]) -> list[Step]:
+    """What a stage does: ``warm_up`` forwards, then a backward and a forward in turn. A batch's last backward updates.
 
     ``parts``: micro-batches of each batch; those of consecutive batches are one sequence.
     """
@@ -184,11 +194,11 @@ def steps_of_stage(k: int, K: int, parts: list[int], drains: Collection[int]) ->
     for j, M in enumerate(parts):
         sequence += [(j, m) for m in range(M)]
         if j in drains or j == len(parts) - 1:
-            steps += [Step("F", *place) for place in sequence[: K - k]]
+            steps += [Step("F", *place) for place in sequence[:warm_up]]
             for n, (i, m) in enumerate(sequence):
                 steps.append(Step("B", i, m))
                 steps += [Step("U", i)] if m == parts[i] - 1 else []
-                steps += [Step("F", *place) for place in sequence[n + K - k : n + K - k + 1]]
+                steps += [Step("F", *place) for place in sequence[n + warm_up : n + warm_up + 1]]
             sequence = []
     return steps
 
@@ -250,6 +260,51 @@ def _reference(case: Case, z: Weights, replicas: list[Model]) -> Weights:
     return model.state()
 
 
+# ---- corrections of late gradients ---------------------------------------------------------------------------------
+
+
+def predicted(
+    weights: Weights, parameters: dict[str, nn.Parameter], knowledge: list[Any]
+) -> Callable[[int], Weights]:
+    """What ``weights`` will be after so many more updates, as the optimizer's state of now tells."""
+
+    def after(updates: int) -> Weights:
+        found = {name: w.clone() for name, w in weights.items()}
+        for group, states in knowledge:
+            for name, state in states:
+                w = found[name]
+                if "momentum_buffer" in state:
+                    w -= updates * group["lr"] * state["momentum_buffer"]
+                elif "exp_avg" in state:
+                    beta1, beta2 = group["betas"]
+                    step = float(state["step"])
+                    m = state["exp_avg"] / (1 - beta1**step)
+                    v = state["exp_avg_sq"] / (1 - beta2**step)
+                    w *= (1 - group["lr"] * group["weight_decay"]) ** updates
+                    w -= updates * group["lr"] * m / (v.sqrt() + group["eps"])
+        return found
+
+    return after
+
+
+FEEDBACK = ("error-feedback", "nesterov")
+
+
+def corrected(
+    correction: str, before: Weights, after: Weights, last: Weights | None, late: int
+) -> tuple[Weights, Weights]:
+    """New weights, and the corrected step, from the optimizer's step and the corrected one before it."""
+    momentum, gain = (0.0, float(late)) if correction == "error-feedback" else (0.9, 0.9)
+    new, steps = {}, {}
+    for name, w in before.items():
+        d = after[name] - w
+        old = torch.zeros_like(d) if last is None else last[name]
+        steps[name] = v = momentum * old + (1 - momentum) * d
+        carried = v if last is None and momentum == 0 else old
+        new[name] = w + v + gain * (v - carried)
+    return new, steps
+
+
 # ---- a model in stages ---------------------------------------------------------------------------------------------
 
 
@@ -277,6 +332,23 @@ class Stage:
             case.lr_scheduler(self.optimizer) if case.lr_scheduler and self.optimizer else None
         )
         self.history = [self.newest]
+        self.correction = case.correction
+        self.predictions = [self.predictor()]  # by version, made from what its optimizer knew then
+        self.last: Weights | None = None  # the corrected step before
+
+    def predictor(self) -> Callable[[int], Weights]:
+        return predicted(self.newest, self.weights, copy.deepcopy(self._knowledge()))
+
+    def _knowledge(self) -> list[tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]]:
+        """The groups of the optimizer, each with its parameters' names and states."""
+        names = {p: name for name, p in self.weights.items()}
+        return [
+            (
+                {key: value for key, value in group.items() if key != "params"},
+                [(names[p], self.optimizer.state.get(p, {})) for p in group["params"]],
+            )
+            for group in (self.optimizer.param_groups if self.optimizer else [])
+        ]
 
     @property
     def newest(self) -> Weights:
@@ -286,11 +358,11 @@ class Stage:
     def updates(self) -> int:
         return len(self.history) - 1
 
-    def forward(self, version: int, value: Any, seen: Seen) -> Passed:
-        weights = {
-            n: w.clone().requires_grad_(self.weights[n].requires_grad)
-            for n, w in self.history[version].items()
-        }
+    def forward(self, version: int, delay: int, value: Any, seen: Seen) -> Passed:
+        """``delay``: updates between that version and the batch's own."""
+        predicts = self.correction == "predicted" and delay
+        chosen = self.predictions[version](delay) if predicts else self.history[version]
+        weights = {n: w.clone().requires_grad_(self.weights[n].requires_grad) for n, w in chosen.items()}
         leaves, spec = tree_flatten(value)
         inputs = [
             t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
@@ -323,15 +395,22 @@ class Stage:
         count = len(passed.inputs)
         return list(grads[:count]), dict(zip(names, grads[count:]))
 
-    def update(self, gradients: dict[str, torch.Tensor | None], seen: Seen) -> None:
+    def update(self, gradients: dict[str, torch.Tensor | None], seen: Seen, late: int) -> None:
+        """``late``: by how many updates the gradients of this stage are, once the pipeline is full."""
         _move_statistics(seen)
         for name, gradient in gradients.items():
             self.weights[name].grad = gradient
+        before = self.newest
         if self.optimizer:
             self.optimizer.step()
+        if self.correction in FEEDBACK and late and any(g is not None for g in gradients.values()):
+            new, self.last = corrected(self.correction, before, self.newest, self.last, late)
+            for name, w in new.items():
+                self.weights[name].data.copy_(w)
         if self.lr_scheduler:
             self.lr_scheduler.step()
         self.history.append(self.newest)
+        self.predictions.append(self.predictor())
 
     def assign(self, weights: Weights) -> None:
         """Other values for the newest version."""
@@ -388,6 +467,7 @@ class Model:
         self.holders = _holders(cut)
         self.coupled = bool(self.holders) or case.clip_grad_norm is not None
         self.stages = [Stage(case, part) for part in cut]
+        self.late = [0] * K  # by how many updates a stage's gradients are, once the pipeline is full
         self.flights: dict[int, Flight] = {}
 
     def begin(self, j: int, batch: tuple[Any, Any]) -> None:
@@ -417,7 +497,7 @@ class Model:
     def forward(self, k: int, j: int, m: int) -> None:
         flight = self.flights[j]
         value = flight.inputs[m] if k == 0 else flight.passed[k - 1, m].output
-        passed = self.stages[k].forward(flight.versions[k], value, flight.seen[k])
+        passed = self.stages[k].forward(flight.versions[k], j - flight.versions[k], value, flight.seen[k])
         if k == self.K - 1:
             share, loss = flight.shares[m], None
             if share:  # the mean over nothing is not a number
@@ -452,9 +532,9 @@ class Model:
             factor = min(1.0, limit / (float(norm) + 1e-6))
             own = {name: None if g is None else factor * g for name, g in own.items()}
             if not norm.isfinite():
-                self.stages[k].update(dict.fromkeys(own), {})
+                self.stages[k].update(dict.fromkeys(own), {}, self.late[k])
                 return
-        self.stages[k].update(own, flight.seen[k])
+        self.stages[k].update(own, flight.seen[k], self.late[k])
 
     def _gradient(self, flight: Flight, k: int) -> dict[str, torch.Tensor | None]:
         """Of a batch by the weights of stage k; of tied ones by all their copies."""

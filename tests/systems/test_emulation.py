@@ -191,11 +191,11 @@ def words(steps: list[Any]) -> str:
 
 
 def test_a_stage_alternates_across_batches() -> None:
-    assert [words(emulation.steps_of_stage(k, 2, [2, 2], ())) for k in range(2)] == [
+    assert [words(emulation.steps_of_stage(2 - k, [2, 2], ())) for k in range(2)] == [
         "F0.0 F0.1 B0.0 F1.0 B0.1 U0 F1.1 B1.0 B1.1 U1",
         "F0.0 B0.0 F0.1 B0.1 U0 F1.0 B1.0 F1.1 B1.1 U1",
     ]
-    assert words(emulation.steps_of_stage(0, 3, [1] * 4, {1})) == (
+    assert words(emulation.steps_of_stage(3, [1] * 4, {1})) == (
         "F0.0 F1.0 B0.0 U0 B1.0 U1 F2.0 F3.0 B2.0 U2 B3.0 U3"
     )
 

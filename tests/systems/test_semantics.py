@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -68,6 +69,7 @@ def case_of(model: nn.Sequential, options: dict[str, Any], K: int, M: int) -> em
         lr_scheduler=decaying if options.get("decay") else None,
         clip_grad_norm=options.get("clip"),
         micro_batches=M,
+        correction=options.get("correction"),
     )
 
 
@@ -118,8 +120,10 @@ def compare(
         expected = emulation.two_buffered(case, batches, K)
     else:
         sync = plan.get("weights") == "vertical-sync"
-        expected = emulation.pipedream(case, batches, K, vertical_sync=sync, drains=drains)
+        ahead = plan.get("advance", ())
+        expected = emulation.pipedream(case, batches, K, vertical_sync=sync, drains=drains, advance=ahead)
     plan.setdefault("recompute", variant.get("recompute", "never"))
+    plan.setdefault("correction", variant.get("correction"))
     losses, state = trained(
         model,
         Plan(stages=K, micro_batches=M, schedule=system, partition=BOUNDS[K][1:-1], **plan),
@@ -199,13 +203,76 @@ def test_replicas_that_stash_stay_alike_behind_short_batches(replication: list[i
     assert len(losses) == 8
 
 
+CORRECTED: list[dict[str, Any]] = [
+    {"correction": "predicted", "clip": 0.05},
+    {"correction": "error-feedback", "clip": 0.1, "last": 5},
+    {"correction": "nesterov", "decay": True, "clip": 0.1},
+]
+# Adam divides by what it has of a bias before a norm, which is nothing but rounding, so not with those.
+CORRECTED_ADAM: list[dict[str, Any]] = [
+    {"correction": "predicted", "optimizer": "adamw", "decay": True},
+    {"correction": "predicted", "optimizer": "adamw", "clip": 0.05},
+    {"correction": "error-feedback", "optimizer": "adamw", "clip": 0.05},
+    {"correction": "nesterov", "optimizer": "adamw", "decay": True},
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [*product(MODELS, CORRECTED), *product(["tied"], CORRECTED_ADAM)],
+    ids=str,
+)
+@pytest.mark.parametrize("K", [1, 2, 4])
+def test_late_gradients_are_corrected_by_the_rules(K: int, kind: str, variant: dict[str, Any]) -> None:
+    compare("pipedream-2bw", kind, K, K, variant)
+    compare("pipedream-2bw", kind, K, K, variant, drains=[0, 2, 5])
+    compare("pipedream", kind, K, 1, variant, weights="vertical-sync")
+    compare("pipedream", kind, K, 2, variant, drains=[0, 3], weights="vertical-sync")
+    compare("pipedream", kind, K, 1, variant, drains=[0, 4], weights="vertical-sync")
+
+
+@pytest.mark.parametrize("variant", CORRECTED, ids=str)
+@pytest.mark.parametrize("K", [2, 3, 4])
+def test_each_stage_corrects_its_own_delay(K: int, variant: dict[str, Any]) -> None:
+    compare("pipedream", "normed", K, 1, variant)
+    compare("pipedream", "normed", K, 2, variant, drains=[0, 3])
+    compare("pipedream", "normed", K, 3, variant, advance=[*range(K - 1, -1, -1)])
+
+
+def test_copies_of_a_parameter_that_would_part_are_refused() -> None:
+    plan = Plan(stages=3, schedule="pipedream", correction="error-feedback")
+    with pytest.raises(ValueError, match="stages 0 and 2 share, whose gradients are 2 and 0 updates late"):
+        trained(language_model(), plan, [], {})
+
+
+@pytest.mark.parametrize("K", [2, 3])
+def test_predicted_weights_are_stashed_ones_that_are_predicted(K: int) -> None:
+    variant = {"correction": "predicted", "optimizer": "adamw"}
+    compare("pipedream", "tied", K, 1, variant, weights="predicted")
+    assert Plan.for_system("pipedream-predicted", stages=K).correction == "predicted"
+
+
+def test_predictions_take_a_copy_for_each_batch_in_flight() -> None:
+    """Where a stash has the newest weights as one of its versions."""
+    model, batches = language_model(), token_batches(12, 8)
+    found = {}
+    for weights in ("stash", "predicted"):
+        plan = Plan(stages=4, schedule="pipedream", weights=weights, partition=BOUNDS[4][1:-1])
+        with Pipeline(model, plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum) as p:
+            list(p.train(batches))
+            stages = [p._worker.trained[k, 0] for k in range(4)]
+            sizes = [sum(flat.nbytes for flat in stage.arena.weights) for stage in stages]
+            found[weights] = [s.versions.bytes // n for s, n in zip(stages, sizes) if s.versions]
+    assert found == {"stash": [3, 2, 1, 0], "predicted": [4, 3, 2, 0]}
+
+
 def test_without_stashing_it_is_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backwards on whatever is the newest, as a pipeline without versions would do it."""
     model, batches = language_model(), token_batches(12, 9)
     plan = Plan(stages=3, schedule="pipedream", partition=BOUNDS[3][1:-1])
     stashed = trained(model, plan, batches, {})[1]
     updating = Versions.updating
-    monkeypatch.setattr(Versions, "updating", lambda self, needed_from: updating(self, self.newest + 1))
+    monkeypatch.setattr(Versions, "updating", lambda self, needed: updating(self, []))
     monkeypatch.setattr(Versions, "show", lambda self, version: None)
     naive = trained(model, plan, batches, {})[1]
     assert max(float((naive[name] - value).abs().max()) for name, value in stashed.items()) > 1e-4
@@ -298,13 +365,17 @@ def emulated(
     system: str, model: nn.Sequential, batches: Sequence[Any], K: int, plan: Plan, options: dict[str, Any]
 ) -> Any:
     """Losses and final state, as the system is defined."""
-    case = case_of(model, options, K, plan.micro_batches)
+    case = case_of(model, {**options, "correction": plan.correction}, K, plan.micro_batches)
     if system in ("avgpipe", "ea-pipe"):
         found = emulation.elastic(
             case, batches, plan.pipelines, rule=plan.rule, staleness=int(plan.staleness)
         )
         return found.losses, found.reference
-    run = {"pipedream": emulation.pipedream, "pipedream-2bw": emulation.two_buffered}
+    run = {
+        "pipedream": emulation.pipedream,
+        "pipedream-predicted": emulation.pipedream,
+        "pipedream-2bw": emulation.two_buffered,
+    }
     trained_ = run.get(system, emulation.one_device)(case, batches, K)
     return trained_.losses, trained_.state
 

@@ -188,7 +188,7 @@ def _what_must_be_same(plan: Mapping[str, Any]) -> list[Any]:
     """Return the options of a plan without which a run does not go on bit for bit."""
     # Runs from before there was a choice had batches for each pipeline; a single one has no choice.
     batch = plan.get("batch", "per-pipeline") if plan["pipelines"] > 1 else None
-    return [batch, *(plan[name] for name in _SAME)]
+    return [batch, plan.get("correction"), *(plan[name] for name in _SAME)]
 
 
 def _restore_reference(saved: SavedStages, model: Model, worker: Worker, number: int) -> None:

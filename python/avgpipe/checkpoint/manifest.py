@@ -30,7 +30,7 @@ from avgpipe.runtime.placement import StageReplica
 NAME = "manifest.json"
 _FORMAT = 2
 _CHUNK = 1 << 20
-_LATER_OPTIONS = {"placement", "batch"}  # of a plan, which checkpoints of this format may lack
+_LATER_OPTIONS = {"placement", "batch", "correction"}  # of a plan, which checkpoints of this format may lack
 _TRIES = 20  # of opening the files of a checkpoint that is replaced again and again meanwhile
 
 

@@ -1,8 +1,11 @@
-"""Weights of a stage that batches in flight still need, beside the newest ones.
+"""Versions of a stage's weights for the schedules that do not flush: several of them take turns in its parameters.
 
 A version is counted in updates: version v is what v updates have made. The newest one is what the parameters hold;
 older ones lie in buffers of their own. To forward or backward a batch on another version the parameters are pointed at
 its buffer, which moves no bytes. An update whose version somebody still needs first copies it, then changes the copy.
+
+A batch may run on a prediction instead: what a version will be some updates later, as far as the optimizer's state
+tells. It is made while that version is the newest and lies in a buffer of its own, so that no update needs a copy.
 
 Pointing is enough because autograd finds a weight in one of two ways: it has saved the parameter, and then reads what
 it points at now; or a view of it, which stays with the buffer it was made in.
@@ -10,9 +13,9 @@ it points at now; or a view of it, which stays with the buffer it was made in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -21,16 +24,35 @@ from avgpipe.elastic.flat import Arena, hidden_view
 # FSDP's way of changing what autograd has saved on purpose; not exported, so the tests run it under every torch.
 _preserving_version_counters: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
+Flats: TypeAlias = list[torch.Tensor]
+
+
+class Version(NamedTuple):
+    """Weights that a batch runs on.
+
+    Attributes:
+        number: the updates that they have seen.
+        delay: the updates between that and the batch's own, for which they may be predicted.
+    """
+
+    number: int
+    delay: int = 0
+
 
 class Versions:
-    """The versions of ``arena``; ``newest`` is the number of its updates."""
+    """The versions of ``arena``; ``newest`` is the number of its updates.
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    Args:
+        arena: the newest weights.
+        predict: writes what the newest weights will be after so many more updates; None: batches run on what was.
+    """
+
+    def __init__(self, arena: Arena, predict: Callable[[Flats, int], None] | None = None) -> None:
+        self._arena, self._predict = arena, predict
         self.newest = 0
-        self._shown = 0
-        self._kept: dict[int, list[torch.Tensor]] = {0: arena.weights}  # the newest too
-        self._free: list[list[torch.Tensor]] = []
+        self._shown: Version | None = Version(0)
+        self._kept: dict[Version, Flats] = {Version(0): arena.weights}  # the newest too
+        self._free: list[Flats] = []
 
     @property
     def bytes(self) -> int:
@@ -40,51 +62,74 @@ class Versions:
             flat.nbytes for flat in self._arena.weights
         )
 
-    def show(self, version: int) -> None:
-        """Point the parameters at a version."""
+    def show(self, version: Version) -> None:
+        """Point the parameters at a version, or at its prediction."""
+        version = self._place(version)
         if version != self._shown:
+            if version not in self._kept:
+                self._make(version)
             self._arena.point_at(self._kept[version])
             self._shown = version
 
-    def forget_before(self, version: int) -> None:
-        """Nobody needs versions below ``version`` any more; the newest one stays."""
-        for old in [v for v in self._kept if v < min(version, self.newest)]:
-            self._free.append(self._kept.pop(old))
+    def _place(self, version: Version) -> Version:
+        return version if self._predict is not None else version._replace(delay=0)
+
+    def _make(self, version: Version) -> None:
+        """Predict from the newest version; KeyError for another one, which is gone."""
+        if self._predict is None or version.number != self.newest:
+            raise KeyError(version)
+        flats = self._buffers(self._arena.weights)
+        self._predict(flats, version.delay)
+        self._kept[version] = flats
+
+    def _buffers(self, like: Flats) -> Flats:
+        return self._free.pop() if self._free else [torch.zeros_like(flat) for flat in like]
 
     @contextmanager
-    def updating(self, needed_from: int) -> Iterator[None]:
+    def updating(self, needed: Collection[Version]) -> Iterator[Flats | None]:
         """The parameters may be changed in place inside, and are the newest version afterwards.
 
-        ``needed_from``: the lowest version that batches in flight, or to come, still need.
+        Yields the weights of before, if they are kept.
+
+        Args:
+            needed: what batches in flight, and those to come, still run on, as far as it is there.
         """
-        self.forget_before(needed_from)
-        old = self._kept[self.newest]
-        if needed_from <= self.newest:
-            new = self._free.pop() if self._free else [torch.empty_like(flat) for flat in old]
+        places = {self._place(version) for version in needed}
+        whole = min((number for number, delay in places if not delay), default=self.newest + 1)
+        for place in list(self._kept):
+            if place not in places if place.delay else place.number < min(whole, self.newest):
+                self._free.append(self._kept.pop(place))
+        for place in places:
+            if place.delay and place.number == self.newest and place not in self._kept:
+                self._make(place)
+        old = self._kept[Version(self.newest)]
+        if whole <= self.newest:
+            new = self._buffers(old)
             for to, flat in zip(new, old):
                 to.copy_(flat)
         else:
-            new = self._kept.pop(self.newest)
+            new = self._kept.pop(Version(self.newest))
         self._arena.weights = new
         self._arena.point_at(new)
-        self._shown = -1
+        self._shown = None
         # What was saved with an older version is still what it was, though the parameter was changed in place.
         with _preserving_version_counters(tuple(self._arena.parameters)):
-            yield
+            yield old if old is not new else None
         self.newest += 1
-        self._kept[self.newest] = new
-        self._shown = self.newest
+        self._shown = Version(self.newest)
+        self._kept[self._shown] = new
 
-    def older(self) -> dict[int, list[torch.Tensor]]:
+    def older(self) -> dict[int, Flats]:
         """What a run needs beside the newest weights to go on: versions by how many updates they lie behind."""
-        return {self.newest - v: flats for v, flats in self._kept.items() if v != self.newest}
+        return {self.newest - v.number: flats for v, flats in self._kept.items() if v.number != self.newest}
 
-    def restore(self, older: dict[int, list[torch.Tensor]]) -> None:
+    def restore(self, older: dict[int, Flats]) -> None:
         """The arena has the newest weights, and these are those before it; as :meth:`older` gave them."""
-        behind = max(older, default=0)
-        self.newest = self._shown = behind
-        self._free, kept = [], {behind - back: flats for back, flats in older.items()}
-        self._kept = {**kept, behind: self._arena.weights}
+        self.newest = max(older, default=0)
+        self._shown = newest = Version(self.newest)
+        # Without batches in flight, the next one runs on a version that lies as many updates behind as it is late.
+        kept = {self._place(Version(self.newest - b, b)): flats for b, flats in older.items()}
+        self._free, self._kept = [], {**kept, newest: self._arena.weights}
 
 
 def refuse_hidden_weights(optimizer: torch.optim.Optimizer, arena: Arena) -> None:

@@ -88,7 +88,7 @@ class Updates:
         def step(replica: TrainedStage) -> None:
             if self._limit is not None:
                 self._clip(replica, self._limit)
-            replica.step(0, 0)
+            replica.step(0, ())
 
         return self._timed([partial(step, replica) for replica in replicas], prepare, budget_s)
 

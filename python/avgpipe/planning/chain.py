@@ -204,5 +204,6 @@ def weight_versions(schedule: Schedule, weights: str) -> list[int]:
     """Per stage, how many versions of the weights are kept, the newest included; ``weights``: see ``Plan``."""
     if weights == "double-buffer":
         return [2] * schedule.stages
-    # One for each batch that has micro-batches in flight.
-    return [1 + max(schedule.rows[w].lookahead for w in workers) for workers in schedule.replicas]
+    # One for each batch that has micro-batches in flight; where each has a prediction, the newest beside them.
+    ahead = [max(schedule.rows[w].lookahead for w in workers) for workers in schedule.replicas]
+    return [1 + n + (weights == "predicted" and n > 0) for n in ahead]

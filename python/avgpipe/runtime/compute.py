@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from avgpipe.device import ReadyOnEvent
+from avgpipe.elastic import Version
 from avgpipe.errors import StageError
 from avgpipe.links.link import Link, Mailbox
 from avgpipe.links.message import Key, Message, tensors_of, wanting_gradients
@@ -112,7 +113,7 @@ class BatchState:
     """
 
     work: Work
-    version: int
+    version: Version
     backwards_left: int
     computing_left: int
     saved: dict[int, SavedForward] = field(default_factory=dict)

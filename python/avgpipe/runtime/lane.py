@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from avgpipe.device import LaneStream
+from avgpipe.elastic import Version
 from avgpipe.links.message import Key, Message
 from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
 from avgpipe.runtime.route import Route, StepKind
@@ -52,7 +53,9 @@ class Lane:
         self._planned: deque[int] = deque()  # batches whose update is not queued yet
         self._overlaps = overlaps
         self._in_flight: dict[int, BatchState] = {}  # by batch, oldest first
-        self.next_version = 0  # the lowest that a batch which is not in flight yet may run on
+        self.next_versions = [
+            Version(0)
+        ]  # that the batches to come run on, as far as one may be there already
         self._place = route.replica, route.pipeline
 
     # ---- batches -------------------------------------------------------------------------------------------------
@@ -61,7 +64,7 @@ class Lane:
     def oldest_batch(self) -> int | None:
         return next(iter(self._in_flight), None)
 
-    def start(self, work: Work, version: int, backwards: int, computing: int) -> None:
+    def start(self, work: Work, version: Version, backwards: int, computing: int) -> None:
         """Take on a batch that runs on a ``version`` of the weights, with so many backwards and steps in all here."""
         state = self._in_flight[work.batch] = BatchState(work, version, backwards, computing)
         if work.micro_batches == 0:  # others have all of the batch
@@ -119,7 +122,7 @@ class Lane:
             return False  # the earlier batch's update goes first
         if not step.begins:
             return True
-        return self.trained.settled and self.trained.has_made(self._in_flight[step.batch].version)
+        return self.trained.settled and self.trained.has_made(self._in_flight[step.batch].version.number)
 
     def advance(self, step: Step) -> None:
         """Perform a step; what it needs must be there."""
@@ -137,7 +140,7 @@ class Lane:
         if step.micro_batch < 0:
             with self._gradients_of(state):
                 others = [s.version for s in self._in_flight.values() if not s.updated and s is not state]
-                self.update.perform(state, step, min([*others, self.next_version]))
+                self.update.perform(state, step, [*others, *self.next_versions])
         elif not state.work.trains:
             self.compute.evaluate(state, step)
             state.computing_left -= 1
@@ -145,7 +148,7 @@ class Lane:
             self.trained.show(state.version)
             if kind is StepKind.FORWARD:
                 if step.begins and self.trained.loss_scale is not None:
-                    state.loss_scale = self.trained.loss_scale.at(state.version)
+                    state.loss_scale = self.trained.loss_scale.at(state.version.number)
                 self.compute.forward(state, step)
             elif kind is StepKind.BACKWARD_WEIGHT:
                 state.deferred.pop(step.micro_batch).run()
@@ -238,7 +241,7 @@ class PipelineRow:
     def start(self, work: Work) -> None:
         """Take on a batch, and queue the steps that are certain now."""
         for stage, lane in self.lanes.items():
-            lane.start(work, self._cursor.version(stage), *self._counts(stage, work.micro_batches))
+            lane.start(work, self._next_versions(stage)[0], *self._counts(stage, work.micro_batches))
         self._enqueue(self._cursor.begin(work.batch, work.micro_batches))
 
     def _counts(self, stage: int, micro_batches: int) -> tuple[int, int]:
@@ -257,7 +260,7 @@ class PipelineRow:
         """Queue the forwards of an evaluated batch, on the stages that this worker evaluates."""
         lanes = [lane for lane in self.lanes.values() if lane.route.evaluates]
         for lane in lanes:
-            lane.start(work, version=0, backwards=0, computing=work.micro_batches)
+            lane.start(work, Version(0), backwards=0, computing=work.micro_batches)
         for m in range(work.micro_batches):
             for lane in lanes:
                 needs = lane.route.evaluation_needs(work.batch, m)
@@ -277,4 +280,12 @@ class PipelineRow:
             else:
                 self.computing.add(lane.step(_STEPS[action.kind], batch, m))
         for stage, lane in self.lanes.items():
-            lane.next_version = self._cursor.version(stage)
+            lane.next_versions = self._next_versions(stage)
+
+    def _next_versions(self, stage: int) -> list[Version]:
+        """Return which versions the next batches run on; what later ones run on is not made before this one begins."""
+        cursor = self._cursor
+        return [
+            Version(cursor.version(stage, n), cursor.delay(stage, n))
+            for n in range(1 + cursor.steady_delay(stage))
+        ]

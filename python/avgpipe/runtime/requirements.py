@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,12 +107,28 @@ def check_device(
         raise ValueError(f"cuda_graphs=True needs CUDA, not device {str(device)!r}: leave it out")
 
 
+def check_correction(plan: Plan, shared: Sequence[Mapping[int, Any]]) -> None:
+    """Refuse a correction with which copies of a parameter would part. ``shared``: by stage, others that share some."""
+    if plan.correction in (None, "predicted"):
+        return
+    delays = plan.delays
+    for stage, others in enumerate(shared):
+        for other in others:
+            if delays[other] != delays[stage]:
+                raise ValueError(
+                    f"correction {plan.correction!r} with weights {plan.weights!r} and parameters that stages {stage} "
+                    f"and {other} share, whose gradients are {delays[stage]} and {delays[other]} updates late: use "
+                    "weights 'vertical-sync', the schedule 'pipedream-2bw', or the correction 'predicted'"
+                )
+
+
 def warn_of_waits(options: TrainingOptions, plan: Plan, shares: bool) -> None:
     """Warn where updates wait for other stages, and forwards for updates. ``shares``: whether stages share weights."""
-    if plan.weights == "stash" and plan.stages > 1 and (options.needs_norm or shares):
+    if plan.weights in ("stash", "predicted") and plan.stages > 1 and (options.needs_norm or shares):
         _log.warning(
-            "weights='stash' with %s: a stage's next forward waits for the first stage's backward; "
+            "weights=%r with %s: a stage's next forward waits for the first stage's backward; "
             "weights='vertical-sync' does not wait",
+            plan.weights,
             "the norm of all gradients" if options.needs_norm else "parameters that stages share",
         )
 

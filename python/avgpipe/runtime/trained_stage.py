@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
-from avgpipe.elastic import Arena, ElasticAveraging, Reference, Versions, refuse_hidden_weights
+from avgpipe.elastic import (
+    Arena,
+    CorrectedSteps,
+    ElasticAveraging,
+    Prediction,
+    Reference,
+    Version,
+    Versions,
+    refuse_hidden_weights,
+)
+from avgpipe.rules import Correction
 from avgpipe.runtime.loss import LossScale
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn
 from avgpipe.runtime.requirements import check_lr_scheduler, check_optimizer
@@ -23,6 +33,8 @@ class TrainedStage:
     Args:
         reference: None when there is one pipeline: its weights are then themselves what is evaluated and saved.
         versioned: whether batches run on older weights than the newest.
+        correction: of the steps that their gradients make.
+        delay: how many updates these are late.
         loss_scale: of a last stage, where losses are scaled.
         hooks: by parameter, see :meth:`run_hooks`.
     """
@@ -36,20 +48,27 @@ class TrainedStage:
         reference: Reference | None,
         arena: Arena,
         versioned: bool = False,
+        correction: Correction | None = None,
+        delay: int = 0,
         loss_scale: LossScale | None = None,
         hooks: Sequence[Sequence[Hook]] = (),
     ) -> None:
         self.stage, self.pipeline, self._arena, self.loss_scale = stage, pipeline, arena, loss_scale
         self._hooks = [(p, of) for p, of in zip(arena.parameters, hooks) if of]
-        self.versions = Versions(arena) if versioned and arena.parameters else None
+        self.versions: Versions | None = None
+        self._corrected: CorrectedSteps | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.elastic: ElasticAveraging | None = None
         self.lr_scheduler = None
         if arena.parameters:
             self.optimizer = optimizer(arena.parameters)
             check_optimizer(self.optimizer)
-            if self.versions is not None:
+            if versioned:
                 refuse_hidden_weights(self.optimizer, arena)
+                predicts = correction is not None and correction.predicts
+                self.versions = Versions(arena, Prediction(self.optimizer, arena) if predicts else None)
+                if correction is not None and not predicts and delay:
+                    self._corrected = CorrectedSteps(correction, delay, self.optimizer, arena)
             if reference is not None:
                 self.elastic = ElasticAveraging(self.optimizer, reference, pipeline, parameters=arena.weights)
                 self.optimizer = self.elastic
@@ -120,7 +139,7 @@ class TrainedStage:
         """How many the weights have seen, as far as versions are counted."""
         return self.versions.newest if self.versions is not None else 0
 
-    def show(self, version: int) -> None:
+    def show(self, version: Version) -> None:
         """Have the layers compute with this version of the weights, where there are several."""
         if self.versions is not None:
             self.versions.show(version)
@@ -130,13 +149,14 @@ class TrainedStage:
         """What the last step has added to the reference; None if it was not the last of a period."""
         return self.elastic.update if self.elastic is not None else None
 
-    def step(self, batch: int, needed_from: int, skips: bool = False, forgets: bool = True) -> None:
+    def step(
+        self, batch: int, needed: Collection[Version], skips: bool = False, forgets: bool = True
+    ) -> None:
         """Step the optimizer, with its averaging, and drop the gradients. BatchNorms count the batch.
 
-        ``needed_from``: the lowest version of the weights that other batches need. ``skips``: a step without
-        gradients, which counts as one; if it ``forgets``, without statistics too. With staleness 0 the last pipeline
-        of a round does the work of all, in one pass over memory where that is possible; until then the replica is not
-        ``settled``.
+        ``needed``: the versions of the weights that other batches need. ``skips``: a step without gradients, which
+        counts as one; if it ``forgets``, without statistics too. With staleness 0 the last pipeline of a round does the
+        work of all, in one pass over memory where that is possible; until then the replica is not ``settled``.
         """
         arena = self._arena
         if self.loss_scale is not None:
@@ -155,8 +175,10 @@ class TrainedStage:
         if self.elastic is not None:
             self.elastic.step_in_round(arena.drop_grads)
         elif self.optimizer is not None:
-            with self.versions.updating(needed_from) if self.versions is not None else nullcontext():
-                self.optimizer.step()
+            with self.versions.updating(needed) if self.versions is not None else nullcontext() as before:
+                corrected = None if skips else self._corrected
+                with corrected.correcting(before) if corrected is not None else nullcontext():
+                    self.optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         if self.elastic is None:

@@ -7,7 +7,7 @@ message. Within a process all of it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from avgpipe.device import LaneStream
-from avgpipe.elastic import Reference
+from avgpipe.elastic import Reference, Version
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message
 from avgpipe.runtime.compute import BatchState, Port, Step
@@ -55,14 +55,14 @@ class Update:
         # Parameters whose gradient norm another, earlier stage counts.
         self._foreign = {p for other, mine in shared.items() if other < route.stage for p in mine}
 
-    def perform(self, state: BatchState, step: Step, needed_from: int) -> None:
-        """Perform a step. ``needed_from``: the lowest version of the weights that other batches need."""
+    def perform(self, state: BatchState, step: Step, needed: Collection[Version]) -> None:
+        """Perform a step. ``needed``: the versions of the weights that other batches need."""
         kind = step.kind
         scales = kind in (StepKind.SEND_TIED, StepKind.ADD_NORM, StepKind.UPDATE)
         if scales and not state.grads_are_scaled:
             self._scale(state)
         if kind is StepKind.UPDATE:
-            self._update(state, step, needed_from)
+            self._update(state, step, needed)
         elif kind is StepKind.SHARE_PART:
             self._share_part(state, step)
         elif kind is StepKind.SUM_REPLICAS:
@@ -164,7 +164,7 @@ class Update:
         else:
             self._send_to_stage(self._route.stage - 1, Message.NORM_PART, step, total)
 
-    def _update(self, state: BatchState, step: Step, needed_from: int) -> None:
+    def _update(self, state: BatchState, step: Step, needed: Collection[Version]) -> None:
         if self._route.norm:
             if not self._route.first:
                 state.norm = self._port.take(step.needs[0])
@@ -182,7 +182,7 @@ class Update:
             self._trained.scale_grads((self._limit / (norm + 1e-6)).clamp(max=1.0))
         self.skipped += skips
         self._port.sent_at = None  # the norm is passed on before the step, which is no sending
-        self._trained.step(step.batch, needed_from, skips, self._forgets)
+        self._trained.step(step.batch, needed, skips, self._forgets)
         state.updated = True
         for _, replica in self._route.remote:
             update = self._trained.reference_update

@@ -17,6 +17,7 @@ from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
 from avgpipe.plan import Plan
 from avgpipe.ranks.world import SPARE_S, Watchdog, World
+from avgpipe.rules import CORRECTIONS
 from avgpipe.runtime.compute import Compute, Port
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.lane import Lane, PipelineRow
@@ -152,6 +153,8 @@ class Worker:
                 self.references[replica],
                 arena,
                 versioned=plan.weights != "flush",
+                correction=None if plan.correction is None else CORRECTIONS[plan.correction],
+                delay=plan.delays[k],
                 loss_scale=self._loss_scale() if k == self.model.stages - 1 else None,
                 hooks=hooks,
             )

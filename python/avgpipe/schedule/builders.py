@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
@@ -116,13 +117,24 @@ def _all_forward_all_backward(asked: Asked) -> Schedule:
     )
 
 
-def _one_f_one_b(asked: Asked, flush: bool = True) -> Schedule:
-    return from_warm_ups(asked.name, asked.micro_batches, _least(asked), asked.replication, flush)
+def _one_f_one_b(asked: Asked) -> Schedule:
+    return from_warm_ups(asked.name, asked.micro_batches, _least(asked), asked.replication)
+
+
+def _endless(asked: Asked) -> Schedule:
+    forwards = _advanced(asked)
+    return from_warm_ups(asked.name, asked.micro_batches, forwards, asked.replication, flush=False)
 
 
 def _advance_forward(asked: Asked) -> Schedule:
+    forwards = _advanced(asked, most=asked.micro_batches)
+    return from_warm_ups(asked.name, asked.micro_batches, forwards, asked.replication)
+
+
+def _advanced(asked: Asked, most: float = math.inf) -> list[int]:
+    """Per stage, the forwards before the first backward, ``most`` at most."""
     ahead = list(asked.advance)
-    forwards = [min(w + a, asked.micro_batches) for w, a in zip(_least(asked), ahead)]
+    forwards = [int(min(w + a, most)) for w, a in zip(_least(asked), ahead)]
     for k in range(1, asked.stages):
         # A stage's first backward needs all warm-ups of the next stage, and these need as many of its own.
         if max(asked.replication) == 1 and forwards[k] > forwards[k - 1]:
@@ -131,7 +143,7 @@ def _advance_forward(asked: Asked) -> Schedule:
                 f"stage {k - 1} sends it only {forwards[k - 1]}; "
                 f"give stage {k} at most {ahead[k - 1] + 1}, one more than stage {k - 1}"
             )
-    return from_warm_ups(asked.name, asked.micro_batches, forwards, asked.replication)
+    return forwards
 
 
 def _least(asked: Asked) -> list[int]:
@@ -139,8 +151,9 @@ def _least(asked: Asked) -> list[int]:
     return [-(-sum(asked.replication[k:]) // own) for k, own in enumerate(asked.replication)]
 
 
-def _advance_per_stage(advance: Advance, stages: int) -> tuple[int, ...]:
-    """The a_k that ``advance`` of :func:`build_schedule` means."""
+def _advance_per_stage(advance: Advance, stages: int, published: int | None) -> tuple[int, ...]:
+    """The a_k that ``advance`` of :func:`build_schedule` means. ``published``: on every stage; None: K-1-k."""
+    advance = published if advance is None else advance
     if advance is None or advance == "auto":
         return tuple(range(stages - 1, -1, -1))
     each: tuple[Any, ...] = tuple(advance) if isinstance(advance, (list, tuple)) else (advance,) * stages
@@ -256,7 +269,7 @@ def _check_multiple(asked: Asked, per_worker: int) -> None:
 # ---- by name ---------------------------------------------------------------------------------------------------------
 
 
-WEIGHTS = ("flush", "stash", "vertical-sync", "double-buffer")
+WEIGHTS = ("flush", "stash", "vertical-sync", "double-buffer", "predicted")
 """Which version of the weights a batch runs on, see ``Plan.weights``."""
 
 RECOMPUTE = ("never", "except-last", "always")
@@ -272,6 +285,7 @@ class Published(NamedTuple):
         weights: The weight versions that it was published with, see ``Plan.weights``.
         takes: The options of :func:`build_schedule` that it takes beside stages and micro_batches.
         alias: Another name for it.
+        advance: Of every stage where none is given; None: K-1-k of stage k.
     """
 
     name: str
@@ -279,15 +293,15 @@ class Published(NamedTuple):
     weights: str = "flush"
     takes: tuple[str, ...] = ()
     alias: str = ""
+    advance: int | None = None
 
 
-_ENDLESS = partial(_one_f_one_b, flush=False)
 _SCHEDULES = (
     Published("all-forward-all-backward", _all_forward_all_backward, takes=("replication",), alias="gpipe"),
     Published("1f1b", _one_f_one_b, takes=("replication",), alias="dapple"),
     Published("advance-forward", _advance_forward, takes=("replication", "advance")),
-    Published("pipedream", _ENDLESS, "stash", takes=("replication",)),
-    Published("pipedream-2bw", _ENDLESS, "double-buffer", takes=("replication",)),
+    Published("pipedream", _endless, "stash", takes=("replication", "advance"), advance=0),
+    Published("pipedream-2bw", _endless, "double-buffer", takes=("replication", "advance"), advance=0),
     Published("interleaved-1f1b", _interleaved_1f1b, takes=("stages_per_worker",)),
     Published("zero-bubble-h1", _zero_bubble_h1),
     Published("zero-bubble-v", _zero_bubble_v),
@@ -340,7 +354,8 @@ def build_schedule(
       4 stages. "auto" is for :func:`avgpipe.planning.choose_advance` to replace by what measurements say; here,
       without any, it means the same as None.
     - "pipedream" (Narayanan et al. 2019) and "pipedream-2bw" (Narayanan et al. 2021): 1f1b that goes on over batches
-      without a flush. They differ in their weight versions, which are no part of a schedule.
+      without a flush. They differ in their weight versions, which are no part of a schedule. ``advance``, 0 here where
+      it is None, puts forwards in front as above, which hides transfers and makes gradients older.
     - "interleaved-1f1b" (Narayanan et al. 2021, Megatron-LM): ``stages_per_worker`` stages on each worker, None: 2.
     - "zero-bubble-h1" (Qi et al. 2024): as 1f1b, with backwards split and their weights part put off.
     - "zero-bubble-v" (Qi et al., NeurIPS 2024): the same with 2 stages on each worker, which turn back in a V.
@@ -368,7 +383,7 @@ def build_schedule(
             f"stages_per_worker={stages_per_worker!r}: must be an int of at least 2; '1f1b' has 1 stage per worker"
         )
     workers = checked_replication(replication, stages)
-    ahead = _advance_per_stage(advance, stages)
+    ahead = _advance_per_stage(advance, stages, row.advance)
     return _built(row.build, Asked(row.name, micro_batches, workers, ahead, stages_per_worker or 2))
 
 

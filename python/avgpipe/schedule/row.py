@@ -206,9 +206,9 @@ class RowCursor:
     Args:
         row: Its row of the schedule.
         weights: On which version of the weights a batch runs; a version is counted in updates. "flush": not counted, as
-            each batch runs on the newest. "stash": the newest when the row comes to the batch's first forward on the
-            stage. "vertical-sync": the same of the first stage, on all stages. "double-buffer": version max(t-1, 0) for
-            batch t, counted from 0.
+            each batch runs on the newest. "stash", "predicted": the newest when the row comes to the batch's first
+            forward on the stage. "vertical-sync": the same of the first stage, on all stages. "double-buffer": version
+            max(t-1, 0) for batch t, counted from 0.
         first_row: The row of the first stage, for "vertical-sync".
     """
 
@@ -216,6 +216,7 @@ class RowCursor:
         self._row, self._weights = tuple(row), weights
         self._ahead = row.ahead
         self._first_row = () if first_row is None else tuple(first_row)
+        self._delays: dict[int, int] = {}
         self.resume(0)
 
     def resume(self, updates: int) -> None:
@@ -225,14 +226,32 @@ class RowCursor:
         self._turn, self._index = -self._ahead, 0
         self._known: dict[int, tuple[int, int]] = {}  # by turn, of batches that may have actions left
 
-    def version(self, stage: int) -> int:
-        """On which version the next batch to begin runs on ``stage``; a later one never runs on a lower version."""
+    def version(self, stage: int, later: int = 0) -> int:
+        """On which version the next batch to begin, or so many later, runs on ``stage``; the numbers never fall."""
         if self._weights == "flush":
             return 0
+        begun = self._begun + later
         if self._weights == "double-buffer":
-            return max(self._updates + self._begun - 1, 0)
-        row, stage = (self._first_row, 0) if self._weights == "vertical-sync" else (self._row, stage)
-        return self._updates + max(0, self._begun + _updates_before_first_forward(row, stage))
+            return max(self._updates + begun - 1, 0)
+        return self._updates + max(0, begun - self.steady_delay(stage))
+
+    def delay(self, stage: int, later: int = 0) -> int:
+        """How many updates come between the version that such a batch runs on and the batch's own."""
+        return (
+            0
+            if self._weights == "flush"
+            else self._updates + self._begun + later - self.version(stage, later)
+        )
+
+    def steady_delay(self, stage: int) -> int:
+        """:meth:`delay` once the pipeline is full."""
+        if self._weights in ("flush", "double-buffer"):
+            return int(self._weights == "double-buffer")
+        if stage not in self._delays:
+            synced = self._weights == "vertical-sync"
+            row, first = (self._first_row, 0) if synced else (self._row, stage)
+            self._delays[stage] = -_updates_before_first_forward(row, first)
+        return self._delays[stage]
 
     def begin(self, batch: int, micro_batches: int) -> list[tuple[Action, int]]:
         """Return the actions that are certain now that ``batch`` follows, each with its batch.

@@ -1,0 +1,300 @@
+"""Pipelines that share each batch: the rules of averaging in float64, and the limit in which they are one device."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from avgpipe import Pipeline, Plan
+from tests import runner
+from tests.runtime.cases import (
+    assert_same_state,
+    language_model,
+    momentum,
+    token_batches,
+    train_on_one_device,
+    unequal,
+)
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.2, weight_decay=0.01),
+    "momentum": momentum,
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+}
+LOSS = nn.CrossEntropyLoss()
+IGNORING = nn.CrossEntropyLoss(ignore_index=0)
+
+
+def parts_of(n: int, M: int, N: int) -> list[slice]:
+    """The samples of each pipeline: a batch is cut into micro-batches, and these are shared out."""
+    M = min(M, n)
+    sizes = [n // M + (m < n % M) for m in range(M)]
+    counts = [M // N + (i < M % N) for i in range(N)]
+    ends = [sum(sizes[: sum(counts[: i + 1])]) for i in range(N)]
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends)]
+
+
+def emulate(
+    model: nn.Module, batches: list[Any], N: int, M: int, case: dict[str, Any], loss_fn: nn.Module
+) -> Any:
+    """Train as the rules say, replica by replica: losses of whole batches, the reference, and the replicas."""
+    optimizer = OPTIMIZERS[case.get("optimizer", "momentum")]
+    staleness, period = case.get("staleness", 1), case.get("period", 1)
+    alpha = case.get("alpha", (0.9 if case.get("rule") == "easgd" else 1.0) / N)
+    reference = copy.deepcopy(model)
+    z = [p.data for p in reference.parameters()]
+    replicas = [copy.deepcopy(model) for _ in range(N)]
+    opts = [optimizer(r.parameters()) for r in replicas]
+    losses: list[float] = []
+    for number, (x, y) in enumerate(batches):
+        if number % period == 0:
+            begin = [[p.data.clone() for p in r.parameters()] for r in replicas]
+        counted = (y != 0) if loss_fn is IGNORING else torch.ones_like(y, dtype=torch.bool)
+        whole = 0.0
+        for i, part in enumerate(parts_of(len(x), M, N)):
+            share = int(counted[part].sum()) / int(counted.sum())
+            opts[i].zero_grad()
+            if share:
+                loss = loss_fn(replicas[i](x[part]), y[part])
+                (N * share * loss).backward()
+                whole += share * float(loss.detach())
+            else:
+                for p in replicas[i].parameters():
+                    p.grad = torch.zeros_like(p) if p in opts[i].state else None
+            opts[i].step()
+        losses.append(whole)
+        if (number + 1) % period:
+            continue
+        xs = [[p.data for p in r.parameters()] for r in replicas]
+        for n in range(len(z)):
+            old, d = z[n].clone(), [xs[i][n] - begin[i][n] for i in range(N)]
+            if case.get("rule") == "easgd":
+                e = [alpha * (xs[i][n] - old) for i in range(N)]
+                for i in range(N):
+                    xs[i][n] -= e[i]
+                z[n] += sum(e)
+                continue
+            z[n] += sum(d) / N
+            for i in range(N):
+                xs[i][n] += alpha * ((z[n] - xs[i][n]) if staleness == 0 else (old - begin[i][n]))
+    return losses, reference.state_dict(), [r.state_dict() for r in replicas]
+
+
+CASES: list[dict[str, Any]] = [
+    {"N": 2, "M": 4},
+    {"N": 2, "M": 3, "staleness": 0},
+    {"N": 3, "M": 4, "optimizer": "adamw", "alpha": 1.0},
+    {"N": 3, "M": 3, "staleness": 0, "alpha": 0.7, "optimizer": "adamw"},
+    {"N": 4, "M": 6, "period": 2},
+    {"N": 2, "M": 5, "rule": "easgd"},
+    {"N": 2, "M": 4, "schedule": "zero-bubble-h1"},
+    {"N": 2, "M": 4, "schedule": "interleaved-1f1b"},
+    {"N": 2, "M": 4, "replication": True},
+    {"N": 2, "M": 4, "spread": True},
+]
+NOT_OF_THE_PLAN = ("N", "M", "optimizer", "replication")
+
+
+def plan_of(K: int, case: dict[str, Any]) -> Plan:
+    options = {name: value for name, value in case.items() if name not in NOT_OF_THE_PLAN}
+    if case.get("replication"):
+        options["replication"] = [2, *[1] * (K - 1)]
+    return Plan(stages=K, pipelines=case["N"], micro_batches=case["M"], **options)
+
+
+def run(K: int, case: dict[str, Any], loss_fn: nn.Module = LOSS, last: int = 7, count: int = 8) -> Any:
+    batches = token_batches(count, 13, last=last)
+    model = language_model()
+    optimizer = OPTIMIZERS[case.get("optimizer", "momentum")]
+    with Pipeline(model, plan_of(K, case), loss_fn=loss_fn, optimizer=optimizer, timeout_s=60) as p:
+        results = list(p.train(batches))
+        assert all(r.pipeline is None for r in results)
+        assert [(r.batch, r.samples) for r in results] == [(j, len(x)) for j, (x, _) in enumerate(batches)]
+        states = [p.state_dict(), *(p.state_dict(weights=i) for i in range(case["N"]))]
+    return [r.loss for r in results], states, emulate(model, batches, case["N"], case["M"], case, loss_fn)
+
+
+def assert_as_emulated(found: Any) -> None:
+    losses, states, (expected, reference, replicas) = found
+    assert unequal(losses, expected) < 1e-10
+    for ours, theirs in zip(states, [reference, *replicas], strict=True):
+        assert_same_state(ours, theirs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("K", [1, 3])
+def test_follows_the_rules_step_by_step(K: int, case: dict[str, Any]) -> None:
+    if case.get("schedule") == "interleaved-1f1b":
+        K += 1  # it has two stages on each of its workers
+    assert_as_emulated(run(K, case))
+
+
+@pytest.mark.parametrize("last", [1, 2, 3], ids="{} samples".format)
+def test_a_last_batch_may_be_shorter_than_there_are_pipelines(last: int) -> None:
+    """Those that have nothing of it go on with their momentum, as one device does."""
+    assert_as_emulated(run(2, {"N": 3, "M": 6}, last=last))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_shares_weigh_by_what_their_loss_counts(staleness: int) -> None:
+    assert_as_emulated(run(2, {"N": 3, "M": 6, "staleness": staleness}, loss_fn=IGNORING))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], {**CASES[0], "spread": True}], ids=str)
+def test_on_ranks_it_is_the_same(case: dict[str, Any]) -> None:
+    workers = plan_of(2, case).workers
+    for found in runner.run(workers, run, K=2, case=case):
+        assert_as_emulated(found)
+
+
+# ---- the limit in which elastic pipelines are data parallelism ---------------------------------------------------
+
+
+class SumLoss(nn.Module):
+    reduction = "sum"
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return 0.05 * nn.functional.cross_entropy(output, target, reduction="sum")
+
+
+@pytest.mark.parametrize("loss_fn", [LOSS, IGNORING, SumLoss()], ids=["mean", "ignoring", "sum"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+@pytest.mark.parametrize(("K", "N", "M"), [(1, 2, 2), (3, 2, 5), (2, 4, 4)])
+def test_with_whole_elasticity_they_are_one_device(
+    K: int, N: int, M: int, optimizer: str, loss_fn: Any
+) -> None:
+    batches, make = token_batches(12, 12, last=5), OPTIMIZERS[optimizer]
+    losses, state = train_on_one_device(language_model(), batches, loss_fn, make)
+    plan = Plan(stages=K, pipelines=N, micro_batches=M, alpha=1.0, staleness=0)
+    with Pipeline(language_model(), plan, loss_fn=loss_fn, optimizer=make, timeout_s=60) as p:
+        assert unequal([r.loss for r in p.train(batches)], losses) < 1e-10
+        assert_same_state(p.state_dict(), state)
+
+
+def test_they_draw_what_one_pipeline_draws() -> None:
+    """Dropout of micro-batch m is that of micro-batch m, whoever trains on it."""
+    batches = token_batches(6, 12, last=7)
+
+    def trained(**options: Any) -> Any:
+        plan = Plan(micro_batches=6, **options)
+        with Pipeline(language_model(dropout=0.3), plan, loss_fn=LOSS, optimizer=momentum) as p:
+            return [r.loss for r in p.train(batches)], p.state_dict()
+
+    losses, one = trained()
+    for K, N in ((1, 2), (2, 3)):
+        ours, state = trained(stages=K, pipelines=N, alpha=1.0, staleness=0)
+        assert unequal(losses, ours) < 1e-10
+        assert_same_state(state, one)
+
+
+def test_a_loss_of_sum_and_count_weighs_shares_by_samples() -> None:
+    def counting(output: torch.Tensor, target: torch.Tensor) -> Any:
+        return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
+
+    batches = token_batches(5, 12, last=7)
+    plan = Plan(stages=2, pipelines=2, micro_batches=4, alpha=1.0, staleness=0)
+    with Pipeline(language_model(), plan, loss_fn=counting, optimizer=momentum) as p:
+        losses = [r.loss for r in p.train(batches)]
+        state = p.state_dict()
+    with Pipeline(language_model(), Plan(), loss_fn=LOSS, optimizer=momentum) as one:
+        expected = [r.loss for r in one.train(batches)]
+        assert_same_state(state, one.state_dict())
+    assert unequal(losses, expected) < 1e-10
+
+
+# ---- other things that know of batches ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("M", [1, 2, 3])
+def test_one_pipeline_is_what_it_was(M: int) -> None:
+    """Bit for bit: it has nobody to share with."""
+    found = []
+    for batch in ("global", "per-pipeline"):
+        plan = Plan(stages=2, micro_batches=M, batch=batch)
+        with Pipeline(language_model(dropout=0.3), plan, loss_fn=LOSS, optimizer=momentum) as p:
+            results = list(p.train(token_batches(5, 8, last=3)))
+            assert {r.pipeline for r in results} == {0}
+            found.append(([r.loss for r in results], p.state_dict()))
+    (losses, state), (others, other) = found
+    assert losses == others
+    assert all(torch.equal(state[name], other[name]) for name in state)
+
+
+def test_step_trains_on_one_batch() -> None:
+    (x, y), *_ = token_batches(1, 12)
+    plan = Plan(stages=2, pipelines=3, micro_batches=6)
+    with (
+        Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=momentum) as stepped,
+        Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=momentum) as trained,
+    ):
+        losses = [stepped.step(x, y) for _ in range(4)]
+        assert losses == [r.loss for r in trained.train([(x, y)] * 4)]
+        assert stepped.batches == 4
+        assert_same_state(stepped.state_dict(), trained.state_dict())
+
+
+def test_the_learning_rate_steps_once_for_each_batch() -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    plan = Plan(stages=2, pipelines=2, micro_batches=4)
+    options: Any = {"loss_fn": LOSS, "optimizer": momentum, "lr_scheduler": schedule}
+    with Pipeline(language_model(), plan, **options) as p:
+        list(p.train(token_batches(3, 8)))
+        rates = {group["lr"] for o in p.optimizers for group in o.param_groups}
+    assert rates == {0.1 * 0.5**3}
+
+
+def test_a_batch_that_overflows_in_one_share_is_told() -> None:
+    x, y = token_batches(1, 8)[0]
+
+    class Bad(nn.Module):
+        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            loss = LOSS(output, target)
+            return loss * math.inf if bool((target == y[-1]).all()) else loss
+
+    plan = Plan(stages=2, pipelines=2, micro_batches=8)
+    with Pipeline(language_model(), plan, loss_fn=Bad(), optimizer=momentum, skip_nonfinite=True) as p:
+        (result,) = p.train([(x, y)])
+        assert not math.isfinite(result.loss)
+        assert p.skipped_updates >= 1
+        assert all(bool(value.isfinite().all()) for value in p.state_dict().values())
+
+
+def test_checkpoints_go_on_bit_for_bit(tmp_path: Any) -> None:
+    batches = token_batches(9, 8, last=5)
+    plan = Plan(stages=2, pipelines=3, micro_batches=6)
+
+    def made() -> Pipeline:
+        return Pipeline(language_model(dropout=0.2), plan, loss_fn=LOSS, optimizer=OPTIMIZERS["adamw"])
+
+    with made() as p:
+        losses = [r.loss for r in p.train(batches[:4])]
+        p.save(tmp_path / "saved")
+        losses += [r.loss for r in p.train(batches[4:])]
+        whole = p.state_dict()
+    with made() as p:
+        p.load(tmp_path / "saved")
+        assert [r.loss for r in p.train(batches[4:])] == losses[4:]
+        assert all(torch.equal(value, whole[name]) for name, value in p.state_dict().items())
+
+
+@pytest.mark.parametrize("batch", ["global", "per-pipeline"])
+def test_a_checkpoint_of_the_other_kind_of_batch_loads_by_name(tmp_path: Any, batch: str) -> None:
+    """Between kinds, pipelines begin a round together, whatever rounds the saved ones were in."""
+    other = "global" if batch == "per-pipeline" else "per-pipeline"
+    plans = [Plan(stages=2, pipelines=2, micro_batches=4, batch=kind) for kind in (other, batch)]
+    with Pipeline(language_model(), plans[0], loss_fn=LOSS, optimizer=momentum) as p:
+        list(p.train(token_batches(3, 8)))
+        p.save(tmp_path / "saved")
+        saved = p.state_dict()
+    with Pipeline(language_model(), plans[1], loss_fn=LOSS, optimizer=momentum) as p:
+        p.load(tmp_path / "saved")
+        assert_same_state(p.state_dict(), saved)
+        assert len(list(p.train(token_batches(4, 8)))) == 4
