@@ -78,7 +78,10 @@ class Pipeline:
             ``reduction = "sum"``; or ``(sum, count)``, a scalar and what to divide it by over the whole batch, such as
             the targets that are not ignored. A scalar of unknown kind is taken for a mean over samples; where the first
             batch shows that it is none, a warning says so.
-        optimizer: ``optimizer(params)`` returns a torch optimizer.
+        optimizer: ``optimizer(params)`` returns a torch optimizer of a stage's parameters. Where its first parameter is
+            called ``named_params`` or ``named_parameters``, it gets pairs (name, parameter) instead, as torch's
+            optimizers take them too; names are those of the unsplit model, as in ``state_dict``, of a tied parameter
+            the first.
         device: by default where the model's parameters are. "cuda": under torchrun the device of this rank's place on
             its host, else the current one. It becomes the calling thread's current device.
         seed: what the layers draw follows from it, the pipeline, batch, micro-batch and layer alone.

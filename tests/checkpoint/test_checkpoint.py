@@ -268,3 +268,31 @@ def test_nothing_is_unpickled(saved: Path) -> None:
     manifest.files[0] = [shard.name, shard.stat().st_size, crc_of(shard)]
     manifest.write(evil)
     refuse(evil, "corrupt checkpoint: .*stage-0.* does not load", verify=False)
+
+
+# ---- optimizers of named parameters --------------------------------------------------------------------------------
+
+
+def named_adamw(named_params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named_params, lr=0.01)
+
+
+@pytest.mark.parametrize("saves", [adamw, named_adamw], ids=["plain", "named"])
+@pytest.mark.parametrize(("K", "N"), [(2, 1), (1, 1), (3, 1), (2, 2), (1, 2)])
+def test_names_of_parameters_stay_with_their_stage(saves: Any, K: int, N: int, tmp_path: Path) -> None:
+    before = Plan(stages=2, pipelines=N, micro_batches=2)
+    after = Plan(stages=K, pipelines=N, micro_batches=2)
+    batches = token_batches(8, 6)
+    model = language_model()
+    with Pipeline(model, before, loss_fn=LOSS, optimizer=saves) as p:
+        list(p.train(batches[:4]))
+        p.save(tmp_path / "c")
+        p.load(tmp_path / "c")
+        expected = [r.loss for r in p.train(batches[4:])], p.state_dict()
+    with Pipeline(model, after, loss_fn=LOSS, optimizer=named_adamw) as p:
+        p.load(tmp_path / "c")
+        for (stage, _), trained in p._worker.trained.items():
+            (group,) = trained.optimizer.param_groups  # type: ignore[union-attr]
+            assert group["param_names"] == p._model.trainable[stage]
+        assert [r.loss for r in p.train(batches[4:])] == pytest.approx(expected[0], rel=1e-12)
+        torch.testing.assert_close(p.state_dict(), expected[1], rtol=1e-10, atol=1e-10)

@@ -112,7 +112,8 @@ def test_what_is_given_is_what_train_takes():
     """Every option of a run is one of ``avgpipe train``."""
     help_text = invoke("train", "--help").stdout
     asked = dict.fromkeys(
-        ("lr_scaling", "epochs", "max_batches", "target", "device", "link", "autocast"), "1"
+        ("optimizer", "lr", "lr_scaling", "epochs", "max_batches", "target", "device", "link", "autocast"),
+        "1",
     )
     words = words_of(question(Path(), "avgpipe", preset="tiny", timeout_s=1.0, **asked), "avgpipe")
     assert all(word in help_text for word in words if word.startswith("--"))

@@ -14,12 +14,13 @@ OPTIONS = {
         *("--micro-batches", "--schedule", "--advance", "--rule", "--staleness", "--alpha", "--period"),
         *("--recompute", "--plan", "--epochs", "--max-batches", "--target", "--device", "--out", "--resume"),
         *("--pretrained", "--loader-workers", "--lr-scaling", "--autocast", "--skip-nonfinite", "--link"),
+        *("--optimizer", "--lr"),
         *("--wire-dtype", "--weights", "--replication", "--stages-per-worker", "--spread"),
         *("--checkpoint-minutes", "--timeout", "--json", "awd-lstm", "model-parallel"),
     ],
     "compare": [
         *("--systems", "--stages", "--pipelines", "--micro-batches", "--memory-limit", "--target", "--out"),
-        *("--data", "--preset", "--epochs", "--max-batches", "--json"),
+        *("--data", "--preset", "--epochs", "--max-batches", "--optimizer", "--lr", "--json"),
     ],
     "profile": [
         *(

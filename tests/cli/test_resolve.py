@@ -87,6 +87,30 @@ def test_a_resumed_run_keeps_its_settings(tmp_path):
     assert (after.epochs, after.resume) == (9, True)
 
 
+def test_a_resumed_run_keeps_its_optimizer_and_learning_rate(tmp_path):
+    stored_run(tmp_path / "run", optimizer="muon", lr=0.5)
+    again = {"out": str(tmp_path / "run"), "resume": True}
+    for asked in ({}, {"optimizer": "muon", "lr": 0.5}):
+        after = resolve(**again, **asked)
+        assert (after.optimizer, after.lr) == ("muon", 0.5)
+    with pytest.raises(
+        ValueError, match=r"--lr 0.3: the run in .*run trains with 0.5, .*: leave out --lr, or"
+    ):
+        resolve(**again, lr=0.3)
+    with pytest.raises(ValueError, match=r"--optimizer sgd: the run in .*run trains with muon"):
+        resolve(**again, optimizer="sgd")
+
+
+def test_a_resumed_run_keeps_the_optimizer_of_its_preset(tmp_path):
+    stored_run(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"--optimizer adamw: the run in .*run trains with the preset's"):
+        resolve(out=str(tmp_path / "run"), resume=True, optimizer="adamw")
+    values = json.loads((tmp_path / "run" / "run.json").read_text())
+    del values["optimizer"], values["lr"]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(values))  # as older versions wrote it
+    assert resolve(out=str(tmp_path / "run"), resume=True, lr=0.5).lr == 0.5
+
+
 def test_a_resumed_run_may_change_its_layout(tmp_path):
     stored_run(tmp_path / "run")
     plan = resolve(out=str(tmp_path / "run"), resume=True, stages=1).to_plan()
@@ -197,9 +221,11 @@ def test_a_run_whose_plan_was_stored_apart_is_resumed(tmp_path):
 
 def test_what_the_workload_is_asked_survives_the_way_to_the_workers(tmp_path):
     asked = {"data": str(tmp_path), "lr_scaling": "linear", "loader_workers": 2, "seed": 3, "pipelines": 3}
+    asked |= {"optimizer": "muon", "lr": 0.5}
     for split in ("train", "valid", "test"):
         (tmp_path / f"{split}.txt").write_text("a b\n")
     options = TrainConfig.from_json(resolve(**asked).to_json()).build_options(3)
     assert (options.data, options.pretrained) == (tmp_path, None)
     assert (options.lr_scaling, options.loader_workers, options.pipelines) == ("linear", 2, 3)
+    assert (options.optimizer, options.lr) == ("muon", 0.5)
     assert (options.seed, options.batch_size, options.epochs) == (3, 16, 1)

@@ -266,9 +266,35 @@ def test_a_link_and_a_wire_can_be_chosen_and_the_link_is_named(text, tmp_path):
     assert len(strict(stdout)["advance"]) == 2  # what measuring chose
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_an_optimizer_and_its_rate_can_be_chosen_and_stay_when_the_run_goes_on(text, tmp_path):
+    out = tmp_path / "run"
+    chosen = ("--data", str(text), "--batch-size", "4", "--optimizer", "muon", "--lr", "0.02")
+    code, _, stderr = finish(*chosen, "--max-batches", "40", "--out", str(out))
+    assert code == 0, stderr
+    stored = strict((out / "run.json").read_text())
+    assert (stored["optimizer"], stored["lr"]) == ("muon", 0.02)
+    before, *_, after = (row["loss"] for row in rows(out) if row["kind"] == "valid")
+    assert after < before - 0.5
+    longer = ("--resume", "--stages", "1", "--max-batches", "44", "--out", str(out))
+    code, _, stderr = finish(*longer)
+    assert code == 0, stderr
+    assert strict((out / "summary.json").read_text())["batches"] == 44
+    code, _, stderr = finish(*longer, "--lr", "0.01")
+    assert code == 2
+    assert "trains with 0.02" in stderr
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--link", "tcp"), ("--wire-dtype", "float8"), ("--autocast", "int8"), ("--lr-scaling", "log")],
+    [
+        ("--link", "tcp"),
+        ("--wire-dtype", "float8"),
+        ("--autocast", "int8"),
+        ("--lr-scaling", "log"),
+        ("--optimizer", "nadam"),
+    ],
 )
 def test_unknown_links_and_wires_are_refused_before_anything_is_written(option, value, tmp_path):
     result = invoke("train", "awd-lstm", option, value, "--out", str(tmp_path / "run"))

@@ -124,6 +124,23 @@ def test_a_norm_that_is_clipped_counts_with_the_step(limit, monkeypatch):
     assert clipped == ([limit] * len(timed[-1]) if limit else [])
 
 
+@pytest.mark.parametrize("kind", ["list", "traced"])
+def test_an_optimizer_may_ask_for_names(kind):
+    seen = set()
+
+    def noting(named_params):
+        seen.add(tuple(name for name, _ in named_params))
+        return momentum([p for _, p in named_params])
+
+    model = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)] if kind == "list" else Branching()
+    measured(model, torch.zeros(1, 4), micro_batch_sizes=(1,), optimizer=noting)
+    layers = "02" if kind == "list" else "abcd"
+    assert seen == {
+        ("weight",),
+        *((f"{n}.weight", f"{n}.bias") for n in layers),
+    }  # the first: a step without weights
+
+
 class Branching(nn.Module):
     def __init__(self):
         super().__init__()

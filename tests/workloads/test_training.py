@@ -23,8 +23,10 @@ def test_the_rate_grows_with_the_pipelines(scaling, factor):
 
 
 def test_options_override_the_preset():
-    asked = PLAIN.with_options(BuildOptions(batch_size=3, epochs=7, lr_scaling="linear"))
+    options = BuildOptions(batch_size=3, epochs=7, optimizer="sgd", lr=0.3, lr_scaling="linear")
+    asked = PLAIN.with_options(options)
     assert (asked.batch_size, asked.epochs, asked.lr_scaling) == (3, 7, "linear")
+    assert (asked.optimizer, asked.lr) == ("sgd", 0.3)
     assert PLAIN.with_options(BuildOptions()) == PLAIN
 
 
@@ -64,22 +66,24 @@ def test_the_course_ends_with_the_run():
 
 def test_only_matrices_decay():
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    groups = PLAIN.optimizer_for(1)(model.parameters()).param_groups
+    groups = PLAIN.optimizer_for(BuildOptions(), model)(model.parameters()).param_groups
     assert [[tuple(p.shape) for p in g["params"]] for g in groups] == [[(2, 3)], [(2,), (2,), (2,)]]
     assert [g["weight_decay"] for g in groups] == [0.01, 0.0]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw", "muon"])
 def test_a_group_may_be_empty(kind):
     p = nn.Parameter(torch.ones(2, 2))
-    optimizer = replace(PLAIN, optimizer=kind).optimizer_for(2)([p])
+    optimizer = replace(PLAIN, optimizer=kind).optimizer_for(BuildOptions(pipelines=2), [])(
+        [("a", p)] if kind == "muon" else [p]
+    )
     elastic = ElasticAveraging(optimizer, Reference([p], replicas=1), replica=0)
     p.grad = torch.ones(2, 2)
     elastic.step()
     assert (p < 1).all()
     state = elastic.state_dict()
     elastic.load_state_dict(state)
-    assert [len(g["params"]) for g in optimizer.param_groups] == [1, 0]
+    assert sorted(len(g["params"]) for g in optimizer.param_groups) == [0] * (1 + (kind == "muon")) + [1]
 
 
 # ---- NT-ASGD -------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from avgpipe.runtime.worker import Worker
 _log = logging.getLogger("avgpipe")
 # Options of the plan that must be the same for a run to go on bit for bit.
 _SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha", "weights", "replication", "spread")
+_OF_STAGE = ("params", "param_names")  # of an optimizer's group: what differs from stage to stage
 
 
 class SavedStages:
@@ -280,7 +281,7 @@ def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStag
     groups = stages[0]["state"]["param_groups"] if stages else []
     if len(groups) == len(current["param_groups"]):
         for mine, theirs in zip(current["param_groups"], groups):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
+            mine.update({key: value for key, value in theirs.items() if key not in _OF_STAGE})
     states = {stage["names"][n]: value for stage in stages for n, value in stage["state"]["state"].items()}
     # Copies: a tied parameter's state goes to several stages, and a saved pipeline's to several new ones.
     order = parameter_names(trained, trained.optimizer, names)

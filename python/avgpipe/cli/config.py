@@ -17,7 +17,7 @@ from avgpipe.rules import RULES
 from avgpipe.schedule import RECOMPUTE, WEIGHTS, schedule_names
 from avgpipe.systems import SYSTEMS
 from avgpipe.units import parse_bytes, parse_names, parse_numbers, parse_rate, parse_seconds
-from avgpipe.workloads import LR_SCALINGS, BuildOptions, workload_names
+from avgpipe.workloads import LR_SCALINGS, OPTIMIZERS, BuildOptions, workload_names
 
 MIN_ELEMENTS = 2000  # fewer cannot be cut into the lists of tensors that some questions are about
 Parse = Callable[[str, str], Any]
@@ -135,6 +135,8 @@ class LearningOptions(WorkloadOptions):
         pretrained: Folder of a transformers model whose weights to start from (bert, gpt).
         loader_workers: Processes of each worker that prepare batches ahead.
         seed: Random seed (weights, dropout).
+        optimizer: What steps the weights; muon: Muon for hidden matrices, AdamW for the rest. Default: the preset's.
+        lr: Learning rate of a single pipeline, at its highest. Default: the preset's.
         lr_scaling: How the learning rate grows with the number of pipelines. Default: the preset's.
         epochs: Epochs, over all pipelines. Default: the preset's.
         max_batches: Stop after this many batches, over all pipelines; the learning rate's course is stretched over
@@ -151,6 +153,8 @@ class LearningOptions(WorkloadOptions):
     pretrained: Folder | None = None
     loader_workers: int = 0
     seed: int = 0
+    optimizer: Annotated[str | None, Value("|".join(OPTIMIZERS), choices=OPTIMIZERS)] = None
+    lr: Positive | None = None
     lr_scaling: Annotated[str | None, Value("|".join(LR_SCALINGS), choices=LR_SCALINGS)] = None
     epochs: Count | None = None
     max_batches: Count | None = None

@@ -50,6 +50,7 @@ def resolve(asked: TrainConfig) -> TrainConfig:
     restarts = bool(asked.out) and _is_restart(Path(asked.out), launch)
     resume = asked.resume or (restarts and has_checkpoint(asked.out))
     stored = _stored(Path(asked.out), asked.workload) if resume else {}
+    _refuse_other_steps(asked, stored)
     config = TrainConfig.of(**{**stored, **asked.explicit})
     if config.link in ON_CUDA and config.device != "cuda":
         raise ValueError(f"--link {config.link} joins CUDA devices: add --device cuda, or use --link auto")
@@ -138,6 +139,17 @@ def _stored(out: Path, workload: str) -> dict[str, Any]:
             f"{out} is a run of {values.get('workload')!r}, not of {workload!r}: name that workload"
         )
     return TrainConfig.known(values)
+
+
+def _refuse_other_steps(asked: TrainConfig, stored: dict[str, Any]) -> None:
+    """Refuse what the checkpoint's optimizer state, which holds the learning rate too, would not follow."""
+    for name in ("optimizer", "lr"):
+        if name in asked.given and name in stored and getattr(asked, name) != stored[name]:
+            before = "the preset's" if stored[name] is None else stored[name]
+            raise ValueError(
+                f"--{name} {getattr(asked, name)}: the run in {asked.out} trains with {before}, which its checkpoint "
+                f"goes on with: leave out --{name}, or name a new --out to start a new run"
+            )
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------

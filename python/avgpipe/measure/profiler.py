@@ -110,9 +110,10 @@ def profile(
         by_layer, facts = _swept(new_sweep, model, batches, budget_s)
         updates = Updates(optimizer, where, clip_grad_norm)
         share_s = _UPDATES_SHARE * budget_s / len(layers)
+        trainable = Model.cut(model, layers, len(layers), None).trainable
         rows = tuple(
-            _row(name, layer, {**measured, **updates.measure(layer, share_s)._asdict()})
-            for name, layer, measured in zip(names, layers, by_layer)
+            _row(name, layer, {**measured, **updates.measure(layer, own, share_s)._asdict()})
+            for name, layer, own, measured in zip(names, layers, trainable, by_layer)
         )
     found = Profile(
         model=name

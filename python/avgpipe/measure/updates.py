@@ -11,7 +11,7 @@ from torch import nn
 
 from avgpipe.elastic import Arena, Reference
 from avgpipe.measure.sweep import ProfilingClock, repeat, typical
-from avgpipe.runtime.options import OptimizerFn
+from avgpipe.runtime.options import OptimizerFn, with_names
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
 
@@ -43,19 +43,20 @@ class Updates:
         self._scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8, device=device)
         # A stage makes one step for all its layers: what every step takes must not count for each of them.
         tiny = nn.Linear(1, 1, bias=False) if optimizer is not None else nn.Identity()
-        self._any = self._measured(tiny, 0.2)
+        self._any = self._measured(tiny, ["weight"], 0.2)
 
     @property
     def step_s(self) -> float:
         """Seconds of a step without any weights to speak of."""
         return self._any.update_s
 
-    def measure(self, layer: nn.Module, budget_s: float) -> UpdateCosts:
-        found = self._measured(layer, budget_s)
+    def measure(self, layer: nn.Module, names: Sequence[str], budget_s: float) -> UpdateCosts:
+        """Measure a layer. ``names``: of its trainable parameters, for an optimizer that asks for them."""
+        found = self._measured(layer, names, budget_s)
         update_s, elastic_s = found.update_s - self._any.update_s, found.elastic_s - self._any.elastic_s
         return found._replace(update_s=max(0.0, update_s), elastic_s=max(0.0, elastic_s))
 
-    def _measured(self, layer: nn.Module, budget_s: float) -> UpdateCosts:
+    def _measured(self, layer: nn.Module, names: Sequence[str], budget_s: float) -> UpdateCosts:
         trained = [p for p in layer.parameters() if p.requires_grad]
         if not trained:
             return UpdateCosts()
@@ -63,11 +64,12 @@ class Updates:
         accumulate_s = self._timed([lambda: _add(grads, grads)], lambda: None, budget_s / 4)
         if self._optimizer is None:
             return UpdateCosts(accumulate_s=accumulate_s)
-        alone = self._replicas(self._optimizer, layer, 1)
+        optimizer = with_names(self._optimizer, names)
+        alone = self._replicas(optimizer, layer, 1)
         update_s = self._step_s(alone, grads, budget_s / 4)
         state = alone[0].bytes - 2 * sum(w.nbytes for w in alone[0].arena.weights)
         del alone
-        several = self._replicas(self._optimizer, layer, _PIPELINES)
+        several = self._replicas(optimizer, layer, _PIPELINES)
         elastic_s = self._step_s(several, grads, budget_s / 2) - update_s
         return UpdateCosts(state, update_s, max(0.0, elastic_s), accumulate_s)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.compiled import Compiler
 from avgpipe.runtime.loss import is_mean_by_kind
 
-OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerFn = Callable[[Iterable[Any]], torch.optim.Optimizer]  # of parameters, or of pairs (name, parameter)
 SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -66,3 +66,27 @@ class TrainingOptions:
         names = ("link", "wire_dtype", "clip_grad_norm", "skip_nonfinite", "autocast", "loss_scale")
         values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return "link, wire_dtype, clip_grad_norm, skip_nonfinite, autocast or loss_scale", values
+
+
+_NAMED = ("named_params", "named_parameters")  # torch's names for pairs (name, parameter)
+
+
+def with_names(optimizer: OptimizerFn, names: Sequence[str]) -> OptimizerFn:
+    """Return what makes the optimizer of parameters that have these names, in their order.
+
+    ``optimizer`` gets pairs (name, parameter) where its first parameter is called ``named_params`` or
+    ``named_parameters``, else the parameters alone.
+    """
+    if _first_parameter(optimizer) not in _NAMED:
+        return optimizer
+    return lambda parameters: optimizer(list(zip(names, parameters)))
+
+
+def _first_parameter(function: Callable[..., Any]) -> str | None:
+    """Name what a function's first positional argument is for; of a partial, of those that are left."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # no signature to be had
+        return None
+    ones = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return next((p.name for p in parameters if p.kind in ones), None)

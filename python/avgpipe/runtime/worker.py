@@ -23,7 +23,7 @@ from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import LossScale, NonfiniteNotice
 from avgpipe.runtime.model import Model, trainable_parameters
-from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.options import TrainingOptions, with_names
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
@@ -148,7 +148,7 @@ class Worker:
             self.trained[replica, i] = TrainedStage(
                 stage,
                 i,
-                options.optimizer,
+                with_names(options.optimizer, self.model.trainable[k]),
                 options.lr_scheduler,
                 self.references[replica],
                 arena,

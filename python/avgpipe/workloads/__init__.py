@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ _NAMES = ("awd-lstm", "gnmt", "bert", "gpt", "resnet", "vgg", "alexnet", "captio
 _MODULES = {"awd-lstm": "awd_lstm", "resnet": "images", "vgg": "images", "alexnet": "images"}
 
 LR_SCALINGS = ("none", "sqrt", "linear")
+OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
 
 Predict = Callable[[Any], Any]
 
@@ -51,6 +53,8 @@ class BuildOptions:
         epochs: how many to train.
         max_batches: how many batches all pipelines together train at most, when the run ends before its epochs do; a
             learning rate that decays reaches its end there.
+        optimizer: one of ``OPTIMIZERS``, with the preset's momentum, betas and weight decay.
+        lr: learning rate of a single pipeline, at its highest.
         lr_scaling: how the learning rate grows with the pipelines, one of ``LR_SCALINGS``.
         loader_workers: processes that make batches ahead.
     """
@@ -64,6 +68,8 @@ class BuildOptions:
     seed: int = 0
     epochs: int | None = None
     max_batches: int | None = None
+    optimizer: str | None = None
+    lr: float | None = None
     lr_scaling: str | None = None
     loader_workers: int = 0
 
@@ -80,8 +86,12 @@ class BuildOptions:
         for name in ("seed", "loader_workers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.lr_scaling is not None and self.lr_scaling not in LR_SCALINGS:
-            raise ValueError(f"lr_scaling must be one of {', '.join(LR_SCALINGS)}, got {self.lr_scaling!r}")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be a finite number above 0, got {self.lr}")
+        for name, known in (("optimizer", OPTIMIZERS), ("lr_scaling", LR_SCALINGS)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 class BatchLoader(Protocol):
@@ -101,7 +111,8 @@ class Workload:
         layers: each gets exactly what the one before returned, and may state its ``compute_cost``; initial weights
             depend on the seed alone. Or a model that the runtime splits into such layers itself.
         loss_fn: ``(output, targets)`` to a scalar, the mean over samples or over what ``loss_weight`` counts.
-        optimizer: makes the optimizer of some parameters; its learning rate fits the number of pipelines.
+        optimizer: makes the optimizer of some parameters, or of pairs (name, parameter) where its argument is called
+            ``named_params``; its learning rate fits the number of pipelines.
         lr_scheduler: makes the scheduler of one of these optimizers, to step once after each of its steps; or None.
         clip_grad_norm: the largest norm of all gradients together, or None.
         train_batches: ``(epoch, start=0)`` to the batches of an epoch (from 0) from batch ``start`` on; where pipelines

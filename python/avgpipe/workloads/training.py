@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,12 +11,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from avgpipe.workloads import BatchLoader, BuildOptions, Workload
 from avgpipe.workloads.batches import MakeBatch, SampleBatches
 from avgpipe.workloads.tokens import TokenLoss
+
+Model = nn.Module | Sequence[nn.Module]
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Recipe:
     Attributes:
         batch_size: samples in a batch of the loader.
         epochs: of all pipelines together.
-        optimizer: SGD has ``momentum``, the Adams ``betas``.
+        optimizer: SGD has ``momentum``, the Adams ``betas``; "muon" is :class:`MuonAdamW`.
         lr: learning rate of a single pipeline, at its highest.
         lr_scaling: how the learning rate grows with the number of pipelines; None: as :meth:`scaled_lr` says.
         weight_decay: of parameters of two and more dimensions; biases and the weights of norms have none but with
@@ -38,7 +40,7 @@ class Recipe:
 
     batch_size: int
     epochs: int
-    optimizer: Literal["sgd", "nt-asgd", "adam", "adamw"]
+    optimizer: Literal["sgd", "nt-asgd", "adam", "adamw", "muon"]
     lr: float
     lr_scaling: Literal["none", "sqrt", "linear"] | None = None
     weight_decay: float = 0.0
@@ -51,7 +53,7 @@ class Recipe:
 
     def with_options(self, options: BuildOptions) -> Recipe:
         """Return this with what the options override."""
-        names = ("batch_size", "epochs", "lr_scaling")
+        names = ("batch_size", "epochs", "optimizer", "lr", "lr_scaling")
         return replace(self, **{name: getattr(options, name) or getattr(self, name) for name in names})
 
     def scaled_lr(self, options: BuildOptions) -> float:
@@ -77,9 +79,15 @@ class Recipe:
         done = min(1.0, (step - warmup) / max(1, steps - warmup))
         return 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
 
-    def optimizer_for(self, options: BuildOptions) -> partial[Optimizer]:
-        """Return what makes the optimizer of some parameters."""
-        return partial(_optimizer, self, self.scaled_lr(options))
+    def optimizer_for(self, options: BuildOptions, model: Model) -> partial[Optimizer]:
+        """Return what makes the optimizer of some of the ``model``'s parameters.
+
+        For Muon it takes them as pairs (name, parameter), since it has to know which ones they are.
+        """
+        lr = self.scaled_lr(options)
+        if self.optimizer == "muon":
+            return partial(_muon, self, lr, hidden_matrices(model))
+        return partial(_optimizer, self, lr)
 
     def lr_scheduler_for(self, epoch_batches: int, options: BuildOptions) -> partial[LambdaLR] | None:
         """Return what makes the scheduler of an optimizer; None: the rate stays as it is.
@@ -107,6 +115,19 @@ def _optimizer(training: Recipe, lr: float, params: Iterable[nn.Parameter]) -> O
         return SGD(groups, lr=lr, momentum=training.momentum)
     kind = Adam if training.optimizer == "adam" else AdamW
     return kind(groups, lr=lr, betas=training.betas)
+
+
+def _muon(
+    training: Recipe, lr: float, hidden: frozenset[str], named_params: Iterable[tuple[str, nn.Parameter]]
+) -> Optimizer:
+    named = list(named_params)
+    others = [p for name, p in named if name not in hidden]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named if name in hidden], "muon": True},
+        {"params": [p for p in others if p.dim() > 1]},
+        {"params": [p for p in others if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return MuonAdamW(groups, lr, betas=training.betas, weight_decay=training.weight_decay)
 
 
 class Samples(NamedTuple):
@@ -150,11 +171,75 @@ def make_workload(
         "batch_size": recipe.batch_size,
         "epochs": recipe.epochs,
         "clip_grad_norm": recipe.clip_grad_norm,
-        "optimizer": recipe.optimizer_for(options),
+        "optimizer": recipe.optimizer_for(options, fields["layers"]),
         "lr_scheduler": recipe.lr_scheduler_for(len(train(0)), options),
         "loss_weight": loss.weight if isinstance(loss, TokenLoss) else None,
     }
     return Workload(name, options.preset, **{**common, **fields})
+
+
+class MuonAdamW(Optimizer):
+    """Muon for the groups with ``muon=True``, AdamW for the others: one optimizer with one state.
+
+    A step is that of ``torch.optim.Muon`` over the ones and of ``torch.optim.AdamW`` over the others, bit for bit, and
+    a group has that class's options, with its defaults. Muon (Jordan et al. 2024) makes the momentum of a matrix about
+    orthogonal; times 0.2 sqrt(max(rows, columns)) its elements are as large as AdamW's steps, so that both share one
+    learning rate and one weight decay (Liu et al. 2025, arXiv 2502.16982, section 2.2). A parameter is one matrix: what
+    is stacked in it, as the four gates of an LSTM or queries, keys and values, is made orthogonal together.
+
+    Args:
+        params: Parameters, or groups of them. Those of Muon have two dimensions.
+        lr: Learning rate.
+        betas: AdamW's.
+        weight_decay: Decoupled from the gradient, in both.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, {"muon": False, "lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        group = {**self.defaults, **param_group}
+        made = Muon([group], adjust_lr_fn="match_rms_adamw") if group["muon"] else AdamW([group])
+        super().add_param_group(made.param_groups[0])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for kind in (Muon, AdamW):
+            part: Any = kind([{"params": []}])  # made for each step, as loading replaces groups and state
+            part.param_groups = [group for group in self.param_groups if group["muon"] == (kind is Muon)]
+            part.state = self.state
+            part.step()
+        return loss
+
+
+def hidden_matrices(model: Model) -> frozenset[str]:
+    """Name the parameters that Muon is for: matrices that are neither embeddings nor the output layer's.
+
+    An embedding is held by a module whose class has ``Embedding`` in its name, or is called ``embedding``. The output
+    layer is what holds the last weight of two or more dimensions. What is tied to one of them is no hidden matrix.
+    """
+    whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+    classes = {name: type(module).__name__ for name, module in whole.named_modules(remove_duplicate=False)}
+    weights = {name: p for name, p in whole.named_parameters(remove_duplicate=False) if p.dim() > 1}
+
+    def is_embedding(name: str) -> bool:
+        module, _, own = name.rpartition(".")
+        return "Embedding" in classes[module] or own == "embedding"
+
+    outer = {id(p) for name, p in weights.items() if is_embedding(name)}
+    outer |= {id(p) for p in [*weights.values()][-1:]}
+    return frozenset(name for name, p in weights.items() if p.dim() == 2 and id(p) not in outer)
 
 
 class NTASGD(SGD):
