@@ -109,10 +109,29 @@ def test_parameters_alone_are_adamws() -> None:
     assert equal(ours, theirs)
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 3, 1, 1)])
-def test_muon_takes_matrices_alone(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
-        MuonAdamW([{"params": [nn.Parameter(torch.ones(shape))], "muon": True}])
+def test_muon_takes_no_vectors() -> None:
+    with pytest.raises(
+        ValueError, match=r"Muon steps matrices, not a parameter of shape \(3,\): put it in a group"
+    ):
+        MuonAdamW([{"params": [nn.Parameter(torch.ones(3))], "muon": True}])
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_kernels_are_matrices_with_a_row_for_each_output(memory_format: torch.memory_format) -> None:
+    g = torch.Generator().manual_seed(1)
+    kernel = torch.randn(6, 3, 2, 2, generator=g)
+    ours = nn.Parameter(kernel.clone(memory_format=memory_format))
+    theirs = nn.Parameter(kernel.flatten(1).clone())
+    optimizer = MuonAdamW([{"params": [ours], "muon": True}], 0.02, weight_decay=0.1)
+    reference = Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        grad = torch.randn(6, 3, 2, 2, generator=g)
+        ours.grad, theirs.grad = grad.to(memory_format=memory_format), grad.flatten(1)
+        optimizer.step()
+        reference.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(ours.flatten(1), theirs)
+    assert ours.is_contiguous(memory_format=memory_format)
 
 
 def test_a_group_may_come_later_and_one_without_gradients_stays() -> None:
@@ -203,6 +222,8 @@ WORKLOADS = {
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workloads_know_their_hidden_matrices(name: str, text_folder: Path) -> None:
+    if name in ("gpt", "bert"):
+        pytest.importorskip("transformers", reason="the workload's model is one of transformers")
     data = {} if name == "captioning" else {"data": text_folder}
     workload = build_workload(name, optimizer="muon", **data)
     assert hidden_matrices(workload.layers) == WORKLOADS[name]
@@ -224,13 +245,21 @@ def test_models_that_need_data_have_hidden_matrices_too() -> None:
         "3.attention.memory_weight",
     }
     classifying = VGG((1,), (4,), hidden=(8, 6)).layers((3, 8, 8), 10)
-    assert hidden_matrices(classifying) == {"1.1.weight", "2.1.weight"}
-    assert hidden_matrices(ResNet(8).layers((3, 8, 8), 10)) == set()
+    assert hidden_matrices(classifying) == {"0.0.weight", "1.1.weight", "2.1.weight"}
+    residual = hidden_matrices(ResNet(8).layers((3, 8, 8), 10))
+    blocks = {f"{n}.body.{half}.0.weight" for n in (1, 2, 3) for half in (0, 1)}
+    assert residual == {"0.0.weight"} | blocks
 
 
-def test_convolutions_are_left_to_adamw() -> None:
-    layers = [nn.Conv2d(3, 4, 3), nn.Linear(4, 4), nn.Linear(4, 2)]
-    assert hidden_matrices(layers) == {"1.weight"}
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(1, 5, 4))
+
+
+def test_other_parameters_of_many_dimensions_are_left_to_adamw() -> None:
+    layers = [nn.Conv1d(3, 4, 3), Positions(), nn.Linear(4, 4), nn.Linear(4, 2)]
+    assert hidden_matrices(layers) == {"0.weight", "2.weight"}
 
 
 # ---- in pipelines --------------------------------------------------------------------------------------------------

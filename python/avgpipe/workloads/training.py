@@ -185,10 +185,11 @@ class MuonAdamW(Optimizer):
     a group has that class's options, with its defaults. Muon (Jordan et al. 2024) makes the momentum of a matrix about
     orthogonal; times 0.2 sqrt(max(rows, columns)) its elements are as large as AdamW's steps, so that both share one
     learning rate and one weight decay (Liu et al. 2025, arXiv 2502.16982, section 2.2). A parameter is one matrix: what
-    is stacked in it, as the four gates of an LSTM or queries, keys and values, is made orthogonal together.
+    is stacked in it, as the four gates of an LSTM or queries, keys and values, is made orthogonal together, and the
+    kernels of a convolution are a matrix with a row for each output.
 
     Args:
-        params: Parameters, or groups of them. Those of Muon have two dimensions.
+        params: Parameters, or groups of them. Those of Muon have two or more dimensions, of which the first is rows.
         lr: Learning rate.
         betas: AdamW's.
         weight_decay: Decoupled from the gradient, in both.
@@ -205,9 +206,15 @@ class MuonAdamW(Optimizer):
         super().__init__(params, {"muon": False, "lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = {**self.defaults, **param_group}
-        made = Muon([group], adjust_lr_fn="match_rms_adamw") if group["muon"] else AdamW([group])
-        super().add_param_group(made.param_groups[0])
+        empty = {**self.defaults, **param_group, "params": []}
+        made = Muon([empty], adjust_lr_fn="match_rms_adamw") if empty["muon"] else AdamW([empty])
+        super().add_param_group({**made.param_groups[0], "params": param_group["params"]})
+        group = self.param_groups[-1]
+        for p in group["params"]:
+            if group["muon"] and p.dim() < 2:
+                raise ValueError(
+                    f"Muon steps matrices, not a parameter of shape {tuple(p.shape)}: put it in a group without muon"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -215,16 +222,33 @@ class MuonAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for kind in (Muon, AdamW):
-            part: Any = kind([{"params": []}])  # made for each step, as loading replaces groups and state
-            part.param_groups = [group for group in self.param_groups if group["muon"] == (kind is Muon)]
-            part.state = self.state
-            part.step()
+        for group in self.param_groups:
+            if group["muon"]:
+                self._step_matrices(group)
+            else:
+                _part(AdamW, group, self.state).step()
         return loss
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        stepped = [(p, p.detach().flatten(1)) for p in group["params"] if p.grad is not None]
+        for p, matrix in stepped:
+            matrix.grad = p.grad.flatten(1)
+        state = {matrix: self.state[p] for p, matrix in stepped}
+        _part(Muon, {**group, "params": [matrix for _, matrix in stepped]}, state).step()
+        for p, matrix in stepped:
+            if matrix.data_ptr() != p.data_ptr():  # no view of a kernel whose channels come last
+                p.copy_(matrix.view_as(p))
+
+
+def _part(kind: type[Muon] | type[AdamW], group: dict[str, Any], state: Any) -> Any:
+    """Make an optimizer for one step of a group: it follows whatever was loaded or copied."""
+    part: Any = kind([{**group}])
+    part.state = state
+    return part
 
 
 def hidden_matrices(model: Model) -> frozenset[str]:
-    """Name the parameters that Muon is for: matrices that are neither embeddings nor the output layer's.
+    """Name the parameters that Muon is for: matrices and kernels of neither embeddings nor the output layer.
 
     An embedding is held by a module whose class has ``Embedding`` in its name, or is called ``embedding``. The output
     layer is what holds the last weight of two or more dimensions. What is tied to one of them is no hidden matrix.
@@ -232,14 +256,13 @@ def hidden_matrices(model: Model) -> frozenset[str]:
     whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
     classes = {name: type(module).__name__ for name, module in whole.named_modules(remove_duplicate=False)}
     weights = {name: p for name, p in whole.named_parameters(remove_duplicate=False) if p.dim() > 1}
-
-    def is_embedding(name: str) -> bool:
-        module, _, own = name.rpartition(".")
-        return "Embedding" in classes[module] or own == "embedding"
-
-    outer = {id(p) for name, p in weights.items() if is_embedding(name)}
+    holders = {name: classes[name.rpartition(".")[0]] for name in weights}
+    outer = {
+        id(p) for name, p in weights.items() if "Embedding" in holders[name] or name.endswith(".embedding")
+    }
     outer |= {id(p) for p in [*weights.values()][-1:]}
-    return frozenset(name for name, p in weights.items() if p.dim() == 2 and id(p) not in outer)
+    inner = {name: p for name, p in weights.items() if id(p) not in outer}
+    return frozenset(name for name, p in inner.items() if p.dim() == 2 or "Conv" in holders[name])
 
 
 class NTASGD(SGD):
