@@ -27,6 +27,7 @@ from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
 from avgpipe.ranks.world import World
 from avgpipe.runtime.batch import LossFn, pair, plain, sample_count, split
 from avgpipe.runtime.compiled import Compiler, compile_options, described
+from avgpipe.runtime.distances import Distances, gather_distances
 from avgpipe.runtime.evaluate import MetricFn, MetricSums, OutputCollector, run_evaluation
 from avgpipe.runtime.feed import BatchResult, Feed, Prefetch
 from avgpipe.runtime.measure import gather_timeline, measured_costs
@@ -325,6 +326,15 @@ class Pipeline:
         which = self._which(weights)
         with self._worker.running():
             return gather_state(self._model, self._worker, which)
+
+    def distances(self) -> Distances:
+        """Return how far the replicas are from the reference and from each other, over the whole model.
+
+        It reads the weights of all replicas once or twice and copies none. With one pipeline all distances are 0.
+        """
+        self.drain()
+        with self._worker.running():
+            return gather_distances(self._model, self._worker)
 
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint that loads under any plan. The folder appears, or replaces the one there, all at once.

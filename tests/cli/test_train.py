@@ -95,6 +95,13 @@ def test_every_batch_and_validation_has_a_row(whole):
     assert valid[-1]["metric"] == whole.summary["metric"]
 
 
+def test_validations_of_several_pipelines_tell_how_far_apart_they_are(whole):
+    found = [row["distances"] for row in whole.rows if row["kind"] == "valid"]
+    assert found[0]["to_reference"] == [0.0, 0.0]
+    assert all(found[0]["norm"] > 1 and min(after["to_reference"]) > 0 for after in found[1:])
+    assert all(after["between"][0][1] == after["between"][1][0] > 0 for after in found[1:])
+
+
 def test_it_learns(whole):
     metrics = [row["metric"] for row in whole.rows if row["kind"] == "valid"]
     assert metrics[0] > 35
@@ -106,6 +113,7 @@ def test_the_folder_has_plan_timeline_picture_and_checkpoints(whole):
     timeline = Timeline.from_chrome_trace(whole.out / "timeline.json")
     assert timeline.stages == 2
     assert {event.pipeline for event in timeline.events} == {0, 1}
+    assert (whole.out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (whole.out / "timeline.png").read_bytes().startswith(b"\x89PNG")
     for name in ("last", "best"):
         assert verify_checkpoint(whole.out / "checkpoints" / name).batches > 65

@@ -80,6 +80,31 @@ def test_a_metric_that_falls_far_is_drawn_on_a_logarithmic_axis(last, scale):
     assert figure.axes[0].get_yscale() == "linear"
 
 
+def test_distances_of_replicas_are_a_third_row_over_the_norm_of_the_reference():
+    apart = {"norm": 4.0, "to_reference": [1.0, 3.0], "between": [[0.0, 2.0], [2.0, 0.0]]}
+    curve = Curve.of([*ROWS[:-1], {**ROWS[-1], "distances": apart}])
+    assert (curve.to_reference, curve.between) == ((Point(2.5, 8, 0.5),), (Point(2.5, 8, 0.5),))
+    figure = plot_curves({"avgpipe": curve, "gpipe": Curve.of(ROWS)}, "", "perplexity")
+    assert len(figure.axes) == 6
+    drawn = [line for line in figure.axes[5].get_lines() if line.get_label() == "avgpipe"]
+    assert [list(line.get_xdata()) for line in drawn] == [[8], [8]]
+    assert figure.axes[4].get_ylabel() == "distance over norm of reference"
+
+
+def test_replicas_in_different_processes_have_distances_from_the_reference_alone():
+    apart = {"norm": 4.0, "to_reference": [1.0, 3.0], "between": None}
+    curve = Curve.of([{**ROWS[-1], "distances": apart}])
+    assert (len(curve.to_reference), curve.between) == (1, ())
+    assert len(plot_curves({"avgpipe": curve}, "", "perplexity").axes) == 6
+
+
+def test_with_a_target_of_the_loss_validations_are_drawn_by_it():
+    metric = plot_curves({"gpipe": Curve.of(ROWS)}, "", "perplexity", 700.0, "loss=0.5").axes[2]
+    assert metric.get_ylabel() == "validation loss"
+    assert list(lines(metric)) == ["gpipe", "target: 0.5"]
+    assert list(lines(metric)["gpipe"].get_ydata()) == [1.0, 1.0]
+
+
 # ---- timelines -----------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,6 @@ from avgpipe.plan import Plan
 from avgpipe.ranks.launch import tied
 from avgpipe.report import compare as report
 from avgpipe.report.compare import OK, Comparison, Figures, SystemResult
-from avgpipe.report.course import parse_target
 from avgpipe.report.pictures import Curve, plot_curves, plot_timelines
 from avgpipe.systems import SYSTEMS
 from avgpipe.timeline.timeline import Timeline
@@ -343,8 +342,6 @@ def _write_pictures(config: CompareConfig, found: Comparison) -> None:
     heading = f"{found.what}, {found.workers} workers"
     if curves:
         path = Path(config.out) / "curves.png"
-        value, of_loss = (None, False) if found.target is None else parse_target(found.target)
-        target = None if of_loss else value  # drawn among metrics
-        plot_curves(curves, heading, found.metric_name, found.trivial, target, path)
+        plot_curves(curves, heading, found.metric_name, found.trivial, found.target, path)
     if timelines:
         plot_timelines(timelines, heading, Path(config.out) / "timelines.png")

@@ -220,7 +220,8 @@ class PlanOptions(Options):
 class TrainConfig(LearningOptions, PlanOptions):
     """Train WORKLOAD: start the plan's workers on this machine, or join those that torchrun started.
 
-    Writes plan.json, metrics.jsonl, timeline.json, timeline.png, checkpoints/ and summary.json to the run's folder.
+    Writes plan.json, metrics.jsonl, curves.png, timeline.json, timeline.png, checkpoints/ and summary.json to the run's
+    folder.
 
     Attributes:
         out: Folder of the run. Default: runs/WORKLOAD-DATE-TIME.

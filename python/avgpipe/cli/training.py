@@ -19,7 +19,7 @@ from torch import nn
 from avgpipe import __version__
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.folder import RunFolder
+from avgpipe.cli.folder import RunFolder, read_metrics
 from avgpipe.cli.output import CommandFailed, arguments, running, say, strict_json
 from avgpipe.cli.progress import ProgressBar, links_line, links_of, log_records, warnings_of
 from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
@@ -27,6 +27,7 @@ from avgpipe.errors import CheckpointError, PeerLost
 from avgpipe.pipeline import Pipeline
 from avgpipe.ranks.process import PEER_LOST, peak_memory_bytes
 from avgpipe.report.course import Totals, Validations, parse_target, target_text
+from avgpipe.report.pictures import Curve, plot_curves
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.workloads.training import NTASGD
 
@@ -194,6 +195,8 @@ class TrainingRun:
         best = done.note_validation(done.batches, loss, metric)
         place = {"epoch": done.epoch, "batch": done.batches, "samples": done.samples}
         found = {"loss": loss, "metric": metric, "metrics": metrics}
+        if self.plan.pipelines > 1:
+            found["distances"] = asdict(self.pipeline.distances())
         self.folder.row("valid", **place, **found, seconds=round(done.seconds, 6))
         when = f"after {done.batches} batches" if done.batches else "before training"
         values = "".join(f"{name} {value:.2f}, " for name, value in metrics.items())
@@ -286,13 +289,16 @@ class TrainingRun:
 
     # ---- what is told and written ------------------------------------------------------------------------------------
 
+    def _what(self) -> str:
+        title = self.workload.title
+        return f"{self.config.workload} {self.config.preset}" + (f" ({title})" if title else "")
+
     def _title(self) -> str:
         config, plan, workload = self.config, self.plan, self.workload
-        what = f"{config.workload} {config.preset}" + (f" ({workload.title})" if workload.title else "")
         action = f"resumes after batch {self.done.batches}" if config.resume else "begins"
         sizes = f"stages {plan.stages}, pipelines {plan.pipelines}, micro-batches {plan.micro_batches}"
         return (
-            f"{what} {action}: {plan.system}, {plan.schedule}; {sizes}, batch size {workload.batch_size}; "
+            f"{self._what()} {action}: {plan.system}, {plan.schedule}; {sizes}, batch size {workload.batch_size}; "
             f"{config.device}; writes {self.out}"
         )
 
@@ -306,6 +312,10 @@ class TrainingRun:
         longest = unbroken(timeline, self._stretches)
         summary = self._summary(longest) | {"peak_memory_bytes": peaks, "skipped_updates": skipped}
         self.folder.write("summary.json", strict_json(summary, indent=2) + "\n")
+        curve, workload = Curve.of(read_metrics(self.out)), self.workload
+        trivial = workload.trivial[1] if workload.trivial else None
+        metric = workload.metric_name, trivial, self.config.target
+        plot_curves({self.plan.system: curve}, self._what(), *metric, self.out / "curves.png")
         if timeline.events:
             timeline.to_chrome_trace(self.out / "timeline.json")
             longest.plot(self.out / "timeline.png")

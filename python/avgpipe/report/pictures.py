@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median, median_low
+from dataclasses import dataclass, fields, replace
+from statistics import fmean, median, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from avgpipe.report.course import parse_target
 from avgpipe.timeline.plot import GREYS, HUES, INK, View, draw_rows, dress, legend_entries, picture
 from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
 from avgpipe.units import format_seconds, time_unit
@@ -47,22 +48,32 @@ class Curve:
     Attributes:
         loss: Of training, a point per batch.
         metric: Of validations, the first before training.
+        valid_loss: Of validations.
+        to_reference: At validations, the mean of the replicas' distances from the reference over its norm.
+        between: The same of their distances from each other.
     """
 
     loss: tuple[Point, ...] = ()
     metric: tuple[Point, ...] = ()
+    valid_loss: tuple[Point, ...] = ()
+    to_reference: tuple[Point, ...] = ()
+    between: tuple[Point, ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> Curve:
         """From the rows of a run's metrics.jsonl; values that were not finite are left out."""
-        found: dict[str, list[Point]] = {"loss": [], "metric": []}
+        found: dict[str, list[Point]] = {field.name: [] for field in fields(cls)}
         samples = 0
         for row in rows:
-            name = "loss" if row["kind"] == "train" else "metric"
-            samples = row.get("samples", samples)  # validations come after a batch, which has told
-            if row[name] is not None:
-                found[name].append(Point(row["seconds"], samples, row[name]))
-        return cls(*map(tuple, found.values()))
+            samples = row.get("samples", samples)  # of a validation in older files those of the batch before
+            if row["kind"] == "train":
+                values = {"loss": row["loss"]}
+            else:
+                values = {"metric": row["metric"], "valid_loss": row["loss"], **_mean_distances(row)}
+            for name, value in values.items():
+                if value is not None:
+                    found[name].append(Point(row["seconds"], samples, value))
+        return cls(**{name: tuple(points) for name, points in found.items()})
 
     def smoothed(self) -> tuple[Point, ...]:
         """The loss as a running mean over the last few percent of all batches; the first point is the first loss."""
@@ -75,22 +86,40 @@ class Curve:
         return tuple(points)
 
 
+def _mean_distances(row: Mapping[str, Any]) -> dict[str, float | None]:
+    """The means of a validation's distances over the norm of the reference, as far as it has them."""
+    distances = row.get("distances") or {}
+    norm: float = distances.get("norm") or 0.0  # None where it was not finite
+    pairs = distances.get("between") or ()
+    found = {
+        "to_reference": distances.get("to_reference") or (),
+        "between": [distance for i, of in enumerate(pairs) for distance in of[:i]],
+    }
+    known = {name: values for name, values in found.items() if norm and values and None not in values}
+    return {name: fmean(values) / norm for name, values in known.items()}
+
+
 def plot_curves(
     curves: Mapping[str, Curve],
     heading: str,
     metric_name: str,
     trivial: float | None = None,
-    target: float | None = None,
+    target: float | str | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """A line for each system in four panels, written to ``path`` if given."""
+    """A line for each system, written to ``path`` if given: losses and metrics, and the distances of replicas if known.
+
+    With a target of the loss, validations are drawn by their loss.
+    """
+    bound, of_loss = (None, False) if target is None else parse_target(target)
     losses = {name: curve.smoothed() for name, curve in curves.items()}
-    metrics = {name: curve.metric for name, curve in curves.items()}
-    bounds = [(trivial, "trivial answer", "--"), (target, "target", ":")]
+    metrics = {name: curve.valid_loss if of_loss else curve.metric for name, curve in curves.items()}
+    bounds = [(None if of_loss else trivial, "trivial answer", "--"), (bound, "target", ":")]
     values = [point.value for points in metrics.values() for point in points]
     values += [value for value, _, _ in bounds if value is not None]
-    with picture(path, _WIDTH_IN, 7.5) as figure:
-        panels = figure.subplots(2, 2, sharex="col", sharey="row")
+    rows = 3 if any(curve.to_reference for curve in curves.values()) else 2
+    with picture(path, _WIDTH_IN, 3.75 * rows) as figure:
+        panels = figure.subplots(rows, 2, sharex="col", sharey="row")
         for column, (by, unit) in enumerate((("seconds", "seconds of training"), ("samples", "samples"))):
             _draw_lines(panels[0][column], losses, by, "")
             _draw_lines(panels[1][column], metrics, by, "o")
@@ -98,16 +127,29 @@ def plot_curves(
                 if value is not None:
                     look = {"color": GREYS[1], "linewidth": 1.1, "linestyle": style, "zorder": 2}
                     panels[1][column].axhline(value, label=f"{label}: {value:.4g}", **look)
-            panels[1][column].set_xlabel(unit, color=INK)
+            if rows == 3:
+                _draw_distances(panels[2][column], curves, by)
+            panels[-1][column].set_xlabel(unit, color=INK)
         # Logarithmic where a perplexity falls from thousands to tens; the axis is shared along the row.
         if values and min(values) > 0 and max(values) > _SPAN * min(values):
             panels[1][0].set_yscale("log")
         panels[0][0].set_ylabel("training loss, smoothed", color=INK)
-        panels[1][0].set_ylabel(f"validation {metric_name}", color=INK)
+        panels[1][0].set_ylabel(f"validation {'loss' if of_loss else metric_name}", color=INK)
+        if rows == 3:
+            panels[2][0].set_ylabel("distance over norm of reference", color=INK)
         handles, labels = panels[1][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
         figure.suptitle(heading, fontsize=10, color=INK)
     return figure
+
+
+def _draw_distances(axes: Axes, curves: Mapping[str, Curve], by: str) -> None:
+    _draw_lines(axes, {name: curve.to_reference for name, curve in curves.items()}, by, "o")
+    _draw_lines(axes, {name: curve.between for name, curve in curves.items()}, by, "x")
+    axes.plot([], [], "o-", color=INK, markersize=4, linewidth=1.4, label="from the reference")
+    axes.plot([], [], "x-", color=INK, markersize=4, linewidth=1.4, label="between replicas")
+    axes.legend(handles=axes.get_lines()[-2:], frameon=False, fontsize=8)
+    axes.set_ylim(bottom=0)
 
 
 def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Point]], by: str, marker: str) -> None:
