@@ -246,7 +246,9 @@ def test_autocast_keeps_statistics_in_32_bits() -> None:
 def test_each_replica_gathers_its_own(options: Any) -> None:
     model, batches = image_model(), image_batches(7, last=9)
     # without elasticity a replica is a training of its own
-    with pipeline(model, Plan(stages=2, pipelines=2, micro_batches=3, alpha=0.0, **options)) as p:
+    with pipeline(
+        model, Plan(stages=2, pipelines=2, batch="per-pipeline", micro_batches=3, alpha=0.0, **options)
+    ) as p:
         list(p.train(batches))
         states = [p.state_dict(weights=i) for i in range(2)]
         reference = p.state_dict()
@@ -262,7 +264,7 @@ def test_each_replica_gathers_its_own(options: Any) -> None:
 
 
 def averaging(N: int = 3, staleness: int = 0, K: int = 2) -> Pipeline:
-    plan = Plan(stages=K, pipelines=N, micro_batches=2, staleness=staleness)
+    plan = Plan(stages=K, pipelines=N, batch="per-pipeline", micro_batches=2, staleness=staleness)
     return pipeline(image_model(), plan, optimizer=adamw)
 
 
@@ -310,7 +312,7 @@ class Constant(nn.Module):
 def test_averages_of_constants_are_the_constants() -> None:
     model = nn.Sequential(nn.Linear(2, 3).double(), Constant())
     x, y = torch.randn(6, 2, dtype=torch.float64), torch.randint(3, (6,))
-    with pipeline(model, Plan(pipelines=3, micro_batches=2)) as p:
+    with pipeline(model, Plan(pipelines=3, batch="per-pipeline", micro_batches=2)) as p:
         list(p.train([(x, y)] * 3))
         p.evaluate([(x, y)])
         assert torch.equal(p.state_dict()["1.table"], model[1].table)

@@ -94,7 +94,9 @@ def train(plan: Plan, count: int) -> list[float]:
 @cache
 def expected(N: int, staleness: int, count: int) -> list[float]:
     """Of one stage and one micro-batch, where nothing can be out of order."""
-    return train(Plan(stages=1, pipelines=N, micro_batches=1, staleness=staleness), count)
+    return train(
+        Plan(stages=1, pipelines=N, batch="per-pipeline", micro_batches=1, staleness=staleness), count
+    )
 
 
 def plans(K: int) -> Iterator[Plan]:
@@ -102,7 +104,14 @@ def plans(K: int) -> Iterator[Plan]:
         for M in range(1, 10):
             for N in range(1, 5):
                 for staleness in (0, 1) if N > 1 else (1,):
-                    yield Plan(stages=K, pipelines=N, micro_batches=M, schedule=schedule, staleness=staleness)
+                    yield Plan(
+                        stages=K,
+                        pipelines=N,
+                        batch="per-pipeline",
+                        micro_batches=M,
+                        schedule=schedule,
+                        staleness=staleness,
+                    )
 
 
 @pytest.mark.slow
@@ -125,6 +134,7 @@ def test_long_runs_of_odd_shapes(seed: int, shuffled: None) -> None:
     plan = Plan(
         stages=K,
         pipelines=N,
+        batch="per-pipeline",
         micro_batches=M,
         schedule="advance-forward",
         advance=advance,

@@ -84,7 +84,7 @@ def run(K: int, case: dict[str, Any], rounds: int = 6) -> Any:
     options = {name: case[name] for name in ("staleness", "alpha", "period", "rule") if name in case}
     batches = token_batches(N * rounds, 6)
     model = language_model()
-    plan = Plan(stages=K, pipelines=N, micro_batches=3, **options)
+    plan = Plan(stages=K, pipelines=N, batch="per-pipeline", micro_batches=3, **options)
     optimizer = OPTIMIZERS[case.get("optimizer", "momentum")]
     with Pipeline(model, plan, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer, timeout_s=60) as p:
         losses = [r.loss for r in p.train(batches)]
@@ -146,7 +146,7 @@ def test_delays_change_nothing() -> None:
 def test_a_loader_may_end_in_the_middle_of_a_round(staleness: int) -> None:
     """Two loaders whose lengths are no multiples of N train as one loader of all batches does."""
     batches = token_batches(10, 6)
-    plan = Plan(stages=2, pipelines=3, micro_batches=2, staleness=staleness)
+    plan = Plan(stages=2, pipelines=3, batch="per-pipeline", micro_batches=2, staleness=staleness)
     ends = []
     for parts in ([batches], [batches[:4], batches[4:5], batches[5:]]):
         with Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum) as p:
@@ -159,7 +159,7 @@ def test_a_loader_may_end_in_the_middle_of_a_round(staleness: int) -> None:
 
 def test_asynchronous_learns_and_stays_finite() -> None:
     batches = token_batches(2, 8) * 40
-    plan = Plan(stages=2, pipelines=2, micro_batches=2, staleness="asynchronous")
+    plan = Plan(stages=2, pipelines=2, batch="per-pipeline", micro_batches=2, staleness="asynchronous")
     with Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum) as p:
         before = p.evaluate(batches[:2]).loss
         list(p.train(batches))

@@ -136,7 +136,7 @@ def test_a_wrong_batch_is_refused_in_its_turn(often: int) -> None:
 
 
 def pipeline(N: int = 1) -> Pipeline:
-    plan = Plan(stages=2, pipelines=N, micro_batches=2)
+    plan = Plan(stages=2, pipelines=N, batch="per-pipeline", micro_batches=2)
     return Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum)
 
 

@@ -98,7 +98,7 @@ def train(batches, graphs, monkeypatch):
 
         monkeypatch.setattr("avgpipe.pipeline.TrainingOptions", with_graphs)
         monkeypatch.setattr("avgpipe.pipeline.check_device", lambda *arguments: None)
-    plan = Plan(stages=3, pipelines=2, micro_batches=3)
+    plan = Plan(stages=3, pipelines=2, batch="per-pipeline", micro_batches=3)
     with Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=adamw) as p:
         return [r.loss for r in p.train(batches)], p.evaluate(batches).loss, p.state_dict()
 

@@ -165,7 +165,7 @@ def backends(has_nccl: bool) -> list[str]:
         monkeypatch.setattr(worker, "sum_group", made)
         chosen = property(lambda links: has_nccl, lambda links, value: None)
         monkeypatch.setattr(Links, "has_nccl", chosen, raising=False)
-        plan = Plan(stages=1, replication=[2], micro_batches=2, pipelines=2)
+        plan = Plan(stages=1, replication=[2], micro_batches=2, pipelines=2, batch="per-pipeline")
         with Pipeline(
             language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=adamw, timeout_s=60
         ) as p:

@@ -57,7 +57,7 @@ def test_the_first_batch_may_be_as_short_as_any(first: int, weights: dict[str, A
 
 
 def test_a_step_needs_a_sample_for_each_pipeline() -> None:
-    plan = Plan(stages=2, pipelines=2, micro_batches=4)
+    plan = Plan(stages=2, pipelines=2, micro_batches=4, batch="per-pipeline")
     (x, y), *_ = token_batches(1, 3)
     with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=momentum) as p:
         assert abs(p.step(x, y) - float(LOSS(language_model()(x), y))) < 1e-10

@@ -188,7 +188,7 @@ def test_where_stages_have_replicas_on_ranks(replication: list[int]) -> None:
 
 
 def elastic(spread: bool, loss_fn: Any, without_flush: bool = False) -> Any:
-    plan = Plan(stages=2, pipelines=2, micro_batches=3, spread=spread)
+    plan = Plan(stages=2, pipelines=2, batch="per-pipeline", micro_batches=3, spread=spread)
     if without_flush:
         plan = Plan(stages=2, micro_batches=2, schedule="pipedream-2bw")
     with Pipeline(language_model(), plan, loss_fn=loss_fn, optimizer=adamw, clip_grad_norm=0.5) as p:
@@ -220,7 +220,10 @@ def test_step_weighs_pipelines_by_what_their_losses_count() -> None:
     model = language_model()
     expected = float(as_one_number(ignoring)(model(x), y))
     with Pipeline(
-        model, Plan(stages=2, pipelines=2, micro_batches=2), loss_fn=ignoring, optimizer=momentum
+        model,
+        Plan(stages=2, pipelines=2, batch="per-pipeline", micro_batches=2),
+        loss_fn=ignoring,
+        optimizer=momentum,
     ) as p:
         assert abs(p.step(x, y) - expected) < 1e-10
 

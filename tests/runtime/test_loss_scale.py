@@ -208,7 +208,7 @@ def test_each_pipeline_has_a_scale_of_its_own() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     x, y = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
     batches = [(x, y), (x * float("inf"), y), (x, y), (x, y)]
-    plan = Plan(stages=2, pipelines=2, micro_batches=2)
+    plan = Plan(stages=2, pipelines=2, batch="per-pipeline", micro_batches=2)
     with Pipeline(layers, plan, loss_fn=LOSS, optimizer=momentum, autocast=torch.float16) as p:
         list(p.train(batches))
         assert p.skipped_updates == 1

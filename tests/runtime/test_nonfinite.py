@@ -23,9 +23,14 @@ PLANS: dict[str, dict[str, Any]] = {
     "vertical-sync": {"schedule": "pipedream", "micro_batches": 1, "weights": "vertical-sync"},
     "double-buffer": {"schedule": "pipedream-2bw"},
     "replicas": {"schedule": "1f1b", "replication": [2, 1]},
-    "two pipelines": {"schedule": "advance-forward", "pipelines": 2},
-    "two pipelines, staleness 0": {"schedule": "1f1b", "pipelines": 2, "staleness": 0},
-    "spread": {"schedule": "1f1b", "pipelines": 2, "spread": True},
+    "two pipelines": {"schedule": "advance-forward", "pipelines": 2, "batch": "per-pipeline"},
+    "two pipelines, staleness 0": {
+        "schedule": "1f1b",
+        "pipelines": 2,
+        "batch": "per-pipeline",
+        "staleness": 0,
+    },
+    "spread": {"schedule": "1f1b", "pipelines": 2, "batch": "per-pipeline", "spread": True},
 }
 
 
@@ -174,7 +179,7 @@ def test_the_first_gradients_that_are_not_finite_are_told_once(name: str, caplog
 def test_a_loss_that_is_not_finite_is_told(caplog: Any) -> None:
     data = batches(6)
     data[2][1][0, 0] = torch.nan
-    train({"pipelines": 2}, data, skip_nonfinite=False)
+    train({"pipelines": 2, "batch": "per-pipeline"}, data, skip_nonfinite=False)
     (line,) = told(caplog.text)
     assert "rank 0: the loss on stage 1 is nan, in batch 2 of pipeline 0" in line
 

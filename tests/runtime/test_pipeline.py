@@ -106,7 +106,7 @@ def test_evaluation_in_the_middle_changes_nothing() -> None:
 
 
 def test_step_trains_all_pipelines_at_once() -> None:
-    (x, y), plan = token_batches(1, 12)[0], Plan(stages=2, pipelines=3, micro_batches=2)
+    (x, y), plan = token_batches(1, 12)[0], Plan(stages=2, pipelines=3, micro_batches=2, batch="per-pipeline")
     with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=momentum) as p:
         mean = p.step(x, y)
         stepped = p.state_dict()

@@ -48,7 +48,12 @@ def test_receivers_expect_exactly_what_senders_send(
             shared.setdefault(b, set()).add(a)
     ranks = sum(replication)
     plan = Plan(
-        stages=K, schedule="all-forward-all-backward", micro_batches=6, pipelines=N, replication=replication
+        stages=K,
+        schedule="all-forward-all-backward",
+        micro_batches=6,
+        pipelines=N,
+        batch="per-pipeline",
+        replication=replication,
     )
     placement = Placement.of(plan, ranks)
     routes = {

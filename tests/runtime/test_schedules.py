@@ -101,7 +101,7 @@ def test_equals_one_device_on_ranks(options: dict[str, Any]) -> None:
 
 
 def elastic(options: dict[str, Any], M: int, N: int) -> Any:
-    plan = Plan(micro_batches=M, pipelines=N, **options)
+    plan = Plan(micro_batches=M, pipelines=N, batch="per-pipeline", **options)
     with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, clip_grad_norm=0.5) as p:
         return [r.loss for r in p.train(token_batches(7, 9))], p.state_dict()
 
@@ -120,7 +120,7 @@ def test_several_pipelines_do_what_they_do_on_one_stage(options: dict[str, Any])
         ({"stages": 4, "schedule": "interleaved-1f1b"}, ("worker 0", "worker 1")),
         ({"stages": 2, "replication": [2, 1]}, ("stage 0, replica 0", "stage 0, replica 1", "stage 1")),
         (
-            {"stages": 1, "pipelines": 2, "spread": True},
+            {"stages": 1, "pipelines": 2, "batch": "per-pipeline", "spread": True},
             ("pipeline 0, stage 0", "pipeline 1, stage 0"),
         ),
         ({"stages": 2}, ()),

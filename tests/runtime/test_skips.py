@@ -299,9 +299,9 @@ def test_equals_one_device_on_other_workers(plan: Plan, options: dict[str, Any])
 @pytest.mark.parametrize("options", [{}, {"replication": [1, 2, 1, 1]}], ids=str)
 def test_several_pipelines_do_what_they_do_on_one_stage(options: dict[str, Any], spread: bool) -> None:
     data = batches(5)
-    plan = plan_of(4, 3, pipelines=2, spread=spread, **options)
+    plan = plan_of(4, 3, pipelines=2, batch="per-pipeline", spread=spread, **options)
     losses, state, evaluated, predicted = trained(plan, data, adamw)
-    whole = trained(Plan(stages=1, micro_batches=1, pipelines=2), data, adamw)
+    whole = trained(Plan(stages=1, micro_batches=1, pipelines=2, batch="per-pipeline"), data, adamw)
     assert unequal(losses, whole[0]) < 1e-10
     assert_same_state(state, whole[1])
     assert abs(evaluated - whole[2]) < 1e-10

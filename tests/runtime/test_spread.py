@@ -14,12 +14,18 @@ from tests.runtime.cases import adamw, assert_same_state, language_model, token_
 from tests.systems.test_semantics import normed_model, signal_batches
 
 SHAPES: list[dict[str, Any]] = [
-    {"stages": 1, "pipelines": 2},
-    {"stages": 1, "pipelines": 3, "rule": "easgd", "period": 2},
-    {"stages": 2, "pipelines": 2, "staleness": 0, "micro_batches": 2},
-    {"stages": 2, "pipelines": 2, "replication": [2, 1], "micro_batches": 3},
-    {"stages": 4, "pipelines": 2, "schedule": "interleaved-1f1b", "micro_batches": 2},
-    {"stages": 2, "pipelines": 2, "schedule": "zero-bubble-v", "micro_batches": 3},
+    {"stages": 1, "pipelines": 2, "batch": "per-pipeline"},
+    {"stages": 1, "pipelines": 3, "batch": "per-pipeline", "rule": "easgd", "period": 2},
+    {"stages": 2, "pipelines": 2, "batch": "per-pipeline", "staleness": 0, "micro_batches": 2},
+    {"stages": 2, "pipelines": 2, "batch": "per-pipeline", "replication": [2, 1], "micro_batches": 3},
+    {
+        "stages": 4,
+        "pipelines": 2,
+        "batch": "per-pipeline",
+        "schedule": "interleaved-1f1b",
+        "micro_batches": 2,
+    },
+    {"stages": 2, "pipelines": 2, "batch": "per-pipeline", "schedule": "zero-bubble-v", "micro_batches": 3},
 ]
 
 
@@ -96,7 +102,7 @@ def test_on_ranks(options: dict[str, Any], tmp_path: Any) -> None:
 
 
 def test_a_checkpoint_moves_between_spread_and_shared_pipelines(tmp_path: Any) -> None:
-    options: dict[str, Any] = {"stages": 2, "pipelines": 2, "micro_batches": 2}
+    options: dict[str, Any] = {"stages": 2, "pipelines": 2, "batch": "per-pipeline", "micro_batches": 2}
     batches = token_batches(6, 9)
     for n, (before, after) in enumerate([(True, False), (False, True)]):
         states = []

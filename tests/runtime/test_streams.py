@@ -97,7 +97,7 @@ def follows(later, earlier) -> bool:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_on_streams_is_the_run_without(fake, staleness, monkeypatch):
-    plan = Plan(stages=3, pipelines=2, micro_batches=3, staleness=staleness)
+    plan = Plan(stages=3, pipelines=2, batch="per-pipeline", micro_batches=3, staleness=staleness)
     batches = token_batches(7, 8, last=5)
     losses, state, timeline = train(plan, batches, clip_grad_norm=0.5)
     monkeypatch.undo()
@@ -117,7 +117,7 @@ def test_a_run_on_streams_is_the_run_without(fake, staleness, monkeypatch):
 
 def test_every_stage_has_a_stream_for_each_pipeline(fake, monkeypatch):
     account = Account(fake, monkeypatch)
-    train(Plan(stages=3, pipelines=2, micro_batches=2), token_batches(4, 8))
+    train(Plan(stages=3, pipelines=2, batch="per-pipeline", micro_batches=2), token_batches(4, 8))
     names = {(row[1], row[2]): row[3][0] for row in account.rows}
     assert len(set(names.values())) == 6
     assert all(row[3][0] == names[row[1], row[2]] for row in account.rows)
@@ -125,7 +125,7 @@ def test_every_stage_has_a_stream_for_each_pipeline(fake, monkeypatch):
 
 def test_messages_order_neighbouring_stages(fake, monkeypatch):
     account = Account(fake, monkeypatch)
-    train(Plan(stages=2, pipelines=2, micro_batches=3), token_batches(6, 9))
+    train(Plan(stages=2, pipelines=2, batch="per-pipeline", micro_batches=3), token_batches(6, 9))
     for i in range(2):
         for before, after, source in [("F", "F", 0), ("begin of B", "B", 1)]:
             sources, readers = account.of(before, source, i), account.of(after, 1 - source, i)
@@ -138,7 +138,9 @@ def test_messages_order_neighbouring_stages(fake, monkeypatch):
 def test_updates_of_a_stage_are_one_chain(fake, monkeypatch, staleness, spread):
     """Of spread pipelines too, which share a reference where they share a process."""
     account = Account(fake, monkeypatch)
-    plan = Plan(stages=2, pipelines=3, micro_batches=2, staleness=staleness, spread=spread)
+    plan = Plan(
+        stages=2, pipelines=3, batch="per-pipeline", micro_batches=2, staleness=staleness, spread=spread
+    )
     train(plan, token_batches(9, 8))
     for k in range(2):
         updates = account.of("U", k)
@@ -152,7 +154,9 @@ def spread_account(staleness):
         fake = on_streams(monkeypatch)
         account = Account(fake, monkeypatch)
         train(
-            Plan(stages=1, pipelines=2, staleness=staleness, spread=True), token_batches(8, 8), timeout_s=60
+            Plan(stages=1, pipelines=2, batch="per-pipeline", staleness=staleness, spread=True),
+            token_batches(8, 8),
+            timeout_s=60,
         )
         return account.rows, dict(fake.current_stream().clock)
 
@@ -178,7 +182,9 @@ def test_updates_that_other_processes_tell_are_of_the_same_chain(staleness):
 
 def test_weights_that_another_lane_moves_are_waited_for(fake, monkeypatch):
     account = Account(fake, monkeypatch)
-    train(Plan(stages=1, pipelines=2, micro_batches=2, staleness=0), token_batches(6, 8))
+    train(
+        Plan(stages=1, pipelines=2, batch="per-pipeline", micro_batches=2, staleness=0), token_batches(6, 8)
+    )
     rounds = [account.of("U", 0)[n : n + 2] for n in range(0, 6, 2)]
     for i in range(2):
         for n, forward in enumerate(account.of("F", 0, i)[2:]):
@@ -190,7 +196,9 @@ def test_streaming_lanes_do_not_wait_for_each_others_updates(fake, monkeypatch):
     monkeypatch.setattr(
         streams.LaneStream, "end", lambda self: None
     )  # the host, reading a loss, waits for more
-    train(Plan(stages=1, pipelines=2, micro_batches=2, staleness=1), token_batches(4, 8))
+    train(
+        Plan(stages=1, pipelines=2, batch="per-pipeline", micro_batches=2, staleness=1), token_batches(4, 8)
+    )
     forwards, updates = account.of("F", 0, 0), account.of("U", 0, 1)
     second_batch = forwards[2]
     assert not follows(second_batch, updates[0])  # of the other lane, which was issued before it
@@ -200,7 +208,7 @@ def test_streaming_lanes_do_not_wait_for_each_others_updates(fake, monkeypatch):
 def test_the_host_issues_all_it_can_before_it_reads_a_loss(fake, monkeypatch):
     account = Account(fake, monkeypatch)
     batches = iter(token_batches(4, 8))
-    plan = Plan(stages=2, pipelines=2, micro_batches=2)
+    plan = Plan(stages=2, pipelines=2, batch="per-pipeline", micro_batches=2)
     with Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=adamw) as p:
         next(p.train(batches))
         assert len(account.of("B", 0, 0)) == len(account.of("B", 0, 1)) == 2

@@ -40,7 +40,7 @@ def model(dtype: torch.dtype) -> nn.Sequential:
 def make(K: int, N: int, optimizer: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Pipeline:
     return Pipeline(
         model(dtype),
-        Plan(stages=K, pipelines=N, micro_batches=2, staleness=0),
+        Plan(stages=K, pipelines=N, batch="per-pipeline", micro_batches=2, staleness=0),
         loss_fn=LOSS,
         optimizer=optimizer,
         lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
@@ -117,7 +117,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def pipeline(N: int = 2, **options: Any) -> Pipeline:
     """Of a model all of whose parameters get gradients."""
-    plan = Plan(stages=2, pipelines=N, micro_batches=2, **{"staleness": 0, **options})
+    plan = Plan(stages=2, pipelines=N, batch="per-pipeline", micro_batches=2, **{"staleness": 0, **options})
     return Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw)
 
 

@@ -334,7 +334,9 @@ def test_elastic_pipelines_keep_to_their_rule(K: int, kind: str, options: dict[s
     for N, M, variant in [(K, 1, {}), (2, 3, {"clip": 0.05, "optimizer": "adamw", "decay": True})]:
         batches = batches_of(kind, N * (3 * K + 1) + 1, last=5)
         expected = emulation.elastic(case_of(model, variant, K, M), batches, N, **options)
-        plan = Plan(stages=K, pipelines=N, micro_batches=M, partition=BOUNDS[K][1:-1], **options)
+        plan = Plan(
+            stages=K, pipelines=N, batch="per-pipeline", micro_batches=M, partition=BOUNDS[K][1:-1], **options
+        )
         with Pipeline(
             model,
             plan,
@@ -380,7 +382,10 @@ def emulated(
     return trained_.losses, trained_.state
 
 
-OF_THE_CALLER = {"avgpipe": {"pipelines": 2, "micro_batches": 4}, "gpipe": {"micro_batches": 4}}
+OF_THE_CALLER = {
+    "avgpipe": {"pipelines": 2, "batch": "per-pipeline", "micro_batches": 4},
+    "gpipe": {"micro_batches": 4},
+}
 OF_THE_CALLER["dapple"] = OF_THE_CALLER["gpipe"]
 EXACT = [name for name in SYSTEMS if name != "data-parallel-asp"]  # whose updates land when they arrive
 
