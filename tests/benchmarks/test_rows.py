@@ -64,8 +64,10 @@ def test_the_loss_of_a_batch_in_parts_is_that_of_the_whole():
         (Plan(stages=6, schedule="pipedream-2bw", micro_batches=6), 1, 2),
         (Plan(stages=6, schedule="pipedream-2bw", micro_batches=6, weights="stash"), 1, 2),
         (Plan(stages=1, schedule="pipedream"), 1, 1),
-        (Plan(stages=6, pipelines=6), 4, 3),  # 12 batches are two rounds of the pipelines
-        (Plan(stages=6, pipelines=6), 5, 6),
+        # 12 batches are two rounds of the pipelines
+        (Plan(stages=6, pipelines=6, batch="per-pipeline"), 4, 3),
+        (Plan(stages=6, pipelines=6, batch="per-pipeline"), 5, 6),
+        (Plan(stages=6, pipelines=6), 1, 2),
     ],
 )
 def test_batches_in_flight(plan, per_batch, pipelines):

@@ -11,7 +11,7 @@ CASES = {
     "all-forward-all-backward": (6, 1, 12, 1, 1),
     "advance-forward, N = 1": (6, 1, 12, 1, 1),
     "advance-forward, N = 2": (6, 2, 12, 1, 2),
-    "advance-forward, N = 3": (6, 3, 12, 1, 3),
+    "advance-forward, N = 3": (6, 3, 12, 1, 2),
     "interleaved-1f1b, 2 a rank": (12, 1, 12, 1, 1),
     "zero-bubble-h1": (6, 1, 12, 1, 1),
     "zero-bubble-v, 2 a rank": (12, 1, 12, 1, 1),
@@ -26,7 +26,7 @@ SIMULATED = {
     "1f1b": 510,
     "all-forward-all-backward": 510,
     "advance-forward, N = 1": 510,
-    "advance-forward, N = 2": 360,
+    "advance-forward, N = 2": 410,
     "advance-forward, N = 3": 360,
     "interleaved-1f1b, 2 a rank": 435,  # (M + (K-1)/2) (t_f + t_b)
     "zero-bubble-h1": 410,  # M (t_f + t_b) + (K-1) (t_f + t_b - 2 t_w), t_w half of t_b

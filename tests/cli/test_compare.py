@@ -105,7 +105,7 @@ def test_all_systems_get_the_same_options_but_for_what_they_fix(tmp_path):
     assert all((words["--system"], words["--out"]) == (s, str(tmp_path / s)) for s, words in found.items())
     assert {s for s, words in found.items() if words.get("--pipelines") == "3"} == {"avgpipe"}
     without = {s for s, words in found.items() if "--micro-batches" not in words}
-    assert without == {"pipedream", "ea-pipe", "model-parallel"}
+    assert without == {"pipedream", "pipedream-predicted", "ea-pipe", "model-parallel"}
 
 
 def test_what_is_given_is_what_train_takes():

@@ -224,7 +224,8 @@ def test_what_the_workload_is_asked_survives_the_way_to_the_workers(tmp_path):
     asked |= {"optimizer": "muon", "lr": 0.5}
     for split in ("train", "valid", "test"):
         (tmp_path / f"{split}.txt").write_text("a b\n")
-    options = TrainConfig.from_json(resolve(**asked).to_json()).build_options(3)
+    config = TrainConfig.from_json(resolve(**asked).to_json())
+    options = config.build_options(config.to_plan())
     assert (options.data, options.pretrained) == (tmp_path, None)
     assert (options.lr_scaling, options.loader_workers, options.pipelines) == ("linear", 2, 3)
     assert (options.optimizer, options.lr) == ("muon", 0.5)

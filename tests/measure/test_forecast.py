@@ -76,8 +76,8 @@ def test_recomputation_is_of_each_micro_batch(recompute: str, backward_s: tuple[
 
 def test_averaging_belongs_to_updates_of_several_pipelines() -> None:
     p = chains.profile(layer(update_s=1.0, elastic_s=0.5), step_s=0.25)
-    one, two = (forecast(p, Plan(pipelines=n), 1, flat(1)).batch_s for n in (1, 2))
-    assert [one, two] == pytest.approx([3.0 + 1.25, 3.0 + 1.75])
+    one, two = (forecast(p, Plan(pipelines=n, micro_batches=2), 2, flat(1)).batch_s for n in (1, 2))
+    assert [one, two] == pytest.approx([2 * 3.0 + 1.25, 2 * (3.0 + 1.75)])
 
 
 def test_transfers_of_one_micro_batch() -> None:
@@ -212,7 +212,7 @@ def test_any_forecast_is_the_simulation_of_its_stages(
     cluster = Cluster(tuple(Device(speed=s) for s in speeds), (Level(6, 4.0, 0.25),))
     plan = Plan(
         stages=stages,
-        micro_batches=each * width,
+        micro_batches=each * width * pipelines,
         pipelines=pipelines,
         recompute=recompute,
         partition=cut or None,
@@ -240,10 +240,9 @@ def test_any_forecast_is_the_simulation_of_its_stages(
         allreduce_s=ring_s,  # all weights are in the last 8 MiB
     )
     built = build_schedule("advance-forward", stages, each)
-    found = forecast(p, plan, samples * each * width, cluster)
-    assert found.batch_s == pytest.approx(
-        steady_batch_s(built, costs, pipelines=pipelines), rel=PICOSECONDS, abs=PICOSECONDS
-    )
+    found = forecast(p, plan, samples * plan.micro_batches, cluster)
+    share_s = steady_batch_s(built, costs, pipelines=pipelines)
+    assert found.batch_s == pytest.approx(pipelines * share_s, rel=PICOSECONDS, abs=pipelines * PICOSECONDS)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

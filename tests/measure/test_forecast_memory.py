@@ -145,10 +145,10 @@ def test_memory_as_a_share_of_each_workers(
     """
     p = replace(chains.random_profile(seed, 6), process_bytes=50.0)
     stages = min(stages, len(p.layers))
-    plan = Plan(stages=stages, pipelines=pipelines, micro_batches=8, recompute=recompute)
+    plan = Plan(stages=stages, pipelines=pipelines, micro_batches=8 * pipelines, recompute=recompute)
     cut = tuple(range(1, stages))
     blocks = list(pairwise([0, *cut, len(p.layers)]))
-    in_bytes, _ = OnCluster(p, plan, 8, flat(stages)).costs_in_memory(cut)
+    in_bytes, _ = OnCluster(p, plan, 8 * pipelines, flat(stages)).costs_in_memory(cut)
     assert in_bytes is not None
     shares = st.sampled_from([0.9, 0.999, 1.001, 1.2, 3.0])
     least = [pipelines * min(8, stages - k) for k in range(stages)]
@@ -157,7 +157,7 @@ def test_memory_as_a_share_of_each_workers(
     ]
     limits = [data.draw(shares) * size for size in counted]
     cluster = Cluster(tuple(map(Device, limits)), (Level(stages, 8.0, 0.5),))
-    problem = OnCluster(p, plan, 8, cluster)
+    problem = OnCluster(p, plan, 8 * pipelines, cluster)
     costs, limit = problem.costs_in_memory(cut)
     needed = [problem.bytes_with(k, *block, n) for k, (block, n) in enumerate(zip(blocks, least))]
     if any(size > most for size, most in zip(counted, limits)):

@@ -102,15 +102,17 @@ def test_no_cut_is_below_the_bound_of_its_shape(
     bounds = _PlanSearch(shapes)
     for shape in shapes.shapes():
         problem = OnCluster(p, shape.plan(), BATCH, cluster)
-        plan, own = shape.plan(), -(-shape.micro_batches // shape.width)
+        plan = shape.plan()
+        own = -(-plan.micro_batches_each // shape.width)
         built = build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
         least_s = bounds._least_s(shape)
         for cut in cuts_of(p, shape):
             costs = problem.costs(cut)
-            found_s = steady_batch_s(built, costs, pipelines=plan.pipelines, batches=100 * plan.pipelines)
-            assert least_s / _WINDOW <= 49 / 48 * found_s + PICOSECONDS
+            n = plan.pipelines
+            found_s = n * steady_batch_s(built, costs, pipelines=n, batches=100 * n)
+            assert least_s / _WINDOW <= 49 / 48 * found_s + n * PICOSECONDS
             if plan.pipelines <= 2:
-                assert least_s <= problem.forecast(cut).batch_s + PICOSECONDS
+                assert least_s <= problem.forecast(cut).batch_s + n * PICOSECONDS
 
 
 @settings(deadline=None, max_examples=30)

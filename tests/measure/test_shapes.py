@@ -92,22 +92,31 @@ def test_all_shapes_of_two_workers() -> None:
         PlanShape(1, 1, 1, 2),
         PlanShape(1, 2, 1, 2),
         PlanShape(2, 1, 1, 1),
-        PlanShape(2, 1, 2, 1),
         PlanShape(2, 1, 1, 2),
         PlanShape(2, 1, 2, 2),
     ]
 
 
 def test_several_pipelines_on_one_device_where_that_may_gain() -> None:
-    space = space_of(2, layers=4, batch_size=2, pipelines=(1, 3), micro_batches=(2,), second_lane=1.5)
+    space = space_of(2, layers=4, batch_size=4, pipelines=(1, 2), micro_batches=(3, 4), second_lane=1.5)
     assert list(space.shapes()) == [
-        PlanShape(1, 1, 1, 2),
-        PlanShape(1, 1, 3, 2),
-        PlanShape(1, 2, 1, 2),
-        PlanShape(1, 2, 3, 2),
-        PlanShape(2, 1, 1, 2),
-        PlanShape(2, 1, 3, 2),
+        PlanShape(1, 1, 1, 3),
+        PlanShape(1, 1, 1, 4),
+        PlanShape(1, 1, 2, 3),  # two and one
+        PlanShape(1, 1, 2, 4),
+        PlanShape(1, 2, 1, 4),
+        PlanShape(1, 2, 2, 4),
+        PlanShape(2, 1, 1, 3),
+        PlanShape(2, 1, 1, 4),
+        PlanShape(2, 1, 2, 3),
+        PlanShape(2, 1, 2, 4),
     ]
+
+
+def test_pipelines_and_replicas_part_a_batch_alike() -> None:
+    shapes = list(space_of(4, layers=4, batch_size=16, pipelines=(1, 2, 3)).shapes())
+    assert {s.micro_batches for s in shapes if s[:3] == (2, 2, 3)} == {6, 12}
+    assert all(s.micro_batches % (s.width * s.pipelines) == 0 for s in shapes)
 
 
 def test_every_shape_is_a_plan() -> None:

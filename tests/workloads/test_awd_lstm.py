@@ -410,7 +410,8 @@ def test_weights_and_batches_depend_on_the_seed_and_not_on_the_caller(text_folde
 
 
 def test_training_is_divided_among_pipelines_and_evaluation_is_not(text_folder):
-    one, two = (build_workload("awd-lstm", data=text_folder, batch_size=4, pipelines=n) for n in (1, 2))
+    asked = {"data": text_folder, "batch_size": 4, "batch": "per-pipeline"}
+    one, two = (build_workload("awd-lstm", pipelines=n, **asked) for n in (1, 2))
     assert next(iter(two.train_batches(0)))[0].shape == (4, 35)
     assert abs(len(one.train_batches(0)) - len(two.train_batches(0))) <= 2
     assert len(one.valid_batches()) == len(two.valid_batches())
@@ -439,7 +440,8 @@ def test_optimizer_has_the_learning_rate_of_the_pipelines(text_folder):
 
 
 def test_paper_preset_scales_the_rate_with_the_length_of_the_segment(text_folder):
-    workload = build_workload("awd-lstm", preset="paper", data=text_folder, batch_size=2, pipelines=2, seed=4)
+    turns = {"pipelines": 2, "batch": "per-pipeline"}
+    workload = build_workload("awd-lstm", preset="paper", data=text_folder, batch_size=2, seed=4, **turns)
     optimizer = workload.optimizer([nn.Parameter(torch.zeros(1))])
     scheduler = workload.lr_scheduler(optimizer)
     lengths = [x.shape[1] for epoch in range(2) for x, _ in workload.train_batches(epoch)][::2]

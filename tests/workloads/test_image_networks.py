@@ -345,7 +345,8 @@ def test_a_batch_larger_than_the_data_is_all_of_it(photos):
 
 
 def test_the_learning_rate_follows_the_pipelines_and_ends_with_the_batches(photos):
-    workload = build_workload("resnet", data=photos, batch_size=8, pipelines=2, max_batches=8)
+    turns = {"pipelines": 2, "batch": "per-pipeline"}
+    workload = build_workload("resnet", data=photos, batch_size=8, max_batches=8, **turns)
     optimizer = workload.optimizer([nn.Parameter(torch.zeros(2, 2))])
     scheduler = workload.lr_scheduler(optimizer)
     rates = []
@@ -353,9 +354,7 @@ def test_the_learning_rate_follows_the_pipelines_and_ends_with_the_batches(photo
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    training = PRESETS["resnet"]["tiny"].training
-    highest = training.lr * {"none": 1, "sqrt": 2**0.5, "linear": 2}[training.lr_scaling]
-    assert max(rates) == pytest.approx(highest)
+    assert max(rates) == pytest.approx(2**0.5 * PRESETS["resnet"]["tiny"].training.lr)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
 
 

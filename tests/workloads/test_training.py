@@ -18,8 +18,26 @@ PLAIN = Recipe(batch_size=8, epochs=3, optimizer="adamw", lr=0.1, weight_decay=0
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1), ("sqrt", 2), ("linear", 4)])
 def test_the_rate_grows_with_the_pipelines(scaling, factor):
     training = replace(PLAIN, lr_scaling=scaling)
-    assert training.scaled_lr(1) == 0.1
-    assert training.scaled_lr(4) == pytest.approx(0.1 * factor)
+    assert training.scaled_lr(BuildOptions()) == 0.1
+    assert training.scaled_lr(BuildOptions(pipelines=4)) == pytest.approx(0.1 * factor)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "batch", "factor"),
+    [
+        ("sgd", "global", 1),
+        ("nt-asgd", "global", 1),
+        ("muon", "global", 1),
+        ("adam", "global", 2),
+        ("adamw", "global", 2),
+        ("sgd", "per-pipeline", 2),
+        ("adamw", "per-pipeline", 2),
+    ],
+)
+def test_the_rate_follows_from_what_a_batch_is(optimizer, batch, factor):
+    training = replace(PLAIN, optimizer=optimizer)
+    rate = training.scaled_lr(BuildOptions(pipelines=4, batch=batch))
+    assert rate == pytest.approx(0.1 * factor)
 
 
 def test_options_override_the_preset():
@@ -58,8 +76,9 @@ def test_the_course_ends_with_the_run():
 
     assert rates(BuildOptions(), 60) == 0  # 3 epochs of 20 batches
     assert rates(BuildOptions(), 59) > 0
-    assert rates(BuildOptions(pipelines=4), 15) == 0
-    assert rates(BuildOptions(pipelines=4), 14) > 0
+    assert rates(BuildOptions(pipelines=4), 59) > 0
+    assert rates(BuildOptions(pipelines=4, batch="per-pipeline"), 15) == 0
+    assert rates(BuildOptions(pipelines=4, batch="per-pipeline"), 14) > 0
     assert rates(BuildOptions(max_batches=10), 10) == 0
     assert replace(PLAIN, decay="none").lr_scheduler_for(20, BuildOptions()) is None
 

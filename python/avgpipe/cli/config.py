@@ -13,7 +13,7 @@ from avgpipe.errors import nearest
 from avgpipe.links import NAMES as LINKS
 from avgpipe.plan import BATCHES, Plan
 from avgpipe.report.course import VALIDATIONS, parse_target
-from avgpipe.rules import RULES
+from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.schedule import RECOMPUTE, WEIGHTS, schedule_names
 from avgpipe.systems import SYSTEMS
 from avgpipe.units import parse_bytes, parse_names, parse_numbers, parse_rate, parse_seconds
@@ -191,6 +191,7 @@ class PlanOptions(Options):
         recompute: Micro-batches that run their forward pass again instead of saving activations. Default: never.
         batch: Whether pipelines share each batch, which then makes one step of the reference, or take turns. Default:
             global, or the system's.
+        correction: What is done about late gradients of schedules without a flush. Default: nothing.
     """
 
     plan: File | None = None
@@ -212,6 +213,7 @@ class PlanOptions(Options):
     period: Count | None = None
     recompute: Annotated[str | None, Value("|".join(RECOMPUTE), choices=RECOMPUTE)] = None
     batch: Annotated[str | None, Value("|".join(BATCHES), choices=BATCHES)] = None
+    correction: Annotated[str | None, Value("|".join(CORRECTIONS), choices=tuple(CORRECTIONS))] = None
     partition: tuple[int, ...] | tuple[str, ...] | None = internal(None)
     placement: tuple[tuple[int, ...], ...] | None = internal(None)
 

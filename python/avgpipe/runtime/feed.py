@@ -67,7 +67,8 @@ class Feed:
 
     def __init__(self, worker: Worker, plan: Plan, loader: Prefetch, options: TrainingOptions) -> None:
         self._worker, self._plan, self._loader, self._options = worker, plan, loader, options
-        self._most_in_flight = plan.batches_in_flight
+        self._most_in_flight, self._shares = plan.batches_in_flight, plan.shares
+        self._sums_loss = options.sums_loss
         self.next_batch = self.begun = 0
         self.results: deque[BatchResult] = deque()
         self.weight = 0.0
@@ -102,7 +103,9 @@ class Feed:
             answers = split(targets, parts)
         work = Work(batch, parts, split(inputs, parts), answers, weights, copied)
         shares = (
-            enumerate(self._shares(work, weights)) if plan.shares > 1 else [(batch % plan.pipelines, work)]
+            enumerate(self._share_out(work, weights))
+            if self._shares > 1
+            else [(batch % plan.pipelines, work)]
         )
         works = dict(shares)
         if isinstance(loss_fn, nn.Module):
@@ -116,11 +119,11 @@ class Feed:
         totals = {i: part.weights.total for i, part in works.items() if part.weights is not None}
         self._in_flight.append(InFlight(batch, samples, totals))
 
-    def _shares(self, whole: Work, weights: LossWeights) -> Iterator[Work]:
+    def _share_out(self, whole: Work, weights: LossWeights) -> Iterator[Work]:
         """Cut a batch into the pipelines' shares; they draw what one pipeline would draw for the whole of it."""
         counts = sizes_of(whole.micro_batches, self._plan.pipelines)
         first = 0
-        for count, own in zip(counts, share_out(weights, counts, self._options.sums_loss)):
+        for count, own in zip(counts, share_out(weights, counts, self._sums_loss)):
             part = slice(first, first + count)
             yield replace(
                 whole,
@@ -200,14 +203,14 @@ class Feed:
             losses[i] = numbers[0], numbers[2] if len(numbers) > 1 else weight
             worker.notice.loss(numbers[0], batch, i)
         loss, self.weight = self._whole(list(losses.values()))
-        pipeline = None if self._plan.shares > 1 else next(iter(losses))
+        pipeline = None if self._shares > 1 else next(iter(losses))
         self.results.append(BatchResult(loss, batch, pipeline, samples))
 
     def _whole(self, parts: list[tuple[float, float]]) -> tuple[float, float]:
         """Return loss and weight of a batch from those of its shares."""
         if len(parts) == 1:
             return parts[0]
-        if self._options.sums_loss:
+        if self._sums_loss:
             return sum(loss for loss, _ in parts), 1.0
         weight = sum(weight for _, weight in parts)
         # a share with nothing to count has any loss
