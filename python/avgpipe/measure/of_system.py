@@ -1,0 +1,139 @@
+"""The best plan of one published system, which leaves fewer choices than the search over all plans has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from operator import attrgetter
+from typing import Any
+
+from avgpipe import systems
+from avgpipe.measure.forecast import Forecast, OnCluster
+from avgpipe.measure.search import fits
+from avgpipe.plan import Plan
+from avgpipe.planning import choose_advance
+from avgpipe.planning.chain import does_not_fit
+from avgpipe.planning.cluster import Cluster
+from avgpipe.planning.cuts import Cut, CutSearch
+from avgpipe.planning.profile import Profile
+from avgpipe.schedule import RECOMPUTE
+from avgpipe.systems import SYSTEMS
+
+PIPELINES = (1, 2, 3, 4)
+_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a batch, for each replica of each pipeline
+_REFINED = 3  # plans whose cut is searched for, not only balanced
+_CLOSE = 1.01  # of two plans whose times are nearer, the one that needs less memory
+_ADVANCES = "advance-forward"
+_seconds = attrgetter("batch_s")
+
+
+def best_of_system(
+    system: str, profile: Profile, cluster: Cluster, batch_size: int, given: Mapping[str, Any] | None = None
+) -> Forecast:
+    """Return the plan of a system on all workers that is predicted to take least time and fits into their memory.
+
+    Tried are micro-batches, pipelines, advance and recomputation, as far as the system leaves them open; the cut is
+    searched for. Systems whose pipelines have workers of their own are predicted as one of these alone.
+
+    Args:
+        system: Its name.
+        profile: Of the model.
+        cluster: The workers, and the memory of each.
+        batch_size: Samples of a batch.
+        given: Options of ``Plan`` that are not to be chosen.
+
+    Raises:
+        ValueError: Nothing fits into the memory (by how much), or the system cannot be what is given.
+    """
+    options = dict(given or {})
+    sizes = list(_sizes(system, cluster.workers, batch_size, options))
+    if not sizes:
+        raise ValueError(
+            f"batch_size={batch_size}: {system} on {cluster.workers} workers needs larger batches"
+        )
+
+    def on_cluster(plan: Plan) -> OnCluster:
+        return OnCluster(profile, plan, batch_size, cluster)
+
+    ways = [[on_cluster(plan) for plan in _ways(system, {**options, **size})] for size in sizes]
+    rough = sorted(filter(None, map(_rough, ways)), key=_seconds)
+    if not rough:
+        raise _nothing_fits([problem for of_size in ways for problem in of_size])
+    found = [*rough]
+    for forecast in rough[:_REFINED]:
+        whole = replace(forecast.plan, partition=None)
+        cut, plans = _refined(on_cluster(whole), "advance" not in options)
+        found += [on_cluster(plan).forecast(cut) for plan in plans]
+    fitting = [f for f in found if fits(f, cluster)]
+    best_s = min(map(_seconds, fitting))
+    near = [f for f in fitting if f.batch_s <= _CLOSE * best_s]
+    best = min(near, key=lambda f: (max(f.memory_bytes), f.batch_s))
+    if _is_apart(system):
+        best = replace(best, plan=replace(best.plan, pipelines=cluster.workers, spread=True))
+    return best
+
+
+def _is_apart(system: str) -> bool:
+    return bool(SYSTEMS[system].get("spread"))
+
+
+def _sizes(system: str, workers: int, batch_size: int, given: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    """Yield stages, pipelines and micro-batches to try."""
+    row = systems.row(system, workers)
+    replication = row.get("replication")
+    open_pipelines = [given["pipelines"]] if "pipelines" in given else PIPELINES
+    for n in [row["pipelines"]] if "pipelines" in row else open_pipelines:
+        shares = n if given.get("batch", row.get("batch", "global")) == "global" else 1
+        each = shares * max(replication or [1])
+        wanted = [given["micro_batches"]] if "micro_batches" in given else [each * m for m in _PARTS]
+        if "micro_batches" in row:
+            wanted = [row["micro_batches"]]
+        parts = {systems.micro_batches(system, workers, replication, m) for m in wanted}
+        for m in sorted(m for m in parts if m <= batch_size):
+            yield {"stages": workers, "pipelines": n, "micro_batches": m}
+
+
+def _ways(system: str, options: Mapping[str, Any]) -> Iterator[Plan]:
+    """Yield the plans of a size: recomputation, and 1F1B in place of the own advance, need less memory."""
+    schedule = options.get("schedule", SYSTEMS[system]["schedule"])
+    own = {"recompute": RECOMPUTE, "advance": (None, 0) if schedule == _ADVANCES else (None,)}
+    tried = {name: (options[name],) if name in options else values for name, values in own.items()}
+    for recompute, advance in product(tried["recompute"], tried["advance"]):
+        plan = Plan.for_system(system, **{**options, "recompute": recompute, "advance": advance})
+        yield replace(plan, pipelines=1, spread=False) if _is_apart(system) else plan
+
+
+def _rough(ways: Sequence[OnCluster]) -> Forecast | None:
+    """Return the quickest way to fit with a first cut; None where none fits.
+
+    Ways that need less memory are looked at only where memory is what decides.
+    """
+    found: list[Forecast] = []
+    for problem in ways:
+        cut = CutSearch(problem, problem.limits).first()
+        if cut is not None:
+            found.append(problem.forecast(cut))
+        if problem.limits is None or (found and cut == CutSearch(problem, None).first()):
+            break
+    return min(found, key=_seconds, default=None)
+
+
+def _refined(problem: OnCluster, chooses: bool) -> tuple[Cut, list[Plan]]:
+    """Return the best cut of a plan, and the plan, if it ``chooses`` also with the advance that is best for the cut."""
+    cut, _, _ = CutSearch(problem, problem.limits).best()
+    plan = problem.plan
+    if not chooses or plan.schedule != _ADVANCES or plan.stages == 1:
+        return cut, [plan]
+    costs, limit = problem.costs_in_memory(cut)
+    if costs is None:
+        return cut, [plan]
+    parts, pipelines = problem.micro_batches, plan.pipelines
+    chosen = choose_advance(plan.stages, parts, costs, pipelines=pipelines, memory_limit_bytes=limit)
+    return cut, [plan, replace(plan, advance=chosen.advance)]
+
+
+def _nothing_fits(problems: Sequence[OnCluster]) -> ValueError:
+    searches = (CutSearch(problem, problem.limits) for problem in problems)
+    _, size, limit = min(search.excess(search.min_memory()) for search in searches)
+    return does_not_fit(limit, size, "use more workers, a smaller batch or a smaller model")
