@@ -23,7 +23,7 @@ MIB = 2**20
 SUMMARY = {
     "workload": "awd-lstm", "batch_size": 16, "epochs": 1.0, "batches": 4, "samples": 64, "train_seconds": 2.0,
     "metric_name": "perplexity", "lower_is_better": True, "metric": 120.0,
-    "seconds_to_target": None, "worker_busy_fraction": [0.4, 0.6],
+    "seconds_to_target": None, "samples_to_target": None, "worker_busy_fraction": [0.4, 0.6],
     "peak_memory_bytes": [200 * MIB, 400 * MIB], "seed": 0, "preset": "tiny", "title": "a text", "best_metric": 110.0,
     "trivial_metric": 900.0,
     "warnings": [],

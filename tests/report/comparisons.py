@@ -16,6 +16,7 @@ PLAIN = Figures(
     batches=50,
     samples=800,
     train_seconds=80.0,
+    samples_to_target=None,
     seconds_to_target=None,
     peak_memory_bytes=400 * 2**20,
     busy_fraction=0.5,
@@ -30,7 +31,8 @@ def at(samples_per_s, **changes):
 
 
 def reaching(seconds, **changes):
-    return replace(PLAIN, seconds_to_target=seconds, train_seconds=seconds, **changes)
+    found = {"seconds_to_target": seconds, "samples_to_target": PLAIN.samples, "train_seconds": seconds}
+    return replace(PLAIN, **{**found, **changes})
 
 
 REPLICAS = {"stages": 1, "replicas": 2}

@@ -44,7 +44,7 @@ def test_figures_are_spelt_out():
         *("gpipe", "2/1/4", "1f1b", "40.0", "10.0", "400 MiB", "50 %", "110", "120"),
     ]
     row = rows(compared(a=reaching(31.4), b=PLAIN, target=100.0))
-    assert row["a"][5:7] == ["2", "31.4"]
+    assert row["a"][5:7] == ["800", "31.4"]
     assert row["b"][5:7] == ["-", "-"]
 
 

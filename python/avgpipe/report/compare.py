@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from avgpipe.report.course import parse_target
 from avgpipe.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
+    from rich.text import Text
 
 # What became of a system. Only OK ones are ranked.
 OK, DOES_NOT_FIT, REFUSED, OUT_OF_MEMORY = "ok", "does not fit", "refused", "out of memory"
@@ -19,7 +24,14 @@ KILLED, FAILED, INTERRUPTED, NOT_RUN = "killed", "failed", "interrupted", "not r
 CLOSE = 0.05  # runs of one system on one machine differ by as much
 _APART = f"less than {100 * CLOSE:.0f} % apart"
 _TEXTS = (0, 2)  # columns of the table that are no numbers
+_DERIVED = ("epoch_seconds", "samples_per_second", "epochs_to_target")
+# What may differ between seeds.
+_OF_RUNS = (
+    *("epochs", "batches", "samples", "train_seconds", "samples_to_target", "seconds_to_target"),
+    *("peak_memory_bytes", "busy_fraction", "metric", "best_metric", *_DERIVED),
+)
 _SHORT_S = 20.0
+_TEXT_COLUMNS = 140
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ class Figures:
     batches: int
     samples: int
     train_seconds: float
+    samples_to_target: int | None
     seconds_to_target: float | None
     peak_memory_bytes: int
     busy_fraction: float
@@ -74,8 +87,7 @@ class Figures:
         return None if self.seconds_to_target is None else self.epochs
 
     def to_json(self) -> dict[str, Any]:
-        derived = ("epoch_seconds", "samples_per_second", "epochs_to_target")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        return asdict(self) | {name: getattr(self, name) for name in _DERIVED}
 
 
 @dataclass(frozen=True)
@@ -83,9 +95,10 @@ class SystemResult:
     """What became of a system.
 
     Attributes:
-        figures: There for OK and DOES_NOT_FIT.
+        figures: There for OK and DOES_NOT_FIT; with several seeds those of the first run that has some.
         reason: A few words, unless ``status`` is OK.
-        warnings: Those of its run.
+        warnings: Those of its runs, and what became of seeds whose runs did not end.
+        others: Figures of the other seeds' runs.
     """
 
     system: str
@@ -93,15 +106,82 @@ class SystemResult:
     figures: Figures | None = None
     reason: str = ""
     warnings: tuple[str, ...] = ()
+    others: tuple[Figures, ...] = ()
+
+    @classmethod
+    def joined(cls, runs: Mapping[int, SystemResult]) -> SystemResult:
+        """Make one result from those of a system's runs by seed; OK if one of them is."""
+        first, *_ = runs.values()
+        if len(runs) == 1:
+            return first
+        status = OK if any(run.status == OK for run in runs.values()) else first.status
+        like = {seed: run for seed, run in runs.items() if run.status == status}
+        warnings = [warning for run in like.values() for warning in run.warnings]
+        for seed, run in runs.items():
+            if seed not in like:
+                what = ": ".join(filter(None, (run.status, run.reason))).rstrip(".")
+                warnings.append(f"seed {seed}: {what}")
+        figures = [run.figures for run in like.values() if run.figures is not None]
+        reason = next(iter(like.values())).reason
+        said = tuple(dict.fromkeys(warnings))
+        some = figures[0] if figures else None
+        return cls(first.system, status, some, reason, said, tuple(figures[1:]))
+
+    @property
+    def runs(self) -> tuple[Figures, ...]:
+        """The figures of all seeds."""
+        return () if self.figures is None else (self.figures, *self.others)
+
+    def value(self, key: str) -> float | None:
+        """Return a figure, with several seeds the median; None where that run has none.
+
+        A run that did not reach the target counts as one that would after all others.
+        """
+        values = self._values(key)
+        middle = median(values) if values else math.inf
+        return middle if math.isfinite(middle) else None
+
+    def spread(self, key: str) -> tuple[float | None, float | None] | None:
+        """The least and the most of a figure over several seeds, None for a run that has none; None for one seed."""
+        values = self._values(key)
+        if len(values) < 2:
+            return None
+        least, most = (value if math.isfinite(value) else None for value in (min(values), max(values)))
+        return least, most
+
+    def _values(self, key: str) -> list[float]:
+        found = [getattr(run, key) for run in self.runs]
+        return [math.inf if value is None else value for value in found]
+
+    def to_json(self) -> dict[str, Any]:
+        row: dict[str, Any] = {name: getattr(self, name) for name in ("system", "status", "reason")}
+        row["warnings"] = list(self.warnings)
+        if self.figures is None:
+            return row
+        row |= self.figures.to_json()
+        if self.others:
+            row |= {name: self.value(name) for name in _OF_RUNS}
+            row["spread"] = {name: self.spread(name) for name in _OF_RUNS}
+            row["runs"] = [run.to_json() for run in self.runs]
+        return row
 
 
 class Column(NamedTuple):
-    """A column of the table. ``key``: the name of the figure."""
+    """A column of the table.
+
+    Attributes:
+        key: The name of the figure.
+        heading: Over the column.
+        format: Makes a value's text.
+        highest: Whether high values are good.
+        spreads: Whether the least and the most of several seeds are told, too.
+    """
 
     key: str
     heading: str
     format: Callable[[float], str]
-    highest: bool = False  # whether high values are good
+    highest: bool = False
+    spreads: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,8 +220,14 @@ class Comparison:
         return [(o.system, o.figures) for o in self.outcomes if o.status == OK and o.figures is not None]
 
     def known(self, key: str) -> dict[str, float]:
-        """One figure of the systems that are ranked and have it."""
-        return {name: value for name, f in self.ranked if (value := getattr(f, key)) is not None}
+        """One figure of the systems that are ranked and have it; of several seeds the median."""
+        ranked = [o for o in self.outcomes if o.status == OK]
+        return {o.system: value for o in ranked if (value := o.value(key)) is not None}
+
+    @property
+    def seeds(self) -> int:
+        """Runs of a system, at most."""
+        return max((len(o.runs) for o in self.outcomes), default=1)
 
     def columns(self) -> list[Column]:
         """Figures in the order of the table; those of the target only if there is one."""
@@ -149,11 +235,11 @@ class Comparison:
         columns = [
             Column("epoch_seconds", "s/epoch", format_figure),
             Column("samples_per_second", "samples/s", format_figure, True),
-            Column("epochs_to_target", "epochs to target", "{:g}".format),
-            Column("seconds_to_target", "s to target", format_figure),
+            Column("samples_to_target", "samples to target", "{:.0f}".format, False, True),
+            Column("seconds_to_target", "s to target", format_figure, False, True),
             Column("peak_memory_bytes", "peak memory", format_bytes),
             Column("busy_fraction", "busy", lambda share: f"{100 * share:.0f} %", True),
-            Column("best_metric", f"best {self.metric_name}", format_figure, high),
+            Column("best_metric", f"best {self.metric_name}", format_figure, high, True),
             Column("metric", f"last {self.metric_name}", format_figure, high),
         ]
         return columns if self.target is not None else columns[:2] + columns[4:]
@@ -164,13 +250,45 @@ class Comparison:
         best = (max if column.highest else min)(values.values(), default=None)
         return [name for name, value in values.items() if value == best and len(values) > 1]
 
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw what it took to reach the target, else speed and best metric, as bars; written to ``path`` if given."""
+        from avgpipe.report.pictures import plot_bars  # loads matplotlib
+
+        keys = ("samples_per_second", "best_metric")
+        if self.target is not None:
+            keys = ("samples_to_target", "seconds_to_target")
+        columns = {column.key: column.heading for column in self.columns()}
+        bars = {columns[key]: {o.system: _bar(o, key) for o in self.outcomes} for key in keys}
+        heading = ". ".join(filter(None, (f"{self.what}, {self.workers} workers", self.goal)))
+        return plot_bars(bars, heading, path)
+
+    @property
+    def goal(self) -> str:
+        """The target in words; "" without one."""
+        if self.target is None:
+            return ""
+        value, of_loss = parse_target(self.target)
+        return f"Target: {'loss' if of_loss else self.metric_name} {format_figure(value)}"
+
+    def __str__(self) -> str:
+        """The table, notes and advice as a text."""
+        from rich.console import Console
+
+        console = Console(width=_TEXT_COLUMNS, file=io.StringIO(), highlight=False, markup=False)
+        for item in (table(self), *notes(self), advice(self)):
+            console.print(item, soft_wrap=isinstance(item, str))
+        return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
+
     def to_json(self) -> list[dict[str, Any]]:
         """A row per system: status and reason, and where there are figures all of them, those of the table too."""
-        return [
-            {"system": o.system, "status": o.status, "reason": o.reason, "warnings": list(o.warnings)}
-            | (o.figures.to_json() if o.figures else {})
-            for o in self.outcomes
-        ]
+        return [o.to_json() for o in self.outcomes]
+
+
+def _bar(outcome: SystemResult, key: str) -> tuple[float | None, float | None, float | None]:
+    """A figure with its least and most, None for what is not known, or of what is not ranked."""
+    if outcome.status != OK:
+        return None, None, None
+    return outcome.value(key), *(outcome.spread(key) or (None, None))
 
 
 def format_figure(value: float) -> str:
@@ -279,16 +397,27 @@ def cells(comparison: Comparison, outcome: SystemResult) -> list[tuple[str, bool
         schedule = f"{f.replicas} replicas" + (f", {schedule}" if f.stages > 1 else "")
     row = [(outcome.system, False), (place, False), (schedule, False)]
     for column in comparison.columns():
-        value = getattr(f, column.key, None)
         best = outcome.system in comparison.best_systems(column)
-        row.append(("-" if value is None else column.format(value), best))
+        row.append((_cell(outcome, column), best))
     return row
+
+
+def _cell(outcome: SystemResult, column: Column) -> str:
+    """The text of a figure: 31, or of several seeds 31 (29..36)."""
+
+    def text(value: float | None) -> str:
+        return "-" if value is None else column.format(value)
+
+    spread = outcome.spread(column.key) if column.spreads else None
+    ends = "" if spread is None else f" ({text(spread[0])}..{text(spread[1])})"
+    return text(outcome.value(column.key)) + ends
 
 
 def table(comparison: Comparison) -> Table:
     """For rich; a star marks the best of each column."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, heading in enumerate(headings(comparison)):
@@ -298,9 +427,19 @@ def table(comparison: Comparison) -> Table:
         made.add_column(lines, justify=side, no_wrap=number == 0, overflow="fold")
     for outcome in comparison.outcomes:
         row = cells(comparison, outcome)
-        texts = [f"[bold]{text}*[/bold]" if best else f"{text} " for text, best in row]
+        starred = (_starred(text, best) for text, best in row)
+        texts = [Text(row[n][0]) if n in _TEXTS else cell for n, cell in enumerate(starred)]
         made.add_row(*texts, style="" if outcome.status == OK else "dim")
     return made
+
+
+def _starred(text: str, best: bool) -> Text:
+    """A cell of the table, the spread of a figure in a line of its own."""
+    from rich.text import Text
+
+    value, _, spread = text.partition(" (")
+    below = f"\n({spread} " if spread.endswith(")") else ""
+    return Text.assemble((f"{value}*", "bold") if best else f"{value} ", below)
 
 
 def markdown(comparison: Comparison) -> str:
@@ -331,11 +470,10 @@ def notes(comparison: Comparison) -> list[str]:
         limit = format_bytes(comparison.memory_limit_bytes)
         lines.append(f"Memory limit: {limit} a worker, against the peak that each run had.")
     if comparison.target is not None:
-        missed = [name for name, f in comparison.ranked if f.seconds_to_target is None]
+        reached = comparison.known("seconds_to_target")
+        missed = [name for name, _ in comparison.ranked if name not in reached]
         never = f"; not reached by {listed(missed)}" if missed else ""
-        value, of_loss = parse_target(comparison.target)
-        name = "loss" if of_loss else comparison.metric_name
-        lines.append(f"Target: {name} {format_figure(value)}{never}.")
+        lines.append(f"{comparison.goal}{never}.")
     if comparison.trivial is not None:
         trivial = f"{comparison.metric_name} {format_figure(comparison.trivial)}"
         short = ", and no system beats it: too short a run to judge what they learn"
@@ -349,9 +487,15 @@ def notes(comparison: Comparison) -> list[str]:
     return [
         *lines,
         "Peak memory: of the worker that had most. Busy: mean of the workers. Seconds: without validations.",
-        "One run of each: on a machine that does other work, too, samples/s vary from run to run, and less than "
-        f"{100 * CLOSE:.0f} % is no difference.",
+        _how_often(comparison),
     ]
+
+
+def _how_often(comparison: Comparison) -> str:
+    varies = "on a machine that does other work, too, samples/s vary from run to run"
+    if comparison.seeds == 1:
+        return f"One run of each: {varies}, and less than {100 * CLOSE:.0f} % is no difference."
+    return f"Medians of {comparison.seeds} seeds, with the least and the most of them where they matter; {varies}."
 
 
 def _equal(comparison: Comparison, figures: Sequence[Figures]) -> Iterator[str]:
@@ -360,6 +504,9 @@ def _equal(comparison: Comparison, figures: Sequence[Figures]) -> Iterator[str]:
     phrases = ("seed {}", "batches of {} samples", "{} batches", "{} samples")
     for name, phrase in zip(("seed", "batch_size", "batches", "samples"), phrases):
         values = {getattr(f, name) for f in figures}
+        if name == "seed" and comparison.seeds > 1:
+            yield f"{comparison.seeds} seeds"
+            continue
         if len(values) == 1:
             yield phrase.format(*values)
         elif comparison.target is not None and name == "batches":

@@ -28,6 +28,8 @@ _MEMORY, _LEAST_MEMORY = 0.05, 5.0  # what a smoothed loss remembers: a share of
 _ROW_IN, _FRAME_IN = 0.3, 0.5  # of a worker's row, and of a panel around them
 # The common stretch: two batches of the slowest system, but no fewer than three and no more than ten of the fastest.
 _SLOWEST, _FASTEST_LEAST, _FASTEST_MOST = 2.0, 3.0, 10.0
+# Of a text beside the end of a bar.
+_BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": INK}
 _MOST_IN = 40.0  # height of a profile's picture
 _MOST_NAMED = 120  # rows of it with a name; of more every second or so
 
@@ -159,6 +161,40 @@ def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Point]], by: str, marke
         along, values = [getattr(point, by) for point in points], [point.value for point in points]
         axes.plot(along, values, label=name, color=color, linestyle=line, **shape)  # type: ignore[arg-type]
     dress(axes)
+
+
+# ---- bars ----------------------------------------------------------------------------------------------------
+
+Bar = tuple[float | None, float | None, float | None]  # a value, and the least and the most of several seeds
+
+
+def plot_bars(
+    panels: Mapping[str, Mapping[str, Bar]], heading: str, path: str | os.PathLike[str] | None = None
+) -> Figure:
+    """A panel for each figure with a bar for each system, written to ``path`` if given.
+
+    A line across the end of a bar reaches from the least to the most of several seeds. What is not known has no bar.
+    """
+    systems = max(map(len, panels.values()), default=0)
+    with picture(path, _WIDTH_IN, 1.2 + 0.4 * systems) as figure:
+        for axes, (name, bars) in zip(figure.subplots(1, len(panels), sharey=True), panels.items()):
+            for place, (value, least, most) in enumerate(bars.values()):
+                if value is None:
+                    axes.text(0, place, "  -", va="center", color=INK, fontsize=9)
+                    continue
+                axes.barh(place, value, height=0.62, color=COLORS[place % len(COLORS)], zorder=2)
+                ends = [value if end is None else end for end in (least, most)]
+                if ends[0] != ends[1]:
+                    axes.plot(ends, [place, place], "|-", color=INK, linewidth=1.3, zorder=3)
+                axes.annotate(f"{value:.4g}", (max(value, *ends), place), (4, 0), **_BESIDE)
+            axes.set_yticks(range(len(bars)), list(bars), fontsize=9, color=INK)
+            axes.set_ylim(len(bars) - 0.4, -0.6)
+            axes.margins(x=0.14)
+            axes.set_xlim(left=0)
+            axes.set_xlabel(name, color=INK)
+            dress(axes, without=("top", "right", "left"), grid="x")
+        figure.suptitle(heading, fontsize=10, color=INK)
+    return figure
 
 
 # ---- timelines -----------------------------------------------------------------------------------------------
