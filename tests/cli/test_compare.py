@@ -11,7 +11,16 @@ import pytest
 import typer
 
 from avgpipe.cli import compare
-from avgpipe.cli.compare import answer, check, noting_signals, run_all, run_in_process, verdict, words_of
+from avgpipe.cli.compare import (
+    answer,
+    check,
+    noting_signals,
+    repetitions,
+    run_all,
+    run_in_process,
+    verdict,
+    words_of,
+)
 from avgpipe.cli.config import CompareConfig
 from avgpipe.plan import Plan
 from avgpipe.report.compare import SystemResult
@@ -38,9 +47,9 @@ class Faked:
         self.systems = []
 
     def __call__(self, words, log, caught, tick):
-        system = log.stem
+        out = log.with_suffix("")
+        system = words[words.index("--system") + 1]
         self.systems.append(system)
-        out = log.parent / system
         if system == self.interrupted_in:
             caught.append(signal.SIGINT)
             return 130
@@ -92,7 +101,8 @@ def compared(capsys, asked, runner, code=0):
 
 
 def options_of(config, system):
-    words = words_of(config, system)
+    (run,) = repetitions(config, system)
+    words = words_of(config, run)
     assert words[:2] == ["train", "awd-lstm"]
     return dict(zip(words[2::2], words[3::2]))
 
@@ -115,7 +125,8 @@ def test_what_is_given_is_what_train_takes():
         ("optimizer", "lr", "lr_scaling", "epochs", "max_batches", "target", "device", "link", "autocast"),
         "1",
     )
-    words = words_of(question(Path(), "avgpipe", preset="tiny", timeout_s=1.0, **asked), "avgpipe")
+    config = question(Path(), "avgpipe", preset="tiny", timeout_s=1.0, **asked)
+    words = words_of(config, repetitions(config, "avgpipe")[0], Path("plan.json"))
     assert all(word in help_text for word in words if word.startswith("--"))
 
 
@@ -141,7 +152,7 @@ def test_each_system_runs_in_turn_and_the_folder_has_table_json_and_pictures(cap
     )
     assert found["what"] == "awd-lstm tiny (a text)"
     assert found["advice"].startswith("Advice: dapple is fastest here, 2.0 times as fast as")
-    for name in ("curves.png", "timelines.png"):
+    for name in ("bars.png", "curves.png", "timelines.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
     assert "| dapple | 2/1/4 | 1f1b |" in (tmp_path / "out" / "compare.md").read_text()
     begun = [line for line in err.splitlines() if line.endswith(("gpipe", "dapple", "data-parallel"))]
@@ -184,7 +195,7 @@ def test_what_a_system_cannot_do_is_a_row_without_a_run(capsys, tmp_path):
 
 def test_more_memory_than_the_limit_does_not_fit_and_is_not_ranked(capsys, tmp_path):
     summaries = {"gpipe": {"train_seconds": 0.1}, "dapple": {"peak_memory_bytes": [300 * MIB]}}
-    asked = question(tmp_path, "gpipe", "dapple", "avgpipe", memory_limit_bytes=399 * MIB)
+    asked = question(tmp_path, "gpipe", "dapple", "avgpipe", memory_limit_bytes=399 * MIB, plans="given")
     summaries["avgpipe"] = {"peak_memory_bytes": [399 * MIB]}
     found, _ = compared(capsys, asked, Faked(summaries=summaries))
     assert [(row["status"], row["reason"]) for row in found["systems"]] == [
@@ -213,6 +224,62 @@ def test_ctrl_c_keeps_what_is_there(capsys, tmp_path):
     assert found["interrupted"] is True
     assert (tmp_path / "compare.md").is_file()
     assert "interrupted by SIGINT" in err
+
+
+def test_several_seeds_are_one_row_with_their_spread(capsys, tmp_path):
+    seconds = iter((20.0, 30.0, 22.0))
+    runner = Faked()
+
+    def run(words, log, caught, tick):
+        reached = next(seconds)
+        runner.summaries = {"gpipe": {"seconds_to_target": reached, "samples_to_target": 64}}
+        return runner(words, log, caught, tick)
+
+    asked = question(tmp_path, "gpipe", seeds=3, seed=5, target=115.0)
+    found, err = compared(capsys, asked, run)
+    (row,) = found["systems"]
+    assert (row["seconds_to_target"], row["spread"]["seconds_to_target"]) == (22.0, [20.0, 30.0])
+    assert sorted(p.name for p in (tmp_path / "gpipe").iterdir()) == ["seed-5", "seed-6", "seed-7"]
+    assert "2 of 3: gpipe, seed 6" in err
+    given = [words_of(asked, repetition) for repetition in repetitions(asked, "gpipe")]
+    assert [words[words.index("--seed") + 1] for words in given] == ["5", "6", "7"]
+
+
+def test_a_seed_that_fails_is_told(capsys, tmp_path):
+    runner = Faked()
+
+    def run(words, log, caught, tick):
+        runner.ends = {"gpipe": (1, "avgpipe: error: no luck\n")} if log.stem == "seed-1" else {}
+        return runner(words, log, caught, tick)
+
+    found, _ = compared(capsys, question(tmp_path, "gpipe", seeds=2), run)
+    assert found["systems"][0]["status"] == "ok"
+    assert "gpipe: seed 1: failed: no luck." in found["notes"]
+
+
+def test_plans_are_tuned_with_a_memory_limit_or_if_asked(tmp_path):
+    assert question(tmp_path, "gpipe", memory_limit_bytes=2**30).tunes
+    assert question(tmp_path, "gpipe", plans="tuned").tunes
+    assert not question(tmp_path, "gpipe", memory_limit_bytes=2**30, plans="given").tunes
+    assert not question(tmp_path, "gpipe").tunes
+
+
+def test_a_system_without_a_plan_that_fits_is_a_row_without_a_run(capsys, tmp_path, monkeypatch):
+    plan = tmp_path / "gpipe-plan.json"
+    chosen = {"gpipe": plan, "dapple": ValueError("nothing fits")}
+    monkeypatch.setattr(compare, "tuned_plans", lambda config, systems, say: {s: chosen[s] for s in systems})
+    runner, given = Faked(), []
+
+    def run(words, *rest):
+        given.append(words[words.index("--plan") + 1])
+        return runner(words, *rest)
+
+    found, _ = compared(capsys, question(tmp_path, "gpipe", "dapple", memory_limit_bytes=2**30), run)
+    assert [(row["status"], row["reason"]) for row in found["systems"]] == [
+        ("ok", ""),
+        ("does not fit", "nothing fits"),
+    ]
+    assert (given, found["tuned"]) == ([str(plan)], True)
 
 
 @pytest.mark.parametrize(
@@ -389,6 +456,35 @@ def test_a_refusal_in_json_is_one_object():
 
 @pytest.mark.ranks
 @pytest.mark.slow
+def test_tuned_plans_of_two_seeds_for_real(text, tmp_path):
+    out = tmp_path / "out"
+    process = avgpipe(
+        *(
+            "compare",
+            "awd-lstm",
+            "--systems",
+            "avgpipe,data-parallel-asp",
+            "--stages",
+            "2",
+            "--data",
+            str(text),
+        ),
+        *("--batch-size", "4", "--max-batches", "6", "--memory-limit", "4GiB", "--seeds", "2"),
+        *("--target", "loss=0", "--validations", "3", "--out", str(out), "--json"),
+    )
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    found = strict(stdout)
+    assert [(row["status"], len(row["runs"])) for row in found["systems"]] == [("ok", 2), ("ok", 2)]
+    assert all(row["seconds_to_target"] is None for row in found["systems"])
+    for system in ("avgpipe", "data-parallel-asp"):
+        tuned, ran = (Plan.load(out / name) for name in (f"{system}-plan.json", f"{system}/seed-1/plan.json"))
+        assert tuned.workers == ran.workers == 2
+        assert (tuned.pipelines, tuned.micro_batches) == (ran.pipelines, ran.micro_batches)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_two_systems_for_real(text, tmp_path):
     out = tmp_path / "out"
     process = avgpipe(
@@ -403,6 +499,7 @@ def test_two_systems_for_real(text, tmp_path):
     assert stderr.splitlines()[0] == "1 of 2: gpipe"
     assert sorted(p.name for p in out.iterdir()) == [
         *(
+            "bars.png",
             "compare.json",
             "compare.md",
             "curves.png",

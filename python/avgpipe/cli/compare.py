@@ -10,11 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
@@ -23,6 +23,7 @@ from avgpipe.cli.config import CompareConfig, LearningOptions, TrainConfig
 from avgpipe.cli.folder import duration, read_metrics
 from avgpipe.cli.options import words
 from avgpipe.cli.output import FAILED, WRONG_ARGUMENTS, arguments, running, say, show, strict_json, tell
+from avgpipe.cli.plans import tuned_plans
 from avgpipe.cli.resolve import check_device, check_folder, joined_ranks, resolve
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
@@ -91,8 +92,9 @@ def check(config: CompareConfig) -> None:
 
 def answer(config: CompareConfig, runner: Runner | None = None) -> None:
     """Run all, fill the folder and print. Exits with 1 if no system trained to its end, as usual after a signal."""
+    plans = tuned_plans(config, able(config), _say) if config.tunes else {}
     with noting_signals() as caught:
-        found = comparison(config, run_all(config, runner or run_in_process, caught))
+        found = comparison(config, run_all(config, runner or run_in_process, caught, plans))
         text = write_results(config, found, bool(caught))
     if config.json:
         sys.stdout.write(text)
@@ -131,6 +133,33 @@ def common_options(config: CompareConfig) -> dict[str, Any]:
     return {name: value for name, value in config.explicit.items() if name in _COMMON}
 
 
+class Repetition(NamedTuple):
+    """A run of a system.
+
+    Attributes:
+        out: Its folder.
+        log: The file with what it says.
+    """
+
+    system: str
+    seed: int
+    out: Path
+    log: Path
+
+
+def repetitions(config: CompareConfig, system: str) -> list[Repetition]:
+    """One for each seed; of several each has a folder within the system's."""
+    home = Path(config.out) / system
+    seeds = range(config.seed, config.seed + config.seeds)
+    outs = [home / f"seed-{seed}" if config.seeds > 1 else home for seed in seeds]
+    return [Repetition(system, seed, out, out.with_name(f"{out.name}.log")) for seed, out in zip(seeds, outs)]
+
+
+def able(config: CompareConfig) -> list[str]:
+    """The systems that can do what was asked."""
+    return [system for system in config.systems if not refusal(config, system)]
+
+
 def options_of(config: CompareConfig, system: str) -> dict[str, Any]:
     """Those that were given and that the system leaves to the caller, and what makes the run the system's."""
     row, found = SYSTEMS[system], common_options(config)
@@ -144,9 +173,13 @@ def options_of(config: CompareConfig, system: str) -> dict[str, Any]:
     return {**found, "system": system, "stages": config.stages, "out": str(Path(config.out) / system)}
 
 
-def words_of(config: CompareConfig, system: str) -> list[str]:
-    """The words after ``avgpipe`` of a system's run."""
-    options = options_of(config, system)
+def words_of(config: CompareConfig, run: Repetition, plan: Path | None = None) -> list[str]:
+    """The words after ``avgpipe`` of a run; ``plan``: the file of the one that was tuned."""
+    options = {**options_of(config, run.system), "out": str(run.out)}
+    if config.seeds > 1:
+        options["seed"] = run.seed
+    if plan is not None:
+        options["plan"] = str(plan)
     return ["train", options.pop("workload"), *words(options)]
 
 
@@ -162,30 +195,43 @@ def refusal(config: CompareConfig, system: str) -> str:
 # ---- one after the other ---------------------------------------------------------------------------------------------
 
 
-def run_all(config: CompareConfig, runner: Runner, caught: Caught) -> list[SystemResult]:
-    """One run after the other; after a signal the rest is NOT_RUN."""
-    ended = []
-    for number, system in enumerate(config.systems, 1):
+def run_all(
+    config: CompareConfig,
+    runner: Runner,
+    caught: Caught,
+    plans: Mapping[str, Path | ValueError] | None = None,
+) -> list[SystemResult]:
+    """One run after the other; after a signal the rest is NOT_RUN. ``plans``: those that were tuned."""
+    ended: dict[str, dict[int, SystemResult]] = {system: {} for system in config.systems}
+    total = len(config.systems) * config.seeds
+    order = [run for system in config.systems for run in repetitions(config, system)]
+    for number, run in enumerate(order, 1):
         if caught:
-            ended.append(SystemResult(system, report.NOT_RUN))
+            ended[run.system][run.seed] = SystemResult(run.system, report.NOT_RUN)
             continue
-        begun, place = time.monotonic(), f"{number} of {len(config.systems)}: {system}"
-        if refused := refusal(config, system):
-            result = SystemResult(system, report.REFUSED, reason=refused)
+        name = run.system if config.seeds == 1 else f"{run.system}, seed {run.seed}"
+        begun, place = time.monotonic(), f"{number} of {total}: {name}"
+        plan = (plans or {}).get(run.system)
+        if isinstance(plan, ValueError):
+            result = SystemResult(run.system, report.DOES_NOT_FIT, reason=str(plan))
+        elif refused := refusal(config, run.system):
+            result = SystemResult(run.system, report.REFUSED, reason=refused)
         else:
-            result = _run(config, system, runner, caught, place)
-        ended.append(result)
+            result = _run(config, run, plan, runner, caught, place)
+        ended[run.system][run.seed] = result
         what = "done" if result.status == OK else ": ".join(filter(None, (result.status, result.reason)))
         _say(f"{place}: {what} ({duration(time.monotonic() - begun)})")
-    return ended
+    return [SystemResult.joined(runs) for runs in ended.values()]
 
 
-def _run(config: CompareConfig, system: str, runner: Runner, caught: Caught, place: str) -> SystemResult:
-    out, begun = Path(config.out) / system, time.monotonic()
-    log = out.with_name(f"{system}.log")
+def _run(
+    config: CompareConfig, run: Repetition, plan: Path | None, runner: Runner, caught: Caught, place: str
+) -> SystemResult:
+    begun = time.monotonic()
+    run.log.parent.mkdir(parents=True, exist_ok=True)
 
     def said() -> str:
-        return log.read_text(errors="replace").rstrip() if log.is_file() else ""
+        return run.log.read_text(errors="replace").rstrip() if run.log.is_file() else ""
 
     def tick() -> None:
         last = "".join(said().splitlines()[-1:])
@@ -193,13 +239,13 @@ def _run(config: CompareConfig, system: str, runner: Runner, caught: Caught, pla
 
     if not sys.stderr.isatty():
         _say(place)
-    code = runner(words_of(config, system), log, caught, tick)
-    if (out / "summary.json").is_file():  # it ended, whatever came afterwards
-        return _result(config, system)
+    code = runner(words_of(config, run, plan), run.log, caught, tick)
+    if (run.out / "summary.json").is_file():  # it ended, whatever came afterwards
+        return _result(config, run)
     if caught:
-        return SystemResult(system, report.INTERRUPTED)
+        return SystemResult(run.system, report.INTERRUPTED)
     status, reason = verdict(code, said())
-    return SystemResult(system, status, reason=reason)
+    return SystemResult(run.system, status, reason=reason)
 
 
 def verdict(code: int, log: str) -> tuple[str, str]:
@@ -279,12 +325,12 @@ def _say(line: str) -> None:
 # ---- what the folders say --------------------------------------------------------------------------------------------
 
 
-def _result(config: CompareConfig, system: str) -> SystemResult:
+def _result(config: CompareConfig, run: Repetition) -> SystemResult:
     """Read the folder of a run that ended."""
-    out, limit = Path(config.out) / system, config.memory_limit_bytes
-    summary, plan = json.loads((out / "summary.json").read_text()), Plan.load(out / "plan.json")
+    limit = config.memory_limit_bytes
+    summary, plan = json.loads((run.out / "summary.json").read_text()), Plan.load(run.out / "plan.json")
     replicas = plan.pipelines if plan.spread else max(plan.replication or [1])
-    found = SystemResult(system, OK, Figures.of(summary, replicas), warnings=tuple(summary["warnings"]))
+    found = SystemResult(run.system, OK, Figures.of(summary, replicas), warnings=tuple(summary["warnings"]))
     peak = max(summary["peak_memory_bytes"])
     if limit is None or peak <= limit:
         return found
@@ -293,8 +339,9 @@ def _result(config: CompareConfig, system: str) -> SystemResult:
 
 def comparison(config: CompareConfig, outcomes: Sequence[SystemResult]) -> Comparison:
     """The outcomes, and what is the same for all: the first run that ended knows it."""
-    ended = next((o.system for o in outcomes if o.figures is not None), None)
-    known = json.loads((Path(config.out) / ended / "summary.json").read_text()) if ended else {}
+    runs = (run for o in outcomes if o.figures is not None for run in repetitions(config, o.system))
+    summaries = (run.out / "summary.json" for run in runs)
+    known: dict[str, Any] = next((json.loads(path.read_text()) for path in summaries if path.is_file()), {})
     title = f" ({known['title']})" if known.get("title") else ""
     return Comparison(
         what=f"{config.workload} {config.preset}{title}",
@@ -316,6 +363,7 @@ def write_results(config: CompareConfig, found: Comparison, interrupted: bool) -
         **facts,
         "interrupted": interrupted,
         "systems": found.to_json(),
+        "tuned": config.tunes,
         "best": {column.key: found.best_systems(column) for column in found.columns()},
         "notes": report.notes(found),
         "advice": report.advice(found),
@@ -332,13 +380,16 @@ def _write_pictures(config: CompareConfig, found: Comparison) -> None:
     """Draw whatever the systems have done, also those that did not end."""
     curves, timelines = {}, {}
     for outcome in found.outcomes:
-        folder = Path(config.out) / outcome.system
+        runs = repetitions(config, outcome.system)
         name = outcome.system if outcome.status == OK else f"{outcome.system} ({outcome.status})"
-        curve = Curve.of(read_metrics(folder))
-        if curve.loss:
+        curve = next((curve for run in runs if (curve := Curve.of(read_metrics(run.out))).loss), None)
+        if curve is not None:
             curves[name] = curve
-        if (folder / "timeline.json").is_file():
-            timelines[name] = Timeline.from_chrome_trace(folder / "timeline.json")
+        timeline = next((path for run in runs if (path := run.out / "timeline.json").is_file()), None)
+        if timeline is not None:
+            timelines[name] = Timeline.from_chrome_trace(timeline)
+    if found.ranked:
+        found.plot(Path(config.out) / "bars.png")
     heading = f"{found.what}, {found.workers} workers"
     if curves:
         path = Path(config.out) / "curves.png"

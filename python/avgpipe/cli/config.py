@@ -257,19 +257,23 @@ class TrainConfig(LearningOptions, PlanOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig(LearningOptions):
-    """Train WORKLOAD with each system in turn, on the same data, seed and number of workers, and compare.
+    """Train WORKLOAD with each system in turn, on the same data, seeds and number of workers, and compare.
 
     Prints a table and a sentence of advice. A system that fails is a row that says why, and the others go on.
 
-    Writes compare.md, compare.json, curves.png, timelines.png, and each system's run and log, to one folder.
+    Writes compare.md, compare.json, bars.png, curves.png, timelines.png, and each system's runs and logs, to a folder.
 
     Attributes:
         systems: Names of systems separated by commas, or all; `avgpipe train --help` lists them.
         stages: Workers of each system: its stages, or its replicas where it has no stages.
         pipelines: Number of pipelines of avgpipe; the other systems have their own. Default: 2.
         micro_batches: Micro-batches per batch of the systems that split batches. Default: 4, or what a system needs.
+        seeds: Runs of each system, with seeds that follow --seed; the table has medians, the least and the most.
         memory_limit_bytes: Memory of a worker, as 2GiB. It is not enforced: a system whose peak was above it (on the
             CPU, of the whole process) does not fit and is not ranked.
+        plans: tuned: profile first and choose for each system what is not given (micro-batches, pipelines, advance,
+            recomputation, cut), so that batches take least and fit into the memory. Default: tuned with
+            --memory-limit, else given.
         out: New folder for the results and the runs. Default: runs/compare-WORKLOAD-DATE-TIME.
     """
 
@@ -277,8 +281,15 @@ class CompareConfig(LearningOptions):
     stages: Count = DEFAULT_STAGES
     pipelines: Count | None = None
     micro_batches: Count | None = None
+    seeds: Count = 1
     memory_limit_bytes: Size | None = None
+    plans: Literal["given", "tuned"] | None = None
     out: Folder = ""
+
+    @property
+    def tunes(self) -> bool:
+        """Whether the tuner chooses plans."""
+        return (self.plans or ("given" if self.memory_limit_bytes is None else "tuned")) == "tuned"
 
 
 @dataclass(frozen=True, kw_only=True)
