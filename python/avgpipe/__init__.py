@@ -23,6 +23,8 @@ _HOME = {
     "Partition": "planning",
     "partition": "planning",
     "tune": "measure.tune",
+    "compare": "report.own_model",
+    "Comparison": "report.compare",
     "Timeline": "timeline",
     "Plan": "plan",
     "Pipeline": "pipeline",

@@ -92,22 +92,11 @@ def tune(
             "a cluster says how many workers there are, and their memory: leave out the one or the other"
         )
     batch = plain(example_inputs), plain(target)
-    samples, layers = sample_count(*batch), layers_of(model)
+    samples = sample_count(*batch)
     options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "device": device}
     options |= {"clip_grad_norm": clip_grad_norm, "autocast": autocast}
-    if profile is None:  # on all ranks at once, which slow each other down as they will in training
-        profile = profiler.profile(
-            model,
-            example_inputs,
-            target=target,
-            micro_batch_sizes=profiled_sizes(samples),
-            threads=torch.get_num_threads(),
-            budget_s=budget_s,
-            layers_only=True,
-            **options,
-        )
-        if world.rank == 0:
-            profile = _with_workers(profile, layers, device, link)
+    if profile is None:
+        profile = profile_together(model, batch, budget_s, world, link, **options)
     profile = Profile.from_json(world.gather(profile.to_json())[0])
     count = world.size if workers is None else workers
     where = cluster or Cluster.like(profile, count, memory_limit_bytes, link)
@@ -126,6 +115,38 @@ def tune(
         return Trial(statistics.median(world.gather(rounds_s)[0]))
 
     return study(space, measure, trials=trials).plan
+
+
+def profile_together(
+    model: nn.Module | Sequence[nn.Module],
+    batch: tuple[Any, Any],
+    budget_s: float,
+    world: World,
+    link: LinkProfile | None = None,
+    **options: Any,
+) -> Profile:
+    """Profile on all ranks at once, which slow each other down as they will in training; what rank 0 finds counts.
+
+    Args:
+        model: What a ``Pipeline`` takes.
+        batch: Inputs and targets.
+        budget_s: About how many seconds it may take.
+        world: The ranks.
+        link: Between workers, in place of the one that is measured.
+        options: Of the ``Pipeline``, as far as ``avgpipe.profile`` takes them.
+    """
+    inputs, target = batch
+    found = profiler.profile(
+        model,
+        inputs,
+        target=target,
+        micro_batch_sizes=profiled_sizes(sample_count(*batch)),
+        threads=torch.get_num_threads(),
+        budget_s=budget_s,
+        layers_only=True,
+        **options,
+    )
+    return _with_workers(found, layers_of(model), options["device"], link) if world.rank == 0 else found
 
 
 def _with_workers(

@@ -6,7 +6,7 @@ import io
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -99,6 +99,7 @@ class SystemResult:
         reason: A few words, unless ``status`` is OK.
         warnings: Those of its runs, and what became of seeds whose runs did not end.
         others: Figures of the other seeds' runs.
+        rows: What the first run came to, batch by batch and validation by validation, as in a run's metrics.jsonl.
     """
 
     system: str
@@ -107,6 +108,7 @@ class SystemResult:
     reason: str = ""
     warnings: tuple[str, ...] = ()
     others: tuple[Figures, ...] = ()
+    rows: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     def joined(cls, runs: Mapping[int, SystemResult]) -> SystemResult:
@@ -121,11 +123,9 @@ class SystemResult:
             if seed not in like:
                 what = ": ".join(filter(None, (run.status, run.reason))).rstrip(".")
                 warnings.append(f"seed {seed}: {what}")
-        figures = [run.figures for run in like.values() if run.figures is not None]
-        reason = next(iter(like.values())).reason
-        said = tuple(dict.fromkeys(warnings))
-        some = figures[0] if figures else None
-        return cls(first.system, status, some, reason, said, tuple(figures[1:]))
+        first, *others = like.values()
+        figures = tuple(run.figures for run in others if run.figures is not None)
+        return replace(first, warnings=tuple(dict.fromkeys(warnings)), others=figures)
 
     @property
     def runs(self) -> tuple[Figures, ...]:
@@ -269,6 +269,14 @@ class Comparison:
             return ""
         value, of_loss = parse_target(self.target)
         return f"Target: {'loss' if of_loss else self.metric_name} {format_figure(value)}"
+
+    def plot_curves(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw loss, metric and distances of replicas over time and samples, as far as results have ``rows``."""
+        from avgpipe.report.pictures import Curve, plot_curves  # loads matplotlib
+
+        curves = {o.system: Curve.of(o.rows) for o in self.outcomes if o.rows}
+        heading = f"{self.what}, {self.workers} workers"
+        return plot_curves(curves, heading, self.metric_name, self.trivial, self.target, path)
 
     def __str__(self) -> str:
         """The table, notes and advice as a text."""
