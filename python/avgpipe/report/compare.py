@@ -428,11 +428,13 @@ def table(comparison: Comparison) -> Table:
     from rich.text import Text
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    spreading = [column.heading for column in comparison.columns() if column.spreads and comparison.seeds > 1]
     for number, heading in enumerate(headings(comparison)):
         side: Literal["left", "right"] = "left" if number in _TEXTS else "right"
         narrow = heading.replace(", ", ",\n").replace("-", "-\n")
         lines = narrow if "," in heading else heading.replace(" ", "\n", 1)
-        made.add_column(lines, justify=side, no_wrap=number == 0, overflow="fold")
+        whole = number == 0 or heading in spreading
+        made.add_column(lines, justify=side, no_wrap=whole, overflow="fold")
     for outcome in comparison.outcomes:
         row = cells(comparison, outcome)
         starred = (_starred(text, best) for text, best in row)
