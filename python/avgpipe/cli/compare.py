@@ -29,6 +29,7 @@ from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
 from avgpipe.ranks.launch import tied
 from avgpipe.report import compare as report
+from avgpipe.report import text as text_of
 from avgpipe.report.compare import OK, Comparison, Figures, SystemResult
 from avgpipe.report.pictures import Curve, plot_curves, plot_timelines
 from avgpipe.systems import SYSTEMS
@@ -100,8 +101,8 @@ def answer(config: CompareConfig, runner: Runner | None = None) -> None:
         sys.stdout.write(text)
     else:
         best = ["*: the best of its column"] if len(found.ranked) > 1 else []
-        notes = [*best, *report.notes(found), report.advice(found), f"folder: {config.out}"]
-        show(report.table(found), *notes, columns=_FILE_COLUMNS)
+        notes = [*best, *text_of.notes(found), text_of.advice(found), f"folder: {config.out}"]
+        show(text_of.table(found), *notes, columns=_FILE_COLUMNS)
     sys.stdout.flush()
     if caught:
         say(f"interrupted by {caught[0].name}: the system that was running is ended")
@@ -365,13 +366,13 @@ def write_results(config: CompareConfig, found: Comparison, interrupted: bool) -
         "systems": found.to_json(),
         "tuned": config.tunes,
         "best": {column.key: found.best_systems(column) for column in found.columns()},
-        "notes": report.notes(found),
-        "advice": report.advice(found),
+        "notes": text_of.notes(found),
+        "advice": text_of.advice(found),
         "out": config.out,
     }
     text = strict_json(content, indent=2) + "\n"
     write_atomically(Path(config.out) / "compare.json", text)
-    write_atomically(Path(config.out) / "compare.md", report.markdown(found))
+    write_atomically(Path(config.out) / "compare.md", text_of.markdown(found))
     _write_pictures(config, found)
     return text
 

@@ -9,12 +9,8 @@ from avgpipe.report.compare import (
     OK,
     OUT_OF_MEMORY,
     SystemResult,
-    cells,
-    headings,
-    markdown,
-    notes,
-    table,
 )
+from avgpipe.report.text import cells, headings, markdown, notes, table
 from tests.report.comparisons import PLAIN, REPLICAS, at, compared, reaching
 
 BIG = SystemResult("ea-pipe", DOES_NOT_FIT, at(99, pipelines=2, micro_batches=1), "needs 3.12 GiB")

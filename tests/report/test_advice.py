@@ -1,8 +1,11 @@
 """The sentence of advice: what it says for which figures."""
 
+from dataclasses import replace
+
 import pytest
 
-from avgpipe.report.compare import DOES_NOT_FIT, FAILED, SystemResult, advice, listed
+from avgpipe.report.compare import DOES_NOT_FIT, FAILED, OK, SystemResult
+from avgpipe.report.text import advice, listed
 from tests.report.comparisons import REPLICAS, at, compared, reaching
 
 MIB = 2**20
@@ -107,3 +110,22 @@ def test_names_are_listed():
         "a and b",
         "a, b and c",
     ]
+
+
+def seeds(*seconds):
+    first, *others = map(reaching, seconds)
+    return SystemResult("", OK, first, others=tuple(others))
+
+
+def test_systems_whose_seeds_overlap_are_level():
+    seconds = {"a": (20.0, 22.0, 30.0), "b": (28.0, 29.0, 31.0), "c": (40.0, 41.0, 42.0)}
+    named = {name: replace(seeds(*times), system=name) for name, times in seconds.items()}
+    said = advice(compared(*named.values(), target=100.0))
+    assert said == (
+        "Advice: a and b reached the target first, after 22.0 s of training, and the ranges of their seeds overlap: "
+        "take any of them."
+    )
+    said = advice(compared(named["b"], named["c"], target=100.0))
+    assert (
+        said == "Advice: b reached the target first, after 29.0 s of training; c needed 41 % longer: use b."
+    )
