@@ -45,7 +45,7 @@ class Plan:
             an estimate of the compute.
         alpha: elasticity, see ``Reference``; so are the next three. With one pipeline, which has nobody to agree with,
             they do nothing.
-        rule: by which pipelines and reference are averaged.
+        rule: by which pipelines and reference are averaged; "mean-gradient" has one optimizer for all pipelines.
         staleness: 0, 1 or "asynchronous", how old the reference may be that a pipeline is pulled to.
         period: updates of a pipeline in a round of averaging.
         recompute: which micro-batches store only their stage's input and run the forward again before the backward:

@@ -30,6 +30,9 @@ class Rule:
         averages: z moves by the mean of the updates, not by their sum.
         beta: The default elasticity of N replicas is beta / N.
         alone: The default elasticity of a single replica.
+        tries: The reference has the optimizer, which steps z by the mean of the replicas' gradients g in a round, and
+            a replica goes on from where that optimizer would bring z with its own gradient alone: u = -g, and
+            x' = z + the step that z's optimizer makes of g. Nothing else here counts.
     """
 
     from_step: float
@@ -39,6 +42,7 @@ class Rule:
     averages: bool
     beta: float
     alone: float
+    tries: bool = False
 
 
 RULES = {
@@ -49,6 +53,17 @@ RULES = {
     # Zhang, Choromanska, LeCun 2015.
     "easgd": Rule(
         from_step=0, from_force=1, force_after_step=True, joins=False, averages=False, beta=0.9, alone=0.9
+    ),
+    # One optimizer for all: data parallelism with staleness 0, and with 1 nobody waits.
+    "mean-gradient": Rule(
+        from_step=0,
+        from_force=0,
+        force_after_step=False,
+        joins=True,
+        averages=True,
+        beta=1,
+        alone=1,
+        tries=True,
     ),
 }
 
@@ -113,8 +128,14 @@ class Elasticity:
             )
         if isinstance(staleness, bool) or staleness not in STALENESS:
             raise ValueError(f"staleness must be 0, 1 or 'asynchronous', not {staleness!r}")
+        if RULES[rule].tries and (staleness == "asynchronous" or period > 1 or alpha not in (None, 1)):
+            raise ValueError(
+                f"rule {rule!r} with alpha {alpha}, staleness {staleness!r} and period {period}: it steps the "
+                "reference once for each round of gradients; leave out alpha and period, and give staleness 0 or 1"
+            )
         if alpha is None:
             alpha = RULES[rule].beta / replicas if replicas > 1 else RULES[rule].alone
+            alpha = 1 if RULES[rule].tries else alpha
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
             raise TypeError(f"alpha must be a number from 0 to 1 or None, not {alpha!r}")
         if not (math.isfinite(alpha) and 0 <= alpha <= 1):

@@ -85,6 +85,41 @@ def emulate(
     return losses, reference.state_dict(), [r.state_dict() for r in replicas]
 
 
+def emulate_one_optimizer(
+    model: nn.Module, batches: list[Any], N: int, M: int, case: dict[str, Any], loss_fn: nn.Module
+) -> Any:
+    """Rule "mean-gradient": z steps by the mean of all gradients, and each replica from z by its own."""
+    made = OPTIMIZERS[case.get("optimizer", "momentum")]
+    reference = copy.deepcopy(model)
+    optimizer = made(reference.parameters())
+    replicas = [copy.deepcopy(model) for _ in range(N)]
+    losses: list[float] = []
+    for x, y in batches:
+        whole, trials, gradients = 0.0, [], []
+        for replica, part in zip(replicas, parts_of(len(x), M, N)):
+            share = (part.stop - part.start) / len(x)
+            loss = (
+                N * share * loss_fn(replica(x[part]), y[part])
+                if share
+                else 0 * sum(map(torch.sum, replica.parameters()))
+            )
+            whole += float(loss.detach()) / N
+            gradients.append(torch.autograd.grad(loss, list(replica.parameters())))
+            trial, state = copy.deepcopy(reference), copy.deepcopy(optimizer.state_dict())
+            own = made(trial.parameters())
+            own.load_state_dict(state)
+            for p, g in zip(trial.parameters(), gradients[-1]):
+                p.grad = g.clone()
+            own.step()
+            trials.append(trial)
+        losses.append(whole)
+        for p, *gs in zip(reference.parameters(), *gradients):
+            p.grad = sum(gs) / N
+        optimizer.step()
+        replicas = trials if case.get("staleness", 1) == 1 else [copy.deepcopy(reference) for _ in range(N)]
+    return losses, reference.state_dict(), [r.state_dict() for r in replicas]
+
+
 CASES: list[dict[str, Any]] = [
     {"N": 2, "M": 4},
     {"N": 2, "M": 3, "staleness": 0},
@@ -96,6 +131,11 @@ CASES: list[dict[str, Any]] = [
     {"N": 2, "M": 4, "schedule": "interleaved-1f1b"},
     {"N": 2, "M": 4, "replication": True},
     {"N": 2, "M": 4, "spread": True},
+    {"N": 2, "M": 4, "rule": "mean-gradient"},
+    {"N": 3, "M": 5, "rule": "mean-gradient", "optimizer": "adamw"},
+    {"N": 2, "M": 4, "rule": "mean-gradient", "staleness": 0, "optimizer": "adamw"},
+    {"N": 2, "M": 4, "rule": "mean-gradient", "optimizer": "adamw", "spread": True},
+    {"N": 2, "M": 4, "rule": "mean-gradient", "optimizer": "sgd", "replication": True},
 ]
 NOT_OF_THE_PLAN = ("N", "M", "optimizer", "replication")
 
@@ -116,7 +156,8 @@ def run(K: int, case: dict[str, Any], loss_fn: nn.Module = LOSS, last: int = 7, 
         assert all(r.pipeline is None for r in results)
         assert [(r.batch, r.samples) for r in results] == [(j, len(x)) for j, (x, _) in enumerate(batches)]
         states = [p.state_dict(), *(p.state_dict(weights=i) for i in range(case["N"]))]
-    return [r.loss for r in results], states, emulate(model, batches, case["N"], case["M"], case, loss_fn)
+    emulated = emulate_one_optimizer if case.get("rule") == "mean-gradient" else emulate
+    return [r.loss for r in results], states, emulated(model, batches, case["N"], case["M"], case, loss_fn)
 
 
 def assert_as_emulated(found: Any) -> None:
@@ -134,10 +175,11 @@ def test_follows_the_rules_step_by_step(K: int, case: dict[str, Any]) -> None:
     assert_as_emulated(run(K, case))
 
 
+@pytest.mark.parametrize("rule", ["avgpipe", "mean-gradient"])
 @pytest.mark.parametrize("last", [1, 2, 3], ids="{} samples".format)
-def test_a_last_batch_may_be_shorter_than_there_are_pipelines(last: int) -> None:
+def test_a_last_batch_may_be_shorter_than_there_are_pipelines(last: int, rule: str) -> None:
     """Those that have nothing of it go on with their momentum, as one device does."""
-    assert_as_emulated(run(2, {"N": 3, "M": 6}, last=last))
+    assert_as_emulated(run(2, {"N": 3, "M": 6, "rule": rule}, last=last))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -146,7 +188,7 @@ def test_shares_weigh_by_what_their_loss_counts(staleness: int) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], {**CASES[0], "spread": True}], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[9], CASES[10], CASES[13]], ids=str)
 def test_on_ranks_it_is_the_same(case: dict[str, Any]) -> None:
     workers = plan_of(2, case).workers
     for found in runner.run(workers, run, K=2, case=case):
@@ -173,6 +215,19 @@ def test_with_whole_elasticity_they_are_one_device(
     losses, state = train_on_one_device(language_model(), batches, loss_fn, make)
     plan = Plan(stages=K, pipelines=N, micro_batches=M, alpha=1.0, staleness=0)
     with Pipeline(language_model(), plan, loss_fn=loss_fn, optimizer=make, timeout_s=60) as p:
+        assert unequal([r.loss for r in p.train(batches)], losses) < 1e-10
+        assert_same_state(p.state_dict(), state)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("K", "N", "M"), [(1, 2, 2), (3, 2, 5), (2, 4, 4)])
+def test_with_one_optimizer_that_nobody_is_ahead_of_they_are_one_device(
+    K: int, N: int, M: int, optimizer: str
+) -> None:
+    batches, make = token_batches(12, 12, last=5), OPTIMIZERS[optimizer]
+    losses, state = train_on_one_device(language_model(), batches, LOSS, make)
+    plan = Plan(stages=K, pipelines=N, micro_batches=M, rule="mean-gradient", staleness=0)
+    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=make, timeout_s=60) as p:
         assert unequal([r.loss for r in p.train(batches)], losses) < 1e-10
         assert_same_state(p.state_dict(), state)
 
@@ -267,9 +322,10 @@ def test_a_batch_that_overflows_in_one_share_is_told() -> None:
         assert all(bool(value.isfinite().all()) for value in p.state_dict().values())
 
 
-def test_checkpoints_go_on_bit_for_bit(tmp_path: Any) -> None:
+@pytest.mark.parametrize("rule", ["avgpipe", "mean-gradient"])
+def test_checkpoints_go_on_bit_for_bit(tmp_path: Any, rule: str) -> None:
     batches = token_batches(9, 8, last=5)
-    plan = Plan(stages=2, pipelines=3, micro_batches=6)
+    plan = Plan(stages=2, pipelines=3, micro_batches=6, rule=rule)
 
     def made() -> Pipeline:
         return Pipeline(language_model(dropout=0.2), plan, loss_fn=LOSS, optimizer=OPTIMIZERS["adamw"])
@@ -298,3 +354,62 @@ def test_a_checkpoint_of_the_other_kind_of_batch_loads_by_name(tmp_path: Any, ba
         p.load(tmp_path / "saved")
         assert_same_state(p.state_dict(), saved)
         assert len(list(p.train(token_batches(4, 8)))) == 4
+
+
+ONE = Plan(stages=1, micro_batches=4)
+SHARING = [
+    Plan(stages=3, pipelines=2, micro_batches=4, rule="mean-gradient", staleness=0),
+    Plan(stages=2, pipelines=4, micro_batches=4, rule="mean-gradient", staleness=0),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(ONE, SHARING[0]), (SHARING[0], ONE), (SHARING[0], SHARING[1])],
+    ids=["to", "from", "on"],
+)
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_the_shared_optimizer_s_state_loads_under_any_layout(
+    tmp_path: Any, before: Plan, after: Plan, optimizer: str
+) -> None:
+    batches, make = token_batches(10, 12, last=7), OPTIMIZERS[optimizer]
+    _, state = train_on_one_device(language_model(), batches, LOSS, make)
+    options: Any = {"loss_fn": LOSS, "optimizer": make}
+    with Pipeline(language_model(), before, **options) as p:
+        list(p.train(batches[:5]))
+        p.save(tmp_path / "saved")
+    with Pipeline(language_model(), after, **options) as p:
+        p.load(tmp_path / "saved")
+        list(p.train(batches[5:]))
+        assert_same_state(p.state_dict(), state)
+
+
+def test_a_frozen_parameter_is_not_stepped_by_the_shared_optimizer() -> None:
+    plan = Plan(stages=2, pipelines=2, micro_batches=4, rule="mean-gradient")
+    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=OPTIMIZERS["adamw"]) as p:
+        list(p.train(token_batches(3, 8)))
+        p.requires_grad_("1", False)
+        before = p.state_dict()
+        list(p.train(token_batches(3, 8, seed=1)))
+        after = p.state_dict()
+    assert torch.equal(before["1.weight"], after["1.weight"])
+    assert not torch.equal(before["3.lin.weight"], after["3.lin.weight"])
+
+
+def test_the_learning_rate_of_the_shared_optimizer_follows_the_schedule() -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+
+    batches = token_batches(8, 12)
+    make = OPTIMIZERS["momentum"]
+    _, state = train_on_one_device(language_model(), batches, LOSS, make, lr_scheduler=schedule)
+    options: Any = {"loss_fn": LOSS, "optimizer": make, "lr_scheduler": schedule}
+    with Pipeline(language_model(), SHARING[0], **options) as p:
+        list(p.train(batches))
+        assert_same_state(p.state_dict(), state)
+
+
+@pytest.mark.parametrize("options", [{"alpha": 0.5}, {"period": 2}, {"staleness": "asynchronous"}], ids=str)
+def test_one_optimizer_has_no_elasticity(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="steps the reference once for each round of gradients"):
+        Plan(pipelines=2, rule="mean-gradient", **options)

@@ -235,8 +235,9 @@ def _restore(saved: SavedStages, model: Model, worker: Worker, number: int, pipe
         goes_on = placement.pipelines == len(saved.pipelines) and source in saved.finite
         if source not in saved.finite:
             source = next(iter(saved.finite), source)
-    # First: another optimizer than the saved one may refuse its state.
-    _restore_optimizer(trained, names, saved, source)
+    # First: another optimizer than the saved one may refuse its state. One that all share is that of the same pipeline.
+    shared = trained.elastic is not None and trained.elastic.shares_state and not saved.exactly
+    _restore_optimizer(trained, names, saved, next(iter(saved.finite), 0) if shared else source)
     for what in ("lr_scheduler", "loss_scale"):
         mine, theirs = getattr(trained, what), saved.first(source, what)
         if mine is not None and theirs is not None:
@@ -287,6 +288,8 @@ def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStag
     order = parameter_names(trained, trained.optimizer, names)
     current["state"] = {n: copy.deepcopy(states[name]) for n, name in enumerate(order) if name in states}
     inner.load_state_dict(current)
+    if trained.elastic is not None:
+        trained.elastic.restored()
 
 
 # ---- what a file may hold ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from avgpipe.elastic.matching import holds, optimized, replica_tensors
 from avgpipe.elastic.reference import Reference
 from avgpipe.elastic.replica import FusedStep, FusedUpdate, Unfusable
+from avgpipe.elastic.trial import TrialSteps
 
 EXTRA_KEY = "elastic"
 
@@ -71,6 +72,9 @@ class ElasticAveraging(torch.optim.Optimizer):
         self.inner, self.reference, self.replica = inner_optimizer, reference, replica
         tensors = replica_tensors(inner_optimizer, reference.parameters, reference.averaged, parameters)
         self._replica = reference._attach(replica, tensors, inner_optimizer, flat)
+        self._trial: TrialSteps | None = None
+        if reference.elasticity.coefficients.tries:
+            fused, self._trial = False, self._made_trial()
         self._fused = None if fused is False else FusedStep(inner_optimizer, self._replica, reference.z)
         if fused is True and self._fused is not None and (reason := self._fused.obstacle()):
             del reference._replicas[replica]
@@ -86,6 +90,13 @@ class ElasticAveraging(torch.optim.Optimizer):
         for key in set(inner_optimizer.defaults) - known:  # the base class's own, not for new groups of inner
             del inner_optimizer.defaults[key]
         self._warned_capturable_if_run_uncaptured = True
+
+    def _made_trial(self) -> TrialSteps:
+        try:
+            return TrialSteps(self.inner, self._replica, self.reference, self.replica)
+        except ValueError:
+            del self.reference._replicas[self.replica]
+            raise
 
     # GradScaler then calls step() in any case, and leaves unscaling and skipping to it.
     _step_supports_amp_scaling = True
@@ -155,6 +166,8 @@ class ElasticAveraging(torch.optim.Optimizer):
                 "the model holds the reference's weights: leave reference.applied_to before stepping"
             )
         reference._check_step(self.replica, self._finishes)
+        if self._trial is not None:
+            return self._trial_step(self._trial, closure)
         args = () if closure is None else (closure,)
         if self._fused is not None and self._fused.obstacle() is None:
             return self._fused_step(self._fused, *args)
@@ -181,6 +194,18 @@ class ElasticAveraging(torch.optim.Optimizer):
     def complete(self) -> None:
         """Do now what a :meth:`step_in_round` has left for later, if anything."""
         self.reference._complete(self.replica)
+        if self._trial is not None:
+            self._trial.share()
+
+    @property
+    def shares_state(self) -> bool:
+        """The inner optimizer's state is the reference's, and the same for all replicas."""
+        return self._trial is not None
+
+    def restored(self) -> None:
+        """The inner optimizer has been given a state: it becomes that of all, where replicas share theirs."""
+        if self._trial is not None:
+            self._trial.restore()
 
     def _end_step(self, update: FusedUpdate | None = None) -> None:
         self._local_steps += 1
@@ -201,6 +226,20 @@ class ElasticAveraging(torch.optim.Optimizer):
     def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What GradScaler sets during its step: the scale (None: unscaled already), and whether to skip."""
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+
+    def _trial_step(self, trial: TrialSteps, closure: Callable[[], Any] | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale, found_inf = self._scaling
+        if found_inf is not None and bool(found_inf):
+            self.inner.zero_grad()
+        elif scale is not None:
+            _unscale(self.inner, scale)
+        self._local_steps += 1
+        self.reference._contribute(self.replica, trial)
+        return loss
 
     def _plain_step(self, step: Callable[[], Any]) -> Any:
         """``step`` is the inner optimizer's."""
@@ -317,6 +356,7 @@ class ElasticAveraging(torch.optim.Optimizer):
             )
         self.complete()
         self.inner.load_state_dict(state)
+        self.restored()
         self._local_steps, self._position = extra["local_steps"], extra["position"]
         if extra["start"] is not None:
             for mine, value in zip(self._replica.begin().tensors(), extra["start"]):

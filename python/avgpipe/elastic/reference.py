@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import nn
 
 import avgpipe_ext
-from avgpipe.elastic.flat import FlatBuffers, Layout
+from avgpipe.elastic.flat import FlatBuffers, Layout, Region
 from avgpipe.elastic.matching import averaged, check_shapes, list_tensors, starting_alike
-from avgpipe.elastic.replica import FusedUpdate, Replica, step_together
+from avgpipe.elastic.replica import FusedUpdate, Replica, region_of, step_together
 from avgpipe.ranks.world import gather
 from avgpipe.rules import Elasticity
 
@@ -59,15 +59,20 @@ class Reference:
             0.9/N with rule easgd (also for N = 1, where z is then a moving average of x).
         rule: With d_i what replica i's optimizer did in a round, and z' the reference after it,
             "avgpipe" (Chen et al., PPoPP 2023): z' = z + (1/N) sum_i d_i, and a force pulls each x_i + d_i;
-            "easgd" (Zhang, Choromanska, LeCun 2015): e_i = a (x_i + d_i - z) leaves x_i, and z' = z + sum_i e_i.
+            "easgd" (Zhang, Choromanska, LeCun 2015): e_i = a (x_i + d_i - z) leaves x_i, and z' = z + sum_i e_i;
+            "mean-gradient": ``outer`` is the optimizer of all, with one state: it steps z by the mean of the replicas'
+            gradients, and x_i becomes what it would have made of z with the gradient of replica i alone, or with
+            staleness 0 z'. The replicas' own optimizers say how: they are of the same kind, their groups' settings
+            (such as learning rates) count, and their states are the reference's.
         staleness: Of rule avgpipe,
             0: the force is a (z' - (x_i + d_i)), and the step that completes a round pulls all replicas;
             1: the force is a (z - x_i), both from the beginning of the round, so no replica waits;
             "asynchronous": as 1 with whatever z is there, and an update is applied on arrival (not reproducible).
             Rule easgd uses z from before the round with 0 and 1 alike.
         period: Local steps tau in a round.
-        outer: A function from parameters to an optimizer that steps z, with -(1/N) sum_i d_i (easgd: -sum_i e_i)
-            as its gradient (Douillard et al. 2023); ``reference.outer`` is what it returned.
+        outer: A function from parameters to an optimizer that steps z, with -(1/N) sum_i d_i (easgd: -sum_i e_i;
+            mean-gradient: (1/N) sum_i g_i) as its gradient (Douillard et al. 2023); ``reference.outer`` is what it
+            returned. Its parameters may be views of those that it was given.
         group: Process group of the replicas: replica = rank in the group, N = its size. z is its first rank's.
             With staleness 1 the all-reduce runs during the next round's local steps. Time limits are the group's.
         remote: Replicas of other processes that tell their updates in a way of the caller's: :meth:`accept` takes
@@ -110,8 +115,16 @@ class Reference:
                 dist.broadcast(flat, group_src=0, group=group)
             places = dict(zip(self.averaged, zs))
             self.parameters = [places[i] if i in places else p.detach().clone() for i, p in enumerate(given)]
+        if e.coefficients.tries and outer is None:
+            raise ValueError(
+                f"rule {rule!r} needs outer, the optimizer that steps the reference: a function such as "
+                "lambda params: torch.optim.AdamW(params, lr=1e-3)"
+            )
         self.outer = None if outer is None else _make_outer(outer, zs)
         self._grads = None if outer is None else layout.zeros()
+        self.stepped = [] if self.outer is None else _places_in(self.z, self.outer)
+        # By replica, the places of which it has told a gradient, where all share the optimizer.
+        self.told: dict[int, set[Region]] = {}
         self._remote = frozenset(range(replicas) if self._spans_ranks else remote)
         # the rule of one replica without elasticity: z is x
         self._follows = replicas == 1 and e.alpha == 0 and outer is None and e.coefficients.from_step == 1
@@ -361,13 +374,13 @@ class Reference:
             avgpipe_ext.reference_apply_(flat, list(us), scale, zero=False, check_finite=True)
         if self.outer is None or self._grads is None:
             return
-        zs = [self.parameters[i] for i in self.averaged]
-        for z, grad in zip(zs, self._grads.tensors()):
-            z.grad = grad
+        told = set().union(*self.told.values())
+        for z, region in self.stepped:
+            z.grad = region.view(self._grads.flats) if region in told or not self.told else None
         try:
             self.outer.step()
         finally:
-            for z in zs:
+            for z, _ in self.stepped:
                 z.grad = None
             self._grads.zero_()
 
@@ -532,6 +545,20 @@ def _check_group(group: dist.ProcessGroup, elasticity: Elasticity, layout: Layou
             )
 
 
+def _places_in(z: FlatBuffers, outer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Region]]:
+    """Return the parameters of an outer optimizer with their places in z, which are as large as they are."""
+    whole = {t.data_ptr(): region for t, region in zip(z.tensors(), z.layout.regions)}
+    found = []
+    for p in (p for group in outer.param_groups for p in group["params"] if p.numel()):
+        region = region_of(p, z.flats) or whole.get(p.data_ptr())
+        if region is None:
+            raise ValueError(
+                "outer must build its optimizer over the tensors it is called with, not over others"
+            )
+        found.append((p, region))
+    return found
+
+
 def _make_outer(
     outer: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor]
 ) -> torch.optim.Optimizer:
@@ -544,6 +571,4 @@ def _make_outer(
     made = outer(tensors)
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"outer must return a torch.optim.Optimizer, not {type(made).__name__}")
-    if {id(p) for group in made.param_groups for p in group["params"]} - {id(t) for t in tensors}:
-        raise ValueError("outer must build its optimizer over the tensors it is called with, not over others")
     return made

@@ -131,7 +131,10 @@ class Replica:
         """Move x by alpha (z - x)."""
         self.load()
         for x, target in zip(self.x.flats, z.flats):
-            avgpipe_ext.elastic_pull_(x, target, self.elasticity.alpha)
+            if self.elasticity.alpha == 1:
+                x.copy_(target)
+            else:
+                avgpipe_ext.elastic_pull_(x, target, self.elasticity.alpha)
         self.store()
 
 
@@ -291,7 +294,7 @@ class FusedStep:
         assert self._replica.update is not None, "z follows this replica"
         self._params, self._places, self._calls, self._known = params, None, [], []
         x, z, update = self._replica.x.flats, self._z.flats, self._replica.update.flats
-        self._regions = [_region(p, x) for p in params]
+        self._regions = [region_of(p, x) for p in params]
         try:
             gaps = self._find_gaps()
         except Unfusable as reason:
@@ -487,7 +490,7 @@ def _obstacle(inner: torch.optim.Optimizer, replica: Replica) -> str | None:
     return replica.not_flat
 
 
-def _region(p: torch.Tensor, flats: Sequence[torch.Tensor]) -> Region | None:
+def region_of(p: torch.Tensor, flats: Sequence[torch.Tensor]) -> Region | None:
     """Where a parameter lies in flat buffers; None if it is no dense part of one, or has no elements."""
     if p.layout != torch.strided or p.numel() == 0 or p.stride() != dense_strides(p):
         return None

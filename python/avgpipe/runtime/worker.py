@@ -17,13 +17,13 @@ from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
 from avgpipe.plan import Plan
 from avgpipe.ranks.world import SPARE_S, Watchdog, World
-from avgpipe.rules import CORRECTIONS
+from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.runtime.compute import Compute, Port
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import LossScale, NonfiniteNotice
 from avgpipe.runtime.model import Model, trainable_parameters
-from avgpipe.runtime.options import TrainingOptions, with_names
+from avgpipe.runtime.options import OptimizerFn, TrainingOptions, with_names
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
@@ -143,12 +143,13 @@ class Worker:
         given = trainable_parameters(nn.ModuleList(layers[first:end]))
         hooks = [list((p._backward_hooks or {}).values()) for p in given]
         same = self.references.get(placement.replicas_of(k)[r])  # of dedicated pipelines that are all here
-        self.references[replica] = same or self._reference(arenas[0], pipelines)
+        optimizer = with_names(options.optimizer, self.model.trainable[k])
+        self.references[replica] = same or self._reference(arenas[0], pipelines, optimizer)
         for i, stage, arena in zip(pipelines, stages, arenas):
             self.trained[replica, i] = TrainedStage(
                 stage,
                 i,
-                with_names(options.optimizer, self.model.trainable[k]),
+                optimizer,
                 options.lr_scheduler,
                 self.references[replica],
                 arena,
@@ -165,11 +166,15 @@ class Worker:
             return None
         return LossScale(None if scale == "dynamic" else float(scale), self._plan.weights != "flush")
 
-    def _reference(self, arena: Arena, here: Sequence[int]) -> Reference | None:
+    def _reference(self, arena: Arena, here: Sequence[int], optimizer: OptimizerFn) -> Reference | None:
         """Make the reference of a stage replica that the pipelines ``here`` train."""
         plan = self._plan
         if plan.pipelines == 1 or not arena.parameters:
             return None  # a lone pipeline has nobody to agree with
+
+        def steps(flats: list[torch.Tensor]) -> torch.optim.Optimizer:
+            return optimizer([nn.Parameter(view) for view in arena.layout.tensors(flats)])
+
         return Reference(
             arena.weights,
             plan.pipelines,
@@ -177,6 +182,7 @@ class Worker:
             rule=plan.rule,
             staleness=plan.staleness,
             period=plan.period,
+            outer=steps if RULES[plan.rule].tries else None,
             remote=() if self.placement.ranks == 1 else set(range(plan.pipelines)) - set(here),
         )
 
