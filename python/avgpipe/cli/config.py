@@ -106,6 +106,7 @@ class WorkloadOptions(Options):
             of Python's standard library. The documentation of the commands has the other workloads.
         preset: Size of the model.
         batch_size: Samples in a batch, which pipelines share. Default: the preset's.
+        optimizer: What steps the weights; muon: Muon for hidden matrices, AdamW for the rest. Default: the preset's.
         device: Where to compute.
         autocast: Precision of matrix products; auto: lower where that makes the workload faster.
     """
@@ -114,6 +115,7 @@ class WorkloadOptions(Options):
     data: Folder | None = None
     preset: Annotated[str, Value("tiny|small|paper")] = "tiny"
     batch_size: Count | None = None
+    optimizer: Annotated[str | None, Value("|".join(OPTIMIZERS), choices=OPTIMIZERS)] = None
     device: Literal["cpu", "cuda"] = "cpu"
     autocast: Literal["auto", "none", "bfloat16", "float16"] = "auto"
 
@@ -135,7 +137,6 @@ class LearningOptions(WorkloadOptions):
         pretrained: Folder of a transformers model whose weights to start from (bert, gpt).
         loader_workers: Processes of each worker that prepare batches ahead.
         seed: Random seed (weights, dropout).
-        optimizer: What steps the weights; muon: Muon for hidden matrices, AdamW for the rest. Default: the preset's.
         lr: Learning rate of a single pipeline, at its highest. Default: the preset's.
         lr_scaling: How the learning rate grows with the number of pipelines. Default: the preset's.
         epochs: Epochs, over all pipelines. Default: the preset's.
@@ -153,7 +154,6 @@ class LearningOptions(WorkloadOptions):
     pretrained: Folder | None = None
     loader_workers: int = 0
     seed: int = 0
-    optimizer: Annotated[str | None, Value("|".join(OPTIMIZERS), choices=OPTIMIZERS)] = None
     lr: Positive | None = None
     lr_scaling: Annotated[str | None, Value("|".join(LR_SCALINGS), choices=LR_SCALINGS)] = None
     epochs: Count | None = None
