@@ -163,7 +163,7 @@ def test_a_comparison_prints_and_draws_itself(tmp_path):
         seeds(s0=reaching(20.0), s1=reaching(30.0)), slow=at(10.0), late=reaching(40.0), target="loss=2"
     )
     assert "25.0*" in str(found)
-    assert "(20.0..30.0)" in str(found)
+    assert "20.0.." in str(found)
     assert "Target: loss 2.00; not reached by slow." in str(found)
     figure = found.plot(tmp_path / "bars.png")
     samples, seconds = figure.axes

@@ -36,7 +36,7 @@ from avgpipe.systems import SYSTEMS
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.units import format_bytes
 
-_FILE_COLUMNS = 120  # of a table that is not for a terminal
+_FILE_COLUMNS = 140  # of a table that is not for a terminal
 _NO_STAGES = tuple(name for name, row in SYSTEMS.items() if "stages" in row)
 _COMMON = tuple(f.name for f in fields(LearningOptions) if f.name not in ("json", "given"))
 _LOOK_S = 0.25  # how often a run is looked after

@@ -174,13 +174,11 @@ def table(comparison: Comparison) -> Table:
     from rich.text import Text
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    spreading = [column.heading for column in comparison.columns() if column.spreads and comparison.seeds > 1]
     for number, heading in enumerate(headings(comparison)):
         side: Literal["left", "right"] = "left" if number in _TEXTS else "right"
         narrow = heading.replace(", ", ",\n").replace("-", "-\n")
         lines = narrow if "," in heading else heading.replace(" ", "\n", 1)
-        whole = number == 0 or heading in spreading
-        made.add_column(lines, justify=side, no_wrap=whole, overflow="fold")
+        made.add_column(lines, justify=side, no_wrap=number == 0, overflow="fold")
     for outcome in comparison.outcomes:
         row = cells(comparison, outcome)
         starred = (_starred(text, best) for text, best in row)
@@ -190,11 +188,12 @@ def table(comparison: Comparison) -> Table:
 
 
 def _starred(text: str, best: bool) -> Text:
-    """A cell of the table, the spread of a figure in a line of its own."""
+    """A cell of the table, the ends of a figure's spread in lines of their own."""
     from rich.text import Text
 
     value, _, spread = text.partition(" (")
-    below = f"\n({spread} " if spread.endswith(")") else ""
+    least, _, most = spread.partition("..")
+    below = f"\n{least}.. \n{most.rstrip(')')} " if most else ""
     return Text.assemble((f"{value}*", "bold") if best else f"{value} ", below)
 
 
