@@ -64,6 +64,14 @@ def test_every_system_has_a_line_against_time_and_against_samples():
     ]
 
 
+def test_of_several_seeds_the_others_are_thin_lines_of_the_same_color():
+    figure = plot_curves({"gpipe": [Curve.of(ROWS)] * 3, "dapple": Curve.of(ROWS)}, "", "perplexity")
+    drawn = figure.axes[2].get_lines()
+    assert [line.get_color() for line in drawn] == [COLORS[0]] * 3 + [COLORS[1]]
+    assert drawn[0].get_linewidth() > drawn[1].get_linewidth() == drawn[2].get_linewidth()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["gpipe", "dapple"]
+
+
 def test_the_trivial_answer_is_a_dashed_line_among_the_metrics_alone():
     figure = plot_curves({"gpipe": Curve.of(ROWS)}, "", "perplexity", trivial=700.0)
     loss, metric = figure.axes[0], figure.axes[2]

@@ -383,9 +383,8 @@ def _write_pictures(config: CompareConfig, found: Comparison) -> None:
     for outcome in found.outcomes:
         runs = repetitions(config, outcome.system)
         name = outcome.system if outcome.status == OK else f"{outcome.system} ({outcome.status})"
-        curve = next((curve for run in runs if (curve := Curve.of(read_metrics(run.out))).loss), None)
-        if curve is not None:
-            curves[name] = curve
+        if learnt := [curve for run in runs if (curve := Curve.of(read_metrics(run.out))).loss]:
+            curves[name] = learnt
         timeline = next((path for run in runs if (path := run.out / "timeline.json").is_file()), None)
         if timeline is not None:
             timelines[name] = Timeline.from_chrome_trace(timeline)

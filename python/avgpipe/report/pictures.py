@@ -102,7 +102,7 @@ def _mean_distances(row: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def plot_curves(
-    curves: Mapping[str, Curve],
+    curves: Mapping[str, Curve | Sequence[Curve]],
     heading: str,
     metric_name: str,
     trivial: float | None = None,
@@ -111,15 +111,17 @@ def plot_curves(
 ) -> Figure:
     """A line for each system, written to ``path`` if given: losses and metrics, and the distances of replicas if known.
 
-    With a target of the loss, validations are drawn by their loss.
+    With a target of the loss, validations are drawn by their loss. Of several seeds the first has the marks, and the
+    others are thin.
     """
     bound, of_loss = (None, False) if target is None else parse_target(target)
-    losses = {name: curve.smoothed() for name, curve in curves.items()}
-    metrics = {name: curve.valid_loss if of_loss else curve.metric for name, curve in curves.items()}
+    runs = {name: (of,) if isinstance(of, Curve) else tuple(of) for name, of in curves.items()}
+    losses = {name: [curve.smoothed() for curve in of] for name, of in runs.items()}
+    metrics = {name: [c.valid_loss if of_loss else c.metric for c in of] for name, of in runs.items()}
     bounds = [(None if of_loss else trivial, "trivial answer", "--"), (bound, "target", ":")]
-    values = [point.value for points in metrics.values() for point in points]
+    values = [point.value for of in metrics.values() for points in of for point in points]
     values += [value for value, _, _ in bounds if value is not None]
-    rows = 3 if any(curve.to_reference for curve in curves.values()) else 2
+    rows = 3 if any(curve.to_reference for of in runs.values() for curve in of) else 2
     with picture(path, _WIDTH_IN, 3.75 * rows) as figure:
         panels = figure.subplots(rows, 2, sharex="col", sharey="row")
         for column, (by, unit) in enumerate((("seconds", "seconds of training"), ("samples", "samples"))):
@@ -130,7 +132,7 @@ def plot_curves(
                     look = {"color": GREYS[1], "linewidth": 1.1, "linestyle": style, "zorder": 2}
                     panels[1][column].axhline(value, label=f"{label}: {value:.4g}", **look)
             if rows == 3:
-                _draw_distances(panels[2][column], curves, by)
+                _draw_distances(panels[2][column], runs, by)
             panels[-1][column].set_xlabel(unit, color=INK)
         # Logarithmic where a perplexity falls from thousands to tens; the axis is shared along the row.
         if values and min(values) > 0 and max(values) > _SPAN * min(values):
@@ -145,21 +147,24 @@ def plot_curves(
     return figure
 
 
-def _draw_distances(axes: Axes, curves: Mapping[str, Curve], by: str) -> None:
-    _draw_lines(axes, {name: curve.to_reference for name, curve in curves.items()}, by, "o")
-    _draw_lines(axes, {name: curve.between for name, curve in curves.items()}, by, "x")
+def _draw_distances(axes: Axes, runs: Mapping[str, Sequence[Curve]], by: str) -> None:
+    _draw_lines(axes, {name: [curve.to_reference for curve in of] for name, of in runs.items()}, by, "o")
+    _draw_lines(axes, {name: [curve.between for curve in of] for name, of in runs.items()}, by, "x")
     axes.plot([], [], "o-", color=INK, markersize=4, linewidth=1.4, label="from the reference")
     axes.plot([], [], "x-", color=INK, markersize=4, linewidth=1.4, label="between replicas")
     axes.legend(handles=axes.get_lines()[-2:], frameon=False, fontsize=8)
     axes.set_ylim(bottom=0)
 
 
-def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Point]], by: str, marker: str) -> None:
-    for number, (name, points) in enumerate(lines.items()):
-        shape = {"linewidth": 1.4, "marker": marker, "markersize": 4, "zorder": 3}
+def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Sequence[Point]]], by: str, marker: str) -> None:
+    first = {"linewidth": 1.4, "marker": marker, "markersize": 4, "zorder": 3}
+    other = {"linewidth": 0.8, "alpha": 0.55, "zorder": 2}
+    for number, (name, seeds) in enumerate(lines.items()):
         line, color = _STYLES[number // len(COLORS) % len(_STYLES)], COLORS[number % len(COLORS)]
-        along, values = [getattr(point, by) for point in points], [point.value for point in points]
-        axes.plot(along, values, label=name, color=color, linestyle=line, **shape)  # type: ignore[arg-type]
+        for seed, points in enumerate(seeds):
+            look: dict[str, Any] = {**other} if seed else {**first, "label": name}
+            along, values = [getattr(point, by) for point in points], [point.value for point in points]
+            axes.plot(along, values, color=color, linestyle=line, **look)
     dress(axes)
 
 
