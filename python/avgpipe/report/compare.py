@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -91,7 +91,8 @@ class SystemResult:
         reason: A few words, unless ``status`` is OK.
         warnings: Those of its runs, and what became of seeds whose runs did not end.
         others: Figures of the other seeds' runs.
-        rows: What the first run came to, batch by batch and validation by validation, as in a run's metrics.jsonl.
+        rows: What each run came to, batch by batch and validation by validation, as in a run's metrics.jsonl; () where
+            that is in files.
     """
 
     system: str
@@ -100,7 +101,7 @@ class SystemResult:
     reason: str = ""
     warnings: tuple[str, ...] = ()
     others: tuple[Figures, ...] = ()
-    rows: tuple[Mapping[str, Any], ...] = ()
+    rows: tuple[Sequence[Mapping[str, Any]], ...] = ()
 
     @classmethod
     def joined(cls, runs: Mapping[int, SystemResult]) -> SystemResult:
@@ -117,7 +118,8 @@ class SystemResult:
                 warnings.append(f"seed {seed}: {what}")
         first, *others = like.values()
         figures = tuple(run.figures for run in others if run.figures is not None)
-        return replace(first, warnings=tuple(dict.fromkeys(warnings)), others=figures)
+        rows = tuple(of for run in like.values() for of in run.rows)
+        return replace(first, warnings=tuple(dict.fromkeys(warnings)), others=figures, rows=rows)
 
     @property
     def runs(self) -> tuple[Figures, ...]:
@@ -266,7 +268,7 @@ class Comparison:
         """Draw loss, metric and distances of replicas over time and samples, as far as results have ``rows``."""
         from avgpipe.report.pictures import Curve, plot_curves  # loads matplotlib
 
-        curves = {o.system: Curve.of(o.rows) for o in self.outcomes if o.rows}
+        curves = {o.system: list(map(Curve.of, o.rows)) for o in self.outcomes if o.rows}
         heading = f"{self.what}, {self.workers} workers"
         return plot_curves(curves, heading, self.metric_name, self.trivial, self.target, path)
 

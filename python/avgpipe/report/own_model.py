@@ -235,7 +235,7 @@ def _run(
     peaks = [rank["peak_memory_bytes"] for rank in found]
     replicas = plan.pipelines if plan.spread else max(plan.replication or [1])
     figures = Figures.of({**found[0]["summary"], "peak_memory_bytes": peaks}, replicas)
-    result = SystemResult(system, OK, figures, rows=tuple(found[0]["rows"]))
+    result = SystemResult(system, OK, figures, rows=(found[0]["rows"],))
     if memory_limit_bytes is None or max(peaks) <= memory_limit_bytes:
         return result
     return replace(result, status=DOES_NOT_FIT, reason=f"needs {format_bytes(max(peaks))}")
