@@ -35,6 +35,8 @@ from avgpipe_ext.operators import (
     predict_adam_,
     predict_sgd_,
     reference_apply_,
+    trial_adam_,
+    trial_sgd_,
     unpack_,
 )
 
@@ -53,6 +55,8 @@ __all__ = [
     "predict_adam_",
     "predict_sgd_",
     "reference_apply_",
+    "trial_adam_",
+    "trial_sgd_",
     "unpack_",
 ]
 

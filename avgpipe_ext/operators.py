@@ -362,6 +362,89 @@ def reference_apply_(
 
 
 @_operator
+def trial_sgd_(
+    x: Tensors,
+    z: Tensors,
+    grad: Tensors,
+    momentum: Tensors | None,
+    update: Tensors,
+    *,
+    lr: float,
+    mu: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    first_step: bool = False,
+    check_finite: bool = False,
+) -> Tensor:
+    """Set x to where one step of `torch.optim.SGD` with this gradient alone would bring the reference z.
+
+    z and the momentum buffer stay as they are, and update = -grad is what the replica has to tell. x is, bit for bit,
+    what `elastic_sgd_` with alpha 0 makes of clones of z and of the buffer.
+
+    Args:
+        x: replica weights, any shape; written, without being read.
+        z: reference weights, of x's shape.
+        grad: gradients, of x's shape.
+        momentum: SGD's momentum buffer, of x's shape. None if and only if mu is 0.
+        update: of x's shape; written, without being read.
+        lr, mu, dampening, nesterov, weight_decay, maximize: as of `torch.optim.SGD`, with mu for its momentum.
+        first_step: the momentum buffer holds nothing yet and counts as the gradient, as in SGD's first step. It is not
+            read: pass any tensor of its shape, such as grad.
+        check_finite: count the elements whose new x or new update is not finite.
+
+    z, grad, momentum and update have x's dtype, or float32 beside a 16-bit x.
+
+    Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
+    """
+    return _BOUND
+
+
+@_operator
+def trial_adam_(
+    x: Tensors,
+    z: Tensors,
+    grad: Tensors,
+    exp_avg: Tensors,
+    exp_avg_sq: Tensors,
+    update: Tensors,
+    *,
+    step: Tensor | float,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+    check_finite: bool = False,
+) -> Tensor:
+    """Set x to where one step of `torch.optim.AdamW` with this gradient alone would bring the reference z.
+
+    z and the moments stay as they are, and update = -grad is what the replica has to tell. x is, bit for bit, what
+    `elastic_adamw_` with alpha 0 and the next step's number makes of clones of z and of the moments.
+
+    Args:
+        x: replica weights, any shape; written, without being read.
+        z: reference weights, of x's shape.
+        grad: gradients, of x's shape.
+        exp_avg, exp_avg_sq: the optimizer's state, of x's shape.
+        update: of x's shape; written, without being read.
+        step: how many steps made this state, from 0, as torch's state has it: a number, or a float32 or float64 tensor
+            of one element, on the CPU or on x's device.
+        lr, beta1, beta2, eps, weight_decay, maximize: as of `torch.optim.AdamW`.
+        decoupled: decay weights as AdamW does, else through the gradient, as Adam does.
+        check_finite: count the elements whose new x or new update is not finite.
+
+    z, grad, exp_avg, exp_avg_sq and update have x's dtype, or float32 beside a 16-bit x.
+
+    Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
+    """
+    return _BOUND
+
+
+@_operator
 def predict_sgd_(
     out: Tensors, x: Tensors, momentum: Tensors, scale: float, *, check_finite: bool = False
 ) -> Tensor:
@@ -494,7 +577,7 @@ def unpack_(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
 # ---- fake kernels, version counters, refusals ---------------------------------------------------------------------
 OPERATORS = (
     "elastic_pull_", "elastic_step_", "easgd_step_", "elastic_sgd_", "elastic_adamw_", "elastic_round_",
-    "reference_apply_", "predict_sgd_", "predict_adam_", "correct_update_",
+    "reference_apply_", "trial_sgd_", "trial_adam_", "predict_sgd_", "predict_adam_", "correct_update_",
 )  # fmt: skip
 
 

@@ -57,6 +57,15 @@ const Operator kOperators[] = {
      "float weight_decay=0.0, bool maximize=False" +
          kScaling},
     {"reference_apply_", Kernel::kApply, "T(a!) z, T(b!) update, float scale, *, bool zero=True" + kCheck},
+    {"trial_sgd_", Kernel::kTrialMomentum,
+     "T(a!) x, T z, T grad, T? momentum, T(b!) update, *, float lr, float mu=0.0, float dampening=0.0, "
+     "bool nesterov=False, float weight_decay=0.0, bool maximize=False, bool first_step=False" +
+         kCheck},
+    {"trial_adam_", Kernel::kTrialAdam,
+     "T(a!) x, T z, T grad, T exp_avg, T exp_avg_sq, T(b!) update, *, Tensor step, float lr, "
+     "float beta1=0.9, float beta2=0.999, float eps=1e-08, float weight_decay=0.0, bool decoupled=True, "
+     "bool maximize=False" +
+         kCheck},
     {"predict_sgd_", Kernel::kPredictSgd, "T(a!) out, T x, T momentum, float scale, *" + kCheck},
     {"predict_adam_", Kernel::kPredictAdam,
      "T(a!) out, T x, T exp_avg, T exp_avg_sq, *, float updates, Tensor step, float lr, float beta1=0.9, "
@@ -225,8 +234,7 @@ void choose_kernel(Call& call) {
             refuse(call.site, text("mu is 0 but there are ", given, " momentum buffers; pass none"));
         kinds = given != 0 ? 1 : 0;
     }
-    const Kernel first = call.name ? Kernel::kSgdRound : Kernel::kSgd;
-    call.kernel = static_cast<Kernel>(static_cast<size_t>(first) + kinds);
+    call.kernel = with_optimizer(call.kernel, static_cast<Optimizer>(1 + kinds));
     if (call.name && given != kinds * xs) {
         refuse(call.site,
                text("there are ", given, " states for ", xs, " xs; pass ", kinds, " for each: all ",
@@ -247,9 +255,10 @@ void read_options(Call& call, const View& first) {
     Settings& s = call.settings;
     if (call.optimizer == Optimizer::kAdam) {
         const Option step = checked_option(call.site, "step", *call.step, first, true);
-        if (step.value && !(*step.value >= 1.0 && std::isfinite(*step.value)))
-            refuse(call.site, text("step is ", *step.value, "; count steps from 1"));
-        s.step_count = step.value.value_or(1.0);
+        const int uncounted = uncounted_steps(call.kernel), least = 1 - uncounted;
+        if (step.value && !(*step.value >= least && std::isfinite(*step.value)))
+            refuse(call.site, text("step is ", *step.value, "; count steps from ", least));
+        s.step_count = step.value.value_or(1.0) + uncounted;
         s.step = step.value ? nullptr : step.view.data;
         s.step_is_double = step.view.dtype == ScalarType::Double;
     }

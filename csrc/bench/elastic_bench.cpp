@@ -48,6 +48,8 @@ constexpr Case kCases[] = {
     {"momentum_round/2", Kernel::kMomentumRound, 2, true},
     {"adamw_round/2", Kernel::kAdamRound, 2, true},
     {"adamw_round/4", Kernel::kAdamRound, 4, true},
+    {"trial_momentum", Kernel::kTrialMomentum, 1, true},
+    {"trial_adam", Kernel::kTrialAdam, 1, true},
     {"predict_sgd", Kernel::kPredictSgd, 1, true},
     {"predict_adam", Kernel::kPredictAdam, 1, true},
     {"correct", Kernel::kCorrect, 1, true},

@@ -63,6 +63,9 @@ constexpr AVGPIPE_HD int64_t words_of_tensor(Kernel kernel, int64_t replicas) {
     AVGPIPE_PRECISIONS(X, sgd_round, kSgdRound)           \
     AVGPIPE_PRECISIONS(X, momentum_round, kMomentumRound) \
     AVGPIPE_PRECISIONS(X, adam_round, kAdamRound)         \
+    AVGPIPE_PRECISIONS(X, trial_sgd, kTrialSgd)           \
+    AVGPIPE_PRECISIONS(X, trial_momentum, kTrialMomentum) \
+    AVGPIPE_PRECISIONS(X, trial_adam, kTrialAdam)         \
     AVGPIPE_PRECISIONS(X, predict_sgd, kPredictSgd)       \
     AVGPIPE_PRECISIONS(X, predict_adam, kPredictAdam)     \
     AVGPIPE_PRECISIONS(X, correct, kCorrect)              \

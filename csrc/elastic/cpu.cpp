@@ -79,6 +79,13 @@ void store(const Operand& operand, int64_t first, int64_t count, const A* values
     }
 }
 
+// Where new elements are made: in place if they may be and are stored as A, otherwise in `buffer`.
+template <class A>
+A* place(const Operand& operand, int64_t first, bool may_be_in_place, A* buffer) {
+    const bool is_in_place = may_be_in_place && operand.dtype == kOwn<A>;
+    return is_in_place ? static_cast<A*>(operand.data) + first : buffer;
+}
+
 // Where the elements of a tile are, by slot. The update has two places: it may be read in one and left in
 // another.
 template <class A>
@@ -102,10 +109,10 @@ int64_t advance_tile(const Tile<A>& tile, int64_t count, const Scalars<A>& all, 
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) {
         Element<A> e{};
-        if constexpr (uses(kKernel, Slot::kX)) e.x = x[i];
+        if constexpr (reads(kKernel, Slot::kX)) e.x = x[i];
         if constexpr (uses(kKernel, Slot::kBefore)) e.before = before[i];
         if constexpr (uses(kKernel, Slot::kZ)) e.z = z[i];
-        if constexpr (uses(kKernel, Slot::kUpdate)) e.update = update[i];
+        if constexpr (reads(kKernel, Slot::kUpdate)) e.update = update[i];
         if constexpr (uses(kKernel, Slot::kGrad)) e.grad = grad[i];
         if constexpr (uses(kKernel, Slot::kFirst)) e.first = first[i];
         if constexpr (uses(kKernel, Slot::kSecond)) e.second = second[i];
@@ -154,23 +161,23 @@ int64_t run_pass(const Work& work, const Scalars<A>& s, const Limits<A>& limits,
         const int64_t count = end - first < step ? end - first : step;
         Tile<A> tile;
         for (int slot = 0; slot < kSlots; ++slot) {
-            if (!uses(kKernel, static_cast<Slot>(slot))) continue;
-            const bool is_read = static_cast<Slot>(slot) != Slot::kUpdate || !is_overwritten;
-            // What is not read may hold anything: x stands for it, unused.
-            tile.slots[slot] =
-                is_read ? load(work.operands[slot], first, count, buffers[slot]) : tile[Slot::kX];
+            const auto which = static_cast<Slot>(slot);
+            if (!uses(kKernel, which)) continue;
+            if (which == Slot::kUpdate && is_overwritten) {
+                tile[which] = tile[Slot::kX];  // what is not read may hold anything: x stands for it, unused
+            } else if (reads(kKernel, which)) {
+                tile[which] = load(work[which], first, count, buffers[slot]);
+            } else {
+                tile[which] = place(work[which], first, !is_streamed, buffers[slot]);
+            }
         }
-        if constexpr (writes(kKernel, Slot::kUpdate)) {
-            const Operand& update = work[Slot::kUpdate];
-            const bool is_own = update.dtype == kOwn<A>;
-            tile.new_update =
-                is_own && !is_streamed && !is_left ? static_cast<A*>(update.data) + first : new_update;
-        }
+        if constexpr (writes(kKernel, Slot::kUpdate))
+            tile.new_update = place(work[Slot::kUpdate], first, !is_streamed && !is_left, new_update);
         lost += advance_tile<kKernel, kCheck>(tile, count, s, limits);
         for (int slot = 0; slot < kSlots; ++slot) {
-            if (!writes(kKernel, static_cast<Slot>(slot)) || static_cast<Slot>(slot) == Slot::kUpdate)
-                continue;
-            store(work.operands[slot], first, count, tile.slots[slot]);
+            const auto which = static_cast<Slot>(slot);
+            if (!writes(kKernel, which) || which == Slot::kUpdate) continue;
+            store(work[which], first, count, tile[which], is_streamed && !reads(kKernel, which));
         }
         if (writes(kKernel, Slot::kUpdate) && !is_left)
             store(work[Slot::kUpdate], first, count, tile.new_update, is_streamed);

@@ -9,7 +9,9 @@
 namespace avgpipe {
 
 // What one pass over the operands does. An optimizer's pass goes on with the averaging rule, whose
-// coefficients are in Scalars; in a round the optimizer's step goes straight into z, and pulls follow.
+// coefficients are in Scalars; in a round the optimizer's step goes straight into z, and pulls follow. A
+// trial leaves the optimizer's state as it is. The three optimizers' kernels of a kind are in the order of
+// Optimizer.
 enum class Kernel : int32_t {
     kPull,           // x += alpha (z - x)
     kStep,           // the rule, after a step from x_before to x
@@ -20,6 +22,9 @@ enum class Kernel : int32_t {
     kSgdRound,       // the optimizer's step d of one replica; z += scale d
     kMomentumRound,  // the same
     kAdamRound,      // the same
+    kTrialSgd,       // x = where the optimizer's step leads from z; update = -grad
+    kTrialMomentum,  // the same
+    kTrialAdam,      // the same
     kPredictSgd,     // update = x, moved on along SGD's momentum
     kPredictAdam,    // update = x, moved on by Adam's steps
     kCorrect,        // after a step from x_before to x, which becomes x_before + a corrected one
@@ -33,6 +38,11 @@ constexpr AVGPIPE_HD bool is_round(Kernel kernel) {
     return kernel >= Kernel::kSgdRound && kernel <= Kernel::kAdamRound;
 }
 
+// One step from the reference z, which neither z nor the optimizer's state follows.
+constexpr AVGPIPE_HD bool is_trial(Kernel kernel) {
+    return kernel >= Kernel::kTrialSgd && kernel <= Kernel::kTrialAdam;
+}
+
 // From an optimizer's state, without a gradient.
 constexpr AVGPIPE_HD bool is_prediction(Kernel kernel) {
     return kernel == Kernel::kPredictSgd || kernel == Kernel::kPredictAdam;
@@ -41,9 +51,20 @@ constexpr AVGPIPE_HD bool is_prediction(Kernel kernel) {
 // Whose step is made, or predicted.
 constexpr AVGPIPE_HD Optimizer optimizer_of(Kernel kernel) {
     if (is_prediction(kernel)) return kernel == Kernel::kPredictSgd ? Optimizer::kMomentum : Optimizer::kAdam;
-    if (kernel < Kernel::kSgd || kernel > Kernel::kAdamRound) return Optimizer::kNone;
-    const Kernel first = is_round(kernel) ? Kernel::kSgdRound : Kernel::kSgd;
-    return static_cast<Optimizer>(1 + static_cast<int32_t>(kernel) - static_cast<int32_t>(first));
+    if (kernel < Kernel::kSgd || kernel > Kernel::kTrialAdam) return Optimizer::kNone;
+    return static_cast<Optimizer>(1 +
+                                  (static_cast<int32_t>(kernel) - static_cast<int32_t>(Kernel::kSgd)) % 3);
+}
+
+// The kernel of the same kind (of a pass, a round or a trial) for another optimizer.
+constexpr AVGPIPE_HD Kernel with_optimizer(Kernel kernel, Optimizer optimizer) {
+    const int32_t further = static_cast<int32_t>(optimizer) - static_cast<int32_t>(optimizer_of(kernel));
+    return static_cast<Kernel>(static_cast<int32_t>(kernel) + further);
+}
+
+// Steps that the caller's counter does not have yet: a trial is one beyond those that were made.
+constexpr AVGPIPE_HD int32_t uncounted_steps(Kernel kernel) {
+    return is_trial(kernel) ? 1 : 0;
 }
 
 // The operands. `first` is SGD's momentum, Adam's exp_avg or the last corrected step, `second` Adam's
@@ -67,6 +88,7 @@ constexpr AVGPIPE_HD bool uses(Kernel kernel, Slot slot) {
 
 constexpr AVGPIPE_HD bool writes(Kernel kernel, Slot slot) {
     if (is_prediction(kernel)) return slot == Slot::kUpdate;
+    if (is_trial(kernel)) return slot == Slot::kX || slot == Slot::kUpdate;
     const bool writes_z = kernel == Kernel::kApply || is_round(kernel);
     const bool is_read_only = slot == Slot::kBefore || slot == Slot::kGrad || (slot == Slot::kZ && !writes_z);
     return uses(kernel, slot) && !is_read_only;
@@ -74,13 +96,14 @@ constexpr AVGPIPE_HD bool writes(Kernel kernel, Slot slot) {
 
 // Whether the operand's old values are needed; an update's only if it accumulates.
 constexpr AVGPIPE_HD bool reads(Kernel kernel, Slot slot) {
-    if (is_prediction(kernel) && slot == Slot::kUpdate) return false;
-    return uses(kernel, slot) && !(kernel == Kernel::kCopy && slot == Slot::kX);
+    if (slot == Slot::kX) return uses(kernel, slot) && !is_trial(kernel) && kernel != Kernel::kCopy;
+    if (slot == Slot::kUpdate) return uses(kernel, slot) && !is_trial(kernel) && !is_prediction(kernel);
+    return uses(kernel, slot);
 }
 
 // Whether `first` may hold nothing yet (Settings::is_first).
 constexpr AVGPIPE_HD bool may_begin(Kernel kernel) {
-    return writes(kernel, Slot::kFirst) && optimizer_of(kernel) != Optimizer::kAdam;
+    return uses(kernel, Slot::kFirst) && optimizer_of(kernel) != Optimizer::kAdam && !is_prediction(kernel);
 }
 
 // One element of every operand in the arithmetic type A (float or double); what a kernel does not use is
@@ -250,6 +273,12 @@ AVGPIPE_HD void advance(Element<A>& e, const Scalars<A>& s) {
         return;
     }
     if constexpr (kKernel == Kernel::kCorrect) return correct(e, s);
+    if constexpr (is_trial(kKernel)) {
+        e.x = e.z;
+        optimize<kOptimizer>(e, s);
+        e.update = -e.grad;
+        return;
+    }
     if constexpr (kOptimizer != Optimizer::kNone) {
         e.before = e.x;
         optimize<kOptimizer>(e, s);

@@ -248,9 +248,11 @@ __device__ __forceinline__ const Scalars<double>& host_scalars(const BlockHead& 
 // With the values that are in device memory; the reciprocal in double, as on the host.
 template <Kernel kKernel, class A>
 __device__ __forceinline__ Scalars<A> device_scalars(Settings s) {
-    if (s.step != nullptr)
-        s.step_count =
+    if (s.step != nullptr) {
+        const double count =
             s.step_is_double ? *static_cast<const double*>(s.step) : *static_cast<const float*>(s.step);
+        s.step_count = count + uncounted_steps(kKernel);
+    }
     if (s.grad_scale != nullptr) s.unscale = 1.0 / static_cast<double>(*s.grad_scale);
     if (s.found_inf != nullptr) s.skips = *s.found_inf != 0.0f;
     return scalars_of<A>(s, optimizer_of(kKernel));

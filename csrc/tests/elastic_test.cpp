@@ -15,6 +15,7 @@ using namespace avgpipe::tests;
 constexpr Kernel kKernels[] = {Kernel::kPull,       Kernel::kStep,          Kernel::kApply,
                                Kernel::kSgd,        Kernel::kMomentum,      Kernel::kAdam,
                                Kernel::kSgdRound,   Kernel::kMomentumRound, Kernel::kAdamRound,
+                               Kernel::kTrialSgd,   Kernel::kTrialMomentum, Kernel::kTrialAdam,
                                Kernel::kPredictSgd, Kernel::kPredictAdam,   Kernel::kCorrect};
 
 std::vector<CpuKernel> instruction_sets() {
@@ -131,6 +132,12 @@ void optimize(Kernel kernel, const Settings& s, Row& r) {
 void follow(Kernel kernel, const Settings& s, Row& r, double& z) {
     if (is_prediction(kernel)) return static_cast<void>(r.update = predicted(kernel, s, r));
     if (kernel == Kernel::kCorrect) return correct(s, r);
+    if (is_trial(kernel)) {
+        Row moved{z, 0, 0, r.grad, r.first, r.second};
+        optimize(kernel, s, moved);
+        r.x = moved.x, r.update = -r.grad;
+        return;
+    }
     const double before = kernel == Kernel::kStep ? r.before : r.x;
     if (optimizer_of(kernel) != Optimizer::kNone) optimize(kernel, s, r);
     const double old_update = s.accumulates ? r.update : 0;
@@ -296,6 +303,23 @@ void test_a_step_without_momentum_and_gain_stays() {
     }
 }
 
+// A trial is the step of the optimizer's own pass, bit for bit.
+void test_trials_are_steps() {
+    for (const Kernel kernel : {Kernel::kTrialSgd, Kernel::kTrialMomentum, Kernel::kTrialAdam}) {
+        for (const Formats& formats : {kFormats[0], kFormats[1]}) {
+            Settings settings = usual();
+            settings.is_nesterov = true;
+            Call trial(kernel, settings, 1031, formats, 1, 7);
+            settings.alpha = 0.0;
+            Call step(with_optimizer(Kernel::kSgd, optimizer_of(kernel)), settings, 1031, formats, 1, 7);
+            step.at(0, Slot::kX) = trial.at(0, Slot::kZ);
+            trial.run(baseline::run, {0, 1031}, false);
+            step.run(baseline::run, {0, 1031}, false);
+            expect(trial.at(0, Slot::kX) == step.at(0, Slot::kX), "trial", static_cast<double>(kernel), 0);
+        }
+    }
+}
+
 // Replicas in ones and fours, and pieces longer than a round's tile.
 void test_replicas() {
     for (const Kernel kernel : {Kernel::kApply, Kernel::kSgdRound, Kernel::kAdamRound}) {
@@ -350,6 +374,7 @@ int main() {
     test_every_kernel();
     test_predictions_of_several_updates();
     test_a_step_without_momentum_and_gain_stays();
+    test_trials_are_steps();
     test_replicas();
     test_lost_elements();
     test_copies();

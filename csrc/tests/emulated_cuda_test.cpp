@@ -243,6 +243,9 @@ void test_values_in_device_memory_replace_the_hosts() {
             given.step = &step_double;
             given.step_is_double = true;
             compare(Kernel::kAdamRound, format, given, resolved, {1000}, 2, 0, false);
+            resolved.step_count = 4.0;
+            compare(Kernel::kTrialAdam, format, given, resolved, {1000}, 1, 0, false);
+            resolved.step_count = 3.0;
             given.updates = resolved.updates = 3.0;
             compare(Kernel::kPredictAdam, format, given, resolved, {1000}, 1, 0, false);
         }

@@ -34,6 +34,9 @@ OPERANDS = {
     "sgd_round": (7, 6),  # those of x once more for the pull, of 4 replicas at once
     "momentum_round": (8, 7),
     "adam_round": (9, 8),
+    "trial_sgd": (2, 2),
+    "trial_momentum": (3, 2),
+    "trial_adam": (4, 2),
     "predict_sgd": (2, 1),
     "predict_adam": (3, 1),
     "correct": (3, 2),

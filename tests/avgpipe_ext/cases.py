@@ -40,6 +40,8 @@ class Case:
         """The flat list as the operator's leading arguments."""
         if self.name == "elastic_sgd_" and len(tensors) == 4:
             return (*tensors[:2], nothing, *tensors[2:])
+        if self.name == "trial_sgd_" and len(tensors) == 4:
+            return (*tensors[:3], nothing, *tensors[3:])
         if self.name != "elastic_round_":
             return tuple(tensors)
         *replicas, z = tensors
@@ -210,6 +212,34 @@ ROUNDS = (
 )
 
 
+def trial(case):
+    """The trial of the step of an `elastic_sgd_` or `elastic_adamw_` case, from the same state."""
+    options = _optimizer_options(case.options)
+    is_adam = case.name == "elastic_adamw_"
+    optimizer = partial(formulas.adam if is_adam else formulas.sgd, **options)
+    if is_adam:
+        options = {"weight_decay": 1e-2, **options, "step": options["step"] - 1}
+
+    def formula(x, z, grad, *rest, **stores):
+        state = rest[:-1]
+        return optimizer(z, grad, state)[0], z, grad, *state, -grad
+
+    name = "trial_adam_" if is_adam else "trial_sgd_"
+    names = ("x", "z", "grad", *case.tensors[2:-2], "update")
+    return Case(name, names, (), formula, ("x", "update"), options, case.label)
+
+
+TRIAL_SGD = trial(sgd("nesterov", lr=0.1, **NESTEROV))
+TRIAL_ADAM = trial(adam("decoupled", step=6, lr=0.01))
+TRIALS = (
+    trial(sgd("plain", lr=0.1, weight_decay=0.01)),
+    TRIAL_SGD,
+    trial(sgd("first", lr=0.1, mu=0.9, dampening=0.1, maximize=True, first_step=True)),
+    TRIAL_ADAM,
+    trial(adam("coupled-first", step=1, lr=0.01, decoupled=False, weight_decay=0.1)),
+)
+
+
 def predict_adam(label="", **options):
     """A case of `predict_adam_`."""
 
@@ -246,7 +276,7 @@ CORRECTIONS = (
     correct("first-error-feedback", 0.0, 1.0, first=True),
 )
 LATE = PREDICTIONS + CORRECTIONS
-CASES = RULES + OPTIMIZERS + ROUNDS + LATE
+CASES = RULES + OPTIMIZERS + ROUNDS + TRIALS + LATE
 
 
 def arguments(case, shape, dtypes, seed=0, device="cpu"):

@@ -324,6 +324,62 @@ def reference_apply_(
     return _count(lost, tensors, check_finite)
 
 
+def _try(step: Step, x: Tensors, z: Tensors, grad: Tensors, update: Tensors, *state: Tensors) -> list[Tensor]:
+    """x = the step from z, update = -grad; returns masks of the elements that are not finite."""
+    lost = []
+    for xt, zt, gt, ut, *states in _tuples(x, z, grad, update, *state):
+        new, _ = step(zt.double(), gt.double(), [s.double() for s in states])
+        lost.append(_store(xt, ut, new, -gt.double(), accumulate=False))
+    return lost
+
+
+@torch.no_grad()
+def trial_sgd_(
+    x: Tensors,
+    z: Tensors,
+    grad: Tensors,
+    momentum: Tensors | None,
+    update: Tensors,
+    *,
+    lr: float,
+    mu: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    first_step: bool = False,
+    check_finite: bool = False,
+) -> Tensor:
+    """x = SGD's step from z, whose state stays; update = -grad. See `avgpipe_ext.trial_sgd_`."""
+    sgd = _sgd(lr, mu, dampening, weight_decay, nesterov, maximize, first_step, None)
+    lost = _try(sgd, x, z, grad, update, *([] if momentum is None else [momentum]))
+    return _count(lost, x, check_finite)
+
+
+@torch.no_grad()
+def trial_adam_(
+    x: Tensors,
+    z: Tensors,
+    grad: Tensors,
+    exp_avg: Tensors,
+    exp_avg_sq: Tensors,
+    update: Tensors,
+    *,
+    step: Tensor | float,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+    check_finite: bool = False,
+) -> Tensor:
+    """x = AdamW's or Adam's step from z, whose state stays; update = -grad. See `avgpipe_ext.trial_adam_`."""
+    adam = _adam(_number(step) + 1, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, None)
+    return _count(_try(adam, x, z, grad, update, exp_avg, exp_avg_sq), x, check_finite)
+
+
 @torch.no_grad()
 def predict_sgd_(
     out: Tensors, x: Tensors, momentum: Tensors, scale: float, *, check_finite: bool = False

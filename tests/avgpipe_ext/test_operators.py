@@ -24,6 +24,7 @@ from tests.avgpipe_ext.cases import (
     mixes,
     same,
     sgd,
+    trial,
 )
 
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
@@ -140,7 +141,7 @@ def optimizer_cases(draw):
     return sgd("any", mu=mu, nesterov=nesterov, dampening=dampening, first_step=first, **common)
 
 
-ANY_CASE = optimizer_cases() | st.sampled_from(CASES)
+ANY_CASE = optimizer_cases() | optimizer_cases().map(trial) | st.sampled_from(CASES)
 
 
 @settings(max_examples=150, deadline=None)

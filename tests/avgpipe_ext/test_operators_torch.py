@@ -15,6 +15,7 @@ from tests.avgpipe_ext.cases import (
     OPTIMIZERS,
     PREDICT_ADAM,
     SIXTEEN_BIT,
+    TRIAL_ADAM,
     adam,
     arguments,
     bounds,
@@ -189,7 +190,7 @@ def test_many_steps_follow_torch_from_the_first_on(dtype):
         torch.testing.assert_close(ours, theirs, **near)
 
 
-@pytest.mark.parametrize("case", [adam(lr=0.1, step=5), PREDICT_ADAM], ids=str)
+@pytest.mark.parametrize("case", [adam(lr=0.1, step=5), PREDICT_ADAM, TRIAL_ADAM], ids=str)
 def test_step_may_be_a_tensor(case):
     numbers = arguments(case, (9,), torch.float32)
     for step in (torch.tensor(5.0), torch.tensor([5.0], dtype=torch.float64), 5.0):

@@ -17,6 +17,8 @@ from tests.avgpipe_ext.cases import (
     ROUNDS,
     RULES,
     STEP,
+    TRIAL_ADAM,
+    TRIALS,
     adam,
     arguments,
     sgd,
@@ -24,10 +26,10 @@ from tests.avgpipe_ext.cases import (
 from tests.avgpipe_ext.refusing import raises
 
 NAN, INF = float("nan"), float("inf")
-TUPLES = RULES + OPTIMIZERS + LATE  # one tensor of each argument makes a tuple; of rounds below
+TUPLES = RULES + OPTIMIZERS + TRIALS + LATE  # one tensor of each argument makes a tuple; of rounds below
 EVERY_CASE = pytest.mark.parametrize("case", TUPLES, ids=str)
 EVERY_CASE_OF_EQUAL_LISTS = pytest.mark.parametrize("case", [c for c in TUPLES if c is not APPLY], ids=str)
-WITH_A_STEP = pytest.mark.parametrize("case", [adam(lr=0.1, step=1), PREDICT_ADAM], ids=str)
+WITH_A_STEP = pytest.mark.parametrize("case", [adam(lr=0.1, step=1), PREDICT_ADAM, TRIAL_ADAM], ids=str)
 
 
 def refuses(case, tensors, match, scalars=None, **options):
@@ -227,11 +229,13 @@ def test_sparse_tensors(case):
 NUMBERS = {
     "elastic_sgd_": ("lr", "mu", "dampening", "weight_decay"),
     "elastic_adamw_": ("lr", "eps", "weight_decay"),
+    "trial_sgd_": ("lr", "mu", "dampening", "weight_decay"),
+    "trial_adam_": ("lr", "eps", "weight_decay"),
     "predict_adam_": ("updates", "lr", "eps", "weight_decay"),
 }
 
 
-@pytest.mark.parametrize("case", [*OPTIMIZERS, PREDICT_ADAM], ids=str)
+@pytest.mark.parametrize("case", [*OPTIMIZERS, *TRIALS, PREDICT_ADAM], ids=str)
 @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
 def test_options_that_are_not_finite(case, value):
     for name in NUMBERS[case.name]:
@@ -253,10 +257,13 @@ def test_betas(case, name, value):
 
 
 @WITH_A_STEP
-@pytest.mark.parametrize("step", [0, -1, 0.5, NAN])
-def test_steps_before_the_first(case, step):
+@pytest.mark.parametrize("missing", [1, 2, 0.5, NAN])
+def test_steps_before_the_first(case, missing):
+    first = 0 if case is TRIAL_ADAM else 1  # a trial is told of the steps before it
+    step = first - missing
     for given in (step, torch.tensor(step, dtype=torch.float64)):
-        refuses(case, arguments(case, (3,), torch.float32), f"step is {step}; count steps from 1", step=given)
+        message = f"step is {step}; count steps from {first}"
+        refuses(case, arguments(case, (3,), torch.float32), message, step=given)
 
 
 @WITH_A_STEP
@@ -291,8 +298,12 @@ def test_coefficients_that_are_not_finite(case, name):
     refuses(case, arguments(case, (3,), torch.float32), message, **{name: float("nan")})
 
 
-def test_momentum_belongs_to_mu():
-    without, with_buffers = sgd(lr=0.1), sgd(lr=0.1, mu=0.9)
+@pytest.mark.parametrize(
+    ("without", "with_buffers"),
+    [(sgd(lr=0.1), sgd(lr=0.1, mu=0.9)), (TRIALS[0], TRIALS[2])],
+    ids=["pass", "trial"],
+)
+def test_momentum_belongs_to_mu(without, with_buffers):
     tensors = arguments(without, (3,), torch.float32)
     refuses(without, tensors, "mu is 0.9 but there is no momentum; pass buffers like x", mu=0.9)
     refuses(without, [[t] for t in tensors], "mu is 0.9 but there is no momentum", mu=0.9)

@@ -21,6 +21,8 @@ WRITTEN = {  # positions
     "elastic_adamw_": (0, 2, 3, 5),
     "elastic_round_": (0, 2, 3),
     "reference_apply_": (0, 1),
+    "trial_sgd_": (0, 4),
+    "trial_adam_": (0, 5),
     "predict_sgd_": (0,),
     "predict_adam_": (0,),
     "correct_update_": (0, 2),

@@ -20,6 +20,8 @@ RESULTS = {
     "step": (X, UPDATE),
     "easgd": (X, UPDATE),
     "apply": (Z,),
+    "trial-sgd": (OUT, UPDATE),
+    "trial-adamw": (OUT, UPDATE),
     "predict-sgd": (OUT,),
     "predict-adam": (OUT,),
     "correct": (X, LAST),

@@ -33,6 +33,14 @@ QUESTIONS = {
     "step": (6, "After any optimizer's step, update and force: in one pass, or apart?"),
     "easgd": (5, "Rule easgd: in one pass, or apart?"),
     "apply": (10, "The updates of 8 replicas into the reference: together, or one after another?"),
+    "trial-sgd": (
+        5,
+        "sgd's step from the reference, whose state stays: in one pass, or in foreach functions?",
+    ),
+    "trial-adamw": (
+        6,
+        "adamw's step from the reference, whose state stays: in one pass, or in foreach functions?",
+    ),
     "predict-sgd": (3, "Weights predicted from SGD's momentum: in one pass, or in foreach functions?"),
     "predict-adam": (4, "Weights predicted from Adam's state: in one pass, or in foreach functions?"),
     "correct": (5, "A late gradient's step, corrected: in one pass, or in foreach functions?"),
@@ -45,7 +53,7 @@ _ARRAYS = 22  # of all elements: operands, the states of torch's optimizers, and
 _SAMPLE_S = 5e-3  # at least, of several calls where one is short
 _ALPHA, _LR, _MU = 0.25, 1e-5, 0.9
 _STEP = 100  # beyond the first ones, whose bias corrections are large
-# Of predictions, whose results never become operands, so that the rate may be a usual one.
+# Of trials and predictions, whose weights never become operands, so that the rate may be a usual one.
 _AHEAD, _RATE, _BETA1, _BETA2, _EPS, _DECAY = 3, 1e-3, 0.9, 0.999, 1e-8, 0.01
 Run = Callable[[], object]
 Tensors = list[Tensor]
@@ -188,6 +196,8 @@ def ways(operands: list[Tensors]) -> list[tuple[str, str, Run]]:
         "eps": _EPS,
         "weight_decay": _DECAY,
     }
+    try_sgd = partial(ext.trial_sgd_, out, z, grad, first, update, lr=_RATE, mu=_MU)
+    try_adamw = partial(ext.trial_adam_, out, z, grad, first, second, update, step=_STEP - 1, **adam)
     ahead = partial(ext.predict_adam_, out, x, first, second, updates=_AHEAD, step=_STEP, **adam)
     return [
         ("adamw", "elastic_adamw_", fused_adamw),
@@ -203,6 +213,10 @@ def ways(operands: list[Tensors]) -> list[tuple[str, str, Run]]:
         ("easgd", "3 foreach passes", partial(_easgd, x, z, update)),
         ("apply", "reference_apply_, zero=False", together),
         ("apply", f"{_REPLICAS} _foreach_add_", partial(_one_by_one, z, updates)),
+        ("trial-sgd", "trial_sgd_", try_sgd),
+        ("trial-sgd", "5 foreach passes", partial(_try_sgd, out, z, grad, first, update)),
+        ("trial-adamw", "trial_adam_", try_adamw),
+        ("trial-adamw", "11 foreach passes", partial(_try_adamw, out, z, grad, first, second, update)),
         ("predict-sgd", "predict_sgd_", partial(ext.predict_sgd_, out, x, first, _AHEAD * _RATE)),
         ("predict-sgd", "2 foreach passes", partial(_predict_sgd, out, x, first)),
         ("predict-adam", "predict_adam_", ahead),
@@ -241,6 +255,32 @@ def _easgd(x: Tensors, z: Tensors, update: Tensors) -> None:
     torch._foreach_add_(update, x, alpha=_ALPHA)
     torch._foreach_sub_(update, z, alpha=_ALPHA)
     torch._foreach_lerp_(x, z, _ALPHA)
+
+
+def _try_sgd(x: Tensors, z: Tensors, grad: Tensors, momentum: Tensors, update: Tensors) -> None:
+    torch._foreach_copy_(x, z)
+    torch._foreach_add_(x, momentum, alpha=-_RATE * _MU)
+    torch._foreach_add_(x, grad, alpha=-_RATE)
+    torch._foreach_copy_(update, grad)
+    torch._foreach_neg_(update)
+
+
+def _try_adamw(
+    x: Tensors, z: Tensors, grad: Tensors, first: Tensors, second: Tensors, update: Tensors
+) -> None:
+    """With the new second moment's root in ``update`` meanwhile, as fresh memory would take longer."""
+    unbias, factor = 1 / (1 - _BETA2**_STEP), -_RATE / (1 - _BETA1**_STEP)
+    torch._foreach_copy_(update, second)
+    torch._foreach_mul_(update, _BETA2 * unbias)
+    torch._foreach_addcmul_(update, grad, grad, (1 - _BETA2) * unbias)
+    torch._foreach_sqrt_(update)
+    torch._foreach_add_(update, _EPS)
+    torch._foreach_copy_(x, z)
+    torch._foreach_mul_(x, 1 - _RATE * _DECAY)
+    torch._foreach_addcdiv_(x, first, update, factor * _BETA1)
+    torch._foreach_addcdiv_(x, grad, update, factor * (1 - _BETA1))
+    torch._foreach_copy_(update, grad)
+    torch._foreach_neg_(update)
 
 
 def _predict_sgd(out: Tensors, x: Tensors, momentum: Tensors) -> None:
