@@ -1,0 +1,198 @@
+"""Question: how many samples does each way of training need to a target, beside one pipeline's?
+
+    AVGPIPE_DATA=DIR python -m benchmarks.statistics.run --out FILE [--only gpt,resnet] [--ways one,N=2] [--seeds 0,1,2]
+
+Real training of the papers' workloads at ``small``, cut short, all in one process of one stage: what is learnt depends
+on a gradient's delay and on who shares what, not on where stages run. Every run of a workload sees the same samples in
+the same order and is validated twenty times. A line of FILE is a run; --out adds to those that are there and leaves out
+what they have, so several of these programs may work at it, each at workloads of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import avgpipe
+from avgpipe.workloads import BuildOptions, Workload, build_workload
+from avgpipe.workloads.training import Recipe
+from benchmarks.common.record import say
+
+VALIDATIONS, VALID_BATCHES = 20, 12
+MICRO_BATCHES = 4  # of a batch, whoever shares it: batch norms see as many samples at once
+
+
+class Case(NamedTuple):
+    """A workload, its data, and how many batches a run has."""
+
+    data: str
+    batches: int
+    module: str
+    lr: float | None = None  # the best for one pipeline, where that is not the preset's
+    muon_lr: float | None = None
+
+
+CASES = {
+    "gpt": Case("wikitext-2", 500, "gpt"),
+    "awd-lstm": Case("wikitext-2", 340, "awd_lstm"),
+    "gnmt": Case("multi30k-en-de", 440, "gnmt"),
+    "resnet": Case("cifar10-jpeg", 1900, "images"),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of training.
+
+    Attributes:
+        parts: of a batch, each of which makes an update, with the rate for so small a batch.
+        lr: what the rate is multiplied with.
+        plan: options of the plan.
+    """
+
+    parts: int = 1
+    lr: float = 1.0
+    optimizer: str | None = None
+    plan: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, parts: int = 1, lr: float = 1.0, optimizer: str | None = None, **plan: Any) -> Way:
+        return cls(parts, lr, optimizer, tuple(plan.items()))
+
+
+def _late(delay: int, correction: str | None) -> dict[str, Any]:
+    """So many updates behind: forwards that run ahead of one stage's backward."""
+    return {"schedule": "pipedream", "advance": delay, "correction": correction}
+
+
+WAYS = {
+    "one": Way.of(),
+    "one, lr x 0.7": Way.of(lr=0.7),
+    "one, lr x 1.4": Way.of(lr=1.4),
+    "one, lr x 2": Way.of(lr=2.0),
+    "N = 2": Way.of(pipelines=2, rule="mean-gradient"),
+    "N = 4": Way.of(pipelines=4, rule="mean-gradient"),
+    "N = 2, avgpipe": Way.of(pipelines=2, rule="avgpipe", alpha=1.0),
+    "N = 4, avgpipe": Way.of(pipelines=4, rule="avgpipe", alpha=1.0),
+    "halves, delay 1": Way.of(2, **_late(1, None)),
+    "halves, predicted": Way.of(2, **_late(1, "predicted")),
+    "halves, error feedback": Way.of(2, **_late(1, "error-feedback")),
+    "quarters, delay 3": Way.of(4, **_late(3, None)),
+    "quarters, predicted": Way.of(4, **_late(3, "predicted")),
+    "quarters, error feedback": Way.of(4, **_late(3, "error-feedback")),
+    "2bw": Way.of(schedule="pipedream-2bw"),
+    "2bw, predicted": Way.of(schedule="pipedream-2bw", correction="predicted"),
+    "2bw, error feedback": Way.of(schedule="pipedream-2bw", correction="error-feedback"),
+    "2bw, nesterov": Way.of(schedule="pipedream-2bw", correction="nesterov"),
+    "muon": Way.of(optimizer="muon"),
+    "muon, lr x 2": Way.of(optimizer="muon", lr=2.0),
+    "muon, 2bw": Way.of(optimizer="muon", schedule="pipedream-2bw"),
+    "muon, 2bw, error feedback": Way.of(
+        optimizer="muon", schedule="pipedream-2bw", correction="error-feedback"
+    ),
+    "muon, N = 4": Way.of(optimizer="muon", pipelines=4, rule="mean-gradient"),
+}
+
+
+@cache
+def built(name: str, seed: int, parts: int) -> tuple[Workload, Recipe]:
+    """Read and made once for all ways that have batches as large."""
+    case = CASES[name]
+    module: Any = importlib.import_module(f"avgpipe.workloads.{case.module}")
+    recipe = module.PRESETS[name]["small"].training
+    data = Path(os.environ["AVGPIPE_DATA"]) / case.data
+    size = recipe.batch_size // parts
+    workload = build_workload(name, preset="small", data=data, seed=seed, batch_size=size)
+    return workload, replace(recipe, batch_size=size)
+
+
+def train(name: str, way: Way, seed: int) -> dict[str, Any]:
+    """Train, and return the validation losses by samples."""
+    case = CASES[name]
+    workload, recipe = built(name, seed, way.parts)
+    muon = way.optimizer == "muon"
+    if way.optimizer:
+        recipe = replace(recipe, optimizer=way.optimizer)
+    smaller = way.parts if recipe.optimizer in ("sgd", "nt-asgd") else way.parts**0.5
+    base = (case.muon_lr if muon else case.lr) or recipe.lr
+    recipe = replace(recipe, lr=base * way.lr / smaller, lr_scaling="none", epochs=1000)
+    batches = case.batches * way.parts
+    options = BuildOptions(max_batches=batches)
+    plan = avgpipe.Plan(micro_batches=MICRO_BATCHES // way.parts, **dict(way.plan))
+    every = batches // VALIDATIONS
+    losses: list[tuple[int, float]] = []
+    began, seconds = time.perf_counter(), 0.0
+    with avgpipe.Pipeline(
+        workload.layers,
+        plan,
+        loss_fn=workload.loss_fn,
+        loss_weight=workload.loss_weight,
+        optimizer=recipe.optimizer_for(options, workload.layers),
+        lr_scheduler=recipe.lr_scheduler_for(10**9, options),
+        clip_grad_norm=recipe.clip_grad_norm,
+        seed=seed,
+    ) as pipeline:
+        source = endless(workload)
+        valid = [batch for _, batch in zip(range(VALID_BATCHES * way.parts), workload.valid_batches())]
+        for number in range(VALIDATIONS):
+            count = every + (batches - VALIDATIONS * every if number == VALIDATIONS - 1 else 0)
+            for _ in pipeline.train(batch for _, batch in zip(range(count), source)):
+                pass
+            done = pipeline.batches * recipe.batch_size
+            losses.append((done, pipeline.evaluate(valid).loss))
+            seconds = time.perf_counter() - began
+        distances = pipeline.distances()
+    apart = [d / distances.norm for d in distances.to_reference]
+    return {"lr": recipe.lr, "losses": losses, "seconds": seconds, "apart": apart}
+
+
+def endless(workload: Workload) -> Iterator[Any]:
+    epoch = 0
+    while True:
+        yield from workload.train_batches(epoch)
+        epoch += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--ways", default=";".join(WAYS), help="separated by semicolons")
+    parser.add_argument("--seeds", default="0,1,2")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    for seed in map(int, asked.seeds.split(",")):
+        for name in asked.only.split(","):
+            for way in asked.ways.split(";"):
+                if (name, way, seed) in known(asked.out):
+                    continue
+                found = {"workload": name, "way": way, "seed": seed, **train(name, WAYS[way], seed)}
+                with asked.out.open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+                last = found["losses"][-1][1]
+                say(f"{name}, {way}, seed {seed}: {last:.4f} after {found['seconds']:.0f} s")
+            built.cache_clear()
+
+
+def known(path: Path) -> set[tuple[str, str, int]]:
+    if not path.is_file():
+        return set()
+    rows = map(json.loads, path.read_text().splitlines())
+    return {(row["workload"], row["way"], row["seed"]) for row in rows}
+
+
+if __name__ == "__main__":
+    main()
