@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from avgpipe import systems
 from avgpipe.errors import check_count, nearest
 from avgpipe.files import dataclass_of, json_object, write_atomically
-from avgpipe.rules import CORRECTIONS, Elasticity
+from avgpipe.rules import CORRECTIONS, Elasticity, suited_rule
 from avgpipe.schedule import (
     RECOMPUTE,
     WEIGHTS,
@@ -45,7 +45,10 @@ class Plan:
             an estimate of the compute.
         alpha: elasticity, see ``Reference``; so are the next three. With one pipeline, which has nobody to agree with,
             they do nothing.
-        rule: by which pipelines and reference are averaged; "mean-gradient" has one optimizer for all pipelines.
+        rule: by which pipelines and reference are averaged. "mean-gradient": one optimizer for all, which steps the
+            reference by the mean of the pipelines' gradients; "avgpipe", "easgd": each has its own, and an elastic
+            force ties them. None: "mean-gradient" where pipelines share each batch and neither ``alpha`` nor
+            ``period`` nor an asynchronous ``staleness`` asks for more, else "avgpipe".
         staleness: 0, 1 or "asynchronous", how old the reference may be that a pipeline is pulled to.
         period: updates of a pipeline in a round of averaging.
         recompute: which micro-batches store only their stage's input and run the forward again before the backward:
@@ -80,7 +83,7 @@ class Plan:
     system: str = "avgpipe"
     partition: Sequence[int] | Sequence[str] | None = None
     alpha: float | None = None
-    rule: str = "avgpipe"
+    rule: str | None = None
     staleness: int | str = 1
     period: int = 1
     recompute: str = "never"
@@ -101,6 +104,13 @@ class Plan:
         _check_name("recompute", self.recompute, RECOMPUTE)
         _check_name("batch", self.batch, BATCHES)
         object.__setattr__(self, "micro_batches", max(self.micro_batches, self.shares))
+        if self.rule is None:
+            several = self.pipelines > 1
+            suited = (
+                suited_rule(self.alpha, self.staleness, self.period, self.batch) if several else "avgpipe"
+            )
+            object.__setattr__(self, "rule", suited)
+        assert self.rule is not None
         Elasticity.checked(self.pipelines, self.alpha, self.rule, self.staleness, self.period)
         self._check_partition()
         schedule = self.build_schedule()

@@ -103,6 +103,16 @@ CORRECTIONS = {
 STALENESS = (0, 1, "asynchronous")
 
 
+def suited_rule(alpha: float | None, staleness: int | str, period: int, batch: str) -> str:
+    """Return the rule of several pipelines that were told none: the one that learns most from a batch, if it can be.
+
+    Pipelines that share a batch can share the optimizer. What asks for elasticity, or for rounds of several batches, is
+    for replicas with optimizers of their own.
+    """
+    shares = batch == "global" and staleness in (0, 1) and period == 1 and alpha is None
+    return "mean-gradient" if shares else "avgpipe"
+
+
 @dataclass(frozen=True)
 class Elasticity:
     """How ``replicas`` (N) replicas agree with the reference: see :class:`avgpipe.Reference` for the meanings."""

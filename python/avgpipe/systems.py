@@ -11,7 +11,9 @@ WORKERS = "workers"  # in a row: as many as there are workers, where each has on
 # An option that is not named here is the caller's choice. ``stages``, ``micro_batches`` or ``pipelines`` in a row are
 # fixed by the system.
 SYSTEMS: dict[str, dict[str, Any]] = {
-    "avgpipe": {"schedule": "advance-forward", "rule": "avgpipe", "staleness": 1},
+    "avgpipe": {"schedule": "advance-forward", "staleness": 1},
+    # With the averaging of the paper: an optimizer and an elastic force for each pipeline.
+    "avgpipe-elastic": {"schedule": "advance-forward", "rule": "avgpipe", "staleness": 1},
     "gpipe": {"schedule": "all-forward-all-backward", "pipelines": 1},
     "dapple": {"schedule": "1f1b", "pipelines": 1},
     "pipedream": {"schedule": "pipedream", "weights": "stash", "pipelines": 1},

@@ -142,6 +142,7 @@ NOT_OF_THE_PLAN = ("N", "M", "optimizer", "replication")
 
 def plan_of(K: int, case: dict[str, Any]) -> Plan:
     options = {name: value for name, value in case.items() if name not in NOT_OF_THE_PLAN}
+    options.setdefault("rule", "avgpipe")
     if case.get("replication"):
         options["replication"] = [2, *[1] * (K - 1)]
     return Plan(stages=K, pipelines=case["N"], micro_batches=case["M"], **options)

@@ -125,7 +125,7 @@ class WorkloadOptions(Options):
         for name in ("data", "pretrained"):
             if asked.get(name) is not None:
                 asked[name] = Path(asked[name])
-        asked |= {name: getattr(plan or Plan(), name) for name in ("pipelines", "batch")}
+        asked |= {name: getattr(plan or Plan(), name) for name in ("pipelines", "batch", "rule")}
         return BuildOptions(**asked)
 
 
@@ -184,7 +184,8 @@ class PlanOptions(Options):
         weights: Version of the weights that a batch runs on. Default: what the schedule was published with.
         advance: Forward passes that a stage runs ahead: a number, one per stage as in 3,2,1,0, or auto to choose by
             the times of the first batches. Default: the number of stages that follow.
-        rule: Averaging rule. Default: avgpipe.
+        rule: Averaging rule. Default: mean-gradient, one optimizer for all pipelines, where they share each batch;
+            avgpipe with --alpha, --period or --staleness asynchronous.
         staleness: Rounds by which averaging lags behind. Default: 1.
         alpha: Strength of the pull towards the average, 0 to 1. Default: the rule's.
         period: Updates of a pipeline between two averagings. Default: 1.

@@ -242,7 +242,7 @@ class FusedStep:
         for i, (g, p, strides) in enumerate(zip(grads, self._params, self._strides)):
             if g is None or (g.layout is torch.strided and g.dtype is p.dtype and g.stride() == strides):
                 continue
-            if g.layout != torch.strided or g.dtype != p.dtype or not _same_strides(g, p):
+            if g.layout != torch.strided or g.dtype != p.dtype or not same_strides(g, p):
                 raise Unfusable(f"the gradient of parameter {i} has another layout, dtype or strides")
         seen = self._look(grads)
         if len(seen) != len(self._known) or not all(map(is_, seen, self._known)):
@@ -502,7 +502,7 @@ def region_of(p: torch.Tensor, flats: Sequence[torch.Tensor]) -> Region | None:
     return None
 
 
-def _same_strides(g: torch.Tensor, p: torch.Tensor) -> bool:
+def same_strides(g: torch.Tensor, p: torch.Tensor) -> bool:
     """Equal where they matter."""
     mine, theirs = g.stride(), p.stride()
     return mine == theirs or all(a == b for size, a, b in zip(p.shape, mine, theirs) if size != 1)

@@ -8,13 +8,16 @@ makes the step, on z's values and with a copy of the state.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
+import avgpipe_ext
 from avgpipe.elastic.flat import FlatBuffers, Region
 from avgpipe.elastic.reference import Reference
-from avgpipe.elastic.replica import Replica, region_of
+from avgpipe.elastic.replica import STATE, Replica, region_of, same_strides
 
 State = dict[str, Any]
 
@@ -59,6 +62,8 @@ class TrialSteps:
             self._pairs.append((p, steps[region], region))
         self._own: dict[torch.Tensor, State] = {}  # states of trial steps
         self._shown: tuple[Any, int] = None, 0
+        self._calls: list[Call] | None = None
+        self._seen: Any = None  # what they were planned for
         self.share()
 
     def share(self) -> None:
@@ -87,21 +92,79 @@ class TrialSteps:
     @torch.no_grad()
     def __call__(self, z: FlatBuffers) -> list[torch.Tensor]:
         """Tell the gradient and make the step; returns counts of what is not finite."""
-        replica, update = self._replica, self._replica.update
-        assert update is not None, "a replica of a rule with updates"
-        replica.load()
+        self._replica.load()
+        self.share()
         self._tell_settings()
-        update.zero_()
-        told = [(p, region) for p, _, region in self._pairs if p.grad is not None]
-        views = [region.view(update.flats) for _, region in told]
-        if told:
-            torch._foreach_copy_(views, [_dense(p.grad) for p, _ in told])
-            torch._foreach_neg_(views)
-        self._reference.told[self._number] = {region for _, region in told}
-        if self._reference.elasticity.staleness == 1:
+        grads = [p.grad for p, _, _ in self._pairs]
+        there = tuple(grad is not None for grad in grads)
+        self._reference.told[self._number] = {pair[2] for pair, has in zip(self._pairs, there) if has}
+        tries = self._reference.elasticity.staleness == 1
+        if tries and (calls := self._planned(grads, there, z)) is not None:
+            return [call(grads) for call in calls]
+        counts = self._tell(grads)
+        if tries:
             self._try(z)
+        return counts
+
+    def _tell(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        update = self._update
+        update.zero_()
+        told = [(pair[2], grad) for pair, grad in zip(self._pairs, grads) if grad is not None]
+        if told:
+            views = [region.view(update.flats) for region, _ in told]
+            torch._foreach_copy_(views, [g.to_dense() if g.is_sparse else g for _, g in told])
+            torch._foreach_neg_(views)
         norms = torch._foreach_norm([flat for flat in update.flats if flat.numel()], float("inf"))
         return [~norm.isfinite() for norm in norms]
+
+    @property
+    def _update(self) -> FlatBuffers:
+        assert self._replica.update is not None, "a replica of a rule with updates"
+        return self._replica.update
+
+    # ---- in one pass ---------------------------------------------------------------------------------------------
+
+    def _planned(
+        self, grads: Sequence[torch.Tensor | None], there: tuple[bool, ...], z: FlatBuffers
+    ) -> list[Call] | None:
+        """Return the calls that make the step; None where no operator knows the optimizer, or it is the first one."""
+        inner, whole = self._inner, self._outer.state
+        odd = any(group.get("amsgrad") or group.get("differentiable") for group in inner.param_groups)
+        hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+        if type(inner) not in STATE or odd or hooked or not all(map(_fits, grads, self._pairs)):
+            return None
+        seen = there, id(whole), len(whole)
+        if seen != self._seen:
+            self._calls, self._seen = self._plan(there, z), seen
+        return self._calls
+
+    def _plan(self, there: tuple[bool, ...], z: FlatBuffers) -> list[Call] | None:
+        """Sort the parameters by the calls that step them; those without a gradient become z's."""
+        buffers = self._replica.x.flats, z.flats, self._update.flats
+        numbers = {p: n for n, (p, _, _) in enumerate(self._pairs)}
+
+        def views(members: Sequence[int]) -> dict[str, list[torch.Tensor]]:
+            found = ([self._pairs[n][2].view(flats) for n in members] for flats in buffers)
+            return dict(zip(("x", "z", "update"), found))
+
+        still = [n for n, has in enumerate(there) if not has]
+        calls: list[Call] = [Still(**views(still))] if still else []
+        for group in self._inner.param_groups:
+            names = STATE[type(self._inner)] if group.get("momentum", 1) else ()
+            by_steps: dict[float, list[int]] = {}
+            for n in (numbers[p] for p in group["params"] if p in numbers):
+                state = self._outer.state.get(self._pairs[n][1], {})
+                if there[n] and any(state.get(name) is None for name in names):
+                    return None
+                if there[n]:
+                    by_steps.setdefault(float(state.get("step", 0)), []).append(n)
+            for members in by_steps.values():
+                states = [self._outer.state.get(self._pairs[n][1], {}) for n in members]
+                moments = [[state[name] for state in states] for name in names]
+                calls.append(Trial(group, members, moments, states[0].get("step"), **views(members)))
+        return calls
+
+    # ---- by the replica's own optimizer --------------------------------------------------------------------------
 
     def _try(self, z: FlatBuffers) -> None:
         """Step from z with the shared state, and leave that as it is."""
@@ -133,6 +196,62 @@ class TrialSteps:
         return own
 
 
-def _dense(grad: torch.Tensor | None) -> torch.Tensor:
-    assert grad is not None, "only those with a gradient are told"
-    return grad.to_dense() if grad.is_sparse else grad
+@dataclass
+class Still:
+    """What makes no step: ``x`` becomes z, and nothing is told."""
+
+    x: list[torch.Tensor]
+    z: list[torch.Tensor]
+    update: list[torch.Tensor]
+
+    def __call__(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        torch._foreach_copy_(self.x, self.z)
+        torch._foreach_zero_(self.update)
+        return torch.zeros((), dtype=torch.int64, device=self.x[0].device)
+
+
+@dataclass
+class Trial:
+    """A call of an operator, for parameters of one group that have made equally many steps.
+
+    Attributes:
+        group: the settings.
+        numbers: which gradients are theirs.
+        moments: the shared state, a list of each kind.
+        step: Adam's counter; all others move with it.
+    """
+
+    group: dict[str, Any]
+    numbers: list[int]
+    moments: list[list[torch.Tensor]]
+    step: torch.Tensor | None
+    x: list[torch.Tensor]
+    z: list[torch.Tensor]
+    update: list[torch.Tensor]
+
+    def __call__(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        group, own = self.group, [g for n in self.numbers if (g := grads[n]) is not None]
+        settings: dict[str, Any] = {name: float(group[name]) for name in ("lr", "weight_decay")}
+        settings |= {"maximize": group["maximize"], "check_finite": True}
+        if self.step is None:
+            momenta = self.moments[0] if self.moments else None
+            settings |= {"mu": float(group["momentum"]), "dampening": float(group["dampening"])}
+            settings |= {"nesterov": group["nesterov"]}
+            return avgpipe_ext.trial_sgd_(self.x, self.z, own, momenta, self.update, **settings)
+        settings |= {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
+        settings |= {
+            "eps": float(group["eps"]),
+            "decoupled": group["decoupled_weight_decay"],
+            "step": self.step,
+        }
+        first, second = self.moments
+        return avgpipe_ext.trial_adam_(self.x, self.z, own, first, second, self.update, **settings)
+
+
+Call: TypeAlias = Still | Trial
+
+
+def _fits(grad: torch.Tensor | None, pair: tuple[torch.Tensor, torch.Tensor, Region]) -> bool:
+    """Whether an operator can read the gradient beside its parameter."""
+    p = pair[0]
+    return grad is None or (grad.layout == torch.strided and grad.dtype == p.dtype and same_strides(grad, p))

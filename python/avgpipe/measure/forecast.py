@@ -15,6 +15,7 @@ from avgpipe.planning.cluster import Cluster, ring_s
 from avgpipe.planning.cuts import Cut
 from avgpipe.planning.partition import Training
 from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.rules import RULES
 from avgpipe.schedule import build_schedule
 
 # Of the runtime's sum of gradients over replicas: the last one begins after the backward.
@@ -57,7 +58,8 @@ class OnCluster(Training):
         own = -(-plan.micro_batches_each // self._width)
         schedule = build_schedule(plan.schedule, plan.stages, own, plan.advance, plan.stages_per_worker)
         chain = Chain(profile, batch_size / plan.micro_batches)
-        super().__init__(chain, schedule, plan.pipelines, plan.recompute, plan.weights or "flush")
+        shared = RULES[plan.rule or ""].tries
+        super().__init__(chain, schedule, plan.pipelines, plan.recompute, plan.weights or "flush", shared)
         worker_of = {k: n for n, stages in enumerate(schedule.placement) for k in stages}
         self._workers = [
             range(self._width * worker_of[k], self._width * (worker_of[k] + 1)) for k in range(plan.stages)

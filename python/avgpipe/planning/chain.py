@@ -118,6 +118,7 @@ class Chain:
         in_flight: int = 1,
         versions: int = 1,
         copies: int = 1,
+        states: int | None = None,
         extra_copies: int = 0,
         recompute: bool = False,
         whole: int = 1,
@@ -129,17 +130,18 @@ class Chain:
             last: The one after the last.
             in_flight: Micro-batches between their forward and backward, of all copies.
             versions: Versions of the weights, the newest included.
-            copies: Copies of the model, each with its weights, gradients and optimizer state.
+            copies: Copies of the model, each with its weights and gradients.
+            states: Optimizer states; None: one of each copy.
             extra_copies: Copies of the trained weights alone.
             recompute: Whether micro-batches in flight hold their inputs alone, but for ``whole`` of them at a time.
             whole: See ``recompute``.
         """
         weights = self.parameter_bytes(first, last)
-        state = weights * (versions + 1) + self.optimizer_bytes(first, last)
-        state = state + self._sum("frozen_bytes", first, last)
+        state = weights * (versions + 1) + self._sum("frozen_bytes", first, last)
+        moments = (copies if states is None else states) * self.optimizer_bytes(first, last)
         whole = min(whole, in_flight) if recompute else in_flight
         kept = whole * self.held_bytes(first, last) + (in_flight - whole) * self.boundary_bytes[first]
-        needed = copies * state + extra_copies * weights + kept + self._working_bytes[first, last]
+        needed = copies * state + moments + extra_copies * weights + kept + self._working_bytes[first, last]
         return self.profile.process_bytes + needed
 
 

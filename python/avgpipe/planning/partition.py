@@ -381,10 +381,19 @@ class Training:
     """A schedule of ``pipelines`` pipelines over a chain, as an objective of the search over cuts."""
 
     def __init__(
-        self, chain: Chain, schedule: Schedule, pipelines: int, recompute: str, weights: str
+        self,
+        chain: Chain,
+        schedule: Schedule,
+        pipelines: int,
+        recompute: str,
+        weights: str,
+        one_optimizer: bool = False,
     ) -> None:
+        """``one_optimizer``: of all pipelines, which then have no state of their own."""
         self._chain, self._schedule, self._pipelines = chain, schedule, pipelines
-        self._recompute = recompute
+        self._recompute, self._states = recompute, 1 if one_optimizer else pipelines
+        # The reference and an update of each, and what one optimizer makes of these.
+        self._extra_copies = 1 + pipelines + one_optimizer if pipelines > 1 else 0
         self._share = sum(recomputed(schedule.micro_batches, recompute)) / schedule.micro_batches
         self._versions, self._in_flight = weight_versions(schedule, weights), schedule.peak_in_flight
         self.layers = chain.layers
@@ -427,7 +436,8 @@ class Training:
             in_flight=in_flight,
             versions=self._versions[k],
             copies=self._pipelines,
-            extra_copies=1 + self._pipelines if self._pipelines > 1 else 0,
+            states=self._states,
+            extra_copies=self._extra_copies,
             recompute=self._recompute != "never",
             # A device recomputes one at a time; the last of each pipeline's batch may be there as well.
             whole=1 + (self._pipelines if self._recompute == "except-last" else 0),

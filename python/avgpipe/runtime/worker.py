@@ -171,6 +171,7 @@ class Worker:
         plan = self._plan
         if plan.pipelines == 1 or not arena.parameters:
             return None  # a lone pipeline has nobody to agree with
+        rule = plan.rule or ""
 
         def steps(flats: list[torch.Tensor]) -> torch.optim.Optimizer:
             return optimizer([nn.Parameter(view) for view in arena.layout.tensors(flats)])
@@ -179,10 +180,10 @@ class Worker:
             arena.weights,
             plan.pipelines,
             alpha=plan.alpha,
-            rule=plan.rule,
+            rule=rule,
             staleness=plan.staleness,
             period=plan.period,
-            outer=steps if RULES[plan.rule].tries else None,
+            outer=steps if RULES[rule].tries else None,
             remote=() if self.placement.ranks == 1 else set(range(plan.pipelines)) - set(here),
         )
 

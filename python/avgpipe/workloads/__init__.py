@@ -48,6 +48,7 @@ class BuildOptions:
         pretrained: a folder of weights to begin with, for workloads that can.
         pipelines: how many train side by side.
         batch: whether they share each batch, "global", or take turns, "per-pipeline"; as of ``avgpipe.Plan``.
+        rule: by which they are averaged, as of ``avgpipe.Plan``.
         batch_size: samples in a batch of the loader.
         seed: seed of the initial weights and of everything else that is drawn.
         epochs: how many to train.
@@ -64,6 +65,7 @@ class BuildOptions:
     pretrained: Path | None = None
     pipelines: int = 1
     batch: str = "global"
+    rule: str = "mean-gradient"
     batch_size: int | None = None
     seed: int = 0
     epochs: int | None = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from avgpipe.rules import RULES
 from avgpipe.workloads import BatchLoader, BuildOptions, Workload
 from avgpipe.workloads.batches import MakeBatch, SampleBatches
 from avgpipe.workloads.tokens import TokenLoss
@@ -61,10 +62,12 @@ class Recipe:
 
         Pipelines that take turns move the reference by the mean of updates from N batches, which want a rate like that
         of an N-fold batch. Where they share a batch, updates that are linear in the gradient add up to one pipeline's,
-        at its rate; the Adams divide by second moments, which see the greater noise of smaller shares.
+        at its rate, and so do those of one optimizer for all; the Adams of pipelines of their own divide by second
+        moments, which see the greater noise of smaller shares.
         """
-        n, averages = options.pipelines, self.optimizer in ("adam", "adamw")
-        scaling = self.lr_scaling or ("sqrt" if averages or options.batch != "global" else "none")
+        n, divides = options.pipelines, self.optimizer in ("adam", "adamw")
+        own = divides and not RULES[options.rule].tries
+        scaling = self.lr_scaling or ("sqrt" if own or options.batch != "global" else "none")
         return self.lr * {"none": 1.0, "sqrt": math.sqrt(n), "linear": n}[scaling]
 
     def lr_factor(self, steps: int, step: int) -> float:
