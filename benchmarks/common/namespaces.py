@@ -1,8 +1,11 @@
-"""Network namespaces: a host for each worker, all on one switch, each sending at a limited rate. Linux, as root.
+"""Network namespaces: hosts of one worker or several, all on one switch, each sending at a limited rate. Linux, as root.
 
     switch (bridge)  w0               w1              ...
                      |                |
-    host 0          eth0 -- tbf      eth0 -- tbf               what a worker sends passes the limit of its device
+    host            eth0 -- tbf      eth0 -- tbf               what a host sends passes the limit of its device
+
+Workers of one host reach each other by its loopback, which nothing limits. Where hosts have several, each host has a
+boot id of its own, so that only workers of the same one find that they can share memory.
 
 Names contain the process that made them: a later run removes what a killed one left. Nothing is made in the
 namespace of the system itself, so removing the namespaces removes everything.
@@ -15,6 +18,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +27,7 @@ from typing import Any
 
 from avgpipe.errors import PipelineError
 
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NAME = re.compile(r"avgpipe-(\d+)-(switch|\d+)")
 # A few of TCP's largest packets, for with less a line that sends to two others stays below 1 Gbit/s; an activation is
 # more.
@@ -33,30 +38,49 @@ _QUEUE_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Network:
-    """`workers` hosts. device: the name of each one's interface."""
+    """Hosts of so many workers each.
+
+    Attributes:
+        process: That made them.
+        hosts: How many.
+        workers_each: Of a host; worker w is on host w // workers_each.
+        folder: Of a file for each host with its boot id; None: all have the machine's.
+        device: The name of each one's interface.
+    """
 
     process: int
-    workers: int
+    hosts: int
+    workers_each: int = 1
+    folder: Path | None = None
     device: str = "eth0"
 
-    def host(self, worker: int) -> str:
-        return f"avgpipe-{self.process}-{worker}"
+    def host(self, number: int) -> str:
+        return f"avgpipe-{self.process}-{number}"
 
     @property
     def switch(self) -> str:
         return f"avgpipe-{self.process}-switch"
 
-    def address(self, worker: int) -> str:
+    def address(self, number: int) -> str:
         """From the block for benchmarks of networks (RFC 2544)."""
-        return f"198.18.0.{worker + 1}"
+        return f"198.18.0.{number + 1}"
 
-    def inside(self, worker: int) -> list[str]:
+    def boot_id(self, number: int) -> Path | None:
+        """The file of a host that processes there find in place of the machine's own."""
+        return None if self.folder is None else self.folder / str(number)
+
+    def inside(self, number: int) -> list[str]:
         """Words before a command that run it on a host."""
-        return ["ip", "netns", "exec", self.host(worker)]
+        words, boot_id = ["ip", "netns", "exec", self.host(number)], self.boot_id(number)
+        if boot_id is None:
+            return words
+        # What is mounted is seen by this command alone: the one before gave it mounts of its own.
+        return [*words, "sh", "-c", f'mount --bind "$0" {_BOOT_ID} && exec "$@"', str(boot_id)]
 
-    def launching(self) -> dict[str, Any]:
-        """Return the options of ``run_on_ranks`` by which each rank gets a host of its own."""
-        prefixes = [self.inside(worker) for worker in range(self.workers)]
+    def launching(self, workers: int | None = None) -> dict[str, Any]:
+        """Return the options of ``run_on_ranks`` by which each of the first ``workers`` ranks, or all, is on its host."""
+        count = self.hosts * self.workers_each if workers is None else workers
+        prefixes = [self.inside(worker // self.workers_each) for worker in range(count)]
         return {"prefixes": prefixes, "environment": {"GLOO_SOCKET_IFNAME": self.device}}
 
 
@@ -75,17 +99,33 @@ def check_namespaces(why: str) -> None:
 
 
 @contextmanager
-def network(workers: int, rate_bits_per_s: float) -> Iterator[Network]:
+def network(
+    hosts: int, rate_bits_per_s: float, *, workers_each: int = 1, burst_bytes: int = _BURST_BYTES
+) -> Iterator[Network]:
     """The hosts, while inside. PipelineError where this system does not let us make them.
 
     SIGTERM and SIGHUP raise KeyboardInterrupt meanwhile, as SIGINT does, so that they are removed.
+
+    Args:
+        hosts: How many.
+        rate_bits_per_s: At which each sends.
+        workers_each: Of a host, which share its line.
+        burst_bytes: That a line which was idle sends at once.
     """
     remove_stale()
-    made = Network(os.getpid(), workers)
+    with tempfile.TemporaryDirectory(prefix="avgpipe-") as name:
+        folder = Path(name) if workers_each > 1 else None
+        made = Network(os.getpid(), hosts, workers_each, folder)
+        with _removed_afterwards(made):
+            _make(made, rate_bits_per_s, burst_bytes)
+            yield made
+
+
+@contextmanager
+def _removed_afterwards(made: Network) -> Iterator[None]:
     handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        _make(made, rate_bits_per_s)
-        yield made
+        yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -114,30 +154,25 @@ def _existing(process: int | None = None) -> list[str]:
     return [name for name in names if (m := _NAME.fullmatch(name)) and process in (None, int(m[1]))]
 
 
-def _make(made: Network, rate_bits_per_s: float) -> None:
+def _make(made: Network, rate_bits_per_s: float, burst_bytes: int) -> None:
     switch = ["ip", "-n", made.switch]
     _run(["ip", "netns", "add", made.switch])
     _run([*switch, "link", "add", "bridge", "type", "bridge"])
     _run([*switch, "link", "set", "bridge", "up"])
-    for worker in range(made.workers):
-        host, port = ["ip", "-n", made.host(worker)], f"w{worker}"
-        _run(["ip", "netns", "add", made.host(worker)])
-        pair = ["type", "veth", "peer", "name", made.device, "netns", made.host(worker)]
+    limit = ["tbf", "rate", f"{rate_bits_per_s:.0f}bit"]
+    limit += ["burst", str(burst_bytes), "limit", str(_QUEUE_BYTES)]
+    for number in range(made.hosts):
+        host, port = ["ip", "-n", made.host(number)], f"w{number}"
+        _run(["ip", "netns", "add", made.host(number)])
+        pair = ["type", "veth", "peer", "name", made.device, "netns", made.host(number)]
         _run([*switch, "link", "add", port, *pair])
         _run([*switch, "link", "set", port, "master", "bridge", "up"])
-        _run([*host, "address", "add", f"{made.address(worker)}/24", "dev", made.device])
+        _run([*host, "address", "add", f"{made.address(number)}/24", "dev", made.device])
         for device in ("lo", made.device):
             _run([*host, "link", "set", device, "up"])
-        limit = [
-            "tbf",
-            "rate",
-            f"{rate_bits_per_s:.0f}bit",
-            "burst",
-            str(_BURST_BYTES),
-            "limit",
-            str(_QUEUE_BYTES),
-        ]
-        _run(["tc", "-n", made.host(worker), "qdisc", "add", "dev", made.device, "root", *limit])
+        _run(["tc", "-n", made.host(number), "qdisc", "add", "dev", made.device, "root", *limit])
+        if (boot_id := made.boot_id(number)) is not None:
+            boot_id.write_text(f"{made.host(number)}\n")
 
 
 def _run(words: list[str]) -> None:

@@ -54,6 +54,18 @@ def test_workers_meet_inside_and_nothing_is_left():
     assert not {name for name in existing() if name.startswith(f"avgpipe-{os.getpid()}-")}
 
 
+@pytest.mark.ranks
+@pytest.mark.root
+@needs_root
+def test_only_workers_of_one_host_share_memory():
+    with network(2, 1e9, workers_each=2) as made:
+        target = "tests.benchmarks.targets:links"
+        # The last host has one worker.
+        found = run_on_ranks(target, 3, {}, timeout_s=60, **made.launching(3))
+    shared, group = "shared memory", "torch.distributed"
+    assert found == [["local", shared, group], [shared, "local", group], [group, group, "local"]]
+
+
 @pytest.mark.root
 @needs_root
 def test_what_a_host_sends_is_limited_and_what_it_receives_is_not():
