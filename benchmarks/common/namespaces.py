@@ -1,4 +1,4 @@
-"""Network namespaces: hosts of one worker or several, all on one switch, each sending at a limited rate. Linux, as root.
+"""Network namespaces: hosts of one worker or several on one switch, each sending at a limited rate. Linux, as root.
 
     switch (bridge)  w0               w1              ...
                      |                |
@@ -78,7 +78,7 @@ class Network:
         return [*words, "sh", "-c", f'mount --bind "$0" {_BOOT_ID} && exec "$@"', str(boot_id)]
 
     def launching(self, workers: int | None = None) -> dict[str, Any]:
-        """Return the options of ``run_on_ranks`` by which each of the first ``workers`` ranks, or all, is on its host."""
+        """Return the options of ``run_on_ranks`` by which the first ``workers`` ranks, or all, are on their hosts."""
         count = self.hosts * self.workers_each if workers is None else workers
         prefixes = [self.inside(worker // self.workers_each) for worker in range(count)]
         return {"prefixes": prefixes, "environment": {"GLOO_SOCKET_IFNAME": self.device}}

@@ -8,9 +8,15 @@ quickest plan, by the simulated seconds of a batch, over cuts, micro-batches, re
 on all six devices, and on whatever number of them. Every plan fits into the memory of a device; AvgPipe (G) into what
 GPipe's quickest one needs of it, AvgPipe (P) into what data parallelism needs.
 
-Several pipelines may run a zero-bubble schedule each. "A pipeline on each host", or a replica on each of its devices,
+The pipelines of "AvgPipe" share one optimizer, those of "AvgPipe elastic" have one each; several may run a zero-bubble
+schedule each. "Halves predicted" and "quarters predicted" are one pipeline without a flush, which updates after each
+half or quarter of the batch, on weights predicted for that time; 2BW's corrections make up for a delay of a whole
+batch. No gradient of them is later than that of as many parts less one, or of one batch. "Best" is, of all these, the
+first one in the table that is within a hundredth of the quickest.
+
+"A pipeline on each host", or a replica on each of its devices,
 has no activation on a line: the hosts average their weights once in so many updates, the least with which that is
-hidden behind computing.
+hidden behind computing. What so long a period costs in samples is not known, so it is none of the "best".
 
 Beside the seconds stands what the busiest device and the busiest line of a host have to do for a batch. No schedule is
 quicker than that, so where one of them is nearly all it is what binds; else it is waiting, in bubbles.
@@ -36,6 +42,7 @@ from avgpipe.plan import Plan
 from avgpipe.planning import Costs, Profile
 from avgpipe.planning.cluster import Cluster, ring_s
 from avgpipe.planning.cuts import Cut, CutSearch
+from avgpipe.rules import CORRECTIONS
 from avgpipe.units import format_bytes, format_seconds
 from benchmarks.common.record import write_record
 from benchmarks.papers.cluster import (
@@ -82,6 +89,12 @@ class OnHosts(OnCluster):
             allreduce_s=[sum_s + self._exchanged_s(cut, k) for k, sum_s in enumerate(sums)],
         )
 
+    def bytes_with(self, k: int, first: Any, last: Any, in_flight: int) -> Any:
+        """Count a copy of the weights more for a correction, but for versions that are predictions themselves."""
+        held = super().bytes_with(k, first, last, in_flight)
+        corrects = self.plan.correction in CORRECTIONS and self.plan.weights != "predicted"
+        return held + corrects * self._chain.parameter_bytes(first, last)
+
     def _exchanged_s(self, cut: Cut, stage: int, least_height: int = 0) -> float:
         """Seconds that a stage needs to send gradients of weights that another one, so far away, has too."""
         seconds = 0.0
@@ -114,7 +127,18 @@ class OnHosts(OnCluster):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A system's plan; seconds are of a batch of the model, bytes of the device that needs most."""
+    """A system's plan; seconds are of a batch of the model, bytes of the device that needs most.
+
+    Attributes:
+        plan: Of a host, where ``period`` is not 1; else of all.
+        batch_s: Simulated.
+        device_s: What the busiest device computes.
+        line_s: How long the busiest line is taken.
+        memory_bytes: Of the device.
+        period: In how many updates hosts average once.
+        updates: That a batch makes, one with each of as many parts, which are the plan's batches.
+        way: Of several that were to choose from, the one that this is.
+    """
 
     plan: Plan
     batch_s: float
@@ -122,21 +146,25 @@ class Outcome:
     line_s: float
     memory_bytes: float
     period: int = 1
+    updates: int = 1
+    way: str = ""
 
     @property
     def described(self) -> str:
         """Say what was chosen."""
         plan = self.plan
-        words = [f"K = {plan.stages}"] * (plan.stages > 1)
+        words = [self.way] * bool(self.way) + [f"K = {plan.stages}"] * (plan.stages > 1)
         if plan.replication is not None:
             words.append(f"{plan.replication[0]} replicas")
         words.append(
             f"M = {plan.pipelines} x {plan.micro_batches_each}"
             if plan.pipelines > 1
-            else f"M = {plan.micro_batches}"
+            else f"M = {self.updates} x {plan.micro_batches}" * (self.updates > 1)
+            or f"M = {plan.micro_batches}"
         )
-        if plan.schedule == "advance-forward":
-            words.append("advance K-1-k" if plan.advance is None else f"advance {plan.advance}")
+        if plan.schedule == "advance-forward" or plan.advance is not None:
+            ahead = plan.advance in (None, _ahead(plan.stages))
+            words.append("advance K-1-k" if ahead else f"advance {plan.advance}")
         if plan.schedule.startswith("zero-bubble"):
             words.append(plan.schedule.removeprefix("zero-bubble-"))
         if plan.partition:
@@ -155,6 +183,12 @@ class Outcome:
 
 # ---- the plans of a system -------------------------------------------------------------------------------------------
 
+
+def _ahead(stages: int) -> tuple[int, ...]:
+    """Return the advance K-1-k of each stage."""
+    return tuple(range(stages - 1, -1, -1))
+
+
 _SYSTEMS: dict[str, list[dict[str, Any]]] = {
     "data parallel": [{"system": "data-parallel"}],
     "GPipe": [{"system": "gpipe"}],
@@ -164,24 +198,47 @@ _SYSTEMS: dict[str, list[dict[str, Any]]] = {
     "EA-Pipe": [{"system": "ea-pipe"}],
     "zero bubble": [{"schedule": "zero-bubble-h1"}, {"schedule": "zero-bubble-v"}],
     "AvgPipe": [{"advance": advance} for advance in (0, None, 2, 4, 8)],
+    "AvgPipe elastic": [{"system": "avgpipe-elastic", "advance": advance} for advance in (0, None, 2, 4, 8)],
+    **{
+        f"AvgPipe {parts} predicted": [{"system": "pipedream-predicted", "advance": a} for a in (0, _ahead)]
+        for parts in ("halves", "quarters")
+    },
+    **{
+        f"AvgPipe 2BW, {what}": [
+            {"system": "pipedream-2bw", "correction": what, "advance": a} for a in (0, _ahead)
+        ]
+        for what in ("predicted", "error-feedback")
+    },
 }
-"""Options of ``Plan.for_system``, each a way to run the system."""
+"""Options of ``Plan.for_system``, each a way to run the system; a function makes one from the number of stages."""
 _WHOLE = ("PipeDream", "EA-Pipe")  # whose batches are not cut
+_UPDATES = {
+    "AvgPipe halves predicted": 2,
+    "AvgPipe quarters predicted": 4,
+}  # that a batch makes; others make one
+_LATE = tuple(name for name in _SYSTEMS if name.startswith("AvgPipe ") and name != "AvgPipe elastic")
+_NEARLY = 1.01  # as quick
 
 
 def plans(system: str, batch_size: float, pipelines: int = 1, workers: int | None = None) -> Iterator[Plan]:
-    """Make the plans of a system, without cuts; those on exactly so many workers, if that is said."""
+    """Make the plans of a system, without cuts; those on exactly so many workers, if that is said.
+
+    batch_size: of a plan's batch, which is the part of a batch that makes an update.
+    """
     if system == "data parallel":
         counts = (DEVICES, WORKERS) if workers is None else (workers,)
         yield from (Plan.for_system("data-parallel", stages=n) for n in counts)
         return
     shapes = [(k, r) for k, r in _SHAPES if workers in (None, k * r)]
     parts = (1,) if system in _WHOLE else MICRO_BATCHES
-    ways = _SYSTEMS[system] + (_SYSTEMS["zero bubble"] if pipelines > 1 else [])
+    ways = _SYSTEMS[system] + (_SYSTEMS["zero bubble"] if system == "AvgPipe" and pipelines > 1 else [])
+    most = max(1, _UPDATES.get(system, 1) - 1) if system in _LATE else None
     for (stages, replicas), own, options in product(shapes, parts, ways):
         if own * replicas * pipelines <= batch_size:
             with suppress(ValueError):  # a schedule without replicas, an advance that would deadlock
-                yield _plan(stages, replicas, own * replicas * pipelines, pipelines, options)
+                plan = _plan(stages, replicas, own * replicas * pipelines, pipelines, options)
+                if most is None or max(plan.delays) <= most:
+                    yield plan
 
 
 def _plan(stages: int, replicas: int, micro_batches: int, pipelines: int, options: dict[str, Any]) -> Plan:
@@ -192,6 +249,9 @@ def _plan(stages: int, replicas: int, micro_batches: int, pipelines: int, option
         sizes["replication"] = [replicas] * stages
     if pipelines > 1:
         sizes["pipelines"] = pipelines
+    if callable(advance := options.get("advance")):
+        sizes["advance"] = advance(stages)
+        options = {name: value for name, value in options.items() if name != "advance"}
     return Plan.for_system(**{"system": "avgpipe", **sizes, **options})
 
 
@@ -218,8 +278,10 @@ class Contest:
         self, system: str, pipelines: int = 1, *, workers: int | None = None, limit: float | None = None
     ) -> Outcome | None:
         """Find a system's quickest plan; None where nothing fits. limit: bytes of a device; None: all that it has."""
-        net = cluster(min(limit or inf, self.memory_bytes))
-        return self._quickest(plans(system, self.model.batch_size, pipelines, workers), net)
+        net, updates = cluster(min(limit or inf, self.memory_bytes)), _UPDATES.get(system, 1)
+        tried = plans(system, self.model.batch_size / updates, pipelines, workers)
+        found = self._quickest(tried, net, updates)
+        return found and _repeated(found, updates)
 
     def on_each_host(self, limit: float | None = None) -> Outcome | None:
         """Find the quickest plan with a pipeline on every host, or a replica on each of its devices."""
@@ -235,7 +297,7 @@ class Contest:
         return replace(found, line_s=exchange_s / period, period=period)
 
     def _quickest(self, tried: Iterable[Plan], net: Cluster, parts: int = 1) -> Outcome | None:
-        """``parts``: how many such plans share the batch."""
+        """``parts``: how many batches of such plans are one of the model."""
 
         def problem(plan: Plan) -> OnHosts:
             size: Any = self.model.batch_size / parts
@@ -262,6 +324,12 @@ def _outcome(problem: OnHosts, cut: Cut) -> Outcome:
     return Outcome(forecast.plan, batch_s, device_s, line_s, max(forecast.memory_bytes))
 
 
+def _repeated(outcome: Outcome, updates: int) -> Outcome:
+    """Return what so many of the plan's batches take."""
+    seconds = {name: updates * getattr(outcome, name) for name in ("batch_s", "device_s", "line_s")}
+    return replace(outcome, updates=updates, **seconds)
+
+
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 _LIMITS = {"GPipe": " (G)", "data parallel": " (P)"}
@@ -271,17 +339,41 @@ Rows = list[tuple[str, Outcome | None]]
 def rows(contest: Contest, workers: int | None) -> Rows:
     """Make every system's row, those of AvgPipe without and with the memory limits of its paper."""
     found = [
-        (system, contest.quickest(system, workers=workers)) for system in _SYSTEMS if system != "AvgPipe"
+        (system, contest.quickest(system, workers=workers))
+        for system in _SYSTEMS
+        if not system.startswith("AvgPipe")
     ]
     used = {_LIMITS[system]: f.memory_bytes for system, f in found if system in _LIMITS and f is not None}
+    free: dict[str, Outcome | None] = {}
     for mark, limit in {"": None, **used}.items():
-        found += [
-            (f"AvgPipe{mark}, N = {n}", contest.quickest("AvgPipe", n, workers=workers, limit=limit))
-            for n in PIPELINES
-        ]
+        for system, pipelines in _ways():
+            way = system.removeprefix("AvgPipe").lstrip() + f", N = {pipelines}" * (system not in _LATE)
+            kept = free.get(way)
+            if limit is None or (kept is not None and kept.memory_bytes > limit):
+                kept = contest.quickest(system, pipelines, workers=workers, limit=limit)
+            if limit is None:
+                free[way] = kept
+            found.append((f"AvgPipe{mark}{' ' * (not way.startswith(','))}{way}", kept))
+        found.append((f"AvgPipe{mark}, best", _best(found[-len(_ways()) :], mark)))
         if workers is None:
             found.append((f"AvgPipe{mark}, a pipeline on each host", contest.on_each_host(limit)))
     return found
+
+
+def _ways() -> list[tuple[str, int]]:
+    """Return the ways of AvgPipe with the pipelines of each: the sooner, the less is known to be lost in samples."""
+    elastic = [("AvgPipe elastic", n) for n in PIPELINES if n > 1]
+    return [("AvgPipe", n) for n in PIPELINES] + [(name, 1) for name in _LATE] + elastic
+
+
+def _best(found: Rows, mark: str) -> Outcome | None:
+    """Return the first outcome that is nearly as quick as the quickest, and which way it is."""
+    there = [(name, outcome) for name, outcome in found if outcome is not None]
+    if not there:
+        return None
+    least_s = min(outcome.batch_s for _, outcome in there)
+    name, best = next((n, o) for n, o in there if o.batch_s <= _NEARLY * least_s)
+    return replace(best, way=name.removeprefix(f"AvgPipe{mark}").lstrip(", "))
 
 
 def summary(model: PaperModel) -> list[str]:
@@ -315,7 +407,12 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="*", metavar="model", help=f"some of {', '.join(MODELS)}")
-    parser.add_argument("--batch-size", type=int, help="samples of an update; default: as published")
+    parser.add_argument(
+        "--batch-size",
+        type=lambda text: [int(size) for size in text.split(",")],
+        default=[0],
+        help="samples of a batch, or several such numbers: 32,64,128; default: as published",
+    )
     parser.add_argument(
         "--reading", action="store_true", help="products take at least what reading their weights does"
     )
@@ -331,14 +428,18 @@ def main() -> None:
     asked = _arguments()
     screen = Console(highlight=False, width=130)
     cases = []
-    for name in asked.models or AVGPIPES:
-        model = replace(MODELS[name], batch_size=asked.batch_size or MODELS[name].batch_size)
+    for name, size in product(asked.models or AVGPIPES, asked.batch_size):
+        model = replace(MODELS[name], batch_size=size or MODELS[name].batch_size)
         contest = Contest(model, profile_of(model, reading=asked.reading))
         screen.print("\n".join(summary(model)))
         for workers, where in ((WORKERS, "all devices"), (None, "as many devices as are best")):
             found = rows(contest, workers)
             screen.print(table(f"{model.name}, {where}, batches of {model.batch_size}", found))
-            listed = [{"system": system, **asdict(outcome)} for system, outcome in found if outcome]
+            listed = [
+                {"system": system, **asdict(o), "described": o.described, "binds": o.binds}
+                for system, o in found
+                if o
+            ]
             cases.append({"model": name, "batch_size": model.batch_size, "devices": where, "rows": listed})
     question = "the papers' systems on their emulated cluster, simulated"
     write_record("papers-forecast", question, {"reading": asked.reading, "cases": cases}, asked.out)

@@ -92,6 +92,45 @@ def test_a_limit_of_memory_excludes_plans():
     assert contest.quickest("AvgPipe", 2, workers=6, limit=free.memory_bytes).batch_s == free.batch_s
 
 
+@pytest.mark.parametrize("updates", [2, 4])
+def test_parts_of_a_batch_are_predicted_for_no_more_than_the_other_parts(updates):
+    system = {2: "AvgPipe halves predicted", 4: "AvgPipe quarters predicted"}[updates]
+    found = list(plans(system, 24 / updates, workers=6))
+    assert {plan.correction for plan in found} == {"predicted"}
+    assert max(max(plan.delays) for plan in found) == max(1, updates - 1)
+    assert {0, (5, 4, 3, 2, 1, 0)} <= {plan.advance or 0 for plan in plans(system, 24, workers=6)}
+
+
+def test_a_batch_of_several_updates_takes_as_many_of_its_plans():
+    model = chain_of(6, 1e9, 1000.0)
+    found = Contest(model, profile_of(model)).quickest("AvgPipe halves predicted", workers=6)
+    assert found.updates == 2
+    assert found.plan.system == "pipedream-predicted"
+    assert found.device_s == pytest.approx(24 * 3e9 / PEAK, rel=0.01)
+    assert found.line_s == pytest.approx(24 * 2 * 1000 / LINE)
+    assert f"M = 2 x {found.plan.micro_batches}" in found.described
+
+
+def test_a_correction_holds_a_copy_of_the_weights_more():
+    model, cut = chain_of(6, 1e9, 1000.0), (1, 2, 3, 4, 5)
+    plain = Plan.for_system("pipedream-2bw", stages=6, micro_batches=6)
+    for correction in ("error-feedback", "predicted"):
+        more = on_hosts(model, replace(plain, correction=correction)).forecast(cut).memory_bytes
+        kept = on_hosts(model, plain).forecast(cut).memory_bytes
+        assert [a - b for a, b in zip(more, kept)] == pytest.approx([4e6] * 6)
+
+
+def test_one_optimizer_needs_less_than_one_for_each_pipeline():
+    model, cut = replace(chain_of(6, 1e9, 1000.0), optimizer_bytes=8), (1, 2, 3, 4, 5)
+    options = {"stages": 6, "pipelines": 3, "micro_batches": 6}
+    one, each = (
+        on_hosts(model, Plan.for_system(system, **options)).forecast(cut).memory_bytes
+        for system in ("avgpipe", "avgpipe-elastic")
+    )
+    # Two states of 8 bytes less, a buffer of gradients more.
+    assert [b - a for a, b in zip(one, each)] == pytest.approx([2 * 8e6 - 4e6] * 6)
+
+
 @pytest.mark.parametrize(
     "system", ["GPipe", "DAPPLE", "PipeDream", "PipeDream-2BW", "EA-Pipe", "zero bubble", "AvgPipe"]
 )
@@ -119,6 +158,13 @@ def test_every_system_is_a_row_and_says_what_binds():
         "AvgPipe, N = 1",
     ]
     assert "AvgPipe (G), a pipeline on each host" in names
+    for mark in ("", " (P)", " (G)"):
+        ways = [name for name in names if name.startswith(f"AvgPipe{mark}") and name.count("(") == bool(mark)]
+        best = dict(found)[f"AvgPipe{mark}, best"]
+        others = [dict(found)[n] for n in ways if "best" not in n and "host" not in n]
+        assert len(others) == 11
+        assert best.batch_s <= 1.01 * min(o.batch_s for o in others if o is not None)
+        assert best.way in best.described
     assert table("a title", found).row_count == len(found)
     assert "24.2 M parameters in 5 layers" in summary(model)[0]
     limit = dict(found)["GPipe"].memory_bytes
