@@ -195,7 +195,7 @@ def test_systems_are_names_or_all(monkeypatch, text, names):
     app = typer.Typer()
     app.command()(command(CompareConfig, "tests.cli.oven"))
     CliRunner().invoke(app, ["awd-lstm", "--systems", text])
-    assert len(asked[0].systems) == 10 if names is None else asked[0].systems == names
+    assert len(asked[0].systems) == 11 if names is None else asked[0].systems == names
 
 
 @pytest.mark.parametrize(

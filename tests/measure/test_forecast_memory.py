@@ -43,10 +43,14 @@ def test_memory_of_one_device() -> None:
 
 def test_memory_of_several_pipelines() -> None:
     # Each has weights, gradients, optimizer, an update buffer and a micro-batch; all have one reference.
+    plan = Plan(micro_batches=2, pipelines=2, rule="avgpipe")
     state = 3 * (100 + 100 + 200 + 7)
-    assert memory(heavy(3), Plan(micro_batches=2, pipelines=2), 8) == (
-        2 * state + (1 + 2) * 300 + 2 * 4 * 30 + 4 * 30,
-    )
+    rest = 2 * 4 * 30 + 4 * 30
+    assert memory(heavy(3), plan, 8) == (2 * state + (1 + 2) * 300 + rest,)
+    # With one optimizer there is one state, and a buffer for the mean of the gradients.
+    state = 3 * (100 + 100 + 7)
+    shared = replace(plan, rule="mean-gradient")
+    assert memory(heavy(3), shared, 8) == (2 * state + 3 * 200 + (1 + 2 + 1) * 300 + rest,)
 
 
 def test_memory_of_stages() -> None:

@@ -19,7 +19,7 @@ SHAPES: list[dict[str, Any]] = [
     {"stages": 1, "pipelines": 2},
     {"stages": 3, "pipelines": 3, "micro_batches": 3},  # the first and the last stage hold the tied embedding
     {"stages": 2, "pipelines": 2, "micro_batches": 4, "replication": [2, 1]},
-    {"stages": 2, "pipelines": 2, "micro_batches": 2, "staleness": 0},
+    {"stages": 2, "pipelines": 2, "micro_batches": 2, "staleness": 0, "rule": "avgpipe"},
     {"stages": 2, "pipelines": 2, "micro_batches": 2, "spread": True},
 ]
 

@@ -118,7 +118,7 @@ def test_names_are_those_of_the_unsplit_model(kind: str, K: int) -> None:
         seen.append(dict(named_params))
         return momentum([p for _, p in named_params])
 
-    plan = Plan(stages=K, pipelines=2, micro_batches=2)
+    plan = Plan(stages=K, pipelines=2, micro_batches=2, rule="avgpipe")
     with Pipeline(model, plan, loss_fn=LOSS, optimizer=noting) as pipeline:
         state = pipeline.state_dict()
         assert len(seen) == K * 2
@@ -158,7 +158,9 @@ def test_parameters_may_be_treated_by_name(K: int) -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize(
-    "plan", [{"pipelines": 2}, {"pipelines": 2, "staleness": 0}, {"schedule": "pipedream"}]
+    "plan",
+    [{"pipelines": 2, "rule": rule, "staleness": s} for rule in ("avgpipe", "mean-gradient") for s in (0, 1)]
+    + [{"schedule": "pipedream"}],
 )
 def test_torchs_optimizers_train_the_same_with_names(kind: type, plan: dict[str, Any]) -> None:
     def trained(optimizer: Any) -> Any:

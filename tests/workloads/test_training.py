@@ -23,20 +23,21 @@ def test_the_rate_grows_with_the_pipelines(scaling, factor):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "batch", "factor"),
+    ("optimizer", "batch", "rule", "factor"),
     [
-        ("sgd", "global", 1),
-        ("nt-asgd", "global", 1),
-        ("muon", "global", 1),
-        ("adam", "global", 2),
-        ("adamw", "global", 2),
-        ("sgd", "per-pipeline", 2),
-        ("adamw", "per-pipeline", 2),
+        ("sgd", "global", "avgpipe", 1),
+        ("nt-asgd", "global", "avgpipe", 1),
+        ("muon", "global", "avgpipe", 1),
+        ("adam", "global", "easgd", 2),
+        ("adamw", "global", "avgpipe", 2),
+        ("adamw", "global", "mean-gradient", 1),
+        ("sgd", "per-pipeline", "avgpipe", 2),
+        ("adamw", "per-pipeline", "avgpipe", 2),
     ],
 )
-def test_the_rate_follows_from_what_a_batch_is(optimizer, batch, factor):
+def test_the_rate_follows_from_what_a_batch_is(optimizer, batch, rule, factor):
     training = replace(PLAIN, optimizer=optimizer)
-    rate = training.scaled_lr(BuildOptions(pipelines=4, batch=batch))
+    rate = training.scaled_lr(BuildOptions(pipelines=4, batch=batch, rule=rule))
     assert rate == pytest.approx(0.1 * factor)
 
 
