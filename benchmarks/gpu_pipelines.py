@@ -92,11 +92,10 @@ class Plain:
 
 
 class Pipelines:
-    """N pipelines that stream, each with the N-th part of a global batch."""
+    """N pipelines that stream and share each batch."""
 
     def __init__(self, case: Case, device: str, pipelines: int, graphs: bool) -> None:
-        self._pipelines = pipelines
-        plan = avgpipe.Plan(stages=STAGES, pipelines=pipelines, micro_batches=MICRO_BATCHES)
+        plan = avgpipe.Plan(stages=STAGES, pipelines=pipelines, micro_batches=pipelines * MICRO_BATCHES)
         self._pipeline = avgpipe.Pipeline(
             case.layers(),
             plan,
@@ -107,9 +106,7 @@ class Pipelines:
         )
 
     def run(self, batches: list[Any]) -> float:
-        n = self._pipelines
-        parts = [part for x, y in batches for part in zip(x.chunk(n), y.chunk(n))]
-        return [result.loss for result in self._pipeline.train(parts)][-1]
+        return [result.loss for result in self._pipeline.train(batches)][-1]
 
     def close(self) -> None:
         self._pipeline.close()

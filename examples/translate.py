@@ -15,7 +15,7 @@ from avgpipe.workloads import build_workload, gnmt
 
 folder, sentences = Path(sys.argv[1]), sys.argv[2:]
 config = TrainConfig.from_json((folder / "run.json").read_text())
-options = config.build_options(config.to_plan().pipelines)
+options = config.build_options(config.to_plan())
 workload, (_, subwords) = build_workload("gnmt", options), gnmt.read("gnmt", options)
 
 plan = avgpipe.Plan(stages=2)

@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.overlap.real --model lstm
 
 Global batch 16, forward, backward and AdamW. Rows: one process (accumulating over 1, 2, 4, 8 micro-batches), avgpipe
-(N = 1, 2, 3 pipelines, each batch of 16 an update of one of them), torch.distributed.pipelining's schedules, and
+(N = 1, 2, 3 pipelines, which share each batch), torch.distributed.pipelining's schedules, and
 DistributedDataParallel over the same two processes. Layers are timed; every system tries the cuts nearest to balance
 with each number of micro-batches, and its best is measured in turn with all the others. Limit: half of the time of
 the fastest single process.

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.wire_dtype.run [--batches 300] [--seeds 3]
 
 A language model over the bytes of Python's own library, cut in the middle between two processes. Rows: N = 1 and 2
-pipelines, each of so many batches, with the wire in float32, bfloat16 and float16, from the same weights and on the
+pipelines, which share so many batches, with the wire in float32, bfloat16 and float16, from the same weights and on the
 same batches. Losses are in nats per byte. "zeros": the share of the gradient that reaches the first stage as 0.
 """
 
@@ -22,7 +22,7 @@ from torch import nn
 WIRES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PIPELINES = (1, 2)
 WIDTH, HEADS, LENGTH, BATCH, BLOCKS = 64, 4, 32, 8, 4
-LAST = 50  # batches of a pipeline whose training loss is reported
+LAST = 50  # batches whose training loss is reported
 HELD_OUT_BATCHES = 40
 
 
@@ -119,10 +119,10 @@ def fit(wire: torch.dtype | None, pipelines: int, count: int, seed: int, text: A
         wire_dtype=wire,
     ) as pipeline:
         train, held_out = text
-        losses = [r.loss for r in pipeline.train(batches(train, count * pipelines, seed))]
+        losses = [r.loss for r in pipeline.train(batches(train, count, seed))]
         result = pipeline.evaluate(batches(held_out, HELD_OUT_BATCHES, 12345))
     return {
-        "train": statistics.mean(losses[-LAST * pipelines :]),
+        "train": statistics.mean(losses[-LAST:]),
         "held_out": result.loss,
         "zeros": counts[0] / max(1, counts[1]),
     }

@@ -113,7 +113,10 @@ def test_all_systems_get_the_same_options_but_for_what_they_fix(tmp_path):
     same = {"--data": "d", "--batch-size": "16", "--seed": "3", "--timeout": "9", "--stages": "4"}
     assert all(same.items() <= words.items() for words in found.values())
     assert all((words["--system"], words["--out"]) == (s, str(tmp_path / s)) for s, words in found.items())
-    assert {s for s, words in found.items() if words.get("--pipelines") == "3"} == {"avgpipe", "avgpipe-elastic"}
+    assert {s for s, words in found.items() if words.get("--pipelines") == "3"} == {
+        "avgpipe",
+        "avgpipe-elastic",
+    }
     without = {s for s, words in found.items() if "--micro-batches" not in words}
     assert without == {"pipedream", "pipedream-predicted", "ea-pipe", "model-parallel"}
 
