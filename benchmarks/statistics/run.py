@@ -15,9 +15,11 @@ import importlib
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,8 +118,11 @@ def built(name: str, seed: int, parts: int) -> tuple[Workload, Recipe]:
     return workload, replace(recipe, batch_size=size)
 
 
-def train(name: str, way: Way, seed: int) -> dict[str, Any]:
-    """Train, and return the validation losses by samples."""
+def train(name: str, way: Way, seed: int, **on_ranks: Any) -> dict[str, Any]:
+    """Train, and return validation losses by samples, with the seconds of training until then.
+
+    ``on_ranks``: options of the plan, where several processes call this alike.
+    """
     case = CASES[name]
     workload, recipe = built(name, seed, way.parts)
     muon = way.optimizer == "muon"
@@ -128,10 +133,9 @@ def train(name: str, way: Way, seed: int) -> dict[str, Any]:
     recipe = replace(recipe, lr=base * way.lr / smaller, lr_scaling="none", epochs=1000)
     batches = case.batches * way.parts
     options = BuildOptions(max_batches=batches)
-    plan = avgpipe.Plan(micro_batches=MICRO_BATCHES // way.parts, **dict(way.plan))
-    every = batches // VALIDATIONS
-    losses: list[tuple[int, float]] = []
-    began, seconds = time.perf_counter(), 0.0
+    plan = avgpipe.Plan(**{"micro_batches": MICRO_BATCHES // way.parts, **dict(way.plan), **on_ranks})
+    places = [batches * (n + 1) // VALIDATIONS for n in range(VALIDATIONS)]
+    losses, seconds = [], 0.0
     with avgpipe.Pipeline(
         workload.layers,
         plan,
@@ -143,17 +147,23 @@ def train(name: str, way: Way, seed: int) -> dict[str, Any]:
         seed=seed,
     ) as pipeline:
         source = endless(workload)
-        valid = [batch for _, batch in zip(range(VALID_BATCHES * way.parts), workload.valid_batches())]
-        for number in range(VALIDATIONS):
-            count = every + (batches - VALIDATIONS * every if number == VALIDATIONS - 1 else 0)
-            for _ in pipeline.train(batch for _, batch in zip(range(count), source)):
-                pass
-            done = pipeline.batches * recipe.batch_size
-            losses.append((done, pipeline.evaluate(valid).loss))
-            seconds = time.perf_counter() - began
+        valid = list(islice(workload.valid_batches(), VALID_BATCHES * way.parts))
+        for count in (b - a for a, b in pairwise([0, *places])):
+            began = time.perf_counter()
+            deque(pipeline.train(islice(source, count)), maxlen=0)
+            pipeline.drain()
+            seconds += time.perf_counter() - began
+            losses.append((pipeline.batches * recipe.batch_size, pipeline.evaluate(valid).loss, seconds))
         distances = pipeline.distances()
+        timeline = pipeline.timeline()
     apart = [d / distances.norm for d in distances.to_reference]
-    return {"lr": recipe.lr, "losses": losses, "seconds": seconds, "apart": apart}
+    return {
+        "lr": recipe.lr,
+        "losses": losses,
+        "seconds": seconds,
+        "apart": apart,
+        "busy": timeline.worker_busy_fraction,
+    }
 
 
 def endless(workload: Workload) -> Iterator[Any]:
