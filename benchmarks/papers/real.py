@@ -5,7 +5,8 @@
 As root. All is real: the workloads of ``benchmarks.statistics.run`` train in two processes of one thread, each in a
 network namespace of its own; nothing sleeps. Two cores are far slower than the devices of the papers' cluster, so the
 line is slowed down as much: it carries what a cut hands on in that share of the time which a sample's forward and
-backward take on one device as 1 Gbit/s does beside a V100 (``share_of``). A line of FILE is a run, with its validation losses by samples and by seconds of training.
+backward take on one device as 1 Gbit/s does beside a V100 (``share_of``). A line of FILE is a run, with its validation
+losses by samples and by seconds of training.
 """
 
 from __future__ import annotations
@@ -52,12 +53,15 @@ WAYS = {
 
 
 def share_of(workload: str) -> float:
-    """How long a line takes for a sample's activation at a balanced cut, over its forward and backward on a device."""
+    """How long a line takes for a sample's activation at a cut, over its forward and backward on a device.
+
+    Of the cuts with a quarter to three quarters of the work before them, the one that hands on least.
+    """
     layers = MODELS[LIKE[workload]].layers
     flops = [sum(product.flops for product in layer.products) for layer in layers]
     before = list(accumulate(flops))
-    middle = min(range(len(layers) - 1), key=lambda n: abs(before[n] - before[-1] / 2))
-    return (layers[middle].cut_bytes / BETWEEN_BYTES_PER_S) / V100.seconds(3 * before[-1])
+    inner = [layer.cut_bytes for layer, done in zip(layers, before) if 0.25 <= done / before[-1] <= 0.75]
+    return (min(inner) / BETWEEN_BYTES_PER_S) / V100.seconds(3 * before[-1])
 
 
 def sizes_of(workload: str) -> tuple[float, float]:
