@@ -34,6 +34,7 @@ from benchmarks.papers.models import MODELS
 from benchmarks.statistics.run import CASES, Way, built, known, train
 
 STAGES, TRIES = 2, 5
+LEAST = 0.15  # of the work, on each side of a cut
 # Of each workload the paper's model whose ratio of computing to communication it gets; BERT's where it has none.
 LIKE = {"gnmt": "gnmt", "awd-lstm": "awd-lstm", "gpt": "bert", "resnet": "bert"}
 
@@ -55,12 +56,14 @@ WAYS = {
 def share_of(workload: str) -> float:
     """How long a line takes for a sample's activation at a cut, over its forward and backward on a device.
 
-    Of the cuts with a quarter to three quarters of the work before them, the one that hands on least.
+    Of the cuts with some work on both sides, the one that hands on least.
     """
     layers = MODELS[LIKE[workload]].layers
     flops = [sum(product.flops for product in layer.products) for layer in layers]
     before = list(accumulate(flops))
-    inner = [layer.cut_bytes for layer, done in zip(layers, before) if 0.25 <= done / before[-1] <= 0.75]
+    inner = [
+        layer.cut_bytes for layer, done in zip(layers, before) if LEAST <= done / before[-1] <= 1 - LEAST
+    ]
     return (min(inner) / BETWEEN_BYTES_PER_S) / V100.seconds(3 * before[-1])
 
 
