@@ -34,6 +34,10 @@ _NAME = re.compile(r"avgpipe-(\d+)-(switch|\d+)")
 _BURST_BYTES = 256 * 1024
 # Of the line. Long, so that TCP finds its rate without losing packets.
 _QUEUE_BYTES = 4 * 1024 * 1024
+_LEAST_BURST_BYTES, _LEAST_QUEUE_BYTES = (
+    4096,
+    128 * 1024,
+)  # a few packets, and as many as TCP needs not to stall
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def check_namespaces(why: str) -> None:
 
 @contextmanager
 def network(
-    hosts: int, rate_bits_per_s: float, *, workers_each: int = 1, burst_bytes: int = _BURST_BYTES
+    hosts: int, rate_bits_per_s: float, *, workers_each: int = 1, slower: float = 1.0
 ) -> Iterator[Network]:
     """The hosts, while inside. PipelineError where this system does not let us make them.
 
@@ -110,14 +114,15 @@ def network(
         hosts: How many.
         rate_bits_per_s: At which each sends.
         workers_each: Of a host, which share its line.
-        burst_bytes: That a line which was idle sends at once.
+        slower: How many times slower than the lines that are emulated: theirs are such a multiple of bursts and queues,
+            which so take as much of the time.
     """
     remove_stale()
     with tempfile.TemporaryDirectory(prefix="avgpipe-") as name:
         folder = Path(name) if workers_each > 1 else None
         made = Network(os.getpid(), hosts, workers_each, folder)
         with _removed_afterwards(made):
-            _make(made, rate_bits_per_s, burst_bytes)
+            _make(made, _limit(rate_bits_per_s, slower))
             yield made
 
 
@@ -154,13 +159,17 @@ def _existing(process: int | None = None) -> list[str]:
     return [name for name in names if (m := _NAME.fullmatch(name)) and process in (None, int(m[1]))]
 
 
-def _make(made: Network, rate_bits_per_s: float, burst_bytes: int) -> None:
+def _limit(rate_bits_per_s: float, slower: float) -> list[str]:
+    burst = max(_LEAST_BURST_BYTES, round(_BURST_BYTES / slower))
+    queue = max(_LEAST_QUEUE_BYTES, round(_QUEUE_BYTES / slower))
+    return ["tbf", "rate", f"{rate_bits_per_s:.0f}bit", "burst", str(burst), "limit", str(queue)]
+
+
+def _make(made: Network, limit: list[str]) -> None:
     switch = ["ip", "-n", made.switch]
     _run(["ip", "netns", "add", made.switch])
     _run([*switch, "link", "add", "bridge", "type", "bridge"])
     _run([*switch, "link", "set", "bridge", "up"])
-    limit = ["tbf", "rate", f"{rate_bits_per_s:.0f}bit"]
-    limit += ["burst", str(burst_bytes), "limit", str(_QUEUE_BYTES)]
     for number in range(made.hosts):
         host, port = ["ip", "-n", made.host(number)], f"w{number}"
         _run(["ip", "netns", "add", made.host(number)])

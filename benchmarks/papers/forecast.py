@@ -74,6 +74,31 @@ _SHAPES = (
 )  # stages, and replicas of each, in one host
 
 
+@dataclass(frozen=True)
+class StageWork:
+    """What a stage does for a micro-batch, in seconds, and what it has, in bytes.
+
+    Attributes:
+        forward_s: On its device.
+        backward_s: On its device.
+        input_backward_s: Of ``backward_s``, what makes the gradient of the input.
+        update_s: Of a pipeline's update, averaging included.
+        input_bytes: That it gets from the stage before, and whose gradient it sends back.
+        output_bytes: That it hands on.
+        own_bytes: Of weights that no other stage has.
+        tied_bytes: By the number of a tie, of weights that another stage has too.
+    """
+
+    forward_s: float
+    backward_s: float
+    input_backward_s: float
+    update_s: float
+    input_bytes: float
+    output_bytes: float
+    own_bytes: float
+    tied_bytes: dict[int, float]
+
+
 class OnHosts(OnCluster):
     """A plan on the cluster, where all that a host sends goes through one line.
 
@@ -96,14 +121,41 @@ class OnHosts(OnCluster):
         return held + corrects * self._chain.parameter_bytes(first, last)
 
     def _exchanged_s(self, cut: Cut, stage: int, least_height: int = 0) -> float:
-        """Seconds that a stage needs to send gradients of weights that another one, so far away, has too."""
+        """Seconds that a stage needs to send gradients of weights that another one, so far away, has too.
+
+        Every replica tells one of the other stage, all through the line of their host.
+        """
         seconds = 0.0
         for tie in self._chain.profile.ties:
             ends = [sum(layer >= first for first in cut) for layer in (tie.layers[0], tie.layers[-1])]
             here, there = (self._workers[k][0] for k in ends)
             if stage in ends and here != there and self._cluster.height(here, there) >= least_height:
-                seconds += tie.parameter_bytes / self._cluster.link([here], [there]).bytes_per_s
+                seconds += self._width * tie.parameter_bytes / self._cluster.link([here], [there]).bytes_per_s
         return seconds
+
+    def stages(self, cut: Cut) -> list[StageWork]:
+        """Return what each stage does and has."""
+        costs = self.costs(cut).of_stages(self.plan.stages, self.micro_batches)
+        sent, made = self._chain.boundary_bytes, []
+        for k, first, last in self._blocks(cut):
+            tied: dict[int, float] = {}
+            for number, tie in enumerate(self._chain.profile.ties):
+                held = [first <= layer < last for layer in tie.layers]
+                if any(held) and not all(held):
+                    tied[number] = tie.parameter_bytes
+            made.append(
+                StageWork(
+                    forward_s=float(costs.forward_s[k, 0]),
+                    backward_s=float(costs.backward_s[k, 0]),
+                    input_backward_s=float(costs.input_backward_s[k, 0]),
+                    update_s=float(costs.update_s[k]),
+                    input_bytes=float(sent[first]),
+                    output_bytes=float(sent[last]),
+                    own_bytes=float(self._chain.parameter_bytes(first, last)) - sum(tied.values()),
+                    tied_bytes=tied,
+                )
+            )
+        return made
 
     def device_s(self, cut: Cut) -> float:
         """What the busiest device has to do for a batch."""
@@ -256,8 +308,13 @@ def _plan(stages: int, replicas: int, micro_batches: int, pipelines: int, option
 
 
 def average_s(model: PaperModel, workers: int) -> float:
-    """Seconds in which so many workers or hosts sum what is as large as the weights, over lines between hosts."""
+    """Seconds in which so many workers sum what is as large as the weights, over lines between hosts."""
     return float(ring_s(FLOAT_BYTES * model.parameters, workers, BETWEEN_BYTES_PER_S))
+
+
+def tell_s(model: PaperModel, hosts: int) -> float:
+    """Seconds in which a host tells each of the others an update as large as the weights."""
+    return (hosts - 1) * FLOAT_BYTES * model.parameters / BETWEEN_BYTES_PER_S
 
 
 @dataclass(frozen=True)
@@ -292,16 +349,20 @@ class Contest:
         found = self._quickest(tried, net, HOSTS)
         if found is None:
             return None
-        exchange_s = average_s(self.model, HOSTS)
+        exchange_s = tell_s(self.model, HOSTS)
         period = ceil(exchange_s / (BINDS * found.batch_s))
         return replace(found, line_s=exchange_s / period, period=period)
+
+    def problem(self, plan: Plan, net: Cluster, parts: int = 1) -> OnHosts:
+        """Return a plan, but for its partition, as the search has it; ``parts``: its batches in one of the model."""
+        size: Any = self.model.batch_size / parts
+        return OnHosts(self.profile, replace(plan, partition=None), size, net)
 
     def _quickest(self, tried: Iterable[Plan], net: Cluster, parts: int = 1) -> Outcome | None:
         """``parts``: how many batches of such plans are one of the model."""
 
         def problem(plan: Plan) -> OnHosts:
-            size: Any = self.model.batch_size / parts
-            return OnHosts(self.profile, replace(plan, partition=None), size, net)
+            return self.problem(plan, net, parts)
 
         found = []
         for on in (problem(plan) for plan in tried if plan.stages <= len(self.profile.layers)):
@@ -386,8 +447,8 @@ def summary(model: PaperModel) -> list[str]:
         f"a sample: {model.flops / 1e9:.1f} GFLOP forward and backward, {device_s} on a device; {stored} stored for "
         f"the backward; at a cut {format_bytes(min(cuts))} to {format_bytes(max(cuts))}, {sent_ms[0]:.2f} to "
         f"{sent_ms[1]:.2f} ms on a line, each way",
-        f"gradients summed over {WORKERS} devices: {average_s(model, WORKERS):.2f} s; weights averaged over {HOSTS} "
-        f"hosts: {average_s(model, HOSTS):.2f} s",
+        f"gradients summed over {WORKERS} devices: {average_s(model, WORKERS):.2f} s; an update told to {HOSTS - 1} "
+        f"other hosts: {tell_s(model, HOSTS):.2f} s",
     ]
 
 

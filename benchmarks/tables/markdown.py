@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from avgpipe.units import format_seconds
+
 Record = dict[str, Any]
 MIB = 2**20
 
@@ -31,6 +33,13 @@ def against(value: float, least: float | None = None, most: float | None = None,
 
 def ms(seconds: float, digits: int = 0) -> str:
     return f"{1e3 * seconds:,.{digits}f}"
+
+
+def duration(seconds: float) -> str:
+    """Say how long something takes, in the unit that suits it."""
+    if seconds < 120:
+        return format_seconds(seconds)
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def percent(fraction: float, most: float | None = None) -> str:

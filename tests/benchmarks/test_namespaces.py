@@ -86,6 +86,18 @@ def test_what_a_host_sends_is_limited_and_what_it_receives_is_not():
 
 @pytest.mark.root
 @needs_root
+def test_a_slower_line_has_shorter_bursts_and_queues():
+    with network(1, 1e8, slower=10) as made:
+        words = ["tc", "-n", made.host(0), "qdisc", "show", "dev", made.device]
+        shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert "rate 100Mbit burst 2621" in shown  # 256 KiB over 10, rounded to its clock
+    with network(1, 1e6, slower=1000) as made:
+        shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert "rate 1Mbit burst 4Kb" in shown
+
+
+@pytest.mark.root
+@needs_root
 def test_a_failure_inside_leaves_nothing():
     with pytest.raises(KeyboardInterrupt), network(1, 1e9):
         raise KeyboardInterrupt

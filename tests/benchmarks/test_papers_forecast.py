@@ -7,7 +7,7 @@ import pytest
 from avgpipe.plan import Plan
 from avgpipe.planning import steady_batch_s
 from benchmarks.papers.cluster import cluster, profile_of
-from benchmarks.papers.forecast import Contest, OnHosts, average_s, plans, rows, summary, table
+from benchmarks.papers.forecast import Contest, OnHosts, average_s, plans, rows, summary, table, tell_s
 from benchmarks.papers.models import MODELS, PaperLayer, PaperModel, Product, SharedWeights
 
 PEAK, LINE = 0.7 * 15.7e12, 125e6
@@ -65,6 +65,25 @@ def test_gradients_of_tied_weights_go_between_hosts_for_each_pipeline():
         assert more_s == pytest.approx(n * 4e6 / LINE, rel=1e-3)
 
 
+def test_every_replica_sends_its_gradients_of_tied_weights():
+    tied = (SharedWeights((0, 5), 10**6),)
+    plan = Plan.for_system("gpipe", stages=3, micro_batches=4, replication=[2, 2, 2])
+    plain_s, tied_s = (on_hosts(chain_of(6, 1e6, 100.0, t), plan).line_s((2, 4)) for t in ((), tied))
+    assert tied_s - plain_s == pytest.approx(2 * 4e6 / LINE, rel=1e-3)
+
+
+def test_a_stage_says_what_it_does_and_has():
+    model = chain_of(6, 1e9, 1000.0, (SharedWeights((0, 5), 10**6),))
+    first, second, third = on_hosts(model, Plan(stages=3, micro_batches=8)).stages((2, 4))
+    micro_batch_s = 3 * 2 * 1e9 / PEAK  # of three samples, two layers
+    assert [work.forward_s for work in (first, second, third)] == pytest.approx([micro_batch_s] * 3)
+    assert second.backward_s == pytest.approx(2 * micro_batch_s)
+    assert second.input_backward_s == pytest.approx(micro_batch_s)
+    assert (first.input_bytes, first.output_bytes, third.output_bytes) == (0, 3000, 0)
+    assert [work.own_bytes for work in (first, second, third)] == [4e6, 8e6, 4e6]
+    assert [work.tied_bytes for work in (first, second, third)] == [{0: 4e6}, {}, {0: 4e6}]
+
+
 def test_data_parallelism_sends_its_gradients_around_a_ring():
     model = chain_of(6, 1e6, 100.0)
     found = Contest(model, profile_of(model)).quickest("data parallel", workers=6)
@@ -79,8 +98,8 @@ def test_hosts_average_as_often_as_they_can_while_they_compute():
     assert found.device_s == pytest.approx(
         24 / 3 * 3 * 3e9 / PEAK, rel=0.01
     )  # a third of the samples, half the layers
-    assert found.line_s == average_s(model, 3) / found.period < found.batch_s
-    assert average_s(model, 3) / (found.period - 1) > 0.9 * found.batch_s
+    assert found.line_s == tell_s(model, 3) / found.period < found.batch_s
+    assert tell_s(model, 3) / (found.period - 1) > 0.9 * found.batch_s
 
 
 def test_a_limit_of_memory_excludes_plans():

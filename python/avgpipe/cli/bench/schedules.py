@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -94,16 +94,16 @@ class EmulatedStage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with occupied(self.forward_s):
             half = self.backward_s / 2
-            offset = _takes(self.weight, x.shape, half if x.requires_grad else self.backward_s)
+            offset = takes(self.weight, x.shape, half if x.requires_grad else self.backward_s)
             # Torch's own addition, no Function: whoever splits a graph can run that one for one of its gradients alone.
-            return _takes(x, x.shape, half) + offset
+            return takes(x, x.shape, half) + offset
 
 
 class _Takes(torch.autograd.Function):
     """x, spread out without writing it; its gradient occupies the device and comes in memory of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, seconds: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, shape: Sequence[int], seconds: float) -> torch.Tensor:
         ctx.shape, ctx.seconds = x.shape, seconds
         return x.expand(shape)
 
@@ -113,7 +113,8 @@ class _Takes(torch.autograd.Function):
             return grad.sum_to_size(ctx.shape).clone(memory_format=torch.contiguous_format), None, None
 
 
-def _takes(x: torch.Tensor, shape: torch.Size, seconds: float) -> torch.Tensor:
+def takes(x: torch.Tensor, shape: Sequence[int], seconds: float) -> torch.Tensor:
+    """Return x spread out to ``shape``; the way back occupies the device for ``seconds``."""
     made: torch.Tensor = _Takes.apply(x, shape, seconds)  # type: ignore[no-untyped-call]
     return made
 

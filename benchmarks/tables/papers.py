@@ -1,0 +1,149 @@
+"""The papers' systems on their emulated cluster."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from avgpipe.units import format_bytes, format_seconds
+from benchmarks.tables.markdown import Record, against, duration, table
+
+_WITHIN = (0.9, 1.1)  # of the simulated time
+Cell = Callable[[Record], str]
+
+
+def papers_batches(record: Record) -> str:
+    """Seconds per batch; in brackets over the simulated ones."""
+    return _by_case(
+        record, lambda row: f"{format_seconds(row['median_s'])} ({against(row['over_simulated'], *_WITHIN)})"
+    )
+
+
+def papers_memory(record: Record) -> str:
+    """Bytes of the device that needs most."""
+    return _by_case(record, lambda row: format_bytes(row["memory_bytes"]))
+
+
+def papers_busy(record: Record) -> str:
+    """The part of a batch in which devices compute, on average and the least of them."""
+
+    def cell(row: Record) -> str:
+        found = row["busy_fraction"]
+        return f"{100 * statistics.fmean(found):.0f} % ({100 * min(found):.0f} %)"
+
+    return _by_case(record, cell)
+
+
+def papers_epochs(record: Record) -> str:
+    """Seconds of an epoch of each data set."""
+    return _by_case(
+        record, lambda row: "; ".join(f"{data} {duration(s)}" for data, s in row["epoch_s"].items())
+    )
+
+
+def papers_plans(record: Record) -> str:
+    """The plan of each row, and what keeps its batches from being quicker; of the forecast's records too."""
+    rows = [
+        (_name(case), row["system"], row["described"], row["binds"])
+        for case in published(record)
+        for row in first(case)
+    ]
+    return table("model, devices | system | plan | what binds", rows)
+
+
+def papers_batch_sizes(record: Record) -> str:
+    """Samples per second on all devices, for each batch size of the models of which there are several."""
+    made = []
+    for model in dict.fromkeys(case["model"] for case in record["cases"]):
+        cases = [c for c in record["cases"] if c["model"] == model and c["devices"].startswith("all")]
+        sizes = {c["batch_size"]: {row["system"]: row for row in first(c)} for c in cases}
+        if len(sizes) < 2:
+            continue
+        rows = [
+            (
+                system,
+                *(
+                    f"{by[system]['samples_per_second']:,.0f}" if system in by else ""
+                    for by in sizes.values()
+                ),
+            )
+            for system in dict.fromkeys(system for by in sizes.values() for system in by)
+        ]
+        made.append(
+            table(f"{model}, samples/s | " + " | ".join(f"batches of {size}:" for size in sizes), rows)
+        )
+    return "\n\n".join(made)
+
+
+def papers_scales(record: Record) -> str:
+    """Rows that were measured in several ways, in each of them."""
+    rows = []
+    for case in record["cases"]:
+        for system in dict.fromkeys(row["system"] for row in case["rows"]):
+            found = [row for row in case["rows"] if row["system"] == system]
+            for row in found if len(found) > 1 else ():
+                times = (format_seconds(row["median_s"]), f"{row['over_simulated']:.3f}")
+                rows.append((_name(case), system, f"{row['scale']:g}", f"{row['slower']:g}", *times))
+    columns = (
+        "model, devices | system | bytes and rates divided by: | times slower: | batch: | over simulated:"
+    )
+    return table(columns, rows)
+
+
+def papers_targets(record: Record) -> str:
+    """Time to target, its range over seeds, and the passes that it takes."""
+    rows = []
+    for case in record["cases"]:
+        times = [_to_target(row) for row in case["rows"]]
+        best = min((time[0] for time in times if time and time[0] is not None), default=None)
+        for row, time in zip(case["rows"], times):
+            if time is None or time[0] is None or best is None:
+                cells = ["not trained" if time is None else "not reached", "", ""]
+            else:
+                ends = ["never" if end is None else duration(end) for end in time[1:]]
+                passes = f"{row['passes'][0]:.3f}"
+                cells = [
+                    f"{duration(time[0])} ({ends[0]} to {ends[1]})",
+                    passes,
+                    f"{time[0] / best:.2f}",
+                ]
+            rows.append((_name(case), row["system"], row["way"] or "", *cells))
+    return table("model, devices | system | trained as | to target: | passes: | over the best:", rows)
+
+
+def _to_target(row: Record) -> list[float | None] | None:
+    """Median and range of the first data set."""
+    found: list[float | None] | None = next(iter(row["seconds_to_target"].values()))
+    return found
+
+
+def _by_case(record: Record, cell: Cell) -> str:
+    """A row for each system, a column for each case of a published batch size."""
+    cases = published(record)
+    by_system = [{row["system"]: row for row in first(case)} for case in cases]
+    systems = dict.fromkeys(system for found in by_system for system in found)
+    rows = [
+        (system, *(cell(found[system]) if system in found else "" for found in by_system))
+        for system in systems
+    ]
+    return table("system | " + " | ".join(f"{_name(case)}:" for case in cases), rows)
+
+
+def published(record: Record) -> list[Record]:
+    """The first case of each model and number of devices, where the batch is the model's own."""
+    first: dict[tuple[str, str], Record] = {}
+    for case in record["cases"]:
+        first.setdefault((case["model"], case["devices"]), case)
+    return list(first.values())
+
+
+def first(case: Record) -> Sequence[Record]:
+    """A case's rows, those that were measured in several ways in the first of them."""
+    found: dict[str, Record] = {}
+    for row in case["rows"]:
+        found.setdefault(row["system"], row)
+    return list(found.values())
+
+
+def _name(case: Record) -> str:
+    return f"{case['model']}, {case['devices']}"
