@@ -35,7 +35,7 @@ _WORKER = f"{__name__}:worker"
 _TRAVELLING_SCALE = 16
 # What the runtime of all six workers needs on two cores for an action of each, and what of a batch it may be.
 _ACTION_S, _SHARE = 1.5e-3, 0.05
-_LEAST_SLOWER = 4  # on lines at their true rate, whose bytes have to be moved as well
+_LEAST_SLOWER, _QUICK_S = 4, 2.0  # of batches that do not take long: their bytes have to be moved as well
 _SHORT_PERIOD = 8
 _ROUND_S = 10.0  # of this machine's time, beyond which a round has as few batches as can be
 _BINS, _BATCHES = 120, 4  # of utilisation over time
@@ -110,7 +110,7 @@ def emulation(contest: Contest, row: dict[str, Any], scale: float = 0, slower: f
     made = Emulation(plan, tuple(works), row["batch_s"], updates, row["period"])
     made = replace(made, scale=scale or (_TRAVELLING_SCALE if made.travels else 1))
     host_s = _ACTION_S * made.actions / _SHARE
-    least = max(host_s / made.batch_s, _LEAST_SLOWER / made.scale, 1)
+    least = max(host_s / made.batch_s, _LEAST_SLOWER if made.batch_s < _QUICK_S else 1)
     return replace(made, slower=slower or math.ceil(least))
 
 

@@ -153,10 +153,11 @@ def test_weights_are_few_and_bytes_true_where_none_travel():
 def test_weights_that_travel_are_scaled_with_the_lines():
     plan = Plan.for_system("gpipe", stages=3, micro_batches=4, partition=[2, 4], replication=[2, 2, 2])
     found = made(plan)
-    assert (found.scale, found.slower) == (16, 1)
+    assert (found.scale, found.slower) == (16, 4)
     assert found.stages[1].own_bytes == 2 * 4e6 / 16
     assert found.stages[1].input_bytes == found.works[1].input_bytes / 16
-    assert found.rate_bits_per_s == 1e9 / 16
+    assert found.rate_bits_per_s == 1e9 / 16 / 4
+    assert made(plan, batch_s=10.0).slower == 1
 
 
 def test_the_hosts_work_is_a_small_part_of_a_batch():
