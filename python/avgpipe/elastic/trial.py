@@ -8,6 +8,7 @@ makes the step, on z's values and with a copy of the state.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -63,7 +64,7 @@ class TrialSteps:
         self._own: dict[torch.Tensor, State] = {}  # states of trial steps
         self._shown: tuple[Any, int] = None, 0
         self._calls: list[Call] | None = None
-        self._seen: Any = None  # what they were planned for
+        self._seen: tuple[Any, Any] = None, None  # what they were planned for
         self.share()
 
     def share(self) -> None:
@@ -77,12 +78,9 @@ class TrialSteps:
 
     def restore(self) -> None:
         """Make the inner optimizer's state, which was loaded, the reference's, and that of the other replicas."""
-        for p, z, _ in self._pairs:
-            if p in self._inner.state:
-                self._outer.state[z] = self._inner.state[p]
-            else:
-                self._outer.state.pop(z, None)
-        self._shown = self._outer.state, len(self._outer.state)
+        known = self._inner.state
+        # Another object, by which the other replicas see that it is another state.
+        self._outer.state = defaultdict(dict, {z: known[p] for p, z, _ in self._pairs if p in known})
         self._tell_settings()
 
     def _tell_settings(self) -> None:
@@ -133,9 +131,9 @@ class TrialSteps:
         hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
         if type(inner) not in STATE or odd or hooked or not all(map(_fits, grads, self._pairs)):
             return None
-        seen = there, id(whole), len(whole)
-        if seen != self._seen:
-            self._calls, self._seen = self._plan(there, z), seen
+        before, state = self._seen
+        if before != (there, len(whole)) or state is not whole:
+            self._calls, self._seen = self._plan(there, z), ((there, len(whole)), whole)
         return self._calls
 
     def _plan(self, there: tuple[bool, ...], z: FlatBuffers) -> list[Call] | None:

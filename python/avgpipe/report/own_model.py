@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import base64
+import json
 import logging
 import math
 import os
-import pickle
-import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
-from multiprocessing import spawn
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from avgpipe import systems as known_systems
-from avgpipe.errors import PipelineError, check_count, nearest
+from avgpipe.errors import check_count, nearest
 from avgpipe.measure.of_system import best_of_system
 from avgpipe.measure.tune import profile_together
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import Profile
-from avgpipe.ranks.launch import RanksFailed, run_on_ranks
+from avgpipe.ranks.launch import private_meeting, rank_environment
 from avgpipe.ranks.process import STORE_FILE, peak_memory_bytes
 from avgpipe.ranks.world import World
 from avgpipe.report.compare import (
@@ -47,10 +51,6 @@ from avgpipe.units import format_bytes
 
 _log = logging.getLogger("avgpipe")
 _PIPELINES, _MICRO_BATCHES = 2, 4  # where nothing is said
-_SCRIPT = (
-    "init_main_from_name",
-    "init_main_from_path",
-)  # of what multiprocessing tells a process about its parent
 _PROFILED = ("device", "clip_grad_norm", "autocast")  # options that a profile takes, too
 _PROFILING_S = 15.0
 
@@ -147,13 +147,12 @@ def compare(
         "target": target,
         "lower_is_better": lower_is_better,
     }
-    packed: dict[str, Any] = {"job": _packed(job)}
-    packed["script"] = _script(packed["job"])
+    _check_importable(job)
     given = {n: v for n, v in (("pipelines", pipelines), ("micro_batches", micro_batches)) if v is not None}
     profile: tuple[Profile, int] | None = None
     if memory_limit_bytes is not None:
         _log.info("profiling %s, to choose plans", name)
-        found = run_on_ranks(f"{__name__}:profiled", workers, {**packed, "seed": seed}, threads=threads)[0]
+        found = _on_ranks(profiled, workers, threads, job, seed)[0]
         profile = Profile.from_json(found["profile"]), found["batch_size"]
     outcomes = []
     for system in systems:
@@ -165,7 +164,7 @@ def compare(
             continue
         runs = {}
         for of_run in range(seed, seed + seeds):
-            asked = {**packed, "course": course, "plan": plan.to_json(), "seed": of_run}
+            asked = job, course, plan, of_run
             runs[of_run] = _run(system, plan, asked, memory_limit_bytes, threads)
             _log.info("%s, seed %d: %s %s", system, of_run, runs[of_run].status, runs[of_run].reason)
         outcomes.append(SystemResult.joined(runs))
@@ -222,16 +221,18 @@ def _plan(
 
 
 def _run(
-    system: str, plan: Plan, asked: Mapping[str, Any], memory_limit_bytes: int | None, threads: int
+    system: str, plan: Plan, asked: tuple[Any, ...], memory_limit_bytes: int | None, threads: int
 ) -> SystemResult:
     """Train in processes of their own and return what became of it."""
     try:
-        found = run_on_ranks(f"{__name__}:trained", plan.workers, asked, threads=threads)
-    except RanksFailed as failed:
-        killed = failed.exit_codes[failed.rank] == -signal.SIGKILL
-        return SystemResult(system, KILLED if killed else FAILED, reason=str(failed))
-    except PipelineError as error:
-        return SystemResult(system, FAILED, reason=str(error))
+        found = _on_ranks(trained, plan.workers, threads, *asked)
+    except ProcessRaisedException as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return SystemResult(system, FAILED, reason=f"rank {error.error_index} failed: {lines[-1].strip()}")
+    except ProcessExitedException as error:
+        status = KILLED if error.signal_name == "SIGKILL" else FAILED
+        why = "" if error.signal_name else ' (a script must put the call under if __name__ == "__main__":)'
+        return SystemResult(system, status, reason=f"rank {error.error_index}: {error}{why}")
     peaks = [rank["peak_memory_bytes"] for rank in found]
     replicas = plan.pipelines if plan.spread else max(plan.replication or [1])
     figures = Figures.of({**found[0]["summary"], "peak_memory_bytes": peaks}, replicas)
@@ -241,48 +242,53 @@ def _run(
     return replace(result, status=DOES_NOT_FIT, reason=f"needs {format_bytes(max(peaks))}")
 
 
-# ---- what the workers get --------------------------------------------------------------------------------------------
+# ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def _packed(job: Mapping[str, Any]) -> dict[str, str]:
-    """Pickle what the caller gave, as text: functions and classes by their names."""
-    found = {}
+def _check_importable(job: Mapping[str, Any]) -> None:
+    """Refuse functions that other processes cannot import by their names."""
+    import __main__
+
+    interactive = not hasattr(__main__, "__file__")
     for name, value in job.items():
-        try:
-            found[name] = base64.b64encode(pickle.dumps(value)).decode()
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        told = getattr(value, "__qualname__", "")
+        if "<" in told:
             raise ValueError(
                 f"{name}={value!r} cannot be sent to the workers, which import it by its name: give a function of a "
-                f"module or of the script, no lambda and none inside another ({error})"
-            ) from error
-    return found
+                "module or of the script, no lambda and none inside another"
+            )
+        if interactive and getattr(value, "__module__", "") == "__main__":
+            raise ValueError(
+                "functions that were defined in an interactive session cannot be imported by the workers: write them "
+                "into a file and import it"
+            )
 
 
-def _script(packed: Mapping[str, str]) -> dict[str, str]:
-    """What a process needs to import the script that is running, if something of it was packed; see multiprocessing."""
-    if not any(b"__main__" in base64.b64decode(text) for text in packed.values()):
-        return {}
-    known = spawn.get_preparation_data("avgpipe")
-    found = {key: known[key] for key in _SCRIPT if key in known}
-    if not found:
-        raise ValueError(
-            "functions that were defined in an interactive session cannot be imported by the workers: write them into "
-            "a file and import it"
-        )
-    return found
+def _on_ranks(function: Callable[..., Any], ranks: int, threads: int, *given: Any) -> list[Any]:
+    """Call ``function(*given)`` on every rank, each a process that torch spawns; return what they return, as JSON."""
+    with tempfile.TemporaryDirectory(prefix="avgpipe-") as folder:
+        asked = function, ranks, folder, threads, given
+        start: Any = start_processes  # torch leaves it untyped
+        processes = start(_enter, asked, ranks, join=False, daemon=True, start_method="spawn")
+        while not processes.join():
+            pass
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _unpacked(job: Mapping[str, str], script: dict[str, Any]) -> dict[str, Any]:
-    spawn.prepare(script)
-    return {name: pickle.loads(base64.b64decode(text)) for name, text in job.items()}
+def _enter(
+    rank: int, function: Callable[..., Any], ranks: int, folder: str, threads: int, given: tuple[Any, ...]
+) -> None:
+    os.environ.update(rank_environment(rank, ranks) | private_meeting(folder))
+    torch.set_num_threads(threads)
+    result = function(*given)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
 
 
 # ---- in a worker -----------------------------------------------------------------------------------------------------
 
 
-def profiled(job: Mapping[str, str], script: dict[str, Any], seed: int) -> dict[str, Any]:
+def profiled(given: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Profile the model, as one of the workers; what the first finds counts."""
-    given = _unpacked(job, script)
     options = given["options"]
     torch.manual_seed(seed)
     model, batch = given["make_model"](), pair(next(iter(given["make_loader"](0))))
@@ -297,13 +303,9 @@ def profiled(job: Mapping[str, str], script: dict[str, Any], seed: int) -> dict[
     return {"profile": found.to_json(), "batch_size": sample_count(*batch)}
 
 
-def trained(
-    job: Mapping[str, str], script: dict[str, Any], course: Mapping[str, Any], plan: str, seed: int
-) -> dict[str, Any]:
+def trained(given: Mapping[str, Any], course: Mapping[str, Any], chosen: Plan, seed: int) -> dict[str, Any]:
     """Train to the end or to the target, as one of the workers; the first one's summary counts."""
-    given = _unpacked(job, script)
     torch.manual_seed(seed)
-    chosen = Plan.from_json(plan)
     made = {name: given[name] for name in ("loss_fn", "optimizer")}
     with Pipeline(given["make_model"](), chosen, seed=seed, **made, **given["options"]) as pipeline:
         run = _Run(pipeline, given["make_loader"], given["evaluate"], course)
