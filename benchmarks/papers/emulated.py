@@ -9,9 +9,10 @@ and averages are real, activations and gradients are of their true sizes; stages
 many times slower that moving bytes and issuing actions, which two cores do for six hosts here, count for little.
 
 ``--scale S`` divides bytes and the rates of lines by S, ``--slower T`` multiplies seconds, and divides rates, by T; all
-that is told is of the cluster itself. By default S is 16 where weights travel, whose true number would not fit into
-this machine for six workers, else 1; give several, 1,16, to measure a row in several ways. A row with a pipeline on
-each host averages weights once in very many updates: it is measured with a shorter period and as much less of them.
+that is told is of the cluster itself. By default S is up to 16 where weights travel, whose true number would not fit
+into this machine for six workers, as long as activations are much larger than a packet; else 1. Give several, 1,16, to
+measure a row in several ways. A row with a pipeline on each host averages weights once in very many updates: it is
+measured with a shorter period and as much less of them.
 
 Every plan is a run of its own, and the record is written after each: ``--out`` goes on where it ended.
 """

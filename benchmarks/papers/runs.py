@@ -32,9 +32,10 @@ from benchmarks.papers.stages import optimizer_of, scaled, stages_of
 
 ON_EACH_HOST = "a pipeline on each host"
 _WORKER = f"{__name__}:worker"
-_TRAVELLING_SCALE = 16
-# What the runtime of all six workers needs on two cores for an action of each, and what of a batch it may be.
-_ACTION_S, _SHARE = 1.5e-3, 0.05
+_MOST_SCALE, _LEAST_MESSAGE_BYTES = 16, 64 * 1024  # so that packets stay small beside what is sent
+# What all six workers need on two cores for an action of each, and to add up a byte of gradients; and what of a batch
+# it may be.
+_ACTION_S, _BYTE_S, _SHARE = 1.5e-3, 1e-9, 0.05
 _LEAST_SLOWER, _QUICK_S = 4, 2.0  # of batches that do not take long: their bytes have to be moved as well
 _SHORT_PERIOD = 8
 _ROUND_S = 10.0  # of this machine's time, beyond which a round has as few batches as can be
@@ -75,6 +76,13 @@ class Emulation:
         return self.updates * pipelines * max(map(len, self.plan.build_schedule().rows))
 
     @property
+    def summed_bytes(self) -> float:
+        """Gradients that the busiest stage adds up over a batch's micro-batches, as they are measured."""
+        count = self.updates * self.plan.micro_batches / max(self.plan.replication or [1])
+        count /= self.plan.pipelines if self.plan.spread else 1
+        return count * max(work.own_bytes + sum(work.tied_bytes.values()) for work in self.stages)
+
+    @property
     def rate_bits_per_s(self) -> float:
         return 8 * BETWEEN_BYTES_PER_S / self.scale / self.slower
 
@@ -108,10 +116,17 @@ def emulation(contest: Contest, row: dict[str, Any], scale: float = 0, slower: f
         each = plan.micro_batches
         plan = replace(plan, pipelines=HOSTS, micro_batches=HOSTS * each, spread=True, period=row["period"])
     made = Emulation(plan, tuple(works), row["batch_s"], updates, row["period"])
-    made = replace(made, scale=scale or (_TRAVELLING_SCALE if made.travels else 1))
-    host_s = _ACTION_S * made.actions / _SHARE
+    made = replace(made, scale=scale or (_scale(works) if made.travels else 1))
+    host_s = (_ACTION_S * made.actions + _BYTE_S * made.summed_bytes) / _SHARE
     least = max(host_s / made.batch_s, _LEAST_SLOWER if made.batch_s < _QUICK_S else 1)
     return replace(made, slower=slower or math.ceil(least))
+
+
+def _scale(works: Sequence[StageWork]) -> int:
+    """Return by how much bytes are divided where weights travel: up to 16, as long as activations stay large."""
+    least = min((work.output_bytes for work in works[:-1]), default=math.inf)
+    room = max(1.0, min(float(_MOST_SCALE), least / _LEAST_MESSAGE_BYTES))
+    return int(2 ** math.floor(math.log2(room)))
 
 
 # ---- on every rank ---------------------------------------------------------------------------------------------------

@@ -136,8 +136,8 @@ def row_of(outcome, system="GPipe"):
     return {"system": system, **asdict(outcome)}
 
 
-def made(plan, system="GPipe", batch_s=1.0, **options):
-    model = chain_of(6, 1e9, 1000.0)
+def made(plan, system="GPipe", batch_s=1.0, cut_bytes=1000.0, **options):
+    model = chain_of(6, 1e9, cut_bytes)
     return emulation(contest_of(model), row_of(Outcome(plan, batch_s, 0.0, 0.0, 0.0, **options), system))
 
 
@@ -152,12 +152,21 @@ def test_weights_are_few_and_bytes_true_where_none_travel():
 
 def test_weights_that_travel_are_scaled_with_the_lines():
     plan = Plan.for_system("gpipe", stages=3, micro_batches=4, partition=[2, 4], replication=[2, 2, 2])
-    found = made(plan)
+    found = made(plan, cut_bytes=1e6)  # 6 MB of a micro-batch
     assert (found.scale, found.slower) == (16, 4)
+    assert made(plan, cut_bytes=40_000.0).scale == 2
+    assert made(plan, cut_bytes=1000.0).scale == 1
     assert found.stages[1].own_bytes == 2 * 4e6 / 16
     assert found.stages[1].input_bytes == found.works[1].input_bytes / 16
     assert found.rate_bits_per_s == 1e9 / 16 / 4
-    assert made(plan, batch_s=10.0).slower == 1
+    assert made(plan, batch_s=10.0, cut_bytes=1e6).slower == 1
+
+
+def test_what_is_added_up_makes_it_slower():
+    plan = Plan.for_system("gpipe", stages=3, micro_batches=4, partition=[2, 4], replication=[2, 2, 2])
+    found = made(plan, batch_s=0.01)
+    assert found.summed_bytes == 2 * 2 * 4e6  # two micro-batches of a replica, two layers
+    assert found.slower * 0.01 >= (found.actions * 1.5e-3 + 16e-3) / 0.05
 
 
 def test_the_hosts_work_is_a_small_part_of_a_batch():
@@ -180,7 +189,7 @@ def test_a_pipeline_on_each_host_averages_less_in_a_shorter_period():
     assert (found.plan.pipelines, found.plan.micro_batches, found.plan.spread) == (3, 12, True)
     assert found.plan.workers == 6
     assert (found.plan.period, found.measured.period) == (80, 8)
-    assert found.stages[0].own_bytes == pytest.approx(3 * 4e6 / 16 * 8 / 80)
+    assert found.stages[0].own_bytes == pytest.approx(3 * 4e6 * 8 / 80)
     assert found.batches(4) == 8
 
 
