@@ -22,13 +22,13 @@ def batch(size):  # words 5 and 6 among others, then padding
 torch.manual_seed(0)  # every rank builds the same model and data
 sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 model = BertForSequenceClassification(BertConfig(vocab_size=40, max_position_embeddings=12, **sizes))
-data, (inputs, labels) = [batch(32) for _ in range(160)], batch(500)
+data, (inputs, labels) = [batch(32) for _ in range(200)], batch(500)
 plan = Plan(stages=2, pipelines=2, micro_batches=2)
-loss_fn, optimizer = torch.nn.CrossEntropyLoss(), lambda p: torch.optim.AdamW(p, lr=3e-3)
+loss_fn, optimizer = torch.nn.CrossEntropyLoss(), lambda p: torch.optim.AdamW(p, lr=2e-3)
 
 with Pipeline(model, plan, loss_fn=loss_fn, optimizer=optimizer) as pipeline:
     for result in pipeline.train(data):
-        if result.batch % 40 == 0 and pipeline.world.rank == 0:
+        if result.batch % 50 == 0 and pipeline.world.rank == 0:
             print(f"batch {result.batch}: loss {result.loss:.3f}")
     model.load_state_dict(pipeline.state_dict())  # on every rank
 

@@ -150,6 +150,8 @@ def our_cases(settings: ScheduleSettings) -> Iterator[PlanCase | Unavailable]:
             name = f"avgpipe {row}" + (f", {chunks} a rank" if chunks > 1 else "")
             name += f", N = {pipelines}" if row == "advance-forward" else ""
             try:
+                if pipelines > micro_batches:
+                    raise ValueError(f"{pipelines} pipelines cannot share {micro_batches} micro-batches")
                 if row in SYSTEMS:
                     given = {"micro_batches": micro_batches} if row in _WHOLE_BATCHES else {}
                     plan = Plan.for_system(row, stages=workers, **given)

@@ -70,7 +70,7 @@ def test_a_schedule_that_torch_refuses_is_left_out_with_its_reason():
     )
     assert result.exit_code == 0, result.stderr
     (section,) = strict(result.stdout)["sections"]
-    assert [row["name"] for row in section["skipped"]] == ["torch 1f1b"]
+    assert [row["name"] for row in section["skipped"]] == ["avgpipe advance-forward, N = 2", "torch 1f1b"]
 
 
 @pytest.mark.parametrize(

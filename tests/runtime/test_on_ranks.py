@@ -108,7 +108,7 @@ def keep(K: int, link: str, recompute: str = "never", count: int = 200) -> list[
 
 def bounded(p: Pipeline) -> None:
     """Slots are as many as a schedule holds at once, those that layers keep, and a few that are on their way."""
-    schedule = p.plan.build_schedule(p.plan.micro_batches)
+    schedule = p.plan.build_schedule()
     kept = 2 * p.plan.micro_batches
     for link in p._worker.links.values():
         for channel, (sender, _) in getattr(link, "_outgoing", {}).items():

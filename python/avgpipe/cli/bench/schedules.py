@@ -213,6 +213,8 @@ def worker(config: str) -> dict[str, Any]:
 
 def _our_row(row: Row, config: SchedulesConfig) -> tuple[float, list[float]]:
     """Simulated seconds of a batch, and rounds of a pipeline that is there only meanwhile: waiting ones keep watch."""
+    if row.pipelines > config.micro_batches:
+        raise ValueError(f"{row.pipelines} pipelines cannot share {config.micro_batches} micro-batches")
     if row.what in SYSTEMS:
         given = {"micro_batches": config.micro_batches} if row.what in _WHOLE_BATCHES else {}
         plan = Plan.for_system(row.what, stages=config.stages, **given)
