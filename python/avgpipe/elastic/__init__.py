@@ -1,6 +1,6 @@
 """Elastic averaging: the reference model z, the optimizer that ties replicas to it, and flat memory for weights."""
 
-from avgpipe.elastic.correction import CorrectedSteps, Prediction
+from avgpipe.elastic.correction import CorrectedSteps, WeightPrediction
 from avgpipe.elastic.flat import Arena, Layout
 from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
@@ -11,9 +11,9 @@ __all__ = [
     "CorrectedSteps",
     "ElasticAveraging",
     "Layout",
-    "Prediction",
     "Reference",
     "Version",
     "Versions",
+    "WeightPrediction",
     "refuse_hidden_weights",
 ]

@@ -18,7 +18,7 @@ Flats: TypeAlias = list[torch.Tensor]
 LAST_UPDATE = "last_update"
 
 
-class Prediction:
+class WeightPrediction:
     """Predicts the weights of ``arena`` from the state of their optimizer.
 
     With lr and the state as they are now, for s more updates:

@@ -1,4 +1,4 @@
-"""Trial steps: how replicas go on that leave the optimizer to their reference, by the rule "mean-gradient".
+"""TrialCall steps: how replicas go on that leave the optimizer to their reference, by the rule "mean-gradient".
 
 A replica tells its gradient g, and goes on from where the reference's optimizer would bring z with this gradient alone.
 That takes a step from z with the optimizer's state, which stays as it is: the true step, by the mean of all gradients,
@@ -146,7 +146,7 @@ class TrialSteps:
             return dict(zip(("x", "z", "update"), found))
 
         still = [n for n, has in enumerate(there) if not has]
-        calls: list[Call] = [Still(**views(still))] if still else []
+        calls: list[Call] = [StillCall(**views(still))] if still else []
         for group in self._inner.param_groups:
             names = STATE[type(self._inner)] if group.get("momentum", 1) else ()
             by_steps: dict[float, list[int]] = {}
@@ -159,7 +159,7 @@ class TrialSteps:
             for members in by_steps.values():
                 states = [self._outer.state.get(self._pairs[n][1], {}) for n in members]
                 moments = [[state[name] for state in states] for name in names]
-                calls.append(Trial(group, members, moments, states[0].get("step"), **views(members)))
+                calls.append(TrialCall(group, members, moments, states[0].get("step"), **views(members)))
         return calls
 
     # ---- by the replica's own optimizer --------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class TrialSteps:
 
 
 @dataclass
-class Still:
+class StillCall:
     """What makes no step: ``x`` becomes z, and nothing is told."""
 
     x: list[torch.Tensor]
@@ -209,7 +209,7 @@ class Still:
 
 
 @dataclass
-class Trial:
+class TrialCall:
     """A call of an operator, for parameters of one group that have made equally many steps.
 
     Attributes:
@@ -246,7 +246,7 @@ class Trial:
         return avgpipe_ext.trial_adam_(self.x, self.z, own, first, second, self.update, **settings)
 
 
-Call: TypeAlias = Still | Trial
+Call: TypeAlias = StillCall | TrialCall
 
 
 def _fits(grad: torch.Tensor | None, pair: tuple[torch.Tensor, torch.Tensor, Region]) -> bool:

@@ -12,10 +12,10 @@ from avgpipe.elastic import (
     Arena,
     CorrectedSteps,
     ElasticAveraging,
-    Prediction,
     Reference,
     Version,
     Versions,
+    WeightPrediction,
     refuse_hidden_weights,
 )
 from avgpipe.rules import Correction
@@ -66,7 +66,7 @@ class TrainedStage:
             if versioned:
                 refuse_hidden_weights(self.optimizer, arena)
                 predicts = correction is not None and correction.predicts
-                self.versions = Versions(arena, Prediction(self.optimizer, arena) if predicts else None)
+                self.versions = Versions(arena, WeightPrediction(self.optimizer, arena) if predicts else None)
                 if correction is not None and not predicts and delay:
                     self._corrected = CorrectedSteps(correction, delay, self.optimizer, arena)
             if reference is not None:
