@@ -18,6 +18,10 @@ first one in the table that is within a hundredth of the quickest.
 has no activation on a line: the hosts average their weights once in so many updates, the least with which that is
 hidden behind computing. What so long a period costs in samples is not known, so it is none of the "best".
 
+"16 bits": activations, their gradients and those of tied weights travel as bfloat16 (``Pipeline(wire_dtype=...)``). All
+systems can have that, so they all have such rows; the published ones did not, so theirs without it are what stands
+for the papers.
+
 Beside the seconds stands what the busiest device and the busiest line of a host have to do for a batch. No schedule is
 quicker than that, so where one of them is nearly all it is what binds; else it is waiting, in bubbles.
 """
@@ -39,7 +43,7 @@ from rich.table import Table
 
 from avgpipe.measure.forecast import OnCluster
 from avgpipe.plan import Plan
-from avgpipe.planning import Costs, Profile
+from avgpipe.planning import Costs, LinkProfile, Profile
 from avgpipe.planning.cluster import Cluster, ring_s
 from avgpipe.planning.cuts import Cut, CutSearch
 from avgpipe.rules import CORRECTIONS
@@ -58,6 +62,7 @@ from benchmarks.papers.models import FLOAT_BYTES, MODELS, PaperModel
 
 WORKERS = HOSTS * DEVICES
 PIPELINES = (1, 2, 3, 4)
+FLOAT_BITS, NARROW_BITS = 32, 16  # that travel of a number
 # Of a pipeline, on one replica of each stage.
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 64)
 AVGPIPES = ("gnmt", "bert", "awd-lstm")
@@ -102,8 +107,19 @@ class StageWork:
 class OnHosts(OnCluster):
     """A plan on the cluster, where all that a host sends goes through one line.
 
-    Gradients of tied weights are exchanged after the backward, which keeps no device busy.
+    Gradients of tied weights are exchanged after the backward, which keeps no device busy. ``wire_bits``: of a number
+    that travels between stages.
     """
+
+    def __init__(
+        self, profile: Profile, plan: Plan, batch_size: int, cluster: Cluster, wire_bits: int = FLOAT_BITS
+    ) -> None:
+        self._wire = wire_bits / FLOAT_BITS
+        super().__init__(profile, plan, batch_size, cluster)
+
+    def _link(self, here: range, there: range) -> LinkProfile:
+        found = super()._link(here, there)
+        return replace(found, bytes_per_s=found.bytes_per_s / self._wire)
 
     def costs(self, cut: Cut) -> Costs:
         found = super().costs(cut)
@@ -130,7 +146,8 @@ class OnHosts(OnCluster):
             ends = [sum(layer >= first for first in cut) for layer in (tie.layers[0], tie.layers[-1])]
             here, there = (self._workers[k][0] for k in ends)
             if stage in ends and here != there and self._cluster.height(here, there) >= least_height:
-                seconds += self._width * tie.parameter_bytes / self._cluster.link([here], [there]).bytes_per_s
+                link = self._cluster.link([here], [there])
+                seconds += self._wire * self._width * tie.parameter_bytes / link.bytes_per_s
         return seconds
 
     def stages(self, cut: Cut) -> list[StageWork]:
@@ -190,6 +207,7 @@ class Outcome:
         period: In how many updates hosts average once.
         updates: That a batch makes, one with each of as many parts, which are the plan's batches.
         way: Of several that were to choose from, the one that this is.
+        wire_bits: Of a number that travels between stages.
     """
 
     plan: Plan
@@ -200,6 +218,7 @@ class Outcome:
     period: int = 1
     updates: int = 1
     way: str = ""
+    wire_bits: int = FLOAT_BITS
 
     @property
     def described(self) -> str:
@@ -223,6 +242,8 @@ class Outcome:
             words.append("cuts " + " ".join(map(str, plan.partition)))
         if self.period > 1:
             words.append(f"period {self.period}")
+        if self.wire_bits < FLOAT_BITS:
+            words.append(f"{self.wire_bits} bits")
         return ", ".join(words)
 
     @property
@@ -332,12 +353,18 @@ class Contest:
     memory_bytes: float = V100.memory_bytes
 
     def quickest(
-        self, system: str, pipelines: int = 1, *, workers: int | None = None, limit: float | None = None
+        self,
+        system: str,
+        pipelines: int = 1,
+        *,
+        workers: int | None = None,
+        limit: float | None = None,
+        wire_bits: int = FLOAT_BITS,
     ) -> Outcome | None:
         """Find a system's quickest plan; None where nothing fits. limit: bytes of a device; None: all that it has."""
         net, updates = cluster(min(limit or inf, self.memory_bytes)), _UPDATES.get(system, 1)
         tried = plans(system, self.model.batch_size / updates, pipelines, workers)
-        found = self._quickest(tried, net, updates)
+        found = self._quickest(tried, net, updates, wire_bits)
         return found and _repeated(found, updates)
 
     def on_each_host(self, limit: float | None = None) -> Outcome | None:
@@ -353,16 +380,18 @@ class Contest:
         period = ceil(exchange_s / (BINDS * found.batch_s))
         return replace(found, line_s=exchange_s / period, period=period)
 
-    def problem(self, plan: Plan, net: Cluster, parts: int = 1) -> OnHosts:
+    def problem(self, plan: Plan, net: Cluster, parts: int = 1, wire_bits: int = FLOAT_BITS) -> OnHosts:
         """Return a plan, but for its partition, as the search has it; ``parts``: its batches in one of the model."""
         size: Any = self.model.batch_size / parts
-        return OnHosts(self.profile, replace(plan, partition=None), size, net)
+        return OnHosts(self.profile, replace(plan, partition=None), size, net, wire_bits)
 
-    def _quickest(self, tried: Iterable[Plan], net: Cluster, parts: int = 1) -> Outcome | None:
+    def _quickest(
+        self, tried: Iterable[Plan], net: Cluster, parts: int = 1, wire_bits: int = FLOAT_BITS
+    ) -> Outcome | None:
         """``parts``: how many batches of such plans are one of the model."""
 
         def problem(plan: Plan) -> OnHosts:
-            return self.problem(plan, net, parts)
+            return self.problem(plan, net, parts, wire_bits)
 
         found = []
         for on in (problem(plan) for plan in tried if plan.stages <= len(self.profile.layers)):
@@ -373,7 +402,8 @@ class Contest:
             return None
         best = min(found, key=_batch_s)
         on = problem(best.plan)
-        return min(best, _outcome(on, CutSearch(on, on.limits).best()[0]), key=_batch_s)
+        best = min(best, _outcome(on, CutSearch(on, on.limits).best()[0]), key=_batch_s)
+        return replace(best, wire_bits=wire_bits)
 
 
 def _outcome(problem: OnHosts, cut: Cut) -> Outcome:
@@ -399,26 +429,41 @@ Rows = list[tuple[str, Outcome | None]]
 
 def rows(contest: Contest, workers: int | None) -> Rows:
     """Make every system's row, those of AvgPipe without and with the memory limits of its paper."""
-    found = [
-        (system, contest.quickest(system, workers=workers))
-        for system in _SYSTEMS
-        if not system.startswith("AvgPipe")
-    ]
+    others = [system for system in _SYSTEMS if not system.startswith("AvgPipe")]
+    found: Rows = [(system, contest.quickest(system, workers=workers)) for system in others]
     used = {_LIMITS[system]: f.memory_bytes for system, f in found if system in _LIMITS and f is not None}
+    limits = {"": None, **used}
+    wide, narrow = (_of_avgpipe(contest, workers, limits, bits) for bits in (FLOAT_BITS, NARROW_BITS))
+    for mark, limit in limits.items():
+        found += wide[mark]
+        if workers is None:
+            found.append((f"AvgPipe{mark}, a pipeline on each host", contest.on_each_host(limit)))
+        found.append(narrow[mark][-1])
+    for system in others[1:]:  # without data parallelism, which has no activations to send
+        name = f"{system}, {NARROW_BITS} bits"
+        found.append((name, contest.quickest(system, workers=workers, wire_bits=NARROW_BITS)))
+    return found
+
+
+def _of_avgpipe(
+    contest: Contest, workers: int | None, limits: dict[str, float | None], wire_bits: int
+) -> dict[str, Rows]:
+    """Make AvgPipe's rows under each limit, the first of which is none; the last of them is the best one."""
+    bits = f", {wire_bits} bits" * (wire_bits < FLOAT_BITS)
     free: dict[str, Outcome | None] = {}
-    for mark, limit in {"": None, **used}.items():
+    made: dict[str, Rows] = {}
+    for mark, limit in limits.items():
+        found: Rows = []
         for system, pipelines in _ways():
             way = system.removeprefix("AvgPipe").lstrip() + f", N = {pipelines}" * (system not in _LATE)
             kept = free.get(way)
             if limit is None or (kept is not None and kept.memory_bytes > limit):
-                kept = contest.quickest(system, pipelines, workers=workers, limit=limit)
+                kept = contest.quickest(system, pipelines, workers=workers, limit=limit, wire_bits=wire_bits)
             if limit is None:
                 free[way] = kept
             found.append((f"AvgPipe{mark}{' ' * (not way.startswith(','))}{way}", kept))
-        found.append((f"AvgPipe{mark}, best", _best(found[-len(_ways()) :], mark)))
-        if workers is None:
-            found.append((f"AvgPipe{mark}, a pipeline on each host", contest.on_each_host(limit)))
-    return found
+        made[mark] = [*found, (f"AvgPipe{mark}{bits}, best", _best(found, mark))]
+    return made
 
 
 def _ways() -> list[tuple[str, int]]:

@@ -77,11 +77,10 @@ def _late(delay: int, correction: str | None) -> dict[str, Any]:
     return {"schedule": "pipedream", "advance": delay, "correction": correction}
 
 
+TIMES = (0.5, 0.7, 1.4, 2.0, 2.8, 4.0)  # the preset's rate, to find the best
 WAYS = {
     "one": Way.of(),
-    "one, lr x 0.7": Way.of(lr=0.7),
-    "one, lr x 1.4": Way.of(lr=1.4),
-    "one, lr x 2": Way.of(lr=2.0),
+    **{f"one, lr x {by:g}": Way.of(lr=by) for by in TIMES},
     "N = 2": Way.of(pipelines=2, rule="mean-gradient"),
     "N = 4": Way.of(pipelines=4, rule="mean-gradient"),
     "N = 2, avgpipe": Way.of(pipelines=2, rule="avgpipe", alpha=1.0),
@@ -97,7 +96,7 @@ WAYS = {
     "2bw, error feedback": Way.of(schedule="pipedream-2bw", correction="error-feedback"),
     "2bw, nesterov": Way.of(schedule="pipedream-2bw", correction="nesterov"),
     "muon": Way.of(optimizer="muon"),
-    "muon, lr x 2": Way.of(optimizer="muon", lr=2.0),
+    **{f"muon, lr x {by:g}": Way.of(optimizer="muon", lr=by) for by in TIMES},
     "muon, 2bw": Way.of(optimizer="muon", schedule="pipedream-2bw"),
     "muon, 2bw, error feedback": Way.of(
         optimizer="muon", schedule="pipedream-2bw", correction="error-feedback"

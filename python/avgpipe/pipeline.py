@@ -103,7 +103,8 @@ class Pipeline:
             memory where they share a CUDA device, NCCL where each has one, torch.distributed between hosts), or the
             name of one.
         wire_dtype: torch.bfloat16 or torch.float16 halves what travels between stages of different workers, for less
-            exact activations and gradients; None sends them as they are.
+            exact activations and gradients; None sends them as they are. Gradients of tied weights, exchanged after all
+            backwards, travel as bfloat16 only.
         cuda_graphs: on CUDA, launch a stage's forward, or backward, of a micro-batch as one. For plans that flush, and
             stages whose layers launch the same kernels every time: no random numbers, no waiting for the device,
             nothing carried from batch to batch. What has another shape than the first batch, as a short last one, runs

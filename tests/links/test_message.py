@@ -17,7 +17,18 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from avgpipe.links.link import Endpoint, Mailbox
-from avgpipe.links.message import Channel, Decoder, Encoder, Format, Message, detached, padded, view
+from avgpipe.links.message import (
+    OF_MICRO_BATCHES,
+    Channel,
+    Decoder,
+    Encoder,
+    Format,
+    Message,
+    detached,
+    on_wire,
+    padded,
+    view,
+)
 from avgpipe_ext import pack, unpack_
 from tests.runtime.fake_cuda import DeviceTensor
 
@@ -408,3 +419,12 @@ def test_a_dtype_is_one_of_torch(dtype: str) -> None:
     found = json.dumps([structure, [{"tensor": [[2], dtype, False]}]]).encode()
     with pytest.raises(TypeError, match=f"a tensor of '{dtype}', which is no dtype of torch"):
         Format.from_bytes(found)
+
+
+def test_what_travels_in_a_narrower_dtype() -> None:
+    for kind in Message:
+        trains = kind in OF_MICRO_BATCHES
+        assert on_wire(kind, None) is None
+        assert on_wire(kind, torch.float16) is (torch.float16 if trains else None)
+        tied = kind is Message.TIED_GRADIENTS
+        assert on_wire(kind, torch.bfloat16) is (torch.bfloat16 if trains or tied else None)

@@ -65,6 +65,34 @@ def test_a_narrower_wire_trains_nearly_as_well_and_evaluates_exactly() -> None:
     assert max(abs(a - b) for a, b in zip(full, narrow, strict=True)) < 0.05  # bfloat16 keeps 8 bits
 
 
+def learn_tied(wire: str | None, replication: list[int] | None = None) -> torch.Tensor:
+    """Return the tied weight after training as this rank has it."""
+    held: list[nn.Parameter] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        held.extend(parameters)
+        return momentum(held)
+
+    plan = Plan(stages=2, micro_batches=2, replication=replication)
+    wire_dtype = getattr(torch, wire) if wire else None
+    with Pipeline(
+        language_model(), plan, loss_fn=LOSS, optimizer=optimizer, wire_dtype=wire_dtype, timeout_s=30
+    ) as p:
+        for _ in p.train(token_batches(10, 8)):
+            pass
+        return next(w.detach().clone() for w in held if w.shape == (11, 8))
+
+
+@pytest.mark.parametrize("replication", [None, [1, 2], [2, 2]], ids=str)
+def test_gradients_of_tied_weights_are_rounded_for_all_that_hold_them(replication: list[int] | None) -> None:
+    ranks = sum(replication or [1, 1])
+    wide = run(ranks, learn_tied, wire=None, replication=replication)
+    narrow = run(ranks, learn_tied, wire="bfloat16", replication=replication)
+    assert all(torch.equal(weight, narrow[0]) for weight in narrow)
+    assert not torch.equal(narrow[0], wide[0])
+    torch.testing.assert_close(narrow[0], wide[0], rtol=0.02, atol=0.02)
+
+
 class Keeps(nn.Module):
     """Adds what it received in the previous batch, of which it keeps an alias, not a copy."""
 

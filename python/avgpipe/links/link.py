@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from avgpipe.device import ReadyOnEvent, ready_on_event
-from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Decoder, Encoder, Key, detached
+from avgpipe.links.message import Channel, Decoder, Encoder, Key, detached, on_wire
 from avgpipe.ranks.process import cores
 from avgpipe.ranks.world import World
 from avgpipe_ext.ring import Bell
@@ -56,7 +56,8 @@ class Endpoint:
         device: Where it is needed.
         incoming: The channels from the other end. Both ends name them in the same order.
         outgoing: The channels to the other end, likewise.
-        wire_dtype: The dtype in which activations and gradients travel; None keeps theirs. Both ends have the same.
+        wire_dtype: The dtype in which activations and gradients travel (``on_wire``); None keeps theirs. Both ends have
+            the same.
     """
 
     mailbox: Mailbox
@@ -67,11 +68,11 @@ class Endpoint:
 
     def encoder(self, channel: Channel) -> Encoder:
         """Return the sending end's memory of a channel."""
-        return Encoder(self.wire_dtype if channel.kind in OF_MICRO_BATCHES else None)
+        return Encoder(on_wire(channel.kind, self.wire_dtype))
 
     def decoder(self, channel: Channel) -> Decoder:
         """Return the receiving end's memory of a channel."""
-        return Decoder(self.wire_dtype if channel.kind in OF_MICRO_BATCHES else None, self.device)
+        return Decoder(on_wire(channel.kind, self.wire_dtype), self.device)
 
 
 class Transport(ABC):

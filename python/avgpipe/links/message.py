@@ -49,10 +49,19 @@ class Message(str, Enum):
     REFERENCE_UPDATE = "V", "the update"
 
 
-# Part of every micro-batch's training. They alone may travel in a narrower dtype.
+# Part of every micro-batch's training.
 OF_MICRO_BATCHES = frozenset(
     (Message.ACTIVATION, Message.GRADIENT, Message.SKIP_ACTIVATION, Message.SKIP_GRADIENT)
 )
+
+
+def on_wire(kind: Message, wire_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype in which a kind of message travels; None: its own.
+
+    Gradients of tied weights, which no loss scale protects any more, would be lost in float16.
+    """
+    narrow = kind in OF_MICRO_BATCHES or (kind is Message.TIED_GRADIENTS and wire_dtype is torch.bfloat16)
+    return wire_dtype if narrow else None
 
 
 class Key(NamedTuple):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from avgpipe.device import LaneStream
 from avgpipe.elastic import Reference, Version
 from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Key, Message
+from avgpipe.links.message import Key, Message, on_wire
 from avgpipe.runtime.compute import BatchState, Port, Step
 from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.loss import NonfiniteNotice
@@ -54,6 +54,8 @@ class Update:
         self.skipped = 0  # updates
         # Parameters whose gradient norm another, earlier stage counts.
         self._foreign = {p for other, mine in shared.items() if other < route.stage for p in mine}
+        self._narrow = on_wire(Message.TIED_GRADIENTS, options.wire_dtype)
+        self._travels = self._on_several_ranks() if self._narrow else set()
 
     def perform(self, state: BatchState, step: Step, needed: Collection[Version]) -> None:
         """Perform a step. ``needed``: the versions of the weights that other batches need."""
@@ -128,11 +130,28 @@ class Update:
 
     def _send_tied(self, step: Step) -> None:
         grads = [p.grad for p in self._trained.arena.parameters]
+        for p in self._travels:
+            if (grad := grads[p]) is not None:
+                # as the others get it, or sums would differ from stage to stage
+                grad.copy_(grad.to(self._narrow))
         for other, mine in self._shared.items():
             for to in self._route.placement.receivers_of(self._route.replica, other):
                 # a copy: the sum is written over these before a neighbour in this process has read them
                 copies = [None if (grad := grads[p]) is None else grad.clone() for p in mine]
                 self._port.send(Message.TIED_GRADIENTS, to, step.batch, step.micro_batch, copies)
+
+    def _on_several_ranks(self) -> set[int]:
+        """Return the parameters of this stage whose holders are not all at one rank; all of them find the same."""
+        placement, stage = self._route.placement, self._route.stage
+        ranks = {
+            k: {placement.rank_of(n) for n in placement.replicas_of(k, self._route.pipeline)}
+            for k in (stage, *self._shared)
+        }
+        holders: dict[int, set[int]] = {}
+        for other, mine in self._shared.items():
+            for p in mine:
+                holders.setdefault(p, set(ranks[stage])).update(ranks[other])
+        return {p for p, held in holders.items() if len(held) > 1}
 
     def _sum_tied(self, step: Step) -> None:
         parameters = self._trained.arena.parameters
