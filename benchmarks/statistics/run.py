@@ -16,7 +16,8 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice, pairwise
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 import avgpipe
 from avgpipe.workloads import BuildOptions, Workload, build_workload
@@ -31,6 +33,7 @@ from avgpipe.workloads.training import Recipe
 from benchmarks.common.record import say
 
 VALIDATIONS, VALID_BATCHES = 20, 12
+STAGES = 6  # where what is learnt depends on them; fewer where there are fewer layers
 MICRO_BATCHES = 4  # of a batch, whoever shares it: batch norms see as many samples at once
 
 
@@ -45,10 +48,10 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "gpt": Case("wikitext-2", 500, "gpt"),
-    "awd-lstm": Case("wikitext-2", 340, "awd_lstm"),
-    "gnmt": Case("multi30k-en-de", 440, "gnmt"),
-    "resnet": Case("cifar10-jpeg", 1900, "images"),
+    "gpt": Case("wikitext-2", 500, "gpt", lr=0.0028),
+    "awd-lstm": Case("wikitext-2", 340, "awd_lstm", lr=0.014),
+    "gnmt": Case("multi30k-en-de", 440, "gnmt", lr=0.0112),
+    "resnet": Case("cifar10-jpeg", 1900, "images", muon_lr=0.02),
 }
 
 
@@ -59,17 +62,21 @@ class Way:
     Attributes:
         parts: of a batch, each of which makes an update, with the rate for so small a batch.
         lr: what the rate is multiplied with.
+        narrow: whether all that goes from layer to layer, and back, is rounded to bfloat16, as if each were a stage.
         plan: options of the plan.
     """
 
     parts: int = 1
     lr: float = 1.0
     optimizer: str | None = None
+    narrow: bool = False
     plan: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, parts: int = 1, lr: float = 1.0, optimizer: str | None = None, **plan: Any) -> Way:
-        return cls(parts, lr, optimizer, tuple(plan.items()))
+    def of(
+        cls, parts: int = 1, lr: float = 1.0, optimizer: str | None = None, narrow: bool = False, **plan: Any
+    ) -> Way:
+        return cls(parts, lr, optimizer, narrow, tuple(plan.items()))
 
 
 def _late(delay: int, correction: str | None) -> dict[str, Any]:
@@ -102,6 +109,15 @@ WAYS = {
         optimizer="muon", schedule="pipedream-2bw", correction="error-feedback"
     ),
     "muon, N = 4": Way.of(optimizer="muon", pipelines=4, rule="mean-gradient"),
+    "one, 16 bits": Way.of(narrow=True),
+    "N = 2, 16 bits": Way.of(pipelines=2, rule="mean-gradient", narrow=True),
+    "halves, predicted, 16 bits": Way.of(2, narrow=True, **_late(1, "predicted")),
+    # Whole batches, as many in flight as there are stages.
+    "pipedream": Way.of(schedule="pipedream", weights="stash", micro_batches=1, stages=STAGES),
+    "ea-pipe": Way.of(rule="easgd", pipelines=STAGES, micro_batches=1, batch="per-pipeline"),
+    "ea-pipe, lr x 2.4": Way.of(
+        lr=STAGES**0.5, rule="easgd", pipelines=STAGES, micro_batches=1, batch="per-pipeline"
+    ),
 }
 
 
@@ -132,19 +148,26 @@ def train(name: str, way: Way, seed: int, **on_ranks: Any) -> dict[str, Any]:
     recipe = replace(recipe, lr=base * way.lr / smaller, lr_scaling="none", epochs=1000)
     batches = case.batches * way.parts
     options = BuildOptions(max_batches=batches)
-    plan = avgpipe.Plan(**{"micro_batches": MICRO_BATCHES // way.parts, **dict(way.plan), **on_ranks})
+    asked = {"micro_batches": MICRO_BATCHES // way.parts, **dict(way.plan), **on_ranks}
+    if "stages" in asked:
+        asked["stages"] = min(asked["stages"], len(workload.layers))
+    plan = avgpipe.Plan(**asked)
     places = [batches * (n + 1) // VALIDATIONS for n in range(VALIDATIONS)]
+    places = [place - place % plan.batches_per_round for place in places]
     losses, seconds = [], 0.0
-    with avgpipe.Pipeline(
-        workload.layers,
-        plan,
-        loss_fn=workload.loss_fn,
-        loss_weight=workload.loss_weight,
-        optimizer=recipe.optimizer_for(options, workload.layers),
-        lr_scheduler=recipe.lr_scheduler_for(10**9, options),
-        clip_grad_norm=recipe.clip_grad_norm,
-        seed=seed,
-    ) as pipeline:
+    with (
+        narrowed(workload.layers if way.narrow else ()),
+        avgpipe.Pipeline(
+            workload.layers,
+            plan,
+            loss_fn=workload.loss_fn,
+            loss_weight=workload.loss_weight,
+            optimizer=recipe.optimizer_for(options, workload.layers),
+            lr_scheduler=recipe.lr_scheduler_for(10**9, options),
+            clip_grad_norm=recipe.clip_grad_norm,
+            seed=seed,
+        ) as pipeline,
+    ):
         source = endless(workload)
         valid = list(islice(workload.valid_batches(), VALID_BATCHES * way.parts))
         for count in (b - a for a, b in pairwise([0, *places])):
@@ -163,6 +186,35 @@ def train(name: str, way: Way, seed: int, **on_ranks: Any) -> dict[str, Any]:
         "apart": apart,
         "busy": timeline.worker_busy_fraction,
     }
+
+
+class _Narrow(torch.autograd.Function):
+    """A tensor as it is received after it has travelled as bfloat16, and its gradient likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.bfloat16().to(grad.dtype)
+
+
+@contextmanager
+def narrowed(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Round what these layers, but the last one, hand on."""
+
+    def round_all(layer: Any, inputs: Any, outputs: Any) -> Any:
+        return tree_map_only(
+            torch.Tensor, lambda x: _Narrow.apply(x) if x.is_floating_point() else x, outputs
+        )
+
+    hooks = [layer.register_forward_hook(round_all) for layer in list(layers)[:-1]]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def endless(workload: Workload) -> Iterator[Any]:
