@@ -44,6 +44,9 @@ from benchmarks.papers.runs import emulation, measure
 ROWS = (
     *("data parallel", "GPipe", "DAPPLE", "PipeDream", "PipeDream-2BW", "EA-Pipe", "zero bubble"),
     *("AvgPipe, best", "AvgPipe (P), best", "AvgPipe (G), best", "AvgPipe, a pipeline on each host"),
+    *("AvgPipe, 16 bits, best", "AvgPipe (P), 16 bits, best", "AvgPipe (G), 16 bits, best"),
+    *("GPipe, 16 bits", "DAPPLE, 16 bits", "PipeDream, 16 bits", "PipeDream-2BW, 16 bits"),
+    "zero bubble, 16 bits",
 )
 ALL = "all"  # in place of the names of rows
 _DEVICES = {"all": "all devices", "best": "as many devices as are best"}
@@ -78,6 +81,7 @@ def described(model: str, batch_size: int, row: dict[str, Any], measured: dict[s
         "plan": row["plan"],
         "updates": row["updates"],
         "period": row["period"],
+        "wire_bits": row["wire_bits"],
     }
 
 
@@ -140,7 +144,7 @@ def _case(cases: list[dict[str, Any]], case: dict[str, Any]) -> dict[str, Any]:
 
 def _key(case: dict[str, Any], row: dict[str, Any]) -> str:
     """What rows have in common that are measured alike."""
-    alike = ("plan", "updates", "period", "scale", "slower")
+    alike = ("plan", "updates", "period", "wire_bits", "scale", "slower")
     return json.dumps([case["model"], case["batch_size"], *(row[name] for name in alike)])
 
 

@@ -27,7 +27,7 @@ from benchmarks.common.namespaces import network
 from benchmarks.common.rows import OurRow, Task, measure_rows
 from benchmarks.common.schedules import timed
 from benchmarks.papers.cluster import BETWEEN_BYTES_PER_S, DEVICES, HOSTS, cluster
-from benchmarks.papers.forecast import Contest, StageWork
+from benchmarks.papers.forecast import FLOAT_BITS, Contest, StageWork
 from benchmarks.papers.stages import optimizer_of, scaled, stages_of
 
 ON_EACH_HOST = "a pipeline on each host"
@@ -54,6 +54,7 @@ class Emulation:
         period: Of the averages between hosts; 1 where there are none.
         scale: What bytes and rates are divided by.
         slower: What seconds are multiplied with, and rates divided by.
+        wire_bits: Of a number that travels between stages.
     """
 
     plan: Plan
@@ -63,6 +64,7 @@ class Emulation:
     period: int = 1
     scale: float = 1.0
     slower: float = 1.0
+    wire_bits: int = FLOAT_BITS
 
     @property
     def travels(self) -> bool:
@@ -110,12 +112,13 @@ def emulation(contest: Contest, row: dict[str, Any], scale: float = 0, slower: f
     cut, updates = tuple(int(first) for first in plan.partition or ()), row["updates"]
     on_host = row["system"].endswith(ON_EACH_HOST)
     net = cluster(None, hosts=1 if on_host else HOSTS)
-    works = contest.problem(plan, net, HOSTS if on_host else updates).stages(cut)
+    bits = row["wire_bits"]
+    works = contest.problem(plan, net, HOSTS if on_host else updates, bits).stages(cut)
     plan = replace(plan, partition=tuple(range(1, plan.stages)) or None)
     if on_host:
         each = plan.micro_batches
         plan = replace(plan, pipelines=HOSTS, micro_batches=HOSTS * each, spread=True, period=row["period"])
-    made = Emulation(plan, tuple(works), row["batch_s"], updates, row["period"])
+    made = Emulation(plan, tuple(works), row["batch_s"], updates, row["period"], wire_bits=bits)
     made = replace(made, scale=scale or (_scale(works) if made.travels else 1))
     host_s = (_ACTION_S * made.actions + _BYTE_S * made.summed_bytes) / _SHARE
     least = max(host_s / made.batch_s, _LEAST_SLOWER if made.batch_s < _QUICK_S else 1)
@@ -133,7 +136,13 @@ def _scale(works: Sequence[StageWork]) -> int:
 
 
 def worker(
-    plan: str, works: Sequence[dict[str, Any]], updates: int, rounds: int, batches: int, timeout_s: float
+    plan: str,
+    works: Sequence[dict[str, Any]],
+    updates: int,
+    wire_bits: int,
+    rounds: int,
+    batches: int,
+    timeout_s: float,
 ) -> dict[str, Any]:
     """Measure a row as a rank."""
     torch.set_num_threads(1)
@@ -147,7 +156,9 @@ def worker(
     count = updates * asked.micro_batches
     optimizer = partial(optimizer_of, stages, asked)
     task = Task(torch.ones(count, 1), torch.zeros(count, 1), mean_loss, optimizer)
-    row = OurRow("row", task, stages_of(stages), asked, per_batch=updates, timeout_s=timeout_s)
+    wire = torch.bfloat16 if wire_bits < FLOAT_BITS else None
+    options: dict[str, Any] = {"per_batch": updates, "wire_dtype": wire, "timeout_s": timeout_s}
+    row = OurRow("row", task, stages_of(stages), asked, **options)
     (measured,) = measure_rows([row], rounds, batches, progress)
     timeline = row.timeline
     assert timeline is not None, "rounds leave their last one's"
@@ -206,6 +217,7 @@ def measure(made: Emulation, rounds: int, batches: int) -> dict[str, Any]:
         "plan": made.measured.to_json(),
         "works": [asdict(work) for work in made.stages],
         "updates": made.updates,
+        "wire_bits": made.wire_bits,
         "rounds": rounds,
         "batches": batches,
         "timeout_s": timeout_s,

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.record import write_record
+from benchmarks.papers.forecast import FLOAT_BITS
 from benchmarks.tables.markdown import duration
 
 Losses = Sequence[tuple[int, float]]
@@ -99,12 +100,13 @@ def reached(losses: Iterable[Losses], target: float) -> Samples:
 def way_of(row: dict[str, Any], known: Iterable[str]) -> str | None:
     """Return the way of training that is a row's of the emulated cluster; None where nobody has trained it."""
     system = row["system"]
-    for mark in (" (G)", " (P)"):
+    bits = f", {row['wire_bits']} bits" * (row["wire_bits"] < FLOAT_BITS)
+    for mark in (" (G)", " (P)", bits):
         system = system.replace(mark, "")
     if system == "AvgPipe, best":
         system = row["way"]
     name = system.removeprefix("AvgPipe").lstrip(", ")
-    return next((way for way in WAYS.get(name, ()) if way in known), None)
+    return next((way + bits for way in WAYS.get(name, ()) if way + bits in known), None)
 
 
 def joined(
