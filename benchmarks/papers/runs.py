@@ -26,7 +26,7 @@ from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
 from benchmarks.common.namespaces import network
 from benchmarks.common.rows import OurRow, Task, measure_rows
 from benchmarks.common.schedules import timed
-from benchmarks.papers.cluster import BETWEEN_BYTES_PER_S, DEVICES, HOSTS, cluster
+from benchmarks.papers.cluster import BITS_PER_S, DEVICES, HOSTS, cluster
 from benchmarks.papers.forecast import FLOAT_BITS, Contest, StageWork
 from benchmarks.papers.stages import optimizer_of, scaled, stages_of
 
@@ -86,7 +86,7 @@ class Emulation:
 
     @property
     def rate_bits_per_s(self) -> float:
-        return 8 * BETWEEN_BYTES_PER_S / self.scale / self.slower
+        return BITS_PER_S / self.scale / self.slower
 
     @property
     def measured(self) -> Plan:

@@ -84,7 +84,7 @@ def _late(delay: int, correction: str | None) -> dict[str, Any]:
     return {"schedule": "pipedream", "advance": delay, "correction": correction}
 
 
-TIMES = (0.5, 0.7, 1.4, 2.0, 2.8, 4.0)  # the preset's rate, to find the best
+TIMES = (0.5, 0.7, 1.4, 2.0, 2.8, 4.0, 8.0)  # the preset's rate, to find the best
 WAYS = {
     "one": Way.of(),
     **{f"one, lr x {by:g}": Way.of(lr=by) for by in TIMES},

@@ -6,11 +6,11 @@ import pytest
 
 from avgpipe.plan import Plan
 from avgpipe.planning import steady_batch_s
-from benchmarks.papers.cluster import cluster, profile_of
+from benchmarks.papers.cluster import BETWEEN_BYTES_PER_S, cluster, profile_of
 from benchmarks.papers.forecast import Contest, OnHosts, average_s, plans, rows, summary, table, tell_s
 from benchmarks.papers.models import MODELS, PaperLayer, PaperModel, Product, SharedWeights
 
-PEAK, LINE = 0.7 * 15.7e12, 125e6
+PEAK, LINE = 0.7 * 15.7e12, BETWEEN_BYTES_PER_S
 
 
 def chain_of(layers, flops, cut_bytes, shared=()):
@@ -48,7 +48,7 @@ def test_pipelines_share_the_batch():
     problem = on_hosts(model, Plan(stages=6, pipelines=2, micro_batches=8))
     cut = (1, 2, 3, 4, 5)
     each = Plan(stages=6, micro_batches=4).build_schedule()
-    assert problem.forecast(cut).batch_s == pytest.approx(
+    assert 2 * problem.seconds(cut) == pytest.approx(
         2 * steady_batch_s(each, problem.costs(cut), pipelines=2)
     )
     assert problem.device_s(cut) == pytest.approx(24 * 3e9 / PEAK, rel=0.01)
@@ -188,3 +188,19 @@ def test_every_system_is_a_row_and_says_what_binds():
     assert "24.2 M parameters in 5 layers" in summary(model)[0]
     limit = dict(found)["GPipe"].memory_bytes
     assert all(f is None or f.memory_bytes <= limit for name, f in found if "(G)" in name)
+
+
+def test_half_the_bits_take_half_the_time_on_a_line():
+    model, cut = chain_of(6, 1e6, 10_000.0, (SharedWeights((0, 5), 10**6),)), (1, 2, 3, 4, 5)
+    plan = Plan.for_system("dapple", stages=6, micro_batches=4)
+    wide, narrow = (OnHosts(profile_of(model), plan, 24, cluster(), bits).line_s(cut) for bits in (32, 16))
+    assert narrow == pytest.approx(wide / 2)
+    found = Contest(model, profile_of(model)).quickest("DAPPLE", workers=6, wire_bits=16)
+    assert (found.wire_bits, found.described[-9:]) == (16, ", 16 bits")
+
+
+def test_plans_that_have_something_in_hand_are_chosen_among_equals():
+    model, cut = chain_of(6, 1e6, 10_000.0), (1, 2, 3, 4, 5)
+    few, many = (Plan(stages=6, micro_batches=12, advance=advance) for advance in (0, (5, 4, 3, 2, 1, 0)))
+    seconds = [on_hosts(model, plan).forecast(cut).batch_s for plan in (few, many)]
+    assert seconds[1] < seconds[0]

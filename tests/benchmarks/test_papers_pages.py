@@ -12,8 +12,10 @@ from benchmarks.papers.forecast import Outcome
 from benchmarks.tables import papers
 from tests.benchmarks.test_papers_runs import row_of
 
-GPIPE = Outcome(Plan.for_system("gpipe", stages=2, micro_batches=2, partition=[3]), 0.2, 0.1, 0.1, 2**30)
-BEST = Outcome(Plan(stages=2, pipelines=2, micro_batches=4, partition=[3]), 0.1, 0.1, 0.1, 2**29, way="N = 2")
+GPIPE = Outcome(Plan.for_system("gpipe", stages=2, micro_batches=2, partition=[3]), 0.2, 0.2, 0.1, 0.1, 2**30)
+BEST = Outcome(
+    Plan(stages=2, pipelines=2, micro_batches=4, partition=[3]), 0.1, 0.1, 0.1, 0.1, 2**29, way="N = 2"
+)
 
 
 def listed(outcome, system):

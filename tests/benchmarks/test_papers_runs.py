@@ -138,7 +138,9 @@ def row_of(outcome, system="GPipe"):
 
 def made(plan, system="GPipe", batch_s=1.0, cut_bytes=1000.0, **options):
     model = chain_of(6, 1e9, cut_bytes)
-    return emulation(contest_of(model), row_of(Outcome(plan, batch_s, 0.0, 0.0, 0.0, **options), system))
+    return emulation(
+        contest_of(model), row_of(Outcome(plan, batch_s, batch_s, 0.0, 0.0, 0.0, **options), system)
+    )
 
 
 def test_weights_are_few_and_bytes_true_where_none_travel():
@@ -222,7 +224,7 @@ def test_utilisation_is_of_the_middle_half_and_counts_overlaps_once():
 )
 def test_the_real_runtime_drives_the_cluster(plan, system, options):
     model = chain_of(6, 1e9, 1000.0)
-    outcome = Outcome(plan, 0.02, 0.0, 0.0, 0.0, **options)
+    outcome = Outcome(plan, 0.02, 0.02, 0.0, 0.0, 0.0, **options)
     found = measure(emulation(contest_of(model), row_of(outcome, system), slower=1), rounds=1, batches=1)
     workers = 6 if options else 3
     assert len(found["samples_s"]) == 1
