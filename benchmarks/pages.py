@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.tables import operators, papers, pipelines, plans, training
+from benchmarks.tables import operators, papers, pipelines, plans, statistics, training
 from benchmarks.tables.markdown import Record, table
 
 ROOT = Path(__file__).parents[1]
@@ -113,6 +113,8 @@ TABLES: dict[str, Callable[..., str]] = {
         *(plans.tuning_time, plans.finals, plans.large_plans),
         *(papers.papers_batches, papers.papers_memory, papers.papers_busy, papers.papers_epochs),
         *(papers.papers_plans, papers.papers_batch_sizes, papers.papers_scales, papers.papers_targets),
+        *(statistics.statistics_passes, statistics.statistics_losses),
+        *(statistics.statistics_targets, statistics.statistics_search),
     )
 }
 

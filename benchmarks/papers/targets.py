@@ -4,36 +4,31 @@
 
 Joins seconds per epoch (``benchmarks.papers.emulated``) with samples to a target (``benchmarks.statistics.run``, a line
 a run: workload, way, seed, losses by samples). Samples to a target are those at which the line through the validation
-losses first crosses it; over seeds, the median and the range.
+losses first crosses it.
 
 The published data sets are far larger than the workloads that are trained, so the samples of a way count as multiples
-of those that one pipeline without delay needs in the median: its "passes". Time to target is seconds per epoch x
-epochs that one pipeline needs (--epochs, by default one) x passes; ratios of systems depend on neither. What was not
-trained, or did not reach the target in most of the seeds, has no time.
+of those that one pipeline without delay needs with the same seed, its "passes": over seeds, the median and the range.
+Time to target is seconds per epoch x epochs that one pipeline needs (--epochs, by default one) x passes; ratios of
+systems depend on neither. What was not trained, or did not reach the target in most of the seeds, has no time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.record import write_record
 from benchmarks.papers.forecast import FLOAT_BITS
+from benchmarks.statistics.samples import BASELINE, Ways, by_way, passes_to, target_of
 from benchmarks.tables.markdown import duration
 
-Losses = Sequence[tuple[int, float]]
-BASELINE = "one"
-SLACK = 0.005  # above what the baseline ends with, that a target is by default
 # By system, or by the way that was the best of AvgPipe's: ways of training, the first that is there. Nobody has trained
 # three pipelines where there are only those of four, which need more samples.
 WAYS: dict[str, tuple[str, ...]] = {
@@ -54,49 +49,6 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Samples(NamedTuple):
-    """Samples to a target, over seeds; infinity where it was not reached."""
-
-    median: float
-    least: float
-    most: float
-
-    def over(self, samples: float) -> Samples:
-        return Samples(*(value / samples for value in self))
-
-
-def samples_to(losses: Losses, target: float) -> float:
-    """Return the samples at which the loss first is at most ``target``, between two validations on a straight line.
-
-    A first validation below the target counts as it stands; infinity where no validation reaches it.
-    """
-    if losses and losses[0][1] <= target:
-        return float(losses[0][0])
-    for (before, above), (after, below) in pairwise(losses):
-        if below <= target:
-            return before + (after - before) * (above - target) / (above - below)
-    return inf
-
-
-def by_way(runs: Iterable[dict[str, Any]], workload: str) -> dict[str, list[Losses]]:
-    """Return the losses of each way of a workload, a list a seed."""
-    found: dict[str, list[Losses]] = defaultdict(list)
-    for run in runs:
-        if run["workload"] == workload:
-            found[run["way"]].append([(int(samples), float(loss)) for samples, loss, *_ in run["losses"]])
-    return dict(found)
-
-
-def target_of(ways: dict[str, list[Losses]], slack: float = SLACK) -> float:
-    """Return a target that the baseline reaches: the highest of its seeds' last losses, and so much more of it."""
-    return (1 + slack) * max(losses[-1][1] for losses in ways[BASELINE])
-
-
-def reached(losses: Iterable[Losses], target: float) -> Samples:
-    samples = [samples_to(of_seed, target) for of_seed in losses]
-    return Samples(statistics.median_high(samples), min(samples), max(samples))
-
-
 def way_of(row: dict[str, Any], known: Iterable[str]) -> str | None:
     """Return the way of training that is a row's of the emulated cluster; None where nobody has trained it."""
     system = row["system"]
@@ -109,9 +61,7 @@ def way_of(row: dict[str, Any], known: Iterable[str]) -> str | None:
     return next((way + bits for way in WAYS.get(name, ()) if way + bits in known), None)
 
 
-def joined(
-    case: dict[str, Any], ways: dict[str, list[Losses]], target: float, epochs: float = 1.0
-) -> list[dict[str, Any]]:
+def joined(case: dict[str, Any], ways: Ways, target: float, epochs: float = 1.0) -> list[dict[str, Any]]:
     """Return the time to target of each row of a case.
 
     Args:
@@ -120,15 +70,10 @@ def joined(
         target: A loss.
         epochs: That one pipeline without delay needs.
     """
-    baseline = reached(ways[BASELINE], target).median
-    if baseline == inf:
-        raise ValueError(
-            f"target {target:g}: way {BASELINE!r} does not reach it; give one of at least {target_of(ways, 0):g}"
-        )
     rows = []
     for row in case["rows"]:
         way = way_of(row, ways)
-        passes = None if way is None else reached(ways[way], target).over(baseline)
+        passes = None if way is None else passes_to(ways, way, target)
         times = {
             data: [_known(epoch_s * epochs * value) for value in passes] if passes else None
             for data, epoch_s in row["epoch_s"].items()

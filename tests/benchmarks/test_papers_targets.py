@@ -6,7 +6,8 @@ from math import inf
 import pytest
 
 from benchmarks.papers import targets
-from benchmarks.papers.targets import Samples, by_way, joined, reached, samples_to, table, target_of, way_of
+from benchmarks.papers.targets import joined, table, way_of
+from benchmarks.statistics.samples import by_way, passes_to, samples_to, target_of
 
 LOSSES = [(100, 4.0), (200, 3.0), (300, 3.5), (400, 2.0)]
 
@@ -36,13 +37,16 @@ def runs():
     return [*made, {"workload": "gpt", "way": "one", "seed": 0, "losses": [[1, 1.0]]}]
 
 
-def test_the_median_and_the_range_are_over_seeds():
+def test_passes_are_over_the_baseline_with_the_same_seed():
     ways = by_way(runs(), "gnmt")
     assert set(ways) == {"one", "2bw", "N = 4"}
-    assert reached(ways["one"], 3.0) == pytest.approx((210, 200, 220))
-    assert reached(ways["2bw"], 3.0) == pytest.approx((231, 220, 242))
-    assert reached(ways["N = 4"], 3.0).median == reached(ways["N = 4"], 3.0).most == inf
-    assert reached(ways["N = 4"], 3.0).least < 300
+    assert passes_to(ways, "one", 3.0) == (1, 1, 1)
+    assert passes_to(ways, "2bw", 3.0) == pytest.approx((1.1, 1.1, 1.1))
+    failed = passes_to(ways, "N = 4", 3.0)
+    assert failed.median == failed.most == inf
+    assert failed.least < 300 / 200
+    del ways["2bw"][2], ways["2bw"][1]
+    assert passes_to(ways, "2bw", 3.0) == pytest.approx((1.1, 1.1, 1.1))
 
 
 def test_a_target_is_one_that_the_baseline_reaches():
@@ -85,9 +89,9 @@ def test_time_to_target_is_seconds_per_epoch_times_passes():
         "rows": [row("GPipe"), row("PipeDream-2BW", epoch_s=50.0), row("PipeDream"), row("AvgPipe, N = 4")]
     }
     gpipe, late, untrained, failed = joined(case, by_way(runs(), "gnmt"), 3.0, epochs=2)
-    assert gpipe["passes"] == pytest.approx([1, 200 / 210, 220 / 210])
+    assert gpipe["passes"] == pytest.approx([1, 1, 1])
     assert gpipe["seconds_to_target"]["WMT"][0] == pytest.approx(120)
-    assert late["seconds_to_target"]["WMT"] == pytest.approx([110, 100 * 220 / 210, 100 * 242 / 210])
+    assert late["seconds_to_target"]["WMT"] == pytest.approx([110, 110, 110])
     assert untrained["passes"] is None
     assert failed["passes"][0] is None  # most seeds did not reach it
     assert failed["seconds_to_target"]["WMT"][0] is None
@@ -95,12 +99,10 @@ def test_time_to_target_is_seconds_per_epoch_times_passes():
 
 
 def test_a_target_that_the_baseline_misses_says_which_one_it_reaches():
-    with pytest.raises(ValueError, match=r"target 1: way 'one' does not reach it; give one of at least 2.2"):
-        joined({"rows": []}, by_way(runs(), "gnmt"), 1.0)
-
-
-def test_samples_are_told_as_multiples():
-    assert Samples(20.0, 10.0, inf).over(10) == Samples(2.0, 1.0, inf)
+    with pytest.raises(
+        ValueError, match=r"target 1: way 'one' does not .* every seed; give one of at least 2.2"
+    ):
+        passes_to(by_way(runs(), "gnmt"), "2bw", 1.0)
 
 
 def test_the_program_joins_files(tmp_path, monkeypatch, capsys):

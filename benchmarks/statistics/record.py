@@ -1,0 +1,97 @@
+"""Make one record of the runs of ``benchmarks.statistics.run``, and a picture of their validation losses.
+
+    python -m benchmarks.statistics.record RUNS.jsonl [--search SEARCH.jsonl] [--out FILE] [--picture FILE.png]
+
+``--search``: runs with other learning rates, which the record keeps beside the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from avgpipe.timeline.plot import dress, write_figure
+from benchmarks.common.record import write_record
+from benchmarks.statistics.run import CASES
+from benchmarks.statistics.samples import Ways, by_way
+
+_INK = "#333333"
+_COLORS = {
+    "one": "#333333",
+    "N = 2": "#2a6fb0",
+    "N = 4": "#7fb0dd",
+    "halves, predicted": "#3b8c5a",
+    "quarters, predicted": "#9ac7a8",
+    "2bw": "#c0453c",
+    "pipedream": "#c98a1b",
+    "muon": "#7a5aa6",
+    "muon, 2bw, error feedback": "#b9a3d6",
+}
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def runs_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return runs in the order of workloads, ways and seeds, their losses to a ten-thousandth."""
+    ways = list(dict.fromkeys(run["way"] for run in found))
+    ordered = sorted(found, key=lambda r: ([*CASES].index(r["workload"]), ways.index(r["way"]), r["seed"]))
+    return [
+        {
+            **{name: run[name] for name in ("workload", "way", "seed", "lr")},
+            "losses": [[samples, round(loss, 4)] for samples, loss, *_ in run["losses"]],
+        }
+        for run in ordered
+    ]
+
+
+def picture(found: list[dict[str, Any]], path: Path) -> Figure:
+    """A panel for each workload: losses by samples, a line for each seed."""
+    workloads = [name for name in CASES if any(run["workload"] == name for run in found)]
+    figure = Figure(figsize=(9.0, 3.2 * -(-len(workloads) // 2)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(-(-len(workloads) // 2), 2, squeeze=False).flat
+    for name, axes in zip(workloads, panels):
+        ways: Ways = by_way(found, name)
+        lowest = min(loss for seeds in ways.values() for losses in seeds.values() for _, loss in losses)
+        for way, color in _COLORS.items():
+            for n, losses in enumerate(ways.get(way, {}).values()):
+                axes.plot(*zip(*losses), color=color, linewidth=1.0, label=None if n else way)
+        last = max(losses[len(losses) // 4][1] for losses in ways["one"].values())
+        axes.set_ylim(lowest - 0.05 * (last - lowest), last)
+        dress(axes)
+        axes.set_title(name, loc="left", fontsize=9.5, color=_INK)
+        axes.set_xlabel("samples", fontsize=8, color=_INK)
+        axes.set_ylabel("validation loss", fontsize=8, color=_INK)
+    axes.legend(fontsize=7.5, frameon=False)
+    write_figure(figure, path, dpi=130)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--search", type=Path)
+    parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
+    parser.add_argument("--picture", type=Path)
+    asked = parser.parse_args()
+    found = runs_of(rows(asked.runs))
+    search = runs_of(rows(asked.search)) if asked.search else []
+    for run in search:
+        run["losses"] = run["losses"][-1:]
+    question = "samples to a target, of each way of training, beside one pipeline's"
+    write_record("statistics", question, {"runs": found, "search": search}, asked.out)
+    if asked.picture:
+        picture(found, asked.picture)
+
+
+if __name__ == "__main__":
+    main()

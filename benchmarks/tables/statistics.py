@@ -1,0 +1,99 @@
+"""What each way of training learns, and the samples that it needs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from math import inf
+
+from benchmarks.statistics.samples import BASELINE, Ways, by_way, passes_to, target_of
+from benchmarks.tables.markdown import Record, against, table
+
+_TWO, _FOUR = 1.03, 1.08
+BARS = {
+    "N = 2": _TWO,
+    "N = 4": _FOUR,
+    "halves, predicted": _TWO,
+    "halves, error feedback": _TWO,
+    "quarters, predicted": _FOUR,
+    "quarters, error feedback": _FOUR,
+    "muon, 2bw": _TWO,
+    "muon, 2bw, error feedback": _TWO,
+}
+"""Passes at most."""
+_MUON = "muon"
+
+
+def statistics_passes(record: Record) -> str:
+    """Samples to the target over one pipeline's with the same seed; with Muon, over one pipeline's with Muon."""
+    return _by_workload(record, _passes)
+
+
+def statistics_losses(record: Record) -> str:
+    """Validation losses at the end, mean of the seeds, and the distance between the highest and the lowest."""
+
+    def cell(ways: Ways, way: str) -> str:
+        ends = [losses[-1][1] for losses in ways[way].values()]
+        return f"{statistics.fmean(ends):.3f} ({max(ends) - min(ends):.3f})"
+
+    return _by_workload(record, cell)
+
+
+def statistics_targets(record: Record) -> str:
+    """The targets."""
+    rows = []
+    for name in _workloads(record):
+        ways = by_way(record["runs"], name)
+        lrs = {run["way"]: run["lr"] for run in record["runs"] if run["workload"] == name}
+        for baseline in (BASELINE, _MUON):
+            if baseline in ways:
+                target = target_of(ways, baseline=baseline)
+                rows.append((name, baseline, f"{lrs[baseline]:g}", f"{target:.3f}", len(ways[baseline])))
+    return table("workload | way | learning rate: | target: | seeds:", rows)
+
+
+def statistics_search(record: Record) -> str:
+    """Last losses by learning rate, of one pipeline."""
+    found: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for run in (*record["search"], *record["runs"]):
+        way = run["way"].partition(", lr")[0]
+        if way in (BASELINE, _MUON):
+            by_rate = found.setdefault((run["workload"], way), {})
+            by_rate.setdefault(round(run["lr"], 6), []).append(run["losses"][-1][1])
+    rows = []
+    for (name, way), by_rate in found.items():
+        ends = {lr: statistics.fmean(losses) for lr, losses in sorted(by_rate.items())}
+        best = min(ends.values())
+        cells = [
+            f"{lr:g}: {f'**{end:.3f}**' if end == best else f'{end:.3f}'}"
+            + f" ({len(by_rate[lr])})" * (len(by_rate[lr]) > 1)
+            for lr, end in ends.items()
+        ]
+        rows.append((name, way, ", ".join(cells)))
+    return table("workload | way | learning rate: last loss (seeds, where several)", rows)
+
+
+def _passes(ways: Ways, way: str) -> str:
+    baseline = _MUON if way.startswith(_MUON) and _MUON in ways else BASELINE
+    if way == baseline:
+        return "1"
+    found = passes_to(ways, way, target_of(ways, baseline=baseline), baseline)
+    if found.median == inf:
+        return "**never**" if way in BARS else "never"
+    text = against(found.median, most=BARS.get(way), digits=3)
+    ends = ["never" if end == inf else f"{end:.3f}" for end in (found.least, found.most)]
+    return text if ends[0] == ends[1] else f"{text} ({ends[0]} to {ends[1]})"
+
+
+def _by_workload(record: Record, cell: Callable[[Ways, str], str]) -> str:
+    names = _workloads(record)
+    found = {name: by_way(record["runs"], name) for name in names}
+    listed = list(dict.fromkeys(run["way"] for run in record["runs"]))
+    rows = [
+        (way, *(cell(found[name], way) if way in found[name] else "" for name in names)) for way in listed
+    ]
+    return table("way | " + " | ".join(f"{name}:" for name in names), rows)
+
+
+def _workloads(record: Record) -> list[str]:
+    return list(dict.fromkeys(run["workload"] for run in record["runs"]))
