@@ -67,7 +67,7 @@ FLOAT_BITS, NARROW_BITS = 32, 16  # that travel of a number
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 64)
 AVGPIPES = ("gnmt", "bert", "awd-lstm")
 BINDS = 0.9  # of a batch's time
-_varied_s = attrgetter("varied_s")
+_varied_s, _memory = attrgetter("varied_s"), attrgetter("memory_bytes")
 _SHAPES = (
     (2, 1),
     (3, 1),
@@ -201,7 +201,7 @@ class Outcome:
     Attributes:
         plan: Of a host, where ``period`` is not 1; else of all.
         batch_s: Simulated.
-        varied_s: The same where all times vary, by which plans are chosen.
+        varied_s: The same where all times vary, but no less: plans are chosen by it.
         device_s: What the busiest device computes.
         line_s: How long the busiest line is taken.
         memory_bytes: Of the device.
@@ -404,8 +404,18 @@ class Contest:
             return None
         best = min(found, key=_varied_s)
         on = problem(best.plan)
-        best = min(best, _outcome(on, CutSearch(on, on.limits).best()[0]), key=_varied_s)
+        best = _thrifty([best, _outcome(on, CutSearch(on, on.limits).best()[0])])
         return replace(best, wire_bits=wire_bits)
+
+
+def _thrifty(found: Iterable[Outcome]) -> Outcome:
+    """Return, of those that are nearly as quick as the quickest, the one that needs least memory.
+
+    For the cuts of one plan: smaller micro-batches need less, too, but leave less in hand.
+    """
+    outcomes = list(found)
+    least_s = min(map(_varied_s, outcomes))
+    return min((o for o in outcomes if o.varied_s <= _NEARLY * least_s), key=_memory)
 
 
 def _outcome(problem: OnHosts, cut: Cut) -> Outcome:
@@ -414,8 +424,9 @@ def _outcome(problem: OnHosts, cut: Cut) -> Outcome:
     # Exchanges of tied gradients delay what waits for them in the simulation, but leave the line to others; and the few
     # batches of several pipelines that it times may be quicker than all are.
     exact_s = problem.plan.shares * problem.seconds(cut)
-    seconds = [max(batch_s, line_s, device_s) for batch_s in (exact_s, forecast.batch_s)]
-    return Outcome(forecast.plan, *seconds, device_s, line_s, max(forecast.memory_bytes))
+    batch_s = max(exact_s, line_s, device_s)
+    varied_s = max(batch_s, forecast.batch_s)
+    return Outcome(forecast.plan, batch_s, varied_s, device_s, line_s, max(forecast.memory_bytes))
 
 
 def _repeated(outcome: Outcome, updates: int) -> Outcome:

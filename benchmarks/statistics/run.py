@@ -28,6 +28,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import avgpipe
+from avgpipe.runtime.model import layers_of
 from avgpipe.workloads import BuildOptions, Workload, build_workload
 from avgpipe.workloads.training import Recipe
 from benchmarks.common.record import say
@@ -149,16 +150,17 @@ def train(name: str, way: Way, seed: int, **on_ranks: Any) -> dict[str, Any]:
     batches = case.batches * way.parts
     options = BuildOptions(max_batches=batches)
     asked = {"micro_batches": MICRO_BATCHES // way.parts, **dict(way.plan), **on_ranks}
+    layers = layers_of(workload.layers)
     if "stages" in asked:
-        asked["stages"] = min(asked["stages"], len(workload.layers))
+        asked["stages"] = min(asked["stages"], len(layers))
     plan = avgpipe.Plan(**asked)
     places = [batches * (n + 1) // VALIDATIONS for n in range(VALIDATIONS)]
     places = [place - place % plan.batches_per_round for place in places]
     losses, seconds = [], 0.0
     with (
-        narrowed(workload.layers if way.narrow else ()),
+        narrowed(layers if way.narrow else ()),
         avgpipe.Pipeline(
-            workload.layers,
+            layers if way.narrow else workload.layers,
             plan,
             loss_fn=workload.loss_fn,
             loss_weight=workload.loss_weight,
