@@ -63,6 +63,7 @@ class Way:
     Attributes:
         parts: of a batch, each of which makes an update, with the rate for so small a batch.
         lr: what the rate is multiplied with.
+        warmup: of the batches, at the beginning, in which the pipelines wait for each other.
         narrow: whether all that goes from layer to layer, and back, is rounded to bfloat16, as if each were a stage.
         plan: options of the plan.
     """
@@ -70,14 +71,21 @@ class Way:
     parts: int = 1
     lr: float = 1.0
     optimizer: str | None = None
+    warmup: float = 0.0
     narrow: bool = False
     plan: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def of(
-        cls, parts: int = 1, lr: float = 1.0, optimizer: str | None = None, narrow: bool = False, **plan: Any
+        cls,
+        parts: int = 1,
+        lr: float = 1.0,
+        optimizer: str | None = None,
+        warmup: float = 0.0,
+        narrow: bool = False,
+        **plan: Any,
     ) -> Way:
-        return cls(parts, lr, optimizer, narrow, tuple(plan.items()))
+        return cls(parts, lr, optimizer, warmup, narrow, tuple(plan.items()))
 
 
 def _late(delay: int, correction: str | None) -> dict[str, Any]:
@@ -91,6 +99,8 @@ WAYS = {
     **{f"one, lr x {by:g}": Way.of(lr=by) for by in TIMES},
     "N = 2": Way.of(pipelines=2, rule="mean-gradient"),
     "N = 4": Way.of(pipelines=4, rule="mean-gradient"),
+    "N = 2, warm-up": Way.of(warmup=0.2, pipelines=2, rule="mean-gradient"),
+    "N = 4, warm-up": Way.of(warmup=0.2, pipelines=4, rule="mean-gradient"),
     "N = 2, avgpipe": Way.of(pipelines=2, rule="avgpipe", alpha=1.0),
     "N = 4, avgpipe": Way.of(pipelines=4, rule="avgpipe", alpha=1.0),
     "halves, delay 1": Way.of(2, **_late(1, None)),
@@ -150,6 +160,8 @@ def train(name: str, way: Way, seed: int, **on_ranks: Any) -> dict[str, Any]:
     batches = case.batches * way.parts
     options = BuildOptions(max_batches=batches)
     asked = {"micro_batches": MICRO_BATCHES // way.parts, **dict(way.plan), **on_ranks}
+    if way.warmup:
+        asked["warmup_rounds"] = round(way.warmup * batches)
     layers = layers_of(workload.layers)
     if "stages" in asked:
         asked["stages"] = min(asked["stages"], len(layers))

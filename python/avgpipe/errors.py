@@ -27,10 +27,10 @@ class CheckpointError(PipelineError, ValueError):
     """A checkpoint is missing, damaged, or belongs to another model."""
 
 
-def check_count(name: str, value: object) -> None:
-    """Raise ValueError unless ``value`` is an int of at least 1."""
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r}: must be an int of at least 1")
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Raise ValueError unless ``value`` is an int of at least ``least``."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}={value!r}: must be an int of at least {least}")
 
 
 def nearest(name: str, valid: list[str] | tuple[str, ...]) -> str:

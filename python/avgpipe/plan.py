@@ -51,6 +51,8 @@ class Plan:
             ``period`` nor an asynchronous ``staleness`` asks for more, else "avgpipe".
         staleness: 0, 1 or "asynchronous", how old the reference may be that a pipeline is pulled to.
         period: updates of a pipeline in a round of averaging.
+        warmup_rounds: rounds at the beginning of training that have staleness 0, of rule "mean-gradient"; with a
+            global batch, so many batches. Worth having where the learning rate is high: gradients change quickly then.
         recompute: which micro-batches store only their stage's input and run the forward again before the backward:
             "never", "always", or "except-last" (all but the last micro-batch, as its backward comes soonest).
         weights: which version of the weights a batch runs on; None: what the schedule was published with. "flush": the
@@ -86,6 +88,7 @@ class Plan:
     rule: str | None = None
     staleness: int | str = 1
     period: int = 1
+    warmup_rounds: int = 0
     recompute: str = "never"
     weights: str | None = None
     replication: Sequence[int] | None = None
@@ -111,7 +114,9 @@ class Plan:
             )
             object.__setattr__(self, "rule", suited)
         assert self.rule is not None
-        Elasticity.checked(self.pipelines, self.alpha, self.rule, self.staleness, self.period)
+        Elasticity.checked(
+            self.pipelines, self.alpha, self.rule, self.staleness, self.period, self.warmup_rounds
+        )
         self._check_partition()
         schedule = self.build_schedule()
         if self.weights is None:

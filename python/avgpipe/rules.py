@@ -122,10 +122,16 @@ class Elasticity:
     alpha: float
     staleness: int | str
     period: int
+    warmup_rounds: int = 0
 
     @staticmethod
     def checked(
-        replicas: int, alpha: float | None, rule: str, staleness: int | str, period: int
+        replicas: int,
+        alpha: float | None,
+        rule: str,
+        staleness: int | str,
+        period: int,
+        warmup_rounds: int = 0,
     ) -> Elasticity:
         """The options with the default of ``alpha`` filled in; ValueError or TypeError for a wrong one."""
         check_count("replicas", replicas)
@@ -143,6 +149,12 @@ class Elasticity:
                 f"rule {rule!r} with alpha {alpha}, staleness {staleness!r} and period {period}: it steps the "
                 "reference once for each round of gradients; leave out alpha and period, and give staleness 0 or 1"
             )
+        check_count("warmup_rounds", warmup_rounds, least=0)
+        if warmup_rounds and replicas > 1 and not RULES[rule].tries:
+            raise ValueError(
+                f"warmup_rounds={warmup_rounds} with rule {rule!r}: only rule 'mean-gradient' can begin with rounds of "
+                "staleness 0; leave it out"
+            )
         if alpha is None:
             alpha = RULES[rule].beta / replicas if replicas > 1 else RULES[rule].alone
             alpha = 1 if RULES[rule].tries else alpha
@@ -152,7 +164,7 @@ class Elasticity:
             raise ValueError(
                 f"alpha must be from 0 (no elasticity) to 1 (replicas restart at z), not {alpha!r}"
             )
-        return Elasticity(replicas, rule, float(alpha), staleness, period)
+        return Elasticity(replicas, rule, float(alpha), staleness, period, warmup_rounds)
 
     def warn_of_overshooting(self) -> None:
         """Warn of an elasticity with which z moves beyond the replicas."""
@@ -174,10 +186,13 @@ class Elasticity:
     def asynchronous(self) -> bool:
         return self.staleness == "asynchronous"
 
-    @property
-    def pulls_at_the_end(self) -> bool:
-        """The step that completes a round moves the weights of all replicas."""
-        return self.coefficients.joins and self.staleness == 0 and self.alpha != 0
+    def synchronous(self, number: int) -> bool:
+        """Whether this round, from 0, has staleness 0."""
+        return self.staleness == 0 or number < self.warmup_rounds
+
+    def pulls_at_the_end(self, number: int) -> bool:
+        """The step that completes this round, from 0, moves the weights of all replicas."""
+        return self.coefficients.joins and self.synchronous(number) and self.alpha != 0
 
     @property
     def force(self) -> tuple[float, int]:

@@ -27,9 +27,16 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-def made(N: int, kind: str, staleness: int) -> tuple[Reference, list[nn.Sequential], list[ElasticAveraging]]:
+def made(
+    N: int, kind: str, staleness: int, warmup_rounds: int = 0
+) -> tuple[Reference, list[nn.Sequential], list[ElasticAveraging]]:
     start, make = model(), MAKE[kind]
-    reference = Reference(start.parameters(), N, rule="mean-gradient", staleness=staleness, outer=make)
+    options: dict[str, Any] = {
+        "rule": "mean-gradient",
+        "staleness": staleness,
+        "warmup_rounds": warmup_rounds,
+    }
+    reference = Reference(start.parameters(), N, outer=make, **options)
     replicas = [copy.deepcopy(start) for _ in range(N)]
     optimizers = [
         ElasticAveraging(make(r.parameters()), reference, replica=i) for i, r in enumerate(replicas)
@@ -42,10 +49,12 @@ def loss_of(net: nn.Module, seed: int) -> torch.Tensor:
     return net(torch.randn(6, 4, dtype=torch.float64, generator=draw)).square().mean()
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(("staleness", "warmup_rounds"), [(0, 0), (1, 0), (1, 1), (1, 4)])
 @pytest.mark.parametrize("kind", MAKE)
-def test_z_steps_by_the_mean_and_replicas_from_z_by_their_own(kind: str, staleness: int) -> None:
-    reference, replicas, optimizers = made(3, kind, staleness)
+def test_z_steps_by_the_mean_and_replicas_from_z_by_their_own(
+    kind: str, staleness: int, warmup_rounds: int
+) -> None:
+    reference, replicas, optimizers = made(3, kind, staleness, warmup_rounds)
     slow, slow_replicas = model(), [model() for _ in range(3)]
     slow_optimizer = MAKE[kind](slow.parameters())
     for step in range(6):
@@ -69,7 +78,8 @@ def test_z_steps_by_the_mean_and_replicas_from_z_by_their_own(kind: str, stalene
         for p, *gs in zip(slow.parameters(), *gradients):
             p.grad = sum(gs) / 3
         slow_optimizer.step()
-        slow_replicas = trials if staleness else [copy.deepcopy(slow) for _ in range(3)]
+        waits = staleness == 0 or step < warmup_rounds
+        slow_replicas = [copy.deepcopy(slow) for _ in range(3)] if waits else trials
         for z, expected in zip(reference.parameters, slow.parameters(), strict=True):
             torch.testing.assert_close(z, expected.detach(), rtol=1e-11, atol=1e-11)
         for mine, theirs in zip(replicas, slow_replicas):
@@ -122,6 +132,20 @@ def test_what_has_no_gradient_anywhere_makes_no_step() -> None:
         optimizers[i].step()
     assert torch.equal(reference.parameters[3], model()[2].bias)
     assert not torch.equal(reference.parameters[2], model()[2].weight)
+
+
+def test_rounds_of_the_warm_up_wait() -> None:
+    _, replicas, optimizers = made(2, "sgd", 1, warmup_rounds=1)
+    for i in (0, 1, 1):
+        assert optimizers[i].ready
+        loss_of(replicas[i], i).backward()
+        optimizers[i].step()
+        assert optimizers[i].settled is (i == 1)
+        assert optimizers[0].settled is (i == 1)
+    with pytest.raises(ValueError, match="warmup_rounds=3 with rule 'easgd': only rule 'mean-gradient'"):
+        Reference(model().parameters(), 2, rule="easgd", warmup_rounds=3)
+    with pytest.raises(ValueError, match="warmup_rounds=-1: must be an int of at least 0"):
+        Reference(model().parameters(), 2, rule="mean-gradient", outer=MAKE["sgd"], warmup_rounds=-1)
 
 
 def test_it_needs_an_optimizer_for_the_reference() -> None:

@@ -116,7 +116,8 @@ def emulate_one_optimizer(
         for p, *gs in zip(reference.parameters(), *gradients):
             p.grad = sum(gs) / N
         optimizer.step()
-        replicas = trials if case.get("staleness", 1) == 1 else [copy.deepcopy(reference) for _ in range(N)]
+        waits = case.get("staleness", 1) == 0 or len(losses) <= case.get("warmup_rounds", 0)
+        replicas = [copy.deepcopy(reference) for _ in range(N)] if waits else trials
     return losses, reference.state_dict(), [r.state_dict() for r in replicas]
 
 
@@ -136,6 +137,9 @@ CASES: list[dict[str, Any]] = [
     {"N": 2, "M": 4, "rule": "mean-gradient", "staleness": 0, "optimizer": "adamw"},
     {"N": 2, "M": 4, "rule": "mean-gradient", "optimizer": "adamw", "spread": True},
     {"N": 2, "M": 4, "rule": "mean-gradient", "optimizer": "sgd", "replication": True},
+    {"N": 3, "M": 5, "rule": "mean-gradient", "optimizer": "adamw", "warmup_rounds": 3},
+    {"N": 2, "M": 4, "rule": "mean-gradient", "optimizer": "adamw", "warmup_rounds": 8, "spread": True},
+    {"N": 2, "M": 4, "rule": "mean-gradient", "optimizer": "adamw", "warmup_rounds": 4, "spread": True},
 ]
 NOT_OF_THE_PLAN = ("N", "M", "optimizer", "replication")
 

@@ -145,7 +145,8 @@ class ElasticAveraging(torch.optim.Optimizer):
         False only with rule avgpipe and staleness 0, from this replica's contribution to that of all others.
         """
         reference = self.reference
-        return not (reference.elasticity.pulls_at_the_end and self.replica in reference._contributed)
+        pulls = reference.elasticity.pulls_at_the_end(reference.round)
+        return not (pulls and self.replica in reference._contributed)
 
     @property
     def _finishes(self) -> bool:

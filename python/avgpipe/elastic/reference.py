@@ -70,6 +70,8 @@ class Reference:
             "asynchronous": as 1 with whatever z is there, and an update is applied on arrival (not reproducible).
             Rule easgd uses z from before the round with 0 and 1 alike.
         period: Local steps tau in a round.
+        warmup_rounds: Of rule mean-gradient, rounds at the beginning that have staleness 0 whatever ``staleness`` is:
+            while gradients change quickly, those of old weights cost most.
         outer: A function from parameters to an optimizer that steps z, with -(1/N) sum_i d_i (easgd: -sum_i e_i;
             mean-gradient: (1/N) sum_i g_i) as its gradient (Douillard et al. 2023); ``reference.outer`` is what it
             returned. Its parameters may be views of those that it was given.
@@ -88,12 +90,13 @@ class Reference:
         rule: str = "avgpipe",
         staleness: int | str = 0,
         period: int = 1,
+        warmup_rounds: int = 0,
         outer: Outer | None = None,
         group: dist.ProcessGroup | None = None,
         remote: Collection[int] = (),
     ) -> None:
         given = list_tensors("parameters", parameters)
-        self.elasticity = e = Elasticity.checked(replicas, alpha, rule, staleness, period)
+        self.elasticity = e = Elasticity.checked(replicas, alpha, rule, staleness, period, warmup_rounds)
         e.warn_of_overshooting()
         self.group = group
         self.averaged = averaged(given)  # which of ``parameters`` take part in the averaging
@@ -235,7 +238,7 @@ class Reference:
         """A round may be one pass over memory, once all replicas' gradients are there."""
         e, rule = self.elasticity, self.elasticity.coefficients
         plain = rule.from_step == 1 and rule.averages and e.period == 1 and self.outer is None
-        return e.pulls_at_the_end and plain and not self._remote
+        return e.pulls_at_the_end(self.round) and plain and not self._remote
 
     def _update_of(self, i: int) -> FlatBuffers:
         if i not in self._updates:
@@ -244,7 +247,7 @@ class Reference:
 
     def _may_step(self, i: int, finishes: bool) -> bool:
         """Whether replica i may step now; ``finishes``: with this step it would contribute again."""
-        waits = finishes or self.elasticity.pulls_at_the_end
+        waits = finishes or self.elasticity.pulls_at_the_end(self.round)
         return self._spans_ranks or not (waits and i in self._contributed)
 
     def _check_step(self, i: int, finishes: bool) -> None:
@@ -258,7 +261,8 @@ class Reference:
                 f"(step all {n} replicas in turn; opt.ready tells who may step)"
             )
         strangers = [m for m in range(n) if m not in self._replicas and m not in self._remote]
-        if finishes and strangers and self.elasticity.pulls_at_the_end and len(self._contributed) == n - 1:
+        pulls = self.elasticity.pulls_at_the_end(self.round)
+        if finishes and strangers and pulls and len(self._contributed) == n - 1:
             raise RuntimeError(
                 f"round {self.round} ends with a pull of all {n} replicas, but replica "
                 f"{', '.join(map(str, strangers))} has no optimizer: make its ElasticAveraging first"
@@ -334,7 +338,7 @@ class Reference:
                 flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             works.append(dist.all_reduce(flat, group=self.group, async_op=True))
         self._works = [work for work in works if work is not None]
-        if self.elasticity.staleness == 0:
+        if self.elasticity.synchronous(self.round):
             self._await_ranks()
             self._pull()
 
@@ -346,7 +350,8 @@ class Reference:
         self._pull()
 
     def _pull(self) -> None:
-        if self.elasticity.pulls_at_the_end:
+        """Pull what the round that has just been completed asks for."""
+        if self.elasticity.pulls_at_the_end(self.round - 1):
             for _, replica in sorted(self._replicas.items()):
                 replica.pull(self.z)
 

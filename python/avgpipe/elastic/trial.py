@@ -96,7 +96,7 @@ class TrialSteps:
         grads = [p.grad for p, _, _ in self._pairs]
         there = tuple(grad is not None for grad in grads)
         self._reference.told[self._number] = {pair[2] for pair, has in zip(self._pairs, there) if has}
-        tries = self._reference.elasticity.staleness == 1
+        tries = not self._reference.elasticity.synchronous(self._reference.round)
         if tries and (calls := self._planned(grads, there, z)) is not None:
             return [call(grads) for call in calls]
         counts = self._tell(grads)

@@ -183,6 +183,7 @@ class Worker:
             rule=rule,
             staleness=plan.staleness,
             period=plan.period,
+            warmup_rounds=plan.warmup_rounds,
             outer=steps if RULES[rule].tries else None,
             remote=() if self.placement.ranks == 1 else set(range(plan.pipelines)) - set(here),
         )
@@ -218,7 +219,7 @@ class Worker:
         if self.streams is None:
             return None
         reference = self.references[route.replica]
-        pulls = reference is not None and reference.elasticity.pulls_at_the_end
+        pulls = reference is not None and reference.elasticity.pulls_at_the_end(0)
         k, r, _ = self.placement.replicas[route.replica]
         # Dedicated pipelines that are all here have replicas of their own, but share the first one's reference.
         return self.streams.lane(self.placement.replicas_of(k)[r], pulls or bool(route.remote))
