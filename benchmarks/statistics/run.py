@@ -93,14 +93,20 @@ def _late(delay: int, correction: str | None) -> dict[str, Any]:
     return {"schedule": "pipedream", "advance": delay, "correction": correction}
 
 
+WARM_UP = 0.2
 TIMES = (0.5, 0.7, 1.4, 2.0, 2.8, 4.0, 8.0)  # the preset's rate, to find the best
 WAYS = {
     "one": Way.of(),
     **{f"one, lr x {by:g}": Way.of(lr=by) for by in TIMES},
     "N = 2": Way.of(pipelines=2, rule="mean-gradient"),
     "N = 4": Way.of(pipelines=4, rule="mean-gradient"),
-    "N = 2, warm-up": Way.of(warmup=0.2, pipelines=2, rule="mean-gradient"),
-    "N = 4, warm-up": Way.of(warmup=0.2, pipelines=4, rule="mean-gradient"),
+    "N = 2, warm-up": Way.of(warmup=WARM_UP, pipelines=2, rule="mean-gradient"),
+    "N = 4, warm-up": Way.of(warmup=WARM_UP, pipelines=4, rule="mean-gradient"),
+    **{
+        f"{name}, {what}, warm-up": Way.of(parts, warmup=WARM_UP, **_late(parts - 1, correction))
+        for name, parts in (("halves", 2), ("quarters", 4))
+        for what, correction in (("predicted", "predicted"), ("error feedback", "error-feedback"))
+    },
     "N = 2, avgpipe": Way.of(pipelines=2, rule="avgpipe", alpha=1.0),
     "N = 4, avgpipe": Way.of(pipelines=4, rule="avgpipe", alpha=1.0),
     "halves, delay 1": Way.of(2, **_late(1, None)),
@@ -118,6 +124,10 @@ WAYS = {
     "muon, 2bw": Way.of(optimizer="muon", schedule="pipedream-2bw"),
     "muon, 2bw, error feedback": Way.of(
         optimizer="muon", schedule="pipedream-2bw", correction="error-feedback"
+    ),
+    "muon, 2bw, warm-up": Way.of(optimizer="muon", warmup=WARM_UP, schedule="pipedream-2bw"),
+    "muon, 2bw, error feedback, warm-up": Way.of(
+        optimizer="muon", warmup=WARM_UP, schedule="pipedream-2bw", correction="error-feedback"
     ),
     "muon, N = 4": Way.of(optimizer="muon", pipelines=4, rule="mean-gradient"),
     "one, 16 bits": Way.of(narrow=True),

@@ -51,8 +51,9 @@ class Plan:
             ``period`` nor an asynchronous ``staleness`` asks for more, else "avgpipe".
         staleness: 0, 1 or "asynchronous", how old the reference may be that a pipeline is pulled to.
         period: updates of a pipeline in a round of averaging.
-        warmup_rounds: rounds at the beginning of training that have staleness 0, of rule "mean-gradient"; with a
-            global batch, so many batches. Worth having where the learning rate is high: gradients change quickly then.
+        warmup_rounds: batches at the beginning of training whose gradients are of the newest weights: with rule
+            "mean-gradient", rounds of staleness 0; schedules without a flush have one batch in flight. Worth having
+            where the learning rate is high: gradients change quickly then.
         recompute: which micro-batches store only their stage's input and run the forward again before the backward:
             "never", "always", or "except-last" (all but the last micro-batch, as its backward comes soonest).
         weights: which version of the weights a batch runs on; None: what the schedule was published with. "flush": the

@@ -68,6 +68,9 @@ class Feed:
     def __init__(self, worker: Worker, plan: Plan, loader: Prefetch, options: TrainingOptions) -> None:
         self._worker, self._plan, self._loader, self._options = worker, plan, loader, options
         self._most_in_flight, self._shares = plan.batches_in_flight, plan.shares
+        self._alone = (
+            0 if plan.build_schedule().flush else plan.warmup_rounds
+        )  # batches, none beside another one
         self._sums_loss = options.sums_loss
         self.next_batch = self.begun = 0
         self.results: deque[BatchResult] = deque()
@@ -80,7 +83,7 @@ class Feed:
 
     def takes_more(self) -> bool:
         """Whether the oldest batch cannot end, or a pipeline has nothing to do, unless another batch begins."""
-        return len(self._in_flight) < self._most_in_flight
+        return len(self._in_flight) < (1 if self.next_batch <= self._alone else self._most_in_flight)
 
     def begin(self, inputs: Any, targets: Any, copied: ReadyOnEvent | None) -> None:
         plan, batch = self._plan, self.next_batch
@@ -118,6 +121,8 @@ class Feed:
         self.begun += 1
         totals = {i: part.weights.total for i, part in works.items() if part.weights is not None}
         self._in_flight.append(InFlight(batch, samples, totals))
+        if batch < self._alone:
+            self.end()
 
     def _share_out(self, whole: Work, weights: LossWeights) -> Iterator[Work]:
         """Cut a batch into the pipelines' shares; they draw what one pipeline would draw for the whole of it."""

@@ -219,18 +219,21 @@ class PipelineRow:
         row: what the worker runs in turn.
         weights: which version of the weights a batch runs on; see :class:`avgpipe.schedule.RowCursor`.
         first_row: of the first stage's worker.
+        warmup: batches at the beginning that run on the newest weights.
     """
 
-    def __init__(self, lanes: Sequence[Lane], row: Row, weights: str, first_row: Row) -> None:
+    def __init__(
+        self, lanes: Sequence[Lane], row: Row, weights: str, first_row: Row, warmup: int = 0
+    ) -> None:
         self.pipeline = lanes[0].pipeline
         self.lanes = {lane.route.stage: lane for lane in lanes}
         self.computing = Queue(self.lanes)
-        self._weights = weights
+        self._weights, self._warmup = weights, warmup
         self.follow(row, first_row)
 
     def follow(self, row: Row, first_row: Row) -> None:
         """Go on by another row; no batch is in flight."""
-        self._cursor = RowCursor(row, self._weights, first_row)
+        self._cursor = RowCursor(row, self._weights, first_row, self._warmup)
         self._row = row
         self._counted: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -268,7 +271,8 @@ class PipelineRow:
 
     def resume(self, batches: int) -> None:
         """Go on with weights that were replaced, after ``batches`` in all; none is in flight."""
-        self._cursor.resume(max(lane.trained.updates for lane in self.lanes.values()))
+        updates = max(lane.trained.updates for lane in self.lanes.values())
+        self._cursor.resume(updates, max(0, self._warmup - batches))
         for lane in self.lanes.values():
             lane.resume(batches)
 

@@ -34,7 +34,7 @@ class TrainedStage:
         reference: None when there is one pipeline: its weights are then themselves what is evaluated and saved.
         versioned: whether batches run on older weights than the newest.
         correction: of the steps that their gradients make.
-        delay: how many updates these are late.
+        delay: how many updates these are late, but for the first ``warmup_rounds`` batches.
         loss_scale: of a last stage, where losses are scaled.
         hooks: by parameter, see :meth:`run_hooks`.
     """
@@ -50,6 +50,7 @@ class TrainedStage:
         versioned: bool = False,
         correction: Correction | None = None,
         delay: int = 0,
+        warmup_rounds: int = 0,
         loss_scale: LossScale | None = None,
         hooks: Sequence[Sequence[Hook]] = (),
     ) -> None:
@@ -57,6 +58,7 @@ class TrainedStage:
         self._hooks = [(p, of) for p, of in zip(arena.parameters, hooks) if of]
         self.versions: Versions | None = None
         self._corrected: CorrectedSteps | None = None
+        self._warmup_rounds = warmup_rounds
         self.optimizer: torch.optim.Optimizer | None = None
         self.elastic: ElasticAveraging | None = None
         self.lr_scheduler = None
@@ -176,7 +178,7 @@ class TrainedStage:
             self.elastic.step_in_round(arena.drop_grads)
         elif self.optimizer is not None:
             with self.versions.updating(needed) if self.versions is not None else nullcontext() as before:
-                corrected = None if skips else self._corrected
+                corrected = None if skips or batch < self._warmup_rounds else self._corrected
                 with corrected.correcting(before) if corrected is not None else nullcontext():
                     self.optimizer.step()
         if self.lr_scheduler is not None:

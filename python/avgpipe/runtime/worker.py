@@ -156,6 +156,7 @@ class Worker:
                 versioned=plan.weights != "flush",
                 correction=None if plan.correction is None else CORRECTIONS[plan.correction],
                 delay=plan.delays[k],
+                warmup_rounds=plan.warmup_rounds,
                 loss_scale=self._loss_scale() if k == self.model.stages - 1 else None,
                 hooks=hooks,
             )
@@ -232,6 +233,7 @@ class Worker:
                 schedule.rows[worker % schedule.workers],
                 self._plan.weights or "flush",
                 schedule.rows[schedule.worker_of(0)],
+                self._plan.warmup_rounds,
             )
             for worker in self._workers
             for i in self.placement.pipelines_of(self.placement.workers[worker][0])

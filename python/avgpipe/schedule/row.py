@@ -210,17 +210,25 @@ class RowCursor:
             forward on the stage. "vertical-sync": the same of the first stage, on all stages. "double-buffer": version
             max(t-1, 0) for batch t, counted from 0.
         first_row: The row of the first stage, for "vertical-sync".
+        warmup: So many first batches run on the newest version; none of them begins before the one before has ended.
     """
 
-    def __init__(self, row: Row, weights: str = "flush", first_row: Row | None = None) -> None:
+    def __init__(
+        self, row: Row, weights: str = "flush", first_row: Row | None = None, warmup: int = 0
+    ) -> None:
         self._row, self._weights = tuple(row), weights
         self._ahead = row.ahead
         self._first_row = () if first_row is None else tuple(first_row)
         self._delays: dict[int, int] = {}
-        self.resume(0)
+        self.resume(0, warmup)
 
-    def resume(self, updates: int) -> None:
-        """Everything has ended, and the weights have seen so many updates: a new warm-up begins."""
+    def resume(self, updates: int, warmup: int | None = None) -> None:
+        """Everything has ended, and the weights have seen so many updates: the pipeline fills again.
+
+        ``warmup``: so many batches are left that run on the newest version; None: as many as there were.
+        """
+        if warmup is not None:
+            self._late_from = updates + warmup
         self._updates = updates  # when turn 0 begins
         self._begun = 0  # batches since then
         self._turn, self._index = -self._ahead, 0
@@ -232,7 +240,8 @@ class RowCursor:
             return 0
         begun = self._begun + later
         if self._weights == "double-buffer":
-            return max(self._updates + begun - 1, 0)
+            turn = self._updates + begun
+            return turn if turn < self._late_from else max(turn - 1, 0)
         return self._updates + max(0, begun - self.steady_delay(stage))
 
     def delay(self, stage: int, later: int = 0) -> int:
