@@ -5,7 +5,8 @@
 Simulated, nothing runs: every system on the emulated cluster of ``benchmarks.papers.cluster``, with the batch that
 makes one update. N pipelines of AvgPipe share it: each has an N-th, in micro-batches of its own. Of each system the
 quickest plan, by the simulated seconds of a batch where all times vary, over cuts, micro-batches, replicas of stages
-and AvgPipe's advance: on all six devices, and on whatever number of them. Every plan fits into the memory of a device;
+and AvgPipe's advance, the one with fewest replicas and micro-batches where several are as quick to a hundredth: on all
+six devices, and on whatever number of them. Every plan fits into the memory of a device;
 AvgPipe (G) into what GPipe's quickest one needs of it, AvgPipe (P) into what data parallelism needs.
 
 The pipelines of "AvgPipe" share one optimizer, those of "AvgPipe elastic" have one each; several may run a zero-bubble
@@ -402,20 +403,26 @@ class Contest:
                 found.append(_outcome(on, cut))
         if not found:
             return None
-        best = min(found, key=_varied_s)
+        best = _simplest(found)
         on = problem(best.plan)
         best = _thrifty([best, _outcome(on, CutSearch(on, on.limits).best()[0])])
         return replace(best, wire_bits=wire_bits)
 
 
-def _thrifty(found: Iterable[Outcome]) -> Outcome:
-    """Return, of those that are nearly as quick as the quickest, the one that needs least memory.
+def _simplest(found: Iterable[Outcome]) -> Outcome:
+    """Return, of those that are nearly as quick as the quickest, the one with fewest replicas and micro-batches."""
+    return min(_nearly_quickest(found), key=lambda o: (max(o.plan.replication or [1]), o.plan.micro_batches))
 
-    For the cuts of one plan: smaller micro-batches need less, too, but leave less in hand.
-    """
+
+def _thrifty(found: Iterable[Outcome]) -> Outcome:
+    """Return, of those that are nearly as quick as the quickest, the one that needs least memory."""
+    return min(_nearly_quickest(found), key=_memory)
+
+
+def _nearly_quickest(found: Iterable[Outcome]) -> list[Outcome]:
     outcomes = list(found)
     least_s = min(map(_varied_s, outcomes))
-    return min((o for o in outcomes if o.varied_s <= _NEARLY * least_s), key=_memory)
+    return [outcome for outcome in outcomes if outcome.varied_s <= _NEARLY * least_s]
 
 
 def _outcome(problem: OnHosts, cut: Cut) -> Outcome:
