@@ -6,10 +6,22 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from avgpipe.units import format_bytes, format_seconds
+from benchmarks.papers.emulated import ROWS
 from benchmarks.tables.markdown import Record, against, duration, table
 
 _WITHIN = (0.9, 1.1)  # of the simulated time
 Cell = Callable[[Record], str]
+
+
+def papers_forecast(record: Record) -> str:
+    """Simulated seconds per batch and what binds, of the forecast's rows that are measured."""
+    cases = published(record)
+    rows = [
+        (system, *(f"{format_seconds(row['batch_s'])} ({row['binds']})" if row else "" for row in found))
+        for system in ROWS
+        if any(found := [{r["system"]: r for r in case["rows"]}.get(system) for case in cases])
+    ]
+    return table("system | " + " | ".join(f"{_name(case)}:" for case in cases), rows)
 
 
 def papers_batches(record: Record) -> str:
