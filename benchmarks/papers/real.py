@@ -31,7 +31,7 @@ from benchmarks.common.namespaces import check_namespaces, network
 from benchmarks.common.record import say
 from benchmarks.papers.cluster import BETWEEN_BYTES_PER_S, V100
 from benchmarks.papers.models import MODELS
-from benchmarks.statistics.run import CASES, Way, built, known, train
+from benchmarks.statistics.run import CASES, WARM_UP, Way, built, known, train
 
 STAGES, TRIES = 2, 5
 LEAST = 0.15  # of the work, on each side of a cut
@@ -46,10 +46,15 @@ WAYS = {
     "pipedream": Way.of(schedule="pipedream", micro_batches=1, weights="stash"),
     "pipedream-2bw": Way.of(schedule="pipedream-2bw"),
     "avgpipe, N = 1": Way.of(),
-    "avgpipe, N = 2": Way.of(pipelines=2),
-    "avgpipe, N = 4": Way.of(pipelines=4),
-    "avgpipe-elastic, N = 2": Way.of(pipelines=2, rule="avgpipe", alpha=1.0),
-    "predicted": Way.of(schedule="pipedream", weights="predicted", advance=(1, 0)),
+    "avgpipe, N = 2": Way.of(warmup=WARM_UP, pipelines=2),
+    "avgpipe, N = 2, 16 bits": Way.of(warmup=WARM_UP, narrow=True, pipelines=2),
+    "avgpipe, N = 4, 16 bits": Way.of(warmup=WARM_UP, narrow=True, pipelines=4),
+    "avgpipe, 2bw predicted, 16 bits": Way.of(
+        warmup=WARM_UP, narrow=True, schedule="pipedream-2bw", correction="predicted"
+    ),
+    "avgpipe, 2bw error feedback, 16 bits": Way.of(
+        warmup=WARM_UP, narrow=True, schedule="pipedream-2bw", correction="error-feedback"
+    ),
 }
 
 
@@ -99,13 +104,13 @@ def rate_of(workload: str) -> dict[str, float]:
     return {"sample_s": sample_s, "cut_bytes": cut_bytes, "share": share, "bits_per_s": rate}
 
 
-def worker(workload: str, way: str, seed: int) -> dict[str, Any]:
+def worker(workload: str, way: str, seed: int, batches: int) -> dict[str, Any]:
     """A rank."""
     torch.set_num_threads(1)
     join(120, "gloo")
     progress(f"{workload}, {way}, seed {seed}")
     options: dict[str, Any] = {} if "stages" in dict(WAYS[way].plan) else {"stages": STAGES}
-    return train(workload, WAYS[way], seed, **options)
+    return train(workload, WAYS[way], seed, batches, **options)
 
 
 def main() -> None:
@@ -116,6 +121,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--ways", default=";".join(WAYS), help="separated by semicolons")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--batches", type=int, default=0, help="of a run, to try it")
     asked = parser.parse_args()
     check_namespaces("a limited line")
     asked.out.parent.mkdir(parents=True, exist_ok=True)
@@ -126,9 +132,9 @@ def main() -> None:
             if (workload, way, seed) in known(asked.out):
                 continue
             with network(STAGES, line["bits_per_s"]) as net:
-                asked_of = {"workload": workload, "way": way, "seed": seed}
+                asked_of = {"workload": workload, "way": way, "seed": seed, "batches": asked.batches}
                 found = run_on_ranks(
-                    f"{__name__}:worker", STAGES, asked_of, timeout_s=3600, **net.launching()
+                    "benchmarks.papers.real:worker", STAGES, asked_of, timeout_s=3600, **net.launching()
                 )
             with asked.out.open("a") as file:
                 file.write(json.dumps({**asked_of, "line": line, **found[0]}) + "\n")

@@ -154,10 +154,11 @@ def built(name: str, seed: int, parts: int) -> tuple[Workload, Recipe]:
     return workload, replace(recipe, batch_size=size)
 
 
-def train(name: str, way: Way, seed: int, **on_ranks: Any) -> dict[str, Any]:
+def train(name: str, way: Way, seed: int, batches: int = 0, **on_ranks: Any) -> dict[str, Any]:
     """Train, and return validation losses by samples, with the seconds of training until then.
 
-    ``on_ranks``: options of the plan, where several processes call this alike.
+    batches: of the run, whole ones; 0: as many as the workload has here.
+    on_ranks: options of the plan, where several processes call this alike; between them bfloat16 really travels.
     """
     case = CASES[name]
     workload, recipe = built(name, seed, way.parts)
@@ -167,12 +168,12 @@ def train(name: str, way: Way, seed: int, **on_ranks: Any) -> dict[str, Any]:
     smaller = way.parts if recipe.optimizer in ("sgd", "nt-asgd") else way.parts**0.5
     base = (case.muon_lr if muon else case.lr) or recipe.lr
     recipe = replace(recipe, lr=base * way.lr / smaller, lr_scaling="none", epochs=1000)
-    batches = case.batches * way.parts
+    batches = (batches or case.batches) * way.parts
     options = BuildOptions(max_batches=batches)
     asked = {"micro_batches": MICRO_BATCHES // way.parts, **dict(way.plan), **on_ranks}
     if way.warmup:
         asked["warmup_rounds"] = round(way.warmup * batches)
-    layers = layers_of(workload.layers)
+    layers, rounds = layers_of(workload.layers), way.narrow and not on_ranks
     if "stages" in asked:
         asked["stages"] = min(asked["stages"], len(layers))
     plan = avgpipe.Plan(**asked)
@@ -180,15 +181,16 @@ def train(name: str, way: Way, seed: int, **on_ranks: Any) -> dict[str, Any]:
     places = [place - place % plan.batches_per_round for place in places]
     losses, seconds = [], 0.0
     with (
-        narrowed(layers if way.narrow else ()),
+        narrowed(layers if rounds else ()),
         avgpipe.Pipeline(
-            layers if way.narrow else workload.layers,
+            layers if rounds else workload.layers,
             plan,
             loss_fn=workload.loss_fn,
             loss_weight=workload.loss_weight,
             optimizer=recipe.optimizer_for(options, workload.layers),
             lr_scheduler=recipe.lr_scheduler_for(10**9, options),
             clip_grad_norm=recipe.clip_grad_norm,
+            wire_dtype=torch.bfloat16 if way.narrow and not rounds else None,
             seed=seed,
         ) as pipeline,
     ):
