@@ -100,7 +100,12 @@ class GroupLink(Link):
         }
         self._queue: queue.PriorityQueue[tuple[float, int, _Packed | list[Any]]] = queue.PriorityQueue()
         self._count = itertools.count()  # keeps the order of a channel, whose batches rise
-        self._queued = self._sent = 0  # messages: counted by the scheduler's thread, and by the sending one
+        # Messages: counted by the scheduler's thread, by the sending one, and again by the scheduler's.
+        self._queued = self._sent = self._released = 0
+        # By number, messages that gloo has, each with its works. Only the scheduler's thread lets go of them: a lazy
+        # copy must not end in one thread while the tensor that it is of ends, or is written to, in another. torch
+        # counts down first and locks then, when the other thread may have freed the lock.
+        self._line: dict[int, tuple[_Packed, list[Any]]] = {}
         self._unreaped: list[Any] = []  # works of envelopes that the scheduler's thread has sent
         self._incoming = [_Incoming(n, channel, end) for n, channel in enumerate(end.incoming)]
         loops = {"send": self._send_all} if end.outgoing else {}
@@ -149,6 +154,7 @@ class GroupLink(Link):
         all fall into step: while one waits for its last gradients, the other fills the line. First come, first served
         makes all of them late at the same time.
         """
+        self._release()
         message = self._outgoing[key[:4]].packed(key, value)  # a Channel is such a tuple
         if message.payload is not None or self._queued != self._sent:
             self._queued += 1
@@ -162,7 +168,13 @@ class GroupLink(Link):
             self._enqueue(_FIRST, self._unreaped)
             self._unreaped = []
 
+    def _release(self) -> None:
+        while self._released < self._sent:
+            del self._line[self._released]
+            self._released += 1
+
     def leave(self) -> None:
+        self._release()
         # The other end's threads end by themselves when they hear of it, as ours do when it says so.
         if self._outgoing and not self._has_left:
             self._has_left = True
@@ -174,38 +186,48 @@ class GroupLink(Link):
 
     def _send_all(self) -> None:
         doing = "sending"
-        line: deque[list[Any]] = deque()  # works of each message that gloo has
+        posted = 0
         try:
             while True:
-                while len(line) >= _ON_THE_LINE or (line and self._queue.empty()):
-                    _wait(line.popleft())
-                    self._sent += 1
-                item: _Packed | list[Any] | None = None  # holds no memory while nothing is to be sent
+                while posted - self._sent >= _ON_THE_LINE or (posted > self._sent and self._queue.empty()):
+                    self._wait_for_oldest()
                 item = self._queue.get()[2]
                 if isinstance(item, list):
                     _wait(item)
                     continue
                 doing = f"sending {item.words}"
-                line.append(self._post(item))
-                if item.place == _LAST:
+                is_last = item.place == _LAST
+                self._post(posted, item)
+                posted += 1
+                del item  # before it is waited for: then its last holder is the line
+                if is_last:
                     break
-            for works in line:
-                _wait(works)
+            while self._sent < posted:
+                self._wait_for_oldest()
         except Exception as error:
             self._broken(doing, error)
 
-    def _post(self, message: _Packed) -> list[Any]:
-        """Give gloo a message; return the works to wait for."""
+    def _wait_for_oldest(self) -> None:
+        _wait(self._line[self._sent][1])
+        self._sent += 1  # from here on it may be let go of
+
+    def _post(self, number: int, message: _Packed) -> None:
+        """Give gloo a message."""
+        works: list[Any] = []
+        self._line[number] = message, works
         payload, channel = message.payload, message.channel
         if payload is None or channel is None:
-            return [self.post_send(message.envelope, _ENVELOPE_TAG)]
+            works.append(self.post_send(message.envelope, _ENVELOPE_TAG))
+            return
         room, _ = channel.room.next(payload.numel())
         if payload.numel() <= room:  # the payload first: when the envelope has come, all is there
-            return [self.post_send(payload, channel.tag), self.post_send(message.envelope, _ENVELOPE_TAG)]
-        works = [self.post_send(message.envelope, _ENVELOPE_TAG)]
+            works.append(self.post_send(payload, channel.tag))
+            works.append(self.post_send(message.envelope, _ENVELOPE_TAG))
+            return
+        works.append(self.post_send(message.envelope, _ENVELOPE_TAG))
         if room:
             works.append(self.post_send(torch.zeros(1, dtype=torch.uint8), channel.tag))
-        return [*works, self.post_send(payload, channel.tag + 1)]
+        works.append(self.post_send(payload, channel.tag + 1))
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
