@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from avgpipe.errors import PeerLost
+from avgpipe.links import group
 from avgpipe.links.choose import Links
 from avgpipe.links.group import GroupLink, Room
 from avgpipe.links.link import Endpoint, LocalLink, Mailbox
@@ -154,6 +156,27 @@ def test_a_narrower_wire_narrows_training_alone(kind: str, wire_dtype: torch.dty
                 assert got.requires_grad
                 assert torch.equal(got.detach(), x.to(wire_dtype).double())
             assert torch.equal(pair.pass_on(x, "E"), x)
+
+
+def test_payloads_end_in_the_thread_that_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lazy copy must not end in one thread while the tensor that it is of ends in another: torch allows that not."""
+    ended: list[int] = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.reshape(-1).view(torch.uint8).clone()
+        weakref.finalize(copy, lambda: ended.append(threading.get_ident()))
+        return copy
+
+    monkeypatch.setattr(group, "_copied_lazily", copied)
+    with ends("gloo") as pair:
+        for _ in range(3):
+            keys = [pair.send(torch.ones(100_000)) for _ in range(5)]
+            for key in keys:
+                assert (pair.receive(key) == 1).all()
+    del pair
+    gc.collect()
+    assert len(ended) >= 10  # those whose format the other end knew
+    assert set(ended) == {threading.get_ident()}
 
 
 def test_what_cannot_travel_leaves_the_link_in_order(pair: Ends) -> None:
