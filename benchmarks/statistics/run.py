@@ -49,9 +49,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "gpt": Case("wikitext-2", 500, "gpt", lr=0.0028),
-    "awd-lstm": Case("wikitext-2", 340, "awd_lstm", lr=0.014),
-    "gnmt": Case("multi30k-en-de", 440, "gnmt", lr=0.0112),
+    "gpt": Case("wikitext-2", 500, "gpt", lr=0.0028, muon_lr=0.008),
+    "awd-lstm": Case("wikitext-2", 340, "awd_lstm", lr=0.014, muon_lr=0.014),
+    "gnmt": Case("multi30k-en-de", 440, "gnmt", lr=0.0112, muon_lr=0.016),
     "resnet": Case("cifar10-jpeg", 1900, "images", muon_lr=0.02),
 }
 
