@@ -461,7 +461,7 @@ def rows(contest: Contest, workers: int | None) -> Rows:
         found += wide[mark]
         if workers is None:
             found.append((f"AvgPipe{mark}, a pipeline on each host", contest.on_each_host(limit)))
-        found.append(narrow[mark][-1])
+        found += narrow[mark]
     for system in others[1:]:  # without data parallelism, which has no activations to send
         name = f"{system}, {NARROW_BITS} bits"
         found.append((name, contest.quickest(system, workers=workers, wire_bits=NARROW_BITS)))
@@ -478,14 +478,16 @@ def _of_avgpipe(
     for mark, limit in limits.items():
         found: Rows = []
         for system, pipelines in _ways():
-            way = system.removeprefix("AvgPipe").lstrip() + f", N = {pipelines}" * (system not in _LATE)
+            way = f"{system}, N = {pipelines}" if system not in _LATE else system
+            way = way.removeprefix("AvgPipe").lstrip(", ")
             kept = free.get(way)
             if limit is None or (kept is not None and kept.memory_bytes > limit):
                 kept = contest.quickest(system, pipelines, workers=workers, limit=limit, wire_bits=wire_bits)
             if limit is None:
                 free[way] = kept
-            found.append((f"AvgPipe{mark}{' ' * (not way.startswith(','))}{way}", kept))
-        made[mark] = [*found, (f"AvgPipe{mark}{bits}, best", _best(found, mark))]
+            found.append((way, kept))
+        found.append(("best", _best(found)))
+        made[mark] = [(f"AvgPipe{mark}{bits}, {way}", outcome) for way, outcome in found]
     return made
 
 
@@ -495,14 +497,14 @@ def _ways() -> list[tuple[str, int]]:
     return [("AvgPipe", n) for n in PIPELINES] + [(name, 1) for name in _LATE] + elastic
 
 
-def _best(found: Rows, mark: str) -> Outcome | None:
+def _best(found: Rows) -> Outcome | None:
     """Return the first outcome that is nearly as quick as the quickest, and which way it is."""
-    there = [(name, outcome) for name, outcome in found if outcome is not None]
+    there = [(way, outcome) for way, outcome in found if outcome is not None]
     if not there:
         return None
     least_s = min(outcome.varied_s for _, outcome in there)
-    name, best = next((n, o) for n, o in there if o.varied_s <= _NEARLY * least_s)
-    return replace(best, way=name.removeprefix(f"AvgPipe{mark}").lstrip(", "))
+    way, best = next((w, o) for w, o in there if o.varied_s <= _NEARLY * least_s)
+    return replace(best, way=way)
 
 
 def summary(model: PaperModel) -> list[str]:

@@ -68,12 +68,22 @@ def row(system, way="", epoch_s=60.0, wire_bits=32):
         ("AvgPipe (G), N = 3", "", "N = 4"),
         ("AvgPipe (P), best", "2BW, error-feedback", "2bw, error feedback"),
         ("AvgPipe, best", "elastic, N = 2", "N = 2, avgpipe"),
-        ("AvgPipe (G) halves predicted", "", "halves, predicted"),
+        ("AvgPipe (G), halves predicted", "", "halves, predicted"),
+        ("AvgPipe (G), N = 2", "", "N = 2, warm-up"),
         ("AvgPipe, a pipeline on each host", "", None),
     ],
 )
 def test_a_system_was_trained_as_one_of_the_ways(system, way, trained):
-    known = ("one", "2bw", "N = 4", "2bw, error feedback", "N = 2, avgpipe", "halves, predicted")
+    known = (
+        "one",
+        "2bw",
+        "N = 2",
+        "N = 2, warm-up",
+        "N = 4",
+        "2bw, error feedback",
+        "N = 2, avgpipe",
+        "halves, predicted",
+    )
     assert way_of(row(system, way), known) == trained
 
 
