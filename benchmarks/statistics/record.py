@@ -23,14 +23,14 @@ from benchmarks.statistics.samples import Ways, by_way
 _INK = "#333333"
 _COLORS = {
     "one": "#333333",
-    "N = 2": "#2a6fb0",
-    "N = 4": "#7fb0dd",
-    "halves, predicted": "#3b8c5a",
-    "quarters, predicted": "#9ac7a8",
+    "N = 2, warm-up": "#2a6fb0",
+    "N = 4, warm-up": "#7fb0dd",
+    "halves, predicted, warm-up": "#3b8c5a",
+    "quarters, predicted, warm-up": "#9ac7a8",
     "2bw": "#c0453c",
     "pipedream": "#c98a1b",
     "muon": "#7a5aa6",
-    "muon, 2bw, error feedback": "#b9a3d6",
+    "muon, 2bw, error feedback, warm-up": "#b9a3d6",
 }
 
 

@@ -54,15 +54,15 @@ def statistics_targets(record: Record) -> str:
 
 def statistics_search(record: Record) -> str:
     """Last losses by learning rate, of one pipeline."""
-    found: dict[tuple[str, str], dict[float, list[float]]] = {}
+    found: dict[tuple[str, str], dict[float, dict[int, float]]] = {}
     for run in (*record["search"], *record["runs"]):
         way = run["way"].partition(", lr")[0]
         if way in (BASELINE, _MUON):
             by_rate = found.setdefault((run["workload"], way), {})
-            by_rate.setdefault(round(run["lr"], 6), []).append(run["losses"][-1][1])
+            by_rate.setdefault(round(run["lr"], 6), {})[run["seed"]] = run["losses"][-1][1]
     rows = []
     for (name, way), by_rate in found.items():
-        ends = {lr: statistics.fmean(losses) for lr, losses in sorted(by_rate.items())}
+        ends = {lr: statistics.fmean(seeds.values()) for lr, seeds in sorted(by_rate.items())}
         best = min(ends.values())
         cells = [
             f"{lr:g}: {f'**{end:.3f}**' if end == best else f'{end:.3f}'}"
@@ -77,10 +77,11 @@ def _passes(ways: Ways, way: str) -> str:
     baseline = _MUON if way.startswith(_MUON) and _MUON in ways else BASELINE
     if way == baseline:
         return "1"
+    bar = BARS.get(way.removesuffix(", warm-up"))
     found = passes_to(ways, way, target_of(ways, baseline=baseline), baseline)
     if found.median == inf:
-        return "**never**" if way in BARS else "never"
-    text = against(found.median, most=BARS.get(way), digits=3)
+        return "never" if bar is None else "**never**"
+    text = against(found.median, most=bar, digits=3)
     ends = ["never" if end == inf else f"{end:.3f}" for end in (found.least, found.most)]
     return text if ends[0] == ends[1] else f"{text} ({ends[0]} to {ends[1]})"
 
