@@ -30,15 +30,19 @@ def facts() -> dict[str, Any]:
 
 
 def write_record(name: str, question: str, found: dict[str, Any], out: str | None = None) -> Path:
-    """Write a dated JSON file into benchmarks/results, or to `out`, with versions, machine and command."""
+    """Write a dated JSON file into benchmarks/results, or to `out`, with versions, machine and command.
+
+    Of the paths of this machine the command keeps their names.
+    """
     date = time.strftime("%Y-%m-%d")
     program = ".".join(
         ["benchmarks", *Path(sys.argv[0]).resolve().relative_to(RESULTS.parent).with_suffix("").parts]
     )
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     record = {
         "question": question,
         "date": date,
-        "command": "OMP_NUM_THREADS=1 " + shlex.join(["python", "-m", program, *sys.argv[1:]]),
+        "command": "OMP_NUM_THREADS=1 " + shlex.join(["python", "-m", program, *words]),
         **facts(),
         **found,
     }

@@ -39,7 +39,7 @@ from benchmarks.common.record import RESULTS, say, write_record
 from benchmarks.papers.cluster import profile_of
 from benchmarks.papers.forecast import AVGPIPES, Contest
 from benchmarks.papers.models import MODELS
-from benchmarks.papers.runs import emulation, measure
+from benchmarks.papers.runs import Emulation, emulation, measure
 
 ROWS = (
     *("data parallel", "GPipe", "DAPPLE", "PipeDream", "PipeDream-2BW", "EA-Pipe", "zero bubble"),
@@ -50,6 +50,9 @@ ROWS = (
     "zero bubble, 16 bits",
 )
 ALL = "all"  # in place of the names of rows
+_LONGEST_S = (
+    120  # of a batch here: many gradients of true size, as the replicas of many micro-batches add them up
+)
 _DEVICES = {"all": "all devices", "best": "as many devices as are best"}
 EPOCHS = {
     # Pairs: as Vaswani et al. 2017, section 5.1, count those of WMT's English to German.
@@ -122,7 +125,7 @@ def run(forecast: dict[str, Any], asked: argparse.Namespace, cases: list[dict[st
                 measured = {field: known[key][field] for field in known[key] if field not in row}
             else:
                 try:
-                    measured = measure(made, asked.rounds, asked.batches)
+                    measured = _measured(made, asked)
                 except PipelineError as error:
                     into["failed"].append({"system": row["system"], **at, "reason": str(error)})
                     say(f"failed: {error}")
@@ -131,6 +134,15 @@ def run(forecast: dict[str, Any], asked: argparse.Namespace, cases: list[dict[st
             into["rows"].append(described(name, size, row, measured))
             known[key] = into["rows"][-1]
             yield
+
+
+def _measured(made: Emulation, asked: argparse.Namespace) -> dict[str, Any]:
+    batch_s = made.batch_s * made.slower
+    if batch_s > _LONGEST_S:
+        raise PipelineError(
+            f"a batch would take {format_seconds(batch_s)} here; at most {_LONGEST_S} s are waited for"
+        )
+    return measure(made, asked.rounds, asked.batches)
 
 
 def _case(cases: list[dict[str, Any]], case: dict[str, Any]) -> dict[str, Any]:
