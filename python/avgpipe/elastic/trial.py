@@ -1,4 +1,4 @@
-"""TrialCall steps: how replicas go on that leave the optimizer to their reference, by the rule "mean-gradient".
+"""Trial steps: how replicas go on that leave the optimizer to their reference, by the rule "mean-gradient".
 
 A replica tells its gradient g, and goes on from where the reference's optimizer would bring z with this gradient alone.
 That takes a step from z with the optimizer's state, which stays as it is: the true step, by the mean of all gradients,
