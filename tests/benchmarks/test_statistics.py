@@ -1,0 +1,73 @@
+"""The tables and the picture of what each way of training learns."""
+
+import json
+
+import pytest
+
+from benchmarks.statistics.record import picture, runs_of
+from benchmarks.tables.statistics import (
+    statistics_losses,
+    statistics_passes,
+    statistics_search,
+    statistics_targets,
+)
+
+
+def run(way, seed, *losses, lr=0.01, workload="gnmt"):
+    courses = [[100 * (n + 1), loss, 1.0] for n, loss in enumerate(losses)]
+    return {"workload": workload, "way": way, "seed": seed, "lr": lr, "losses": courses}
+
+
+RUNS = [
+    run("one", 0, 4.0, 3.0, 2.0),
+    run("one", 1, 4.0, 3.0, 1.99),
+    run("N = 2, warm-up", 0, 4.0, 3.0, 2.0),
+    run("N = 2, warm-up", 1, 4.0, 3.5, 2.0),
+    run("2bw", 0, 5.0, 4.0, 3.0),
+    run("halves, predicted", 0, 4.0, 3.5, 2.009),
+    run("halves, predicted", 1, 5.0, 4.5, 4.0),
+    run("muon", 0, 3.0, 2.0, 1.0, lr=0.02),
+    run("muon, 2bw", 0, 3.0, 2.0, 1.2, lr=0.02),
+]
+
+
+@pytest.fixture
+def record():
+    return {
+        "runs": runs_of(RUNS),
+        "search": runs_of([run("one", 0, 4.0, 3.0, 2.0), run("one", 0, 2.5, lr=0.03)]),
+    }
+
+
+def cells(table, name):
+    return next(line for line in table.splitlines() if line.startswith(f"| {name} |")).split(" | ")[1:]
+
+
+def test_passes_are_paired_by_seed_and_what_misses_its_bar_is_bold(record):
+    made = statistics_passes(record)
+    assert cells(made, "one") == ["1 |"]
+    assert cells(made, "N = 2, warm-up") == ["1.004 (1.000 to 1.004) |"]
+    assert cells(made, "2bw") == ["never |"]  # which has no bar
+    assert cells(made, "halves, predicted") == ["**never** |"]
+    assert cells(made, "muon, 2bw") == ["**never** |"]
+
+
+def test_losses_are_means_with_their_range(record):
+    assert cells(statistics_losses(record), "one") == ["1.995 (0.010) |"]
+
+
+def test_targets_are_those_of_one_pipeline_with_each_optimizer(record):
+    made = statistics_targets(record)
+    assert "| gnmt | one | 0.01 | 2.010 | 2 |" in made
+    assert "| gnmt | muon | 0.02 | 1.005 | 1 |" in made
+
+
+def test_a_seed_of_a_search_counts_once(record):
+    assert "0.01: **1.995** (2), 0.03: 2.500" in statistics_search(record)
+
+
+def test_a_panel_for_each_workload(tmp_path):
+    found = [*RUNS, *(run("one", seed, 3.0, 2.0, workload="resnet") for seed in (0, 1))]
+    drawn = picture(json.loads(json.dumps(runs_of(found))), tmp_path / "losses.png")
+    assert [axes.get_title("left") for axes in drawn.axes] == ["gnmt", "resnet"]
+    assert (tmp_path / "losses.png").stat().st_size > 10_000
