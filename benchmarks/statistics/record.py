@@ -56,7 +56,9 @@ def picture(found: list[dict[str, Any]], path: Path) -> Figure:
     workloads = [name for name in CASES if any(run["workload"] == name for run in found)]
     figure = Figure(figsize=(9.0, 3.2 * -(-len(workloads) // 2)), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(-(-len(workloads) // 2), 2, squeeze=False).flat
+    panels = list(figure.subplots(-(-len(workloads) // 2), 2, squeeze=False).flat)
+    for axes in panels[len(workloads) :]:
+        axes.remove()
     for name, axes in zip(workloads, panels):
         ways: Ways = by_way(found, name)
         lowest = min(loss for seeds in ways.values() for losses in seeds.values() for _, loss in losses)

@@ -109,6 +109,7 @@ WAYS = {
     },
     "N = 2, avgpipe": Way.of(pipelines=2, rule="avgpipe", alpha=1.0),
     "N = 4, avgpipe": Way.of(pipelines=4, rule="avgpipe", alpha=1.0),
+    "halves": Way.of(2),
     "halves, delay 1": Way.of(2, **_late(1, None)),
     "halves, predicted": Way.of(2, **_late(1, "predicted")),
     "halves, error feedback": Way.of(2, **_late(1, "error-feedback")),
