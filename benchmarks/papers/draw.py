@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from avgpipe.timeline.plot import dress, write_figure
-from benchmarks.tables.papers import first, published
+from benchmarks.tables.papers import nearest, published
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def utilisation(record: dict[str, Any], path: Path, systems: Sequence[str] = _SH
     cases = [case for case in published(record) if case["devices"].startswith("all")] or published(record)
     figure, panels = _panels([2.2] * len(cases))
     for case, axes in zip(cases, panels):
-        rows = {row["system"]: row for row in first(case)}
+        rows = {row["system"]: row for row in nearest(case)}
         for system, color in zip((s for s in systems if s in rows), _LINES):
             used = rows[system]["utilisation"]
             bins = len(used["over_time"])
@@ -81,7 +81,7 @@ def batch_sizes(record: dict[str, Any], path: Path) -> Figure | None:
     figure, panels = _panels([3.0] * len(models))
     for model, axes in zip(models, panels):
         cases = sorted((c for c in on_all if c["model"] == model), key=lambda case: int(case["batch_size"]))
-        found = [{row["system"]: row for row in first(case)} for case in cases]
+        found = [{row["system"]: row for row in nearest(case)} for case in cases]
         for n, system in enumerate(dict.fromkeys(system for rows in found for system in rows)):
             points = [
                 (c["batch_size"], r[system]["samples_per_second"])
@@ -110,9 +110,9 @@ def _bars(
     mark: Callable[[Row], float] | None = None,
 ) -> Figure:
     cases = published(record)
-    figure, panels = _panels([0.9 + 0.26 * len(first(case)) for case in cases])
+    figure, panels = _panels([0.9 + 0.26 * len(nearest(case)) for case in cases])
     for case, axes in zip(cases, panels):
-        rows = first(case)
+        rows = nearest(case)
         values, places = [value(row) for row in rows], range(len(rows))
         most = _LONGEST * statistics.median(values) if values else 1.0
         right = 1.15 * max([v for v in values if v <= most], default=1.0)

@@ -28,6 +28,7 @@ from benchmarks.common.record import write_record
 from benchmarks.papers.forecast import FLOAT_BITS
 from benchmarks.statistics.samples import BASELINE, Ways, by_way, passes_to, target_of
 from benchmarks.tables.markdown import duration
+from benchmarks.tables.papers import nearest
 
 # By system, or by the way that was the best of AvgPipe's: ways of training, the first that is there. Nobody has trained
 # three pipelines where there are only those of four, which need more samples.
@@ -73,7 +74,7 @@ def joined(case: dict[str, Any], ways: Ways, target: float, epochs: float = 1.0)
         epochs: That one pipeline without delay needs.
     """
     rows = []
-    for row in case["rows"]:
+    for row in nearest(case):
         way = way_of(row, ways)
         passes = None if way is None else passes_to(ways, way, target)
         times = {

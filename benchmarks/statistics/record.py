@@ -1,8 +1,6 @@
 """Make one record of the runs of ``benchmarks.statistics.run``, and a picture of their validation losses.
 
-    python -m benchmarks.statistics.record RUNS.jsonl [--search SEARCH.jsonl] [--out FILE] [--picture FILE.png]
-
-``--search``: runs with other learning rates, which the record keeps beside the others.
+python -m benchmarks.statistics.record RUNS.jsonl... [--out FILE] [--picture FILE.png]
 """
 
 from __future__ import annotations
@@ -80,17 +78,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("--search", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     parser.add_argument("--picture", type=Path)
     asked = parser.parse_args()
-    found = runs_of(rows(asked.runs))
-    search = runs_of(rows(asked.search)) if asked.search else []
-    for run in search:
-        run["losses"] = run["losses"][-1:]
+    found = runs_of([run for path in asked.runs for run in rows(path)])
     question = "samples to a target, of each way of training, beside one pipeline's"
-    write_record("statistics", question, {"runs": found, "search": search}, asked.out)
+    write_record("statistics", question, {"runs": found}, asked.out)
     if asked.picture:
         picture(found, asked.picture)
 

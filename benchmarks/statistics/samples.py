@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import inf
+from statistics import fmean, median_high
 from typing import Any, NamedTuple
 
+Run = dict[str, Any]  # workload, way, seed, lr, and the losses with their samples
 Losses = Sequence[tuple[int, float]]
 Ways = dict[str, dict[int, Losses]]  # by way and seed
 BASELINE = "one"
+TIMES = ", lr x "  # after a way's name: with another rate
 SLACK = 0.005  # above the worst seed of the baseline, that a target is
 
 
@@ -36,14 +38,33 @@ def samples_to(losses: Losses, target: float) -> float:
     return inf
 
 
-def by_way(runs: Iterable[dict[str, Any]], workload: str) -> Ways:
-    """Return the losses of each way of a workload and each of its seeds."""
-    found: Ways = defaultdict(dict)
+def rates(runs: Iterable[Run], workload: str) -> dict[str, dict[float, dict[int, Run]]]:
+    """Return the runs of each way of a workload by learning rate and seed; "one, lr x 1.4" is way "one"."""
+    found: dict[str, dict[float, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))
     for run in runs:
         if run["workload"] == workload:
-            losses = [(int(samples), float(loss)) for samples, loss, *_ in run["losses"]]
-            found[run["way"]][int(run["seed"])] = losses
-    return dict(found)
+            found[run["way"].partition(TIMES)[0]][round(run["lr"], 6)][run["seed"]] = run
+    return found
+
+
+def best_rate(by_rate: dict[float, dict[int, Run]]) -> float:
+    """Return the learning rate that has most seeds; of several, that with the least mean of last losses."""
+    return min(by_rate, key=lambda lr: (-len(by_rate[lr]), last_loss(by_rate[lr])))
+
+
+def last_loss(seeds: dict[int, Run]) -> float:
+    return fmean(run["losses"][-1][1] for run in seeds.values())
+
+
+def by_way(runs: Iterable[Run], workload: str) -> Ways:
+    """Return the losses of each way of a workload and each of its seeds, at the best learning rate."""
+    return {
+        way: {
+            seed: [(int(samples), float(loss)) for samples, loss, *_ in run["losses"]]
+            for seed, run in by_rate[best_rate(by_rate)].items()
+        }
+        for way, by_rate in rates(runs, workload).items()
+    }
 
 
 def target_of(ways: Ways, slack: float = SLACK, baseline: str = BASELINE) -> float:
@@ -65,4 +86,4 @@ def passes_to(ways: Ways, way: str, target: float, baseline: str = BASELINE) -> 
         )
     both = sorted(needed.keys() & ways[way].keys())
     ratios = [samples_to(ways[way][seed], target) / needed[seed] for seed in both]
-    return Passes(statistics.median_high(ratios), min(ratios), max(ratios))
+    return Passes(median_high(ratios), min(ratios), max(ratios))

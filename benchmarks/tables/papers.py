@@ -58,7 +58,7 @@ def papers_plans(record: Record) -> str:
     rows = [
         (_name(case), row["system"], row["described"], row["binds"])
         for case in published(record)
-        for row in first(case)
+        for row in nearest(case)
     ]
     return table("model, devices | system | plan | what binds", rows)
 
@@ -68,7 +68,7 @@ def papers_batch_sizes(record: Record) -> str:
     made = []
     for model in dict.fromkeys(case["model"] for case in record["cases"]):
         cases = [c for c in record["cases"] if c["model"] == model and c["devices"].startswith("all")]
-        sizes = {c["batch_size"]: {row["system"]: row for row in first(c)} for c in cases}
+        sizes = {c["batch_size"]: {row["system"]: row for row in nearest(c)} for c in cases}
         if len(sizes) < 2:
             continue
         rows = [
@@ -132,7 +132,7 @@ def _to_target(row: Record) -> list[float | None] | None:
 def _by_case(record: Record, cell: Cell) -> str:
     """A row for each system, a column for each case of a published batch size."""
     cases = published(record)
-    by_system = [{row["system"]: row for row in first(case)} for case in cases]
+    by_system = [{row["system"]: row for row in nearest(case)} for case in cases]
     systems = dict.fromkeys(system for found in by_system for system in found)
     rows = [
         (system, *(cell(found[system]) if system in found else "" for found in by_system))
@@ -149,11 +149,13 @@ def published(record: Record) -> list[Record]:
     return list(first.values())
 
 
-def first(case: Record) -> Sequence[Record]:
-    """A case's rows, those that were measured in several ways in the first of them."""
+def nearest(case: Record) -> Sequence[Record]:
+    """A case's rows, those that were measured in several ways in the one whose bytes are nearest to the true ones."""
     found: dict[str, Record] = {}
     for row in case["rows"]:
-        found.setdefault(row["system"], row)
+        known = found.setdefault(row["system"], row)
+        if row.get("scale", 1) < known.get("scale", 1):
+            found[row["system"]] = row
     return list(found.values())
 
 

@@ -6,7 +6,16 @@ import statistics
 from collections.abc import Callable
 from math import inf
 
-from benchmarks.statistics.samples import BASELINE, Ways, by_way, passes_to, target_of
+from benchmarks.statistics.samples import (
+    BASELINE,
+    Ways,
+    best_rate,
+    by_way,
+    last_loss,
+    passes_to,
+    rates,
+    target_of,
+)
 from benchmarks.tables.markdown import Record, against, table
 
 _TWO, _FOUR = 1.03, 1.08
@@ -43,33 +52,26 @@ def statistics_targets(record: Record) -> str:
     """The targets."""
     rows = []
     for name in _workloads(record):
-        ways = by_way(record["runs"], name)
-        lrs = {run["way"]: run["lr"] for run in record["runs"] if run["workload"] == name}
+        ways, by_rate = by_way(record["runs"], name), rates(record["runs"], name)
         for baseline in (BASELINE, _MUON):
             if baseline in ways:
-                target = target_of(ways, baseline=baseline)
-                rows.append((name, baseline, f"{lrs[baseline]:g}", f"{target:.3f}", len(ways[baseline])))
+                target, lr = target_of(ways, baseline=baseline), best_rate(by_rate[baseline])
+                rows.append((name, baseline, f"{lr:g}", f"{target:.3f}", len(ways[baseline])))
     return table("workload | way | learning rate: | target: | seeds:", rows)
 
 
 def statistics_search(record: Record) -> str:
-    """Last losses by learning rate, of one pipeline."""
-    found: dict[tuple[str, str], dict[float, dict[int, float]]] = {}
-    for run in (*record["search"], *record["runs"]):
-        way = run["way"].partition(", lr")[0]
-        if way in (BASELINE, _MUON):
-            by_rate = found.setdefault((run["workload"], way), {})
-            by_rate.setdefault(round(run["lr"], 6), {})[run["seed"]] = run["losses"][-1][1]
+    """Last losses by learning rate, of the ways that were tried with several; the best in bold."""
     rows = []
-    for (name, way), by_rate in found.items():
-        ends = {lr: statistics.fmean(seeds.values()) for lr, seeds in sorted(by_rate.items())}
-        best = min(ends.values())
-        cells = [
-            f"{lr:g}: {f'**{end:.3f}**' if end == best else f'{end:.3f}'}"
-            + f" ({len(by_rate[lr])})" * (len(by_rate[lr]) > 1)
-            for lr, end in ends.items()
-        ]
-        rows.append((name, way, ", ".join(cells)))
+    for name in _workloads(record):
+        for way, by_rate in rates(record["runs"], name).items():
+            best, cells = best_rate(by_rate), []
+            for lr, seeds in sorted(by_rate.items()):
+                end = f"{last_loss(seeds):.3f}"
+                count = f" ({len(seeds)})" * (len(seeds) > 1)
+                cells.append(f"{lr:g}: {f'**{end}**' if lr == best else end}{count}")
+            if len(cells) > 1:
+                rows.append((name, way, ", ".join(cells)))
     return table("workload | way | learning rate: last loss (seeds, where several)", rows)
 
 
@@ -89,7 +91,7 @@ def _passes(ways: Ways, way: str) -> str:
 def _by_workload(record: Record, cell: Callable[[Ways, str], str]) -> str:
     names = _workloads(record)
     found = {name: by_way(record["runs"], name) for name in names}
-    listed = list(dict.fromkeys(run["way"] for run in record["runs"]))
+    listed = dict.fromkeys(way for ways in found.values() for way in ways)
     rows = [
         (way, *(cell(found[name], way) if way in found[name] else "" for name in names)) for way in listed
     ]

@@ -120,8 +120,9 @@ def test_a_row_that_fails_is_told_and_the_others_go_on(monkeypatch, measured):
 
 
 def test_a_row_may_be_measured_at_several_scales(measured):
-    found = record(rows=["GPipe"], batch_sizes=[128], devices=["all"], scale=[1, 16])
-    assert [row["scale"] for row in found["cases"][0]["rows"]] == [1, 16]
+    found = record(rows=["GPipe"], batch_sizes=[128], devices=["all"], scale=[16, 1])
+    assert [row["scale"] for row in found["cases"][0]["rows"]] == [16, 1]
+    assert [row["scale"] for row in papers.nearest(found["cases"][0])] == [1]
     assert "| gnmt, all devices | GPipe | 16 | " in papers.papers_scales(found)
     assert emulated.table(found["cases"][0]).row_count == 2
 

@@ -30,11 +30,11 @@ def runs():
     for seed, shift in enumerate((0.0, 0.1, 0.2)):
         for way, factor in (("one", 1.0), ("2bw", 1.1)):
             losses = [[factor * 100 * n, 5.0 - n + shift] for n in range(1, 4)]
-            made.append({"workload": "gnmt", "way": way, "seed": seed, "losses": losses})
+            made.append({"workload": "gnmt", "way": way, "seed": seed, "lr": 0.01, "losses": losses})
         end = 2.5 if seed == 0 else 4.0
         failing = [[100, 4.5], [300, end]]
-        made.append({"workload": "gnmt", "way": "N = 4", "seed": seed, "losses": failing})
-    return [*made, {"workload": "gpt", "way": "one", "seed": 0, "losses": [[1, 1.0]]}]
+        made.append({"workload": "gnmt", "way": "N = 4", "seed": seed, "lr": 0.01, "losses": failing})
+    return [*made, {"workload": "gpt", "way": "one", "seed": 0, "lr": 0.01, "losses": [[1, 1.0]]}]
 
 
 def test_passes_are_over_the_baseline_with_the_same_seed():

@@ -33,10 +33,7 @@ RUNS = [
 
 @pytest.fixture
 def record():
-    return {
-        "runs": runs_of(RUNS),
-        "search": runs_of([run("one", 0, 4.0, 3.0, 2.0), run("one", 0, 2.5, lr=0.03)]),
-    }
+    return {"runs": runs_of(RUNS)}
 
 
 def cells(table, name):
@@ -62,8 +59,14 @@ def test_targets_are_those_of_one_pipeline_with_each_optimizer(record):
     assert "| gnmt | muon | 0.02 | 1.005 | 1 |" in made
 
 
-def test_a_seed_of_a_search_counts_once(record):
-    assert "0.01: **1.995** (2), 0.03: 2.500" in statistics_search(record)
+def test_what_was_tried_with_several_rates_counts_at_the_best_that_has_as_many_seeds():
+    once = run("one, lr x 2", 0, 4.0, 3.0, 1.0, lr=0.02)
+    better = [run("one, lr x 1.4", seed, 4.0, 2.9, 1.9, lr=0.014) for seed in (0, 1)]
+    found = {"runs": runs_of([*RUNS, RUNS[0], once, *better])}
+    assert "| gnmt | one | 0.01: 1.995 (2), 0.014: **1.900** (2), 0.02: 1.000 |" in statistics_search(found)
+    assert "| muon |" not in statistics_search(found)
+    assert "| gnmt | one | 0.014 | 1.909 | 2 |" in statistics_targets(found)
+    assert cells(statistics_passes(found), "N = 2, warm-up") == ["**never** |"]
 
 
 def test_a_panel_for_each_workload(tmp_path):
