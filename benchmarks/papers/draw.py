@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from avgpipe.timeline.plot import dress, write_figure
-from benchmarks.tables.papers import nearest, published
+from benchmarks.tables.papers import in_several, nearest, published
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +30,7 @@ Row = dict[str, Any]
 _OURS, _OTHER, _SIMULATED, _INK = "#2a6fb0", "#b9b9b9", "#f2c14e", "#333333"
 _LINES = ("#2a6fb0", "#c0453c", "#c98a1b", "#7a5aa6", "#3b8c5a", "#888888")
 _LONGEST = 6.0  # medians of the rows; longer bars leave the panel
-_SHOWN = ("GPipe", "PipeDream", "zero bubble", "AvgPipe (G), best")  # over time
+_SHOWN = ("GPipe", "PipeDream", "zero bubble", "AvgPipe (G), best", "AvgPipe (G), 16 bits, best")  # over time
 _GIB = 2.0**30
 
 
@@ -82,7 +83,7 @@ def batch_sizes(record: dict[str, Any], path: Path) -> Figure | None:
     for model, axes in zip(models, panels):
         cases = sorted((c for c in on_all if c["model"] == model), key=lambda case: int(case["batch_size"]))
         found = [{row["system"]: row for row in nearest(case)} for case in cases]
-        for n, system in enumerate(dict.fromkeys(system for rows in found for system in rows)):
+        for n, system in enumerate(in_several(found)):
             points = [
                 (c["batch_size"], r[system]["samples_per_second"])
                 for c, r in zip(cases, found)
@@ -92,7 +93,9 @@ def batch_sizes(record: dict[str, Any], path: Path) -> Figure | None:
             axes.plot(
                 *zip(*points), style, marker="o", markersize=3, color=_LINES[n % len(_LINES)], label=system
             )
+        sizes = [int(case["batch_size"]) for case in cases]
         axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_xlabel("samples of a batch", fontsize=8, color=_INK)
         axes.set_ylabel("samples/s", fontsize=8, color=_INK)
         axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
@@ -109,9 +112,16 @@ def _bars(
     unit: str,
     mark: Callable[[Row], float] | None = None,
 ) -> Figure:
-    cases = published(record)
-    figure, panels = _panels([0.9 + 0.26 * len(nearest(case)) for case in cases])
-    for case, axes in zip(cases, panels):
+    """A row of panels for each model, a column for each number of devices."""
+    cases = {(case["model"], case["devices"]): case for case in published(record)}
+    models, devices = (list(dict.fromkeys(found)) for found in zip(*cases))
+    most_rows = {m: max(len(nearest(cases[m, d])) for d in devices if (m, d) in cases) for m in models}
+    figure, panels = _panels([0.9 + 0.24 * most_rows[model] for model in models], len(devices))
+    for place, axes in zip(product(models, devices), panels):
+        if place not in cases:
+            axes.remove()
+            continue
+        case = cases[place]
         rows = nearest(case)
         values, places = [value(row) for row in rows], range(len(rows))
         most = _LONGEST * statistics.median(values) if values else 1.0
@@ -121,12 +131,13 @@ def _bars(
             axes.scatter(
                 [mark(row) for row in rows], places, s=16, marker="D", color=_SIMULATED, edgecolors=_INK
             )
-        for place, number in zip(places, values):
+        for at_row, number, row in zip(places, values, rows):
             inside = number <= right
             text = f" {number:,.3g}" if number < 100 else f" {number:,.0f}"
             arrow = "" if inside else " \N{RIGHTWARDS ARROW}"
-            at, side = (number, "left") if inside else (0.99 * right, "right")
-            axes.text(at, place, text + arrow, va="center", ha=side, fontsize=8, color=_INK)
+            end = number if mark is None else max(number, mark(row) + 0.015 * right)
+            at, side = (end, "left") if inside else (0.99 * right, "right")
+            axes.text(at, at_row, text + arrow, va="center", ha=side, fontsize=8, color=_INK)
         axes.set_yticks(places, [row["system"] for row in rows], fontsize=8, color=_INK)
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(0, right)
@@ -136,11 +147,11 @@ def _bars(
     return figure
 
 
-def _panels(heights_in: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(9.0, sum(heights_in) + 0.3), layout="constrained")
+def _panels(heights_in: Sequence[float], columns: int = 1) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(3.0 + 6.0 * columns, sum(heights_in) + 0.3), layout="constrained")
     FigureCanvasAgg(figure)
-    made = figure.subplots(len(heights_in), 1, squeeze=False, gridspec_kw={"height_ratios": list(heights_in)})
-    return figure, list(made.flat)
+    ratios = {"height_ratios": list(heights_in)}
+    return figure, list(figure.subplots(len(heights_in), columns, squeeze=False, gridspec_kw=ratios).flat)
 
 
 def _title(axes: Axes, case: Case) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from avgpipe.units import format_bytes, format_seconds
@@ -79,7 +80,7 @@ def papers_batch_sizes(record: Record) -> str:
                     for by in sizes.values()
                 ),
             )
-            for system in dict.fromkeys(system for by in sizes.values() for system in by)
+            for system in in_several([*sizes.values()])
         ]
         made.append(
             table(f"{model}, samples/s | " + " | ".join(f"batches of {size}:" for size in sizes), rows)
@@ -149,6 +150,12 @@ def published(record: Record) -> list[Record]:
     return list(first.values())
 
 
+def in_several(found: Sequence[dict[str, Record]]) -> list[str]:
+    """The systems of at least two cases, where there are as many."""
+    counts = Counter(system for rows in found for system in rows)
+    return [system for system, count in counts.items() if count > 1]
+
+
 def nearest(case: Record) -> Sequence[Record]:
     """A case's rows, those that were measured in several ways in the one whose bytes are nearest to the true ones."""
     found: dict[str, Record] = {}
@@ -156,7 +163,8 @@ def nearest(case: Record) -> Sequence[Record]:
         known = found.setdefault(row["system"], row)
         if row.get("scale", 1) < known.get("scale", 1):
             found[row["system"]] = row
-    return list(found.values())
+    places = {system: place for place, system in enumerate(ROWS)}
+    return sorted(found.values(), key=lambda row: places.get(row["system"], len(ROWS)))
 
 
 def _name(case: Record) -> str:
