@@ -1,12 +1,15 @@
 """Question: on two real processes with a limited line between them, which system is the first at a target?
 
-    AVGPIPE_DATA=DIR python -m benchmarks.papers.real --out FILE [--only gnmt] [--ways gpipe,avgpipe N=2] [--seeds 0]
+    AVGPIPE_DATA=DIR python -m benchmarks.papers.real [--only gnmt] [--ways "gpipe;dapple"] [--seeds 0] [--batches 3]
 
 As root. All is real: the workloads of ``benchmarks.statistics.run`` train in two processes of one thread, each in a
 network namespace of its own; nothing sleeps. Two cores are far slower than the devices of the papers' cluster, so the
 line is slowed down as much: it carries what a cut hands on in that share of the time which a sample's forward and
-backward take on one device as 1 Gbit/s does beside a V100 (``share_of``). A line of FILE is a run, with its validation
-losses by samples and by seconds of training.
+backward take on one device as 1 Gbit/s does beside a V100 (``share_of``).
+
+The record has the validation losses of each run by samples and by seconds of training, and is written after each:
+``--out`` goes on where it ended. ``--batches``: for what would take hours, whose time to the target is then reckoned
+from that of a batch, with the samples of a system whose gradients are not late.
 """
 
 from __future__ import annotations
@@ -28,12 +31,13 @@ from avgpipe.ranks.rendezvous import join
 from avgpipe.runtime.batch import sample_count
 from avgpipe.runtime.model import Model, layers_of
 from benchmarks.common.namespaces import check_namespaces, network
-from benchmarks.common.record import say
+from benchmarks.common.record import say, write_record
 from benchmarks.papers.cluster import BETWEEN_BYTES_PER_S, V100
 from benchmarks.papers.models import MODELS
-from benchmarks.statistics.run import CASES, WARM_UP, Way, built, known, train
+from benchmarks.statistics.run import CASES, WARM_UP, Way, built, train
 
 STAGES, TRIES = 2, 5
+_TIMEOUT_S = 3600
 LEAST = 0.15  # of the work, on each side of a cut
 # Of each workload the paper's model whose ratio of computing to communication it gets; BERT's where it has none.
 LIKE = {"gnmt": "gnmt", "awd-lstm": "awd-lstm", "gpt": "bert", "resnet": "bert"}
@@ -43,17 +47,17 @@ WAYS = {
     "gpipe": Way.of(schedule="all-forward-all-backward"),
     "dapple": Way.of(schedule="1f1b"),
     "zero-bubble-h1": Way.of(schedule="zero-bubble-h1"),
+    "zero-bubble-v": Way.of(schedule="zero-bubble-v", stages=2 * STAGES),
     "pipedream": Way.of(schedule="pipedream", micro_batches=1, weights="stash"),
     "pipedream-2bw": Way.of(schedule="pipedream-2bw"),
-    "avgpipe, N = 1": Way.of(),
+    "avgpipe, N = 1, 16 bits": Way.of(narrow=True),
     "avgpipe, N = 2": Way.of(warmup=WARM_UP, pipelines=2),
     "avgpipe, N = 2, 16 bits": Way.of(warmup=WARM_UP, narrow=True, pipelines=2),
-    "avgpipe, N = 4, 16 bits": Way.of(warmup=WARM_UP, narrow=True, pipelines=4),
+    "avgpipe, N = 2, v, 16 bits": Way.of(
+        warmup=WARM_UP, narrow=True, pipelines=2, schedule="zero-bubble-v", stages=2 * STAGES
+    ),
     "avgpipe, 2bw predicted, 16 bits": Way.of(
         warmup=WARM_UP, narrow=True, schedule="pipedream-2bw", correction="predicted"
-    ),
-    "avgpipe, 2bw error feedback, 16 bits": Way.of(
-        warmup=WARM_UP, narrow=True, schedule="pipedream-2bw", correction="error-feedback"
     ),
 }
 
@@ -117,28 +121,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--ways", default=";".join(WAYS), help="separated by semicolons")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--batches", type=int, default=0, help="of a run, to try it")
+    parser.add_argument(
+        "--batches", type=int, default=0, help="of a run; default: as many as the workload has"
+    )
+    parser.add_argument("--out", help="file of the record, which is gone on with if it is there")
     asked = parser.parse_args()
     check_namespaces("a limited line")
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(asked.out) if asked.out else None
+    before = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+    lines, runs = before.get("lines", {}), before.get("runs", [])
+    known = {(run["workload"], run["way"], run["seed"]) for run in runs}
     for workload in asked.only.split(","):
-        line = rate_of(workload)
+        line = lines.setdefault(workload, rate_of(workload))
         say(f"{workload}: {line}")
         for seed, way in product(map(int, asked.seeds.split(",")), asked.ways.split(";")):
-            if (workload, way, seed) in known(asked.out):
+            if (workload, way, seed) in known:
                 continue
+            asked_of = {"workload": workload, "way": way, "seed": seed, "batches": asked.batches}
             with network(STAGES, line["bits_per_s"]) as net:
-                asked_of = {"workload": workload, "way": way, "seed": seed, "batches": asked.batches}
                 found = run_on_ranks(
-                    "benchmarks.papers.real:worker", STAGES, asked_of, timeout_s=3600, **net.launching()
+                    "benchmarks.papers.real:worker", STAGES, asked_of, timeout_s=_TIMEOUT_S, **net.launching()
                 )
-            with asked.out.open("a") as file:
-                file.write(json.dumps({**asked_of, "line": line, **found[0]}) + "\n")
+            whole = asked.batches in (0, CASES[workload].batches)
+            runs.append({**asked_of, "whole": whole, **found[0]})
             say(f"{workload}, {way}, seed {seed}: {found[0]['losses'][-1]}")
+            question = "time to a target on two real processes with a limited line"
+            write_record("papers-real", question, {"lines": lines, "runs": runs}, asked.out)
 
 
 if __name__ == "__main__":

@@ -180,8 +180,8 @@ def train(name: str, way: Way, seed: int, batches: int = 0, **on_ranks: Any) -> 
     if "stages" in asked:
         asked["stages"] = min(asked["stages"], len(layers))
     plan = avgpipe.Plan(**asked)
-    places = [batches * (n + 1) // VALIDATIONS for n in range(VALIDATIONS)]
-    places = [place - place % plan.batches_per_round for place in places]
+    step = plan.batches_per_round
+    places = sorted({batches * (n + 1) // VALIDATIONS // step * step for n in range(VALIDATIONS)} - {0})
     losses, seconds = [], 0.0
     with (
         narrowed(layers if rounds else ()),
