@@ -149,9 +149,10 @@ def main() -> None:
             screen.print(f"{name}: no run of workload {workload!r}, way {BASELINE!r}; left out")
             continue
         target = float(asked.targets.get(name, target_of(ways)))
-        found = joined(case, ways, target, float(asked.epochs.get(name, 1)))
+        epochs = float(asked.epochs.get(name, 1))
+        found = joined(case, ways, target, epochs)
         head = {field: case[field] for field in ("model", "batch_size", "devices")}
-        cases.append({**head, "workload": workload, "target": target, "rows": found})
+        cases.append({**head, "workload": workload, "target": target, "epochs": epochs, "rows": found})
         screen.print(
             table(f"{name}, {case['devices']}, batches of {case['batch_size']}: loss {target:.4g}", found)
         )

@@ -5,12 +5,20 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import inf
 
 from avgpipe.units import format_bytes, format_seconds
 from benchmarks.papers.emulated import ROWS
+from benchmarks.statistics.samples import SLACK, samples_to
 from benchmarks.tables.markdown import Record, against, duration, table
 
 _WITHIN = (0.9, 1.1)  # of the simulated time
+_PIPELINES = ("GPipe", "DAPPLE", "PipeDream", "PipeDream-2BW", "zero bubble")
+_BARS = {**dict.fromkeys(_PIPELINES[:3], 1.5), "PipeDream-2BW": 1.3, "zero bubble": 1.2, "data parallel": 3.0}
+_OWN_BARS = {"awd-lstm": {"data parallel": 5.0}}
+_MEAN = 1.7
+_PROMPT = ("data-parallel", "gpipe", "dapple", "zero-bubble-h1", "zero-bubble-v")  # no gradient is late
 Cell = Callable[[Record], str]
 
 
@@ -106,7 +114,7 @@ def papers_scales(record: Record) -> str:
 def papers_targets(record: Record) -> str:
     """Time to target, its range over seeds, and the passes that it takes."""
     rows = []
-    for case in record["cases"]:
+    for case in published(record):
         times = [_to_target(row) for row in case["rows"]]
         best = min((time[0] for time in times if time and time[0] is not None), default=None)
         for row, time in zip(case["rows"], times):
@@ -124,10 +132,112 @@ def papers_targets(record: Record) -> str:
     return table("model, devices | system | trained as | to target: | passes: | over the best:", rows)
 
 
+def papers_bars(record: Record) -> str:
+    """What systems take to the target over the best of AvgPipe's settings within GPipe's memory.
+
+    At least so much where a system does not reach the target: as if it needed no more samples than one pipeline.
+    """
+    cases, found = published(record), {}
+    for place, case in enumerate(cases):
+        rows = {row["system"]: row for row in case["rows"]}
+        ours = [row for system, row in rows.items() if system.startswith("AvgPipe (G)")]
+        known = [time[0] for row in ours if (time := _to_target(row)) and time[0] is not None]
+        for system in (name for name in rows if not name.startswith("AvgPipe")):
+            time = _to_target(rows[system])
+            reached = time is not None and time[0] is not None
+            of_epochs = case["epochs"] * next(iter(rows[system]["epoch_s"].values())) / min(known)
+            found[system, place] = (time[0] / min(known) if reached else of_epochs), reached
+    bars = [{**_BARS, **_OWN_BARS.get(case["model"], {})} for case in cases]
+    made = []
+    for system in (name for name in ROWS if any((name, place) in found for place in range(len(cases)))):
+        cells = []
+        for place, bar in enumerate(bars):
+            ratio, reached = found.get((system, place), (None, True))
+            least = "" if reached else "\N{GREATER-THAN OR EQUAL TO} "
+            cells.append("" if ratio is None else least + against(ratio, least=bar.get(system)))
+        made.append((system, *cells))
+    means = []
+    for place in range(len(cases)):
+        ratios = [found[system, place][0] for system in _PIPELINES if (system, place) in found]
+        means.append(against(statistics.geometric_mean(ratios), least=_MEAN))
+    made.append(("pipeline systems, geometric mean", *means))
+    return table("system | " + " | ".join(f"{_name(case)}:" for case in cases), made)
+
+
 def _to_target(row: Record) -> list[float | None] | None:
     """Median and range of the first data set."""
     found: list[float | None] | None = next(iter(row["seconds_to_target"].values()))
     return found
+
+
+def papers_real(record: Record) -> str:
+    """Seconds to the target by way and workload, in brackets over the best of AvgPipe's ways.
+
+    The target is the highest last loss of ways whose gradients are not late, and 0.5 % more. What did not run to its
+    end is reckoned from its time per sample, and said to be about so much.
+    """
+    workloads = list(dict.fromkeys(run["workload"] for run in record["runs"]))
+    found = {workload: _seconds_to_target(record, workload) for workload in workloads}
+    rows = []
+    for way in dict.fromkeys(run["way"] for run in record["runs"]):
+        cells = []
+        for workload in workloads:
+            times = found[workload]
+            best = min(seconds for name, (seconds, _) in times.items() if name.startswith("avgpipe"))
+            if way not in times:
+                cells.append("")
+                continue
+            seconds, whole = times[way]
+            text = "never" if seconds == inf else f"{duration(seconds)} ({seconds / best:.2f})"
+            cells.append(text if whole else f"about {text}")
+        rows.append((way, *cells))
+    return table("way | " + " | ".join(f"{workload}:" for workload in workloads), rows)
+
+
+def _seconds_to_target(record: Record, workload: str) -> dict[str, tuple[float, bool]]:
+    """Median seconds of each way, and whether they were measured to the end."""
+    runs = [run for run in record["runs"] if run["workload"] == workload]
+    prompt = [run for run in runs if run["way"] in _PROMPT and run["whole"]]
+    target = (1 + SLACK) * max(run["losses"][-1][1] for run in prompt)
+    usual = statistics.median(samples_to(_by_samples(run), target) for run in prompt)
+    found: dict[str, list[tuple[float, bool]]] = {}
+    for run in runs:
+        last, _, seconds = run["losses"][-1]
+        needed = samples_to(_by_samples(run), target) if run["whole"] else usual
+        ends = [(0, 0.0), *((samples, taken) for samples, _, taken in run["losses"])]
+        between = next((pair for pair in pairwise(ends) if needed <= pair[1][0]), None)
+        if not run["whole"] or between is None:
+            taken = needed * seconds / last
+        else:
+            (before, from_s), (after, to_s) = between
+            taken = from_s + (to_s - from_s) * (needed - before) / (after - before)
+        found.setdefault(run["way"], []).append((taken, run["whole"]))
+    return {
+        way: (statistics.median(taken for taken, _ in times), all(whole for _, whole in times))
+        for way, times in found.items()
+    }
+
+
+def _by_samples(run: Record) -> list[tuple[int, float]]:
+    return [(samples, loss) for samples, loss, _ in run["losses"]]
+
+
+def papers_real_lines(record: Record) -> str:
+    """How fast the line is, and what that was reckoned from."""
+    rows = [
+        (
+            workload,
+            format_seconds(line["sample_s"]),
+            format_bytes(line["cut_bytes"]),
+            f"{line['share']:.2f}",
+            f"{line['bits_per_s'] / 1e6:.1f} Mbit/s",
+        )
+        for workload, line in record["lines"].items()
+    ]
+    columns = (
+        "workload | a sample on one core: | its bytes at the cut: | line over compute in the cluster: | line:"
+    )
+    return table(columns, rows)
 
 
 def _by_case(record: Record, cell: Cell) -> str:

@@ -173,6 +173,55 @@ def test_time_to_target_has_its_range():
     assert "| EA-Pipe | ea-pipe | not reached |" in made
 
 
+def test_bars_are_over_the_best_of_our_settings_and_at_least_so_much_where_nothing_is_reached():
+    def row(system, passes, seconds):
+        times = {"WMT": [seconds, seconds, seconds]}
+        return {
+            "system": system,
+            "way": "one",
+            "passes": [passes] * 3,
+            "epoch_s": {"WMT": 100.0},
+            "seconds_to_target": times,
+        }
+
+    rows = [
+        row("GPipe", 1.0, 200.0),
+        row("PipeDream", None, None),
+        row("zero bubble", 1.0, 150.0),
+        row("AvgPipe (G), N = 2", 1.1, 125.0),
+        row("AvgPipe (G), best", None, None),
+    ]
+    case = {"model": "gnmt", "devices": "all devices", "epochs": 2.0, "rows": rows}
+    made = papers.papers_bars({"cases": [case, {**case, "rows": []}]})
+    assert "| GPipe | 1.60 |" in made
+    assert "| PipeDream | \N{GREATER-THAN OR EQUAL TO} 1.60 |" in made
+    assert "| zero bubble | 1.20 |" in made
+    assert "| pipeline systems, geometric mean | **1.45** |" in made
+
+
+def test_real_seconds_to_a_target_lie_between_validations_or_are_reckoned():
+    def run(way, *losses, step_s=10.0, whole=True):
+        courses = [[100 * (n + 1), loss, step_s * (n + 1)] for n, loss in enumerate(losses)]
+        return {"workload": "gnmt", "way": way, "seed": 0, "whole": whole, "losses": courses}
+
+    runs = [
+        run("gpipe", 3.0, 1.0),
+        run("data-parallel", 3.0, step_s=100.0, whole=False),
+        run("pipedream", 3.0, 2.0),
+        run("avgpipe, N = 2", 3.0, 1.005, step_s=8.0),
+    ]
+    line = {"sample_s": 0.1, "cut_bytes": 2048, "share": 0.5, "bits_per_s": 2e6}
+    found = {"lines": {"gnmt": line}, "runs": runs}
+    made = papers.papers_real(found)
+    assert "| gpipe | 20.0 s (1.25) |" in made
+    assert (
+        "| data-parallel | about 200 s (12.47) |" in made or "| data-parallel | about 3 min (12.47) |" in made
+    )
+    assert "| pipedream | never |" in made
+    assert "| avgpipe, N = 2 | 16.0 s (1.00) |" in made
+    assert "| gnmt | 100 ms | 2 KiB | 0.50 | 2.0 Mbit/s |" in papers.papers_real_lines(found)
+
+
 def test_pictures_have_a_panel_for_each_case(measured, tmp_path, monkeypatch):
     found = record()
     (tmp_path / "record.json").write_text(json.dumps(found))
