@@ -28,7 +28,7 @@ from torch.nn.utils import parameters_to_vector
 from avgpipe.workloads.data import read_text
 from benchmarks.common.record import say
 
-PIPELINES, BATCHES, BATCH_SIZE, LENGTH, WIDTH = 4, 1200, 16, 64, 128
+PIPELINES, BATCHES, BATCH_SIZE, LENGTH, WIDTH = 4, 800, 16, 64, 128
 VALID_BATCHES, VALID_SIZE = 24, 64
 WARMUP, FLOOR, TAIL = 100, 0.05, 0.1
 DECAY, MOMENTUM = 0.01, 0.9
