@@ -1,6 +1,9 @@
 """Make one record of the runs of ``benchmarks.statistics.run``, and a picture of their validation losses.
 
-python -m benchmarks.statistics.record RUNS.jsonl... [--out FILE] [--picture FILE.png]
+python -m benchmarks.statistics.record RUNS.jsonl... [--variants VARIANTS.jsonl] [--out FILE]
+        [--picture FILE.png]
+
+``--variants``: of ``benchmarks.statistics.variants``, which the record keeps beside the others.
 """
 
 from __future__ import annotations
@@ -79,12 +82,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--variants", type=Path)
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     parser.add_argument("--picture", type=Path)
     asked = parser.parse_args()
     found = runs_of([run for path in asked.runs for run in rows(path)])
+    variants = rows(asked.variants) if asked.variants else []
     question = "samples to a target, of each way of training, beside one pipeline's"
-    write_record("statistics", question, {"runs": found}, asked.out)
+    write_record("statistics", question, {"runs": found, "variants": variants}, asked.out)
     if asked.picture:
         picture(found, asked.picture)
 

@@ -83,6 +83,29 @@ def statistics_search(record: Record) -> str:
     return table("workload | way | learning rate: last loss (seeds, where several)", rows)
 
 
+def statistics_variants(record: Record) -> str:
+    """Losses of variants of elastic averaging by optimizer and rate, mean of the seeds and their range."""
+    found: dict[str, dict[str, list[Record]]] = {}
+    for run in record["variants"]:
+        of = found.setdefault(run["variant"], {})
+        of.setdefault(f"{run['optimizer']}, {run['lr']:g}", []).append(run)
+    settings = list(dict.fromkeys(setting for of in found.values() for setting in of))
+    rows = [
+        (variant, *(cell for setting in settings for cell in _variant(of.get(setting, []))))
+        for variant, of in found.items()
+    ]
+    heads = " | ".join(f"{setting}: | mean of its last tenth:" for setting in settings)
+    return table(f"variant | {heads}", rows)
+
+
+def _variant(runs: list[Record]) -> tuple[str, str]:
+    if not runs:
+        return "", ""
+    ends = [run["loss"] for run in runs]
+    spread = f" ({max(ends) - min(ends):.3f})" * (len(ends) > 1)
+    return f"{statistics.fmean(ends):.3f}{spread}", f"{statistics.fmean(run['tail'] for run in runs):.3f}"
+
+
 def _passes(ways: Ways, way: str, slack: float) -> str:
     baseline = _MUON if way.startswith(_MUON) and _MUON in ways else BASELINE
     if way == baseline:

@@ -10,6 +10,7 @@ from benchmarks.tables.statistics import (
     statistics_passes,
     statistics_search,
     statistics_targets,
+    statistics_variants,
 )
 
 
@@ -67,6 +68,29 @@ def test_what_was_tried_with_several_rates_counts_at_the_best_that_has_as_many_s
     assert "| muon |" not in statistics_search(found)
     assert "| gnmt | one | 0.014 | 1.909 | 2 |" in statistics_targets(found)
     assert cells(statistics_passes(found), "N = 2, warm-up") == ["**never** |"]
+
+
+def test_variants_have_a_column_for_each_optimizer_and_rate():
+    made = [
+        ("one", "adamw", 0, 2.0),
+        ("one", "adamw", 1, 2.2),
+        ("elastic", "adamw", 0, 2.5),
+        ("one", "sgd", 0, 3.0),
+    ]
+    found = [
+        {
+            "variant": variant,
+            "optimizer": optimizer,
+            "lr": 0.1,
+            "seed": seed,
+            "loss": loss,
+            "tail": loss - 0.1,
+        }
+        for variant, optimizer, seed, loss in made
+    ]
+    lines = statistics_variants({"variants": found}).splitlines()
+    assert lines[0] == "| variant | adamw, 0.1 | mean of its last tenth | sgd, 0.1 | mean of its last tenth |"
+    assert lines[2:] == ["| one | 2.100 (0.200) | 2.000 | 3.000 | 2.900 |", "| elastic | 2.500 | 2.400 | | |"]
 
 
 def test_a_panel_for_each_workload(tmp_path):
