@@ -7,9 +7,12 @@ network namespace of its own; nothing sleeps. Two cores are far slower than the 
 line is slowed down as much: it carries what a cut hands on in that share of the time which a sample's forward and
 backward take on one device as 1 Gbit/s does beside a V100 (``share_of``).
 
+Every system gets the plan that the library's forecast finds best for it, from one profile of the workload: the cut, the
+number of micro-batches, and how far forwards run ahead where that is open.
+
 The record has the validation losses of each run by samples and by seconds of training, and is written after each:
 ``--out`` goes on where it ended. ``--batches``: for what would take hours, whose time to the target is then reckoned
-from that of a batch, with the samples of a system whose gradients are not late.
+from that of a batch in the second half of so many, with the samples of a system whose gradients are not late.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
@@ -24,12 +29,18 @@ from typing import Any
 import torch
 
 import avgpipe
+from avgpipe import Plan
 from avgpipe.links.message import tensors_of
+from avgpipe.measure.forecast import Forecast, OnCluster
+from avgpipe.planning import LinkProfile, Profile
+from avgpipe.planning.cluster import Cluster
+from avgpipe.planning.cuts import CutSearch
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
 from avgpipe.runtime.batch import sample_count
 from avgpipe.runtime.model import Model, layers_of
+from avgpipe.workloads import BuildOptions
 from benchmarks.common.namespaces import check_namespaces, network
 from benchmarks.common.record import say, write_record
 from benchmarks.papers.cluster import BETWEEN_BYTES_PER_S, V100
@@ -38,6 +49,11 @@ from benchmarks.statistics.run import CASES, WARM_UP, Way, built, train
 
 STAGES, TRIES = 2, 5
 _TIMEOUT_S = 3600
+LATENCY_S = 1e-4  # of a message between two processes
+PROFILING_S = 20.0
+MICRO_BATCHES = (4, 8, 16)  # that are tried
+OWN_MICRO_BATCHES = {"resnet": (4,)}  # as its batch norms learn otherwise from smaller ones
+ADVANCES = (0, 1, 2, 4)
 LEAST = 0.15  # of the work, on each side of a cut
 # Of each workload the paper's model whose ratio of computing to communication it gets; BERT's where it has none.
 LIKE = {"gnmt": "gnmt", "awd-lstm": "awd-lstm", "gpt": "bert", "resnet": "bert"}
@@ -48,6 +64,8 @@ WAYS = {
     "dapple": Way.of(schedule="1f1b"),
     "zero-bubble-h1": Way.of(schedule="zero-bubble-h1"),
     "zero-bubble-v": Way.of(schedule="zero-bubble-v", stages=2 * STAGES),
+    "zero-bubble-h1, 16 bits": Way.of(narrow=True, schedule="zero-bubble-h1"),
+    "zero-bubble-v, 16 bits": Way.of(narrow=True, schedule="zero-bubble-v", stages=2 * STAGES),
     "pipedream": Way.of(schedule="pipedream", micro_batches=1, weights="stash"),
     "pipedream-2bw": Way.of(schedule="pipedream-2bw"),
     "avgpipe, N = 1, 16 bits": Way.of(narrow=True),
@@ -108,12 +126,61 @@ def rate_of(workload: str) -> dict[str, float]:
     return {"sample_s": sample_s, "cut_bytes": cut_bytes, "share": share, "bits_per_s": rate}
 
 
-def worker(workload: str, way: str, seed: int, batches: int) -> dict[str, Any]:
-    """A rank."""
+def plans_of(workload: str, bits_per_s: float) -> dict[str, dict[str, Any]]:
+    """Return for each way what is forecast to be the fastest of what it leaves open, and the seconds of its batches."""
+    made, recipe = built(workload, 0, 1)
+    inputs, targets = next(iter(made.train_batches(0)))
+    count = sample_count(inputs)
+    tried = OWN_MICRO_BATCHES.get(workload, MICRO_BATCHES)
+    line = LinkProfile(LATENCY_S, bits_per_s / 8)
+    profile = avgpipe.profile(
+        made.layers,
+        inputs,
+        target=targets,
+        loss_fn=made.loss_fn,
+        optimizer=recipe.optimizer_for(BuildOptions(), made.layers),
+        clip_grad_norm=recipe.clip_grad_norm,
+        micro_batch_sizes=sorted({max(1, count // m) for m in (1, *tried, 2 * max(tried))}),
+        link=line,
+        budget_s=PROFILING_S,
+    )
+    profile = replace(profile, reduction=line)
+    narrow = replace(profile, link=LinkProfile(LATENCY_S, bits_per_s / 4))
+    plans = {}
+    for name, way in WAYS.items():
+        of_way = narrow if way.narrow else profile
+        found = [_best(of_way, plan, count) for plan in _open_to(way, tried)]
+        best = min(found, key=lambda forecast: forecast.batch_s)
+        chosen = best.plan
+        plans[name] = {
+            "stages": chosen.stages,
+            "micro_batches": chosen.micro_batches,
+            "partition": chosen.partition,
+            "advance": chosen.advance,
+            "forecast_s": best.batch_s,
+        }
+    return plans
+
+
+def _open_to(way: Way, micro_batches: tuple[int, ...]) -> Iterator[Plan]:
+    """The plans of a way, but for the cut."""
+    asked = dict(way.plan)
+    counts = (asked["micro_batches"],) if "micro_batches" in asked else micro_batches
+    ahead = () if "schedule" in asked else ADVANCES
+    for count, advance in product(counts, ahead or (None,)):
+        yield Plan(**{"stages": STAGES, **asked, "micro_batches": count, "advance": advance})
+
+
+def _best(profile: Profile, plan: Plan, batch_size: int) -> Forecast:
+    on = OnCluster(profile, plan, batch_size, Cluster.like(profile, STAGES))
+    return on.forecast(CutSearch(on, None).best()[0])
+
+
+def worker(workload: str, way: str, seed: int, batches: int, options: dict[str, Any]) -> dict[str, Any]:
+    """A rank. options: of the plan."""
     torch.set_num_threads(1)
     join(120, "gloo")
     progress(f"{workload}, {way}, seed {seed}")
-    options: dict[str, Any] = {} if "stages" in dict(WAYS[way].plan) else {"stages": STAGES}
     return train(workload, WAYS[way], seed, batches, **options)
 
 
@@ -135,19 +202,28 @@ def main() -> None:
     lines, runs = before.get("lines", {}), before.get("runs", [])
     known = {(run["workload"], run["way"], run["seed"]) for run in runs}
     for workload in asked.only.split(","):
-        line = lines.setdefault(workload, rate_of(workload))
+        if workload not in lines:
+            line = rate_of(workload)
+            lines[workload] = {**line, "plans": plans_of(workload, line["bits_per_s"])}
+        line = lines[workload]
         say(f"{workload}: {line}")
         for seed, way in product(map(int, asked.seeds.split(",")), asked.ways.split(";")):
             if (workload, way, seed) in known:
                 continue
             asked_of = {"workload": workload, "way": way, "seed": seed, "batches": asked.batches}
+            plan = dict(line["plans"][way])
+            batch_s = plan.pop("forecast_s")
             with network(STAGES, line["bits_per_s"]) as net:
                 found = run_on_ranks(
-                    "benchmarks.papers.real:worker", STAGES, asked_of, timeout_s=_TIMEOUT_S, **net.launching()
+                    "benchmarks.papers.real:worker",
+                    STAGES,
+                    {**asked_of, "options": plan},
+                    timeout_s=_TIMEOUT_S,
+                    **net.launching(),
                 )
-            whole = asked.batches in (0, CASES[workload].batches)
+            whole = not asked.batches
             runs.append({**asked_of, "whole": whole, **found[0]})
-            say(f"{workload}, {way}, seed {seed}: {found[0]['losses'][-1]}")
+            say(f"{workload}, {way}, seed {seed}, forecast {batch_s:.3f} s: {found[0]}")
             question = "time to a target on two real processes with a limited line"
             write_record("papers-real", question, {"lines": lines, "runs": runs}, asked.out)
 

@@ -160,12 +160,13 @@ def built(name: str, seed: int, parts: int) -> tuple[Workload, Recipe]:
 def train(name: str, way: Way, seed: int, batches: int = 0, **on_ranks: Any) -> dict[str, Any]:
     """Train, and return validation losses by samples, with the seconds of training until then.
 
-    batches: of the run, whole ones; 0: as many as the workload has here.
-    on_ranks: options of the plan, where several processes call this alike; between them bfloat16 really travels.
+    batches: of the run, whole ones, validated at the half and at the end; 0: as many as the workload has here.
+    on_ranks: options of the plan, where several processes call this alike; between them bfloat16 really travels, over
+        their network, even where they could share memory.
     """
     case = CASES[name]
     workload, recipe = built(name, seed, way.parts)
-    muon = way.optimizer == "muon"
+    muon, validations = way.optimizer == "muon", 2 if batches else VALIDATIONS
     if way.optimizer:
         recipe = replace(recipe, optimizer=way.optimizer)
     smaller = way.parts if recipe.optimizer in ("sgd", "nt-asgd") else way.parts**0.5
@@ -181,7 +182,7 @@ def train(name: str, way: Way, seed: int, batches: int = 0, **on_ranks: Any) -> 
         asked["stages"] = min(asked["stages"], len(layers))
     plan = avgpipe.Plan(**asked)
     step = plan.batches_per_round
-    places = sorted({batches * (n + 1) // VALIDATIONS // step * step for n in range(VALIDATIONS)} - {0})
+    places = sorted({batches * (n + 1) // validations // step * step for n in range(validations)} - {0})
     losses, seconds = [], 0.0
     with (
         narrowed(layers if rounds else ()),
@@ -193,6 +194,7 @@ def train(name: str, way: Way, seed: int, batches: int = 0, **on_ranks: Any) -> 
             optimizer=recipe.optimizer_for(options, workload.layers),
             lr_scheduler=recipe.lr_scheduler_for(10**9, options),
             clip_grad_norm=recipe.clip_grad_norm,
+            link="gloo" if on_ranks else "auto",
             wire_dtype=torch.bfloat16 if way.narrow and not rounds else None,
             seed=seed,
         ) as pipeline,

@@ -202,12 +202,12 @@ def _seconds_to_target(record: Record, workload: str) -> dict[str, tuple[float, 
     usual = statistics.median(samples_to(_by_samples(run), target) for run in prompt)
     found: dict[str, list[tuple[float, bool]]] = {}
     for run in runs:
-        last, _, seconds = run["losses"][-1]
         needed = samples_to(_by_samples(run), target) if run["whole"] else usual
         ends = [(0, 0.0), *((samples, taken) for samples, _, taken in run["losses"])]
         between = next((pair for pair in pairwise(ends) if needed <= pair[1][0]), None)
         if not run["whole"] or between is None:
-            taken = needed * seconds / last
+            (half, from_s), (last, to_s) = ends[-2:]
+            taken = needed * (to_s - from_s) / (last - half)
         else:
             (before, from_s), (after, to_s) = between
             taken = from_s + (to_s - from_s) * (needed - before) / (after - before)
