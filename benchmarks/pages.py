@@ -119,7 +119,7 @@ TABLES: dict[str, Callable[..., str]] = {
             papers.papers_epochs,
         ),
         *(papers.papers_plans, papers.papers_batch_sizes, papers.papers_scales, papers.papers_targets),
-        *(papers.papers_bars, papers.papers_real, papers.papers_real_lines),
+        *(papers.papers_bars, papers.papers_real, papers.papers_real_lines, papers.papers_real_plans),
         *(statistics.statistics_passes, statistics.statistics_passes_higher, statistics.statistics_losses),
         *(statistics.statistics_targets, statistics.statistics_search, statistics.statistics_variants),
     )

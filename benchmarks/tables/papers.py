@@ -10,6 +10,7 @@ from math import inf
 
 from avgpipe.units import format_bytes, format_seconds
 from benchmarks.papers.emulated import ROWS
+from benchmarks.statistics.run import CASES
 from benchmarks.statistics.samples import SLACK, samples_to
 from benchmarks.tables.markdown import Record, against, duration, table
 
@@ -238,6 +239,22 @@ def papers_real_lines(record: Record) -> str:
         "workload | a sample on one core: | its bytes at the cut: | line over compute in the cluster: | line:"
     )
     return table(columns, rows)
+
+
+def papers_real_plans(record: Record) -> str:
+    """Each run's plan, its forecast and measured seconds per batch, and how busy the two workers were in the end."""
+    rows = []
+    for run in record["runs"]:
+        plan = record["lines"][run["workload"]]["plans"][run["way"]]
+        (half, from_s), (last, to_s) = [(0, 0.0), *((s, taken) for s, _, taken in run["losses"])][-2:]
+        batch_size = last / (run["batches"] or CASES[run["workload"]].batches)
+        batch_s = batch_size * (to_s - from_s) / (last - half)
+        cuts = ", ".join(map(str, plan["partition"] or ()))
+        ahead = "" if plan["advance"] is None else str(plan["advance"])
+        times = (format_seconds(plan["forecast_s"]), format_seconds(batch_s))
+        busy = " ".join(f"{100 * share:.0f} %" for share in run["busy"])
+        rows.append((run["workload"], run["way"], cuts, str(plan["micro_batches"]), ahead, *times, busy))
+    return table("workload | way | cuts | M: | advance: | forecast: | measured: | workers busy:", rows)
 
 
 def _by_case(record: Record, cell: Cell) -> str:

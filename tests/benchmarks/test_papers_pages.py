@@ -202,7 +202,8 @@ def test_bars_are_over_the_best_of_our_settings_and_at_least_so_much_where_nothi
 def test_real_seconds_to_a_target_lie_between_validations_or_are_reckoned():
     def run(way, *losses, step_s=10.0, whole=True):
         courses = [[100 * (n + 1), loss, step_s * (n + 1)] for n, loss in enumerate(losses)]
-        return {"workload": "gnmt", "way": way, "seed": 0, "whole": whole, "losses": courses}
+        shape = {"batches": 2, "busy": [0.5, 0.25]}
+        return {"workload": "gnmt", "way": way, "seed": 0, "whole": whole, "losses": courses, **shape}
 
     runs = [
         run("gpipe", 3.0, 1.0),
@@ -210,7 +211,9 @@ def test_real_seconds_to_a_target_lie_between_validations_or_are_reckoned():
         run("pipedream", 3.0, 2.0),
         run("avgpipe, N = 2", 3.0, 1.005, step_s=8.0),
     ]
-    line = {"sample_s": 0.1, "cut_bytes": 2048, "share": 0.5, "bits_per_s": 2e6}
+    plan = {"micro_batches": 4, "partition": [1, 3], "advance": None, "forecast_s": 2.0}
+    plans = {run["way"]: plan for run in runs}
+    line = {"sample_s": 0.1, "cut_bytes": 2048, "share": 0.5, "bits_per_s": 2e6, "plans": plans}
     found = {"lines": {"gnmt": line}, "runs": runs}
     made = papers.papers_real(found)
     assert "| gpipe | 20.0 s (1.25) |" in made
@@ -218,6 +221,7 @@ def test_real_seconds_to_a_target_lie_between_validations_or_are_reckoned():
     assert "| pipedream | never |" in made
     assert "| avgpipe, N = 2 | 16.0 s (1.00) |" in made
     assert "| gnmt | 100 ms | 2 KiB | 0.50 | 2.0 Mbit/s |" in papers.papers_real_lines(found)
+    assert "| gnmt | gpipe | 1, 3 | 4 | | 2.00 s | 10.0 s | 50 % 25 % |" in papers.papers_real_plans(found)
 
 
 def test_pictures_have_a_panel_for_each_case(measured, tmp_path, monkeypatch):
