@@ -34,10 +34,8 @@ _NAME = re.compile(r"avgpipe-(\d+)-(switch|\d+)")
 _BURST_BYTES = 256 * 1024
 # Of the line. Long, so that TCP finds its rate without losing packets.
 _QUEUE_BYTES = 4 * 1024 * 1024
-_LEAST_BURST_BYTES, _LEAST_QUEUE_BYTES = (
-    4096,
-    128 * 1024,
-)  # a few packets, and as many as TCP needs not to stall
+# A few packets, and as many as TCP needs not to stall.
+_LEAST_BURST_BYTES, _LEAST_QUEUE_BYTES = 4096, 128 * 1024
 
 
 @dataclass(frozen=True)

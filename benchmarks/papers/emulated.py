@@ -50,9 +50,8 @@ ROWS = (
     *("AvgPipe (G), 16 bits, N = 1", "AvgPipe (G), 16 bits, N = 2", "AvgPipe (G), 16 bits, best"),
 )
 ALL = "all"  # in place of the names of rows
-_LONGEST_S = (
-    120  # of a batch here: many gradients of true size, as the replicas of many micro-batches add them up
-)
+# Of a batch here, which has many gradients of true size, as the replicas of many micro-batches add them up.
+_LONGEST_S = 120
 _DEVICES = {"all": "all devices", "best": "as many devices as are best"}
 EPOCHS = {
     # Pairs: as Vaswani et al. 2017, section 5.1, count those of WMT's English to German.

@@ -288,10 +288,8 @@ _SYSTEMS: dict[str, list[dict[str, Any]]] = {
 }
 """Options of ``Plan.for_system``, each a way to run the system; a function makes one from the number of stages."""
 _WHOLE = ("PipeDream", "EA-Pipe")  # whose batches are not cut
-_UPDATES = {
-    "AvgPipe halves predicted": 2,
-    "AvgPipe quarters predicted": 4,
-}  # that a batch makes; others make one
+# That a batch makes; with other systems it makes one.
+_UPDATES = {"AvgPipe halves predicted": 2, "AvgPipe quarters predicted": 4}
 _LATE = tuple(name for name in _SYSTEMS if name.startswith("AvgPipe ") and name != "AvgPipe elastic")
 _NEARLY = 1.01  # as quick
 
