@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import inf
+from statistics import median
 
 from avgpipe.units import format_bytes, format_seconds
 from benchmarks.papers.emulated import ROWS
+from benchmarks.papers.real import WAYS
 from benchmarks.statistics.run import CASES
 from benchmarks.statistics.samples import SLACK, samples_to
 from benchmarks.tables.markdown import Record, against, duration, table
@@ -172,51 +174,73 @@ def _to_target(row: Record) -> list[float | None] | None:
 
 
 def papers_real(record: Record) -> str:
-    """Seconds to the target by way and workload, in brackets over the best of AvgPipe's ways.
+    """Seconds to the target by way and workload, and over those of the best of AvgPipe's ways: medians of the seeds.
 
     The target is the highest last loss of ways whose gradients are not late, and 0.5 % more. What did not run to its
     end is reckoned from its time per sample, and said to be about so much.
     """
-    workloads = list(dict.fromkeys(run["workload"] for run in record["runs"]))
+    workloads = list(record["lines"])
     found = {workload: _seconds_to_target(record, workload) for workload in workloads}
     rows = []
-    for way in dict.fromkeys(run["way"] for run in record["runs"]):
+    for way in WAYS:
         cells = []
         for workload in workloads:
             times = found[workload]
-            best = min(seconds for name, (seconds, _) in times.items() if name.startswith("avgpipe"))
-            if way not in times:
-                cells.append("")
-                continue
-            seconds, whole = times[way]
-            text = "never" if seconds == inf else f"{duration(seconds)} ({seconds / best:.2f})"
-            cells.append(text if whole else f"about {text}")
-        rows.append((way, *cells))
+            best = min(median(seeds) for name, (seeds, _) in times.items() if name.startswith("avgpipe"))
+            cells.append(_real_cell(*times[way], best) if way in times else "")
+        if any(cells):
+            rows.append((way, *cells))
     return table("way | " + " | ".join(f"{workload}:" for workload in workloads), rows)
 
 
-def _seconds_to_target(record: Record, workload: str) -> dict[str, tuple[float, bool]]:
-    """Median seconds of each way, and whether they were measured to the end."""
-    runs = [run for run in record["runs"] if run["workload"] == workload]
-    prompt = [run for run in runs if run["way"] in _PROMPT and run["whole"]]
+def _real_cell(seeds: list[float], whole: bool, best: float) -> str:
+    usual = median(seeds)
+    if usual == inf:
+        return "never"
+    ends = "" if len(seeds) == 1 else f"; {_seconds(min(seeds))} to {_seconds(max(seeds))}"
+    return f"{'' if whole else 'about '}{_seconds(usual)} ({usual / best:.2f}{ends})"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if 100 <= seconds < 1000 else duration(seconds)
+
+
+def _by_way(record: Record, workload: str) -> dict[str, list[Record]]:
+    """Runs of each way: those to the end, where it has such."""
+    found: dict[str, list[Record]] = {}
+    for run in sorted(record["runs"], key=lambda run: not run["whole"]):
+        if run["workload"] == workload:
+            of_way = found.setdefault(run["way"], [])
+            if run["whole"] or not (of_way and of_way[0]["whole"]):
+                of_way.append(run)
+    return found
+
+
+def _seconds_to_target(record: Record, workload: str) -> dict[str, tuple[list[float], bool]]:
+    """Seconds of each way's seeds, and whether they were measured to the end."""
+    found = _by_way(record, workload)
+    prompt = [run for way in _PROMPT for run in found.get(way, ()) if run["whole"]]
     target = (1 + SLACK) * max(run["losses"][-1][1] for run in prompt)
-    usual = statistics.median(samples_to(_by_samples(run), target) for run in prompt)
-    found: dict[str, list[tuple[float, bool]]] = {}
-    for run in runs:
-        needed = samples_to(_by_samples(run), target) if run["whole"] else usual
+    usual = median(samples_to(_by_samples(run), target) for run in prompt)
+
+    def seconds(run: Record) -> float:
+        if not run["whole"]:
+            return usual * _sample_s(run)
+        needed = samples_to(_by_samples(run), target)
         ends = [(0, 0.0), *((samples, taken) for samples, _, taken in run["losses"])]
         between = next((pair for pair in pairwise(ends) if needed <= pair[1][0]), None)
-        if not run["whole"] or between is None:
-            (half, from_s), (last, to_s) = ends[-2:]
-            taken = needed * (to_s - from_s) / (last - half)
-        else:
-            (before, from_s), (after, to_s) = between
-            taken = from_s + (to_s - from_s) * (needed - before) / (after - before)
-        found.setdefault(run["way"], []).append((taken, run["whole"]))
-    return {
-        way: (statistics.median(taken for taken, _ in times), all(whole for _, whole in times))
-        for way, times in found.items()
-    }
+        if between is None:
+            return inf
+        (before, from_s), (after, to_s) = between
+        return from_s + (to_s - from_s) * (needed - before) / (after - before)
+
+    return {way: ([seconds(run) for run in runs], runs[0]["whole"]) for way, runs in found.items()}
+
+
+def _sample_s(run: Record) -> float:
+    """Seconds of a sample after the last validation but one."""
+    (half, from_s), (last, to_s) = [(0, 0.0), *((samples, taken) for samples, _, taken in run["losses"])][-2:]
+    return float((to_s - from_s) / (last - half))
 
 
 def _by_samples(run: Record) -> list[tuple[int, float]]:
@@ -242,19 +266,24 @@ def papers_real_lines(record: Record) -> str:
 
 
 def papers_real_plans(record: Record) -> str:
-    """Each run's plan, its forecast and measured seconds per batch, and how busy the two workers were in the end."""
+    """Each way's plan, its forecast and measured seconds per batch, and how busy the workers were in the end."""
     rows = []
-    for run in record["runs"]:
-        plan = record["lines"][run["workload"]]["plans"][run["way"]]
-        (half, from_s), (last, to_s) = [(0, 0.0), *((s, taken) for s, _, taken in run["losses"])][-2:]
-        batch_size = last / (run["batches"] or CASES[run["workload"]].batches)
-        batch_s = batch_size * (to_s - from_s) / (last - half)
-        cuts = ", ".join(map(str, plan["partition"] or ()))
-        ahead = "" if plan["advance"] is None else str(plan["advance"])
-        times = (format_seconds(plan["forecast_s"]), format_seconds(batch_s))
-        busy = " ".join(f"{100 * share:.0f} %" for share in run["busy"])
-        rows.append((run["workload"], run["way"], cuts, str(plan["micro_batches"]), ahead, *times, busy))
+    for workload, line in record["lines"].items():
+        by_way = _by_way(record, workload)
+        for way, runs in ((way, by_way[way]) for way in WAYS if way in by_way):
+            plan = line["plans"][way]
+            batch_s = median(_batch_size(run) * _sample_s(run) for run in runs)
+            cuts = ", ".join(map(str, plan["partition"] or ()))
+            ahead = "" if plan["advance"] is None else str(plan["advance"])
+            times = (format_seconds(plan["forecast_s"]), format_seconds(batch_s))
+            busy = " ".join(f"{100 * median(shares):.0f} %" for shares in zip(*(run["busy"] for run in runs)))
+            rows.append((workload, way, cuts, str(plan["micro_batches"]), ahead, *times, busy))
     return table("workload | way | cuts | M: | advance: | forecast: | measured: | workers busy:", rows)
+
+
+def _batch_size(run: Record) -> float:
+    samples = run["losses"][-1][0]
+    return float(samples / (run["batches"] or CASES[run["workload"]].batches))
 
 
 def _by_case(record: Record, cell: Cell) -> str:
