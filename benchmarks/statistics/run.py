@@ -160,6 +160,8 @@ def built(name: str, seed: int, parts: int) -> tuple[Workload, Recipe]:
 def train(name: str, way: Way, seed: int, batches: int = 0, **on_ranks: Any) -> dict[str, Any]:
     """Train, and return validation losses by samples, with the seconds of training until then.
 
+    "busy": the share of the time after the last validation but one in which each worker computed.
+
     batches: of the run, whole ones, validated at the half and at the end; 0: as many as the workload has here.
     on_ranks: options of the plan, where several processes call this alike; between them bfloat16 really travels, over
         their network, even where they could share memory.
@@ -208,14 +210,14 @@ def train(name: str, way: Way, seed: int, batches: int = 0, **on_ranks: Any) -> 
             seconds += time.perf_counter() - began
             losses.append((pipeline.batches * recipe.batch_size, pipeline.evaluate(valid).loss, seconds))
         distances = pipeline.distances()
-        timeline = pipeline.timeline()
+        last = pipeline.timeline().window(pipeline.batches - count, pipeline.batches)
     apart = [d / distances.norm for d in distances.to_reference]
     return {
         "lr": recipe.lr,
         "losses": losses,
         "seconds": seconds,
         "apart": apart,
-        "busy": timeline.worker_busy_fraction,
+        "busy": last.worker_busy_fraction,
     }
 
 

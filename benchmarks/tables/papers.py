@@ -266,7 +266,7 @@ def papers_real_lines(record: Record) -> str:
 
 
 def papers_real_plans(record: Record) -> str:
-    """Each way's plan, its forecast and measured seconds per batch, and how busy the workers were in the end."""
+    """Each way's plan, its forecast and measured seconds per batch, and how busy the workers were, where noted."""
     rows = []
     for workload, line in record["lines"].items():
         by_way = _by_way(record, workload)
@@ -276,7 +276,8 @@ def papers_real_plans(record: Record) -> str:
             cuts = ", ".join(map(str, plan["partition"] or ()))
             ahead = "" if plan["advance"] is None else str(plan["advance"])
             times = (format_seconds(plan["forecast_s"]), format_seconds(batch_s))
-            busy = " ".join(f"{100 * median(shares):.0f} %" for shares in zip(*(run["busy"] for run in runs)))
+            shares = zip(*(run["busy"] for run in runs if "busy" in run))
+            busy = " ".join(f"{100 * median(of_worker):.0f} %" for of_worker in shares)
             rows.append((workload, way, cuts, str(plan["micro_batches"]), ahead, *times, busy))
     return table("workload | way | cuts | M: | advance: | forecast: | measured: | workers busy:", rows)
 
