@@ -72,7 +72,9 @@ def picture(found: list[dict[str, Any]], path: Path) -> Figure:
         axes.set_title(name, loc="left", fontsize=9.5, color=_INK)
         axes.set_xlabel("samples", fontsize=8, color=_INK)
         axes.set_ylabel("validation loss", fontsize=8, color=_INK)
-    axes.legend(fontsize=7.5, frameon=False)
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
+    drawn = [lines[way] for way in _COLORS if way in lines]
+    figure.legend(handles=drawn, fontsize=7.5, frameon=False, loc="outside lower center", ncols=4)
     write_figure(figure, path, dpi=130)
     return figure
 
