@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import inf
-from statistics import median
 
 from avgpipe.units import format_bytes, format_seconds
 from benchmarks.papers.emulated import ROWS
@@ -186,7 +185,9 @@ def papers_real(record: Record) -> str:
         cells = []
         for workload in workloads:
             times = found[workload]
-            best = min(median(seeds) for name, (seeds, _) in times.items() if name.startswith("avgpipe"))
+            best = min(
+                statistics.median(seeds) for name, (seeds, _) in times.items() if name.startswith("avgpipe")
+            )
             cells.append(_real_cell(*times[way], best) if way in times else "")
         if any(cells):
             rows.append((way, *cells))
@@ -194,7 +195,7 @@ def papers_real(record: Record) -> str:
 
 
 def _real_cell(seeds: list[float], whole: bool, best: float) -> str:
-    usual = median(seeds)
+    usual = statistics.median(seeds)
     if usual == inf:
         return "never"
     ends = "" if len(seeds) == 1 else f"; {_seconds(min(seeds))} to {_seconds(max(seeds))}"
@@ -221,14 +222,13 @@ def _seconds_to_target(record: Record, workload: str) -> dict[str, tuple[list[fl
     found = _by_way(record, workload)
     prompt = [run for way in _PROMPT for run in found.get(way, ()) if run["whole"]]
     target = (1 + SLACK) * max(run["losses"][-1][1] for run in prompt)
-    usual = median(samples_to(_by_samples(run), target) for run in prompt)
+    usual = statistics.median(samples_to(_by_samples(run), target) for run in prompt)
 
     def seconds(run: Record) -> float:
         if not run["whole"]:
             return usual * _sample_s(run)
         needed = samples_to(_by_samples(run), target)
-        ends = [(0, 0.0), *((samples, taken) for samples, _, taken in run["losses"])]
-        between = next((pair for pair in pairwise(ends) if needed <= pair[1][0]), None)
+        between = next((pair for pair in pairwise(_clock(run)) if needed <= pair[1][0]), None)
         if between is None:
             return inf
         (before, from_s), (after, to_s) = between
@@ -239,8 +239,13 @@ def _seconds_to_target(record: Record, workload: str) -> dict[str, tuple[list[fl
 
 def _sample_s(run: Record) -> float:
     """Seconds of a sample after the last validation but one."""
-    (half, from_s), (last, to_s) = [(0, 0.0), *((samples, taken) for samples, _, taken in run["losses"])][-2:]
+    (half, from_s), (last, to_s) = _clock(run)[-2:]
     return float((to_s - from_s) / (last - half))
+
+
+def _clock(run: Record) -> list[tuple[int, float]]:
+    """Samples and seconds at the beginning and at each validation."""
+    return [(0, 0.0), *((samples, taken) for samples, _, taken in run["losses"])]
 
 
 def _by_samples(run: Record) -> list[tuple[int, float]]:
@@ -272,12 +277,12 @@ def papers_real_plans(record: Record) -> str:
         by_way = _by_way(record, workload)
         for way, runs in ((way, by_way[way]) for way in WAYS if way in by_way):
             plan = line["plans"][way]
-            batch_s = median(_batch_size(run) * _sample_s(run) for run in runs)
+            batch_s = statistics.median(_batch_size(run) * _sample_s(run) for run in runs)
             cuts = ", ".join(map(str, plan["partition"] or ()))
             ahead = "" if plan["advance"] is None else str(plan["advance"])
             times = (format_seconds(plan["forecast_s"]), format_seconds(batch_s))
             shares = zip(*(run["busy"] for run in runs if "busy" in run))
-            busy = " ".join(f"{100 * median(of_worker):.0f} %" for of_worker in shares)
+            busy = " ".join(f"{100 * statistics.median(of_worker):.0f} %" for of_worker in shares)
             rows.append((workload, way, cuts, str(plan["micro_batches"]), ahead, *times, busy))
     return table("workload | way | cuts | M: | advance: | forecast: | measured: | workers busy:", rows)
 
