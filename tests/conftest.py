@@ -8,6 +8,9 @@ import signal
 import pytest
 import torch
 
+from tests.happens_before import plugin
+from tests.happens_before.plugin import _in_order  # noqa: F401 (a fixture of all tests)
+
 # A background job of a shell ignores SIGINT, and so would the commands that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,3 +23,14 @@ def pytest_runtest_setup(item):
         if os.environ.get("AVGPIPE_REQUIRE_CUDA") == "1":
             pytest.fail(f"AVGPIPE_REQUIRE_CUDA=1, but: {missing}")
         pytest.skip(missing)
+
+
+def pytest_addoption(parser):
+    parser.addoption(plugin.OPTION, action="store_true", help="check the order of streams; see tests/happens_before")
+
+
+def pytest_terminal_summary(terminalreporter):
+    plugin.summarize(
+        [report for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "when")],
+        terminalreporter.write_line,
+    )

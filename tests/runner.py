@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.ranks.launch import rank_environment
+from tests.happens_before import plugin
 
 ROOT = Path(__file__).parent.parent
 _LONG_S = 45  # a rank that runs longer shows where all its threads are
@@ -46,6 +47,7 @@ class Ranks:
             port = self._store.port
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         shared = {**address, "TORCHELASTIC_USE_AGENT_STORE": "True", "TEST_FOLDER": self._folder.name}
+        shared |= {plugin.VARIABLE: os.environ[plugin.VARIABLE]} if plugin.checking() else {}
         self.processes: list[BaseProcess] = []
         for rank in range(world_size):
             environment = {**shared, **rank_environment(rank, world_size)}
@@ -104,7 +106,8 @@ def _run(function: Callable[..., Any], arguments: dict[str, Any], environment: d
     os.environ.update(environment)
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(_LONG_S)
-    result = function(**arguments)
+    with plugin.reporting():
+        result = function(**arguments)
     torch.save(result, f"{folder}/{rank}.pt")
     sys.stdout.flush()
     if dist.is_initialized():

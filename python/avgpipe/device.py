@@ -1,10 +1,12 @@
-"""What knows CUDA: which device is a process's own, its streams and its events.
+"""What knows accelerators: which device is a process's own, its streams, events, generators and memory.
 
-CUDA has a current device for each thread, at first device 0. Whoever switches to another one for a moment goes back to
-it afterwards, which makes a context there, of some hundred MB; so a process selects its device in every thread that
-comes near it.
+An accelerator does later what it is told now, stream by stream; the CPU does it at once, and has no streams: nothing of
+them is made or called there. Accelerators are asked for by what they can do (``torch.accelerator``), never by name.
 
-On the CPU there are no streams, and nothing of them is made or called.
+There is a current device for each thread, at first device 0. Whoever switches to another one for a moment goes back to
+it afterwards, which on CUDA makes a context there, of some hundred MB; so a process selects its device in every thread
+that comes near it.
+
 Each lane has a stream. What it makes and another stream reads is handed over with an event:
 
     lane's stream     F3 ── record(ready) ── F4 ─ ...
@@ -26,55 +28,125 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-
-cuda: Any = torch.cuda  # torch leaves streams and events untyped
 
 _KEPT = 40_000  # rows of a clock
 _UNREAD = 512  # spans that a clock leaves unread before it looks which have ended
 _REBASE_MS = 10_000.0  # events tell the time between them in float32
 
 
+class _Torch:
+    """Streams as torch has them. Tests put others in their place, which keep account of what waits for what."""
+
+    Stream: Any = torch.Stream
+    current_stream: Any = staticmethod(torch.accelerator.current_stream)
+    record_stream: Any = staticmethod(torch.Tensor.record_stream)
+
+    def Event(self, device: torch.device, enable_timing: bool = False) -> Any:
+        return torch.Event(device, enable_timing=enable_timing)
+
+    def enqueues(self, device: torch.device) -> bool:
+        return device.type != "cpu"
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type != "cpu"
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+
+backend: Any = _Torch()
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether what a device is told is done later, in the order of streams."""
+    return bool(backend.enqueues(device))
+
+
+def on_accelerator(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values may still have to be made: whoever looks at them waits for a device."""
+    return bool(backend.holds(tensor))
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the calling thread's current stream of an accelerator."""
+    return backend.current_stream(device)
+
+
+def used_on(stream: Any, tensors: Iterable[Any]) -> None:
+    """Keep the memory of tensors, which another stream has allocated, until ``stream`` is done with them.
+
+    Without this the allocator would give it to that stream's next tensor while this one still reads. Leaves that are no
+    tensors of an accelerator are left alone.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and backend.holds(tensor):
+            backend.record_stream(tensor, stream)
+
+
 def own_device(device: torch.device | str) -> torch.device:
-    """Return ``device``, with its number if it is CUDA.
+    """Return ``device``, with its number if it is an accelerator.
 
     Where a launcher has numbered the processes of this host, each takes a device of its own as long as there are
     enough; else it is the current one.
 
     Raises:
-        ValueError: torch sees no CUDA device, or the device is neither CPU nor CUDA.
+        ValueError: torch sees no such device here.
     """
+    here = torch.accelerator.current_accelerator(check_available=True)
     try:
         found = torch.device(device)
-    except RuntimeError:  # it knows no such type
+    except RuntimeError:  # torch knows no such type
         found = torch.device("meta")
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {str(device)!r}: use 'cpu' or 'cuda'")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device {str(found)!r} was asked for, but torch {torch.__version__} sees no CUDA device: use device='cpu'"
-        )
-    if found.type == "cpu" or found.index is not None:
+    if found.type == "cpu":
+        return found
+    if here is None or found.type != here.type:
+        kinds = "'cpu'" if here is None else f"'cpu' or {here.type!r}"
+        raise ValueError(f"device {str(device)!r}: torch {torch.__version__} sees no such device here; use {kinds}")
+    if found.index is not None:
         return found
     place = os.environ.get("LOCAL_RANK")
-    index = torch.cuda.current_device() if place is None else int(place) % torch.cuda.device_count()
-    return torch.device("cuda", index)
+    count = torch.accelerator.device_count()
+    index = torch.accelerator.current_device_index() if place is None else int(place) % count
+    return torch.device(found.type, index)
 
 
 def select(device: torch.device) -> None:
-    """Make a CUDA device the calling thread's current one."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    """Make an accelerator the calling thread's current one."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
 
 
-def device_id(device: torch.device) -> str:
-    """Return what names a CUDA device of this host in all of its processes."""
-    return str(torch.cuda.get_device_properties(device).uuid)
+def device_name(device: torch.device) -> str:
+    """Return what an accelerator is called, such as "NVIDIA H200"."""
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(device) if name is None else str(name(device))
+
+
+@cache
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the default generator of a device, from which layers on it draw."""
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    found: torch.Generator = torch.get_device_module(device).default_generators[index]
+    return found
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Return the default generators that a layer on ``device`` may draw from: the host's, and the device's."""
+    return [torch.default_generator] + ([generator_of(device)] if device.type != "cpu" else [])
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether work on a device can be captured once, and launched as a whole."""
+    return hasattr(torch.get_device_module(device), "CUDAGraph")
 
 
 class ReadyOnEvent:
@@ -87,23 +159,20 @@ class ReadyOnEvent:
 
     def received(self) -> Any:
         """Return the value, for use on the current stream."""
-        stream = cuda.current_stream(self._device)
+        stream = current_stream(self._device)
         stream.wait_event(self._ready)
-        # Allocated on the stream that recorded ``ready``, read on this one: without this the allocator would give
-        # the memory to that stream's next tensor while this one still reads.
-        for leaf in pytree.tree_leaves(self.value):
-            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                leaf.record_stream(stream)
+        # Allocated on the stream that recorded ``ready``, read on this one.
+        used_on(stream, pytree.tree_leaves(self.value))
         return self.value
 
 
 def ready_on_event(value: Any, device: torch.device) -> ReadyOnEvent:
     """Return ``value``, which the current stream makes, for another stream."""
-    return ReadyOnEvent(value, cuda.current_stream(device).record_event(), device)
+    return ReadyOnEvent(value, current_stream(device).record_event(), device)
 
 
 class Streams:
-    """The streams of a worker on a CUDA device; see ``streams_of``."""
+    """The streams of a worker on an accelerator; see ``streams_of``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -119,13 +188,13 @@ class Streams:
             reference: A number that the lanes of one reference share; their updates are one chain.
             moves_others: Whether an update may move weights outside of a lane's own steps.
         """
-        averaged = self._averaged.setdefault(reference, cuda.Event())
+        averaged = self._averaged.setdefault(reference, backend.Event(self._device))
         return LaneStream(self._device, averaged, moves_others, self.clock)
 
 
 def streams_of(device: torch.device) -> Streams | None:
     """Return a worker's streams; None on the CPU, which has none."""
-    return Streams(device) if device.type == "cuda" else None
+    return Streams(device) if has_streams(device) else None
 
 
 class LaneStream:
@@ -133,20 +202,20 @@ class LaneStream:
 
     def __init__(self, device: torch.device, averaged: Any, moves_others: bool, clock: DeviceClock) -> None:
         self._device, self._averaged, self._moves_others = device, averaged, moves_others
-        self._clock, self._stream = clock, cuda.Stream(device)
+        self._clock, self._stream = clock, backend.Stream(device)
 
     def begin(self, batch: ReadyOnEvent | None) -> None:
         """Begin a batch after all that the caller's stream holds: weights that it loaded, inputs that it made."""
-        self._stream.wait_stream(cuda.current_stream(self._device))
+        self._stream.wait_stream(current_stream(self._device))
         if batch is not None:
-            with cuda.stream(self._stream):
+            with self._stream:
                 batch.received()
 
     @contextmanager
     def step(self, place: Place, begins: bool) -> Iterator[None]:
         """Run here what the block issues. ``place``: stage, pipeline, batch, micro-batch and kind, for the clock."""
         update = place[4] == "U"
-        with cuda.stream(self._stream):
+        with self._stream:
             if update or (begins and self._moves_others):
                 self._stream.wait_event(self._averaged)  # at once if it was never recorded
             start = self._clock.mark(self._stream)
@@ -158,32 +227,32 @@ class LaneStream:
     @contextmanager
     def averaging(self) -> Iterator[None]:
         """Run here what the block issues outside of any step, as a part of the chain of updates."""
-        with cuda.stream(self._stream):
+        with self._stream:
             self._stream.wait_event(self._averaged)
             yield
             self._stream.record_event(self._averaged)
 
     def end(self) -> None:
         """Let the caller's stream go on after all that this lane has issued."""
-        cuda.current_stream(self._device).wait_stream(self._stream)
+        current_stream(self._device).wait_stream(self._stream)
 
 
 class Copies:
     """Copies of batches to the device, on a stream of their own, from pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, cuda.Stream(device)
+        self._device, self._stream = device, backend.Stream(device)
 
     def start(self, value: Any) -> ReadyOnEvent:
         """Begin to copy a pytree to the device; the host goes on at once."""
-        with cuda.stream(self._stream):
+        with self._stream:
             return ready_on_event(pytree.tree_map(self._copy, value), self._device)
 
     def _copy(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.is_cuda:
+        if not isinstance(leaf, torch.Tensor) or on_accelerator(leaf):
             return leaf
         # The pinned copy may die at once: torch's host allocator keeps it until the stream has read it.
-        return (leaf if leaf.is_pinned() else leaf.pin_memory()).to(self._device, non_blocking=True)
+        return backend.pinned(leaf).to(self._device, non_blocking=True)
 
 
 Place = tuple[int, int, int, int, str]  # stage, pipeline, batch, micro-batch and kind
@@ -204,7 +273,7 @@ class DeviceClock:
         """Return an event that is recorded now."""
         if not self._free and len(self._unread) >= _UNREAD:
             self._read(waits=False)
-        event = self._free.pop() if self._free else cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free else backend.Event(self._device, enable_timing=True)
         event.record(stream)
         return event
 
@@ -218,8 +287,8 @@ class DeviceClock:
         return list(self._rows)
 
     def _calibrate(self) -> None:
-        base = cuda.Event(enable_timing=True)
-        base.record(cuda.current_stream(self._device))
+        base = backend.Event(self._device, enable_timing=True)
+        base.record(current_stream(self._device))
         base.synchronize()
         self._base, self._base_s = base, time.perf_counter()
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
 from avgpipe.checkpoint.folder import FolderLocks
-from avgpipe.device import own_device, select
+from avgpipe.device import has_streams, own_device, select
 from avgpipe.errors import CheckpointError
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, choose_advance
@@ -83,8 +83,9 @@ class Pipeline:
             called ``named_params`` or ``named_parameters``, it gets pairs (name, parameter) instead, as torch's
             optimizers take them too; names are those of the unsplit model, as in ``state_dict``, of a tied parameter
             the first.
-        device: by default where the model's parameters are. "cuda": under torchrun the device of this rank's place on
-            its host, else the current one. It becomes the calling thread's current device.
+        device: by default where the model's parameters are. "cuda", or another accelerator without a number: under
+            torchrun the device of this rank's place on its host, else the current one. It becomes the calling thread's
+            current device.
         seed: what the layers draw follows from it, the pipeline, batch, micro-batch and layer alone.
         timeout_s: no wait for another worker lasts longer.
         lr_scheduler: ``lr_scheduler(optimizer)`` is stepped after every batch of a pipeline.
@@ -176,7 +177,7 @@ class Pipeline:
         self._model = Model.cut(model, layers, plan.stages, plan.partition)
         self._device = _device(device, layers)
         check_device(options, plan.weights, self._device, layers)
-        if self._device.type == "cpu":
+        if not has_streams(self._device):
             keep_freed_memory()
         select(self._device)
         self._options = options
@@ -196,7 +197,7 @@ class Pipeline:
         check_correction(plan, self._model.shared)
         if not self.world.rank:
             warn_of_waits(options, plan, any(self._model.shared))
-        if self.world.size == 1 and self._device.type == "cpu":
+        if self.world.size == 1 and not has_streams(self._device):
             warn_of_threads(torch.get_num_threads())
         self._worker = Worker(self._model, layers, plan, placement, self.world, self._device, seed, options)
         self._memory_limit_bytes = memory_limit_bytes

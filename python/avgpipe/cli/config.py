@@ -107,7 +107,7 @@ class WorkloadOptions(Options):
         preset: Size of the model.
         batch_size: Samples in a batch, which pipelines share. Default: the preset's.
         optimizer: What steps the weights; muon: Muon for hidden matrices, AdamW for the rest. Default: the preset's.
-        device: Where to compute.
+        device: Where to compute: cpu, or an accelerator that torch sees.
         autocast: Precision of matrix products; auto: lower where that makes the workload faster.
     """
 
@@ -116,7 +116,7 @@ class WorkloadOptions(Options):
     preset: Annotated[str, Value("tiny|small|paper")] = "tiny"
     batch_size: Count | None = None
     optimizer: Annotated[str | None, Value("|".join(OPTIMIZERS), choices=OPTIMIZERS)] = None
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Annotated[str, Value("cpu|cuda|xpu")] = "cpu"
     autocast: Literal["auto", "none", "bfloat16", "float16"] = "auto"
 
     def build_options(self, plan: Plan | None = None) -> BuildOptions:
@@ -476,7 +476,7 @@ class KernelsConfig(Options):
     Attributes:
         elements: Elements of an operand; everything is timed at each of these sizes.
         threads: Threads of torch, on the CPU.
-        device: Where to compute.
+        device: Where to compute: cpu, or an accelerator that torch sees.
         dtype: Of all operands.
         rounds: Samples of each row, taken in turn.
         only: Some of the questions, as adamw,pull. Default: all.
@@ -486,7 +486,7 @@ class KernelsConfig(Options):
 
     elements: Annotated[tuple[int, ...], Value("NUMBER,...", _parse_elements)] = (25_000_000,)
     threads: Count = 2
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Annotated[str, Value("cpu|cuda|xpu")] = "cpu"
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     rounds: Count = 15
     only: Names = ()

@@ -24,7 +24,7 @@ from avgpipe.cli.config import (
 )
 from avgpipe.cli.options import as_tuples
 from avgpipe.errors import CheckpointError
-from avgpipe.links import ON_CUDA
+from avgpipe.links import refuse_elsewhere
 from avgpipe.plan import Plan
 from avgpipe.systems import SYSTEMS
 from avgpipe.workloads import check_workload
@@ -52,8 +52,7 @@ def resolve(asked: TrainConfig) -> TrainConfig:
     stored = _stored(Path(asked.out), asked.workload) if resume else {}
     _refuse_other_steps(asked, stored)
     config = TrainConfig.of(**{**stored, **asked.explicit})
-    if config.link in ON_CUDA and config.device != "cuda":
-        raise ValueError(f"--link {config.link} joins CUDA devices: add --device cuda, or use --link auto")
+    refuse_elsewhere(config.link, config.device)
     config = replace(config, data=_absolute(config.data), pretrained=_absolute(config.pretrained))
     facts = check_workload(config.workload, config.build_options())
     plan = _plan(asked, stored, facts.batch_size)
@@ -273,9 +272,9 @@ def check_folder(config: TrainConfig) -> None:
 
 
 def check_device(device: str) -> None:
-    import torch
+    from avgpipe.device import own_device
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"--device cuda: torch {torch.__version__} sees no CUDA device; use --device cpu, or see avgpipe doctor"
-        )
+    try:
+        own_device(device)
+    except ValueError as error:
+        raise ValueError(f"--device {device}: {error}; see avgpipe doctor") from None

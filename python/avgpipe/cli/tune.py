@@ -81,8 +81,8 @@ def _why_not_timed(config: TuneConfig) -> str:
         return "there is no workload"
     if config.cluster is not None or link_of(config) is not None:
         return "the plan is for other links than those of this machine"
-    cuda = config.device == "cuda"
-    here, kind = (torch.cuda.device_count(), "CUDA devices") if cuda else (cores(), "cores")
+    on_host = config.device == "cpu"
+    here, kind = (cores(), "cores") if on_host else (torch.accelerator.device_count(), "devices")
     if config.workers is not None and config.workers > here:
         return f"{config.workers} workers are more than the {here} {kind} here"
     return "--trials is 0" if config.trials == 0 else ""

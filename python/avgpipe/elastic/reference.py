@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 import avgpipe_ext
+from avgpipe.device import has_streams
 from avgpipe.elastic.flat import FlatBuffers, Layout, Region
 from avgpipe.elastic.matching import averaged, check_shapes, list_tensors, starting_alike
 from avgpipe.elastic.replica import FusedUpdate, Replica, region_of, step_together
@@ -106,7 +107,7 @@ class Reference:
             _check_group(group, e, layout, outer is not None)
             self._rank = dist.get_rank(group)
         self._spans_ranks = group is not None and replicas > 1
-        self._on_cpu = all(device.type == "cpu" for _, device in layout.keys)
+        self._on_cpu = not any(has_streams(device) for _, device in layout.keys)
         self.z = layout.zeros()  # the weights that take part, in flat buffers
         zs = self.z.tensors()
         with torch.no_grad():

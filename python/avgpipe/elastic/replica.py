@@ -19,6 +19,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 import avgpipe_ext
+from avgpipe.device import on_accelerator
 from avgpipe.elastic.flat import ALIGN_BYTES, FlatBuffers, Layout, Region, dense_strides, rehome
 from avgpipe.rules import Elasticity
 
@@ -208,7 +209,7 @@ class FusedStep:
                     return f"{option} is on"
             for name, setting in group.items():
                 for value in setting if isinstance(setting, tuple) else (setting,):
-                    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                    if isinstance(value, torch.Tensor) and on_accelerator(value):
                         return f"{name} is a tensor on {value.device}; reading it would synchronise"
         return None
 
@@ -222,7 +223,7 @@ class FusedStep:
         else:  # counters on the device move alike if all parameters step
             on_device = all(group["fused"] or group["capturable"] for group in groups)
             must_know = not on_device or any(p.grad is None for p in self._params)
-        on_host = found_inf.device.type == "cpu" or any(flat.device.type == "cpu" for flat in self._z.flats)
+        on_host = not on_accelerator(found_inf) or not all(map(on_accelerator, self._z.flats))
         return bool(found_inf) if must_know or on_host else None
 
     @torch.no_grad()
@@ -462,7 +463,7 @@ def _round_options(call: Call, options: dict[str, Any]) -> dict[str, Any] | None
     """What `elastic_round_` takes for the call's next step; None if only the device knows it."""
     if not call.counters:
         return {"optimizer": "sgd", **options}
-    if call.counters[0].device.type != "cpu":
+    if on_accelerator(call.counters[0]):
         return None
     others = {name: value for name, value in options.items() if name != "decoupled"}
     step = float(call.counters[0]) + 1

@@ -18,23 +18,29 @@ class LinkRow(NamedTuple):
     Attributes:
         name: How it is asked for.
         transport: Module and class (a `avgpipe.links.link.Transport`) that offers it.
-        on_cuda: Whether it is for workers on CUDA devices alone.
+        device: The type of the workers' devices, where it is for that one alone.
         below: Other links that it is built on, the best first.
     """
 
     name: str
     transport: str
-    on_cuda: bool = False
+    device: str | None = None
     below: tuple[str, ...] = ()
 
 
 # The best first. Any two workers can have the last one.
 LINKS = (
-    LinkRow("cuda-ipc", "avgpipe.links.cuda:IpcTransport", on_cuda=True, below=("shm",)),
-    LinkRow("nccl", "avgpipe.links.cuda:NcclTransport", on_cuda=True, below=("shm", "gloo")),
+    LinkRow("cuda-ipc", "avgpipe.links.cuda:IpcTransport", device="cuda", below=("shm",)),
+    LinkRow("nccl", "avgpipe.links.cuda:NcclTransport", device="cuda", below=("shm", "gloo")),
     LinkRow("shm", "avgpipe.links.shared:SharedTransport"),
     LinkRow("gloo", "avgpipe.links.group:GroupTransport"),
 )
-ON_CUDA = tuple(row.name for row in LINKS if row.on_cuda)
-ON_HOST = tuple(row.name for row in LINKS if not row.on_cuda)
-NAMES = ("auto", *ON_HOST, *ON_CUDA)
+NAMES = ("auto", *(row.name for row in sorted(LINKS, key=lambda row: row.device is not None)))
+
+
+def refuse_elsewhere(link: str, device: str) -> None:
+    """Refuse, with ValueError, a link that workers on a ``device`` of another type cannot have."""
+    needed = next((row.device for row in LINKS if row.name == link), None)
+    if needed not in (None, device):
+        others = " or ".join(repr(row.name) for row in (LinkRow("auto", ""), *LINKS) if row.device in (None, device))
+        raise ValueError(f"link {link!r} needs device {needed!r}, not {device!r}: use {others}")

@@ -113,7 +113,7 @@ def _transports(
     asked |= {name for row in LINKS if row.name in asked for name in row.below}
     made: dict[str, Transport] = {}
     for row in reversed(LINKS):
-        if row.name in asked and not (row.on_cuda and device.type != "cuda"):
+        if row.name in asked and row.device in (None, device.type):
             module, _, name = row.transport.partition(":")
             below = {other: made[other] for other in row.below}
             made[row.name] = getattr(import_module(module), name)(world, into, device, below)

@@ -32,11 +32,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from avgpipe import device as devices
-from avgpipe.device import ReadyOnEvent, device_id, select
+from avgpipe.device import ReadyOnEvent, current_stream, on_accelerator, select, used_on
 from avgpipe.links.link import Endpoint, Link, Mailbox, Transport
 from avgpipe.links.message import Channel, Decoder, Encoder, Format, Key, Message, padded
 from avgpipe.links.shared import Inbox, SharedLink, SharedTransport
+
+# Events that other processes wait for are CUDA's own, as are the streams that they are recorded on: torch.Event has no
+# handles, and a torch.Stream would misread these.
+cuda: Any = torch.cuda
 
 HANDLE_BYTES = 64  # of memory and of an event
 _RECORD_BYTES = 4 * HANDLE_BYTES  # a slot's capacity, and the handles of its memory and its two events
@@ -70,7 +73,7 @@ class CudaIpcLink(SharedLink):
     def __init__(self, inbox: Inbox, outbox: Inbox, peer: int, end: Endpoint, slots: DeviceSlots) -> None:
         super().__init__(inbox, outbox, peer, end)
         self._slots = slots
-        self._copies = devices.cuda.Stream(end.device)
+        self._copies = cuda.Stream(end.device)
         self._outgoing_slots: dict[tuple[Channel, int], Slot] = {}  # by the address of the ring's slot
         self._copying: deque[tuple[Any, list[torch.Tensor]]] = deque()
         for n, (channel, receiver, decoder) in enumerate(self._incoming):
@@ -102,10 +105,9 @@ class CudaIpcLink(SharedLink):
         return slot
 
     def _copy(self, slot: Slot, format: Format, tensors: list[torch.Tensor]) -> None:
-        cuda = devices.cuda
-        self._copies.wait_stream(cuda.current_stream(self._end.device))
+        self._copies.wait_stream(current_stream(self._end.device))
         self._copies.wait_event(slot.free)
-        with cuda.stream(self._copies):
+        with self._copies:
             format.write(tensors, slot.memory)
             slot.full.record(self._copies)
         # The lane goes on and may drop them, or give their slot back: kept until the copy has read them.
@@ -140,7 +142,7 @@ class _InSlot(ReadyOnEvent):
         self._slots, self._slot, self._format = slots, slot, format
 
     def received(self) -> Any:
-        stream = devices.cuda.current_stream(self._device)
+        stream = cuda.current_stream(self._device)
         stream.wait_event(self._ready)
         memory = self._slots.lend(self._slot, self.value, stream)
         return self._format.read(memory, 0, memory.device)
@@ -171,7 +173,7 @@ class DeviceSlots:
             what = f"{size} bytes of device memory"
             self._call("cuMemAlloc_v2", what, ctypes.byref(pointer), ctypes.c_size_t(size))
             self._call("cuIpcGetMemHandle", "sharing device memory", ctypes.byref(handle), pointer)
-            full, free = (devices.cuda.Event(interprocess=True) for _ in range(2))
+            full, free = (cuda.Event(interprocess=True) for _ in range(2))
         record = size.to_bytes(HANDLE_BYTES, "little"), bytes(handle), full.ipc_handle(), free.ipc_handle()
         memory = self._tensor(_DeviceMemory(pointer.value, size))
         return Slot(memory, full, free, b"".join(record))
@@ -188,7 +190,7 @@ class DeviceSlots:
             what = "opening another process's device memory"
             handle = _Handle.from_buffer_copy(memory)
             self._call("cuIpcOpenMemHandle_v2", what, ctypes.byref(pointer), handle, flags)
-            opened = [devices.cuda.Event.from_ipc_handle(self._device, handle) for handle in (full, free)]
+            opened = [cuda.Event.from_ipc_handle(self._device, handle) for handle in (full, free)]
         tensor = self._tensor(_DeviceMemory(pointer.value, int.from_bytes(size, "little")))
         return Slot(tensor, opened[0], opened[1], record)
 
@@ -213,7 +215,7 @@ class DeviceSlots:
         token = secrets.token_bytes(HANDLE_BYTES)
         self._offered = self.make(_SMALLEST)
         self._offered.memory[:HANDLE_BYTES] = torch.tensor(list(token), dtype=torch.uint8)
-        self._offered.full.record(torch.cuda.current_stream(self._device))
+        self._offered.full.record(cuda.current_stream(self._device))
         return {"token": token.hex(), "slot": self._offered.record.hex(), "device": device_id(self._device)}
 
     def check(self, offer: dict[str, str]) -> None:
@@ -221,7 +223,7 @@ class DeviceSlots:
         if offer["device"] != device_id(self._device):
             raise ValueError("its device is another one")
         slot = self.open(bytes.fromhex(offer["slot"]))
-        torch.cuda.current_stream(self._device).wait_event(slot.full)
+        cuda.current_stream(self._device).wait_event(slot.full)
         if bytes(slot.memory[:HANDLE_BYTES].tolist()).hex() != offer["token"]:
             raise ValueError("what its device memory holds is not what it wrote there")
 
@@ -358,9 +360,9 @@ class _Posted(ReadyOnEvent):
     def received(self) -> Any:
         if self._ready is not None:
             self._ready.wait()  # on CUDA the current stream waits, not the host
-        if self.value.is_cuda:
+        if on_accelerator(self.value):
             # Allocated on the stream that was current when the receive was posted, read on this one.
-            self.value.record_stream(devices.cuda.current_stream(self._device))
+            used_on(current_stream(self._device), [self.value])
         return self._format.read(self.value, 0, self.value.device)
 
 
@@ -377,6 +379,11 @@ class _Intake(Mailbox):
     def deliver(self, key: Key, value: Any) -> None:
         self.put(key, value)
         self.bell.ring()
+
+
+def device_id(device: torch.device) -> str:
+    """Return what names a CUDA device of this host in all of its processes."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def nccl_device(device: torch.device) -> str | None:

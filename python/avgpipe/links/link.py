@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from avgpipe.device import ReadyOnEvent, ready_on_event
+from avgpipe.device import ReadyOnEvent, has_streams, ready_on_event
 from avgpipe.links.message import Channel, Decoder, Encoder, Key, detached, on_wire
 from avgpipe.ranks.process import cores
 from avgpipe.ranks.world import World
@@ -212,13 +212,13 @@ class Mailbox:
 class LocalLink(Link):
     """Both ends in this process: tensors are detached and shared, not copied.
 
-    On CUDA they come with the event at which they are ready.
+    On an accelerator they come with the event at which they are ready.
     """
 
     name = "local"
 
     def __init__(self, mailbox: Mailbox, device: torch.device) -> None:
-        self._mailbox, self._device, self._has_streams = mailbox, device, device.type == "cuda"
+        self._mailbox, self._device, self._has_streams = mailbox, device, has_streams(device)
 
     def send(self, key: Key, value: Any) -> None:
         value = detached(value)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from avgpipe.device import ready_on_event
+from avgpipe.device import has_streams, on_accelerator, ready_on_event
 from avgpipe_ext import pack, unpack_
 from avgpipe_ext.ring import copy
 
@@ -197,7 +197,7 @@ class Format:
                 continue
             flat = place.of(view(target, self.bytes) if isinstance(target, int) else target, 0)
             if place.cast is None:
-                flat.view(place.shape).copy_(tensor, non_blocking=flat.is_cuda)
+                flat.view(place.shape).copy_(tensor, non_blocking=on_accelerator(flat))
             elif tensor.device == flat.device:
                 pack([tensor.resolve_neg()], out=flat)
             else:  # rounded where it is; the copy keeps the host until it is done, as the one above does
@@ -255,7 +255,7 @@ class _Slice:
                 unpack_(self.of(memory, offset).to(device), [value])
         else:
             value = self.of(memory, offset).view(self.shape)
-            if device.type != "cpu":
+            if has_streams(device):
                 value = value.to(device)
         return value.requires_grad_() if self.requires_grad else value
 
@@ -297,7 +297,7 @@ class Decoder:
 
     def __init__(self, wire_dtype: torch.dtype | None, device: torch.device) -> None:
         self._wire_dtype, self._device = wire_dtype, device
-        self._has_streams = device.type == "cuda"
+        self._has_streams = has_streams(device)
         self._formats: list[Format | None] = [None] * _KNOWN
 
     def decode(self, number: int, text_bytes: int, memory: Any, offset: int = 0) -> Any:
@@ -307,7 +307,7 @@ class Decoder:
             data: Any = memory.numpy() if isinstance(memory, torch.Tensor) else memory
             text = bytes(memoryview(data).cast("B")[offset : offset + text_bytes])
         value = self.format(number, text).read(memory, offset + padded(text_bytes), self._device)
-        # On CUDA copied, or unpacked, by this thread's current stream, which need not be the lane's.
+        # On an accelerator copied, or unpacked, by this thread's current stream, which need not be the lane's.
         return ready_on_event(value, self._device) if self._has_streams else value
 
     def format(self, number: int, text: bytes) -> Format:
@@ -336,7 +336,7 @@ def _flatten(value: Any) -> tuple[Any, pytree.TreeSpec, list[Any]]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its memory holds its values in order: conjugates and imaginary parts of them may be lazy."""
-    lies_there = tensor.is_contiguous() and tensor.device.type == "cpu"
+    lies_there = tensor.is_contiguous() and not on_accelerator(tensor)
     return lies_there and not (tensor.is_conj() or tensor.is_neg())
 
 

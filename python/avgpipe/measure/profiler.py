@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from avgpipe.device import own_device
+from avgpipe.device import device_name, has_streams, own_device
 from avgpipe.measure.memory import measure_bytes
 from avgpipe.measure.sweep import Example, Sweep, Times, examples, lane_gain, repeat, typical, undisturbed
 from avgpipe.measure.updates import Updates
@@ -89,7 +89,7 @@ def profile(
         PipelineError: A process failed.
     """
     where, layers = own_device(device), layers_of(model)
-    on_host = where.type == "cpu"
+    on_host = not has_streams(where)
     if on_host:
         keep_freed_memory()  # as the pipelines do
     if not micro_batch_sizes or any(type(b) is not int or b < 1 for b in micro_batch_sizes):
@@ -118,7 +118,7 @@ def profile(
     found = Profile(
         model=name
         or (type(model).__name__ if isinstance(model, nn.Module) else f"list of {len(layers)} layers"),
-        device=f"cpu: {cpu_model()}, threads: {threads}" if on_host else torch.cuda.get_device_name(where),
+        device=f"cpu: {cpu_model()}, threads: {threads}" if on_host else device_name(where),
         micro_batch_sizes=tuple(sizes),
         layers=rows,
         ties=_ties(layers),
@@ -175,7 +175,7 @@ def _swept(
 
     repeat(once, _SWEEPS_SHARE * budget_s - (time.perf_counter() - begin))
     gains = [1.0] * len(batches)
-    if device.type == "cuda":
+    if has_streams(device):
         pair = [sweep, new_sweep()]
         gains = [lane_gain(pair, batch, _LANES_SHARE * budget_s / len(batches)) for batch in batches]
     by_size = [

@@ -20,6 +20,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from avgpipe.device import backend, current_stream, has_streams
 from avgpipe.errors import StageError, reason
 from avgpipe.links.message import tensors_of, wanting_gradients
 from avgpipe.runtime.batch import LossFn, plain, sample_count, to_device
@@ -32,22 +33,22 @@ _ROUNDS = 3, 25  # at least and at most
 
 
 class ProfilingClock:
-    """Marks on the device's own course: on CUDA events of its current stream, else the host's clock."""
+    """Marks on the device's own course: on an accelerator events of its current stream, else the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._has_streams = device, device.type == "cuda"
+        self._device, self._has_streams = device, has_streams(device)
 
     def mark(self) -> Any:
         if not self._has_streams:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event = backend.Event(self._device, enable_timing=True)
+        event.record(current_stream(self._device))
         return event
 
     def settle(self) -> None:
         """Wait for all that was begun; ``seconds`` may then be asked."""
         if self._has_streams:
-            torch.cuda.synchronize(self._device)
+            torch.accelerator.synchronize(self._device)
 
     def seconds(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) / 1e3 if self._has_streams else float(end - begin)
@@ -160,7 +161,7 @@ class Sweep:
         self._clock = ProfilingClock(stage.device)
         self._overwriting: set[int] = set()  # layers that overwrite their input
         # A stage enters autograd's engine once for all its layers, a sweep once for each: the runtime's, not theirs.
-        self._entry_s = _engine_entry_s() if stage.device.type == "cpu" else 0.0
+        self._entry_s = 0.0 if has_streams(stage.device) else _engine_entry_s()
         self._batches = count()
 
     def times(self, example: Example, *, split: bool = False) -> Times:
@@ -304,9 +305,9 @@ _TURNS = 4  # micro-batches of each replica in a sample
 
 
 def lane_gain(sweeps: Sequence[Sweep], example: Example, budget_s: float) -> float:
-    """Return how much two replicas on one CUDA device gain from two streams: the ratio of times, from 1 to 2."""
+    """Return how much two replicas on one accelerator gain from two streams: the ratio of times, from 1 to 2."""
     device = sweeps[0].stage.device
-    streams: list[Any] = [torch.cuda.Stream(device) for _ in sweeps]  # type: ignore[no-untyped-call]
+    streams: list[Any] = [backend.Stream(device) for _ in sweeps]
     clock = ProfilingClock(device)
     alone, together = list[float](), list[float]()
 
@@ -323,16 +324,16 @@ def lane_gain(sweeps: Sequence[Sweep], example: Example, budget_s: float) -> flo
 
 def _alternate(sweeps: Sequence[Sweep], streams: Sequence[Any], example: Example) -> None:
     """The replicas' forwards and backwards in turn; the current stream waits for all of them."""
-    current = torch.cuda.current_stream(sweeps[0].stage.device)
+    current = current_stream(sweeps[0].stage.device)
     for stream in streams:
         stream.wait_stream(current)
     for _ in range(_TURNS):
         losses = []
         for sweep, stream in zip(sweeps, streams):
-            with torch.cuda.stream(stream):
+            with stream:
                 losses.append(sweep.uncut(example))
         for loss, stream in zip(losses, streams):
-            with torch.cuda.stream(stream):
+            with stream:
                 loss.backward()
     for stream in streams:
         current.wait_stream(stream)

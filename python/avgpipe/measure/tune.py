@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from avgpipe.device import has_streams
 from avgpipe.errors import PipelineError
 from avgpipe.measure import profiler
 from avgpipe.measure.forecast import Forecast
@@ -152,7 +153,7 @@ def profile_together(
 def _with_workers(
     found: Profile, layers: Sequence[nn.Module], device: torch.device | str, link: LinkProfile | None
 ) -> Profile:
-    on_host = torch.device(device).type == "cpu"
+    on_host = not has_streams(torch.device(device))
     measured = measure_workers(layers, torch.get_num_threads(), on_host and link is None)
     known = profiler.with_workers(found, measured, link)
     if not on_host:

@@ -235,11 +235,11 @@ if __name__ == "__main__":
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process has used: on ``device`` where that is CUDA, else resident in main memory."""
-    if device.type == "cuda":
+    """Return the most memory this process has used: of an accelerator, else resident in main memory."""
+    if device.type != "cpu":
         import torch  # not where processes are only started
 
-        return int(torch.cuda.max_memory_allocated(device))
+        return int(torch.accelerator.max_memory_allocated(device))
     # Of this program alone; getrusage counts what the process was before it became this program, too.
     status = Path("/proc/self/status").read_text()
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))

@@ -50,7 +50,7 @@ class World:
         self._board = Board(dist.HashStore())  # type: ignore[attr-defined]
         self._connections = 0
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not dist.is_initialized():
-            join(timeout_s, "gloo" if not torch.cuda.is_available() else None)
+            join(timeout_s, None if torch.accelerator.is_available() else "gloo")
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         self.rank, self.size = dist.get_rank(), dist.get_world_size()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from avgpipe.device import ReadyOnEvent
+from avgpipe.device import ReadyOnEvent, has_streams
 from avgpipe.elastic import Version
 from avgpipe.errors import StageError
 from avgpipe.links.link import Link, Mailbox
@@ -242,7 +242,7 @@ class Compute:
     ) -> None:
         self._trained, self._route, self._options = trained, route, options
         self._port, self._group_sum = port, group_sum
-        self._device, self._on_cpu = trained.stage.device, trained.stage.device.type == "cpu"
+        self._device, self._on_cpu = trained.stage.device, not has_streams(trained.stage.device)
         self._layers = StageGraphs(trained.stage) if options.cuda_graphs else trained.stage.forward
         self._arrivals, self._departures = route.skips
         self._check = MeanCheck(options.loss_fn) if route.last and options.may_be_no_mean else None

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from avgpipe.device import generator_of, generators_of
+
 
 class Position(NamedTuple):
     """The place of a forward or backward in a run."""
@@ -120,26 +122,23 @@ def mix_more(key: int, *words: int) -> int:
 def seed_generators(device: torch.device, key: int) -> None:
     """Seed the default generators that a layer on ``device`` draws from."""
     torch.default_generator.manual_seed(key)
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        torch.cuda.default_generators[index].manual_seed(key)
+    if device.type != "cpu":
+        generator_of(device).manual_seed(key)
 
 
 class CallerGenerators:
     """Keeps the caller's generators, as they were, while layers seed the default ones inside the ``with`` block."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._generators = generators_of(device)
 
     def __enter__(self) -> CallerGenerators:
-        self._cpu = torch.default_generator.get_state()
-        self._cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        self._states = [generator.get_state() for generator in self._generators]
         return self
 
     def __exit__(self, *_: object) -> None:
-        torch.default_generator.set_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        for generator, state in zip(self._generators, self._states):
+            generator.set_state(state)
 
     @contextmanager
     def given_back(self) -> Iterator[None]:

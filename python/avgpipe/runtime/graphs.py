@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from avgpipe.device import generators_of
 from avgpipe.errors import StageError, reason
 from avgpipe.runtime.context import Position, position, set_position
 from avgpipe.runtime.stage import Stage
@@ -72,7 +73,7 @@ def draws_random_numbers(layers: _Layers, tensors: list[torch.Tensor]) -> bool:
     buffers = [(b, b.clone()) for b in layers.buffers()]
 
     def states() -> list[torch.Tensor]:
-        return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+        return [generator.get_state() for generator in generators_of(device)]
 
     before = states()
     with torch.no_grad():

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.device import ReadyOnEvent, select
+from avgpipe.device import ReadyOnEvent, has_streams, select
 from avgpipe.errors import PeerLost
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
@@ -64,7 +64,7 @@ class GroupSum:
         device: torch.device,
     ) -> None:
         self._parameters, self._group, self._mailbox, self._key = parameters, group, mailbox, key
-        self._device, self._has_streams = device, device.type == "cuda"
+        self._device, self._has_streams = device, has_streams(device)
         self._buckets = _buckets(parameters)
         self._bucket_of = {n: b for b, bucket in enumerate(self._buckets) for n in bucket.members}
         self._armed = False

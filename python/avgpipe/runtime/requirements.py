@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from avgpipe.device import has_graphs, has_streams
 from avgpipe.errors import nearest
 from avgpipe.links import NAMES as LINKS
-from avgpipe.links import ON_CUDA as CUDA_LINKS
-from avgpipe.links import ON_HOST as HOST_LINKS
+from avgpipe.links import refuse_elsewhere
 from avgpipe.plan import Plan
 from avgpipe.runtime.options import TrainingOptions
 
@@ -89,11 +89,9 @@ def check_device(
     options: TrainingOptions, weights: str | None, device: torch.device, layers: Sequence[nn.Module]
 ) -> None:
     """Refuse options that ``device`` or the plan's ``weights`` cannot have."""
-    if device.type == "cuda":
+    refuse_elsewhere(options.link, device.type)
+    if has_streams(device):
         options.compiler.refuse_cuda_graphs(layers)
-    elif options.link in CUDA_LINKS:
-        others = " or ".join(map(repr, ("auto", *HOST_LINKS)))
-        raise ValueError(f"link {options.link!r} needs CUDA, not device {str(device)!r}: use {others}")
     if not options.cuda_graphs:
         return
     if options.recompute != "never":
@@ -103,7 +101,7 @@ def check_device(
             f"cuda_graphs=True cannot follow weights={weights!r}, which keeps several versions: use a "
             "schedule that flushes, or leave cuda_graphs out"
         )
-    if device.type != "cuda":
+    if not has_graphs(device):
         raise ValueError(f"cuda_graphs=True needs CUDA, not device {str(device)!r}: leave it out")
 
 

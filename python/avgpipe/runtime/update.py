@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from avgpipe.device import LaneStream
+from avgpipe.device import LaneStream, has_streams
 from avgpipe.elastic import Reference, Version
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message, on_wire
@@ -47,7 +47,7 @@ class Update:
     ) -> None:
         self._trained, self._route, self._shared, self._port = trained, route, shared, port
         self._group_sum, self._notice = group_sum, notice
-        self._limit, self._on_cpu = options.clip_grad_norm, trained.stage.device.type == "cpu"
+        self._limit, self._on_cpu = options.clip_grad_norm, not has_streams(trained.stage.device)
         # Gradients with infinities or NaN, on whichever stage, are dropped; and all traces of their batch.
         self._skips = options.skip_nonfinite or options.loss_scale is not None
         self._forgets = options.skip_nonfinite

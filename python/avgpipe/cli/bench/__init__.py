@@ -140,8 +140,8 @@ def plot(sections: Sequence[Mapping[str, Any]], heading: str, path: str) -> None
 
 def memory_available_bytes(device: str) -> float:
     """Bytes that can be had without swapping; infinite where the system does not say."""
-    if device == "cuda":
-        return int(torch.cuda.mem_get_info()[0])
+    if device != "cpu":
+        return int(torch.accelerator.get_memory_info(torch.device(device))[0])
     facts = Path("/proc/meminfo")
     found = re.search(r"^MemAvailable: *(\d+)", facts.read_text() if facts.exists() else "", re.MULTILINE)
     return 1024.0 * int(found[1]) if found else math.inf
