@@ -26,11 +26,18 @@ def pytest_runtest_setup(item):
 
 
 def pytest_addoption(parser):
-    parser.addoption(plugin.OPTION, action="store_true", help="check the order of streams; see tests/happens_before")
+    parser.addoption(
+        plugin.OPTION, action="store_true", help="check the order of streams; see tests/happens_before"
+    )
 
 
 def pytest_terminal_summary(terminalreporter):
     plugin.summarize(
-        [report for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "when")],
+        [
+            report
+            for reports in terminalreporter.stats.values()
+            for report in reports
+            if hasattr(report, "when")
+        ],
         terminalreporter.write_line,
     )

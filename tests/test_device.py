@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan, pipeline
+from avgpipe import device as streams
 from avgpipe.cli import measuring
 from avgpipe.cli.config import ProfilingOptions
 from avgpipe.device import own_device
@@ -30,10 +31,11 @@ class Host:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.selected: list[tuple[str, torch.device]] = []
         monkeypatch.delenv("LOCAL_RANK", raising=False)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "set_device", self._select)
+        here = torch.accelerator
+        monkeypatch.setattr(here, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+        monkeypatch.setattr(here, "device_count", lambda: 4)
+        monkeypatch.setattr(here, "current_device_index", lambda: 1)
+        monkeypatch.setattr(here, "set_device_index", self._select)
 
     def _select(self, device: torch.device) -> None:
         self.selected.append((threading.current_thread().name, device))
@@ -57,7 +59,7 @@ def test_a_process_of_a_launcher_takes_the_device_of_its_place(monkeypatch: pyte
 def test_a_host_without_devices_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("this one has some")
-    with pytest.raises(ValueError, match="sees no CUDA device: use device='cpu'"):
+    with pytest.raises(ValueError, match=r"device 'cuda': torch .* sees no such device here; use 'cpu'"):
         own_device("cuda")
 
 
@@ -103,7 +105,9 @@ def test_threads_that_receive_select_it_too(host: Host) -> None:
 
 
 def test_memory_is_that_of_the_device_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: {CUDA: 7}.get(device, 0))
+    monkeypatch.setattr(
+        torch.accelerator, "max_memory_allocated", lambda device=None: {CUDA: 7}.get(device, 0)
+    )
     assert peak_memory_bytes(CUDA) == 7
     assert peak_memory_bytes(CPU) > 2**20
 
@@ -140,13 +144,13 @@ def test_a_profile_s_clock_marks_the_stream_of_its_device(monkeypatch: pytest.Mo
     marked: list[Any] = []
 
     class Event:
-        def __init__(self, enable_timing: bool) -> None:
+        def __init__(self, device: torch.device, enable_timing: bool) -> None:
             pass
 
         def record(self, stream: Any = "of the current device") -> None:
             marked.append(stream)
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"of {device}")
+    monkeypatch.setattr(streams.backend, "Event", Event, raising=False)
+    monkeypatch.setattr(streams.backend, "current_stream", lambda device: f"of {device}", raising=False)
     sweep.ProfilingClock(CUDA).mark()
     assert marked == ["of cuda:3"]

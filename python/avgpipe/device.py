@@ -108,7 +108,9 @@ def own_device(device: torch.device | str) -> torch.device:
         return found
     if here is None or found.type != here.type:
         kinds = "'cpu'" if here is None else f"'cpu' or {here.type!r}"
-        raise ValueError(f"device {str(device)!r}: torch {torch.__version__} sees no such device here; use {kinds}")
+        raise ValueError(
+            f"device {str(device)!r}: torch {torch.__version__} sees no such device here; use {kinds}"
+        )
     if found.index is not None:
         return found
     place = os.environ.get("LOCAL_RANK")

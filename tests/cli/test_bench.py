@@ -56,7 +56,7 @@ def test_a_picture_is_drawn(tmp_path):
         (("--elements", "1e15"), "use --elements"),
         (("--only", "everything"), "--only everything"),
         (("--dtype", "int8"), "unknown dtype 'int8'"),
-        (("--device", "tpu"), "unknown device 'tpu'"),
+        (("--device", "tpu"), "--device tpu: torch"),
         (("--plot", "a.mp3"), "--plot a.mp3"),
         (("--rounds", "0"), "--rounds 0"),
     ],

@@ -197,7 +197,7 @@ def test_advance_may_be_chosen_by_measuring():
 
 
 def test_links_between_cuda_devices_need_some():
-    with pytest.raises(ValueError, match="--link nccl joins CUDA devices: add --device cuda"):
+    with pytest.raises(ValueError, match="link 'nccl' needs device 'cuda', not 'cpu': use 'auto'"):
         resolve(link="nccl")
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 Clock = dict[int, int]
 
+_PATIENCE = 50  # times that an event says it has not happened yet
+
 
 class Operation(NamedTuple):
     """What was issued: the number of its stream, and its own there."""
@@ -34,20 +36,25 @@ class Event:
         self._account = account
         self.clock: Clock = {}
         self.at = 0.0
+        self._asked = 0
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._account.current_stream()
         self._account.records += 1
         # what is issued later comes after what the host has waited for by then, and not by now
         stream.join_host()
-        self.clock, self.at = dict(stream.clock), time.perf_counter()
+        self.clock, self.at, self._asked = dict(stream.clock), time.perf_counter(), 0
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._account.current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        join(self._account.host, self.clock)
-        return True
+        """Say whether it has happened: as late as can be, yet not never, for who asks again and again waits for it."""
+        host = self._account.host
+        self._asked += 1
+        if self._asked > _PATIENCE:
+            join(host, self.clock)
+        return all(host.get(stream, 0) >= number for stream, number in self.clock.items())
 
     def synchronize(self) -> None:
         join(self._account.host, self.clock)

@@ -43,8 +43,12 @@ class Memory:
 
     def __init__(self) -> None:
         self.found: Counter[str] = Counter()
-        self.accesses = self.orderings = self.reuses = 0  # so far; orderings: pairs that had to be, and were, looked at
-        self._lock = threading.RLock()  # threads that receive copy to the device too; and memory may be freed anywhere
+        self.accesses = self.orderings = self.reuses = (
+            0  # so far; orderings: pairs that had to be, and were, looked at
+        )
+        self._lock = (
+            threading.RLock()
+        )  # threads that receive copy to the device too; and memory may be freed anywhere
         self._allocations: dict[int, Allocation] = {}
         self._freed: dict[int, list[Allocation]] = defaultdict(list)  # by home
 
@@ -111,7 +115,9 @@ class Memory:
                         kinds = f"{'writes' if wrote else 'reads'}, then {'writes' if writes else 'reads'}"
                         self.found[f"race ({kinds}): {access.what} / {new.what}"] += 1
                 if writes and begin <= first and last <= end:
-                    over.append(place)  # whoever comes after this one comes after that one, or races with this one
+                    over.append(
+                        place
+                    )  # whoever comes after this one comes after that one, or races with this one
         for place in over:
             del allocation.accesses[place]
         allocation.accesses[begin, end, here, writes] = new

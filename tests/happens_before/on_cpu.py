@@ -1,5 +1,4 @@
-"""A run on the CPU as on a device with streams: everything is computed at once, and account is kept of what may not be.
-"""
+"""A run on the CPU as on a device with streams: all is computed at once, and account is kept of what may not be."""
 
 from __future__ import annotations
 

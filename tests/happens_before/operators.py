@@ -1,7 +1,8 @@
-"""Every operator as accesses to memory, on the stream that is current where it is called.
+"""Operators as accesses to memory, on the stream that is current where they are called.
 
-The schemas tell what an operator reads and writes. Backwards are seen too: autograd calls the same operators. What makes
-the host wait for the device is noted with the line that did it: reading a number, moving a tensor to the host's memory.
+The schemas tell what an operator reads and writes. Backwards are seen too: autograd calls the same operators. What
+makes the host wait for the device is noted with the line that did it: reading a number, moving a tensor to the host's
+memory.
 
 On a machine without a device, tensors of the device are those that were allocated on "cpu:0", and what operators make
 of them; they say that they are there. The host's are on "cpu", as everywhere.
@@ -90,10 +91,7 @@ class Operators(TorchDispatchMode):
         if asked is not None and sys._getframe(1).f_code.co_filename.endswith(_ENGINE):
             asked = DEVICE  # autograd makes its own where the forward's were, which "cpu" does not tell
         name = func._schema.name.rpartition("::")[2]
-        if asked is None:
-            of_device = any(tensor in memory for tensor in (*reads, *writes))
-        else:
-            of_device = asked == DEVICE
+        of_device = any(t in memory for t in (*reads, *writes)) if asked is None else asked == DEVICE
         if asked is not None and not of_device and name == "_to_copy" and any(t in memory for t in reads):
             account.host_waits(f"{func}, to the host")
         if not of_device:
@@ -106,7 +104,11 @@ class Operators(TorchDispatchMode):
         if name.endswith("_like") or name.startswith("new_"):
             reads = []  # of which only shape and dtype count
         given = {storage_of(tensor) for tensor in (*reads, *writes)}
-        made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and storage_of(t) not in given]
+        made = [
+            t
+            for t in pytree.tree_leaves(result)
+            if isinstance(t, torch.Tensor) and storage_of(t) not in given
+        ]
         if not made and not writes:
             return result  # a view, which touches nothing
         if "empty" in name:
@@ -119,7 +121,7 @@ class Operators(TorchDispatchMode):
 
     def _to_host(self, args: Any, kwargs: Any, result: Any) -> Any:
         account = self._account
-        if len(args) > 2 and args[2] or kwargs.get("non_blocking"):
+        if (len(args) > 2 and args[2]) or kwargs.get("non_blocking"):
             account.operators += 1
             account.enqueue("copy to the host", [args[1]], [args[0]])  # whoever looks there must wait first
         else:
@@ -154,13 +156,17 @@ class HostReads(TorchFunctionMode):
         super().__init__()
         self._account = account
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func == _DEVICE_OF:
-            # Tests compare with tensors of the host; and torch.utils.checkpoint what it saves elsewhere with what it finds.
+            # Tests compare with tensors of the host; torch.utils.checkpoint what it saves elsewhere with what it finds.
             asks = sys._getframe(1).f_code.co_filename
             tells = any(folder in asks for folder in _TOLD) and args[0] in self._account.memory
             return DEVICE if tells else func(*args)
-        to_host = func is torch.Tensor.cpu or (func is torch.Tensor.to and _names_host(args[1:], kwargs or {}))
+        to_host = func is torch.Tensor.cpu or (
+            func is torch.Tensor.to and _names_host(args[1:], kwargs or {})
+        )
         if (to_host or func in _READS) and args[0] in self._account.memory:
             self._account.host_waits(func.__name__)
             if to_host:  # a tensor of its own, as from a device

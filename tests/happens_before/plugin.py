@@ -78,7 +78,9 @@ def _in_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, t
         add(sums, json.loads(file.read_text()))
     request.node.user_properties.append(("happens-before", sums))
     found = Counter(sums["found"])
-    assert not found, "out of order:\n" + "\n".join(f"{n} times {what}" for what, n in found.most_common(_MOST))
+    assert not found, "out of order:\n" + "\n".join(
+        f"{n} times {what}" for what, n in found.most_common(_MOST)
+    )
 
 
 def summarize(reports: list[Any], write: Any) -> None:

@@ -15,8 +15,8 @@ from avgpipe.links.cuda import CudaIpcLink, Slot
 from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.links.shared import Inbox
 from avgpipe_ext import ring
+from tests.happens_before.clocks import Account, Event, Stream
 from tests.links.ends import BACK, CHANNELS, CPU, Ends
-from tests.runtime.fake_cuda import Event, FakeCuda, Stream
 
 pytestmark = pytest.mark.skipif(not ring.supported(), reason="needs Linux")
 
@@ -24,14 +24,17 @@ pytestmark = pytest.mark.skipif(not ring.supported(), reason="needs Linux")
 class HostSlots:
     """Slots that all ends in this process can open."""
 
-    def __init__(self) -> None:
+    def __init__(self, fake: Account) -> None:
+        self._fake = fake
         self.made: list[Slot] = []
         self.given: list[Slot] = []
         self._numbers = itertools.count(1)
 
     def make(self, size: int) -> Slot:
         record = next(self._numbers).to_bytes(4 * cuda.HANDLE_BYTES, "little")
-        self.made.append(Slot(torch.zeros(size, dtype=torch.uint8), Event(), Event(), record))
+        self.made.append(
+            Slot(torch.zeros(size, dtype=torch.uint8), self._fake.Event(), self._fake.Event(), record)
+        )
         return self.made[-1]
 
     def give(self, slot: Slot) -> None:
@@ -56,12 +59,12 @@ class HostSlots:
 class DeviceEnds(Ends):
     """Stage 0 and 1; each receives on a stream of its own."""
 
-    def __init__(self, fake: FakeCuda, wire_dtype: torch.dtype | None) -> None:
+    def __init__(self, fake: Account, wire_dtype: torch.dtype | None) -> None:
         into = [BACK, CHANNELS]
         inboxes = [Inbox.create(channels) for channels in into]
         opened = [Inbox.open(inbox.offer(), channels) for inbox, channels in zip(inboxes, into)]
         boxes = [Mailbox(inbox.bell) for inbox in inboxes]
-        self.slots = HostSlots()
+        self.slots = HostSlots(fake)
         links = [
             CudaIpcLink(
                 *(inboxes[k], opened[1 - k], os.getpid()),
@@ -71,21 +74,22 @@ class DeviceEnds(Ends):
             for k in range(2)
         ]
         super().__init__(links, boxes)
-        self.fake, self.lanes = fake, [Stream(), Stream()]
+        self.fake, self.lanes = fake, [fake.Stream(), fake.Stream()]
 
     def send(self, value, kind="F"):
-        with self.fake.stream(self.lanes[kind == "B"]):
+        with self.lanes[kind == "B"]:
             return super().send(value, kind)
 
     def receive(self, key, timeout_s=20):
-        with self.fake.stream(self.lanes[key.target]):
+        with self.lanes[key.target]:
             return super().receive(key, timeout_s)
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    fake = FakeCuda()
-    monkeypatch.setattr(streams, "cuda", fake)
+    fake = Account()
+    monkeypatch.setattr(streams, "backend", fake)
+    monkeypatch.setattr(cuda, "cuda", fake)
     return fake
 
 
@@ -154,7 +158,7 @@ def test_events_order_writing_and_reading(made):
     copies = made.links[0]._copies
     assert copies.follows(read)  # else the copy could overwrite what is still being read
     assert not sender.follows(read)  # the sending lane waits for nobody
-    assert slot.full.clock[sender.name] >= source[1]
+    assert slot.full.clock[sender.number] >= source[1]
 
 
 def test_what_is_sent_is_kept_until_it_is_copied(made, monkeypatch):

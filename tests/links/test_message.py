@@ -30,7 +30,7 @@ from avgpipe.links.message import (
     view,
 )
 from avgpipe_ext import pack, unpack_
-from tests.runtime.fake_cuda import DeviceTensor
+from tests.links.device_tensor import DeviceTensor
 
 CPU = torch.device("cpu")
 Point = namedtuple("Point", "x y")

@@ -19,10 +19,10 @@ from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.runtime import group_sum, worker
 from avgpipe.runtime.group_sum import GroupSum, sum_group
+from tests.happens_before.clocks import Account, HostWork, Work
 from tests.links.ends import eventually
 from tests.runner import run
 from tests.runtime.cases import adamw, language_model, token_batches
-from tests.runtime.fake_cuda import FakeCuda, HostWork, Stream, Work
 
 CUDA = torch.device("cuda", 0)
 KEY = Key("Z", 0, 0, 0, -1, -1)
@@ -32,13 +32,14 @@ class Summing:
     """A GroupSum whose collectives are of ``kind``; its tensors are the host's, which no kernel minds here."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str, kind: type[Work]) -> None:
-        self.fake, self.lane = FakeCuda(), Stream()
+        self.fake = Account()
+        self.lane = self.fake.Stream()
         self.works: list[Any] = []
         self.selected: list[torch.device] = []  # by a thread
         self.followed: list[Any] = []  # what the copies into the buckets came after, by collective
-        monkeypatch.setattr(streams, "cuda", self.fake)
+        monkeypatch.setattr(streams, "backend", self.fake)
         monkeypatch.setattr(group_sum.dist, "get_backend", lambda group: backend)
-        monkeypatch.setattr(torch.cuda, "set_device", self.selected.append)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", self.selected.append)
         monkeypatch.setattr(group_sum.dist, "all_reduce", self._all_reduce)
         self._kind = kind
         self.mailbox = Mailbox()
@@ -53,15 +54,15 @@ class Summing:
 
     def batch(self, number: int) -> Key:
         """Last backward and the end of a batch, in steps of the lane."""
-        with self.fake.stream(self.lane):
+        with self.lane:
             self.sum.arm()
             self.parameter.sum().backward()
-        with self.fake.stream(self.lane):
+        with self.lane:
             self.sum.complete(number)
         return KEY._replace(batch=number)
 
     def take(self, key: Key) -> None:
-        with self.fake.stream(self.lane):
+        with self.lane:
             self.mailbox.take(key)
 
 

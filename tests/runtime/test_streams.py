@@ -12,14 +12,12 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe import device as streams
 from avgpipe.elastic import Reference
-from avgpipe.links.link import LocalLink
-from avgpipe.runtime import worker
 from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
+from tests.happens_before import clocks
 from tests.runner import run
 from tests.runtime.cases import adamw, language_model, token_batches
-from tests.runtime.fake_cuda import Event, FakeCuda
 
 CPU = torch.device("cpu")
 
@@ -29,18 +27,9 @@ def fake(monkeypatch):
     return on_streams(monkeypatch)
 
 
-def on_streams(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    monkeypatch.setattr(streams, "cuda", fake)
-    monkeypatch.setattr(worker, "streams_of", streams.Streams)
-    monkeypatch.setattr(streams.Copies, "_copy", lambda self, leaf: leaf)
-    init = LocalLink.__init__
-
-    def with_streams(self, *arguments):
-        init(self, *arguments)
-        self._has_streams = True
-
-    monkeypatch.setattr(LocalLink, "__init__", with_streams)
+def on_streams(monkeypatch: pytest.MonkeyPatch) -> clocks.Account:
+    fake = clocks.Account()
+    monkeypatch.setattr(streams, "backend", fake)
     return fake
 
 
@@ -50,11 +39,11 @@ def train(plan, batches, **options):
         return losses, p.state_dict(), p.timeline()
 
 
-class Account:
+class Issued:
     """The steps of a run as they were issued: (what, stage, pipeline, operation, what its stream follows)."""
 
-    def __init__(self, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rows: list[tuple[str, int, int, tuple[str, int], Any]] = []
+    def __init__(self, fake: clocks.Account, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[tuple[str, int, int, clocks.Operation, Any]] = []
         forward, step, backward, accept = Stage.forward, TrainedStage.step, Compute.backward, Reference.accept
 
         def note(what: str, stage: int, pipeline: int) -> None:
@@ -116,7 +105,7 @@ def test_a_run_on_streams_is_the_run_without(fake, staleness, monkeypatch):
 
 
 def test_every_stage_has_a_stream_for_each_pipeline(fake, monkeypatch):
-    account = Account(fake, monkeypatch)
+    account = Issued(fake, monkeypatch)
     train(Plan(stages=3, pipelines=2, batch="per-pipeline", micro_batches=2), token_batches(4, 8))
     names = {(row[1], row[2]): row[3][0] for row in account.rows}
     assert len(set(names.values())) == 6
@@ -124,7 +113,7 @@ def test_every_stage_has_a_stream_for_each_pipeline(fake, monkeypatch):
 
 
 def test_messages_order_neighbouring_stages(fake, monkeypatch):
-    account = Account(fake, monkeypatch)
+    account = Issued(fake, monkeypatch)
     train(Plan(stages=2, pipelines=2, batch="per-pipeline", micro_batches=3), token_batches(6, 9))
     for i in range(2):
         for before, after, source in [("F", "F", 0), ("begin of B", "B", 1)]:
@@ -137,7 +126,7 @@ def test_messages_order_neighbouring_stages(fake, monkeypatch):
 @pytest.mark.parametrize("staleness", [0, 1, "asynchronous"])
 def test_updates_of_a_stage_are_one_chain(fake, monkeypatch, staleness, spread):
     """Of spread pipelines too, which share a reference where they share a process."""
-    account = Account(fake, monkeypatch)
+    account = Issued(fake, monkeypatch)
     plan = Plan(
         stages=2, pipelines=3, batch="per-pipeline", micro_batches=2, staleness=staleness, spread=spread
     )
@@ -152,7 +141,7 @@ def spread_account(staleness):
     """On a rank: what was issued, and what the caller's stream follows in the end."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         fake = on_streams(monkeypatch)
-        account = Account(fake, monkeypatch)
+        account = Issued(fake, monkeypatch)
         train(
             Plan(stages=1, pipelines=2, batch="per-pipeline", staleness=staleness, spread=True),
             token_batches(8, 8),
@@ -181,7 +170,7 @@ def test_updates_that_other_processes_tell_are_of_the_same_chain(staleness):
 
 
 def test_weights_that_another_lane_moves_are_waited_for(fake, monkeypatch):
-    account = Account(fake, monkeypatch)
+    account = Issued(fake, monkeypatch)
     train(
         Plan(stages=1, pipelines=2, batch="per-pipeline", micro_batches=2, staleness=0), token_batches(6, 8)
     )
@@ -192,7 +181,7 @@ def test_weights_that_another_lane_moves_are_waited_for(fake, monkeypatch):
 
 
 def test_streaming_lanes_do_not_wait_for_each_others_updates(fake, monkeypatch):
-    account = Account(fake, monkeypatch)
+    account = Issued(fake, monkeypatch)
     monkeypatch.setattr(
         streams.LaneStream, "end", lambda self: None
     )  # the host, reading a loss, waits for more
@@ -206,7 +195,7 @@ def test_streaming_lanes_do_not_wait_for_each_others_updates(fake, monkeypatch):
 
 
 def test_the_host_issues_all_it_can_before_it_reads_a_loss(fake, monkeypatch):
-    account = Account(fake, monkeypatch)
+    account = Issued(fake, monkeypatch)
     batches = iter(token_batches(4, 8))
     plan = Plan(stages=2, pipelines=2, batch="per-pipeline", micro_batches=2)
     with Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=adamw) as p:
@@ -218,10 +207,13 @@ def test_the_host_issues_all_it_can_before_it_reads_a_loss(fake, monkeypatch):
 def test_the_clock_reads_spans_in_the_host_s_time_and_reuses_events(fake, monkeypatch):
     monkeypatch.setattr(streams, "_UNREAD", 4)
     monkeypatch.setattr(streams, "_REBASE_MS", 5.0)
-    made: list[Event] = []
-    monkeypatch.setattr(
-        FakeCuda, "Event", staticmethod(lambda **kw: made.append(Event(**kw)) or made[-1]), raising=True
-    )
+    made: list[clocks.Event] = []
+
+    def event(*_: Any, **options: bool) -> clocks.Event:
+        made.append(clocks.Event(fake))
+        return made[-1]
+
+    monkeypatch.setattr(fake, "Event", event)
     clock, stream = streams.DeviceClock(CPU), fake.current_stream()
     begin = clock._base.at
     ends = []

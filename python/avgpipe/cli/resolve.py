@@ -277,4 +277,5 @@ def check_device(device: str) -> None:
     try:
         own_device(device)
     except ValueError as error:
-        raise ValueError(f"--device {device}: {error}; see avgpipe doctor") from None
+        why = str(error).partition(": ")[2]
+        raise ValueError(f"--device {device}: {why}; see avgpipe doctor") from None

@@ -42,5 +42,7 @@ def refuse_elsewhere(link: str, device: str) -> None:
     """Refuse, with ValueError, a link that workers on a ``device`` of another type cannot have."""
     needed = next((row.device for row in LINKS if row.name == link), None)
     if needed not in (None, device):
-        others = " or ".join(repr(row.name) for row in (LinkRow("auto", ""), *LINKS) if row.device in (None, device))
+        others = " or ".join(
+            repr(row.name) for row in (LinkRow("auto", ""), *LINKS) if row.device in (None, device)
+        )
         raise ValueError(f"link {link!r} needs device {needed!r}, not {device!r}: use {others}")
