@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 Clock = dict[int, int]
 
-_PATIENCE = 50  # times that an event says it has not happened yet
+_PATIENCE = 5  # times that an event says it has not happened yet
 
 
 class Operation(NamedTuple):
