@@ -28,6 +28,7 @@ DEVICE = torch.device("cpu", 0)
 
 _TOLD = ("/python/avgpipe/", "/torch/optim/")  # who hears which device a tensor is on
 _ENGINE = "/torch/autograd/graph.py"  # whose call the engine runs in, and what it calls by itself
+_WRAPPERS = ("/torch/_compile.py", "/torch/_dynamo/")
 # Which of their values an operator's result depends on, the host must know first.
 _HOST_WAITS = {
     *("_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"),
@@ -104,7 +105,7 @@ class Operators(TorchDispatchMode):
         reads, writes = _tensors_of(func, args, kwargs)
         result = func(*args, **kwargs)
         asked = kwargs.get("device")
-        if asked is not None and sys._getframe(1).f_code.co_filename.endswith(_ENGINE):
+        if asked is not None and _caller().endswith(_ENGINE):
             asked = DEVICE  # autograd makes its own where the forward's were, which "cpu" does not tell
         name = func._schema.name.rpartition("::")[2]
         of_device = any(t in memory for t in (*reads, *writes)) if asked is None else asked == DEVICE
@@ -144,6 +145,14 @@ class Operators(TorchDispatchMode):
         else:
             account.host_waits("copy_, to the host")
         return result
+
+
+def _caller() -> str:
+    """The file that calls an operator; torch may have wrapped the mode's own method."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and any(name in frame.f_code.co_filename for name in _WRAPPERS):
+        frame = frame.f_back
+    return frame.f_code.co_filename
 
 
 @functools.cache
