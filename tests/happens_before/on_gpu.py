@@ -60,12 +60,14 @@ class GpuAccount(DeviceAccount):
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
-    def enqueue(self, what: str, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+    def enqueue(
+        self, what: str, reads: list[torch.Tensor], writes: list[torch.Tensor], *rest: Any, **more: Any
+    ) -> None:
         for tensor in (*reads, *writes):
             # Whatever was there before anybody looked is seen here for the first time.
             home = self._homes.get(tensor.untyped_storage().data_ptr())
             self.memory.allocate(tensor, home or self.current_stream())
-        super().enqueue(what, reads, writes)
+        super().enqueue(what, reads, writes, *rest, **more)
 
     # ---- what torch tells -----------------------------------------------------------------------------------
 
