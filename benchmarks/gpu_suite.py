@@ -150,7 +150,10 @@ def steps(gpu: Gpu | None) -> list[Step]:
     pytest = [python, "-m", "pytest"]
     many = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
     kernels = [python, "-m", "avgpipe.cli.main", "bench", "kernels", "--device", device, "--no-compile"]
-    kernels += ["--json", "--rounds", "7", "--elements", "100e6,25e6" if gpu else "1e5"]
+    kernels += ["--json", "--elements"]
+    kernels += (
+        ["100e6,25e6", "--rounds", "7"] if gpu else ["1e5", "--rounds", "1", "--only", "limit,adamw,pull"]
+    )
     runtime, operators = "tests/runtime/test_cuda.py", "tests/avgpipe_ext/test_cuda.py"
     ordered = ["-p", "tests.happens_before.on_gpu", runtime, "tests/happens_before/test_on_gpu.py"]
     pipelines = [python, "benchmarks/gpu_pipelines.py", "--device", device]
