@@ -20,7 +20,8 @@ Weights, reference and updates of a stage are shared by its lanes. Their updates
 Where an update moves the weights of other lanes too (staleness 0), their next batch waits for that event as well.
 Updates from pipelines in other processes are a part of the chain, on the stream of the lane that applies them.
 A batch begins after what the caller's stream held then; the caller's stream waits for a lane when its batch's loss is
-read. Nothing else waits, and the host waits for nothing but that loss.
+read, and for no later one. Nothing else waits, and the host waits for nothing but that loss, by asking again and again:
+meanwhile it issues what else can run, and sees to it that no wait lasts for ever.
 """
 
 from __future__ import annotations
@@ -225,16 +226,22 @@ class LaneStream:
                 batch.received()
 
     @contextmanager
-    def step(self, place: Place, begins: bool) -> Iterator[None]:
-        """Run here what the block issues. ``place``: stage, pipeline, batch, micro-batch and kind, for the clock."""
-        update = place[4] == "U"
+    def step(self, place: Place | None, begins: bool, updates: bool) -> Iterator[None]:
+        """Run here what the block issues.
+
+        Args:
+            place: Stage, pipeline, batch, micro-batch and kind, for the clock; None: it is no part of training.
+            begins: Whether it is the first step of a batch.
+            updates: Whether it is a part of the chain of updates.
+        """
         with self._stream:
-            if update or (begins and self._moves_others):
+            if updates or (begins and self._moves_others):
                 self._stream.wait_event(self._averaged)  # at once if it was never recorded
-            start = self._clock.mark(self._stream)
+            start = None if place is None else self._clock.mark(self._stream)
             yield
-            self._clock.note(place, start, self._clock.mark(self._stream))
-            if update:
+            if place is not None:
+                self._clock.note(place, start, self._clock.mark(self._stream))
+            if updates:
                 self._stream.record_event(self._averaged)
 
     @contextmanager
@@ -245,9 +252,13 @@ class LaneStream:
             yield
             self._stream.record_event(self._averaged)
 
-    def end(self) -> None:
-        """Let the caller's stream go on after all that this lane has issued."""
-        current_stream(self._device).wait_stream(self._stream)
+    def issued(self) -> Any:
+        """Return the event that all that this lane has issued so far is done."""
+        return self._stream.record_event()
+
+    def end(self, issued: Any = None) -> None:
+        """Let the caller's stream go on after what this lane had ``issued`` then; by default, after all of it."""
+        current_stream(self._device).wait_event(self.issued() if issued is None else issued)
 
 
 class Copies:

@@ -41,8 +41,8 @@ class Allocation:
 class Memory:
     """All memory of the device. ``found``: what is not in order, and how often."""
 
-    def __init__(self) -> None:
-        self.found: Counter[str] = Counter()
+    def __init__(self, found: Counter[str] | None = None) -> None:
+        self.found: Counter[str] = Counter() if found is None else found
         self.accesses = self.orderings = self.reuses = (
             0  # so far; orderings: pairs that had to be, and were, looked at
         )

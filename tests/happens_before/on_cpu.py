@@ -9,11 +9,45 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from avgpipe import device as devices
 from avgpipe import pipeline
 from avgpipe.links import cuda
+from avgpipe.runtime import group_sum
 from tests.happens_before.operators import DEVICE, DeviceAccount, HostReads, Operators
+
+
+class Nccl:
+    """Stands for torch.distributed where gradients are summed: over gloo, in the order in which NCCL has streams."""
+
+    def __init__(self, account: DeviceAccount) -> None:
+        self._account = account
+        self._streams: dict[int, Any] = {}  # by group: what a communicator does is in order
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def get_backend(self, group: Any) -> str:
+        return "nccl"
+
+    def all_reduce(self, flat: torch.Tensor, group: Any, async_op: bool = False) -> NcclWork:
+        stream = self._streams.setdefault(id(group), self._account.Stream())
+        return NcclWork(self._account, stream, dist.all_reduce(flat, group=group, async_op=True), [flat])
+
+
+class NcclWork:
+    """A collective. ``wait`` orders the current stream of the calling thread; that it keeps the host is gloo's way."""
+
+    def __init__(self, account: DeviceAccount, stream: Any, inner: Any, tensors: list[torch.Tensor]) -> None:
+        self._account, self._stream, self._inner = account, stream, inner
+        stream.wait_stream(account.current_stream())
+        with stream:
+            account.enqueue("a collective", tensors, tensors)
+
+    def wait(self, *_: Any) -> None:
+        self._inner.wait()
+        self._account.current_stream().wait_stream(self._stream)
 
 
 @contextmanager
@@ -33,6 +67,7 @@ def on_streams(account: DeviceAccount) -> Iterator[DeviceAccount]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "backend", account))
         stack.enter_context(mock.patch.object(cuda, "cuda", account))
+        stack.enter_context(mock.patch.object(group_sum, "dist", Nccl(account)))
         stack.enter_context(mock.patch.object(pipeline, "_device", found))
         stack.enter_context(mock.patch.object(threading.Thread, "run", noted))
         stack.enter_context(HostReads(account))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class DeviceAccount(Account):
     def __init__(self) -> None:
         super().__init__()
         self.memory = Memory()
+        self.staging = Memory(self.memory.found)  # the host's, to which a stream copies
         self.operators = 0
         self.waited: Counter[str] = Counter()
 
@@ -61,8 +62,14 @@ class DeviceAccount(Account):
         self.current_stream().synchronize()
         self.waited[f"{place(3)}: {why}"] += 1
 
-    def enqueue(self, what: str, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        """Note an operation on the current stream, beside those of operators. What it writes is the device's."""
+    def enqueue(
+        self,
+        what: str,
+        reads: list[torch.Tensor],
+        writes: list[torch.Tensor],
+        on_host: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Note an operation on the current stream. It writes the device's memory, and the host's ``on_host``."""
         stream = self.current_stream()
         operation = stream.operate()
         what = f"{what} on {stream} ({place(3)})"
@@ -72,6 +79,15 @@ class DeviceAccount(Account):
         for tensor in writes:
             self.memory.allocate(tensor, stream)
             self.memory.access(tensor, stream, operation, what, writes=True)
+        for tensor in on_host:
+            self.staging.allocate(tensor, stream)
+            self.staging.access(tensor, stream, operation, what, writes=True)
+
+    def look(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that the host reads its own memory, where a stream may still be writing."""
+        for tensor in tensors:
+            if tensor in self.staging:
+                self.staging.look(tensor, self.host, f"{what} ({place(3)})")
 
 
 class Operators(TorchDispatchMode):
@@ -95,6 +111,7 @@ class Operators(TorchDispatchMode):
         if asked is not None and not of_device and name == "_to_copy" and any(t in memory for t in reads):
             account.host_waits(f"{func}, to the host")
         if not of_device:
+            account.look(str(func), reads)
             return result
         if name in _HOST_WAITS:
             account.host_waits(str(func))
@@ -123,7 +140,7 @@ class Operators(TorchDispatchMode):
         account = self._account
         if (len(args) > 2 and args[2]) or kwargs.get("non_blocking"):
             account.operators += 1
-            account.enqueue("copy to the host", [args[1]], [args[0]])  # whoever looks there must wait first
+            account.enqueue("copy to the host", [args[1]], [], [args[0]])
         else:
             account.host_waits("copy_, to the host")
         return result
@@ -164,6 +181,8 @@ class HostReads(TorchFunctionMode):
             asks = sys._getframe(1).f_code.co_filename
             tells = any(folder in asks for folder in _TOLD) and args[0] in self._account.memory
             return DEVICE if tells else func(*args)
+        if func in _READS:
+            self._account.look(func.__name__, args[:1])
         to_host = func is torch.Tensor.cpu or (
             func is torch.Tensor.to and _names_host(args[1:], kwargs or {})
         )

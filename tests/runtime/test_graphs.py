@@ -67,6 +67,7 @@ def test_stages_that_differ_from_pass_to_pass_are_refused(captures):
     StageGraphs(stage_of(nn.Linear(4, 4), nn.Dropout(0.0)))
 
 
+@pytest.mark.host
 def test_the_cpu_has_no_graphs():
     options = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": adamw, "cuda_graphs": True}
     with pytest.raises(ValueError, match="needs CUDA, not device 'cpu': leave it out"):

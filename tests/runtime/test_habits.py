@@ -359,6 +359,7 @@ def test_a_loader_whose_state_cannot_be_told_is_refused_with_the_way_out() -> No
 # ---- threads -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.host
 def test_a_busy_machine_is_told_of_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     load = [1e9]
     monkeypatch.setattr(machine, "_warned", False)

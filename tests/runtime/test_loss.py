@@ -243,6 +243,7 @@ def warnings_of(loss_fn: Any, caplog: Any, batches: list[Any], M: int = 3, **opt
     return [record.getMessage() for record in caplog.records]
 
 
+@pytest.mark.host
 def test_a_scalar_that_is_no_mean_over_samples_is_told_once_with_the_way_out(caplog: Any) -> None:
     def contrasting(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output - output.mean(0)).square().mean()
@@ -281,6 +282,7 @@ def test_nothing_is_said_of_means_and_of_what_says_what_it_weighs(caplog: Any) -
     assert warnings_of(lambda o, y: squared(o.view(3, 11), y.view(3)), caplog, batches) == []
 
 
+@pytest.mark.host
 def test_a_micro_batch_without_a_target_brings_no_nan(caplog: Any) -> None:
     x, y = torch.arange(9) % 11, torch.arange(9) % 11
     y[:3] = IGNORED

@@ -165,6 +165,7 @@ def told(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.host
 def test_the_first_gradients_that_are_not_finite_are_told_once(name: str, caplog: Any) -> None:
     train(PLANS[name], batches(9, bad=(3, 4, 7)), skip_nonfinite=False)
     (line,) = told(caplog.text)

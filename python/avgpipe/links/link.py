@@ -177,6 +177,10 @@ class Mailbox:
             for source in self.sources:
                 source()
 
+    def pause(self, limit_s: float) -> None:
+        """Sleep until the bell rings, at most ``limit_s``."""
+        self.bell.wait(self._seen, limit_s, 0.0)
+
     def raise_failure(self, awaited: Callable[[], Iterable[Key]] = tuple) -> None:
         if self._failure is not None:
             raise self._failure

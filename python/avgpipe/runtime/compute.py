@@ -110,6 +110,7 @@ class BatchState:
             loss weighs.
         grads: of parameters, while they wait for the update.
         norm: of the gradients of all stages, float64, where somebody asks for it.
+        issued: the event that a device has done all steps, once they are issued.
     """
 
     work: Work
@@ -129,6 +130,14 @@ class BatchState:
     grads_are_scaled: bool = False
     norm: torch.Tensor | None = None
     updated: bool = False
+    issued: Any = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all steps of the batch have been performed here."""
+        if not self.work.trains:
+            return self.computing_left == 0
+        return self.updated and self.outcome is not None
 
     def sum_losses(self) -> torch.Tensor:
         """Return what this replica of the last stage adds to the loss: the loss, or sum and count."""

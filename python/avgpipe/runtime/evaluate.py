@@ -72,8 +72,7 @@ def _result(worker: Worker, pipeline: int, batch: int, collector: Collector | No
     awaited = [] if collector is not None else [key]
     worker.scheduler.run_until(
         lambda: (
-            all(lane.has_evaluated(batch) for lane in lanes)
-            and (collector is not None or key in worker.mailbox)
+            all(lane.has_ended(batch) for lane in lanes) and (collector is not None or key in worker.mailbox)
         ),
         awaited=awaited,
         recorded=False,

@@ -68,6 +68,10 @@ class Feed:
     def __init__(self, worker: Worker, plan: Plan, loader: Prefetch, options: TrainingOptions) -> None:
         self._worker, self._plan, self._loader, self._options = worker, plan, loader, options
         self._most_in_flight, self._shares = plan.batches_in_flight, plan.shares
+        if (
+            worker.streams is not None
+        ):  # or the device would idle while the host reads a loss and begins the next batch
+            self._most_in_flight = max(2, self._most_in_flight)
         self._alone = (
             0 if plan.build_schedule().flush else plan.warmup_rounds
         )  # batches, none beside another one
@@ -201,10 +205,11 @@ class Feed:
             for i, own in lanes.items():
                 for lane in own:  # all know the same
                     outcomes[i] = lane.finish(batch)
+            worker.wait_for_device()
         self._in_flight.popleft()
         losses = {}
         for i, weight in weights.items():
-            numbers = outcomes[i].reshape(-1).tolist()  # the host waits for them
+            numbers = outcomes[i].reshape(-1).tolist()
             losses[i] = numbers[0], numbers[2] if len(numbers) > 1 else weight
             worker.notice.loss(numbers[0], batch, i)
         loss, self.weight = self._whole(list(losses.values()))

@@ -73,17 +73,14 @@ class Lane:
             self.stream.begin(work.copied)
 
     def has_ended(self, batch: int) -> bool:
-        state = self._in_flight[batch]
-        return state.updated and state.outcome is not None
-
-    def has_evaluated(self, batch: int) -> bool:
-        return self._in_flight[batch].computing_left == 0
+        return self._in_flight[batch].has_ended
 
     def finish(self, batch: int) -> Any:
         """Forget a batch that has ended, and return its outcome: see :class:`BatchState`."""
+        state = self._in_flight.pop(batch)
         if self.stream is not None:
-            self.stream.end()
-        return self._in_flight.pop(batch).outcome
+            self.stream.end(state.issued)
+        return state.outcome
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -131,9 +128,13 @@ class Lane:
         if self.stream is None:
             self._perform(state, step)
         else:
-            place = *self._place, step.batch, step.micro_batch, step.kind.value
-            with self.stream.step(place, step.begins):
+            place = (
+                (*self._place, step.batch, step.micro_batch, step.kind.value) if state.work.trains else None
+            )
+            with self.stream.step(place, step.begins, step.kind is StepKind.UPDATE):
                 self._perform(state, step)
+                if state.has_ended:
+                    state.issued = self.stream.issued()
 
     def _perform(self, state: BatchState, step: Step) -> None:
         kind = step.kind

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from avgpipe.device import DeviceClock, Row
 from avgpipe.errors import PeerLost, PipelineTimeout
@@ -29,6 +30,7 @@ _HOST = (StepKind.SUM_TIED, StepKind.ADD_NORM, StepKind.SUM_REPLICAS, StepKind.R
 _SHOWN.update(dict.fromkeys((kind.value for kind in _HOST), EventKind.HOST.value))
 _SEND = EventKind.SEND.value
 _DESCRIBED_RANKS = 4  # whose last action an error adds
+_POLL_S = 50e-6  # between two looks at what a device does
 _SHORTEST_HOST_S = 20e-6  # less between two steps is the scheduler itself
 
 
@@ -94,6 +96,28 @@ class Scheduler:
         self._running = None
         self._rest("the caller's code")
         self._left_at = clock() if recorded else None
+
+    def run_until_done(self, event: Any, recorded: bool = True) -> None:
+        """Run steps until the device has done what an ``event`` was recorded after.
+
+        The host asks, and does not wait in one call: others' messages come meanwhile, and a device that never gets
+        there, as after a peer's death, ends in PeerLost or PipelineTimeout.
+        """
+        mailbox = self._mailbox
+        deadline = time.monotonic() + self._world.timeout_s
+
+        def pause() -> bool:
+            mailbox.raise_failure()
+            if time.monotonic() > deadline:
+                raise PipelineTimeout(
+                    f"rank {self._world.rank} waited {self._world.timeout_s:g} s for its device to do what it was "
+                    "told. Raise timeout_s if it is that slow; else a transfer that it waits for has never come"
+                )
+            mailbox.pause(_POLL_S)
+            return True
+
+        self._left_at = None  # the caller has not been at it since the run before
+        self.run_until(event.query, pause, recorded=recorded)
 
     def stalled(self) -> bool:
         """Whether every pipeline waits for something, or has nothing to do."""

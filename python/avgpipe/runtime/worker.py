@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.device import LaneStream, ReadyOnEvent, streams_of
+from avgpipe.device import LaneStream, ReadyOnEvent, current_stream, streams_of
 from avgpipe.elastic import Arena, Reference
 from avgpipe.errors import PipelineError
 from avgpipe.links.choose import Links
@@ -285,6 +285,11 @@ class Worker:
         for stream in streams:
             stream.end()
 
+    def wait_for_device(self, recorded: bool = True) -> None:
+        """Wait until the device has done all that the caller's stream comes after; run what can run meanwhile."""
+        if self.streams is not None:
+            self.scheduler.run_until_done(current_stream(self.device).record_event(), recorded)
+
     @contextmanager
     def running(self, harmless: type[Exception] | tuple[()] = ()) -> Iterator[None]:
         """Tell the other ranks what fails inside, which ends this worker, but for what is ``harmless``.
@@ -314,3 +319,6 @@ class Worker:
         self._links.close(patience_s)
         for group_sum in self._group_sums:
             group_sum.close()
+        for lane in self.lanes.values():
+            if lane.stream is not None:
+                lane.stream.end()  # what it is still at, as after a failure, reads and writes memory that is now freed

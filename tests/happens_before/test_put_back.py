@@ -1,0 +1,170 @@
+"""Bugs of stream order that have been in the runtime, put back one at a time: each is found.
+
+All of them gave wrong numbers, or a stall, without an error, and passed all tests on a CPU.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import nn
+
+from avgpipe import Pipeline, Plan
+from avgpipe.device import LaneStream, ReadyOnEvent
+from avgpipe.runtime import group_sum
+from avgpipe.runtime.update import RemoteUpdates
+from tests.happens_before.on_cpu import on_streams
+from tests.happens_before.operators import DeviceAccount
+from tests.runner import run
+from tests.runtime.cases import adamw, language_model, token_batches
+
+pytestmark = pytest.mark.host  # they have an account of their own
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def train(plan: Plan, count: int = 6) -> Counter[str]:
+    with (
+        on_streams(DeviceAccount()) as account,
+        Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, timeout_s=60) as p,
+    ):
+        list(p.train(token_batches(count, 8)))
+    return account.memory.found
+
+
+# ---- sums of replicas' gradients, read before NCCL has made them ---------------------------------------------------
+
+
+class WaitsInAThread(group_sum.GroupSum):
+    """Lets a thread wait for the works, as where wait() keeps the host, and tells the lane that the sums are there."""
+
+    def complete(self, batch: int) -> None:
+        if self._thread is None:
+            self._batches = queue.SimpleQueue()
+            self._thread = threading.Thread(target=self._deliver, daemon=True)
+            self._thread.start()
+        super().complete(batch)
+
+    def _deliver(self) -> None:
+        while (item := self._batches.get()) is not None:
+            batch, works = item
+            for work in works:
+                work.wait()
+            self._mailbox.deliver(self._key._replace(batch=batch), None)
+
+
+def replicated(mutant: bool) -> Counter[str]:
+    sums = WaitsInAThread if mutant else group_sum.GroupSum
+    with mock.patch("avgpipe.runtime.worker.GroupSum", sums):
+        return train(Plan(stages=1, micro_batches=2, replication=(2,)))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mutant", [False, True])
+def test_sums_of_gradients_that_only_a_thread_has_waited_for(mutant: bool) -> None:
+    for found in run(2, replicated, mutant=mutant):
+        assert bool(found) is mutant
+        assert all("collective" in text for text in found)
+
+
+# ---- rounds of averaging completed beside the lanes ----------------------------------------------------------------
+
+
+def spread(mutant: bool, staleness: int) -> Counter[str]:
+    init = RemoteUpdates.__init__
+
+    def without(self: Any, *arguments: Any) -> None:
+        init(self, *arguments)
+        self._averaging = nullcontext
+
+    with mock.patch.object(RemoteUpdates, "__init__", without if mutant else init):
+        return train(Plan(stages=1, pipelines=2, staleness=staleness, batch="per-pipeline", spread=True), 8)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("mutant", [False, True])
+def test_updates_of_other_processes_taken_in_beside_the_lane(mutant: bool, staleness: int) -> None:
+    found = sum((Counter(found) for found in run(2, spread, mutant=mutant, staleness=staleness)), Counter())
+    assert bool(found) is mutant
+    assert all("race" in text for text in found)
+
+
+# ---- a loss that waits for all that is issued ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_a_loss_that_waits_for_later_batches_too(mutant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = LaneStream.end
+    if mutant:
+        monkeypatch.setattr(LaneStream, "end", lambda self, issued=None: end(self))
+    known: list[dict[int, int]] = []
+    issued: list[dict[int, int]] = []
+    plan = Plan.for_system("pipedream", stages=2, micro_batches=1)
+    with (
+        on_streams(DeviceAccount()) as account,
+        Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw) as p,
+    ):
+        for _ in p.train(token_batches(6, 8)):
+            known.append(dict(account.host))
+            streams = [lane.stream._stream for lane in p._worker.lanes.values()]  # type: ignore[union-attr]
+            issued.append({stream.number: stream.clock[stream.number] for stream in streams})
+    # Of batches in the middle: whether the host has waited for all that the lanes had been told.
+    waited = [all(known[j][s] >= n for s, n in issued[j].items()) for j in range(1, 4)]
+    assert all(waited) if mutant else not any(waited)
+
+
+# ---- hand-overs between stages, and their memory -------------------------------------------------------------------
+
+
+def unordered(self: ReadyOnEvent) -> Any:
+    return self.value
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_activations_that_nobody_waits_for(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(stages=2, pipelines=2, micro_batches=2, staleness=staleness)
+    assert not train(plan)
+    monkeypatch.setattr(ReadyOnEvent, "received", unordered)
+    assert train(plan)
+
+
+def test_memory_that_the_allocator_was_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceAccount, "record_stream", lambda *_: None)
+    found = train(Plan(stages=2, pipelines=2, micro_batches=2))
+    assert found
+    assert all("without record_stream" in text for text in found)
+
+
+# ---- graphs on weights that move -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["stash", "vertical-sync", "double-buffer"])
+def test_graphs_are_refused_where_weights_have_versions(weights: str) -> None:
+    """A graph reads the addresses of its capture; versions are other memory."""
+    system = {"double-buffer": "pipedream-2bw"}.get(weights, "pipedream")
+    plan = Plan.for_system(system, stages=2, micro_batches=1 if system == "pipedream" else 2)
+    assert plan.weights == weights or system == "pipedream"
+    with pytest.raises(ValueError, match="which keeps several versions"):
+        Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, cuda_graphs=True)
+
+
+def test_the_host_reads_nothing_but_losses() -> None:
+    """A step of training waits for the device at one place; all else is issued ahead."""
+    with on_streams(DeviceAccount()) as account:
+        plan = Plan(stages=2, pipelines=2, micro_batches=2)
+        with Pipeline(
+            language_model(dropout=0.5), plan, loss_fn=LOSS, optimizer=adamw, clip_grad_norm=0.5
+        ) as p:
+            batches = token_batches(12, 8)
+            list(p.train(batches[:4]))
+            account.waited.clear()
+            list(p.train(batches[4:]))
+    assert [where.partition(":")[0] for where in account.waited] == ["runtime/feed.py"], account.waited
+    assert sum(account.waited.values()) == 16  # a number for each pipeline's share of a batch
