@@ -205,7 +205,8 @@ def labelled() -> Iterator[None]:
 
     @contextmanager
     def named(lane: LaneStream, place: Any, *rest: Any, **more: Any) -> Iterator[None]:
-        with torch.profiler.record_function(f"{ACTION}{place[4]}"), step(lane, place, *rest, **more):
+        kind = "of no training" if place is None else place[4]
+        with torch.profiler.record_function(f"{ACTION}{kind}"), step(lane, place, *rest, **more):
             yield
 
     with mock.patch.object(LaneStream, "step", named):

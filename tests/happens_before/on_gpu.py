@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgpipe import device as devices
+from avgpipe.runtime.scheduler import Scheduler
 from tests.happens_before.clocks import Event, Stream, join
 from tests.happens_before.memory import storage_of
 from tests.happens_before.operators import DeviceAccount, _tensors_of
@@ -194,7 +195,7 @@ def handle_of(stream: Any) -> int:
 @contextmanager
 def watching(account: GpuAccount) -> Iterator[GpuAccount]:
     """Note all that happens on the GPU inside, in threads that begin there too."""
-    run, query = threading.Thread.run, torch.cuda.Event.query
+    run, query, until = threading.Thread.run, torch.cuda.Event.query, Scheduler.run_until_done
 
     def noted(thread: threading.Thread) -> None:
         with GpuOperators(account):
@@ -206,8 +207,13 @@ def watching(account: GpuAccount) -> Iterator[GpuAccount]:
             tap().tell("event_synchronization", event.cuda_event)
         return happened
 
+    def waited(scheduler: Scheduler, event: Any, *rest: Any, **more: Any) -> None:
+        until(scheduler, event, *rest, **more)  # which asks, and of that torch does not tell
+        tap().tell("event_synchronization", event.event_id)
+
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "backend", _Torch()))
+        stack.enter_context(mock.patch.object(Scheduler, "run_until_done", waited))
         stack.enter_context(mock.patch.object(torch.cuda.Event, "query", asked))
         stack.enter_context(mock.patch.object(threading.Thread, "run", noted))
         stack.enter_context(mock.patch.object(tap(), "account", account))

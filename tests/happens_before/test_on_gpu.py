@@ -6,9 +6,12 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 from torch.cuda import _gpu_trace
 
+from avgpipe import Pipeline, Plan
 from tests.happens_before import on_gpu
+from tests.runtime.cases import adamw, language_model, token_batches
 
 pytestmark = pytest.mark.host  # some are out of order on purpose
 
@@ -183,6 +186,15 @@ def test_threads_and_backwards_are_seen(account, on):
     thread.start()
     thread.join()
     assert account.operators > before + 3
+
+
+def test_a_run_on_one_stream_is_in_order(account):
+    batches = token_batches(4, 8)
+    plan = Plan(stages=2, pipelines=2, micro_batches=2, recompute="always")
+    with Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=adamw) as p:
+        list(p.train(batches))
+    assert account.operators > 500
+    assert not account.memory.found
 
 
 def test_an_account_that_fails_is_a_finding(account, trace, monkeypatch):
