@@ -14,6 +14,9 @@ comma := ,
 EXTRAS := dev$(if $(shell command -v nvcc),$(comma)cuda-check$(comma)cupy)
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
+# Whoever checks the code has its warnings as errors; whoever only builds it has another compiler, with other warnings.
+test lint types native-test sanitize unit slow: export AVGPIPE_WERROR := 1
+
 .PHONY: demo test lint types unit slow native-test sanitize docs gpu clean
 
 demo: $(VENV)/installed
@@ -32,6 +35,7 @@ types: $(VENV)/installed
 	$(BIN)/mypy
 
 native-test: $(VENV)/installed
+	$(BIN)/cmake build/native
 	$(BIN)/cmake --build build/native
 	$(BIN)/ctest --test-dir build/native --output-on-failure
 
@@ -62,9 +66,10 @@ $(VENV)/installed: $(NATIVE)
 	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/vision "$(VISION)"
 	touch $@
 
-# With the torch of PYTHON, and nothing installed: on a machine with a GPU, everything that needs it.
+# With the torch of PYTHON, and nothing installed: on a machine with a GPU, everything that needs it, half an hour in six
+# stages. make gpu STAGE=2 runs one of them.
 gpu:
-	$(PYTHON) benchmarks/gpu_suite.py
+	$(PYTHON) benchmarks/gpu_suite.py $(if $(STAGE),--stage $(STAGE))
 
 clean:
 	rm -rf build runs $(VENV)

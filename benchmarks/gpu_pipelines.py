@@ -3,9 +3,11 @@
     python benchmarks/gpu_pipelines.py --out benchmarks/results/gpu_pipelines.json --trace build/gpu_pipelines.json.gz
 
 Each row trains the same global batch: plain PyTorch in one piece, avgpipe as N = 1, 2 or 4 pipelines with N-th parts of
-it, each in M micro-batches, with and without CUDA graphs where the model allows them. Rounds are interleaved, medians
-of samples per second; the time of a round ends when the device has done it. Prints one JSON object. The trace is
-torch.profiler's of two pipelines; the record says whether a copy of a batch ran while a kernel did.
+it, each in M micro-batches, with and without CUDA graphs where the model allows them. Rows run one after another, each
+closed before the next begins: torch has 32 streams for a device, and more lanes would share them. Plain PyTorch comes
+first and last, so that a machine whose pace changes shows. Medians of samples per second; the time of a round ends when
+the device has done it. Prints one JSON object, which --out has after every row. The trace is torch.profiler's of two
+pipelines: what the host takes for an action and the device for its kernels, and whether a copy ran while a kernel did.
 """
 
 from __future__ import annotations
@@ -17,21 +19,30 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import avgpipe
+from avgpipe.device import LaneStream
 from avgpipe.workloads.awd_lstm import AWDLSTMConfig, AWDLSTMLoss, awd_lstm_layers
 from benchmarks.overlap import models
 
 STAGES, MICRO_BATCHES = 4, 4
 COPY, KERNEL = "gpu_memcpy", "kernel"  # categories in a trace
+ACTION = "action "  # begins the names of what a lane does
+PLAIN = "plain PyTorch"
+TOP = 12  # kernels of a trace, by their time
 
 
 @dataclass(frozen=True)
@@ -45,9 +56,9 @@ class Case:
     graphs: bool  # the same kernels every time
 
 
-def cases(small: bool) -> list[Case]:
-    """small: to see that it runs."""
-    width, blocks, samples, length = (32, 4, 16, 16) if small else (512, 8, 64, 128)
+def cases(small: bool, width: int) -> list[Case]:
+    """small: to see that it runs. width: of the transformer; narrow ones measure the host."""
+    blocks, samples, length = (4, 16, 16) if small else (8, 64, 128)
     config = AWDLSTMConfig(101, 8, 16, 3) if small else AWDLSTMConfig(8192, 400, 1150, 3)
 
     return [
@@ -112,13 +123,14 @@ class Pipelines:
         self._pipeline.close()
 
 
-def contenders(case: Case, device: str) -> dict[str, Any]:
-    rows: dict[str, Any] = {"plain PyTorch": Plain(case, device)}
+def contenders(case: Case, device: str) -> dict[str, Callable[[], Any]]:
+    """What makes each row."""
+    rows: dict[str, Callable[[], Any]] = {PLAIN: partial(Plain, case, device)}
     for n in (1, 2, 4):
-        rows[f"avgpipe, N = {n}"] = Pipelines(case, device, n, False)
+        rows[f"avgpipe, N = {n}"] = partial(Pipelines, case, device, n, False)
         if case.graphs and device == "cuda":
-            rows[f"avgpipe, N = {n}, graphs"] = Pipelines(case, device, n, True)
-    return rows
+            rows[f"avgpipe, N = {n}, graphs"] = partial(Pipelines, case, device, n, True)
+    return {**rows, f"{PLAIN}, again": rows[PLAIN]}
 
 
 def batches_of(case: Case, count: int) -> list[Any]:
@@ -133,43 +145,47 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure(case: Case, device: str, rounds: int, count: int) -> list[dict[str, Any]]:
-    batches, rows = batches_of(case, count), contenders(case, device)
-    rates: dict[str, list[float]] = {name: [] for name in rows}
-    try:
-        for n in range(rounds + 1):
-            for name, row in rows.items():
-                wait(device)
-                start = time.perf_counter()
-                row.run(batches)
-                wait(device)
-                if n > 0:  # the first one warms up
-                    rates[name].append(count * case.samples / (time.perf_counter() - start))
-    finally:
-        for row in rows.values():
-            row.close()
-    base = statistics.median(rates["plain PyTorch"])
-    return [
-        {
+def measure(case: Case, device: str, rounds: int, count: int) -> Iterator[dict[str, Any]]:
+    batches, base = batches_of(case, count), 0.0
+    for name, make in contenders(case, device).items():
+        try:
+            rates = measure_row(make(), batches, case, device, rounds)
+        except RuntimeError as error:  # too little memory, say: the other rows may run
+            yield {"name": name, "failed": " ".join(str(error).split())[:200]}
+            continue
+        rate = statistics.median(rates)
+        base = base or rate  # the first one's
+        figures = {"samples_per_s": rate, "least": min(rates), "most": max(rates)}
+        yield {
             "name": name,
-            "samples_per_s": round(statistics.median(r), 2),
-            "against_plain": round(statistics.median(r) / base, 3),
-            "least": round(min(r), 2),
-            "most": round(max(r), 2),
+            **{k: round(v, 2) for k, v in figures.items()},
+            "against_plain": round(rate / base, 3),
         }
-        for name, r in rates.items()
-    ]
 
 
-def trace(case: Case, path: Path | None) -> dict[str, Any]:
-    """Profile two pipelines; which share of the copies ran while a kernel did."""
-    row, batches = Pipelines(case, "cuda", 2, False), batches_of(case, 4)
+def measure_row(row: Any, batches: list[Any], case: Case, device: str, rounds: int) -> list[float]:
+    """Samples per second of each round, after one that warms up."""
+    rates = []
+    try:
+        for _ in range(rounds + 1):
+            wait(device)
+            start = time.perf_counter()
+            row.run(batches)
+            wait(device)
+            rates.append(len(batches) * case.samples / (time.perf_counter() - start))
+    finally:
+        row.close()
+    return rates[1:]
+
+
+def trace(case: Case, device: str, path: Path | None) -> dict[str, Any]:
+    """Profile two pipelines: their actions, their kernels, and which of them ran at once."""
+    row, batches = Pipelines(case, device, 2, False), batches_of(case, 4)
     row.run(batches)
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    wait(device)
+    with labelled(), torch.profiler.profile() as profiler:
         row.run(batches)
-        torch.cuda.synchronize()
+        wait(device)
     row.close()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
@@ -178,7 +194,78 @@ def trace(case: Case, path: Path | None) -> dict[str, Any]:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(text.encode()))
-    return overlap(json.loads(text)["traceEvents"])
+    events = json.loads(text)["traceEvents"]
+    return {**overlap(events), "actions": actions(events), "kernels_by_time": kernels_by_time(events)}
+
+
+@contextmanager
+def labelled() -> Iterator[None]:
+    """Name each action of a lane in the profiler's trace."""
+    step = LaneStream.step
+
+    @contextmanager
+    def named(lane: LaneStream, place: Any, *rest: Any, **more: Any) -> Iterator[None]:
+        kind = "of no training" if place is None else place[4]
+        with torch.profiler.record_function(f"{ACTION}{kind}"), step(lane, place, *rest, **more):
+            yield
+
+    with mock.patch.object(LaneStream, "step", named):
+        yield
+
+
+def actions(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of a Chrome trace: what an action of each kind takes the host, and the device for the kernels that it launched.
+
+    One thread issues all actions and waits for autograd's, which launches backwards' kernels meanwhile: a launch
+    belongs to the action during which it happened.
+    """
+    spans = [e for e in events if e.get("cat") == "user_annotation" and e.get("name", "").startswith(ACTION)]
+    spans.sort(key=lambda e: e["ts"])
+    begins = [e["ts"] for e in spans]
+    by_launch = {e["args"]["correlation"]: e["dur"] for e in events if e.get("cat") == KERNEL}
+    kernels: dict[int, list[float]] = defaultdict(list)  # by action
+    for e in events:
+        n = bisect_right(begins, e.get("ts", 0)) - 1
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and n >= 0:
+            took = by_launch.get(e.get("args", {}).get("correlation"))
+            if took is not None and e["ts"] <= spans[n]["ts"] + spans[n]["dur"]:
+                kernels[n].append(took)
+    found = []
+    for kind in sorted({e["name"] for e in spans}):
+        of_kind = [n for n, e in enumerate(spans) if e["name"] == kind]
+        device = [sum(kernels[n]) for n in of_kind]
+        found.append(
+            {
+                "action": kind.removeprefix(ACTION),
+                "count": len(of_kind),
+                "host_us": round(statistics.median(spans[n]["dur"] for n in of_kind), 1),
+                "kernels": round(statistics.mean(len(kernels[n]) for n in of_kind), 1),
+                "device_us": round(statistics.median(device), 1),
+            }
+        )
+    between = [b["ts"] - a["ts"] - a["dur"] for a, b in pairwise(spans)]
+    if between:
+        found.append(
+            {"action": "between", "count": len(between), "host_us": round(statistics.median(between), 1)}
+        )
+    return found
+
+
+def kernels_by_time(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    times: dict[str, list[float]] = defaultdict(list)
+    for e in events:
+        if e.get("cat") == KERNEL:
+            times[e["name"][:80]].append(e["dur"])
+    longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:TOP]
+    return [
+        {
+            "kernel": name,
+            "count": len(t),
+            "total_us": round(sum(t), 1),
+            "mean_us": round(statistics.mean(t), 1),
+        }
+        for name, t in longest
+    ]
 
 
 def overlap(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -211,11 +298,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, default=16, help="global batches in a round")
     parser.add_argument("--small", action="store_true", help="tiny models: to see that it runs")
+    parser.add_argument("--width", type=int, help="of the transformer; default 1024, with --small 32")
     parser.add_argument("--trace", type=Path, help="where torch.profiler's Chrome trace goes, compressed")
     parser.add_argument("--out", type=Path, help="a file for the record, which is printed in any case")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"torch {torch.__version__} sees no CUDA device: use --device cpu --small")
+    width = options.width or (32 if options.small else 1024)
     record: dict[str, Any] = {
         "question": "pipelines on streams of one GPU",
         "date": time.strftime("%Y-%m-%d"),
@@ -223,17 +312,42 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
         "stages": STAGES,
         "micro_batches": MICRO_BATCHES,
+        "width": width,
         "processors": os.cpu_count(),
+        "verdict": "nothing was measured",
         "rows": {},
     }
-    found = cases(options.small)
-    for case in found:
-        record["rows"][case.name] = measure(case, options.device, options.rounds, options.batches)
-    record["trace"] = trace(found[-1], options.trace) if options.device == "cuda" else "skipped: no GPU"
-    text = json.dumps(record, indent=1)
-    if options.out:
-        options.out.write_text(text + "\n")
-    print(text)
+
+    def write() -> str:
+        record["verdict"] = verdict(record["rows"])
+        text = json.dumps(record, indent=1)
+        if options.out:
+            options.out.write_text(text + "\n")
+        return text
+
+    found = cases(options.small, width)
+    for case in reversed(found):  # what a machine that is lent for minutes should see first
+        rows = record["rows"][case.name] = []
+        for row in measure(case, options.device, options.rounds, options.batches):
+            rows.append(row)
+            write()
+        if case is found[-1]:
+            record["trace"] = trace(case, options.device, options.trace)
+    print(write())
+
+
+def verdict(rows: dict[str, list[dict[str, Any]]]) -> str:
+    """The best of ours beside plain PyTorch, by model."""
+    parts = []
+    for name, made in rows.items():
+        ours = [row for row in made if "against_plain" in row and not row["name"].startswith(PLAIN)]
+        if ours:
+            best = max(ours, key=lambda row: row["against_plain"])
+            parts.append(
+                f"{name}: {best['name'].removeprefix('avgpipe, ')} {best['against_plain']:.2f} times plain"
+            )
+        parts += [f"{name}, {row['name']} failed" for row in made if "failed" in row]
+    return "; ".join(parts) or "nothing was measured"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fill the tables of docs/results/ from the records in benchmarks/results/.
+"""Fill the tables of docs/results/ and docs/gpu.md from the records in benchmarks/results/.
 
     python -m benchmarks.pages            # write the pages
     python -m benchmarks.pages --check    # exit code 1 if a page is not what the records give
@@ -9,7 +9,8 @@ records that it takes:
     <!-- generated: overhead overlap-overhead-2026-11-23 -->
     <!-- end -->
 
-Everything outside the marks is written by hand and kept. Bold figures miss their bar.
+A name that ends in * is the newest such record, or none if there is none yet, which the table then says. Everything
+outside the marks is written by hand and kept. Bold figures miss their bar.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.tables import operators, papers, pipelines, plans, statistics, training
+from benchmarks.tables import gpu, operators, papers, pipelines, plans, statistics, training
 from benchmarks.tables.markdown import Record, table
 
 ROOT = Path(__file__).parents[1]
@@ -36,10 +37,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page would change")
-    parser.add_argument("pages", nargs="*", type=Path, help="default: all of docs/results")
+    parser.add_argument("pages", nargs="*", type=Path, help="default: docs/gpu.md and all of docs/results")
     arguments = parser.parse_args()
     stale = []
-    for path in arguments.pages or sorted(PAGES.glob("*.md")):
+    for path in arguments.pages or every_page():
         text = path.read_text()
         filled = fill(text)
         if filled != text:
@@ -49,6 +50,11 @@ def main() -> None:
     for path in stale:
         print(f"{path}: {'not what the records give' if arguments.check else 'written'}")
     sys.exit(1 if arguments.check and stale else 0)
+
+
+def every_page() -> list[Path]:
+    """Return the pages of results, and the one on GPUs, which stands beside them."""
+    return [*PAGES.parent.glob("gpu.md"), *sorted(PAGES.glob("*.md"))]
 
 
 def fill(text: str) -> str:
@@ -64,8 +70,13 @@ def make(mark: str) -> str:
     return TABLES[name](*map(load, records))
 
 
-def load(name: str) -> Record:
+def load(name: str) -> Record | None:
     """Read a record. Those that do not say their date have it in their name."""
+    if name.endswith("*"):
+        found = sorted(RECORDS.glob(f"{name}.json"))
+        if not found:
+            return None
+        name = found[-1].stem
     record: Record = json.loads((RECORDS / f"{name}.json").read_text())
     return {"record": name, "date": name[-len("2026-11-21") :], **record}
 
@@ -121,6 +132,8 @@ TABLES: dict[str, Callable[..., str]] = {
         *(papers.papers_plans, papers.papers_batch_sizes, papers.papers_scales, papers.papers_targets),
         *(papers.papers_bars, papers.papers_real, papers.papers_real_lines, papers.papers_real_plans),
         *(statistics.statistics_passes, statistics.statistics_passes_higher, statistics.statistics_losses),
+        *(gpu.gpu_state, gpu.gpu_stages, gpu.gpu_verdicts, gpu.gpu_kernels, gpu.gpu_counters),
+        *(gpu.gpu_pipelines, gpu.gpu_actions, gpu.gpu_answers),
         *(statistics.statistics_targets, statistics.statistics_search, statistics.statistics_variants),
     )
 }

@@ -26,6 +26,7 @@ meanwhile it issues what else can run, and sees to it that no wait lasts for eve
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
@@ -37,6 +38,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+_log = logging.getLogger("avgpipe")
+
+_POOL = 32  # streams that torch has for a device; further ones are these again
 _KEPT = 40_000  # rows of a clock
 _UNREAD = 512  # spans that a clock leaves unread before it looks which have ended
 _REBASE_MS = 10_000.0  # events tell the time between them in float32
@@ -178,7 +182,7 @@ class Streams:
     """The streams of a worker on an accelerator; see ``streams_of``."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._lanes = device, 0
         # By reference; a wait captures the last record, so one event is enough.
         self._averaged: dict[int, Any] = {}
         self.clock = DeviceClock(device)
@@ -191,6 +195,13 @@ class Streams:
             reference: A number that the lanes of one reference share; their updates are one chain.
             moves_others: Whether an update may move weights outside of a lane's own steps.
         """
+        self._lanes += 1
+        if self._lanes == _POOL:  # with the one for copies there would be one too many
+            _log.warning(
+                "a worker has %d lanes or more on %s, and torch %d streams for all of them: some lanes share one and "
+                "take turns; plan fewer pipelines or stages for a worker",
+                *(self._lanes, self._device, _POOL),
+            )
         averaged = self._averaged.setdefault(reference, backend.Event(self._device))
         return LaneStream(self._device, averaged, moves_others, self.clock)
 

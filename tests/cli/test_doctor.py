@@ -1,6 +1,8 @@
 """What the machine has, and what is missing."""
 
+import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +37,34 @@ def test_json_has_versions_build_machine_and_links():
 def test_missing_cuda_comes_with_a_remedy():
     answer = strict(invoke("doctor", "--json").stdout)
     assert any("CUDA" in item["what"] and item["do"] for item in answer["missing"])
+
+
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    """A machine with a CUDA device, as far as the doctor looks, and no MPS. Returns the folder of MPS."""
+    properties = SimpleNamespace(name="A GPU", major=9, minor=0, total_memory=2**36)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    return tmp_path
+
+
+def test_a_device_s_queues_and_who_shares_it_are_told(device, monkeypatch):
+    told = strict(invoke("doctor", "--json").stdout)["cuda"]
+    assert told["queues"] == "8 for all streams (CUDA_DEVICE_MAX_CONNECTIONS is not set; at most 32)"
+    assert told["shared_by_processes"].startswith("one after another: no MPS")
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    (device / "nvidia-cuda-mps-control.pid").write_text(f"{os.getpid()}\n")
+    told = strict(invoke("doctor", "--json").stdout)["cuda"]
+    assert told["queues"] == "32 for all streams (CUDA_DEVICE_MAX_CONNECTIONS)"
+    assert told["shared_by_processes"] == "kernels run at once (MPS is there)"
+
+
+def test_an_mps_that_has_ended_is_not_there(device):
+    (device / "nvidia-cuda-mps-control.pid").write_text("999999999")
+    assert "no MPS" in strict(invoke("doctor", "--json").stdout)["cuda"]["shared_by_processes"]
 
 
 def test_a_person_reads_lines():

@@ -139,9 +139,9 @@ def test_waiting_for_no_loss_means_waiting_for_nothing(monkeypatch: pytest.Monke
         monkeypatch.setattr(LaneStream, "step", strict)
         end = LaneStream.end
 
-        def lenient(self: LaneStream) -> None:
+        def lenient(self: LaneStream, *issued: Any) -> None:
             torch.cuda.set_sync_debug_mode("default")
-            end(self)
+            end(self, *issued)
 
         monkeypatch.setattr(LaneStream, "end", lenient)
         try:

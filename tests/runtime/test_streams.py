@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import pairwise
 from typing import Any
 
@@ -202,6 +203,18 @@ def test_the_host_issues_all_it_can_before_it_reads_a_loss(fake, monkeypatch):
         next(p.train(batches))
         assert len(account.of("B", 0, 0)) == len(account.of("B", 0, 1)) == 2
         assert sum(1 for _ in batches) == 1  # the third is there already
+
+
+def test_more_lanes_than_torch_has_streams_are_told_once(fake, caplog):
+    made = streams.Streams(CPU)
+    with caplog.at_level(logging.WARNING, logger="avgpipe"):
+        for _ in range(31):
+            made.lane(0, moves_others=False)
+        assert not caplog.records
+        for _ in range(9):
+            made.lane(0, moves_others=False)
+    (record,) = caplog.records
+    assert "32 lanes or more on cpu" in record.getMessage()
 
 
 def test_the_clock_reads_spans_in_the_host_s_time_and_reuses_events(fake, monkeypatch):

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -103,6 +104,8 @@ def _cuda(found: Findings) -> None:
         {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory_bytes": p.total_memory} for p in every
     ]
     found.facts["cuda"] = {"torch_built_for": torch.version.cuda, "devices": devices}
+    if devices:
+        found.facts["cuda"] |= {"queues": _queues(), "shared_by_processes": _sharing()}
     native = found.facts.get("native", {"cuda": True})
     if devices and not native["cuda"] and found.facts["operators"]["cuda"] != "cupy":
         found.lacks(
@@ -116,6 +119,27 @@ def _cuda(found: Findings) -> None:
         found.lacks(
             "CUDA: torch sees no device", "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
         )
+
+
+def _queues() -> str:
+    """Say how many queues of the hardware the streams of a process share."""
+    asked = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if asked is None:
+        return "8 for all streams (CUDA_DEVICE_MAX_CONNECTIONS is not set; at most 32)"
+    return f"{asked} for all streams (CUDA_DEVICE_MAX_CONNECTIONS)"
+
+
+def _sharing() -> str:
+    """Say whether kernels of several processes run at once on one device: by the Multi-Process Service alone."""
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    try:
+        number = int((folder / "nvidia-cuda-mps-control.pid").read_text())
+        runs = Path("/proc", str(number)).exists()
+    except (OSError, ValueError):
+        runs = False
+    if runs:
+        return "kernels run at once (MPS is there)"
+    return "one after another: no MPS; where workers share a device, start nvidia-cuda-mps-control -d"
 
 
 def _links(found: Findings) -> None:
