@@ -12,13 +12,17 @@ import torch
 from avgpipe import device as streams
 from avgpipe.links import cuda
 from avgpipe.links.cuda import CudaIpcLink, Slot
-from avgpipe.links.link import Endpoint, Mailbox
+from avgpipe.links.link import Endpoint, LocalLink, Mailbox
+from avgpipe.links.message import Channel, Format, Message
 from avgpipe.links.shared import Inbox
 from avgpipe_ext import ring
 from tests.happens_before.clocks import Account, Event, Stream
 from tests.links.ends import BACK, CHANNELS, CPU, Ends
 
 pytestmark = pytest.mark.skipif(not ring.supported(), reason="needs Linux")
+
+
+UPDATES = Channel(Message.REFERENCE_UPDATE, 0, 0, 1)
 
 
 class HostSlots:
@@ -60,7 +64,7 @@ class DeviceEnds(Ends):
     """Stage 0 and 1; each receives on a stream of its own."""
 
     def __init__(self, fake: Account, wire_dtype: torch.dtype | None) -> None:
-        into = [BACK, CHANNELS]
+        into = [BACK, [*CHANNELS, UPDATES]]
         inboxes = [Inbox.create(channels) for channels in into]
         opened = [Inbox.open(inbox.offer(), channels) for inbox, channels in zip(inboxes, into)]
         boxes = [Mailbox(inbox.bell) for inbox in inboxes]
@@ -182,3 +186,46 @@ def test_activations_may_travel_narrower(fake):
     assert torch.equal(evaluated, value)
     for link in made.links:
         link.close(10)
+
+
+@pytest.fixture
+def copied(fake, monkeypatch):
+    """The operations that copied something into a slot."""
+    found = []
+    write = Format.write
+
+    def noted(*arguments):
+        found.append(fake.current_stream().operate())
+        write(*arguments)
+
+    monkeypatch.setattr(Format, "write", noted)
+    return found
+
+
+def test_an_update_may_be_written_again_as_soon_as_it_is_sent(made, copied):
+    """The next step writes the same memory: on the lane's stream, which is not the one that copies."""
+    made.pass_on(torch.ones(10), "V")
+    assert made.lanes[0].follows(copied[-1])
+
+
+def test_no_lane_waits_for_copies_of_activations(made, copied):
+    """Nothing writes to them, so that the lane may go on while a slot is not free yet."""
+    made.pass_on(torch.ones(10), "F")
+    assert not made.lanes[0].follows(copied[-1])
+
+
+def test_a_slot_is_not_written_while_another_lane_reads_it(made, monkeypatch):
+    """What a stage passes on as it is, is read by the lane of another stage of the same worker too."""
+    monkeypatch.setattr(made.fake, "holds", lambda tensor: True)
+    box, other = Mailbox(), made.fake.Stream()
+    arrived = made.pass_on(torch.ones(1000))
+    key = made.key()
+    with made.lanes[1]:
+        LocalLink(box, CPU).send(key, arrived)
+    with other:
+        passed = box.take(key)
+    read = other.operate()
+    del arrived, passed
+    made.receive(made.send(torch.ones(1000)))
+    assert made.links[0]._copies.follows(read)
+    assert not made.lanes[1].follows(read)
