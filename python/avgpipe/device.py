@@ -32,6 +32,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils import _pytree as pytree
@@ -63,6 +64,9 @@ class _Torch:
 
 backend: Any = _Torch()
 
+# Owners of memory that is not the allocator's, by address: who reads it on a stream tells them (``used_on``).
+foreign_memory: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
 
 def has_streams(device: torch.device) -> bool:
     """Whether what a device is told is done later, in the order of streams."""
@@ -79,6 +83,11 @@ def current_stream(device: torch.device) -> Any:
     return backend.current_stream(device)
 
 
+def own_stream(device: torch.device) -> Any:
+    """Return a new stream of an accelerator."""
+    return backend.Stream(device)
+
+
 def used_on(stream: Any, tensors: Iterable[Any]) -> None:
     """Keep the memory of tensors, which another stream has allocated, until ``stream`` is done with them.
 
@@ -87,7 +96,11 @@ def used_on(stream: Any, tensors: Iterable[Any]) -> None:
     """
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and backend.holds(tensor):
-            backend.record_stream(tensor, stream)
+            owner = foreign_memory.get(tensor.untyped_storage().data_ptr()) if foreign_memory else None
+            if owner is None:
+                backend.record_stream(tensor, stream)
+            else:
+                owner.used_on(stream)
 
 
 def own_device(device: torch.device | str) -> torch.device:

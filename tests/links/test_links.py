@@ -372,7 +372,7 @@ def test_what_was_sent_last_arrives_although_the_sender_leaves() -> None:
     for n, key in enumerate(keys):
         to_2.send(key, torch.full((5000,), float(n)))
     links = Links.__new__(Links)
-    links._by_rank = {0: to_0, 2: to_2}
+    links._by_rank, links.mailbox = {0: to_0, 2: to_2}, boxes[1]
     leaving = threading.Thread(target=links.close, args=(30,))
     leaving.start()
     leaving.join(1.0)  # it waits now, or has broken what it should have waited for

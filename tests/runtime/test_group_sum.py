@@ -14,9 +14,9 @@ from avgpipe import Pipeline, Plan
 from avgpipe import device as streams
 from avgpipe.errors import PeerLost
 from avgpipe.links.choose import Links
-from avgpipe.links.cuda import nccl_joins
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
+from avgpipe.links.nccl import nccl_joins
 from avgpipe.runtime import group_sum, worker
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from tests.happens_before.clocks import Account, HostWork, Work
@@ -154,7 +154,7 @@ def test_nccl_joins_workers_that_have_a_device_each() -> None:
     assert not nccl_joins([None, None])
 
 
-def backends(has_nccl: bool) -> list[str]:
+def backends(devices: Sequence[str | None]) -> list[str]:
     """On a rank: what the groups of a replicated stage were made for, made for gloo instead."""
     named: list[str] = []
 
@@ -164,9 +164,10 @@ def backends(has_nccl: bool) -> list[str]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(worker, "sum_group", made)
-        chosen = property(lambda links: has_nccl, lambda links, value: None)
-        monkeypatch.setattr(Links, "has_nccl", chosen, raising=False)
-        plan = Plan(stages=1, replication=[2], micro_batches=2, pipelines=2, batch="per-pipeline")
+        monkeypatch.setattr(
+            Links, "_nccl_devices", property(lambda _: devices, lambda *_: None), raising=False
+        )
+        plan = Plan(stages=2, replication=[2, 2], micro_batches=2)
         with Pipeline(
             language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=adamw, timeout_s=60
         ) as p:
@@ -176,12 +177,18 @@ def backends(has_nccl: bool) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("has_nccl", "backend"), [(True, "nccl"), (False, "gloo")])
-def test_replicas_use_nccl_where_all_workers_may(has_nccl: bool, backend: str) -> None:
-    """Replicas that share a device, which NCCL refuses at its first collective, are summed by gloo. What each of them
-    makes of CUDA tensors is for devices to show.
+@pytest.mark.parametrize(
+    ("devices", "named"),
+    [("abcd", ["nccl", "nccl"]), ("abcc", ["nccl", "gloo"]), (["a", None, "b", "c"], ["gloo", "nccl"])],
+)
+def test_replicas_use_nccl_where_those_of_their_stage_may(
+    devices: Sequence[str | None], named: list[str]
+) -> None:
+    """Replicas that share a device, which NCCL refuses at its first collective, are summed by gloo; so are those of
+    which one computes on its CPU. All ranks name the same. What each of them makes of CUDA tensors is for devices to
+    show.
     """
-    assert run(2, backends, has_nccl=has_nccl) == [[backend] * 2] * 2
+    assert run(4, backends, devices=list(devices)) == [named] * 4
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from avgpipe.device import select
+from avgpipe.device import on_accelerator, select
 from avgpipe.errors import PeerLost
 from avgpipe.links.link import Endpoint, Link, Transport
 from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Key, Message, padded
@@ -320,7 +320,7 @@ class _Outgoing:
         payload = None
         if fits:
             format.write_all(text, tensors, envelope.data_ptr() + _RECORD_BYTES)
-        elif not text and self._trains and format.is_memory_of(tensors):
+        elif not text and self._trains and format.is_memory_of(tensors) and not on_accelerator(tensors[0]):
             payload = _copied_lazily(tensors[0])
         else:
             payload = torch.empty(total, dtype=torch.uint8)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from avgpipe.device import has_streams, on_accelerator, ready_on_event
+from avgpipe.device import current_stream, has_streams, on_accelerator, ready_on_event
 from avgpipe_ext import pack, unpack_
 from avgpipe_ext.ring import copy
 
@@ -158,6 +158,7 @@ class Format:
 
     Attributes:
         bytes: Of the tensors, with their padding.
+        end: Of the last tensor, without.
     """
 
     def __init__(
@@ -165,10 +166,11 @@ class Format:
     ) -> None:
         self._structure, self._leaves = structure, leaves
         self.slices: list[_Slice] = []
-        self.bytes = 0
+        self.bytes = self.end = 0
         for leaf in leaves:
             if isinstance(leaf, TensorInfo):
                 self.slices.append(_Slice(leaf, wire_dtype, self.bytes))
+                self.end = self.bytes + self.slices[-1].bytes
                 self.bytes += padded(self.slices[-1].bytes)
         # The commonest message by far is one tensor, or a list of them: rebuilt without walking a tree.
         self._alone = structure == _TENSOR and len(self.slices) == 1
@@ -211,7 +213,7 @@ class Format:
 
     def is_memory_of(self, tensors: list[torch.Tensor]) -> bool:
         """Whether a message is no more than the memory of its only tensor."""
-        return len(self.slices) == 1 and self.slices[0].cast is None and _is_plain(tensors[0])
+        return len(self.slices) == 1 and self.slices[0].cast is None and _is_in_order(tensors[0])
 
     def read(self, memory: Any, offset: int, device: torch.device) -> Any:
         """Return the message whose tensors begin at ``offset`` of ``memory``, a buffer or a flat tensor of bytes.
@@ -295,8 +297,9 @@ class Encoder:
 class Decoder:
     """The receiving end's memory of a channel."""
 
-    def __init__(self, wire_dtype: torch.dtype | None, device: torch.device) -> None:
-        self._wire_dtype, self._device = wire_dtype, device
+    def __init__(self, wire_dtype: torch.dtype | None, device: torch.device, stream: Any = None) -> None:
+        """``stream``: of ``device``, on which values are copied there, or unpacked; by default the current one."""
+        self._wire_dtype, self._device, self._stream = wire_dtype, device, stream
         self._has_streams = has_streams(device)
         self._formats: list[Format | None] = [None] * _KNOWN
 
@@ -306,9 +309,12 @@ class Decoder:
         if text_bytes:
             data: Any = memory.numpy() if isinstance(memory, torch.Tensor) else memory
             text = bytes(memoryview(data).cast("B")[offset : offset + text_bytes])
-        value = self.format(number, text).read(memory, offset + padded(text_bytes), self._device)
-        # On an accelerator copied, or unpacked, by this thread's current stream, which need not be the lane's.
-        return ready_on_event(value, self._device) if self._has_streams else value
+        format, begin = self.format(number, text), offset + padded(text_bytes)
+        if not self._has_streams:
+            return format.read(memory, begin, self._device)
+        # The caller's stream may hold what lanes do, for which a message has no reason to wait.
+        with self._stream or current_stream(self._device):
+            return ready_on_event(format.read(memory, begin, self._device), self._device)
 
     def format(self, number: int, text: bytes) -> Format:
         """Return the format with that number, which is ``text`` if it comes along."""
@@ -335,9 +341,13 @@ def _flatten(value: Any) -> tuple[Any, pytree.TreeSpec, list[Any]]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the host's memory holds its values in order."""
+    return _is_in_order(tensor) and not on_accelerator(tensor)
+
+
+def _is_in_order(tensor: torch.Tensor) -> bool:
     """Whether its memory holds its values in order: conjugates and imaginary parts of them may be lazy."""
-    lies_there = tensor.is_contiguous() and not on_accelerator(tensor)
-    return lies_there and not (tensor.is_conj() or tensor.is_neg())
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def view(address: int, size: int) -> ctypes.Array[ctypes.c_ubyte]:

@@ -11,7 +11,7 @@ import os
 import secrets
 import select
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from avgpipe.links.link import Endpoint, Link, Transport
@@ -120,12 +120,20 @@ class SharedLink(Link):
         # A message that is not taken yet ends with its sender, so a peer that takes some still may take the last.
         self.leave()
         self._end.mailbox.sources.remove(self._collect)
-        deadline = time.monotonic() + patience_s
-        while any(sender.waiting() for sender, _ in self._outgoing.values()) and not self._outbox.is_left:
-            if time.monotonic() > deadline or not _is_alive(self._peer):
-                break
-            time.sleep(_POLL_S)
+        senders = [sender for sender, _ in self._outgoing.values()]
+        self._wait_for(
+            lambda: self._outbox.is_left or not any(sender.waiting() for sender in senders), patience_s
+        )
         self._outgoing.clear()
+
+    def _wait_for(self, condition: Callable[[], bool], patience_s: float) -> bool:
+        """Wait until ``condition`` is true, while the other process lives; False if that was in vain."""
+        deadline = time.monotonic() + patience_s
+        while not condition():
+            if time.monotonic() > deadline or not _is_alive(self._peer):
+                return False
+            time.sleep(_POLL_S)
+        return True
 
 
 class SharedTransport(Transport):
