@@ -61,6 +61,9 @@ class _Torch:
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
+    def pinned_bytes(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
 
 backend: Any = _Torch()
 
@@ -81,6 +84,12 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
 def current_stream(device: torch.device) -> Any:
     """Return the calling thread's current stream of an accelerator."""
     return backend.current_stream(device)
+
+
+def pinned_bytes(size: int) -> torch.Tensor:
+    """Return memory of the host, as bytes, to which an accelerator copies while the host goes on."""
+    found: torch.Tensor = backend.pinned_bytes(size)
+    return found
 
 
 def own_stream(device: torch.device) -> Any:

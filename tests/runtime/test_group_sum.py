@@ -41,15 +41,21 @@ class Summing:
         monkeypatch.setattr(group_sum.dist, "get_backend", lambda group: backend)
         monkeypatch.setattr(torch.accelerator, "set_device_index", self.selected.append)
         monkeypatch.setattr(group_sum.dist, "all_reduce", self._all_reduce)
-        self._kind = kind
+        self.ended: list[str] = []
+        monkeypatch.setattr(
+            group_sum.dist, "destroy_process_group", lambda group: self.ended.append("in peace")
+        )
+        group: Any = SimpleNamespace(abort=lambda: self.ended.append("by force"))
+        self._kind, self.completes = kind, True
         self.mailbox = Mailbox()
         self.parameter = nn.Parameter(torch.zeros(4))
-        self.sum = GroupSum([self.parameter], None, self.mailbox, KEY, CUDA)  # type: ignore[arg-type]
+        self.sum = GroupSum([self.parameter], group, self.mailbox, KEY, CUDA)
 
     def _all_reduce(self, flat: torch.Tensor, group: Any, async_op: bool) -> Work:
         # A bucket is filled on the stream that is current here: what that follows now, the copies did.
         self.followed.append(dict(self.fake.current_stream().clock))
         self.works.append(self._kind(self.fake))
+        self.works[-1].is_completed = lambda: self.completes
         return self.works[-1]
 
     def batch(self, number: int) -> Key:
@@ -106,6 +112,16 @@ def test_the_next_batch_is_copied_in_after_the_sums_of_the_last_one(nccl: Summin
     for followed, work in zip(nccl.followed[1:], nccl.works):
         name, number = work.operation
         assert followed.get(name, 0) >= number
+
+
+def test_the_communicator_ends_with_the_sums(nccl: Summing, monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl.take(nccl.batch(0))
+    nccl.sum.close()
+    assert nccl.ended == ["in peace"]
+    monkeypatch.setattr(group_sum, "_PATIENCE_S", 0.05)
+    nccl.completes = False  # as where another member died
+    nccl.sum.close()
+    assert nccl.ended == ["in peace", "by force"]
 
 
 def test_over_the_host_a_thread_waits_and_then_the_lane(gloo: Summing) -> None:

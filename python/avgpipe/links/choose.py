@@ -7,7 +7,8 @@ could not open; what two workers could both open, they have, and the best of it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -60,10 +61,7 @@ class Links:
         if world.size > 1:
             transports = _transports(kind, world, sources, device)
             agreed = self._agree(world, transports, device, kind)
-            served = {
-                name: [n for n, (best, *_) in agreed.items() if best is t] for name, t in transports.items()
-            }
-            world.connect(lambda: [t.connect(served[name]) for name, t in transports.items()])
+            world.connect(partial(_connect, transports.values(), agreed))
         shared = [(rank, transport) for rank, common in agreed.items() for transport in common]
         self.processes = {rank: t.processes[rank] for rank, t in shared if rank in t.processes}
         bell = next((transport.bell for _, transport in shared if transport.bell), None)
@@ -128,6 +126,11 @@ def _transports(
             below = {other: made[other] for other in row.below}
             made[row.name] = getattr(import_module(module), name)(world, into, device, below)
     return made
+
+
+def _connect(transports: Iterable[Transport], agreed: Mapping[int, Sequence[Transport]]) -> None:
+    for transport in transports:
+        transport.connect([rank for rank, (best, *_) in agreed.items() if best is transport])
 
 
 def _offer(transport: Transport) -> dict[str, Any]:

@@ -189,8 +189,11 @@ class Format:
         _check_node(json.loads(structure)[1])
         return cls(pytree.treespec_loads(structure), tuple(_leaf_from_json(x) for x in leaves), wire_dtype)
 
-    def write(self, tensors: list[torch.Tensor], target: int | torch.Tensor) -> None:
-        """Copy a message's tensors to ``target``: an address of the host's memory, or a flat tensor of bytes."""
+    def write(self, tensors: list[torch.Tensor], target: int | torch.Tensor, pinned: bool = False) -> None:
+        """Copy a message's tensors to ``target``: an address of the host's memory, or a flat tensor of bytes.
+
+        From an accelerator to the host the copy keeps the host until it is done, but for ``pinned`` memory.
+        """
         for tensor, place in zip(tensors, self.slices):
             if not place.bytes:
                 continue
@@ -199,17 +202,17 @@ class Format:
                 continue
             flat = place.of(view(target, self.bytes) if isinstance(target, int) else target, 0)
             if place.cast is None:
-                flat.view(place.shape).copy_(tensor, non_blocking=on_accelerator(flat))
+                flat.view(place.shape).copy_(tensor, non_blocking=pinned or on_accelerator(flat))
             elif tensor.device == flat.device:
                 pack([tensor.resolve_neg()], out=flat)
-            else:  # rounded where it is; the copy keeps the host until it is done, as the one above does
-                flat.copy_(pack([tensor.resolve_neg()], dtype=place.cast))
+            else:  # rounded where it is
+                flat.copy_(pack([tensor.resolve_neg()], dtype=place.cast), non_blocking=pinned)
 
-    def write_all(self, text: bytes, tensors: list[torch.Tensor], address: int) -> None:
-        """Write the format's text, if it is new to the other end, and behind it the tensors."""
+    def write_all(self, text: bytes, tensors: list[torch.Tensor], address: int, pinned: bool = False) -> None:
+        """Write the format's text, if it is new to the other end, and behind it the tensors, as ``write`` does."""
         if text:
             ctypes.memmove(address, text, len(text))
-        self.write(tensors, address + padded(len(text)))
+        self.write(tensors, address + padded(len(text)), pinned)
 
     def is_memory_of(self, tensors: list[torch.Tensor]) -> bool:
         """Whether a message is no more than the memory of its only tensor."""
