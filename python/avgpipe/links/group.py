@@ -179,10 +179,8 @@ class GroupLink(Link):
         if self._outgoing and not self._has_left:
             self._has_left = True
             self._enqueue(_LAST, self._unreaped)
-            self._enqueue(
-                _LAST,
-                _Packed(_LAST, "its farewell", _envelope(_bytes(_RECORD_BYTES), _FAREWELL, 0, 0, 0, 0, 0)),
-            )
+            farewell = _envelope(_bytes(_RECORD_BYTES), _FAREWELL, 0, 0, 0, 0, 0)
+            self._enqueue(_LAST, _Packed(_LAST, "its farewell", farewell))
 
     def _enqueue(self, place: float, item: _Packed | list[Any]) -> None:
         self._queue.put((place, next(self._count), item))
@@ -321,7 +319,7 @@ class _Outgoing:
     def __init__(self, number: int, channel: Channel, end: Endpoint) -> None:
         self._number, self._encoder = number, end.encoder(channel)
         self._trains, self._words = channel.kind in OF_MICRO_BATCHES, Message(channel.kind).words
-        self.tag, self.room, self._device = _FIRST_TAG + 2 * number, Room(), end.device
+        self.tag, self.room = _FIRST_TAG + 2 * number, Room()
 
     def packed(self, key: Key, value: Any) -> _Packed:
         number, format, text, tensors = self._encoder.encode(value)
@@ -329,7 +327,8 @@ class _Outgoing:
         fits = _RECORD_BYTES + total <= _ENVELOPE_BYTES
         record = self._number, key.batch, key.micro_batch, number, len(text), total
         # On the lane's stream, whose next step may write to them; the host goes on.
-        comes = any(map(on_accelerator, tensors))
+        devices = [tensor.device for tensor in tensors if on_accelerator(tensor)]
+        comes = bool(devices)
         memory = pinned_bytes if comes else _bytes
         envelope = _envelope(memory(_RECORD_BYTES + (total if fits else 0)), *record)
         payload = None
@@ -340,7 +339,7 @@ class _Outgoing:
         else:
             payload = memory(total)
             format.write_all(text, tensors, payload.data_ptr(), comes)
-        made = current_stream(self._device).record_event() if comes else None
+        made = current_stream(devices[0]).record_event() if comes else None
         return _Packed(key.batch if self._trains else _FIRST, self._words, envelope, self, payload, made)
 
 
