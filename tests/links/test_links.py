@@ -413,17 +413,36 @@ def test_what_comes_to_a_device_waits_for_nothing_that_the_callers_stream_holds(
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
+@pytest.mark.parametrize("kind", LINKS)
 def test_who_sends_through_the_host_does_not_wait_for_the_device(
-    size: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread does, before gloo has the message."""
+    """A thread does, before it sends; what is sent later comes later, although it is in the host's memory."""
     fake, happened = Account(), threading.Event()
     monkeypatch.setattr(streams, "backend", fake)
     monkeypatch.setattr(fake, "holds", lambda tensor: True)
     monkeypatch.setattr(Event, "synchronize", lambda event: happened.wait(20))
-    with ends("gloo") as made:
+    with ends(kind) as made:
         key = made.send(torch.ones(size))
+        monkeypatch.setattr(fake, "holds", lambda tensor: False)
+        following = made.send(torch.zeros(2))
         box = made.mailboxes[1]
-        assert not box.wait_until(lambda: key in box, 0.05)
+        assert not box.wait_until(lambda: key in box or following in box, 0.05)
         happened.set()
         assert torch.equal(made.receive(key), torch.ones(size))
+        assert torch.equal(made.receive(following), torch.zeros(2))
+
+
+def test_closing_sends_what_the_device_has_not_copied_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, happened = Account(), threading.Event()
+    monkeypatch.setattr(streams, "backend", fake)
+    monkeypatch.setattr(fake, "holds", lambda tensor: True)
+    monkeypatch.setattr(Event, "synchronize", lambda event: happened.wait(20))
+    with ends("shm") as made:
+        key = made.send(torch.ones(10))
+        closing = threading.Thread(target=made.links[0].close, args=(20,))
+        closing.start()
+        happened.set()
+        assert torch.equal(made.receive(key), torch.ones(10))
+        closing.join(20)
+        made.links.pop(0)
