@@ -27,7 +27,7 @@ import torch
 
 from avgpipe.device import ReadyOnEvent, current_stream, foreign_memory, used_on
 from avgpipe.links.link import Endpoint, Transport
-from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Decoder, Format, Key, Message, padded
+from avgpipe.links.message import BY_HOST, OF_MICRO_BATCHES, Channel, Decoder, Format, Key, padded
 from avgpipe.links.shared import Inbox, SharedLink, SharedTransport
 
 # Events that other processes wait for are CUDA's own, as are the streams that they are recorded on: torch.Event has no
@@ -41,7 +41,6 @@ _SMALLEST = 64 << 10
 _BLOCK = 2 << 20  # what the driver allocates and shares as a whole
 _LAZY_PEER_ACCESS = 1
 _RETURN_S = 5.0  # how long closing waits at most for slots to come back
-_BY_HOST = Message.RESULT  # results of evaluations are small, mostly on the CPU, and stay with the caller
 _PROCESS = secrets.token_bytes(16)
 
 
@@ -68,11 +67,11 @@ class CudaIpcLink(SharedLink):
         self._copies = cuda.Stream(end.device)
         self._outgoing_slots: dict[tuple[Channel, int], Slot] = {}  # by the address of the ring's slot
         for n, (channel, receiver, decoder) in enumerate(self._incoming):
-            if channel.kind != _BY_HOST:
+            if channel.kind != BY_HOST:
                 self._incoming[n] = channel, receiver, _SlotDecoder(decoder, slots, end.device)
 
     def send(self, key: Key, value: Any) -> None:
-        if key.kind == _BY_HOST:
+        if key.kind == BY_HOST:
             super().send(key, value)
             return
         channel = Channel.of(key)

@@ -40,7 +40,11 @@ class Link(ABC):
 
     @abstractmethod
     def send(self, key: Key, value: Any) -> None:
-        """Send a message, and never wait for the other end. The caller may change ``value`` afterwards."""
+        """Send a message, and never wait for the other end.
+
+        The caller may change ``value`` afterwards, but for what a micro-batch's steps make (``OF_MICRO_BATCHES``): it
+        may be read later where it lies.
+        """
 
     def leave(self) -> None:
         """Tell the other end that nothing more comes, and nothing more is taken; does not wait."""

@@ -53,6 +53,8 @@ class Message(str, Enum):
 OF_MICRO_BATCHES = frozenset(
     (Message.ACTIVATION, Message.GRADIENT, Message.SKIP_ACTIVATION, Message.SKIP_GRADIENT)
 )
+# Small, mostly on the CPU, and for the caller to keep: through the host's memory, whatever the link.
+BY_HOST = Message.RESULT
 
 
 def on_wire(kind: Message, wire_dtype: torch.dtype | None) -> torch.dtype | None:

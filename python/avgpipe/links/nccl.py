@@ -27,11 +27,10 @@ from torch.utils import _pytree as pytree
 from avgpipe.device import ReadyOnEvent, current_stream, on_accelerator, select, used_on
 from avgpipe.links.cuda import device_id
 from avgpipe.links.link import Endpoint, Link, Mailbox, Transport
-from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Decoder, Encoder, Format, Key, Message
+from avgpipe.links.message import BY_HOST, OF_MICRO_BATCHES, Channel, Decoder, Encoder, Format, Key, Message
 from avgpipe.ranks.rendezvous import in_thread
 
 _LARGE = OF_MICRO_BATCHES | {Message.TIED_GRADIENTS, Message.REFERENCE_UPDATE, Message.EVALUATION}
-_BY_HOST = Message.RESULT  # results of evaluations are small, mostly on the CPU, and stay with the caller
 _END_S = 5.0  # how long ending a communicator may take
 _POLL_S = 1e-3
 
@@ -141,7 +140,7 @@ class NcclLink(Link):
         end.mailbox.sources.append(self._collect)  # after the control link's own
 
     def send(self, key: Key, value: Any) -> None:
-        if self._out is None or key.kind == _BY_HOST:
+        if self._out is None or key.kind == BY_HOST:
             self._control.send(key, value)
             return
         number, format, text, tensors = self._encoders[key[:4]].encode(value)
@@ -165,7 +164,7 @@ class NcclLink(Link):
     def _collect(self) -> None:
         while self._intake.arrived:
             key, value = self._intake.arrived.popleft()
-            if self._in is None or key.kind == _BY_HOST:
+            if self._in is None or key.kind == BY_HOST:
                 self._end.mailbox.put(key, _FromHost(value, None, self._end.device))
                 continue
             numbers, text = value
