@@ -90,6 +90,8 @@ class Sender:
         """
     def waiting(self) -> int:
         """How many messages the receiver has not taken. It cannot take them any more once this process has ended."""
+    def lent(self) -> int:
+        """How many slots the receiver has not given back, be their messages taken or not."""
     def slots(self) -> tuple[int, int]:
         """How many slots exist, and their bytes in all."""
 

@@ -19,6 +19,7 @@ from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.measure import profiler, sweep
 from avgpipe.ranks.process import peak_memory_bytes
+from tests.happens_before.clocks import Account
 from tests.links.ends import BACK, CHANNELS, CPU, eventually, groups
 from tests.runtime.cases import adamw, language_model
 
@@ -85,8 +86,9 @@ def test_a_pipeline_selects_its_device_before_anything_is_on_it(
     assert host.selected == [("MainThread", torch.device("cuda", index))]
 
 
-def test_threads_that_receive_select_it_too(host: Host) -> None:
+def test_threads_that_receive_select_it_too(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """They copy what arrives to the device, each in a thread that begins on device 0."""
+    monkeypatch.setattr(streams, "backend", Account())
     links = [
         GroupLink(group, 1 - k, PeerLost, Endpoint(Mailbox(), CUDA, (BACK, CHANNELS)[k], (CHANNELS, BACK)[k]))
         for k, group in enumerate(groups(2))

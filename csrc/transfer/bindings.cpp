@@ -129,6 +129,7 @@ void bind(py::module_& module) {
         .def("reserve", reserve, py::arg("bytes"))
         .def("publish", publish, py::arg("bytes"), py::arg("a"), py::arg("b"), py::arg("c"), py::arg("d"))
         .def("waiting", &Sender::waiting)
+        .def("lent", &Sender::lent)
         .def("slots", [](const Sender& s) { return py::make_tuple(s.slots(), s.slot_bytes()); });
     sender.attr("RING_BYTES") = sizeof(Ring);
 

@@ -105,6 +105,12 @@ uint64_t Sender::waiting() const {
     return sent_ - ring_->taken.load(std::memory_order_acquire);
 }
 
+int64_t Sender::lent() const {
+    int64_t count = 0;
+    for (size_t i = 0; i < slots_.size(); ++i) count += ring_->lent[i].load(std::memory_order_acquire) != 0;
+    return count;
+}
+
 int64_t Sender::slot_bytes() const {
     int64_t total = 0;
     for (const Slot& slot : slots_) total += slot.memory.bytes();

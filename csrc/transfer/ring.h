@@ -60,6 +60,8 @@ class Sender {
 
     // Messages that the receiver has not taken. It cannot take them any more once this process has ended.
     uint64_t waiting() const;
+    // Slots that the receiver has not given back, of messages that it has taken or not.
+    int64_t lent() const;
     int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
     int64_t slot_bytes() const;
 

@@ -34,6 +34,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils import _pytree as pytree
@@ -65,8 +66,14 @@ class _Torch:
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
+    def pinned_bytes(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
 
 backend: Any = _Torch()
+
+# Owners of memory that is not the allocator's, by address: who reads it on a stream tells them (``used_on``).
+foreign_memory: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def has_streams(device: torch.device) -> bool:
@@ -84,6 +91,17 @@ def current_stream(device: torch.device) -> Any:
     return backend.current_stream(device)
 
 
+def pinned_bytes(size: int) -> torch.Tensor:
+    """Return memory of the host, as bytes, to which an accelerator copies while the host goes on."""
+    found: torch.Tensor = backend.pinned_bytes(size)
+    return found
+
+
+def own_stream(device: torch.device) -> Any:
+    """Return a new stream of an accelerator."""
+    return backend.Stream(device)
+
+
 def used_on(stream: Any, tensors: Iterable[Any]) -> None:
     """Keep the memory of tensors, which another stream has allocated, until ``stream`` is done with them.
 
@@ -92,7 +110,11 @@ def used_on(stream: Any, tensors: Iterable[Any]) -> None:
     """
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and backend.holds(tensor):
-            backend.record_stream(tensor, stream)
+            owner = foreign_memory.get(tensor.untyped_storage().data_ptr()) if foreign_memory else None
+            if owner is None:
+                backend.record_stream(tensor, stream)
+            else:
+                owner.used_on(stream)
 
 
 def own_device(device: torch.device | str) -> torch.device:

@@ -517,3 +517,15 @@ def test_a_sender_knows_how_many_messages_were_not_taken():
     assert own.sender.waiting() == 2
     own.take()
     assert own.sender.waiting() == 1
+
+
+def test_a_sender_knows_how_many_slots_have_not_come_back():
+    own = loop()
+    assert own.sender.lent() == 0
+    own.send(pattern(0, 3))
+    own.send(pattern(1, 70_000))
+    assert own.sender.lent() == 2
+    kept = own.take()
+    assert own.sender.lent() == 2
+    del kept
+    assert own.sender.lent() == 1

@@ -13,6 +13,8 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import torch
+
 Clock = dict[int, int]
 
 _PATIENCE = 5  # times that an event says it has not happened yet
@@ -155,6 +157,9 @@ class Account:
 
     def pinned(self, tensor: Any) -> Any:
         return tensor.clone()
+
+    def pinned_bytes(self, size: int) -> Any:
+        return torch.empty(size, dtype=torch.uint8)
 
 
 class Work:

@@ -47,6 +47,9 @@ class Rank:
         self._turn += 1
         return self._meeting.gather(self.rank, self._turn, value)
 
+    def connect(self, make: Any) -> Any:
+        return make()
+
     def role(self, rank: int) -> str:
         return f"stage {rank}"
 

@@ -14,12 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from avgpipe import device as streams
 from avgpipe.errors import PeerLost
 from avgpipe.links import group
 from avgpipe.links.choose import Links
 from avgpipe.links.group import GroupLink, Room
 from avgpipe.links.link import Endpoint, LocalLink, Mailbox
-from avgpipe.links.message import Channel, Key, Message
+from avgpipe.links.message import Channel, Format, Key, Message
+from tests.happens_before.clocks import Account, Event
 from tests.links.ends import CPU, LINKS, Ends, ends, groups
 
 
@@ -372,7 +374,7 @@ def test_what_was_sent_last_arrives_although_the_sender_leaves() -> None:
     for n, key in enumerate(keys):
         to_2.send(key, torch.full((5000,), float(n)))
     links = Links.__new__(Links)
-    links._by_rank = {0: to_0, 2: to_2}
+    links._by_rank, links.mailbox = {0: to_0, 2: to_2}, boxes[1]
     leaving = threading.Thread(target=links.close, args=(30,))
     leaving.start()
     leaving.join(1.0)  # it waits now, or has broken what it should have waited for
@@ -383,3 +385,64 @@ def test_what_was_sent_last_arrives_although_the_sender_leaves() -> None:
     assert [int(box.take(key)[0]) for key in keys] == list(range(12))
     for end in (at_0, at_2):
         end.close(10)
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_what_comes_to_a_device_waits_for_nothing_that_the_callers_stream_holds(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as another pipeline's batch, whose lane that stream waits for when its loss is read."""
+    fake, copied = Account(), []
+    read = Format.read
+
+    def noted(*arguments: Any) -> Any:
+        copied.append(fake.current_stream().operate())
+        return read(*arguments)
+
+    monkeypatch.setattr(streams, "backend", fake)
+    monkeypatch.setattr(Format, "read", noted)
+    lane, held = fake.Stream(), fake.current_stream().operate()
+    with ends(kind) as made:
+        key = made.send(torch.ones(3))
+        box = made.mailboxes[1]
+        assert box.wait_until(lambda: key in box, 20)
+        with lane:
+            assert torch.equal(box.take(key), torch.ones(3))
+        assert lane.follows(copied[0])
+        assert not lane.follows(held)
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+@pytest.mark.parametrize("kind", LINKS)
+def test_who_sends_through_the_host_does_not_wait_for_the_device(
+    kind: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread does, before it sends; what is sent later comes later, although it is in the host's memory."""
+    fake, happened = Account(), threading.Event()
+    monkeypatch.setattr(streams, "backend", fake)
+    monkeypatch.setattr(fake, "holds", lambda tensor: True)
+    monkeypatch.setattr(Event, "synchronize", lambda event: happened.wait(20))
+    with ends(kind) as made:
+        key = made.send(torch.ones(size))
+        monkeypatch.setattr(fake, "holds", lambda tensor: False)
+        following = made.send(torch.zeros(2))
+        box = made.mailboxes[1]
+        assert not box.wait_until(lambda: key in box or following in box, 0.05)
+        happened.set()
+        assert torch.equal(made.receive(key), torch.ones(size))
+        assert torch.equal(made.receive(following), torch.zeros(2))
+
+
+def test_closing_sends_what_the_device_has_not_copied_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, happened = Account(), threading.Event()
+    monkeypatch.setattr(streams, "backend", fake)
+    monkeypatch.setattr(fake, "holds", lambda tensor: True)
+    monkeypatch.setattr(Event, "synchronize", lambda event: happened.wait(20))
+    with ends("shm") as made:
+        key = made.send(torch.ones(10))
+        closing = threading.Thread(target=made.links[0].close, args=(20,))
+        closing.start()
+        happened.set()
+        assert torch.equal(made.receive(key), torch.ones(10))
+        closing.join(20)
+        made.links.pop(0)

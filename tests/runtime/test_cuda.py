@@ -177,9 +177,9 @@ def join() -> None:
 SHARED = "cuda:0"  # "cuda" alone would be a device of each rank's own, where there are several
 
 
-def over(link: str, N: int, device: str = SHARED, batches: int = 8) -> Any:
+def over(link: str, N: int, device: str = SHARED, batches: int = 8, K: int = 3) -> Any:
     join()
-    plan = Plan(stages=3, pipelines=N, micro_batches=3)
+    plan = Plan(stages=K, pipelines=N, micro_batches=3)
     losses, state, evaluated, _ = train(plan, token_batches(batches, 8, last=5), device, link=link)
     return losses, state, evaluated
 
@@ -257,8 +257,11 @@ def test_replicas_and_spread_pipelines_may_share_a_device(options: dict[str, Any
         check(rank, alone)
 
 
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each of two workers")
+
+
 @pytest.mark.ranks
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each of two workers")
+@TWO
 @pytest.mark.parametrize("options", [{**REPLICATED, "stages": 1, "replication": [2]}, *SPREAD], ids=str)
 def test_replicas_and_spread_pipelines_may_have_a_device_each(options: dict[str, Any]) -> None:
     alone = train(Plan(**options), token_batches(6, 8), "cpu")
@@ -278,8 +281,58 @@ def test_a_narrower_wire_goes_through_the_host(link: str) -> None:
     assert abs(ours[2] - theirs[2]) < 1e-3
 
 
-def on_a_gpu_each(N: int) -> Any:
-    return over("nccl", N, "cuda")
+def on_a_gpu_each(N: int, K: int = 3, link: str = "nccl") -> Any:
+    return over(link, N, "cuda", K=K)
+
+
+@pytest.mark.ranks
+@TWO
+@pytest.mark.parametrize("N", [1, 2])
+@pytest.mark.parametrize("link", ["nccl", "auto", "shm", "gloo"])
+def test_two_processes_with_a_gpu_each_train_as_one(link: str, N: int) -> None:
+    alone = train(Plan(stages=2, pipelines=N, micro_batches=3), token_batches(8, 8, last=5), "cpu")
+    for rank in run(2, on_a_gpu_each, N=N, K=2, link=link):
+        check(rank, alone)
+
+
+def several(link: str) -> list[int]:
+    """Memory of the device that is taken after each of some Pipelines, which are closed one before the next."""
+    taken = []
+    join()
+    for _ in range(5):
+        plan = Plan(stages=2, pipelines=2, micro_batches=3)
+        train(plan, token_batches(4, 8), "cuda" if link == "nccl" else SHARED, link=link)
+        torch.cuda.empty_cache()
+        dist.barrier()
+        free, total = torch.cuda.mem_get_info()
+        taken.append(total - free)
+        dist.barrier()
+    return taken
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("link", ["cuda-ipc", pytest.param("nccl", marks=TWO)])
+def test_pipelines_one_after_another_take_no_more_memory(link: str) -> None:
+    """Slots serve the next one, and communicators end."""
+    for taken in run(2, several, link=link):
+        assert max(taken[2:]) - taken[1] < 16 << 20
+
+
+def two_of_three_share(N: int) -> Any:
+    join()
+    plan, device = Plan(stages=3, pipelines=N, micro_batches=3), f"cuda:{min(dist.get_rank(), 1)}"
+    losses, state, evaluated, _ = train(plan, token_batches(8, 8, last=5), device)
+    return losses, state, evaluated
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("N", [1, 2])
+def test_of_three_processes_two_may_share_a_gpu(N: int) -> None:
+    """Those by its memory, and the first one is joined by NCCL."""
+    alone = train(Plan(stages=3, pipelines=N, micro_batches=3), token_batches(8, 8, last=5), "cpu")
+    for rank in run(3, two_of_three_share, N=N):
+        check(rank, alone)
 
 
 @pytest.mark.ranks

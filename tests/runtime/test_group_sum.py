@@ -14,9 +14,9 @@ from avgpipe import Pipeline, Plan
 from avgpipe import device as streams
 from avgpipe.errors import PeerLost
 from avgpipe.links.choose import Links
-from avgpipe.links.cuda import nccl_joins
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
+from avgpipe.links.nccl import nccl_joins
 from avgpipe.runtime import group_sum, worker
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from tests.happens_before.clocks import Account, HostWork, Work
@@ -41,15 +41,21 @@ class Summing:
         monkeypatch.setattr(group_sum.dist, "get_backend", lambda group: backend)
         monkeypatch.setattr(torch.accelerator, "set_device_index", self.selected.append)
         monkeypatch.setattr(group_sum.dist, "all_reduce", self._all_reduce)
-        self._kind = kind
+        self.ended: list[str] = []
+        monkeypatch.setattr(
+            group_sum.dist, "destroy_process_group", lambda group: self.ended.append("in peace")
+        )
+        group: Any = SimpleNamespace(abort=lambda: self.ended.append("by force"))
+        self._kind, self.completes = kind, True
         self.mailbox = Mailbox()
         self.parameter = nn.Parameter(torch.zeros(4))
-        self.sum = GroupSum([self.parameter], None, self.mailbox, KEY, CUDA)  # type: ignore[arg-type]
+        self.sum = GroupSum([self.parameter], group, self.mailbox, KEY, CUDA)
 
     def _all_reduce(self, flat: torch.Tensor, group: Any, async_op: bool) -> Work:
         # A bucket is filled on the stream that is current here: what that follows now, the copies did.
         self.followed.append(dict(self.fake.current_stream().clock))
         self.works.append(self._kind(self.fake))
+        self.works[-1].is_completed = lambda: self.completes
         return self.works[-1]
 
     def batch(self, number: int) -> Key:
@@ -108,6 +114,16 @@ def test_the_next_batch_is_copied_in_after_the_sums_of_the_last_one(nccl: Summin
         assert followed.get(name, 0) >= number
 
 
+def test_the_communicator_ends_with_the_sums(nccl: Summing, monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl.take(nccl.batch(0))
+    nccl.sum.close()
+    assert nccl.ended == ["in peace"]
+    monkeypatch.setattr(group_sum, "_PATIENCE_S", 0.05)
+    nccl.completes = False  # as where another member died
+    nccl.sum.close()
+    assert nccl.ended == ["in peace", "by force"]
+
+
 def test_over_the_host_a_thread_waits_and_then_the_lane(gloo: Summing) -> None:
     """gloo adds CUDA tensors up in the host's memory: wait() keeps the host until the copy back is issued, and orders
     the current stream after that copy. So both must call it: the thread, for the scheduler must not be kept, and the
@@ -154,7 +170,7 @@ def test_nccl_joins_workers_that_have_a_device_each() -> None:
     assert not nccl_joins([None, None])
 
 
-def backends(has_nccl: bool) -> list[str]:
+def backends(devices: Sequence[str | None]) -> list[str]:
     """On a rank: what the groups of a replicated stage were made for, made for gloo instead."""
     named: list[str] = []
 
@@ -164,9 +180,10 @@ def backends(has_nccl: bool) -> list[str]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(worker, "sum_group", made)
-        chosen = property(lambda links: has_nccl, lambda links, value: None)
-        monkeypatch.setattr(Links, "has_nccl", chosen, raising=False)
-        plan = Plan(stages=1, replication=[2], micro_batches=2, pipelines=2, batch="per-pipeline")
+        monkeypatch.setattr(
+            Links, "_nccl_devices", property(lambda _: devices, lambda *_: None), raising=False
+        )
+        plan = Plan(stages=2, replication=[2, 2], micro_batches=2)
         with Pipeline(
             language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=adamw, timeout_s=60
         ) as p:
@@ -176,12 +193,18 @@ def backends(has_nccl: bool) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("has_nccl", "backend"), [(True, "nccl"), (False, "gloo")])
-def test_replicas_use_nccl_where_all_workers_may(has_nccl: bool, backend: str) -> None:
-    """Replicas that share a device, which NCCL refuses at its first collective, are summed by gloo. What each of them
-    makes of CUDA tensors is for devices to show.
+@pytest.mark.parametrize(
+    ("devices", "named"),
+    [("abcd", ["nccl", "nccl"]), ("abcc", ["nccl", "gloo"]), (["a", None, "b", "c"], ["gloo", "nccl"])],
+)
+def test_replicas_use_nccl_where_those_of_their_stage_may(
+    devices: Sequence[str | None], named: list[str]
+) -> None:
+    """Replicas that share a device, which NCCL refuses at its first collective, are summed by gloo; so are those of
+    which one computes on its CPU. All ranks name the same. What each of them makes of CUDA tensors is for devices to
+    show.
     """
-    assert run(2, backends, has_nccl=has_nccl) == [[backend] * 2] * 2
+    assert run(4, backends, devices=list(devices)) == [named] * 4
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class LinkRow(NamedTuple):
 # The best first. Any two workers can have the last one.
 LINKS = (
     LinkRow("cuda-ipc", "avgpipe.links.cuda:IpcTransport", device="cuda", below=("shm",)),
-    LinkRow("nccl", "avgpipe.links.cuda:NcclTransport", device="cuda", below=("shm", "gloo")),
+    LinkRow("nccl", "avgpipe.links.nccl:NcclTransport", device="cuda", below=("shm", "gloo")),
     LinkRow("shm", "avgpipe.links.shared:SharedTransport"),
     LinkRow("gloo", "avgpipe.links.group:GroupTransport"),
 )

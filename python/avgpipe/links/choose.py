@@ -7,7 +7,8 @@ could not open; what two workers could both open, they have, and the best of it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,9 +16,9 @@ import torch
 
 from avgpipe.errors import PipelineError
 from avgpipe.links import LINKS
-from avgpipe.links.cuda import nccl_device, nccl_joins
 from avgpipe.links.link import Endpoint, Link, LocalLink, Mailbox, Transport
 from avgpipe.links.message import Channel, Message
+from avgpipe.links.nccl import nccl_device, nccl_joins
 from avgpipe.ranks.world import World
 
 LINK_MESSAGE = "%s to %s: %s"  # logged for each link: what is at its ends, and its name
@@ -39,7 +40,6 @@ class Links:
     Attributes:
         by_replica: The link to each stage replica.
         processes: The processes of peers on this host, by rank.
-        has_nccl: Whether NCCL works between all workers, which all of them find alike.
 
     Raises:
         PipelineError: Two workers cannot have the link that was asked for.
@@ -54,11 +54,14 @@ class Links:
         kind: str,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        me, self.has_nccl = world.rank, False
+        me = world.rank
+        self._nccl_devices: list[str | None] = [None] * world.size
         sources = [{channel: ranks[channel.source] for channel in channels} for channels in into]
         agreed: dict[int, list[Transport]] = {}
         if world.size > 1:
-            agreed = self._agree(world, _transports(kind, world, sources, device), device, kind)
+            transports = _transports(kind, world, sources, device)
+            agreed = self._agree(world, transports, device, kind)
+            world.connect(partial(_connect, transports.values(), agreed))
         shared = [(rank, transport) for rank, common in agreed.items() for transport in common]
         self.processes = {rank: t.processes[rank] for rank, t in shared if rank in t.processes}
         bell = next((transport.bell for _, transport in shared if transport.bell), None)
@@ -80,7 +83,7 @@ class Links:
         """Return, for each peer, the transports that both this worker and the peer could open, the best first."""
         me, everyone = world.rank, range(world.size)
         said = world.gather([nccl_device(device), {name: _offer(t) for name, t in transports.items()}])
-        self.has_nccl = nccl_joins([nccl for nccl, _ in said])
+        self._nccl_devices = [nccl for nccl, _ in said]
         whys: dict[str, list[str | None]] = {}
         for name, transport in transports.items():
             offers = [offers.get(name, {"why": "not offered there"}) for _, offers in said]
@@ -97,10 +100,15 @@ class Links:
         }
         return {rank: [transports[n] for n in reversed(opened[rank])] for rank in everyone if rank != me}
 
+    def nccl_joins(self, ranks: Sequence[int]) -> bool:
+        """Whether NCCL works between all of ``ranks``, which all workers find alike."""
+        return nccl_joins([self._nccl_devices[rank] for rank in ranks])
+
     def close(self, patience_s: float) -> None:
         """Close all links: the others hear that this worker leaves before it waits for any of them."""
         for link in self._by_rank.values():
             link.leave()
+        self.mailbox.messages.clear()  # in memory of others, who wait for it to come back
         for link in self._by_rank.values():
             link.close(patience_s)
 
@@ -118,6 +126,11 @@ def _transports(
             below = {other: made[other] for other in row.below}
             made[row.name] = getattr(import_module(module), name)(world, into, device, below)
     return made
+
+
+def _connect(transports: Iterable[Transport], agreed: Mapping[int, Sequence[Transport]]) -> None:
+    for transport in transports:
+        transport.connect([rank for rank, (best, *_) in agreed.items() if best is transport])
 
 
 def _offer(transport: Transport) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Links between CUDA devices.
+"""The link between processes of one host that share a CUDA device: tensors stay in its memory.
 
-Processes of one host that share a device: tensors stay in its memory, control goes through the ring. The sender copies
-into a slot of device memory, which the receiver opens once and reads in place:
+Control goes through the shared-memory ring. The sender copies into a slot of device memory, which the receiver opens
+once and reads in place:
 
     sender's lane     F3 ── record ── F4 ...
     its copy stream         └ wait ─ wait(free) ── copy into the slot ── record(full)      then: publish
@@ -10,31 +10,24 @@ into a slot of device memory, which the receiver opens once and reads in place:
 A slot belongs to a slot of the ring, so it is lent and given back with that one's lease: when the last tensor that
 reads it is gone. The host waits for nothing. Memory and handles are the driver's own: torch's sharing of CUDA tensors
 counts references in a named file of shared memory, which would stay behind a process that is killed.
-
-Processes that have a GPU each: tensors travel by NCCL, what they are by another link. There is a communicator for each
-directed edge between two workers, so that neither direction waits for the other. Within one, receives must be posted
-in the order of the sends: messages are numbered per edge, and the scheduler's thread, which issues all NCCL calls,
-posts the receive for each as soon as its number and format arrive. NCCL works on streams of its own: neither lane nor
-host waits, and the receiver's lane waits on the device when it takes the message. Not run on several GPUs yet.
 """
 
 from __future__ import annotations
 
 import ctypes
 import secrets
+import struct
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from functools import partial
+import threading
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from avgpipe.device import ReadyOnEvent, current_stream, on_accelerator, select, used_on
-from avgpipe.links.link import Endpoint, Link, Mailbox, Transport
-from avgpipe.links.message import Channel, Decoder, Encoder, Format, Key, Message, padded
+from avgpipe.device import ReadyOnEvent, current_stream, foreign_memory, used_on
+from avgpipe.links.link import Endpoint, Transport
+from avgpipe.links.message import BY_HOST, OF_MICRO_BATCHES, Channel, Decoder, Format, Key, padded
 from avgpipe.links.shared import Inbox, SharedLink, SharedTransport
 
 # Events that other processes wait for are CUDA's own, as are the streams that they are recorded on: torch.Event has no
@@ -42,15 +35,13 @@ from avgpipe.links.shared import Inbox, SharedLink, SharedTransport
 cuda: Any = torch.cuda
 
 HANDLE_BYTES = 64  # of memory and of an event
-_RECORD_BYTES = 4 * HANDLE_BYTES  # a slot's capacity, and the handles of its memory and its two events
+_RECORD_BYTES = 4 * HANDLE_BYTES  # a slot's place, and the handles of its memory and its two events
+_PLACE = struct.Struct("<qq16s")  # size, offset in the shared memory, and whose it is
 _SMALLEST = 64 << 10
+_BLOCK = 2 << 20  # what the driver allocates and shares as a whole
 _LAZY_PEER_ACCESS = 1
-_BY_HOST = Message.RESULT  # results of evaluations are small, mostly on the CPU, and stay with the caller
-
-Edge = tuple[int, int]  # ranks: from, to
-
-
-# ---- processes that share a device -------------------------------------------------------------------------------
+_RETURN_S = 5.0  # how long closing waits at most for slots to come back
+_PROCESS = secrets.token_bytes(16)
 
 
 class Slot(NamedTuple):
@@ -75,13 +66,12 @@ class CudaIpcLink(SharedLink):
         self._slots = slots
         self._copies = cuda.Stream(end.device)
         self._outgoing_slots: dict[tuple[Channel, int], Slot] = {}  # by the address of the ring's slot
-        self._copying: deque[tuple[Any, list[torch.Tensor]]] = deque()
         for n, (channel, receiver, decoder) in enumerate(self._incoming):
-            if channel.kind != _BY_HOST:
+            if channel.kind != BY_HOST:
                 self._incoming[n] = channel, receiver, _SlotDecoder(decoder, slots, end.device)
 
     def send(self, key: Key, value: Any) -> None:
-        if key.kind == _BY_HOST:
+        if key.kind == BY_HOST:
             super().send(key, value)
             return
         channel = Channel.of(key)
@@ -92,6 +82,9 @@ class CudaIpcLink(SharedLink):
         ctypes.memmove(address, slot.record, _RECORD_BYTES)
         ctypes.memmove(address + _RECORD_BYTES, text, len(text))
         self._copy(slot, format, tensors)
+        if key.kind not in OF_MICRO_BATCHES:
+            # Such as an update of the reference, whose memory the lane's next step writes again.
+            current_stream(self._end.device).wait_event(slot.full)
         # The other process waits for what ``full`` was recorded for last: publish only now.
         sender.publish(_RECORD_BYTES + len(text), key.batch, key.micro_batch, number, len(text))
 
@@ -101,7 +94,7 @@ class CudaIpcLink(SharedLink):
         if slot is None or slot.memory.numel() < size:
             if slot is not None:
                 self._slots.give(slot)
-            slot = self._outgoing_slots[channel, address] = self._slots.make(max(size, _SMALLEST))
+            slot = self._outgoing_slots[channel, address] = self._slots.make(size)
         return slot
 
     def _copy(self, slot: Slot, format: Format, tensors: list[torch.Tensor]) -> None:
@@ -110,10 +103,24 @@ class CudaIpcLink(SharedLink):
         with self._copies:
             format.write(tensors, slot.memory)
             slot.full.record(self._copies)
-        # The lane goes on and may drop them, or give their slot back: kept until the copy has read them.
-        self._copying.append((slot.full, tensors))
-        while self._copying and self._copying[0][0].query():
-            self._copying.popleft()
+        used_on(self._copies, tensors)  # the lane goes on and may drop them, or give their slot back
+
+    def close(self, patience_s: float) -> None:
+        """Leave, and let other links have the slots that both sides are done with; the others stay as they are."""
+        senders = [sender for sender, _ in self._outgoing.values()]
+        super().close(patience_s)
+        slots = self._outgoing_slots.values()
+        # In this order: the receiver records ``free``, and then gives its slot of the ring back.
+        if self._wait_for(
+            lambda: (
+                not any(sender.lent() for sender in senders)
+                and all(slot.full.query() and slot.free.query() for slot in slots)
+            ),
+            min(patience_s, _RETURN_S),
+        ):
+            for slot in slots:
+                self._slots.give(slot)
+        self._outgoing_slots = {}
 
 
 class _SlotDecoder(Decoder):
@@ -121,15 +128,11 @@ class _SlotDecoder(Decoder):
 
     def __init__(self, headers: Decoder, slots: DeviceSlots, device: torch.device) -> None:
         self._headers, self._slots, self._reader = headers, slots, device
-        self._opened: dict[bytes, Slot] = {}
 
     def decode(self, number: int, text_bytes: int, memory: Any, offset: int = 0) -> ReadyOnEvent:
         data = bytes(memoryview(memory)[: _RECORD_BYTES + text_bytes])
-        record = data[:_RECORD_BYTES]
-        if record not in self._opened:
-            self._opened[record] = self._slots.open(record)
         format = self._headers.format(number, data[_RECORD_BYTES:])
-        return _InSlot(self._slots, self._opened[record], format, memory, self._reader)
+        return _InSlot(self._slots, self._slots.open(data[:_RECORD_BYTES]), format, memory, self._reader)
 
 
 class _InSlot(ReadyOnEvent):
@@ -148,105 +151,126 @@ class _InSlot(ReadyOnEvent):
         return self._format.read(memory, 0, memory.device)
 
 
-class DeviceSlots:
-    """Slots in the memory of ``device``. The driver's memory, for only the beginning of an allocation can be shared.
+# ---- memory ------------------------------------------------------------------------------------------------------
 
-    It is not given back while the process lives: a receiver may have it open, and to free it then is undefined.
-    Slots that messages have outgrown serve smaller ones.
+
+class DeviceSlots:
+    """Slots in the memory of a device, for all links of this process.
+
+    Only the whole of an allocation can be shared, so blocks of the driver's own granularity are carved into slots.
+    Nothing is freed while the process lives: a receiver may have it open, and to free it then is undefined. What a link
+    is done with, and what its messages have outgrown, serves others, and what was opened once stays open for them.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        self._device = torch.device("cuda", index)
-        self._driver = ctypes.CDLL("libcuda.so.1")
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._lock = threading.Lock()  # pipelines may have threads of their own
         self._spare: list[Slot] = []
-        with torch.cuda.device(self._device):
-            torch.empty(1, device=self._device)  # makes the device's context this thread's
+        self._opened: dict[bytes, Slot] = {}  # by record
+        self._blocks: dict[bytes, int] = {}  # addresses of what was opened, by whose it is and its handle
+        self._returns = cuda.Stream(driver.device)
+        self._offered: Slot | None = None
 
     def make(self, size: int) -> Slot:
-        fitting = [n for n, slot in enumerate(self._spare) if slot.memory.numel() >= size]
-        if fitting:
-            return self._spare.pop(min(fitting, key=lambda n: self._spare[n].memory.numel()))
-        size = 1 << (size - 1).bit_length()  # messages that grow outgrow few slots
-        pointer, handle = ctypes.c_uint64(), _Handle()
-        with torch.cuda.device(self._device):
-            what = f"{size} bytes of device memory"
-            self._call("cuMemAlloc_v2", what, ctypes.byref(pointer), ctypes.c_size_t(size))
-            self._call("cuIpcGetMemHandle", "sharing device memory", ctypes.byref(handle), pointer)
-            full, free = (cuda.Event(interprocess=True) for _ in range(2))
-        record = size.to_bytes(HANDLE_BYTES, "little"), bytes(handle), full.ipc_handle(), free.ipc_handle()
-        memory = self._tensor(_DeviceMemory(pointer.value, size))
-        return Slot(memory, full, free, b"".join(record))
+        """Return a slot of at least ``size`` bytes."""
+        with self._lock:
+            fitting = [slot for slot in self._spare if slot.memory.numel() >= size]
+            if not fitting:
+                fitting = self._carve(
+                    1 << (max(size, _SMALLEST) - 1).bit_length()
+                )  # messages that grow outgrow few
+                self._spare += fitting
+            found = min(fitting, key=lambda slot: slot.memory.numel())
+            self._spare = [slot for slot in self._spare if slot is not found]
+            return found
+
+    def _carve(self, size: int) -> list[Slot]:
+        whole = max(size, _BLOCK)
+        pointer, handle = self._driver.allocate(whole)
+        return [self._slot(pointer, handle, offset, size) for offset in range(0, whole, size)]
+
+    def _slot(self, pointer: int, handle: bytes, offset: int, size: int) -> Slot:
+        full, free = self._driver.event(), self._driver.event()
+        place = _PLACE.pack(size, offset, _PROCESS).ljust(HANDLE_BYTES, b"\0")
+        memory = self._driver.tensor(DeviceMemory(pointer + offset, size))
+        return Slot(memory, full, free, place + handle + full.ipc_handle() + free.ipc_handle())
 
     def give(self, slot: Slot) -> None:
-        self._spare.append(slot)
+        with self._lock:
+            self._spare.append(slot)
 
     def open(self, record: bytes) -> Slot:
-        size, memory, full, free = (
-            record[n : n + HANDLE_BYTES] for n in range(0, _RECORD_BYTES, HANDLE_BYTES)
-        )
-        pointer, flags = ctypes.c_uint64(), ctypes.c_uint(_LAZY_PEER_ACCESS)
-        with torch.cuda.device(self._device):
-            what = "opening another process's device memory"
-            handle = _Handle.from_buffer_copy(memory)
-            self._call("cuIpcOpenMemHandle_v2", what, ctypes.byref(pointer), handle, flags)
-            opened = [cuda.Event.from_ipc_handle(self._device, handle) for handle in (full, free)]
-        tensor = self._tensor(_DeviceMemory(pointer.value, int.from_bytes(size, "little")))
-        return Slot(tensor, opened[0], opened[1], record)
+        """Return another process's slot."""
+        with self._lock:
+            if record not in self._opened:
+                place, handle, full, free = (
+                    record[n : n + HANDLE_BYTES] for n in range(0, _RECORD_BYTES, HANDLE_BYTES)
+                )
+                size, offset, process = _PLACE.unpack_from(place)
+                if process + handle not in self._blocks:
+                    self._blocks[process + handle] = self._driver.open(handle)
+                memory = DeviceMemory(self._blocks[process + handle] + offset, size)
+                events = [self._driver.open_event(event) for event in (full, free)]
+                self._opened[record] = Slot(self._driver.tensor(memory), events[0], events[1], record)
+            return self._opened[record]
 
     def lend(self, slot: Slot, lease: Any, reader: Any) -> torch.Tensor:
-        return self._tensor(_Loan(slot, lease, reader))
-
-    def _call(self, function: str, doing: str, *arguments: Any) -> None:
-        """Call a function of the CUDA driver; OSError where it fails."""
-        if status := getattr(self._driver, function)(*arguments):
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(status, ctypes.byref(text))
-            why = (text.value or b"unknown error").decode()
-            raise OSError(f"{doing}: {why} (CUDA error {status})")
-
-    def _tensor(self, memory: _DeviceMemory) -> torch.Tensor:
-        # The tensor keeps ``memory``, and with it the lease. The allocator knows nothing of it, so that
-        # record_stream has no effect; the event ``free`` does its work.
-        return torch.as_tensor(memory, device=self._device)
+        """Return a slot's memory for use on a stream. The lease ends with the last tensor that lies there."""
+        tensor: torch.Tensor = self._driver.tensor(_Loan(slot, lease, reader, self._returns))
+        return tensor
 
     def offer(self) -> dict[str, str]:
         """What lets another process find out whether it can open this one's slots."""
-        token = secrets.token_bytes(HANDLE_BYTES)
-        self._offered = self.make(_SMALLEST)
-        self._offered.memory[:HANDLE_BYTES] = torch.tensor(list(token), dtype=torch.uint8)
-        self._offered.full.record(cuda.current_stream(self._device))
-        return {"token": token.hex(), "slot": self._offered.record.hex(), "device": device_id(self._device)}
+        if self._offered is None:
+            self._offered = self.make(_SMALLEST)
+            self._offered.memory[: len(_PROCESS)] = torch.tensor(list(_PROCESS), dtype=torch.uint8)
+            self._offered.full.record(cuda.current_stream(self._driver.device))
+        return {"slot": self._offered.record.hex(), "device": device_id(self._driver.device)}
 
     def check(self, offer: dict[str, str]) -> None:
         """Raise ValueError or OSError if the slots of who made ``offer`` are out of reach."""
-        if offer["device"] != device_id(self._device):
+        if offer["device"] != device_id(self._driver.device):
             raise ValueError("its device is another one")
         slot = self.open(bytes.fromhex(offer["slot"]))
-        cuda.current_stream(self._device).wait_event(slot.full)
-        if bytes(slot.memory[:HANDLE_BYTES].tolist()).hex() != offer["token"]:
+        cuda.current_stream(self._driver.device).wait_event(slot.full)
+        if bytes(slot.memory[: len(_PROCESS)].tolist()) != _PLACE.unpack_from(slot.record)[2]:
             raise ValueError("what its device memory holds is not what it wrote there")
 
 
-class _DeviceMemory:
+class DeviceMemory:
     """Device memory, in the way in which libraries describe it to each other."""
 
     def __init__(self, pointer: int, size: int) -> None:
+        self.pointer, self.size = pointer, size
         described = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 2}
         self.__cuda_array_interface__ = described
 
 
-class _Loan(_DeviceMemory):
-    """A slot's memory as long as a tensor reads it."""
+class _Loan(DeviceMemory):
+    """A slot's memory as long as a tensor reads it. ``returns``: a stream that nothing else keeps."""
 
-    def __init__(self, slot: Slot, lease: Any, reader: Any) -> None:
+    def __init__(self, slot: Slot, lease: Any, reader: Any, returns: Any) -> None:
         super().__init__(slot.memory.data_ptr(), slot.memory.numel())
-        self._slot, self._lease, self._reader = slot, lease, reader
+        self._slot, self._lease, self._returns = slot, lease, returns
+        self._readers = [reader]
+        foreign_memory[self.pointer] = self
+
+    def used_on(self, stream: Any) -> None:
+        """Note that another stream reads it too: a stage may pass on what it has received, or send it on."""
+        with stream:
+            reader = cuda.current_stream(self._slot.memory.device)  # the same one, as CUDA's own class
+        if reader not in self._readers:
+            self._readers.append(reader)
 
     def __del__(self) -> None:
         # All that reads it is issued by now. First the event, then the lease: the sender looks at it in this order.
         if not sys.is_finalizing():
-            self._slot.free.record(self._reader)
+            last = self._readers[0]
+            if len(self._readers) > 1:  # none of them is to wait for the others
+                last = self._returns
+                for reader in self._readers:
+                    last.wait_stream(reader)
+            self._slot.free.record(last)
         self._lease = None
 
 
@@ -254,11 +278,91 @@ class _Handle(ctypes.Structure):
     _fields_ = (("data", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
+class Driver:
+    """What is needed of the CUDA driver, for one device. OSError where it fails.
+
+    Any thread may call: the driver wants a context for each, and what torch selects in a thread need not have one yet.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        index = device.index if device.index is not None else cuda.current_device()
+        self.device = torch.device("cuda", index)
+        cuda.init()
+        self._library = ctypes.CDLL("libcuda.so.1")
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        self._check(
+            "finding the device", self._library.cuDeviceGet(ctypes.byref(number), ctypes.c_int(index))
+        )
+        retained = self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+        self._check("the device's context", retained)
+        self._context = context
+
+    def allocate(self, size: int) -> tuple[int, bytes]:
+        """Return the address of new memory, and its handle."""
+        pointer, handle = ctypes.c_uint64(), _Handle()
+        request = (
+            "cuMemAlloc_v2",
+            f"{size} bytes of device memory",
+            ctypes.byref(pointer),
+            ctypes.c_size_t(size),
+        )
+        try:
+            self._call(*request)
+        except OSError:
+            cuda.empty_cache()  # torch keeps what its tensors have freed
+            self._call(*request)
+        self._call("cuIpcGetMemHandle", "sharing device memory", ctypes.byref(handle), pointer)
+        return pointer.value, bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        """Return the address of another process's memory."""
+        pointer, flags = ctypes.c_uint64(), ctypes.c_uint(_LAZY_PEER_ACCESS)
+        what = "opening another process's device memory"
+        given = _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", what, ctypes.byref(pointer), given, flags)
+        return pointer.value
+
+    def event(self) -> Any:
+        with cuda.device(self.device):
+            return cuda.Event(interprocess=True)
+
+    def open_event(self, handle: bytes) -> Any:
+        return cuda.Event.from_ipc_handle(self.device, handle)
+
+    def tensor(self, memory: DeviceMemory) -> torch.Tensor:
+        # The tensor keeps ``memory``, and with it a lease. The allocator knows nothing of it, so that record_stream has
+        # no effect; the event ``free`` does its work.
+        return torch.as_tensor(memory, device=self.device)
+
+    def _call(self, function: str, doing: str, *arguments: Any) -> None:
+        with cuda.device(self.device):
+            self._check(doing, self._library.cuCtxSetCurrent(self._context))
+            self._check(doing, getattr(self._library, function)(*arguments))
+
+    def _check(self, doing: str, status: int) -> None:
+        if status:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(status, ctypes.byref(text))
+            why = (text.value or b"unknown error").decode()
+            raise OSError(f"{doing}: {why} (CUDA error {status})")
+
+
+def device_id(device: torch.device) -> str:
+    """Return what names a CUDA device of this host in all of its processes."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+@cache
+def slots_of(device: torch.device) -> DeviceSlots:
+    """Return this process's slots in the memory of a device."""
+    return DeviceSlots(Driver(device))
+
+
 class IpcTransport(Transport):
     """Slots in the memory of a device that processes of one host share."""
 
     def offer(self) -> Any:
-        self._slots = DeviceSlots(self.device)
+        self._slots = slots_of(self.device)
         return self._slots.offer()
 
     def open(self, rank: int, offers: Sequence[Any]) -> None:
@@ -270,150 +374,3 @@ class IpcTransport(Transport):
         shared = self.below["shm"]
         assert isinstance(shared, SharedTransport)
         return CudaIpcLink(*shared.ends(rank), end, self._slots)
-
-
-# ---- processes that have a device each ---------------------------------------------------------------------------
-
-
-def edge_groups(
-    edges: Sequence[Edge], device: torch.device, timeout_s: float, backend: str = "nccl"
-) -> dict[Edge, dist.ProcessGroup]:
-    """A communicator for each of ``edges``, which all ranks name alike; made and tried now, not in mid-run."""
-    select(device)  # for whichever thread connects
-    limit = timedelta(seconds=timeout_s)
-    groups = {edge: dist.new_group(list(edge), timeout=limit, backend=backend) for edge in edges}
-    for edge, group in groups.items():
-        token = torch.zeros(1, device=device)
-        if dist.get_rank() == edge[0]:
-            dist.send(token, edge[1], group=group)
-        elif dist.get_rank() == edge[1]:
-            dist.recv(token, edge[0], group=group)
-    return groups
-
-
-class NcclLink(Link):
-    """Connects this worker with rank ``peer``. ``control`` makes the link that carries formats, given its end."""
-
-    name = "nccl"
-
-    def __init__(
-        self,
-        control: Callable[[Endpoint], Link],
-        groups: Mapping[Edge, dist.ProcessGroup],
-        peer: int,
-        end: Endpoint,
-    ) -> None:
-        me = dist.get_rank()
-        self._out, self._in = groups.get((me, peer)), groups.get((peer, me))
-        self._peer, self._end = peer, end
-        self._encoders: dict[tuple[Any, ...], Encoder] = {c: end.encoder(c) for c in end.outgoing}
-        self._decoders: dict[tuple[Any, ...], Decoder] = {c: end.decoder(c) for c in end.incoming}
-        self._sent = self._received = 0  # messages
-        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
-        self._announced: dict[int, tuple[Key, int, str]] = {}  # by number
-        self._intake = _Intake(end.mailbox)
-        self._control = control(Endpoint(self._intake, torch.device("cpu"), end.incoming, end.outgoing))
-        end.mailbox.sources.append(self._collect)  # after the control link's own
-
-    def send(self, key: Key, value: Any) -> None:
-        number, format, text, tensors = self._encoders[key[:4]].encode(value)
-        if format.bytes:
-            # Made on the lane's stream; NCCL's waits for that, and keeps the buffer until it has read it.
-            buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._end.device)
-            format.write(tensors, buffer)
-            self._sending.append((dist.isend(buffer, self._peer, group=self._out), buffer))
-        self._control.send(key, [torch.tensor([self._sent, number]), text.decode()])
-        self._sent += 1
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
-
-    def _collect(self) -> None:
-        while self._intake.arrived:
-            key, (numbers, text) = self._intake.arrived.popleft()
-            sent, number = numbers.tolist()
-            self._announced[sent] = key, number, text
-        while self._received in self._announced:
-            key, number, text = self._announced.pop(self._received)
-            self._received += 1
-            format = self._decoders[key[:4]].format(number, text.encode())
-            buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._end.device)
-            work = dist.irecv(buffer, self._peer, group=self._in) if format.bytes else None
-            self._end.mailbox.put(key, _Posted(buffer, work, format, self._end.device))
-
-    def leave(self) -> None:
-        self._control.leave()
-
-    def close(self, patience_s: float) -> None:
-        self._end.mailbox.sources.remove(self._collect)
-        self._control.close(patience_s)
-
-
-class _Posted(ReadyOnEvent):
-    """A message whose receive is posted. ``value``: the buffer."""
-
-    __slots__ = ("_format",)
-
-    def __init__(self, buffer: torch.Tensor, work: Any, format: Format, device: torch.device) -> None:
-        super().__init__(buffer, work, device)
-        self._format = format
-
-    def received(self) -> Any:
-        if self._ready is not None:
-            self._ready.wait()  # on CUDA the current stream waits, not the host
-        if on_accelerator(self.value):
-            # Allocated on the stream that was current when the receive was posted, read on this one.
-            used_on(current_stream(self._device), [self.value])
-        return self._format.read(self.value, 0, self.value.device)
-
-
-class _Intake(Mailbox):
-    """The mailbox of the control link: what arrives waits for the scheduler's thread."""
-
-    def __init__(self, mailbox: Mailbox) -> None:
-        self.bell, self.sources, self.fail = mailbox.bell, mailbox.sources, mailbox.fail  # type: ignore[method-assign]
-        self.arrived: deque[tuple[Key, Any]] = deque()
-
-    def put(self, key: Key, value: Any) -> None:
-        self.arrived.append((key, value))
-
-    def deliver(self, key: Key, value: Any) -> None:
-        self.put(key, value)
-        self.bell.ring()
-
-
-def device_id(device: torch.device) -> str:
-    """Return what names a CUDA device of this host in all of its processes."""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def nccl_device(device: torch.device) -> str | None:
-    """Return which device a worker would use NCCL with; None without either."""
-    return device_id(device) if device.type == "cuda" and dist.is_nccl_available() else None
-
-
-def nccl_joins(devices: Sequence[str | None]) -> bool:
-    """Whether all workers have NCCL and a CUDA device each: it refuses two on one device."""
-    return None not in devices and len(set(devices)) == len(devices)
-
-
-class NcclTransport(Transport):
-    """A communicator for each edge, where every worker has a GPU of its own."""
-
-    _edges: dict[Edge, dist.ProcessGroup] | None = None
-
-    def offer(self) -> Any:
-        return nccl_device(self.device)
-
-    def open(self, rank: int, offers: Sequence[Any]) -> None:
-        if not nccl_joins(offers):
-            count = len(set(offers) - {None})
-            raise ValueError(f"it needs NCCL and a GPU for each of {len(offers)} workers, which have {count}")
-
-    def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> NcclLink:
-        if self._edges is None:  # for the first link, which all ranks make now
-            edges = sorted({(source, rank) for rank, of in enumerate(self.into) for source in of.values()})
-            limit_s = self.world.timeout_s
-            self._edges = self.world.connect(lambda: edge_groups(edges, end.device, limit_s))
-        host = next(n for n, other in enumerate(others) if not isinstance(other, IpcTransport))
-        control = partial(others[host].link, rank, others=others[host + 1 :])
-        return NcclLink(control, self._edges, rank, end)

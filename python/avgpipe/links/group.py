@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from avgpipe.device import select
+from avgpipe.device import current_stream, on_accelerator, pinned_bytes, select
 from avgpipe.errors import PeerLost
 from avgpipe.links.link import Endpoint, Link, Transport
 from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Key, Message, padded
@@ -156,7 +156,7 @@ class GroupLink(Link):
         """
         self._release()
         message = self._outgoing[key[:4]].packed(key, value)  # a Channel is such a tuple
-        if message.payload is not None or self._queued != self._sent:
+        if message.payload is not None or message.made is not None or self._queued != self._sent:
             self._queued += 1
             self._enqueue(message.place, message)
             return
@@ -179,7 +179,8 @@ class GroupLink(Link):
         if self._outgoing and not self._has_left:
             self._has_left = True
             self._enqueue(_LAST, self._unreaped)
-            self._enqueue(_LAST, _Packed(_LAST, "its farewell", _envelope(0, _FAREWELL, 0, 0, 0, 0, 0)))
+            farewell = _envelope(_bytes(_RECORD_BYTES), _FAREWELL, 0, 0, 0, 0, 0)
+            self._enqueue(_LAST, _Packed(_LAST, "its farewell", farewell))
 
     def _enqueue(self, place: float, item: _Packed | list[Any]) -> None:
         self._queue.put((place, next(self._count), item))
@@ -196,6 +197,8 @@ class GroupLink(Link):
                     _wait(item)
                     continue
                 doing = f"sending {item.words}"
+                if item.made is not None:
+                    item.made.synchronize()
                 is_last = item.place == _LAST
                 self._post(posted, item)
                 posted += 1
@@ -294,13 +297,20 @@ class GroupTransport(Transport):
 
 
 class _Packed(NamedTuple):
-    """A message as it is sent. ``place``: in the line. ``words``: what it is, for people."""
+    """A message as it is sent.
+
+    Attributes:
+        place: In the line.
+        words: What it is, for people.
+        made: The event at which an accelerator has copied it to the host; None if it is there.
+    """
 
     place: float
     words: str
     envelope: torch.Tensor
     channel: _Outgoing | None = None
     payload: torch.Tensor | None = None
+    made: Any = None
 
 
 class _Outgoing:
@@ -316,16 +326,21 @@ class _Outgoing:
         total = padded(len(text)) + format.bytes
         fits = _RECORD_BYTES + total <= _ENVELOPE_BYTES
         record = self._number, key.batch, key.micro_batch, number, len(text), total
-        envelope = _envelope(total if fits else 0, *record)
+        # On the lane's stream, whose next step may write to them; the host goes on.
+        devices = [tensor.device for tensor in tensors if on_accelerator(tensor)]
+        comes = bool(devices)
+        memory = pinned_bytes if comes else _bytes
+        envelope = _envelope(memory(_RECORD_BYTES + (total if fits else 0)), *record)
         payload = None
         if fits:
-            format.write_all(text, tensors, envelope.data_ptr() + _RECORD_BYTES)
-        elif not text and self._trains and format.is_memory_of(tensors):
+            format.write_all(text, tensors, envelope.data_ptr() + _RECORD_BYTES, comes)
+        elif not (text or comes) and self._trains and format.is_memory_of(tensors):
             payload = _copied_lazily(tensors[0])
         else:
-            payload = torch.empty(total, dtype=torch.uint8)
-            format.write_all(text, tensors, payload.data_ptr())
-        return _Packed(key.batch if self._trains else _FIRST, self._words, envelope, self, payload)
+            payload = memory(total)
+            format.write_all(text, tensors, payload.data_ptr(), comes)
+        made = current_stream(devices[0]).record_event() if comes else None
+        return _Packed(key.batch if self._trains else _FIRST, self._words, envelope, self, payload, made)
 
 
 class _Incoming:
@@ -338,8 +353,11 @@ class _Incoming:
         self.posted: deque[tuple[torch.Tensor, Any]] = deque()
 
 
-def _envelope(more_bytes: int, *record: float) -> torch.Tensor:
-    envelope = torch.empty(_RECORD_BYTES + more_bytes, dtype=torch.uint8)
+def _bytes(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _envelope(envelope: torch.Tensor, *record: float) -> torch.Tensor:
     ctypes.memmove(envelope.data_ptr(), _RECORD.pack(*record, time.time()), _RECORD.size)
     return envelope
 

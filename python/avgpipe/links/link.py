@@ -10,13 +10,15 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from avgpipe.device import ReadyOnEvent, has_streams, ready_on_event
+from avgpipe.device import ReadyOnEvent, has_streams, own_stream, ready_on_event
 from avgpipe.links.message import Channel, Decoder, Encoder, Key, detached, on_wire
 from avgpipe.ranks.process import cores
 from avgpipe.ranks.world import World
@@ -38,7 +40,11 @@ class Link(ABC):
 
     @abstractmethod
     def send(self, key: Key, value: Any) -> None:
-        """Send a message, and never wait for the other end. The caller may change ``value`` afterwards."""
+        """Send a message, and never wait for the other end.
+
+        The caller may change ``value`` afterwards, but for what a micro-batch's steps make (``OF_MICRO_BATCHES``): it
+        may be read later where it lies.
+        """
 
     def leave(self) -> None:
         """Tell the other end that nothing more comes, and nothing more is taken; does not wait."""
@@ -66,13 +72,22 @@ class Endpoint:
     outgoing: Sequence[Channel] = ()
     wire_dtype: torch.dtype | None = None
 
+    @cached_property
+    def stream(self) -> Any:
+        """The stream on which what arrives is brought to the device; None on the CPU."""
+        return own_stream(self.device) if has_streams(self.device) else None
+
+    def receiving(self) -> AbstractContextManager[Any]:
+        """Run here what brings messages to the device."""
+        return nullcontext() if self.stream is None else self.stream
+
     def encoder(self, channel: Channel) -> Encoder:
         """Return the sending end's memory of a channel."""
         return Encoder(on_wire(channel.kind, self.wire_dtype))
 
     def decoder(self, channel: Channel) -> Decoder:
         """Return the receiving end's memory of a channel."""
-        return Decoder(on_wire(channel.kind, self.wire_dtype), self.device)
+        return Decoder(on_wire(channel.kind, self.wire_dtype), self.device, self.stream)
 
 
 class Transport(ABC):
@@ -114,6 +129,9 @@ class Transport(ABC):
 
         OSError, ValueError or RuntimeError says why the link cannot be.
         """
+
+    def connect(self, ranks: Sequence[int]) -> None:
+        """Connect to those ranks that this transport serves, while all ranks do the same."""
 
     @abstractmethod
     def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> Link:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from avgpipe.device import has_streams, on_accelerator, ready_on_event
+from avgpipe.device import current_stream, has_streams, on_accelerator, ready_on_event
 from avgpipe_ext import pack, unpack_
 from avgpipe_ext.ring import copy
 
@@ -53,6 +53,8 @@ class Message(str, Enum):
 OF_MICRO_BATCHES = frozenset(
     (Message.ACTIVATION, Message.GRADIENT, Message.SKIP_ACTIVATION, Message.SKIP_GRADIENT)
 )
+# Small, mostly on the CPU, and for the caller to keep: through the host's memory, whatever the link.
+BY_HOST = Message.RESULT
 
 
 def on_wire(kind: Message, wire_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -158,6 +160,7 @@ class Format:
 
     Attributes:
         bytes: Of the tensors, with their padding.
+        end: Of the last tensor, without.
     """
 
     def __init__(
@@ -165,10 +168,11 @@ class Format:
     ) -> None:
         self._structure, self._leaves = structure, leaves
         self.slices: list[_Slice] = []
-        self.bytes = 0
+        self.bytes = self.end = 0
         for leaf in leaves:
             if isinstance(leaf, TensorInfo):
                 self.slices.append(_Slice(leaf, wire_dtype, self.bytes))
+                self.end = self.bytes + self.slices[-1].bytes
                 self.bytes += padded(self.slices[-1].bytes)
         # The commonest message by far is one tensor, or a list of them: rebuilt without walking a tree.
         self._alone = structure == _TENSOR and len(self.slices) == 1
@@ -187,8 +191,11 @@ class Format:
         _check_node(json.loads(structure)[1])
         return cls(pytree.treespec_loads(structure), tuple(_leaf_from_json(x) for x in leaves), wire_dtype)
 
-    def write(self, tensors: list[torch.Tensor], target: int | torch.Tensor) -> None:
-        """Copy a message's tensors to ``target``: an address of the host's memory, or a flat tensor of bytes."""
+    def write(self, tensors: list[torch.Tensor], target: int | torch.Tensor, pinned: bool = False) -> None:
+        """Copy a message's tensors to ``target``: an address of the host's memory, or a flat tensor of bytes.
+
+        From an accelerator to the host the copy keeps the host until it is done, but for ``pinned`` memory.
+        """
         for tensor, place in zip(tensors, self.slices):
             if not place.bytes:
                 continue
@@ -197,21 +204,21 @@ class Format:
                 continue
             flat = place.of(view(target, self.bytes) if isinstance(target, int) else target, 0)
             if place.cast is None:
-                flat.view(place.shape).copy_(tensor, non_blocking=on_accelerator(flat))
+                flat.view(place.shape).copy_(tensor, non_blocking=pinned or on_accelerator(flat))
             elif tensor.device == flat.device:
                 pack([tensor.resolve_neg()], out=flat)
-            else:  # rounded where it is; the copy keeps the host until it is done, as the one above does
-                flat.copy_(pack([tensor.resolve_neg()], dtype=place.cast))
+            else:  # rounded where it is
+                flat.copy_(pack([tensor.resolve_neg()], dtype=place.cast), non_blocking=pinned)
 
-    def write_all(self, text: bytes, tensors: list[torch.Tensor], address: int) -> None:
-        """Write the format's text, if it is new to the other end, and behind it the tensors."""
+    def write_all(self, text: bytes, tensors: list[torch.Tensor], address: int, pinned: bool = False) -> None:
+        """Write the format's text, if it is new to the other end, and behind it the tensors, as ``write`` does."""
         if text:
             ctypes.memmove(address, text, len(text))
-        self.write(tensors, address + padded(len(text)))
+        self.write(tensors, address + padded(len(text)), pinned)
 
     def is_memory_of(self, tensors: list[torch.Tensor]) -> bool:
         """Whether a message is no more than the memory of its only tensor."""
-        return len(self.slices) == 1 and self.slices[0].cast is None and _is_plain(tensors[0])
+        return len(self.slices) == 1 and self.slices[0].cast is None and _is_in_order(tensors[0])
 
     def read(self, memory: Any, offset: int, device: torch.device) -> Any:
         """Return the message whose tensors begin at ``offset`` of ``memory``, a buffer or a flat tensor of bytes.
@@ -295,8 +302,9 @@ class Encoder:
 class Decoder:
     """The receiving end's memory of a channel."""
 
-    def __init__(self, wire_dtype: torch.dtype | None, device: torch.device) -> None:
-        self._wire_dtype, self._device = wire_dtype, device
+    def __init__(self, wire_dtype: torch.dtype | None, device: torch.device, stream: Any = None) -> None:
+        """``stream``: of ``device``, on which values are copied there, or unpacked; by default the current one."""
+        self._wire_dtype, self._device, self._stream = wire_dtype, device, stream
         self._has_streams = has_streams(device)
         self._formats: list[Format | None] = [None] * _KNOWN
 
@@ -306,9 +314,12 @@ class Decoder:
         if text_bytes:
             data: Any = memory.numpy() if isinstance(memory, torch.Tensor) else memory
             text = bytes(memoryview(data).cast("B")[offset : offset + text_bytes])
-        value = self.format(number, text).read(memory, offset + padded(text_bytes), self._device)
-        # On an accelerator copied, or unpacked, by this thread's current stream, which need not be the lane's.
-        return ready_on_event(value, self._device) if self._has_streams else value
+        format, begin = self.format(number, text), offset + padded(text_bytes)
+        if not self._has_streams:
+            return format.read(memory, begin, self._device)
+        # The caller's stream may hold what lanes do, for which a message has no reason to wait.
+        with self._stream or current_stream(self._device):
+            return ready_on_event(format.read(memory, begin, self._device), self._device)
 
     def format(self, number: int, text: bytes) -> Format:
         """Return the format with that number, which is ``text`` if it comes along."""
@@ -335,9 +346,13 @@ def _flatten(value: Any) -> tuple[Any, pytree.TreeSpec, list[Any]]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the host's memory holds its values in order."""
+    return _is_in_order(tensor) and not on_accelerator(tensor)
+
+
+def _is_in_order(tensor: torch.Tensor) -> bool:
     """Whether its memory holds its values in order: conjugates and imaginary parts of them may be lazy."""
-    lies_there = tensor.is_contiguous() and not on_accelerator(tensor)
-    return lies_there and not (tensor.is_conj() or tensor.is_neg())
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def view(address: int, size: int) -> ctypes.Array[ctypes.c_ubyte]:

@@ -8,15 +8,20 @@ when the last tensor that reads it is gone.
 from __future__ import annotations
 
 import os
+import queue
 import secrets
 import select
+import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
+import torch
+
+from avgpipe.device import current_stream, has_streams, on_accelerator, pinned_bytes
 from avgpipe.links.link import Endpoint, Link, Transport
 from avgpipe.links.message import Channel, Encoder, Key, padded
-from avgpipe_ext.ring import Bell, Memory, Receiver, Sender
+from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy
 
 _POLL_S = 1e-3
 _TOKEN_BYTES = 64  # at the beginning of an inbox: shows whoever opens it that it is the right memory
@@ -96,15 +101,48 @@ class SharedLink(Link):
             c: (outbox.sender(c), end.encoder(c)) for c in end.outgoing
         }
         self._incoming = [(c, inbox.receiver(c, peer), end.decoder(c)) for c in end.incoming]
+        # What an accelerator still copies to the host: a thread waits for that, and then sends.
+        self._later: queue.SimpleQueue[_Later | None] = queue.SimpleQueue()
+        self._late = 0  # messages there
+        self._lock = threading.Lock()  # of senders, and of that number
+        self._thread: threading.Thread | None = None
         end.mailbox.sources.append(self._collect)
 
     def send(self, key: Key, value: Any) -> None:
         sender, encoder = self._outgoing[key[:4]]  # a Channel is such a tuple
         number, format, text, tensors = encoder.encode(value)
         total = padded(len(text)) + format.bytes
-        if total:
-            format.write_all(text, tensors, sender.reserve(total))
-        sender.publish(total, key.batch, key.micro_batch, number, len(text))
+        words = key.batch, key.micro_batch, number, len(text)
+        with self._lock:
+            if not self._late and not any(map(on_accelerator, tensors)):
+                if total:
+                    format.write_all(text, tensors, sender.reserve(total))
+                sender.publish(total, *words)
+                return
+            self._late += 1  # what is sent later goes behind it
+        # On the lane's stream, whose next step may write to them; the host goes on.
+        memory = pinned_bytes(total)
+        format.write_all(text, tensors, memory.data_ptr(), pinned=True)
+        device = next((t.device for t in tensors if on_accelerator(t)), self._end.device)
+        made = current_stream(device).record_event() if has_streams(device) else None
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._send_later, name="avgpipe-copied", daemon=True)
+            self._thread.start()
+        self._later.put(_Later(made, sender, memory, words))
+
+    def _send_later(self) -> None:
+        try:
+            while (item := self._later.get()) is not None:
+                if item.made is not None:
+                    item.made.synchronize()
+                size = item.memory.numel()
+                with self._lock:
+                    if size:
+                        copy(item.sender.reserve(size), item.memory.data_ptr(), size)
+                    item.sender.publish(size, *item.words)
+                    self._late -= 1
+        except Exception as error:
+            self._end.mailbox.fail(error)
 
     def _collect(self) -> None:
         for channel, receiver, decoder in self._incoming:
@@ -120,12 +158,32 @@ class SharedLink(Link):
         # A message that is not taken yet ends with its sender, so a peer that takes some still may take the last.
         self.leave()
         self._end.mailbox.sources.remove(self._collect)
-        deadline = time.monotonic() + patience_s
-        while any(sender.waiting() for sender, _ in self._outgoing.values()) and not self._outbox.is_left:
-            if time.monotonic() > deadline or not _is_alive(self._peer):
-                break
-            time.sleep(_POLL_S)
+        if self._thread is not None:
+            self._later.put(None)
+            self._thread.join(patience_s)
+        senders = [sender for sender, _ in self._outgoing.values()]
+        self._wait_for(
+            lambda: self._outbox.is_left or not any(sender.waiting() for sender in senders), patience_s
+        )
         self._outgoing.clear()
+
+    def _wait_for(self, condition: Callable[[], bool], patience_s: float) -> bool:
+        """Wait until ``condition`` is true, while the other process lives; False if that was in vain."""
+        deadline = time.monotonic() + patience_s
+        while not condition():
+            if time.monotonic() > deadline or not _is_alive(self._peer):
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+class _Later(NamedTuple):
+    """A message that is on its way to the host's memory. ``made``: the event at which it is there; None if it is."""
+
+    made: Any
+    sender: Sender
+    memory: torch.Tensor
+    words: tuple[int, int, int, int]
 
 
 class SharedTransport(Transport):

@@ -72,6 +72,12 @@ class World:
         self._connections += 1
         return self._board.connect(make, f"connection {self._connections}", self.timeout_s)
 
+    def store(self) -> Any:
+        """Return a store of this pipeline's ranks, by a connection of its own: its calls may wait for a rank."""
+        store = Board.beside(self._board.store, self.rank, self.size, self.timeout_s).store
+        store.set_timeout(self._limit)
+        return store
+
     # ---- failures ------------------------------------------------------------------------------------------------
 
     def describe(self, roles: Sequence[str]) -> None:

@@ -25,9 +25,10 @@ from avgpipe.device import ReadyOnEvent, has_streams, select
 from avgpipe.errors import PeerLost
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
+from avgpipe.links.nccl import end_communicators
 from avgpipe.ranks.world import transport_reason
 
-_PATIENCE_S = 5.0  # for the thread to end
+_PATIENCE_S = 5.0  # for the thread to end, or for the works of a communicator
 _BUCKET_BYTES = 8 * 2**20  # large enough for the network, small enough to begin early
 
 
@@ -69,6 +70,7 @@ class GroupSum:
         self._bucket_of = {n: b for b, bucket in enumerate(self._buckets) for n in bucket.members}
         self._armed = False
         self._waiting: list[set[int]] = []  # of each bucket, whose gradients the backward has not made yet
+        self._last: list[Any] = []  # works of the batch before
         self._works: list[Any] = []  # of the buckets that are on their way, which is in their order
         self._batches: queue.SimpleQueue[tuple[int, list[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -98,6 +100,7 @@ class GroupSum:
         for bucket in self._buckets[len(self._works) :]:
             self._start(bucket)
         works, self._works = self._works, []
+        self._last = works
         if self._thread is not None:
             self._batches.put((batch, works))
         else:
@@ -136,6 +139,9 @@ class GroupSum:
         if self._thread is not None:
             self._batches.put(None)
             self._thread.join(_PATIENCE_S)
+        else:
+            end = partial(dist.destroy_process_group, self._group)
+            end_communicators([(self._group, end, [*self._last, *self._works])], _PATIENCE_S)
 
 
 class _Sums(ReadyOnEvent):

@@ -125,9 +125,8 @@ class Worker:
 
     def _group(self, replicas: Sequence[int]) -> dist.ProcessGroup:
         limit_s = self.world.timeout_s + SPARE_S
-        # Decided for the whole world: members that choose each for itself could name different backends.
-        backend = "nccl" if self._links.has_nccl else "gloo"
         ranks = [self.placement.rank_of(replica) for replica in replicas]
+        backend = "nccl" if self._links.nccl_joins(ranks) else "gloo"
         return self.world.connect(lambda: sum_group(ranks, self.device, limit_s, backend))
 
     def _build(self, replica: int, layers: Sequence[nn.Module]) -> None:

@@ -1,0 +1,281 @@
+"""The link between processes that have a GPU each: tensors travel by NCCL, what they are by another link.
+
+A communicator joins two workers in one direction, so that neither direction waits for the other; there is one where
+something large goes that way. What else goes there goes with it, and the rest through the host's memory. Receives must
+be posted in the order of the sends: messages are numbered per direction, and the scheduler's thread, which issues all
+NCCL calls, posts the receive for each as soon as its number and format arrive. Not earlier: the next one may be of any
+channel and size, and one that nobody meets would keep its communicator for ever. NCCL works on streams of its own:
+neither lane nor host waits, and the receiver's lane waits on the device when it takes the message. Not run on several
+GPUs yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import TimeoutError as Unanswered
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from avgpipe.device import ReadyOnEvent, current_stream, on_accelerator, select, used_on
+from avgpipe.links.cuda import device_id
+from avgpipe.links.link import Endpoint, Link, Mailbox, Transport
+from avgpipe.links.message import BY_HOST, OF_MICRO_BATCHES, Channel, Decoder, Encoder, Format, Key, Message
+from avgpipe.ranks.rendezvous import in_thread
+
+_LARGE = OF_MICRO_BATCHES | {Message.TIED_GRADIENTS, Message.REFERENCE_UPDATE, Message.EVALUATION}
+_END_S = 5.0  # how long ending a communicator may take
+_POLL_S = 1e-3
+
+Edge = tuple[int, int]  # ranks: from, to
+
+
+def edges_of(into: Sequence[Mapping[Channel, int]]) -> list[Edge]:
+    """Return where communicators are needed, in an order in which all ranks can connect: each its own, one by one.
+
+    Both ends of one wait for each other, so the order must be one for all. It is in turns, in which no rank has two, or
+    the last of a long chain would wait for all before it.
+
+    Args:
+        into: For each rank, the channels that end there, and the ranks where they begin.
+    """
+    edges = {
+        (source, rank)
+        for rank, channels in enumerate(into)
+        for channel, source in channels.items()
+        if channel.kind in _LARGE
+    }
+    turns: list[set[int]] = []  # who is busy
+    placed = []
+    for edge in sorted(edges):
+        turn = next((n for n, busy in enumerate(turns) if busy.isdisjoint(edge)), len(turns))
+        if turn == len(turns):
+            turns.append(set())
+        turns[turn].update(edge)
+        placed.append((turn, edge))
+    return [edge for _, edge in sorted(placed)]
+
+
+def communicator(store: Any, rank: int, timeout_s: float) -> Any:
+    """Return rank 0's or 1's end of a communicator of two.
+
+    Not by ``new_group``, in which all ranks have to take part, in one order, even those that have no such device. With
+    its local synchronization it names a group by how many its caller has made before, which the two ends need not have
+    in common.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(store, rank, 2, options)
+
+
+def connect(
+    edges: Iterable[Edge], me: int, make: Callable[[Edge, int], Any], device: torch.device
+) -> dict[Edge, Any]:
+    """Make this rank's communicators, and try them now: the first message in mid-run would keep the host.
+
+    Args:
+        edges: All in which ``me`` may have a part, in the order of all ranks.
+        make: Makes an end of one: 0 where it begins, 1 where it ends.
+    """
+    select(device)  # for whichever thread connects
+    groups = {}
+    for edge in edges:
+        end = edge.index(me)
+        group = groups[edge] = make(edge, end)
+        token = [torch.zeros(1, device=device)]
+        (group.recv(token, 0, 0) if end else group.send(token, 1, 0)).wait()
+    return groups
+
+
+def end_communicators(
+    ends: Sequence[tuple[Any, Callable[[], Any], Sequence[Any]]], patience_s: float
+) -> None:
+    """End communicators, all at once, as the other side may end them in another order.
+
+    Args:
+        ends: Of each the group, what ends it in peace, and its works. Where one of these is not done, nobody will meet
+            it any more, and the group ends by force; the peaceful way would wait for it.
+        patience_s: For the works.
+    """
+    deadline = time.monotonic() + patience_s
+    ending = []
+    for group, end, works in ends:
+        while not (done := all(work.is_completed() for work in works)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        ending.append(in_thread(end if done else group.abort))
+    deadline = time.monotonic() + _END_S
+    for future in ending:
+        with suppress(Unanswered, RuntimeError):  # whoever has failed has said so before
+            future.result(max(0.0, deadline - time.monotonic()))
+
+
+class NcclLink(Link):
+    """Connects this worker with rank ``peer``.
+
+    Args:
+        control: Makes the link that carries formats, given its end.
+        out: The communicator to the peer; None: all goes by the control link.
+        into: The one from there, likewise.
+    """
+
+    name = "nccl"
+
+    def __init__(self, control: Callable[[Endpoint], Link], out: Any, into: Any, end: Endpoint) -> None:
+        self._out, self._in, self._end = out, into, end
+        self._encoders: dict[tuple[Any, ...], Encoder] = {c: end.encoder(c) for c in end.outgoing}
+        self._decoders: dict[tuple[Any, ...], Decoder] = {c: end.decoder(c) for c in end.incoming}
+        self._sent = self._received = 0  # messages
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self._receiving: deque[Any] = deque()
+        self._announced: dict[int, tuple[Key, int, str]] = {}  # by number
+        self._intake = _Intake(end.mailbox)
+        self._control = control(Endpoint(self._intake, torch.device("cpu"), end.incoming, end.outgoing))
+        end.mailbox.sources.append(self._collect)  # after the control link's own
+
+    def send(self, key: Key, value: Any) -> None:
+        if self._out is None or key.kind == BY_HOST:
+            self._control.send(key, value)
+            return
+        number, format, text, tensors = self._encoders[key[:4]].encode(value)
+        if format.end:
+            buffer = self._buffer(key, format, tensors)
+            self._sending.append((self._out.send([buffer], 1, 0), buffer))
+        self._control.send(key, [torch.tensor([self._sent, number]), text.decode()])
+        self._sent += 1
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+
+    def _buffer(self, key: Key, format: Format, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return a message's bytes, of which NCCL's stream waits for the lane's; kept until it has read them."""
+        if key.kind in OF_MICRO_BATCHES and format.is_memory_of(tensors):
+            return tensors[0].view(-1).view(torch.uint8)  # nobody writes to activations and gradients
+        # Others may be written again at once: on the lane's stream, so after this copy.
+        buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._end.device)
+        format.write(tensors, buffer)
+        return buffer[: format.end]
+
+    def _collect(self) -> None:
+        while self._intake.arrived:
+            key, value = self._intake.arrived.popleft()
+            if self._in is None or key.kind == BY_HOST:
+                self._end.mailbox.put(key, _FromHost(value, None, self._end.device))
+                continue
+            numbers, text = value
+            sent, number = numbers.tolist()
+            self._announced[sent] = key, number, text
+        while self._received in self._announced:
+            key, number, text = self._announced.pop(self._received)
+            self._received += 1
+            format = self._decoders[key[:4]].format(number, text.encode())
+            self._end.mailbox.put(key, self._post(format))
+
+    def _post(self, format: Format) -> _Posted:
+        # NCCL waits for what the current stream holds: on one of its own, for no lane and no caller.
+        with self._end.receiving():
+            buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._end.device)
+            work = self._in.recv([buffer[: format.end]], 0, 0) if format.end else None
+        while self._receiving and self._receiving[0].is_completed():
+            self._receiving.popleft()
+        if work is not None:
+            self._receiving.append(work)
+        return _Posted(buffer, work, format, self._end.device)
+
+    def leave(self) -> None:
+        self._control.leave()
+
+    def close(self, patience_s: float) -> None:
+        self._end.mailbox.sources.remove(self._collect)
+        self._control.close(patience_s)
+        works = {0: [work for work, _ in self._sending], 1: list(self._receiving)}
+        groups = [(n, group) for n, group in enumerate((self._out, self._in)) if group is not None]
+        end_communicators([(g, g.shutdown, works[n]) for n, g in groups], min(patience_s, _END_S))
+
+
+class _Posted(ReadyOnEvent):
+    """A message whose receive is posted. ``value``: the buffer."""
+
+    __slots__ = ("_format",)
+
+    def __init__(self, buffer: torch.Tensor, work: Any, format: Format, device: torch.device) -> None:
+        super().__init__(buffer, work, device)
+        self._format = format
+
+    def received(self) -> Any:
+        if self._ready is not None:
+            self._ready.wait()  # on CUDA the current stream waits, not the host
+        if on_accelerator(self.value):
+            # Allocated on the stream that was current when the receive was posted, read on this one.
+            used_on(current_stream(self._device), [self.value])
+        return self._format.read(self.value, 0, self.value.device)
+
+
+class _FromHost(ReadyOnEvent):
+    """A small message in the host's memory."""
+
+    __slots__ = ()
+
+    def received(self) -> Any:
+        return pytree.tree_map_only(torch.Tensor, self._to_device, self.value)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        moved: torch.Tensor = tensor.detach().to(self._device)
+        return moved.requires_grad_(tensor.requires_grad)
+
+
+class _Intake(Mailbox):
+    """The mailbox of the control link: what arrives waits for the scheduler's thread."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.bell, self.sources, self.fail = mailbox.bell, mailbox.sources, mailbox.fail  # type: ignore[method-assign]
+        self.arrived: deque[tuple[Key, Any]] = deque()
+
+    def put(self, key: Key, value: Any) -> None:
+        self.arrived.append((key, value))
+
+    def deliver(self, key: Key, value: Any) -> None:
+        self.put(key, value)
+        self.bell.ring()
+
+
+def nccl_device(device: torch.device) -> str | None:
+    """Return which device a worker would use NCCL with; None without either."""
+    return device_id(device) if device.type == "cuda" and dist.is_nccl_available() else None
+
+
+def nccl_joins(devices: Sequence[str | None]) -> bool:
+    """Whether workers have NCCL and a CUDA device each: it refuses two on one device."""
+    return None not in devices and len(set(devices)) == len(devices)
+
+
+class NcclTransport(Transport):
+    """Communicators between any two workers that have a GPU of their own."""
+
+    def offer(self) -> Any:
+        return nccl_device(self.device)
+
+    def open(self, rank: int, offers: Sequence[Any]) -> None:
+        if not nccl_joins([offers[self.world.rank], offers[rank]]):
+            raise ValueError("it needs NCCL and a GPU of its own at each end")
+
+    def connect(self, ranks: Sequence[int]) -> None:
+        me, limit_s = self.world.rank, self.world.timeout_s
+        edges = [edge for edge in edges_of(self.into) if me in edge and set(ranks) & set(edge)]
+        store: Any = self.world.store() if edges else None
+
+        def make(edge: Edge, end: int) -> Any:
+            name = f"from {edge[0]} to {edge[1]}"
+            return communicator(dist.PrefixStore(name, store), end, limit_s)  # type: ignore[attr-defined]
+
+        self._groups = connect(edges, me, make, self.device)
+
+    def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> NcclLink:
+        me, (host, *below) = self.world.rank, others
+        out, into = self._groups.get((me, rank)), self._groups.get((rank, me))
+        return NcclLink(partial(host.link, rank, others=below), out, into, end)
