@@ -93,7 +93,9 @@ def in_a_pipeline(layers: nn.Module, batches: list[Any], optimizer: Any, plan: P
             losses.append(result.loss)
             held = [r.loss_scale for r in pipeline._worker.trained.values() if r.loss_scale is not None]
             scales += [state.state_dict()["scale"] for state in held[:1]]
-        ahead = int(pipeline._worker.streams is not None)  # on a device the next batch is begun when a result is there
+        ahead = int(
+            pipeline._worker.streams is not None
+        )  # on a device the next batch is begun when a result is there
         return losses, pipeline.state_dict(), scales, ahead, pipeline.skipped_updates
 
 
