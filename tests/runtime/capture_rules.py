@@ -5,8 +5,7 @@ them again, and writes what they make to the memory that the capture had: so it 
 and knows nothing of Python. It raises where a device would go wrong without a word, or with one:
 
 - an operator whose result the host must know, or that draws random numbers, inside a capture
-- an operator of another thread than the one that captures
-- a capture inside of another one, or one that another thread ends
+- a capture inside of another one, one that another thread ends, or one that would disturb other threads
 - a tensor from outside of the capture whose memory is another one since, as of weights in several versions
 """
 
@@ -69,8 +68,6 @@ class RecordedGraph(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        if threading.get_ident() != self._thread:
-            raise CaptureError(f"{name} of another thread during a capture")
         if name in _HOST_WAITS:
             raise CaptureError(f"{name} waits for the device during a capture")
         if torch.Tag.nondeterministic_seeded in func.tags and name != "native_dropout":
