@@ -70,7 +70,7 @@ class RecordedGraph(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         if name in _HOST_WAITS:
             raise CaptureError(f"{name} waits for the device during a capture")
-        if torch.Tag.nondeterministic_seeded in func.tags and name != "native_dropout":
+        if torch.Tag.nondeterministic_seeded in func.tags:
             raise CaptureError(f"{name} draws random numbers during a capture")
         for tensor in _tensors((args, kwargs)):
             if id(tensor) not in self._made and id(tensor) not in self._outside:
