@@ -11,7 +11,7 @@ VISION ?= torchvision==0.28.0
 BIN := $(VENV)/bin
 # Where nvcc is, CUDA code is compiled, so its machine code and the run-time compilation are checked too.
 comma := ,
-EXTRAS := dev$(if $(shell command -v nvcc),$(comma)cuda-check$(comma)cupy)
+EXTRAS := dev$(if $(shell command -v nvcc),$(comma)cuda-check)
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
 # Whoever checks the code has its warnings as errors; whoever only builds it has another compiler, with other warnings.

@@ -5,7 +5,9 @@ Every operator takes a tensor, or lists of tensors of one length. Common to all:
 - dtypes: float64; float32; bfloat16 and float16, computed in float32. Beside a 16-bit x (or out), each of the other
   tensors may be float32 (a master copy). The factors alpha and scale are rounded to the arithmetic's type.
 - All tensors of a tuple have one shape and one dense order of strides (contiguous, or all channels_last); all
-  tensors of a call are on one device, CPU or CUDA; no written tensor shares memory with another one.
+  tensors of a call are on one device; no written tensor shares memory with another one.
+- Devices other than CPU and CUDA, and CUDA where nothing compiles for it, are served by plain torch
+  (`avgpipe_ext.plain`), which checks shapes and devices only.
 - Anything else raises ValueError with the clashing values, or TypeError, before anything is written; also a tensor
   whose memory is not its value (`torch.Tensor.is_neg`, `is_conj`), if only read.
 - With check_finite=True the result is the number of elements for which a value written, as rounded to its
@@ -35,6 +37,7 @@ from avgpipe_ext.operators import (
     predict_adam_,
     predict_sgd_,
     reference_apply_,
+    register_plain,
     trial_adam_,
     trial_sgd_,
     unpack_,
@@ -60,4 +63,5 @@ __all__ = [
     "unpack_",
 ]
 
-install_if_needed()
+if not install_if_needed():
+    register_plain("CUDA")

@@ -1,27 +1,27 @@
-"""CUDA kernels without nvcc: the source that the library carries, compiled by NVRTC and launched through CuPy.
+"""CUDA kernels without nvcc: the source that the library carries, compiled by NVRTC and launched through the driver.
 
-Operators check their arguments in the library as always. It then hands over each launch, a kernel and its parameter
-block, to the function installed here, which launches it on torch's current stream of the tensors' device and waits
-for nothing. A kernel is compiled at its first use, so use it once before capturing it in a CUDA graph.
+Builds of torch with CUDA bring NVRTC. Operators check their arguments in the library as always. It then hands over each
+launch, a kernel and its parameter block, to the function installed here, which launches it on torch's current stream of
+the tensors' device and waits for nothing. A kernel is compiled at its first use, so use it once before capturing it in
+a CUDA graph.
 
-CuPy's own compiler cache is not used: CuPy compiles with -ftz=true, which would flush subnormal numbers to zero.
-The kernels are kept in ~/.cache/avgpipe ($XDG_CACHE_HOME/avgpipe where that is set).
+What is compiled is kept in ~/.cache/avgpipe ($XDG_CACHE_HOME/avgpipe where that is set).
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-import importlib
 import importlib.util
 import os
 import tempfile
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from avgpipe_ext import _native
@@ -37,12 +37,137 @@ OPTIONS = (
     "--prec-div=true",
     "--prec-sqrt=true",
 )
-HINT = "pip install 'cupy-cuda13x>=14', or 'cupy-cuda12x>=14' for CUDA 12, or rebuild with AVGPIPE_CUDA=1 where nvcc is"
+HINT = "pip install nvidia-cuda-nvrtc, or rebuild with AVGPIPE_CUDA=1 where nvcc is"
+_VERSIONS = ("13", "12")  # of CUDA
 
 
-def _cupy() -> Any:
-    """CuPy, imported at the first call: it takes a while, and most runs have no use for it."""
-    return importlib.import_module("cupy")
+class Nvrtc:
+    """The run-time compiler. OSError where there is none."""
+
+    def __init__(self) -> None:
+        self._library = _load(_nvrtc_files())
+        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    def version(self) -> tuple[int, int]:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        return major.value, minor.value
+
+    def compile(self, source: str, name: str, options: tuple[str, ...], ptx: bool) -> bytes:
+        """Compile to machine code, or to ``ptx``; RuntimeError with the compiler's words."""
+        program, lib = ctypes.c_void_p(), self._library
+        place, no_headers = ctypes.byref(program), ctypes.c_void_p()
+        texts = source.encode(), name.encode()
+        self._check(lib.nvrtcCreateProgram(place, *texts, 0, no_headers, no_headers))
+        try:
+            given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+            status = lib.nvrtcCompileProgram(program, len(options), given)
+            if status != 0:
+                log = self._text(program, lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog)
+                raise RuntimeError(f"{self._reason(status)}: {log.decode().strip(chr(0)).strip()}")
+            if ptx:
+                return self._text(program, lib.nvrtcGetPTXSize, lib.nvrtcGetPTX)
+            return self._text(program, lib.nvrtcGetCUBINSize, lib.nvrtcGetCUBIN)
+        finally:
+            lib.nvrtcDestroyProgram(place)
+
+    def _text(self, program: ctypes.c_void_p, size_of: Any, get: Any) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(size_of(program, ctypes.byref(size)))
+        text = ctypes.create_string_buffer(size.value)
+        self._check(get(program, text))
+        return text.raw
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise RuntimeError(f"NVRTC: {self._reason(status)}")
+
+    def _reason(self, status: int) -> str:
+        reason: bytes = self._library.nvrtcGetErrorString(status)
+        return reason.decode()
+
+
+class Driver:
+    """What the driver is asked for: to load machine code, and to launch it. OSError where there is none."""
+
+    def __init__(self) -> None:
+        self._library = _load(["libcuda.so.1"])
+
+    @contextmanager
+    def context(self, device: int) -> Iterator[None]:
+        """Have torch's context of a device be the thread's inside: a thread may have none yet."""
+        self._check("cuCtxPushCurrent_v2", self._primary(device))
+        try:
+            yield
+        finally:
+            self._check("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    @cache  # noqa: B019  there is one driver, which lives as long as the process
+    def _primary(self, device: int) -> ctypes.c_void_p:
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        self._check("cuInit", 0)
+        self._check("cuDeviceGet", ctypes.byref(number), device)
+        self._check("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)  # until the process ends
+        return context
+
+    def load(self, code: bytes, name: str) -> ctypes.c_void_p:
+        """Load a function into the current context, for as long as that lives."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check("cuModuleLoadData", ctypes.byref(module), code)
+        self._check("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+        return function
+
+    def launch(
+        self, function: ctypes.c_void_p, grid: int, threads: int, stream: int, parameter: memoryview
+    ) -> None:
+        """Enqueue a kernel whose one parameter is passed by value."""
+        value = (ctypes.c_char * len(parameter)).from_buffer_copy(parameter)  # read before this returns
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(value))
+        size = (grid, 1, 1, threads, 1, 1)
+        nothing = ctypes.c_void_p()
+        self._check("cuLaunchKernel", function, *size, 0, ctypes.c_void_p(stream), parameters, nothing)
+
+    def _check(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status != 0:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(status, ctypes.byref(text))
+            raise RuntimeError(f"{name}: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def _load(files: list[str]) -> Any:
+    """Load the first of these libraries that is there."""
+    problems = []
+    for file in files:
+        try:
+            return ctypes.CDLL(file)
+        except OSError as error:
+            problems.append(str(error))
+    raise OSError("; ".join(problems))
+
+
+def _nvrtc_files() -> list[str]:
+    """Where NVRTC may be, that of torch's CUDA first: where the loader looks, and in the packages of NVIDIA."""
+    own = (torch.version.cuda or "").split(".")[0]
+    versions = [own, *(v for v in _VERSIONS if v != own)] if own else list(_VERSIONS)
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    files = []
+    for version in versions:
+        name = f"libnvrtc.so.{version}"
+        files += [str(path) for folder in folders for path in sorted(folder.glob(f"*/lib/{name}"))]
+        files += [name, f"/usr/local/cuda/lib64/{name}"]
+    return files
+
+
+@cache
+def nvrtc() -> Nvrtc:
+    return Nvrtc()
+
+
+@cache
+def driver() -> Driver:
+    return Driver()
 
 
 def kernel_name(definition: str) -> str:
@@ -64,21 +189,17 @@ def compile_kernel(definition: str, architecture: str) -> bytes:
 
     Returns: cubin, or PTX for a compute_ architecture. RuntimeError with the compiler's text if it fails.
     """
-    nvrtc = _cupy().cuda.nvrtc
-    program = nvrtc.createProgram(source_of(definition), f"{kernel_name(definition)}.cu", (), ())
+    options = (*OPTIONS, f"--gpu-architecture={architecture}")
+    name = kernel_name(definition)
     try:
-        nvrtc.compileProgram(program, (*OPTIONS, f"--gpu-architecture={architecture}"))
-        is_ptx = architecture.startswith("compute_")
-        code: bytes | str = nvrtc.getPTX(program) if is_ptx else nvrtc.getCUBIN(program)
-    except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(program).strip()
+        return nvrtc().compile(
+            source_of(definition), f"{name}.cu", options, architecture.startswith("compute_")
+        )
+    except RuntimeError as error:
         raise RuntimeError(
-            f"NVRTC cannot compile {kernel_name(definition)} for {architecture} ({error}); it must know the "
-            f"device, and be of CUDA 12.1 or later: {log}"
+            f"NVRTC cannot compile {name} for {architecture}; it must know the device, and be of CUDA 12.1 or later: "
+            f"{error}"
         ) from None
-    finally:
-        nvrtc.destroyProgram(program)
-    return code if isinstance(code, bytes) else code.encode()
 
 
 def compiled_file(definition: str, architecture: str) -> Path:
@@ -87,7 +208,7 @@ def compiled_file(definition: str, architecture: str) -> Path:
     The name tells source, options, architecture and compiler. Processes that compile at once each write the whole file
     and rename it.
     """
-    key = repr((source_of(definition), OPTIONS, architecture, _cupy().cuda.nvrtc.getVersion()))
+    key = repr((source_of(definition), OPTIONS, architecture, nvrtc().version()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "avgpipe"
     path = folder / f"{kernel_name(definition)}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
     if not path.exists():
@@ -99,44 +220,30 @@ def compiled_file(definition: str, architecture: str) -> Path:
     return path
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """A cudaStream_t as CUDA libraries hand it to each other."""
-
-    address: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.address  # version of the protocol
-
-
-class CupyLauncher:
-    """Launches kernels through CuPy; compiles and loads each one at its first use on a device."""
+class DriverLauncher:
+    """Launches kernels through the driver; compiles and loads each one at its first use on a device."""
 
     def __init__(self) -> None:
-        self._loaded: dict[tuple[str, int], tuple[Any, int]] = {}
+        self._loaded: dict[tuple[str, int], tuple[ctypes.c_void_p, int]] = {}
         self._lock = threading.Lock()
 
     def __call__(self, definition: str, block: memoryview, chunks: int, device: int) -> None:
         """Enqueue a kernel on torch's current stream of a device: see `_native.set_launcher`."""
-        cupy = _cupy()
-        properties = cupy.cuda.Device(device)
-        with properties, self._lock:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        with driver().context(device), self._lock:
             if (definition, device) not in self._loaded:
-                path = compiled_file(definition, f"sm_{properties.compute_capability}")
-                function = cupy.RawModule(path=str(path)).get_function(kernel_name(definition))
-                processors = int(properties.attributes["MultiProcessorCount"])
-                self._loaded[definition, device] = function, processors
+                properties = torch.cuda.get_device_properties(device)
+                code = compiled_file(definition, f"sm_{properties.major}{properties.minor}").read_bytes()
+                function = driver().load(code, kernel_name(definition))
+                self._loaded[definition, device] = function, properties.multi_processor_count
             function, processors = self._loaded[definition, device]
-            # A numpy array of one element is passed by value.
-            parameter = np.frombuffer(block, dtype=np.dtype((np.void, len(block))))
-            with cupy.cuda.Stream.from_external(_Stream(torch.cuda.current_stream(device).cuda_stream)):
-                grid = _native.grid_size(chunks, processors)
-                function((grid,), (_native.KERNEL_THREADS,), (parameter,))
+            grid = _native.grid_size(chunks, processors)
+            driver().launch(function, grid, _native.KERNEL_THREADS, stream, block)
 
 
 def install(launcher: Callable[[str, memoryview, int, int], object] | None = None) -> None:
-    """Let `launcher` (by default a new `CupyLauncher`) serve all CUDA tensors from now on."""
-    _native.set_launcher(str(PATH), launcher or CupyLauncher())
+    """Let `launcher` (by default a new `DriverLauncher`) serve all CUDA tensors from now on."""
+    _native.set_launcher(str(PATH), launcher or DriverLauncher())
 
 
 def uninstall() -> None:
@@ -144,22 +251,30 @@ def uninstall() -> None:
     _native.set_launcher(str(PATH), None)
 
 
-def install_if_needed() -> None:
-    """Install where kernels are not compiled in, and CuPy is there; CuPy is imported at the first launch only."""
-    if not build_info()["cuda"] and importlib.util.find_spec("cupy") is not None:
-        install()
+def install_if_needed() -> bool:
+    """Install where kernels are not compiled in, and torch has CUDA. Return False if CUDA tensors remain without."""
+    if build_info()["cuda"]:
+        return True
+    if torch.version.cuda is None:
+        return False
+    try:
+        nvrtc()
+    except OSError:
+        return False
+    install()
+    return True
 
 
 def cuda_path() -> str:
-    """What serves CUDA tensors: "compiled", "cupy", or "none (...)" with the reason and the way out."""
+    """What serves CUDA tensors: "compiled", "nvrtc", "plain (...)" with the reason and the way out, or "none (...)"."""
     if build_info()["cuda"]:
         return "compiled"
     if not torch.cuda.is_available():
         return "none (torch sees no CUDA device)"
-    if importlib.util.find_spec("cupy") is None:
-        return f"none (built without CUDA, and there is no CuPy; {HINT})"
+    if torch.version.cuda is None:
+        return "plain (torch is built for another kind of device)"
     try:
-        _cupy()
-    except Exception as error:  # CuPy raises many kinds where its libraries are missing
-        return f"none (CuPy cannot be imported: {error}; {HINT})"
-    return "cupy"
+        nvrtc()
+    except OSError as error:
+        return f"plain (built without CUDA, and NVRTC cannot be loaded: {error}; {HINT})"
+    return "nvrtc"

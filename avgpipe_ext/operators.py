@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 import avgpipe_ext._library  # noqa: F401 (loads the library)
+from avgpipe_ext import plain
 
 _ops = torch.ops.avgpipe
 _P = ParamSpec("_P")
@@ -702,9 +703,22 @@ def _register(name: str, fake: Callable[..., Any] | None = None) -> None:
         _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
+def register_plain(key: str) -> None:
+    """Let plain torch serve the devices of a dispatch key."""
+    kernels: dict[str, Any] = {"pack": plain.pack, "pack.out": plain.pack_out, "unpack_": plain.unpack_}
+    for name in OPERATORS:
+        for overload in (getattr(_ops, name).default, getattr(_ops, name).list):
+            full = name if overload._overloadname == "default" else f"{name}.{overload._overloadname}"
+            kernels[full] = plain.plain_kernel(name, overload, _fake(name, overload))
+    for name, kernel in kernels.items():
+        _library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+
+
 for _name in OPERATORS:
     _register(_name)
     _register(f"{_name}.list")
 _register("pack", _fake_pack)
 _register("pack.out", _fake_pack_out)
 _register("unpack_", _fake_unpack)
+for _key in plain.KEYS:
+    register_plain(_key)

@@ -98,11 +98,9 @@ void require_kernel(const CallSite& site, const Tensor& tensor) {
     const View view = view_of(tensor);
     const bool is_on_cuda = view.device_type == aoti_torch_device_type_cuda();
     if (view.device_type == aoti_torch_device_type_cpu() || (is_on_cuda && has_cuda_kernels())) return;
-    refuse(site,
-           text("no kernel for ", device_of(view),
-                is_on_cuda
-                    ? ": built without CUDA; install CuPy (see avgpipe doctor) or rebuild with AVGPIPE_CUDA=1"
-                    : "; move the tensors to cpu or cuda"));
+    refuse(site, text("no kernel for ", device_of(view),
+                      is_on_cuda ? ": built without CUDA; see avgpipe doctor, or rebuild with AVGPIPE_CUDA=1"
+                                 : "; move the tensors to cpu or cuda"));
 }
 
 void execute(const Job& job, const View& where, void* lost) {

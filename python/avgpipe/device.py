@@ -31,7 +31,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -68,6 +68,15 @@ class _Torch:
 
     def pinned_bytes(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def has_graphs(self, device: torch.device) -> bool:
+        return hasattr(torch.get_device_module(device), "CUDAGraph")
+
+    def graph(self, device: torch.device) -> Any:
+        return torch.get_device_module(device).CUDAGraph()
+
+    def free_cached(self, device: torch.device) -> None:
+        torch.get_device_module(device).empty_cache()
 
 
 backend: Any = _Torch()
@@ -175,7 +184,34 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 def has_graphs(device: torch.device) -> bool:
     """Whether work on a device can be captured once, and launched as a whole."""
-    return hasattr(torch.get_device_module(device), "CUDAGraph")
+    return bool(backend.has_graphs(device))
+
+
+def free_cached(device: torch.device) -> None:
+    """Give memory that the allocator keeps for later back to the device. Waits for the device."""
+    backend.free_cached(device)
+
+
+@contextmanager
+def captured(device: torch.device, pool: Any = None) -> Iterator[Any]:
+    """Capture what the block issues on the current stream, instead of doing it; yields a graph, to be replayed later.
+
+    ``torch.cuda.graph`` does this too, but each time waits for the device, empties the allocator's cache, and forbids
+    all threads what a capture cannot bear, as if it were theirs.
+
+    Args:
+        pool: the ``pool()`` of a graph after whose replay this one is always replayed, and which then shares memory.
+    """
+    graph = backend.graph(device)
+    shared = {} if pool is None else {"pool": pool}
+    graph.capture_begin(**shared, capture_error_mode="thread_local")
+    try:
+        yield graph
+    except BaseException:
+        with suppress(RuntimeError):  # it says only that something went wrong
+            graph.capture_end()
+        raise
+    graph.capture_end()
 
 
 class ReadyOnEvent:

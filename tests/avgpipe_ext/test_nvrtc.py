@@ -1,8 +1,8 @@
-"""Kernels compiled by NVRTC and launched through CuPy: compiling, caching and the arguments' way. Needs no GPU."""
+"""Kernels compiled by NVRTC and launched through the driver: compiling, caching, the arguments' way. Needs no GPU."""
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import functools
 import importlib.util
 import re
@@ -12,14 +12,21 @@ import weakref
 import pytest
 import torch
 
-import avgpipe_ext
 from avgpipe_ext import _library, _native, nvrtc
 
-needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+
+def _has_nvrtc():
+    try:
+        return bool(nvrtc.nvrtc().version())
+    except OSError:
+        return False
+
+
+needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="NVRTC is not installed")
 DEFINITION = "adam_mixed, kAdam, float, true"
 
 
-@needs_cupy
+@needs_nvrtc
 @pytest.mark.parametrize("definition", _native.KERNEL_DEFINITIONS)
 def test_every_kernel_compiles_for_hopper(definition):
     code = nvrtc.compile_kernel(definition, "sm_90")
@@ -27,7 +34,7 @@ def test_every_kernel_compiles_for_hopper(definition):
     assert nvrtc.kernel_name(definition).encode() in code
 
 
-@needs_cupy
+@needs_nvrtc
 @pytest.mark.parametrize(
     "definition", [d for d in _native.KERNEL_DEFINITIONS if "_float" in d or "copy" in d]
 )
@@ -53,14 +60,14 @@ def test_the_source_needs_no_file():
     assert '#include "' not in source
 
 
-@needs_cupy
+@needs_nvrtc
 def test_a_source_that_does_not_compile_is_reported_with_the_compilers_words(monkeypatch):
     monkeypatch.setattr(nvrtc, "source_of", lambda definition: "__global__ void f() { undeclared = 1; }")
     with pytest.raises(RuntimeError, match=r"NVRTC cannot compile avgpipe_adam_mixed for sm_90.*undeclared"):
         nvrtc.compile_kernel(DEFINITION, "sm_90")
 
 
-@needs_cupy
+@needs_nvrtc
 def test_compiled_kernels_are_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiled = []
@@ -81,92 +88,110 @@ def test_compiled_kernels_are_kept(monkeypatch, tmp_path):
     assert sorted(p.suffix for p in first.parent.iterdir()) == [".cubin"] * 3
 
 
-class FakeCupy(types.ModuleType):
-    """Records launches: kernel, device, stream, grid, block, and the parameter's bytes."""
+class FakeDriver:
+    """Stands in for libcuda: keeps account of contexts, and records launches with what their parameter points to."""
 
     def __init__(self):
-        super().__init__("cupy")
-        self.launches, self.modules, self.device, self.stream = [], [], None, None
-        self.cuda = types.SimpleNamespace(
-            Device=self._device, Stream=types.SimpleNamespace(from_external=self._stream)
-        )
+        self.contexts, self.modules, self.launches, self.status = [], [], [], 0
 
-    def _device(self, index):
-        @contextlib.contextmanager
-        def context():
-            before, self.device = self.device, index
-            yield
-            self.device = before
+    def cuInit(self, flags):
+        return 0
 
-        device = context()
-        device.compute_capability = "90"
-        device.attributes = {"MultiProcessorCount": 132}
-        return device
+    def cuDeviceGet(self, place, ordinal):
+        place._obj.value = ordinal
+        return 0
 
-    @contextlib.contextmanager
-    def _stream(self, stream):
-        version, self.stream = stream.__cuda_stream__()
-        assert version == 0
-        yield
-        self.stream = None
+    def cuDevicePrimaryCtxRetain(self, place, device):
+        place._obj.value = 0xC0 + device.value
+        return 0
 
-    def RawModule(self, path):
-        self.modules.append((path, self.device))
+    def cuCtxPushCurrent_v2(self, context):
+        self.contexts.append(context.value)
+        return 0
 
-        def get_function(name):
-            def launch(grid, block, parameters):
-                (parameter,) = parameters
-                assert parameter.size == 1  # what CuPy passes by value
-                self.launches.append((name, self.device, self.stream, grid, block, parameter.tobytes()))
+    def cuCtxPopCurrent_v2(self, place):
+        place._obj.value = self.contexts.pop()
+        return 0
 
-            return launch
+    def cuModuleLoadData(self, place, code):
+        self.modules.append((code, self.contexts[-1]))
+        place._obj.value = len(self.modules)
+        return 0
 
-        return types.SimpleNamespace(get_function=get_function)
+    def cuModuleGetFunction(self, place, module, name):
+        place._obj.value = 100 + module.value
+        self.name = name
+        return 0
+
+    def cuLaunchKernel(self, function, gx, gy, gz, tx, ty, tz, shared, stream, parameters, extra):
+        assert (gy, gz, ty, tz, shared, extra.value) == (1, 1, 1, 1, 0, None)
+        value = ctypes.string_at(parameters[0], 16384)
+        self.launches.append((function.value, self.contexts[-1], stream.value, gx, tx, value))
+        return self.status
+
+    def cuGetErrorString(self, status, place):
+        place._obj.value = b"too many of something"
+        return 0
 
 
 @pytest.fixture
-def cupy(monkeypatch):
-    fake = FakeCupy()
-    monkeypatch.setitem(__import__("sys").modules, "cupy", fake)
-    monkeypatch.setattr(
-        nvrtc, "compiled_file", lambda definition, architecture: f"{definition} {architecture}"
-    )
+def driver(monkeypatch):
+    fake = FakeDriver()
+    monkeypatch.setattr(nvrtc, "_load", lambda files: fake)
+    monkeypatch.setattr(nvrtc, "driver", functools.cache(nvrtc.Driver))
+
+    class File(str):
+        def read_bytes(self):
+            return self.encode()
+
+    monkeypatch.setattr(nvrtc, "compiled_file", lambda definition, architecture: File(architecture))
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0xABC0 + device)
     )
+    properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return fake
 
 
-def test_a_launch_passes_the_block_by_value_on_torchs_current_stream(cupy):
+def test_a_launch_passes_the_block_by_value_on_torchs_current_stream(driver):
     block = bytes(range(256)) * 64
-    nvrtc.CupyLauncher()(DEFINITION, memoryview(block), 5, 3)
-    assert cupy.launches == [("avgpipe_adam_mixed", 3, 0xABC3, (5,), (256,), block)]
+    nvrtc.DriverLauncher()(DEFINITION, memoryview(block), 5, 3)
+    assert driver.launches == [(101, 0xC3, 0xABC3, 5, 256, block)]
+    assert driver.name == b"avgpipe_adam_mixed"
+    assert driver.contexts == []  # the thread has the context that it had
 
 
-def test_a_kernel_is_loaded_once_per_device(cupy):
-    launcher = nvrtc.CupyLauncher()
+def test_a_kernel_is_loaded_once_per_device(driver):
+    launcher = nvrtc.DriverLauncher()
     for device in (0, 1, 0, 1):
         launcher(DEFINITION, memoryview(bytes(16384)), 1, device)
-    assert cupy.modules == [(f"{DEFINITION} sm_90", 0), (f"{DEFINITION} sm_90", 1)]
-    assert [launch[1] for launch in cupy.launches] == [0, 1, 0, 1]
+    assert driver.modules == [(b"sm_90", 0xC0), (b"sm_90", 0xC1)]
+    assert [launch[:2] for launch in driver.launches] == [(101, 0xC0), (102, 0xC1)] * 2
 
 
-def test_the_grid_is_limited_by_the_device(cupy):
-    nvrtc.CupyLauncher()(DEFINITION, memoryview(bytes(16384)), 10**9, 0)
-    assert cupy.launches[0][3] == (132 * 32,)
+def test_the_grid_is_limited_by_the_device(driver):
+    nvrtc.DriverLauncher()(DEFINITION, memoryview(bytes(16384)), 10**9, 0)
+    assert driver.launches[0][3] == 132 * 32
 
 
-def test_a_kernel_that_could_not_be_compiled_is_tried_again(cupy, monkeypatch):
+def test_a_refused_launch_is_reported_in_the_drivers_words(driver):
+    driver.status = 701
+    with pytest.raises(RuntimeError, match=r"cuLaunchKernel: too many of something \(701\)"):
+        nvrtc.DriverLauncher()(DEFINITION, memoryview(bytes(16384)), 1, 0)
+    assert driver.contexts == []
+
+
+def test_a_kernel_that_could_not_be_compiled_is_tried_again(driver, monkeypatch):
     def fail(definition, architecture):
         raise RuntimeError("no such device")
 
-    launcher = nvrtc.CupyLauncher()
+    launcher = nvrtc.DriverLauncher()
     with monkeypatch.context() as failing:
         failing.setattr(nvrtc, "compiled_file", fail)
         with pytest.raises(RuntimeError, match="no such device"):
             launcher(DEFINITION, memoryview(bytes(16384)), 1, 0)
     launcher(DEFINITION, memoryview(bytes(16384)), 1, 0)
-    assert len(cupy.launches) == 1
+    assert len(driver.launches) == 1
 
 
 def test_a_launcher_is_kept_until_it_is_uninstalled():
@@ -187,42 +212,63 @@ def test_another_library_is_refused():
             _native.build_info(path)
 
 
+def _missing():
+    raise OSError("libnvrtc.so.13: no such file")
+
+
 @pytest.mark.parametrize(
-    ("compiled", "gpu", "cupy_there", "expected"),
+    ("compiled", "gpu", "version", "there", "expected"),
     [
-        (True, False, False, "compiled"),
-        (False, False, True, r"none \(torch sees no CUDA device\)"),
+        (True, False, None, False, "compiled"),
+        (False, False, "13.0", True, r"none \(torch sees no CUDA device\)"),
+        (False, True, None, True, r"plain \(torch is built for another kind of device\)"),
         (
             False,
             True,
+            "13.0",
             False,
-            r"none \(built without CUDA, and there is no CuPy; pip install 'cupy-cuda13x>=14'.*",
+            r"plain \(built without CUDA.*: no such file; pip install nvidia-cuda-nvrtc.*",
         ),
-        (False, True, True, "cupy"),
+        (False, True, "13.0", True, "nvrtc"),
     ],
 )
-def test_cuda_path_says_what_serves_cuda_tensors(monkeypatch, compiled, gpu, cupy_there, expected):
+def test_cuda_path_says_what_serves_cuda_tensors(monkeypatch, compiled, gpu, version, there, expected):
     monkeypatch.setattr(nvrtc, "build_info", lambda: {"cuda": compiled})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if cupy_there else None)
-    monkeypatch.setitem(__import__("sys").modules, "cupy", types.ModuleType("cupy"))
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(nvrtc, "nvrtc", object if there else _missing)
     assert re.fullmatch(expected, nvrtc.cuda_path())
 
 
-def test_cuda_path_says_why_cupy_cannot_be_imported(monkeypatch):
-    monkeypatch.setattr(nvrtc, "build_info", lambda: {"cuda": False})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setitem(__import__("sys").modules, "cupy", None)
-    assert nvrtc.cuda_path().startswith("none (CuPy cannot be imported: ")
-
-
-def test_only_a_build_without_cuda_installs_cupys_launcher(monkeypatch):
+@pytest.mark.parametrize(
+    ("compiled", "version", "there", "installs", "served"),
+    [
+        (True, "13.0", True, False, True),
+        (False, None, True, False, False),
+        (False, "13.0", False, False, False),
+        (False, "13.0", True, True, True),
+    ],
+)
+def test_only_a_build_without_cuda_installs_a_launcher(
+    monkeypatch, compiled, version, there, installs, served
+):
     installed = []
     monkeypatch.setattr(nvrtc, "install", lambda: installed.append(True))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    for built in (True, False):
-        monkeypatch.setattr(nvrtc, "build_info", lambda built=built: {"cuda": built})
-        nvrtc.install_if_needed()
-    assert installed == [True]
-    assert avgpipe_ext.build_info()["cuda"] in (True, False)
+    monkeypatch.setattr(nvrtc, "build_info", lambda: {"cuda": compiled})
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(nvrtc, "nvrtc", object if there else _missing)
+    assert nvrtc.install_if_needed() is served
+    assert installed == [True] * installs
+
+
+def test_nvrtc_of_torchs_own_cuda_is_looked_for_first(monkeypatch, tmp_path):
+    for folder, name in (("cuda_nvrtc", "libnvrtc.so.12"), ("cu13", "libnvrtc.so.13")):
+        (tmp_path / folder / "lib").mkdir(parents=True)
+        (tmp_path / folder / "lib" / name).touch()
+    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    for version, first in (("12.8", "cuda_nvrtc/lib/libnvrtc.so.12"), ("13.0", "cu13/lib/libnvrtc.so.13")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert nvrtc._nvrtc_files()[0] == str(tmp_path / first)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert nvrtc._nvrtc_files()[:2] == ["libnvrtc.so.13", "/usr/local/cuda/lib64/libnvrtc.so.13"]

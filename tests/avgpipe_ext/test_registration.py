@@ -52,7 +52,8 @@ def test_every_operator_has_its_overloads_and_no_others():
 @pytest.mark.parametrize("name", qualified_names())
 def test_kernels_exist_for_cpu_and_where_built_cuda(name):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") == avgpipe_ext.build_info()["cuda"]
+    if avgpipe_ext.build_info()["cuda"]:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
 
 
 @pytest.mark.parametrize("name", NAMES)

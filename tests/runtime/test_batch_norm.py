@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
 from tests.runner import run
+from tests.runtime.capture_rules import capture_rules
 from tests.runtime.cases import adamw, assert_same_state, momentum, train_on_one_device, unequal
 from tests.runtime.norms import LOSS, image_batches, image_model, slow_norms, slow_training
 
@@ -345,25 +347,14 @@ def test_a_resumed_run_is_the_run_that_went_on(N: int, cut: int, tmp_path: Path)
 # ---- CUDA graphs ---------------------------------------------------------------------------------------------------
 
 
-def test_a_graph_s_statistics_are_read_from_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in for a graph writes what the captured pass wrote, without running any code of the layers."""
+@pytest.fixture
+def _with_graphs() -> Iterator[None]:
+    with capture_rules():
+        yield
 
-    def capture(layers: Any, samples: Any, **_: Any) -> Any:
-        layers(*samples)
-        output = layers(*samples)
-        (norm,) = layers.stage.layers
-        (seen,) = norm.statistics._batches.values()
-        memory = [moments.values for parts in seen.values() for moments in parts.values()][-1]
 
-        def replay(x: torch.Tensor) -> Any:
-            plain = nn.BatchNorm2d(4, momentum=1.0)
-            output[0].data = plain(x)
-            memory.copy_(torch.stack((plain.running_mean, plain.running_var)))
-            return output
-
-        return replay
-
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+@pytest.mark.usefixtures("_with_graphs")
+def test_a_graph_s_statistics_are_read_from_its_memory() -> None:
     stage, model = stage_of(nn.BatchNorm2d(4)), nn.BatchNorm2d(4)
     graphs, slow = StageGraphs(stage), slow_norms(nn.Sequential(model))[0]
     replica = TrainedStage(stage, 0, momentum, None, None, Arena(stage.parameters()))

@@ -20,9 +20,9 @@ from avgpipe import Pipeline, Plan, StageError
 from avgpipe.runtime.compiled import Compiler, compile_options, described, is_compiled
 from avgpipe.runtime.context import Carry
 from avgpipe.runtime.model import layers_of
-from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.tracing import TracedLayer
 from tests.runner import run
+from tests.runtime.capture_rules import capture_rules
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal
 from tests.runtime.norms import image_batches, image_model, slow_training
 
@@ -335,25 +335,14 @@ def test_evaluation_saving_and_loading(N: int, tmp_path: Path) -> None:
         p.load(tmp_path / "c")  # compiled or not, a checkpoint is the same
 
 
-def test_capturing_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in for a CUDA graph calls the layers."""
-
-    def capture(layers: Any, samples: Any, **_: Any) -> Any:
-        layers(*samples)
-        return layers
-
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+def test_capturing_compiled_layers() -> None:
     plan, batches = Plan(stages=2, micro_batches=3), token_batches(3, 6)
     expected = train(language_model(), plan, batches)
-
-    def with_graphs(**given: Any) -> TrainingOptions:
-        return TrainingOptions(**{**given, "cuda_graphs": True})
-
-    monkeypatch.setattr("avgpipe.pipeline.TrainingOptions", with_graphs)
-    monkeypatch.setattr("avgpipe.pipeline.check_device", lambda *given: None)
     backend = Backend()
-    losses, state = train(language_model(), plan, batches, compile={"backend": backend})
+    with capture_rules() as device:
+        losses, state = train(language_model(), plan, batches, compile={"backend": backend}, cuda_graphs=True)
     assert backend.graphs > 0
+    assert len(device.graphs) == 2 * 2 * 3
     assert losses == expected[0]
     assert_same_state(state, expected[1])
 

@@ -579,3 +579,95 @@ def test_any_graph(steps: list[tuple[int, int, int, int]], outputs: int, wanted:
         p.requires_grad_(trained >> n % 8 & 1 == 1)
     inputs = [vector(4, 6, seed=n).requires_grad_(wanted >> n & 1 == 1) for n in range(3)]
     split_and_whole(program, inputs)
+
+
+# ---- plans that are used again -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def explored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Without plans. Each graph that is planned is in the list, by its number of nodes."""
+    split_backward._plans.clear()
+    found: list[int] = []
+    plan = split_backward._plan
+
+    def noted(graph: Any, *arguments: Any) -> Any:
+        found.append(len(graph.nexts))
+        return plan(graph, *arguments)
+
+    monkeypatch.setattr(split_backward, "_plan", noted)
+    return found
+
+
+def chain(a: nn.Module, b: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(b(torch.relu(a(x))))
+
+
+def test_a_graph_like_one_before_is_not_planned_again(explored: list[int]) -> None:
+    layers = Call(chain, lin(), lin())
+    for _ in range(3):
+        assert split_and_whole(layers, [wanting(4, 6)]) == (
+            set(),
+            {"p0.weight", "p0.bias", "p1.weight", "p1.bias"},
+        )
+        layers.zero_grad()
+    # Another micro-batch's size, and other layers alike
+    split_and_whole(layers, [wanting(2, 6)])
+    split_and_whole(Call(chain, lin(), lin()), [wanting(4, 6)])
+    assert len(explored) == 1
+
+
+# Pairs of functions whose graphs have the same kinds of nodes, and another plan.
+ALIKE: dict[str, tuple[Any, Any]] = {
+    "wiring": (
+        lambda a, b, x: torch.relu(a(x)) + torch.relu(b(x)),
+        lambda a, b, x: torch.relu(a(x)) + torch.relu(a(x)),
+    ),
+    "a weight used again in a chain": (chain, lambda a, b, x: chain(a, a, x)),
+    "a weight that is frozen": (chain, lambda a, b, x: chain(a, b.requires_grad_(False), x)),
+    "weights saved through hooks": (chain, lambda a, b, x: with_hooks(chain, a, b, x)),
+    "another output": (chain, lambda a, b, x: (chain(a, b, x), a(x))),
+    "outputs that are one": (lambda a, b, x: (a(x), b(x)), lambda a, b, x: (y := a(x), y)),
+}
+
+
+def with_hooks(function: Callable[..., Any], *arguments: Any) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda kept: kept):
+        return function(*arguments)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_plan_is_for_graphs_of_its_shape_alone(explored: list[int], name: str, turned: bool) -> None:
+    first, second = ALIKE[name][::-1] if turned else ALIKE[name]
+    expected = []
+    for function in (first, second):  # each planned anew
+        split_backward._plans.clear()
+        expected.append(split_and_whole(Call(function, lin(), lin()), [wanting(4, 6)]))
+    split_backward._plans.clear()
+    found = [split_and_whole(Call(f, lin(), lin()), [wanting(4, 6)]) for f in (first, second, first, second)]
+    assert found[1::2] == [expected[1]] * 2 or name == "weights saved through hooks"  # less may be split then
+    assert found[0::2] == [expected[0]] * 2 or name == "weights saved through hooks"
+
+
+def test_a_plan_knows_which_leaves_are_inputs(explored: list[int]) -> None:
+    layers = Call(lambda a, x, y: a(x) * y, lin())
+    x, y = wanting(4, 6), wanting(4, 6)
+    for wanted in ([x, y], [x], [y], [x, y]):
+        edges, grads = forward(layers, [x, y])
+        input_backward(edges, grads, wanted).run()
+        assert all(t.grad is not None for t in wanted)
+        x.grad = y.grad = None
+    assert len(explored) == 3
+
+
+def test_few_plans_are_kept_and_no_graph(explored: list[int]) -> None:
+    for n in range(split_backward._KEPT_PLANS + 3):
+        layers = nn.Sequential(*[lin() for _ in range(n + 1)])
+        split_and_whole(layers, [wanting(2, 6)])
+    assert len(split_backward._plans) == split_backward._KEPT_PLANS
+    x = wanting(2, 6)
+    gone = weakref.ref(x)
+    input_backward(*forward(layers, [x]), [x]).run()
+    del x
+    assert gone() is None

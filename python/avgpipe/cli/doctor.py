@@ -107,10 +107,10 @@ def _cuda(found: Findings) -> None:
     if devices:
         found.facts["cuda"] |= {"queues": _queues(), "shared_by_processes": _sharing()}
     native = found.facts.get("native", {"cuda": True})
-    if devices and not native["cuda"] and found.facts["operators"]["cuda"] != "cupy":
+    if devices and not native["cuda"] and found.facts["operators"]["cuda"] != "nvrtc":
         found.lacks(
-            "CUDA kernels: built without",
-            "pip install cupy-cuda13x (or cupy-cuda12x, as torch's CUDA), or put nvcc on PATH and build again: "
+            "CUDA kernels: built without, and NVRTC, which would compile them, cannot be loaded; plain torch is slower",
+            "pip install nvidia-cuda-nvrtc of torch's CUDA version, or put nvcc on PATH and build again: "
             "AVGPIPE_CUDA=1 pip install --no-build-isolation -e .",
         )
     if not devices and torch.version.cuda is None:

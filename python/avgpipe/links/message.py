@@ -199,7 +199,7 @@ class Format:
         for tensor, place in zip(tensors, self.slices):
             if not place.bytes:
                 continue
-            if place.cast is None and isinstance(target, int) and _is_plain(tensor):
+            if place.cast is None and isinstance(target, int) and not pinned and _is_plain(tensor):
                 copy(target + place.offset, tensor.data_ptr(), place.bytes)
                 continue
             flat = place.of(view(target, self.bytes) if isinstance(target, int) else target, 0)
@@ -262,7 +262,7 @@ class _Slice:
                 unpack_(self.of(memory, offset).to(device), [value])
         else:
             value = self.of(memory, offset).view(self.shape)
-            if has_streams(device):
+            if value.device != device:
                 value = value.to(device)
         return value.requires_grad_() if self.requires_grad else value
 
@@ -347,7 +347,7 @@ def _flatten(value: Any) -> tuple[Any, pytree.TreeSpec, list[Any]]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the host's memory holds its values in order."""
-    return _is_in_order(tensor) and not on_accelerator(tensor)
+    return tensor.is_cpu and _is_in_order(tensor)
 
 
 def _is_in_order(tensor: torch.Tensor) -> bool:

@@ -101,6 +101,7 @@ class SharedLink(Link):
             c: (outbox.sender(c), end.encoder(c)) for c in end.outgoing
         }
         self._incoming = [(c, inbox.receiver(c, peer), end.decoder(c)) for c in end.incoming]
+        self._on_host = not has_streams(end.device)
         # What an accelerator still copies to the host: a thread waits for that, and then sends.
         self._later: queue.SimpleQueue[_Later | None] = queue.SimpleQueue()
         self._late = 0  # messages there
@@ -114,7 +115,7 @@ class SharedLink(Link):
         total = padded(len(text)) + format.bytes
         words = key.batch, key.micro_batch, number, len(text)
         with self._lock:
-            if not self._late and not any(map(on_accelerator, tensors)):
+            if not self._late and (self._on_host or not any(map(on_accelerator, tensors))):
                 if total:
                     format.write_all(text, tensors, sender.reserve(total))
                 sender.publish(total, *words)

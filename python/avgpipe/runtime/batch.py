@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # Of output and target: a scalar tensor, or that and a count.
 LossFn = Callable[[Any, Any], Any]
@@ -153,4 +154,19 @@ def _counted(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Tensor) ->
     kept = target[target != loss_fn.ignore_index]
     if loss_fn.weight is None:
         return float(kept.numel())
-    return float(loss_fn.weight.to(kept.device)[kept].sum(dtype=torch.float64))
+    return float(_beside(loss_fn.weight, kept)[kept].sum(dtype=torch.float64))
+
+
+_copies: Any = WeakTensorKeyDictionary()  # of class weights: the version that was copied, and the copy
+
+
+def _beside(weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return class weights where the targets are, without asking a device each time."""
+    if weight.device == target.device:
+        return weight
+    copy: torch.Tensor
+    version, copy = _copies.get(weight, (None, weight))
+    if version != weight._version or copy.device != target.device:
+        version, copy = weight._version, weight.to(target.device)
+        _copies[weight] = version, copy
+    return copy

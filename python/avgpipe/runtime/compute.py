@@ -35,8 +35,8 @@ _KEPT_SEEDS = 64
 class Collector(Protocol):
     """What the last stage does with an evaluated batch."""
 
-    def add(self, output: Any, target: Any, samples: int) -> None:
-        """See the output of a micro-batch."""
+    def add(self, output: Any, target: Any, samples: int, given: Any) -> None:
+        """See the output of a micro-batch. ``given``: the target as it came, which may still be on the host."""
 
     def result(self) -> Any:
         """Return what every rank gets."""
@@ -293,7 +293,7 @@ class Compute:
         if route.last:
             if work.collector is not None:
                 target = to_device(work.targets[m], self._device)
-                work.collector.add(output, target, batch_size(work.inputs[m]))
+                work.collector.add(output, target, batch_size(work.inputs[m]), work.targets[m])
             return
         output, parts = extract_skips(output, self._departures) if self._departures else (output, [])
         self._port.send_as(route.evaluation_key(route.stage, route.stage + 1, step.batch, m), output)

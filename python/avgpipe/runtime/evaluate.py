@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from avgpipe.device import current_stream, has_streams, on_accelerator, used_on
 from avgpipe.runtime.batch import concatenate, loss_weights, sample_count, split
 from avgpipe.runtime.compute import Collector, Work
 from avgpipe.runtime.loss import loss_of
@@ -95,7 +96,7 @@ class OutputCollector:
     def __init__(self) -> None:
         self._outputs: list[Any] = []
 
-    def add(self, output: Any, target: Any, samples: int) -> None:
+    def add(self, output: Any, target: Any, samples: int, given: Any) -> None:
         self._outputs.append(output)
 
     def result(self) -> Any:
@@ -103,7 +104,7 @@ class OutputCollector:
 
 
 class MetricSums:
-    """Sums loss and metrics over a batch.
+    """Sums loss and metrics over a batch, where they are made: nothing waits for a device.
 
     The result is one float64 tensor (loss, weight of the loss, samples, metrics...) and the names of the metrics: None
     without any, "" for one without a name.
@@ -111,21 +112,42 @@ class MetricSums:
 
     def __init__(self, options: TrainingOptions, metric_fn: MetricFn | None) -> None:
         self._options, self._metric_fn = options, metric_fn
-        self._sums = torch.zeros(3, dtype=torch.float64)
-        self._means: dict[str, float] = {}
+        self._loss: _Sum = 0.0
+        self._weight: _Sum = 0.0
+        self._samples = 0
+        self._means: dict[str, _Sum] = {}
 
-    def add(self, output: Any, target: Any, samples: int) -> None:
-        loss_fn, loss = self._options.loss_fn, 0.0
-        weight = loss_weights(loss_fn, [target], [samples], self._options.loss_weight).total
+    def add(self, output: Any, target: Any, samples: int, given: Any) -> None:
+        loss_fn = self._options.loss_fn
+        weight = loss_weights(loss_fn, [given], [samples], self._options.loss_weight).total
         if weight:
             value, count = loss_of(loss_fn, output, target)
-            weight, loss = (weight, float(value) * weight) if count is None else (float(count), float(value))
-        self._sums += torch.tensor([loss, weight, samples], dtype=torch.float64)
+            self._loss = self._loss + (_wide(value) * weight if count is None else _wide(value))
+            self._weight = self._weight + (weight if count is None else _wide(count))
+        self._samples += samples
         if self._metric_fn is not None:
             metric = self._metric_fn(output, target)
             for name, value in (metric if isinstance(metric, dict) else {"": metric}).items():
-                self._means[name] = self._means.get(name, 0.0) + float(value) * samples
+                self._means[name] = self._means.get(name, 0.0) + _wide(value) * samples
 
     def result(self) -> tuple[torch.Tensor, list[str]]:
-        means = torch.tensor(list(self._means.values()), dtype=torch.float64)
-        return torch.cat([self._sums, means]), list(self._means)
+        numbers = [self._loss, self._weight, float(self._samples), *self._means.values()]
+        tensors = [n for n in numbers if isinstance(n, torch.Tensor)]
+        device = next((t.device for t in tensors if on_accelerator(t)), torch.device("cpu"))
+        if has_streams(device):  # the last stage's lane made them, and the caller reads them
+            used_on(current_stream(device), tensors)
+        return torch.stack([_on(n, device) for n in numbers]), list(self._means)
+
+
+_Sum: TypeAlias = "torch.Tensor | float"  # float64
+
+
+def _wide(value: Any) -> _Sum:
+    """A number, or a tensor of one element, to be added up."""
+    return value.detach().double().reshape(()) if isinstance(value, torch.Tensor) else float(value)
+
+
+def _on(number: _Sum, device: torch.device) -> torch.Tensor:
+    if isinstance(number, torch.Tensor):
+        return number.to(device)
+    return torch.full((), number, dtype=torch.float64, device=device)  # filled there, without a copy

@@ -1,26 +1,38 @@
 """A stage's forward and backward as CUDA graphs: one launch for all the kernels of a micro-batch.
 
 A graph reads and writes fixed memory, so each micro-batch of a batch has a pair of its own: what it holds is free again
-when the next batch comes. It is captured when the micro-batch is first seen. Parameters and their gradients' sums stay
-outside: backwards add to them as ever. So do running statistics: a graph writes what its BatchNorms see of the
-micro-batch to memory of its own, and the batch's end reads it there.
+when the next batch comes. It is captured when the micro-batch is first seen, on the lane's stream, which is the current
+one then. The two graphs of a micro-batch share a pool of memory. All of a lane could share one only if they were always
+launched in the order of their capture, which an advance that changes, or a short first batch, would break.
+
+Gradients are added up inside the graph, in memory that the lane keeps for them and lays out as the weights are. It
+becomes the parameters' ``grad`` with a batch's first backward, when it is set to zero, and stays that until somebody
+drops or replaces it, as updates do. So autograd has no work for each parameter; neither does it call the hooks that sum
+gradients over a group while the backward runs, and the group then begins when the backward has been launched.
+
+Running statistics stay outside: a graph writes what its BatchNorms see of the micro-batch to memory of its own, and the
+batch's end reads it there.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from avgpipe.device import generators_of
+from avgpipe.device import captured, free_cached, generators_of
+from avgpipe.elastic import Layout
 from avgpipe.errors import StageError, reason
 from avgpipe.runtime.context import Position, position, set_position
 from avgpipe.runtime.stage import Stage
 
 _log = logging.getLogger("avgpipe")
+_WARM_UPS = 2  # passes before the first capture, in which libraries choose kernels and set themselves up
 
 
 class StageGraphs:
@@ -29,25 +41,64 @@ class StageGraphs:
     def __init__(self, stage: Stage) -> None:
         check_capturable(stage)
         self._stage = stage
+        self._gradients = _Gradients(p for p in stage.parameters() if p.requires_grad)
         self._captured: dict[int, _Captured] = {}  # by micro-batch
+        self._warm: set[Any] = set()  # signatures of inputs
         self._warned = False
 
     def __call__(self, value: Any, place: Position) -> Any:
         leaves, structure = pytree.tree_flatten(value)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         signature = structure, tuple(_described(x) for x in leaves)
-        captured = self._captured.get(place.micro_batch)
-        if captured is None:
-            captured = _Captured(self._stage, value, tensors, signature, place)
-            self._captured[place.micro_batch] = captured
-        if captured.signature != signature:
+        pair = self._captured.get(place.micro_batch)
+        if pair is None:
+            pair = self._captured[place.micro_batch] = self._capture(value, tensors, signature, place)
+        if pair.signature != signature:
             if not self._warned:
                 _log.info(
                     "stage %d: %s has another shape: it runs without CUDA graphs", self._stage.index, place
                 )
                 self._warned = True
             return self._stage(value, place)
-        return captured(tensors, place)
+        return pair(tensors, place)
+
+    def _capture(self, value: Any, tensors: list[torch.Tensor], signature: Any, place: Position) -> _Captured:
+        stage = self._stage
+        if not self._captured:
+            free_cached(stage.device)  # graphs cannot use it
+        before = set_position(place)
+        try:
+            return _Captured(stage, self._gradients, value, tensors, signature, self._warm)
+        except (RuntimeError, StageError) as error:
+            raise StageError(
+                f"stage {stage.index} cannot be captured as a CUDA graph: {reason(error)}; leave cuda_graphs out"
+            ) from error
+        finally:
+            set_position(before)
+
+
+class _Gradients:
+    """Memory in which the graphs of a lane add up its parameters' gradients."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self._memory = Layout(self.parameters).zeros()
+        self.tensors = self._memory.tensors()
+
+    def begin(self, used: Sequence[int]) -> None:
+        """Have the gradients of these parameters be here. Those that have none are zero."""
+        is_new = all(p.grad is None for p in self.parameters)
+        if is_new:
+            self._memory.zero_()  # a launch for all
+        for n in used:
+            p, here = self.parameters[n], self.tensors[n]
+            if p.grad is here:
+                continue
+            if p.grad is not None:  # of a micro-batch that ran without graphs
+                here.copy_(p.grad)
+            elif not is_new:
+                here.zero_()
+            p.grad = here
 
 
 def check_capturable(stage: Stage) -> None:
@@ -119,66 +170,129 @@ class _Layers(nn.Module):
 
 
 class _Captured:
-    """The two graphs of one micro-batch, and how its value is described."""
+    """The two graphs of one micro-batch, and the memory that they read and write.
+
+    Args:
+        gradients: where parameters' gradients are added.
+        signature: how ``value`` is described.
+        warm: signatures of those inputs for which libraries are set up.
+    """
 
     def __init__(
-        self, stage: Stage, value: Any, tensors: list[torch.Tensor], signature: Any, place: Position
+        self,
+        stage: Stage,
+        gradients: _Gradients,
+        value: Any,
+        tensors: list[torch.Tensor],
+        signature: Any,
+        warm: set[Any],
     ) -> None:
         self.signature = signature
-        self._statistics = stage.statistics
-        before = set_position(place)
-        try:
-            self._prepare(stage, value, tensors)
-        finally:
-            set_position(before)
-        # The last pass was the captured one: whenever the graph is launched, it writes these tensors again.
-        self._noted = stage.statistics.of(place)
-
-    def _prepare(self, stage: Stage, value: Any, tensors: list[torch.Tensor]) -> None:
+        self._stage, self._gradients = stage, gradients
         self._layers = _Layers(stage, value)
-        samples = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-        if draws_random_numbers(self._layers, samples):
-            raise ValueError(
-                f"cuda_graphs=True: a layer of stage {stage.index} draws random numbers, which a graph would repeat; "
-                "leave cuda_graphs out"
-            )
+        self._inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        # The only thing that wants a gradient where no input does.
+        self._anchor = torch.zeros((), device=stage.device, requires_grad=bool(gradients.parameters))
+        kind = stage.device.type
+        dtype = torch.get_autocast_dtype(kind)
         buffers = [(b, b.clone()) for b in self._layers.buffers()]
-        try:
-            self._graphed = self._capture(samples)
-        except (RuntimeError, StageError) as error:
-            raise StageError(
-                f"stage {stage.index} cannot be captured as a CUDA graph: {reason(error)}; leave cuda_graphs out"
-            ) from error
-        with torch.no_grad():  # the passes that warm up have counted batches
+        # Cached casts would be memory of one graph that others read.
+        with torch.autocast(kind, dtype, torch.is_autocast_enabled(kind), cache_enabled=False):
+            if signature not in warm:
+                self._warm_up()
+                warm.add(signature)
+            self._capture()
+        with torch.no_grad():  # all these passes have counted batches
             for buffer, kept in buffers:
                 buffer.copy_(kept)
+        # The last pass was the captured one: whenever the graph is launched, it writes these tensors again.
+        self._noted = stage.statistics.of(position())
 
-    def _capture(self, samples: list[torch.Tensor]) -> Any:
-        enabled = torch.is_autocast_enabled("cuda")
-        dtype = torch.get_autocast_dtype("cuda")
-        # Cached casts would be memory of one graph that others read.
-        with torch.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=False):
-            capture: Any = torch.cuda.make_graphed_callables  # its types know only one of its two forms
-            return capture(self._layers, tuple(samples), allow_unused_input=True)
+    def _warm_up(self) -> None:
+        if draws_random_numbers(self._layers, self._inputs):
+            raise ValueError(
+                f"cuda_graphs=True: a layer of stage {self._stage.index} draws random numbers, which a graph would "
+                "repeat; leave cuda_graphs out"
+            )
+        # Whoever counts what is saved for backwards shall count the captured pass alone.
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda kept: kept):
+            for _ in range(_WARM_UPS):
+                outputs = self._layers(*self._inputs)
+                self._backward(outputs, [torch.empty_like(o) for o in outputs])
+
+    def _backward(
+        self, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Return the gradients of the inputs and of the parameters."""
+        wanted = [x for x in self._inputs if x.requires_grad]
+        pairs = [(o, g) for o, g in zip(outputs, grads) if o.requires_grad]
+        of = (
+            torch.autograd.grad(
+                [o for o, _ in pairs],
+                [*wanted, *self._gradients.parameters],
+                [g for _, g in pairs],
+                allow_unused=True,
+            )
+            if pairs
+            else (None,) * (len(wanted) + len(self._gradients.parameters))
+        )
+        rest = iter(of)
+        return [next(rest) if x.requires_grad else None for x in self._inputs], list(rest)
+
+    def _capture(self) -> None:
+        device = self._stage.device
+        with captured(device) as self._forward:
+            outputs = self._layers(*self._inputs)
+        self._wants = [o.requires_grad for o in outputs]
+        self._outputs = [o.detach() for o in outputs]
+        self._output_grads = [torch.zeros_like(o) for o in self._outputs]
+        with captured(device, self._forward.pool()) as self._backward_graph:
+            self._input_grads, grads = self._backward(outputs, self._output_grads)
+            made = {n: grad for n, grad in enumerate(grads) if grad is not None}
+            if any(grad.is_sparse for grad in made.values()):
+                raise RuntimeError("a gradient is sparse")
+            if made:
+                torch._foreach_add_([self._gradients.tensors[n] for n in made], list(made.values()))
+        self._used = list(made)
 
     def __call__(self, tensors: list[torch.Tensor], place: Position) -> Any:
-        self._statistics.put(place, self._noted)
-        return self._layers.result(self._graphed(*(_own_gradient(t) for t in tensors)))
+        self._stage.statistics.put(place, self._noted)
+        return self._layers.result(_Launched.apply(self, self._anchor, *tensors))  # type: ignore[no-untyped-call]
+
+    def forward(self, ctx: Any, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        for mine, given in zip(self._inputs, tensors):
+            mine.detach().copy_(given)
+        self._forward.replay()
+        outputs = [o.detach() for o in self._outputs]
+        ctx.mark_non_differentiable(*(o for o, wants in zip(outputs, self._wants) if not wants))
+        return tuple(outputs)
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Add to the parameters' gradients, and return those of the inputs."""
+        for mine, grad in zip(self._output_grads, grads):
+            if grad is None:
+                mine.zero_()
+            else:
+                mine.copy_(grad)
+        self._gradients.begin(self._used)
+        self._backward_graph.replay()
+        # Copies: the graph's own memory is overwritten when it is launched again, and these are sent.
+        return [None if g is None else g.clone() for g in self._input_grads]
 
 
-class _OwnGradient(torch.autograd.Function):
-    """Copies the gradient on its way back: one that a graph made lies in its memory, and is overwritten."""
+class _Launched(torch.autograd.Function):
+    """A micro-batch whose forward and backward are a launch each."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, of: _Captured, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        ctx.of = of
+        ctx.set_materialize_grads(False)
+        return of.forward(ctx, tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.clone()
-
-
-_own_gradient: Any = _OwnGradient.apply  # torch leaves it untyped
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return (None, None, *ctx.of.backward(grads))
 
 
 def _described(leaf: Any) -> Any:

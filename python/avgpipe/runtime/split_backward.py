@@ -32,6 +32,7 @@ Not promised: a hook on the output of a feeder runs in both parts (its effect on
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -62,20 +63,21 @@ def input_backward(
                 f"{list(x.shape)} with requires_grad={x.requires_grad} and grad_fn={x.grad_fn}; "
                 "pass x.detach().requires_grad_() through the layers"
             )
-    graph = _explore(roots, {id(x) for x in inputs}) if inputs and roots else None
-    if graph is None or not any(graph.depth.values()):
+    found = _planned(roots, {id(x) for x in inputs}) if inputs and roots else None
+    if found is None:
         return Deferred([_Part(list(roots), list(grads), [], [])] if roots else [])
-    # A reentrant checkpoint, of torch or written after it, asks the engine whether all leaves are wanted.
-    whole = any("Checkpoint" in type(node).__name__ for node in graph.nexts)
-    parts, kept, now = ([], set(), []) if whole else _plan(graph, roots, grads)
-    if not parts:
+    plan, nodes = found
+    if not plan.runs:
         run_backward(roots, grads)
         return Deferred([])
+    parts = plan.parts(nodes, roots, grads)
     shelf: list[torch.Tensor] = []
     try:
-        for node in graph.nexts:
-            if node not in kept:
+        for n, node in enumerate(nodes):
+            if n not in plan.kept:
                 _shelve(node, shelf)
+        now = [_variable(nodes[n]) for n in plan.now]
+        del nodes, found, node
         _run(roots, grads, [*inputs, *now], keep_graph=True)
     finally:
         shelf.clear()
@@ -168,34 +170,148 @@ def _explore(roots: Sequence[GradientEdge], wanted: set[int]) -> _Graph:
     return _Graph(nexts, depth)
 
 
-def _plan(
-    graph: _Graph, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor]
-) -> tuple[list[_Part], set[Node], list[torch.Tensor]]:
-    """Return the runs of W, the nodes that they need, and the weights that cannot wait for them."""
-    parts: dict[int, _Part] = {}
-    part_of: dict[Node, _Part] = {}
-    now: list[torch.Tensor] = []
+def _plan(graph: _Graph, roots: Sequence[GradientEdge], wanted: set[int]) -> _Plan:
+    number = {node: n for n, node in enumerate(graph.nexts)}
+    leaves = {number[node]: id(_variable(node)) in wanted for node in number if _is_leaf(node)}
+    shape = _Shape(
+        [type(node) for node in number],
+        [tuple(-1 if n is None else number[n] for n, _ in node.next_functions) for node in number],
+        [number[edge.node] for edge in roots],
+        leaves,
+    )
+    # A reentrant checkpoint, of torch or written after it, asks the engine whether all leaves are wanted.
+    if any("Checkpoint" in kind.__name__ for kind in shape.kinds):
+        return _Plan(shape, [], [], frozenset(), [])
+    runs: dict[int, _Run] = {}
+    run_of: dict[Node, int] = {}
+    now: list[Node] = []
     for bundle in _bundles(graph):
-        leaves = [_variable(node) for node in bundle if _is_leaf(node)]
+        mine = [node for node in bundle if _is_leaf(node)]
         feeders = [node for node in bundle if graph.depth[node]]
-        if not leaves or not _can_wait(bundle, feeders, graph):
-            now += leaves
+        if not mine or not _can_wait(bundle, feeders, graph):
+            now += mine
             continue
         depths = {graph.depth[node] for node in feeders}
         # Feeders at one depth cannot lead to each other; those at several have a run to themselves.
-        key = -len(parts) - 1 if len(depths) > 1 else max(depths, default=0)
-        part = parts.setdefault(key, _Part([], [], [], []))
-        part.leaves.extend(leaves)
-        part_of.update(dict.fromkeys(bundle, part))
-        for node in feeders:
-            arrived = _ArrivedGradients()
-            node.register_prehook(arrived)
-            part.feeders.append(_Feeder(node, arrived))
-    for edge, grad in zip(roots, grads):
-        if edge.node in part_of and not graph.depth[edge.node]:
-            part_of[edge.node].roots.append(edge)
-            part_of[edge.node].grads.append(grad)
-    return list(parts.values()), set(part_of), now
+        key = -len(runs) - 1 if len(depths) > 1 else max(depths, default=0)
+        run = runs.setdefault(key, _Run([], []))
+        run.leaves.extend(number[node] for node in mine)
+        run.feeders.extend(number[node] for node in feeders)
+        run_of.update(dict.fromkeys(bundle, key))
+    places = {key: place for place, key in enumerate(runs)}
+    of_roots = [
+        places[run_of[edge.node]] if edge.node in run_of and not graph.depth[edge.node] else -1
+        for edge in roots
+    ]
+    kept = frozenset(number[node] for node in run_of)
+    return _Plan(shape, list(runs.values()), of_roots, kept, [number[node] for node in now])
+
+
+class _Run(NamedTuple):
+    """One run of W, by numbers of nodes."""
+
+    feeders: list[int]
+    leaves: list[int]
+
+
+class _Shape(NamedTuple):
+    """What a plan depends on, beside hooks: all nodes and edges of a graph, and which leaves are inputs.
+
+    Nodes are numbered in the order of the walk, so that each but the roots follows one that leads to it.
+    """
+
+    kinds: list[type]
+    nexts: list[tuple[int, ...]]  # -1 for an edge that leads nowhere
+    roots: list[int]
+    leaves: dict[int, bool]
+
+    def match(self, roots: Sequence[GradientEdge], wanted: set[int]) -> list[Node] | None:
+        """Return the nodes of a graph that has this shape, by their numbers; None if it has another."""
+        nodes: list[Any] = [None] * len(self.kinds)
+        if len(roots) != len(self.roots):
+            return None
+        for edge, n in zip(roots, self.roots):
+            if nodes[n] is not None and nodes[n] is not edge.node:
+                return None
+            nodes[n] = edge.node
+        for n, kind in enumerate(self.kinds):
+            expected = self.nexts[n]
+            if type(nodes[n]) is not kind:
+                return None
+            found = nodes[n].next_functions
+            if len(found) != len(expected):
+                return None
+            for (after, _), place in zip(found, expected):
+                if place < 0:
+                    if after is not None:
+                        return None
+                elif nodes[place] is None:
+                    nodes[place] = after
+                elif nodes[place] is not after:
+                    return None
+        if len(set(nodes)) < len(nodes):  # what was apart is one
+            return None
+        for n, is_input in self.leaves.items():
+            if (id(_variable(nodes[n])) in wanted) is not is_input:
+                return None
+        return nodes
+
+
+class _Plan(NamedTuple):
+    """How a backward is split, by numbers of nodes.
+
+    Attributes:
+        runs: of W; none if nothing can wait.
+        of_roots: the run in which a root's gradient goes in, or -1.
+        kept: what the runs need; none of it has saved through hooks.
+        now: leaves that cannot wait.
+    """
+
+    shape: _Shape
+    runs: list[_Run]
+    of_roots: list[int]
+    kept: frozenset[int]
+    now: list[int]
+
+    def parts(
+        self, nodes: list[Node], roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor]
+    ) -> list[_Part]:
+        """Return the runs of W for a graph of these nodes, whose feeders note what reaches them from now on."""
+        parts = []
+        for run in self.runs:
+            feeders = [_Feeder(nodes[n], _ArrivedGradients()) for n in run.feeders]
+            for feeder in feeders:
+                feeder.node.register_prehook(feeder.arrived)
+            parts.append(_Part([], [], feeders, [_variable(nodes[n]) for n in run.leaves]))
+        for edge, grad, place in zip(roots, grads, self.of_roots):
+            if place >= 0:
+                parts[place].roots.append(edge)
+                parts[place].grads.append(grad)
+        return parts
+
+
+_KEPT_PLANS = 16  # stages of a worker, and shapes of their graphs
+_plans: deque[_Plan] = deque(maxlen=_KEPT_PLANS)  # the last one used first
+
+
+def _planned(roots: Sequence[GradientEdge], wanted: set[int]) -> tuple[_Plan, list[Node]] | None:
+    """Return how to split the graph behind ``roots``, and its nodes; None if it leads to no input.
+
+    Most graphs look like one before, node by node and edge by edge: its plan is theirs.
+    """
+    for place, plan in enumerate(_plans):
+        nodes = plan.shape.match(roots, wanted)
+        if nodes is not None and not any(_has_saved_through_hooks(nodes[n]) for n in plan.kept):
+            if place:
+                del _plans[place]
+                _plans.appendleft(plan)
+            return plan, nodes
+    graph = _explore(roots, wanted)
+    if not any(graph.depth.values()):
+        return None
+    plan = _plan(graph, roots, wanted)
+    _plans.appendleft(plan)
+    return plan, list(graph.nexts)
 
 
 def _bundles(graph: _Graph) -> Iterable[list[Node]]:
@@ -225,11 +341,12 @@ def _join(of: dict[Node, list[Node]], bundle: list[Node], node: Node) -> list[No
 
 
 def _can_wait(bundle: list[Node], feeders: list[Node], graph: _Graph) -> bool:
-    return (
-        not any(_is_joint(type(node)) for node in feeders)
-        and not (len(feeders) > 1 and _is_chain(feeders, graph))
-        and not any(_has_saved_through_hooks(node) for node in bundle)
-    )
+    for node in feeders:
+        if _is_joint(type(node)):
+            return False
+    if len(feeders) > 1 and _is_chain(feeders, graph):
+        return False
+    return not any(map(_has_saved_through_hooks, bundle))
 
 
 def _is_chain(feeders: list[Node], graph: _Graph) -> bool:
@@ -277,11 +394,16 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 def _has_saved_through_hooks(node: Node) -> bool:
-    return any(
-        kept.unpack_hook is not None
-        for name, _ in _saved_names(type(node))
-        for kept in _several(getattr(node, name))
-    )
+    # Loops, and no generators: this is asked of each node of each backward.
+    for name, _ in _saved_names(type(node)):
+        kept = getattr(node, name)
+        if isinstance(kept, tuple):
+            for one in kept:
+                if one.unpack_hook is not None:
+                    return True
+        elif kept.unpack_hook is not None:
+            return True
+    return False
 
 
 def _shelve(node: Node, shelf: list[torch.Tensor]) -> None:
