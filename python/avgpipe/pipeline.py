@@ -214,8 +214,8 @@ class Pipeline:
         """Train on the batches of ``loader``, pairs (inputs, targets), and yield their results in order.
 
         The pipelines share each batch, or take turns: see ``Plan.batch``. They stream: when the result of batch j is
-        yielded, the next one is in flight, of batches taken in turn the next N - 1. Whatever is called then
-        (``evaluate``, ``save``) finishes them first.
+        yielded, the next one is in flight, of batches taken in turn the next N - 1, and on an accelerator one at
+        least. Whatever is called then (``evaluate``, ``save``) finishes them first.
         """
         feed = self._feed
         self.drain()

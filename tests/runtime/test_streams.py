@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe import device as streams
 from avgpipe.elastic import Reference
+from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
@@ -245,3 +247,50 @@ def test_the_clock_reads_spans_in_the_host_s_time_and_reuses_events(fake, monkey
         assert row[5] - offset == pytest.approx(begin + n * 1e-3, abs=1e-6)
         assert row[6] - offset == pytest.approx(ends[n], abs=1e-6)
     assert len(made) < 40
+
+
+def test_a_device_that_never_gets_there_ends_in_an_error(fake, monkeypatch):
+    """As where a peer dies after it has announced a message: no call of the host may wait for what never comes."""
+    monkeypatch.setattr(clocks.Event, "query", lambda self: False)
+    begin = time.monotonic()
+    with pytest.raises(PipelineTimeout, match=r"waited 0\.5 s for its device"):
+        train(Plan(stages=2, micro_batches=2), token_batches(3, 8), timeout_s=0.5)
+    assert time.monotonic() - begin < 5
+
+
+def test_a_peer_s_death_ends_the_wait_for_a_device(fake, monkeypatch):
+    monkeypatch.setattr(clocks.Event, "query", lambda self: False)
+    plan, loss = Plan(stages=2, micro_batches=2), nn.CrossEntropyLoss()
+    with Pipeline(language_model(), plan, loss_fn=loss, optimizer=adamw, timeout_s=60) as p:
+        p._worker.mailbox.fail(PeerLost("rank 1 has died"))
+        with pytest.raises(PeerLost, match="rank 1 has died"):
+            list(p.train(token_batches(3, 8)))
+
+
+def test_steps_run_while_the_device_is_awaited(fake, monkeypatch):
+    """Of messages that arrive meanwhile: nothing of other pipelines lies and waits."""
+    batches = token_batches(2, 8)
+    with Pipeline(
+        language_model(), Plan(stages=2, micro_batches=2), loss_fn=nn.CrossEntropyLoss(), optimizer=adamw
+    ) as p:
+        feed, scheduler = p._feed, p._worker.scheduler
+
+        class Late:
+            def query(self) -> bool:
+                if feed.begun == 0:
+                    feed.begin(*batches[0], None)
+                    return False
+                return scheduler.stalled()
+
+        scheduler.run_until_done(Late())
+        assert all(lane.has_ended(0) for lane in p._worker.lanes.values())
+
+
+def test_a_lone_pipeline_has_the_next_batch_in_hand_on_a_device(fake, monkeypatch):
+    """Or the device would idle while the host reads a loss and begins it."""
+    batches = iter(token_batches(6, 8))
+    with Pipeline(
+        language_model(), Plan(stages=2, micro_batches=2), loss_fn=nn.CrossEntropyLoss(), optimizer=adamw
+    ) as p:
+        next(p.train(batches))
+        assert p._feed.next_batch == 2
