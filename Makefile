@@ -12,18 +12,20 @@ BIN := $(VENV)/bin
 # Where nvcc is, CUDA code is compiled, so its machine code and the run-time compilation are checked too.
 comma := ,
 EXTRAS := dev$(if $(shell command -v nvcc),$(comma)cuda-check)
+ORDERED := $(addprefix tests/runtime/test_,$(addsuffix .py,auto elastic equality evaluate on_ranks schedules \
+    shared_batch skips spread streams warmup)) tests/checkpoint/test_checkpoint.py
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
 # Whoever checks the code has its warnings as errors; whoever only builds it has another compiler, with other warnings.
 test lint types native-test sanitize unit slow: export AVGPIPE_WERROR := 1
 
-.PHONY: demo test lint types unit slow native-test sanitize docs gpu clean
+.PHONY: demo test lint types unit order slow native-test sanitize docs gpu clean
 
 demo: $(VENV)/installed
 	rm -rf runs/demo
 	$(BIN)/avgpipe train awd-lstm --preset tiny --stages 2 --pipelines 2 --micro-batches 4 --out runs/demo
 
-test: lint types native-test sanitize unit
+test: lint types native-test sanitize unit order
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -49,6 +51,10 @@ sanitize: $(VENV)/installed
 # Quick tests, two at a time.
 unit: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+
+# What runs several pipelines, replicas, versions or stages, as on a device with streams: is everything in order there?
+order: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --happens-before -m "not slow and not host" $(ORDERED)
 
 slow: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
