@@ -1,6 +1,5 @@
 #include "executor.h"
 
-#include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
@@ -22,9 +21,9 @@ uint64_t mixed(uint64_t x) {  // the finaliser of SplitMix64
 // Whatever modes the thread that happens to run a task is in, a kernel sees none of them. Keys alone are set:
 // other state of the thread may hold Python objects, which cannot be copied without Python's lock.
 c10::impl::ForceDispatchKeyGuard no_modes() {
-    return {c10::DispatchKeySet(),
-            c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset |
-                c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView)};
+    const c10::DispatchKeySet views(c10::DispatchKey::ADInplaceOrView);
+    return {c10::default_included_set - views,
+            c10::default_excluded_set | c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset | views};
 }
 
 }  // namespace
@@ -103,6 +102,8 @@ void Executor::run_head(Queue& queue) {
         const c10::impl::ForceDispatchKeyGuard guard = no_modes();
         try {
             task.run();
+        } catch (const c10::Error& error) {
+            failure_ = std::string(task.name) + ": " + error.what_without_backtrace();
         } catch (const std::exception& error) {
             failure_ = std::string(task.name) + ": " + error.what();
         }

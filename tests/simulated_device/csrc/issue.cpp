@@ -131,6 +131,7 @@ at::Tensor on_host(const at::Tensor& tensor) {
 
 Stack meta_arguments(const Stack& arguments) {
     Stack found = images(arguments, [](const at::Tensor& tensor) {
+        if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;  // a plain number to Python's kernels
         return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
     });
     for (c10::IValue& value : found) {
@@ -286,7 +287,7 @@ void issue(const c10::OperatorHandle& op, Stack* stack, const Shapes& shapes) {
         }
         const std::vector<at::Tensor> found = tensors_in(work);
         for (size_t n = 0; n < outputs.size(); ++n) {
-            if (!outputs[n].defined()) continue;
+            if (!outputs[n].defined() || !found.at(n).defined()) continue;  // a gradient that nobody wants
             TORCH_CHECK(found.at(n).sizes() == outputs[n].sizes(), "the CPU's kernel made ", found[n].sizes(),
                         " of what was said to be ", outputs[n].sizes());
             outputs[n].copy_(found[n]);
@@ -310,4 +311,12 @@ void issue(const c10::OperatorHandle& op, Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
     m.fallback(torch::CppFunction::makeFromBoxedFunction<&simulated::fallback>());
+}
+
+// For these torch has both a kernel for the CPU and a composition for all other devices, which rounds otherwise.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+    for (const char* name : {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward",
+                             "native_channel_shuffle", "_stack", "_stack.out", "addr", "addr.out", "all.dims",
+                             "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum"})
+        m.impl(name, torch::CppFunction::makeFromBoxedFunction<&simulated::fallback>());
 }
