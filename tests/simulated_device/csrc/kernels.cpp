@@ -55,6 +55,7 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 // ---- copies -----------------------------------------------------------------------------------------
 void enqueue_copy(c10::Stream stream, const at::Tensor& from, const at::Tensor& to) {
     const auto copy = [from, to] { to.copy_(from); };
+    poison_freed(stream);
     Executor::get().enqueue(stream.device_index(), stream.id(), {"copy", copy, {}, {}});
 }
 

@@ -28,6 +28,7 @@ struct Block {
     int64_t home = 0;
     uint64_t epoch = 0;
     bool in_use = false;
+    bool is_dirty = false;  // with what its last user left in it, where poison belongs
     std::vector<c10::Stream> users = {};  // other streams
     std::vector<MarkPtr> awaited = {};    // of a freed block: where its users must have come
 
@@ -51,8 +52,10 @@ class Pool {
         if (!free.empty()) {
             block = free.back();
             free.pop_back();
+            if (std::exchange(block->is_dirty, false)) enqueue_poison(device, home, {block});
         } else {
             block = unused(size, device < 0);
+            block->is_dirty = false;
             block->poison();
         }
         block->device = device;
@@ -82,6 +85,17 @@ class Pool {
         }
     }
 
+    void poison_freed(c10::DeviceIndex device, int64_t home) {
+        const std::lock_guard lock(mutex_);
+        const auto found = dirty_.find({device, home});
+        if (found == dirty_.end() || found->second.empty()) return;
+        std::vector<Block*> blocks;
+        for (Block* block : std::exchange(found->second, {})) {
+            if (std::exchange(block->is_dirty, false)) blocks.push_back(block);
+        }
+        if (!blocks.empty()) enqueue_poison(device, home, std::move(blocks));
+    }
+
     bool used_on(const void* address, c10::Stream stream, bool is_host) {
         const std::lock_guard lock(mutex_);
         Block* const block = find(address, is_host);
@@ -108,6 +122,7 @@ class Pool {
         }
         free_.clear();
         pending_.clear();
+        dirty_.clear();
         for (auto& stats : stats_) stats.allocated_bytes[0].reset_peak();
     }
 
@@ -142,9 +157,16 @@ class Pool {
         if (block->device < 0) {
             block->poison();
         } else {
-            const auto poison = [data = block->data, size = block->size] { std::memset(data, kPoison, size); };
-            Executor::get().enqueue(block->device, block->home, {"poison", poison, {}, {}});
+            block->is_dirty = true;
+            dirty_[{block->device, block->home}].push_back(block);
         }
+    }
+
+    void enqueue_poison(c10::DeviceIndex device, int64_t home, std::vector<Block*> blocks) {
+        const auto run = [blocks = std::move(blocks)] {
+            for (Block* block : blocks) block->poison();
+        };
+        Executor::get().enqueue(device, home, {"poison", run, {}, {}});
     }
 
     // Looks, without waiting, which freed blocks nobody uses any more.
@@ -171,6 +193,7 @@ class Pool {
     std::mutex mutex_;
     std::map<Key, std::vector<Block*>> free_;
     std::vector<Block*> pending_;
+    std::map<std::pair<c10::DeviceIndex, int64_t>, std::vector<Block*>> dirty_;
     std::map<size_t, std::vector<Block*>> unused_[2];
     std::map<const unsigned char*, Block*> all_[2];
     c10::CachingDeviceAllocator::DeviceStats stats_[kDevices];
@@ -250,6 +273,10 @@ c10::Device device_of(const void* address) {
     const Block* const block = pool().find_in_use(address, false);
     TORCH_CHECK(block != nullptr, "an address that is not in a device's memory");
     return {c10::DeviceType::PrivateUse1, block->device};
+}
+
+void poison_freed(c10::Stream stream) {
+    pool().poison_freed(stream.device_index(), stream.id());
 }
 
 void reset_memory() {
