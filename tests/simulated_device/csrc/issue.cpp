@@ -204,14 +204,85 @@ bool is_view(const c10::OperatorHandle& op) {
     return false;
 }
 
+// All that a meta kernel sees of its arguments, as bytes; nothing if there are other things among them.
+class ShapeKey {
+  public:
+    ShapeKey(const c10::OperatorHandle& op, const Stack& arguments) {
+        add(&op.schema());
+        for (const c10::IValue& value : arguments) add_value(value);
+    }
+
+    const std::string* bytes() const { return is_whole_ ? &bytes_ : nullptr; }
+
+  private:
+    template <class Value>
+    void add(Value value) {
+        bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+    }
+
+    void add_all(at::IntArrayRef values) {
+        add(values.size());
+        for (const int64_t value : values) add(value);
+    }
+
+    void add_tensor(const at::Tensor& tensor) {
+        add(tensor.defined());
+        if (!tensor.defined()) return;
+        add(tensor.scalar_type());
+        add(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+        add_all(tensor.sizes());
+        add_all(tensor.strides());
+    }
+
+    void add_value(const c10::IValue& value) {
+        bytes_ += value.tagKind();
+        if (value.isTensor()) {
+            add_tensor(value.toTensor());
+        } else if (value.isTensorList()) {
+            const std::vector<at::Tensor> tensors = value.toTensorVector();
+            add(tensors.size());
+            for (const at::Tensor& tensor : tensors) add_tensor(tensor);
+        } else if (value.isInt()) {
+            add(value.toInt());
+        } else if (value.isDouble()) {
+            add(value.toDouble());
+        } else if (value.isBool()) {
+            add(value.toBool());
+        } else if (value.isIntList()) {
+            add_all(value.toIntVector());
+        } else if (value.isBoolList()) {
+            for (const bool flag : value.toBoolList()) add(flag);
+        } else {
+            is_whole_ &= value.isNone() || value.isDevice() || value.isGenerator();
+        }
+    }
+
+    std::string bytes_;
+    bool is_whole_ = true;
+};
+
+struct Known {
+    Stack arguments, results;  // meta tensors
+};
+
 Stack torch_shapes(const c10::OperatorHandle& op, const Stack& arguments) {
     const Traits& traits = known_traits(op);
     if (!traits.makes_tensors && !traits.writes_outputs) return {};
-    const Stack metas = meta_arguments(arguments);
-    Stack results = metas;
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &results);
-    if (traits.writes_outputs) resize_outputs(op, arguments, metas);
-    return results;
+    // Meta kernels take most of the time of an issue; many are Python.
+    thread_local auto* const cache = new std::unordered_map<std::string, Known>();
+    const ShapeKey key(op, arguments);
+    Known made;
+    const Known* known = &made;
+    const auto found = key.bytes() != nullptr ? cache->find(*key.bytes()) : cache->end();
+    if (found != cache->end()) {
+        known = &found->second;
+    } else {
+        made.arguments = made.results = meta_arguments(arguments);
+        op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &made.results);
+        if (key.bytes() != nullptr) known = &(cache->emplace(*key.bytes(), made).first->second);
+    }
+    if (traits.writes_outputs) resize_outputs(op, arguments, known->arguments);
+    return known->results;
 }
 
 at::Tensor uploaded(const at::Tensor& made, c10::Device device) {
