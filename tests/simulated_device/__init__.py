@@ -67,6 +67,7 @@ def load() -> Any:
     import avgpipe_ext  # noqa: F401 (its operators are there now)
 
     native.know_avgpipe(True)
+    gc.freeze()  # what is imported by now; each simulation would look through it
     return native
 
 

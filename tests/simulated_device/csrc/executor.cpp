@@ -200,8 +200,12 @@ bool Executor::query_stream(c10::DeviceIndex device, int64_t stream) {
     return end->is_reached();
 }
 
-void Executor::begin_host_wait() {
+void Executor::require_host_waits() const {
     TORCH_CHECK(!forbids_host_waits_, "the host waits for the device where that is forbidden");
+}
+
+void Executor::begin_host_wait() {
+    require_host_waits();
     ++counters_.host_waits;
 }
 

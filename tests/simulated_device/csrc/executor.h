@@ -89,6 +89,8 @@ class Executor {
     void wait(const MarkPtr& mark);
     void wait_for_stream(c10::DeviceIndex device, int64_t stream);
     void wait_for_device(c10::DeviceIndex device);
+    // Throws where the host may not wait. Asked before a task is issued that writes what only a wait keeps alive.
+    void require_host_waits() const;
     void forbid_host_waits(bool forbids) { forbids_host_waits_ = forbids; }
 
     Counters counters();

@@ -318,6 +318,7 @@ at::Tensor empty_strided_on(c10::Device device, at::IntArrayRef sizes, at::IntAr
 
 void issue(const c10::OperatorHandle& op, Stack* stack, const Shapes& shapes) {
     const Traits& traits = known_traits(op);
+    if (traits.waits) Executor::get().require_host_waits();
     const size_t count = op.schema().arguments().size();
     const Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
     torch::jit::drop(*stack, count);

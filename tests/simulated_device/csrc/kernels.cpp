@@ -86,10 +86,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     const c10::Stream stream = current_stream_of(from_device ? from.device() : to.device());
     const at::Tensor& host = from_device ? to : from;
     const bool pinned = pinned_is_used_on(host.const_data_ptr(), stream);
-    const bool staged = !from_device && !pinned;
+    const bool staged = !from_device && !pinned, waits = !non_blocking || (from_device && !pinned);
+    if (waits) Executor::get().require_host_waits();
     enqueue_copy(stream, staged ? from.clone() : alias_of(from), alias_of(to));
-    if (!non_blocking || (from_device && !pinned))
-        Executor::get().wait_for_stream(stream.device_index(), stream.id());
+    if (waits) Executor::get().wait_for_stream(stream.device_index(), stream.id());
     return to;
 }
 
