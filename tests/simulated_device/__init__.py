@@ -64,6 +64,9 @@ def load() -> Any:
     torch.utils.rename_privateuse1_backend(NAME)
     native = build()
     torch._register_device_module(NAME, _device_module(native))
+    # Module.to keeps tied parameters tied where a device's tensors can take the place of the CPU's, as those of CUDA or
+    # XPU; of backends that it does not know, torch assumes that they cannot, unless it is told to swap them.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     import avgpipe_ext  # noqa: F401 (its operators are there now)
 
     native.know_avgpipe(True)

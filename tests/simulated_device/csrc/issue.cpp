@@ -359,7 +359,8 @@ void issue(const c10::OperatorHandle& op, Stack* stack, const Shapes& shapes) {
         }
         const std::vector<at::Tensor> found = tensors_in(work);
         for (size_t n = 0; n < outputs.size(); ++n) {
-            if (!outputs[n].defined() || !found.at(n).defined()) continue;  // a gradient that nobody wants
+            // Nobody wants what the CPU leaves out: gradients that are masked, a mean that evaluation does not save.
+            if (!outputs[n].defined() || !found.at(n).defined() || found[n].numel() == 0) continue;
             TORCH_CHECK(found.at(n).sizes() == outputs[n].sizes(), "the CPU's kernel made ", found[n].sizes(),
                         " of what was said to be ", outputs[n].sizes());
             outputs[n].copy_(found[n]);
