@@ -14,7 +14,7 @@ comma := ,
 EXTRAS := dev$(if $(shell command -v nvcc),$(comma)cuda-check$(comma)cupy)
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test lint types unit slow native-test sanitize docs gpu clean
+.PHONY: demo test lint types unit slow nightly native-test sanitize docs gpu clean
 
 demo: $(VENV)/installed
 	rm -rf runs/demo
@@ -26,7 +26,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(BIN)/clang-format --dry-run --Werror $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
 types: $(VENV)/installed
 	$(BIN)/mypy
@@ -48,6 +48,11 @@ unit: $(VENV)/installed
 
 slow: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+# Training on the simulated device in a thousand orders of each kind, and each missing order seen in some.
+nightly: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulated_device.seeds --seeds 1000 --processes 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulated_device.seeds --mutants --seeds 20
 
 # The documentation as a site, in build/site.
 docs: $(VENV)/installed

@@ -13,7 +13,6 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import pytest
-import torch
 
 from tests.simulated_device import load, unavailable
 

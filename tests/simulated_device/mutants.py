@@ -74,13 +74,23 @@ def _overwritten(self: Copies, leaf: Any) -> Any:
 MUTANTS: dict[str, Callable[[], Any]] = {
     "updates wait for no other lane's": lambda: _step(waits=False, records=True),
     "no update is recorded": lambda: _step(waits=True, records=False),
-    "batches wait for no other lane's update": lambda: mock.patch.object(LaneStream, "step", _only_updates_wait),
-    "messages are received without a wait": lambda: mock.patch.object(ReadyOnEvent, "received", _received_at_once),
+    "batches wait for no other lane's update": lambda: mock.patch.object(
+        LaneStream, "step", _only_updates_wait
+    ),
+    "messages are received without a wait": lambda: mock.patch.object(
+        ReadyOnEvent, "received", _received_at_once
+    ),
     "messages are not kept (record_stream)": lambda: mock.patch.object(
         ReadyOnEvent, "received", _received_and_not_kept
     ),
-    "lanes begin before the caller's stream": lambda: mock.patch.object(LaneStream, "begin", _begin_before_the_caller),
-    "lanes begin before the batch is copied": lambda: mock.patch.object(LaneStream, "begin", _begin_before_the_copies),
-    "the caller's stream does not wait for lanes": lambda: mock.patch.object(LaneStream, "end", lambda self: None),
+    "lanes begin before the caller's stream": lambda: mock.patch.object(
+        LaneStream, "begin", _begin_before_the_caller
+    ),
+    "lanes begin before the batch is copied": lambda: mock.patch.object(
+        LaneStream, "begin", _begin_before_the_copies
+    ),
+    "the caller's stream does not wait for lanes": lambda: mock.patch.object(
+        LaneStream, "end", return_value=None
+    ),
     "pinned batches are overwritten": lambda: mock.patch.object(Copies, "_copy", _overwritten),
 }

@@ -70,7 +70,15 @@ def test_views_are_made_at_once_and_share_memory():
     with simulate("late") as sim:
         x = torch.zeros(4, 6, device=SIM)
         tasks = sim.counters.tasks
-        views = [x[1], x.T, x.view(24), x.reshape(2, 12), x.unfold(1, 2, 2), x.detach(), x.as_strided((2,), (3,))]
+        views = [
+            x[1],
+            x.T,
+            x.view(24),
+            x.reshape(2, 12),
+            x.unfold(1, 2, 2),
+            x.detach(),
+            x.as_strided((2,), (3,)),
+        ]
         assert sim.counters.tasks == tasks == 0
         x.add_(1)
         assert all(bool((view == 1).all()) for view in views)
@@ -115,7 +123,9 @@ def test_nothing_runs_late_before_the_host_waits_and_then_only_what_it_needs():
         y = x * 2
         assert sim.log == []
         assert y.tolist() == [2, 2, 2]
-        assert [line.split()[0] for line in sim.log] == ["0/0"] * 3  # fill, multiply and copy; nothing of the side
+        assert [line.split()[0] for line in sim.log] == [
+            "0/0"
+        ] * 3  # fill, multiply and copy; nothing of the side
 
 
 def made_on_a_side_stream(waits: bool) -> float:
@@ -264,7 +274,7 @@ def test_events_tell_the_time_between_them():
         first.record()
         torch.zeros(3, device=SIM)
         last.record()
-        with pytest.raises(RuntimeError, match="must be completed|must have happened"):
+        with pytest.raises(RuntimeError, match=r"must be completed|must have happened"):
             first.elapsed_time(last)
         last.synchronize()
         assert first.elapsed_time(last) > 0
@@ -285,7 +295,10 @@ def test_an_event_that_nothing_will_record_is_a_deadlock():
         with stream:
             torch.zeros(3, device=SIM)
         left = stream.record_event()
-    with simulate("late"), pytest.raises(RuntimeError, match="deadlock: the host waits for an event of stream 1"):
+    with (
+        simulate("late"),
+        pytest.raises(RuntimeError, match="deadlock: the host waits for an event of stream 1"),
+    ):
         left.synchronize()
 
 
