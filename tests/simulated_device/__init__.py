@@ -50,6 +50,9 @@ def build() -> Any:
     _BUILD.mkdir(parents=True, exist_ok=True)
     with open(_BUILD / "lock-of-processes", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        (_BUILD / "lock").unlink(
+            missing_ok=True
+        )  # torch's own, of a build that was killed, which it would wait for
         return cpp_extension.load(
             "simulated_device",
             [str(path) for path in sorted((_HERE / "csrc").glob("*.cpp"))],

@@ -46,11 +46,17 @@ def pytest_pyfunc_call(pyfuncitem):
     if _process is None:
         _process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_begin)
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    future = _process.submit(_call, pyfuncitem.module.__name__, pyfuncitem.originalname, arguments)
     try:
-        _process.submit(_call, pyfuncitem.module.__name__, pyfuncitem.originalname, arguments).result()
+        future.result()
     except BrokenProcessPool:
         _process = None
         pytest.fail("the process of the simulated device has crashed, or cannot load it")
+    finally:
+        if not future.done():  # the time limit
+            for process in list(_process._processes.values()):
+                process.kill()
+            _process = None
     return True
 
 

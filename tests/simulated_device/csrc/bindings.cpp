@@ -40,5 +40,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("log", [] { return Executor::get().log(); });
     m.def("forbid_host_waits", [](bool forbids) { Executor::get().forbid_host_waits(forbids); });
     m.def("know_avgpipe", &know_avgpipe);
-    m.def("default_generator", [](int device) { return default_generator(static_cast<c10::DeviceIndex>(device)); });
+    m.def("default_generator",
+          [](int device) { return default_generator(static_cast<c10::DeviceIndex>(device)); });
 }

@@ -22,8 +22,8 @@ uint64_t mixed(uint64_t x) {  // the finaliser of SplitMix64
 // other state of the thread may hold Python objects, which cannot be copied without Python's lock.
 c10::impl::ForceDispatchKeyGuard no_modes() {
     const c10::DispatchKeySet views(c10::DispatchKey::ADInplaceOrView);
-    return {c10::default_included_set - views,
-            c10::default_excluded_set | c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset | views};
+    return {c10::default_included_set - views, c10::default_excluded_set | c10::autograd_dispatch_keyset |
+                                                   c10::autocast_dispatch_keyset | views};
 }
 
 }  // namespace
@@ -148,7 +148,7 @@ void Executor::after_call() {
     } else if (policy_ == Policy::kRandom) {
         // Seeds differ in how far the device is behind: most often nothing runs, then some tasks at a time.
         const uint64_t luck = draw(256), laziness = seed_ % 4;
-        if (luck < 64 >> laziness) most = 1 + draw(6);
+        if (luck < uint64_t{64} >> laziness) most = 1 + draw(6);
         if (luck >= 248) most = 1 + draw(64);
     }
     for (; most > 0; --most) {
@@ -186,8 +186,7 @@ bool Executor::query(const MarkPtr& mark) {
 
 MarkPtr Executor::end_of(c10::DeviceIndex device, int64_t stream) {
     const Queue& of = queue(device, stream);
-    return of.issued == 0 ? nullptr
-                          : std::make_shared<Mark>(Mark{streams_[device][stream], of.issued - 1});
+    return of.issued == 0 ? nullptr : std::make_shared<Mark>(Mark{streams_[device][stream], of.issued - 1});
 }
 
 bool Executor::query_stream(c10::DeviceIndex device, int64_t stream) {

@@ -1,7 +1,8 @@
 // What the host issues waits here, stream by stream, and runs in an order that a policy and a seed decide.
 //
-// There are no threads: whoever enqueues, asks or waits runs tasks, under one mutex. So the order is a function of
-// (policy, seed, order of calls), and a run can be replayed. Tasks are kernels of the CPU and never take Python's lock.
+// There are no threads: whoever enqueues, asks or waits runs tasks, under one mutex. So the order is a
+// function of (policy, seed, order of calls), and a run can be replayed. Tasks are kernels of the CPU and
+// never take Python's lock.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -21,7 +22,8 @@ constexpr int kDevices = 2;
 
 struct Queue;
 
-// A place in a stream: everything up to task number `position`. What an event holds, and what anybody waits for.
+// A place in a stream: everything up to task number `position`. What an event holds, and what anybody waits
+// for.
 struct Mark {
     std::shared_ptr<Queue> queue;
     uint64_t position;
@@ -80,8 +82,9 @@ class Executor {
 
     // Whether a mark is reached, as somebody finds who must not disturb the order.
     bool is_reached(const MarkPtr& mark);
-    // The same, asked by the host. It may be asked in a loop, which must end: the fourth question about a mark
-    // that is not reached runs what leads there. Until then nothing runs that would not run after any other call.
+    // The same, asked by the host. It may be asked in a loop, which must end: the fourth question about a
+    // mark that is not reached runs what leads there. Until then nothing runs that would not run after any
+    // other call.
     bool query(const MarkPtr& mark);
     bool query_stream(c10::DeviceIndex device, int64_t stream);
 
@@ -89,7 +92,8 @@ class Executor {
     void wait(const MarkPtr& mark);
     void wait_for_stream(c10::DeviceIndex device, int64_t stream);
     void wait_for_device(c10::DeviceIndex device);
-    // Throws where the host may not wait. Asked before a task is issued that writes what only a wait keeps alive.
+    // Throws where the host may not wait. Asked before a task is issued that writes what only a wait keeps
+    // alive.
     void require_host_waits() const;
     void forbid_host_waits(bool forbids) { forbids_host_waits_ = forbids; }
 

@@ -47,8 +47,8 @@ struct Chain {
     }
 
     at::Generator link(uint64_t index) {
-        TORCH_CHECK(index == executed, "operators that draw from one generator run out of order: number ", index,
-                    " of a seed after ", executed, "; order their streams");
+        TORCH_CHECK(index == executed, "operators that draw from one generator run out of order: number ",
+                    index, " of a seed after ", executed, "; order their streams");
         begin();
         keep_snapshots();
         ++executed;
@@ -73,16 +73,19 @@ class Generator final : public c10::GeneratorImpl {
     static c10::DeviceType device_type() { return c10::DeviceType::PrivateUse1; }
 
     void set_current_seed(uint64_t seed) override {
-        chain_ = std::make_shared<Chain>(
-            Chain{seed, at::make_generator<at::CPUGeneratorImpl>(seed)});
+        chain_ = std::make_shared<Chain>(Chain{seed, at::make_generator<at::CPUGeneratorImpl>(seed)});
     }
     uint64_t current_seed() const override { return chain_->seed; }
     uint64_t seed() override {
         set_current_seed(c10::detail::getNonDeterministicRandom());
         return current_seed();
     }
-    void set_offset(uint64_t) override { TORCH_CHECK(false, "the numbers are the CPU's, which have no offset"); }
-    uint64_t get_offset() const override { TORCH_CHECK(false, "the numbers are the CPU's, which have no offset"); }
+    void set_offset(uint64_t) override {
+        TORCH_CHECK(false, "the numbers are the CPU's, which have no offset");
+    }
+    uint64_t get_offset() const override {
+        TORCH_CHECK(false, "the numbers are the CPU's, which have no offset");
+    }
 
     c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
         const int64_t number = static_cast<int64_t>(states().size());
@@ -129,7 +132,8 @@ class Generator final : public c10::GeneratorImpl {
 
 std::function<at::Generator()> next_draw(const at::Generator& generator) {
     auto* const found = dynamic_cast<Generator*>(generator.unsafeGetGeneratorImpl());
-    TORCH_CHECK(found != nullptr, "expected a generator of the simulated device, not one of ", generator.device());
+    TORCH_CHECK(found != nullptr, "expected a generator of the simulated device, not one of ",
+                generator.device());
     const std::lock_guard lock(found->mutex_);
     return [chain = found->chain(), index = found->chain()->issued++] { return chain->link(index); };
 }

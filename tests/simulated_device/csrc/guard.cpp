@@ -1,4 +1,5 @@
-// What torch asks of an accelerator: devices and streams of the calling thread, events, and the hooks beside them.
+// What torch asks of an accelerator: devices and streams of the calling thread, events, and the hooks beside
+// them.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -34,7 +35,8 @@ Current& current() {
 c10::DeviceIndex index_of(c10::Device device) {
     TORCH_CHECK(device.type() == kType, "expected a simulated device, not ", device);
     const c10::DeviceIndex index = device.has_index() ? device.index() : current().device;
-    TORCH_CHECK(index >= 0 && index < kDevices, "there are ", kDevices, " simulated devices, and no ", int(index));
+    TORCH_CHECK(index >= 0 && index < kDevices, "there are ", kDevices, " simulated devices, and no ",
+                int(index));
     return index;
 }
 
@@ -63,7 +65,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         return stream_of(index, current().streams[index]);
     }
     c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(index_of(device), 0); }
-    c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device); }
+    c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+        return getNewStream(device);
+    }
     c10::Stream getNewStream(c10::Device device, int = 0) const override {
         const c10::DeviceIndex index = index_of(device);
         return stream_of(index, Executor::get().new_stream(index));
@@ -113,7 +117,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
 
   private:
-    static MarkPtr mark_of(void* event) { return event == nullptr ? nullptr : static_cast<Event*>(event)->mark; }
+    static MarkPtr mark_of(void* event) {
+        return event == nullptr ? nullptr : static_cast<Event*>(event)->mark;
+    }
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -123,12 +129,16 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     void init() const override {}
 
     c10::DeviceIndex deviceCount() const override { return kDevices; }
-    void setCurrentDevice(c10::DeviceIndex device) const override { current().device = index_of({kType, device}); }
+    void setCurrentDevice(c10::DeviceIndex device) const override {
+        current().device = index_of({kType, device});
+    }
     c10::DeviceIndex getCurrentDevice() const override { return current().device; }
     c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
         return device < 0 ? current().device : std::exchange(current().device, index_of({kType, device}));
     }
-    c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
+    c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+        return exchangeDevice(device);
+    }
 
     bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
     at::Allocator* getPinnedMemoryAllocator() const override { return pinned_memory(); }
@@ -146,7 +156,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         c10::DataPtr larger = device_memory()->allocate(bytes);
         if (const size_t kept = std::min(bytes, storage.nbytes())) {
             const c10::Stream stream = Guard().getStream(storage.device());
-            const auto copy = [to = larger.get(), from = storage.data(), kept] { std::memcpy(to, from, kept); };
+            const auto copy = [to = larger.get(), from = storage.data(), kept] {
+                std::memcpy(to, from, kept);
+            };
             Executor::get().enqueue(stream.device_index(), stream.id(), {"resize", copy, {}, {}});
         }
         storage.set_data_ptr_noswap(std::move(larger));

@@ -1,4 +1,5 @@
-// Operators are issued: their outputs are allocated now, and the CPU's kernel runs when their stream comes to it.
+// Operators are issued: their outputs are allocated now, and the CPU's kernel runs when their stream comes to
+// it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,8 +20,8 @@ using Shapes = std::function<Stack(const c10::OperatorHandle&, const Stack&)>;
 void issue(const c10::OperatorHandle& op, Stack* stack, const Shapes& shapes);
 void issue(const c10::OperatorHandle& op, Stack* stack);
 
-// A CPU tensor on the memory of another tensor, which it does not keep alive: whoever frees memory that is still read
-// shall see it.
+// A CPU tensor on the memory of another tensor, which it does not keep alive: whoever frees memory that is
+// still read shall see it.
 at::Tensor alias_of(const at::Tensor& tensor);
 
 at::Tensor empty_strided_on(c10::Device device, at::IntArrayRef sizes, at::IntArrayRef strides,

@@ -1,9 +1,9 @@
-// The operators that are more than "issue the CPU's kernel": memory, views, copies, dropout, convolutions and avgpipe's.
+// The operators that are more than "issue the CPU's kernel": memory, views, copies, dropout, convolutions and
+// avgpipe's.
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/_copy_from_ops.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/bernoulli.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/set_native.h>
@@ -33,7 +33,8 @@ at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std:
                  std::optional<c10::Device> device, std::optional<bool>,
                  std::optional<at::MemoryFormat> format) {
     const c10::DeviceGuard guard(whole(device));
-    return at::detail::empty_generic(size, device_memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+    return at::detail::empty_generic(size, device_memory(),
+                                     c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                      c10::dtype_or_default(dtype), format);
 }
 
@@ -42,7 +43,8 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
     return empty_strided_on(whole(device), size, stride, c10::dtype_or_default(dtype));
 }
 
-const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size,
+                          std::optional<at::MemoryFormat> format) {
     const at::Tensor shape = at::empty(size, self.options().device(at::kMeta).memory_format(format));
     resize(self, shape.sizes(), shape.strides());
     return self;
@@ -73,8 +75,8 @@ void copy_between(const at::Tensor& from, const at::Tensor& to) {
     follow(target, source);
 }
 
-// Pageable memory of the host is read now, into a buffer, and pinned memory when the copy runs. As with CUDA, the
-// host waits unless it is told not to, and in any case for what goes to pageable memory.
+// Pageable memory of the host is read now, into a buffer, and pinned memory when the copy runs. As with CUDA,
+// the host waits unless it is told not to, and in any case for what goes to pageable memory.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
     if (to.numel() == 0) return to;
     const bool from_device = from.device().type() == kType, to_device = to.device().type() == kType;
@@ -82,7 +84,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
         copy_between(from, to);
         return to;
     }
-    TORCH_CHECK(from_device ? to.is_cpu() : from.is_cpu(), "copies are between simulated devices and the CPU");
+    TORCH_CHECK(from_device ? to.is_cpu() : from.is_cpu(),
+                "copies are between simulated devices and the CPU");
     const c10::Stream stream = current_stream_of(from_device ? from.device() : to.device());
     const at::Tensor& host = from_device ? to : from;
     const bool pinned = pinned_is_used_on(host.const_data_ptr(), stream);
@@ -122,8 +125,8 @@ at::Tensor& dropout_(at::Tensor& input, double p, bool train) {
 // Of devices that torch does not know it expects operators of other names.
 template <bool kBackward>
 void convolution(const c10::OperatorHandle&, Stack* stack) {
-    static const c10::OperatorHandle op =
-        c10::Dispatcher::singleton().findSchemaOrThrow(kBackward ? "aten::convolution_backward" : "aten::convolution", "");
+    static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(
+        kBackward ? "aten::convolution_backward" : "aten::convolution", "");
     if constexpr (kBackward) {
         const size_t base = stack->size() - 10;
         const at::Tensor weight = (*stack)[base + 2].toTensor();
@@ -169,7 +172,6 @@ void resize(const at::Tensor& tensor, at::IntArrayRef sizes, at::IntArrayRef str
                                                           static_cast<size_t>(self->storage_offset()));
     if (bytes > tensor.storage().nbytes()) {
         const c10::DeviceGuard guard(tensor.device());
-        at::globalContext().getAcceleratorHooksInterface();  // torch has found the hooks
         at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(tensor.storage(), bytes);
     }
 }
@@ -181,10 +183,10 @@ void know_avgpipe(bool knows) {
     c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
     for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
         if (name.getNamespace() != "avgpipe") continue;
-        registered->push_back(dispatcher.registerImpl(
-            name, c10::DispatchKey::PrivateUse1,
-            c10::KernelFunction::makeFromBoxedFunction<&avgpipe_kernel>(), std::nullopt, nullptr,
-            "simulated device"));
+        registered->push_back(
+            dispatcher.registerImpl(name, c10::DispatchKey::PrivateUse1,
+                                    c10::KernelFunction::makeFromBoxedFunction<&avgpipe_kernel>(),
+                                    std::nullopt, nullptr, "simulated device"));
     }
 }
 

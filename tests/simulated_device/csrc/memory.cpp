@@ -1,8 +1,8 @@
 #include "memory.h"
 
 #include <ATen/core/CachingHostAllocator.h>
-#include <c10/core/impl/alloc_cpu.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/impl/alloc_cpu.h>
 
 #include <algorithm>
 #include <bit>
@@ -28,7 +28,7 @@ struct Block {
     int64_t home = 0;
     uint64_t epoch = 0;
     bool in_use = false;
-    bool is_dirty = false;  // with what its last user left in it, where poison belongs
+    bool is_dirty = false;                // with what its last user left in it, where poison belongs
     std::vector<c10::Stream> users = {};  // other streams
     std::vector<MarkPtr> awaited = {};    // of a freed block: where its users must have come
 
@@ -77,7 +77,8 @@ class Pool {
             return;
         }
         for (const c10::Stream& user : users)
-            block->awaited.push_back(Executor::get().record(user.device_index(), user.id(), "record of free"));
+            block->awaited.push_back(
+                Executor::get().record(user.device_index(), user.id(), "record of free"));
         if (block->awaited.empty()) {
             make_free(block);
         } else {
