@@ -17,9 +17,9 @@ ORDERED := $(addprefix tests/runtime/test_,$(addsuffix .py,auto elastic equality
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
 # Whoever checks the code has its warnings as errors; whoever only builds it has another compiler, with other warnings.
-test lint types native-test sanitize unit slow: export AVGPIPE_WERROR := 1
+test lint types native-test sanitize unit order slow nightly: export AVGPIPE_WERROR := 1
 
-.PHONY: demo test lint types unit order slow native-test sanitize docs gpu clean
+.PHONY: demo test lint types unit order slow nightly native-test sanitize docs gpu clean
 
 demo: $(VENV)/installed
 	rm -rf runs/demo
@@ -31,7 +31,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(BIN)/clang-format --dry-run --Werror $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
 types: $(VENV)/installed
 	$(BIN)/mypy
@@ -58,6 +58,11 @@ order: $(VENV)/installed
 
 slow: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+# Training on the simulated device in a thousand orders of each kind, and each missing order seen in some.
+nightly: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulated_device.seeds --seeds 1000 --processes 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulated_device.seeds --mutants --seeds 20
 
 # The documentation as a site, in build/site.
 docs: $(VENV)/installed

@@ -45,6 +45,9 @@ class NcclWork:
         with stream:
             account.enqueue("a collective", tensors, tensors)
 
+    def is_completed(self) -> bool:
+        return bool(self._inner.is_completed())
+
     def wait(self, *_: Any) -> None:
         self._inner.wait()
         self._account.current_stream().wait_stream(self._stream)

@@ -19,7 +19,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 import avgpipe_ext
-from avgpipe.device import on_accelerator
+from avgpipe.device import current_stream, on_accelerator, used_on
 from avgpipe.elastic.flat import ALIGN_BYTES, FlatBuffers, Layout, Region, dense_strides, rehome
 from avgpipe.rules import Elasticity
 
@@ -353,6 +353,9 @@ class FusedStep:
                 mine = value  # there already
             else:
                 mine.copy_(value)
+                if on_accelerator(value):
+                    # Loaded on the caller's stream, read on this one, and forgotten below.
+                    used_on(current_stream(value.device), [value])
             if value is not None or not is_sgd:
                 entry[name] = mine
             states.append(mine)
