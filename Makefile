@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 # Where nvcc is, CUDA code is compiled, so its machine code and the run-time compilation are checked too.
 comma := ,
 EXTRAS := dev$(if $(shell command -v nvcc),$(comma)cuda-check)
-ORDERED := $(addprefix tests/runtime/test_,$(addsuffix .py,auto elastic equality evaluate on_ranks schedules \
+ORDERED := $(addprefix tests/runtime/test_,$(addsuffix .py,auto elastic evaluate on_ranks schedules \
     shared_batch skips spread streams warmup)) tests/checkpoint/test_checkpoint.py
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 

@@ -37,6 +37,7 @@ _HOST_WAITS = {
 # Copies to the host's memory that no operator shows here, where both memories are one.
 _DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+_NOTED = {_DEVICE_OF, torch.Tensor.cpu, torch.Tensor.to, *_READS}
 
 
 class DeviceAccount(Account):
@@ -99,7 +100,10 @@ class Operators(TorchDispatchMode):
         self._account = account
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # what is asked of tensors here is nobody's reading
+            return self._note(func, args, kwargs or {})
+
+    def _note(self, func: Any, args: Any, kwargs: Any) -> Any:
         account = self._account
         memory = account.memory
         reads, writes = _tensors_of(func, args, kwargs)
@@ -149,7 +153,7 @@ class Operators(TorchDispatchMode):
 
 def _caller() -> str:
     """The file that calls an operator; torch may have wrapped the mode's own method."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame.f_back is not None and any(name in frame.f_code.co_filename for name in _WRAPPERS):
         frame = frame.f_back
     return frame.f_code.co_filename
