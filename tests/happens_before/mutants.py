@@ -31,9 +31,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "avgpipe"
 FILES = (
     "device.py",
-    *("links/cuda.py", "links/link.py", "links/message.py"),
+    *(
+        "links/cuda.py",
+        "links/nccl.py",
+        "links/shared.py",
+        "links/group.py",
+        "links/link.py",
+        "links/message.py",
+    ),
     *("runtime/group_sum.py", "runtime/lane.py", "runtime/update.py", "runtime/worker.py", "runtime/feed.py"),
-    *("runtime/evaluate.py", "runtime/scheduler.py", "runtime/graphs.py"),
+    *("runtime/evaluate.py", "runtime/scheduler.py", "runtime/graphs.py", "elastic/replica.py"),
 )
 # Calls that are left out where they stand alone, and calls whose value is an event: that is then never recorded.
 STATEMENTS = {
@@ -49,20 +56,20 @@ STATEMENTS = {
 STATEMENTS |= {"wait_for_device", "received"}
 OF_A_STREAM = {"begin", "end"}
 EVENTS = {"record_event", "issued"}
-BLOCKS = {"_stream", "_copies", "averaging", "_averaging"}  # that run on a stream of their own
+BLOCKS = {"_stream", "_copies", "averaging", "_averaging", "receiving"}  # that run on a stream of their own
 
 # The quickest ones first: a mutant ends with the first test that fails.
 TESTS = (
-    ("tests/runtime/test_streams.py",),
-    ("tests/runtime/test_group_sum.py",),
-    ("tests/links/test_cuda_ipc.py", "tests/links/test_nccl.py"),
-    ("tests/happens_before", OPTION),
+    ("tests/runtime/test_streams.py", "tests/runtime/test_group_sum.py", "tests/runtime/test_graphs.py"),
+    ("tests/links/test_cuda_ipc.py", "tests/links/test_nccl.py", "tests/links/test_message.py"),
+    ("tests/happens_before",),
     (
         "tests/runtime/test_elastic.py",
         "tests/runtime/test_spread.py",
-        "tests/runtime/test_replicas.py",
+        "tests/runtime/test_on_ranks.py",
         OPTION,
     ),
+    ("tests/simulated_device/test_device.py", "tests/simulated_device/test_training.py"),
 )
 LIMIT_S = 240
 
@@ -93,16 +100,24 @@ def _orderings(tree: ast.AST) -> Iterator[Any]:
     """The nodes that a mutant changes: statements that only order, blocks on a stream, events, and looks at them."""
     alone = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.With) and any(_called(item.context_expr) in BLOCKS for item in node.items):
+        if isinstance(node, ast.With) and _runs_on_a_stream(node.items[0].context_expr):
             yield node.items[0].context_expr
         if not isinstance(node, ast.Call):
             continue
         name = _called(node)
         owner = _called(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        if name == "wait" and (node.args or node.keywords):
+            continue  # with a limit: the host's, for something that has no streams
         if id(node) in alone and (name in STATEMENTS or (name in OF_A_STREAM and owner == "stream")):
             yield alone[id(node)]
         elif id(node) not in alone and (name in EVENTS or name == "query"):
             yield node
+
+
+def _runs_on_a_stream(block: ast.AST) -> bool:
+    return any(
+        _called(node) in BLOCKS for node in ast.walk(block) if isinstance(node, ast.Attribute | ast.Name)
+    )
 
 
 def _called(node: ast.AST) -> str:
