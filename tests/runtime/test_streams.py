@@ -294,3 +294,14 @@ def test_a_lone_pipeline_has_the_next_batch_in_hand_on_a_device(fake, monkeypatc
     ) as p:
         next(p.train(batches))
         assert p._feed.next_batch == 2
+
+
+def test_the_clock_marks_what_it_is_told_and_knows_its_own_beginning(fake):
+    fake.default.operate()  # that the host has not waited for
+    clock, stream = streams.DeviceClock(CPU), fake.Stream()
+    begin = time.perf_counter()
+    start = clock.mark(stream)
+    stream.operate()
+    clock.note((0, 0, 0, 0, "F"), start, clock.mark(stream))
+    (row,) = clock.rows()
+    assert begin - 0.05 < row[5] <= row[6] < time.perf_counter() + 0.05
