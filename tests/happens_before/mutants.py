@@ -61,7 +61,7 @@ BLOCKS = {"_stream", "_copies", "averaging", "_averaging", "receiving"}  # that 
 # The quickest ones first: a mutant ends with the first test that fails.
 TESTS = (
     ("tests/runtime/test_streams.py", "tests/runtime/test_group_sum.py", "tests/runtime/test_graphs.py"),
-    ("tests/links/test_cuda_ipc.py", "tests/links/test_nccl.py", "tests/links/test_message.py"),
+    ("tests/links/test_cuda_ipc.py", "tests/links/test_nccl.py", "tests/links/test_links.py"),
     ("tests/happens_before",),
     (
         "tests/runtime/test_elastic.py",

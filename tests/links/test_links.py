@@ -421,9 +421,18 @@ def test_who_sends_through_the_host_does_not_wait_for_the_device(
     fake, happened = Account(), threading.Event()
     monkeypatch.setattr(streams, "backend", fake)
     monkeypatch.setattr(fake, "holds", lambda tensor: True)
-    monkeypatch.setattr(Event, "synchronize", lambda event: happened.wait(20))
+    awaited: list[Event] = []
+
+    def synchronize(event: Event) -> None:
+        awaited.append(event)
+        assert happened.wait(20)
+
+    monkeypatch.setattr(Event, "synchronize", synchronize)
+    lane = fake.Stream()
     with ends(kind) as made:
-        key = made.send(torch.ones(size))
+        with lane:
+            stream, number = lane.operate()
+            key = made.send(torch.ones(size))
         monkeypatch.setattr(fake, "holds", lambda tensor: False)
         following = made.send(torch.zeros(2))
         box = made.mailboxes[1]
@@ -431,6 +440,7 @@ def test_who_sends_through_the_host_does_not_wait_for_the_device(
         happened.set()
         assert torch.equal(made.receive(key), torch.ones(size))
         assert torch.equal(made.receive(following), torch.zeros(2))
+    assert awaited[0].clock[stream] == number  # what the lane had issued, and the copy with it
 
 
 def test_closing_sends_what_the_device_has_not_copied_yet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -214,9 +213,9 @@ def into(plan: Plan) -> list[dict[Channel, int]]:
 class Store:
     """A store that all ranks see. ``asked``: how often, by rank."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, names: Iterable[Any]) -> None:
         self.asked = [0] * size
-        self._there: dict[Any, threading.Event] = defaultdict(threading.Event)
+        self._there = {name: threading.Event() for name in names}
 
     def set(self, rank: int, name: Any) -> None:
         self.asked[rank] += 1
@@ -271,7 +270,7 @@ def test_a_rank_connects_to_whom_it_sends_much(plan: Plan, count: int, most: int
     for a, b in edges:
         done[a] = done[b] = max(done[a], done[b]) + 1
     assert max(done) == turns
-    store, met = Store(plan.workers), {edge: threading.Barrier(2) for edge in edges}
+    store, met = Store(plan.workers, edges), {edge: threading.Barrier(2) for edge in edges}
     made: list[Any] = [None] * plan.workers
 
     def start(rank: int) -> None:
