@@ -304,11 +304,12 @@ class LaneStream:
 
     @contextmanager
     def averaging(self) -> Iterator[None]:
-        """Run here what the block issues outside of any step, as a part of the chain of updates."""
+        """Run here what the block issues outside of any step, as a part of the chain of updates.
+
+        Where updates come from other processes, this is the only lane of its reference here: the chain is its stream.
+        """
         with self._stream:
-            self._stream.wait_event(self._averaged)
             yield
-            self._stream.record_event(self._averaged)
 
     def issued(self) -> Any:
         """Return the event that all that this lane has issued so far is done."""

@@ -222,7 +222,7 @@ class Worker:
         pulls = reference is not None and reference.elasticity.pulls_at_the_end(0)
         k, r, _ = self.placement.replicas[route.replica]
         # Dedicated pipelines that are all here have replicas of their own, but share the first one's reference.
-        return self.streams.lane(self.placement.replicas_of(k)[r], pulls or bool(route.remote))
+        return self.streams.lane(self.placement.replicas_of(k)[r], pulls)
 
     def _rows(self, schedule: Schedule) -> list[PipelineRow]:
         """Make the rows of this process's workers."""
