@@ -20,7 +20,7 @@ import torch
 
 from avgpipe.device import current_stream, has_streams, on_accelerator, pinned_bytes
 from avgpipe.links.link import Endpoint, Link, Transport
-from avgpipe.links.message import Channel, Encoder, Key, padded
+from avgpipe.links.message import Channel, Encoder, Format, Key, padded
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy
 
 _POLL_S = 1e-3
@@ -114,15 +114,28 @@ class SharedLink(Link):
         number, format, text, tensors = encoder.encode(value)
         total = padded(len(text)) + format.bytes
         words = key.batch, key.micro_batch, number, len(text)
-        with self._lock:
-            if not self._late and (self._on_host or not any(map(on_accelerator, tensors))):
-                if total:
-                    format.write_all(text, tensors, sender.reserve(total))
-                sender.publish(total, *words)
+        if not self._on_host:
+            with self._lock:
+                is_late = self._late > 0 or any(map(on_accelerator, tensors))
+                self._late += is_late  # what is sent later goes behind it
+            if is_late:
+                self._send_copied(sender, format, text, tensors, words)
                 return
-            self._late += 1  # what is sent later goes behind it
+        if total:
+            format.write_all(text, tensors, sender.reserve(total))
+        sender.publish(total, *words)
+
+    def _send_copied(
+        self,
+        sender: Sender,
+        format: Format,
+        text: bytes,
+        tensors: list[torch.Tensor],
+        words: tuple[int, int, int, int],
+    ) -> None:
+        """Let a thread send once a device has copied the message to the host."""
         # On the lane's stream, whose next step may write to them; the host goes on.
-        memory = pinned_bytes(total)
+        memory = pinned_bytes(padded(len(text)) + format.bytes)
         format.write_all(text, tensors, memory.data_ptr(), pinned=True)
         device = next((t.device for t in tensors if on_accelerator(t)), self._end.device)
         made = current_stream(device).record_event() if has_streams(device) else None
