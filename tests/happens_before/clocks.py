@@ -67,9 +67,6 @@ class Event:
         assert all(host.get(stream, 0) >= number for stream, number in clocks), "they may not be over yet"
         return 1e3 * (end.at - self.at)
 
-    def ipc_handle(self) -> bytes:
-        raise NotImplementedError
-
 
 class Stream(AbstractContextManager["Stream"]):
     def __init__(self, account: Account) -> None:
