@@ -59,8 +59,9 @@ class DeviceAccount(Account):
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         self.memory.record_stream(tensor, stream)
 
-    def host_waits(self, why: str) -> None:
-        """The host waits for all that the current stream has."""
+    def host_waits(self, why: str, reads: list[torch.Tensor]) -> None:
+        """The current stream reads something for the host, which waits for all that this stream has."""
+        self.enqueue(why, reads, [])
         self.current_stream().synchronize()
         self.waited[f"{place(3)}: {why}"] += 1
 
@@ -114,13 +115,12 @@ class Operators(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         of_device = any(t in memory for t in (*reads, *writes)) if asked is None else asked == DEVICE
         if asked is not None and not of_device and name == "_to_copy" and any(t in memory for t in reads):
-            account.host_waits(f"{func}, to the host")
+            account.host_waits(f"{func}, to the host", reads)
         if not of_device:
             account.look(str(func), reads)
             return result
         if name in _HOST_WAITS:
-            account.host_waits(str(func))
-            return result
+            account.host_waits(str(func), reads)
         if name == "copy_" and args[0] not in memory:
             return self._to_host(args, kwargs, result)
         if name.endswith("_like") or name.startswith("new_"):
@@ -147,7 +147,7 @@ class Operators(TorchDispatchMode):
             account.operators += 1
             account.enqueue("copy to the host", [args[1]], [], [args[0]])
         else:
-            account.host_waits("copy_, to the host")
+            account.host_waits("copy_, to the host", [args[1]])
         return result
 
 
@@ -200,7 +200,7 @@ class HostReads(TorchFunctionMode):
             func is torch.Tensor.to and _names_host(args[1:], kwargs or {})
         )
         if (to_host or func in _READS) and args[0] in self._account.memory:
-            self._account.host_waits(func.__name__)
+            self._account.host_waits(func.__name__, [args[0]])
             if to_host:  # a tensor of its own, as from a device
                 with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
                     return args[0].detach().clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -112,6 +112,33 @@ def test_the_host_s_waits_order_and_are_listed(account: DeviceAccount) -> None:
     assert not found(account)
     assert sum(account.waited.values()) == 1
     assert "_local_scalar_dense" in next(iter(account.waited))
+
+
+HOST_READS: list[Callable[[torch.Tensor], Any]] = [
+    torch.Tensor.cpu,
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.nonzero,
+    lambda x: x[0].item(),
+    lambda x: x.to("cpu"),
+    lambda x: torch.equal(x, x),
+    lambda x: torch.zeros(4).copy_(x),
+]
+
+
+@pytest.mark.parametrize("read", HOST_READS)
+def test_the_host_s_reads_are_in_the_order_of_the_current_stream(
+    account: DeviceAccount, read: Callable[[torch.Tensor], Any]
+) -> None:
+    """It waits for that stream alone, which need not come after the one that has written."""
+    with account.Stream() as other:
+        x = torch.ones(4, device=DEVICE)
+    read(x)
+    assert len(found(account)) == 1
+    account.memory.found.clear()
+    account.default.wait_stream(other)
+    read(x)
+    assert not found(account)
 
 
 def test_a_host_that_reads_what_is_still_copied(account: DeviceAccount) -> None:

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from avgpipe import Pipeline, Plan
 from avgpipe.device import LaneStream, ReadyOnEvent
 from avgpipe.runtime import group_sum
 from avgpipe.runtime.update import RemoteUpdates
+from avgpipe.runtime.worker import Worker
 from tests.happens_before.on_cpu import on_streams
 from tests.happens_before.operators import DeviceAccount
 from tests.runner import run
@@ -94,6 +96,37 @@ def test_updates_of_other_processes_taken_in_beside_the_lane(mutant: bool, stale
     found = sum((Counter(found) for found in run(2, spread, mutant=mutant, staleness=staleness)), Counter())
     assert bool(found) is mutant
     assert all("race" in text for text in found)
+
+
+def resumed(folder: Path, mutant: bool) -> Counter[str]:
+    """The first batch after a load is the other process's: what it adds is taken in when all has ended."""
+    settle = Worker.settle
+
+    def without(worker: Worker, batches: int) -> None:
+        with mock.patch.object(LaneStream, "end", lambda *_: None) if mutant else nullcontext():
+            settle(worker, batches)
+
+    plan = Plan(stages=1, pipelines=2, staleness=0, batch="per-pipeline", spread=True)
+    batches = token_batches(6, 8)
+    with (
+        mock.patch.object(Worker, "settle", without),
+        on_streams(DeviceAccount()) as account,
+        Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, timeout_s=60) as p,
+    ):
+        list(p.train(batches[:5]))
+        p.save(folder)
+        p.load(folder)
+        list(p.train(batches[5:]))
+        p.state_dict()
+    return account.memory.found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mutant", [False, True])
+def test_updates_taken_in_between_what_the_caller_does(mutant: bool, tmp_path: Path) -> None:
+    found = run(2, resumed, folder=tmp_path / "saved", mutant=mutant)
+    assert bool(found[0]) is mutant
+    assert all("race" in text for text in found[0])
 
 
 # ---- a loss that waits for all that is issued ----------------------------------------------------------------------

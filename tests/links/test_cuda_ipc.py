@@ -283,6 +283,19 @@ def test_closing_waits_until_the_device_has_read_what_was_sent(fake, monkeypatch
     made.links[1].close(10)
 
 
+def test_closing_waits_until_the_device_has_copied_and_read(fake, monkeypatch):
+    """An event that has not happened keeps the slot, whichever of the two it is."""
+    monkeypatch.setattr(cuda, "_RETURN_S", 0.05)
+    for late in ("full", "free"):
+        made = DeviceEnds(fake, None)
+        made.pass_on(torch.ones(10))
+        (slot,) = made.links[0]._outgoing_slots.values()
+        monkeypatch.setattr(getattr(slot, late), "query", lambda: False)
+        for link in made.links:
+            link.close(10)
+        assert len(made.slots._spare) == made.slots._driver.slots - 1
+
+
 def test_a_slot_that_never_comes_back_serves_nobody_else(fake, monkeypatch):
     monkeypatch.setattr(cuda, "_RETURN_S", 0.05)
     made = DeviceEnds(fake, None)
@@ -291,6 +304,18 @@ def test_a_slot_that_never_comes_back_serves_nobody_else(fake, monkeypatch):
     assert len(made.slots._spare) == made.slots._driver.slots - 1
     assert float(arrived.sum()) == 10
     made.links[1].close(10)
+
+
+def test_what_is_offered_is_read_after_it_is_written(fake, monkeypatch):
+    monkeypatch.setattr(cuda, "device_id", lambda device: "the same")
+    slots = DeviceSlots(HostDriver(fake))
+    writer, reader = fake.Stream(), fake.Stream()
+    with writer:
+        written = writer.operate()
+        offer = slots.offer()
+    with reader:
+        slots.check(offer)
+    assert reader.follows(written)
 
 
 class Library:

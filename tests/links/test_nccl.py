@@ -172,6 +172,20 @@ def test_a_receive_waits_for_nothing_that_the_caller_holds(fake: Account) -> Non
     assert not lane.follows(held)
 
 
+def test_the_allocator_knows_who_reads_what_has_arrived(fake: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is of the stream on which the receive was posted."""
+    told: list[tuple[int, Any]] = []
+    monkeypatch.setattr(fake, "holds", lambda tensor: True)
+    monkeypatch.setattr(fake, "record_stream", lambda tensor, stream: told.append((tensor.data_ptr(), stream)))
+    ends, lane = Ends(fake), fake.Stream()
+    key = ends.send("F", torch.ones(3))
+    ends.box.collect()
+    ends.receiver._collect()
+    with lane:
+        arrived = ends.box.take(key)
+    assert told == [(arrived.data_ptr(), lane)]
+
+
 class Ended:
     """A group; the other side never meets what it has posted, if it is ``stuck``."""
 
