@@ -172,11 +172,15 @@ def test_a_receive_waits_for_nothing_that_the_caller_holds(fake: Account) -> Non
     assert not lane.follows(held)
 
 
-def test_the_allocator_knows_who_reads_what_has_arrived(fake: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocator_knows_who_reads_what_has_arrived(
+    fake: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its memory is of the stream on which the receive was posted."""
     told: list[tuple[int, Any]] = []
     monkeypatch.setattr(fake, "holds", lambda tensor: True)
-    monkeypatch.setattr(fake, "record_stream", lambda tensor, stream: told.append((tensor.data_ptr(), stream)))
+    monkeypatch.setattr(
+        fake, "record_stream", lambda tensor, stream: told.append((tensor.data_ptr(), stream))
+    )
     ends, lane = Ends(fake), fake.Stream()
     key = ends.send("F", torch.ones(3))
     ends.box.collect()
