@@ -19,6 +19,9 @@ NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 # Whoever checks the code has its warnings as errors; whoever only builds it has another compiler, with other warnings.
 test lint types native-test sanitize unit order mutants slow nightly: export AVGPIPE_WERROR := 1
 
+ON_GPU := benchmarks/gpu_*.py tests/runtime/test_cuda.py tests/elastic/test_cuda.py tests/avgpipe_ext/test_cuda.py \
+  tests/happens_before/on_gpu.py
+
 .PHONY: demo test lint types unit order mutants slow nightly native-test sanitize docs gpu clean
 
 demo: $(VENV)/installed
@@ -33,8 +36,10 @@ lint: $(VENV)/installed
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
+# Programs that only a GPU runs are at least of the right types.
 types: $(VENV)/installed
 	$(BIN)/mypy
+	$(BIN)/mypy --follow-imports silent --allow-untyped-defs --allow-untyped-calls --no-warn-return-any $(ON_GPU)
 
 native-test: $(VENV)/installed
 	$(BIN)/cmake build/native

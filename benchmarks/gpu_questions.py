@@ -198,19 +198,19 @@ def _receive(pipe: Any) -> Any:
 
 def ipc() -> str:
     """Is CUDA IPC there: memory and events of another process?"""
-    from avgpipe.links.cuda import DeviceSlots
+    from avgpipe.links.cuda import slots_of
 
-    slots = DeviceSlots(torch.device("cuda", 0))
+    slots = slots_of(torch.device("cuda", 0))
     offer = slots.offer()
     pipe, _ = _talk(_check, offer)
     return str(_receive(pipe))
 
 
 def _check(pipe: Any, offer: dict[str, str]) -> None:
-    from avgpipe.links.cuda import DeviceSlots
+    from avgpipe.links.cuda import slots_of
 
     try:
-        DeviceSlots(torch.device("cuda", 0)).check(offer)
+        slots_of(torch.device("cuda", 0)).check(offer)
         pipe.send("it is there")
     except (OSError, ValueError, RuntimeError) as error:
         pipe.send(f"it is not: {_short(error)}")
@@ -218,9 +218,9 @@ def _check(pipe: Any, offer: dict[str, str]) -> None:
 
 def two_handles() -> str:
     """Can another process open two small allocations, which may be of one block?"""
-    from avgpipe.links.cuda import DeviceSlots
+    from avgpipe.links.cuda import slots_of
 
-    slots = DeviceSlots(torch.device("cuda", 0))
+    slots = slots_of(torch.device("cuda", 0))
     made = [slots.make(64 << 10) for _ in range(2)]
     for n, slot in enumerate(made):
         slot.memory.fill_(n + 1)
@@ -231,10 +231,10 @@ def two_handles() -> str:
 
 
 def _open_both(pipe: Any, records: list[bytes]) -> None:
-    from avgpipe.links.cuda import DeviceSlots
+    from avgpipe.links.cuda import slots_of
 
     try:
-        slots = DeviceSlots(torch.device("cuda", 0))
+        slots = slots_of(torch.device("cuda", 0))
         seen = [int(slots.open(record).memory[0]) for record in records]
         pipe.send(f"both are open, what they hold is {'right' if seen == [1, 2] else f'wrong: {seen}'}")
     except (OSError, RuntimeError) as error:
@@ -243,9 +243,9 @@ def _open_both(pipe: Any, records: list[bytes]) -> None:
 
 def lost_memory() -> str:
     """What does a process read that has another one's memory open, once that one has been killed?"""
-    from avgpipe.links.cuda import DeviceSlots
+    from avgpipe.links.cuda import slots_of
 
-    slots = DeviceSlots(torch.device("cuda", 0))
+    slots = slots_of(torch.device("cuda", 0))
     pipe, process = _talk(_offer)
     slot = slots.open(_receive(pipe))
     before = int(slot.memory[0])
@@ -259,9 +259,9 @@ def lost_memory() -> str:
 
 
 def _offer(pipe: Any) -> None:
-    from avgpipe.links.cuda import DeviceSlots
+    from avgpipe.links.cuda import slots_of
 
-    slot = DeviceSlots(torch.device("cuda", 0)).make(2 << 20)
+    slot = slots_of(torch.device("cuda", 0)).make(2 << 20)
     slot.memory.fill_(7)
     torch.cuda.synchronize()
     pipe.send(slot.record)

@@ -29,7 +29,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,8 @@ def run(step: Step, gpu: Gpu | None) -> dict[str, Any]:
     if missing:
         return _outcome(step, "left out", f"no {missing[0]} here")
     try:
-        with mps() if step.mps else nullcontext({}) as shared:
+        served: AbstractContextManager[dict[str, str]] = mps() if step.mps else nullcontext({})
+        with served as shared:
             return _run(step, shared)
     except (OSError, subprocess.SubprocessError) as error:
         return _outcome(step, "left out" if step.mps else "failed", str(error).strip()[:200])
@@ -286,7 +287,7 @@ def mps() -> Iterator[dict[str, str]]:
     """The Multi-Process Service, in a folder of its own, for programs with these variables; stopped in any case."""
     with tempfile.TemporaryDirectory() as folder:
         own = {f"CUDA_MPS_{what}_DIRECTORY": folder for what in ("PIPE", "LOG")}
-        told = {"env": os.environ | own, "text": True, "timeout": 30, "capture_output": True}
+        told: dict[str, Any] = {"env": os.environ | own, "text": True, "timeout": 30, "capture_output": True}
         started = subprocess.run([_MPS, "-d"], **told)
         if started.returncode:
             raise OSError(f"{_MPS} -d: {(started.stderr or started.stdout).strip() or started.returncode}")

@@ -53,7 +53,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(self: LaneStream, *arguments: Any) -> Any:
         nonlocal count
         count += 1
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             torch.cuda._sleep(200_000 * (1 + count % 7))
         return step(self, *arguments)
 
@@ -209,11 +209,11 @@ def held_up() -> Any:
     step = LaneStream.step
 
     def slow(self: LaneStream, *arguments: Any) -> Any:
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             torch.cuda._sleep(2_000_000)
         return step(self, *arguments)
 
-    LaneStream.step = slow  # type: ignore[method-assign]
+    LaneStream.step = slow  # type: ignore[method-assign,assignment]
     return over("cuda-ipc", 2)
 
 
@@ -236,14 +236,14 @@ def held_up_with(options: dict[str, Any], device: str, wire: str | None = None) 
     step = LaneStream.step
 
     def slow(self: LaneStream, *arguments: Any) -> Any:
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             torch.cuda._sleep(2_000_000)
         return step(self, *arguments)
 
     if device != "cpu":
-        LaneStream.step = slow  # type: ignore[method-assign]
+        LaneStream.step = slow  # type: ignore[method-assign,assignment]
     join()
-    narrow = {} if wire is None else {"wire_dtype": torch.bfloat16, "link": wire}
+    narrow: Any = {} if wire is None else {"wire_dtype": torch.bfloat16, "link": wire}
     losses, state, evaluated, _ = train(Plan(**options), token_batches(6, 8), device, **narrow)
     return losses, state, evaluated
 

@@ -587,7 +587,7 @@ def test_any_graph(steps: list[tuple[int, int, int, int]], outputs: int, wanted:
 @pytest.fixture
 def explored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Without plans. Each graph that is planned is in the list, by its number of nodes."""
-    split_backward._plans.clear()
+    split_backward._plans.newest.clear()
     found: list[int] = []
     plan = split_backward._plan
 
@@ -642,9 +642,9 @@ def test_a_plan_is_for_graphs_of_its_shape_alone(explored: list[int], name: str,
     first, second = ALIKE[name][::-1] if turned else ALIKE[name]
     expected = []
     for function in (first, second):  # each planned anew
-        split_backward._plans.clear()
+        split_backward._plans.newest.clear()
         expected.append(split_and_whole(Call(function, lin(), lin()), [wanting(4, 6)]))
-    split_backward._plans.clear()
+    split_backward._plans.newest.clear()
     found = [split_and_whole(Call(f, lin(), lin()), [wanting(4, 6)]) for f in (first, second, first, second)]
     assert found[1::2] == [expected[1]] * 2 or name == "weights saved through hooks"  # less may be split then
     assert found[0::2] == [expected[0]] * 2 or name == "weights saved through hooks"
@@ -665,7 +665,7 @@ def test_few_plans_are_kept_and_no_graph(explored: list[int]) -> None:
     for n in range(split_backward._KEPT_PLANS + 3):
         layers = nn.Sequential(*[lin() for _ in range(n + 1)])
         split_and_whole(layers, [wanting(2, 6)])
-    assert len(split_backward._plans) == split_backward._KEPT_PLANS
+    assert len(split_backward._plans.newest) == split_backward._KEPT_PLANS
     x = wanting(2, 6)
     gone = weakref.ref(x)
     input_backward(*forward(layers, [x]), [x]).run()

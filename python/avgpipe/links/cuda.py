@@ -162,7 +162,7 @@ class DeviceSlots:
     is done with, and what its messages have outgrown, serves others, and what was opened once stays open for them.
     """
 
-    def __init__(self, driver: Any) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._lock = threading.Lock()  # pipelines may have threads of their own
         self._spare: list[Slot] = []

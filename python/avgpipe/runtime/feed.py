@@ -68,9 +68,8 @@ class Feed:
     def __init__(self, worker: Worker, plan: Plan, loader: Prefetch, options: TrainingOptions) -> None:
         self._worker, self._plan, self._loader, self._options = worker, plan, loader, options
         self._most_in_flight, self._shares = plan.batches_in_flight, plan.shares
-        if (
-            worker.streams is not None
-        ):  # or the device would idle while the host reads a loss and begins the next batch
+        if worker.streams is not None:
+            # Or the device would idle while the host reads a loss and begins the next batch.
             self._most_in_flight = max(2, self._most_in_flight)
         self._alone = (
             0 if plan.build_schedule().flush else plan.warmup_rounds

@@ -32,6 +32,7 @@ Not promised: a hook on the output of a feeder runs in both parts (its effect on
 from __future__ import annotations
 
 import re
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -291,7 +292,16 @@ class _Plan(NamedTuple):
 
 
 _KEPT_PLANS = 16  # stages of a worker, and shapes of their graphs
-_plans: deque[_Plan] = deque(maxlen=_KEPT_PLANS)  # the last one used first
+
+
+class _Plans(threading.local):
+    """Plans of this thread's last graphs, the last one used first."""
+
+    def __init__(self) -> None:
+        self.newest: deque[_Plan] = deque(maxlen=_KEPT_PLANS)
+
+
+_plans = _Plans()
 
 
 def _planned(roots: Sequence[GradientEdge], wanted: set[int]) -> tuple[_Plan, list[Node]] | None:
@@ -299,18 +309,19 @@ def _planned(roots: Sequence[GradientEdge], wanted: set[int]) -> tuple[_Plan, li
 
     Most graphs look like one before, node by node and edge by edge: its plan is theirs.
     """
-    for place, plan in enumerate(_plans):
+    plans = _plans.newest
+    for place, plan in enumerate(plans):
         nodes = plan.shape.match(roots, wanted)
         if nodes is not None and not any(_has_saved_through_hooks(nodes[n]) for n in plan.kept):
             if place:
-                del _plans[place]
-                _plans.appendleft(plan)
+                del plans[place]
+                plans.appendleft(plan)
             return plan, nodes
     graph = _explore(roots, wanted)
     if not any(graph.depth.values()):
         return None
     plan = _plan(graph, roots, wanted)
-    _plans.appendleft(plan)
+    plans.appendleft(plan)
     return plan, list(graph.nexts)
 
 
