@@ -97,22 +97,23 @@ def parse(out: str) -> dict[str, dict[str, float]]:
     return {name: row for name, row in found.items() if "dram_percent" in row}
 
 
-def launch(elements: int) -> None:
+def launch(elements: int, device: str = "cuda") -> None:
     import torch
 
     import avgpipe_ext as ext
 
     x, grad, first, second, z, update, more = (
-        torch.empty(elements, device="cuda").uniform_(0.005, 0.015) for _ in range(7)
+        torch.empty(elements, device=device).uniform_(0.005, 0.015) for _ in range(7)
     )
-    others = [torch.empty(elements, device="cuda").uniform_(0.005, 0.015) for _ in range(3)]
+    others = [torch.empty(elements, device=device).uniform_(0.005, 0.015) for _ in range(3)]
     adamw: dict[str, Any] = {"lr": 1e-5, "step": 100}
     ext.elastic_adamw_(x, grad, first, second, z, update, 0.25, 1, **adamw)
     ext.elastic_pull_(x, z, 0.25)
     ext.pack([x], out=more)
     states = [first, others[0], second, others[1]]
     ext.elastic_round_([x, more], [grad, others[2]], states, z, 0.25, optimizer="adamw", **adamw)
-    torch.cuda.synchronize()
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -290,6 +290,10 @@ def test_a_driver_that_lets_nobody_profile_is_an_answer():
     assert (found["refused"], found["verdict"]) == ("", "ncu ended with 1: ValueError: no")
 
 
+def test_what_is_profiled_runs():
+    gpu_counters.launch(1000, "cpu")
+
+
 def test_ncu_profiles_the_program_and_leaves_the_clocks_alone():
     command = gpu_counters.command(1e8)
     assert command[0] == "ncu"

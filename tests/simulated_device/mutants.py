@@ -1,4 +1,7 @@
-"""The orderings of ``avgpipe.device``, each of which can be left out to see that some order of the device tells."""
+"""The orderings of ``avgpipe.device``, each of which can be left out to see that some order of the device tells.
+
+Where all runs as soon as streams allow it, none of them is missed: what is left out is an order, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,19 @@ from avgpipe import device
 from avgpipe.device import Copies, LaneStream, ReadyOnEvent
 
 
-def _step(waits: bool, records: bool) -> Any:
+def _step(batches_wait: bool, updates_wait: bool, updates_record: bool) -> Any:
     """``LaneStream.step`` without its clock, and without an order of the chain of updates."""
 
     @contextmanager
-    def step(self: LaneStream, place: device.Place, begins: bool) -> Iterator[None]:
-        update = place[4] == "U"
+    def step(self: LaneStream, place: device.Place | None, begins: bool, updates: bool) -> Iterator[None]:
         with self._stream:
-            if waits and (update or (begins and self._moves_others)):
+            if (updates and updates_wait) or (begins and self._moves_others and batches_wait):
                 self._stream.wait_event(self._averaged)
             yield
-            if update and records:
+            if updates and updates_record:
                 self._stream.record_event(self._averaged)
 
     return mock.patch.object(LaneStream, "step", step)
-
-
-@contextmanager
-def _only_updates_wait(self: LaneStream, place: device.Place, begins: bool) -> Iterator[None]:
-    update = place[4] == "U"
-    with self._stream:
-        if update:
-            self._stream.wait_event(self._averaged)
-        yield
-        if update:
-            self._stream.record_event(self._averaged)
 
 
 def _received_at_once(self: ReadyOnEvent) -> Any:
@@ -72,11 +63,9 @@ def _overwritten(self: Copies, leaf: Any) -> Any:
 
 
 MUTANTS: dict[str, Callable[[], Any]] = {
-    "updates wait for no other lane's": lambda: _step(waits=False, records=True),
-    "no update is recorded": lambda: _step(waits=True, records=False),
-    "batches wait for no other lane's update": lambda: mock.patch.object(
-        LaneStream, "step", _only_updates_wait
-    ),
+    "updates wait for no other lane's": lambda: _step(True, False, True),
+    "no update is recorded": lambda: _step(True, True, False),
+    "batches wait for no other lane's update": lambda: _step(False, True, True),
     "messages are received without a wait": lambda: mock.patch.object(
         ReadyOnEvent, "received", _received_at_once
     ),

@@ -18,7 +18,8 @@ def test_training_is_the_cpu_s_in_every_order_and_replays(policy: str) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_an_order_that_is_left_out_is_seen(mutant: str) -> None:
+def test_an_order_that_is_left_out_is_seen_where_the_device_is_late(mutant: str) -> None:
+    assert run_seed("eager", 0, mutant).found == []
     assert first_seen(mutant, "starved", WITHIN) is not None
 
 
