@@ -5,6 +5,7 @@ All of them gave wrong numbers, or a stall, without an error, and passed all tes
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 from collections import Counter
@@ -14,15 +15,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.device import LaneStream, ReadyOnEvent
-from avgpipe.runtime import group_sum
+from avgpipe.runtime import evaluate, group_sum
 from avgpipe.runtime.update import RemoteUpdates
 from avgpipe.runtime.worker import Worker
 from tests.happens_before.on_cpu import on_streams
-from tests.happens_before.operators import DeviceAccount
+from tests.happens_before.operators import DEVICE, DeviceAccount
 from tests.runner import run
 from tests.runtime.cases import adamw, language_model, token_batches
 
@@ -175,6 +177,81 @@ def test_memory_that_the_allocator_was_not_told_of(monkeypatch: pytest.MonkeyPat
     assert all("without record_stream" in text for text in found)
 
 
+# ---- memory that others still read ---------------------------------------------------------------------------------
+
+
+def keeps(*_: Any) -> None:
+    """In place of ``used_on``."""
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_sums_of_an_evaluation_that_a_lane_may_write_again(
+    mutant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's stream adds up what the lane of the last stage has made, which is at the next batches meanwhile."""
+    if mutant:
+        monkeypatch.setattr(evaluate, "used_on", keeps)
+    with (
+        on_streams(DeviceAccount()) as account,
+        Pipeline(language_model(), Plan(stages=2, micro_batches=2), loss_fn=LOSS, optimizer=adamw) as p,
+    ):
+        p.evaluate(token_batches(8, 8))
+    assert bool(account.memory.found) is mutant
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_a_prediction_that_is_forgotten_while_it_is_read(
+    mutant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mutant:
+        monkeypatch.setattr(evaluate, "used_on", keeps)
+    with (
+        on_streams(DeviceAccount()) as account,
+        Pipeline(language_model(), Plan(stages=2, micro_batches=1), loss_fn=LOSS, optimizer=adamw) as p,
+    ):
+        output = p.predict(token_batches(1, 8)[0][0])
+        output.sin()
+        del output
+        lane: Any = list(p._worker.lanes.values())[-1].stream
+        with lane._stream:  # as in a batch that is under way
+            torch.zeros(4, device=DEVICE)
+    assert bool(account.memory.found) is mutant
+
+
+class Fails(nn.Module):
+    """A loss that fails in the midst of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls >= 8:
+            raise RuntimeError("no more")
+        return LOSS(output, target)
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_weights_that_lanes_use_after_a_failure(mutant: bool) -> None:
+    end = LaneStream.end
+
+    def only_of_batches(stream: LaneStream, issued: Any = None) -> None:
+        if issued is not None or not mutant:
+            end(stream, issued)
+
+    with on_streams(DeviceAccount()) as account, mock.patch.object(LaneStream, "end", only_of_batches):
+        p = Pipeline(
+            language_model(), Plan(stages=2, pipelines=2, micro_batches=2), loss_fn=Fails(), optimizer=adamw
+        )
+        with pytest.raises(RuntimeError, match="no more"), p:
+            list(p.train(token_batches(8, 8)))
+        del p
+        gc.collect()
+        torch.zeros(4, device=DEVICE)
+        assert bool(account.memory.found) is mutant
+
+
 # ---- graphs on weights that move -----------------------------------------------------------------------------------
 
 
@@ -186,6 +263,25 @@ def test_graphs_are_refused_where_weights_have_versions(weights: str) -> None:
     assert plan.weights == weights or system == "pipedream"
     with pytest.raises(ValueError, match="which keeps several versions"):
         Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, cuda_graphs=True)
+
+
+def test_a_loss_is_there_before_it_is_read() -> None:
+    """The host asks for it while it issues other work, and never waits in the call that reads it."""
+
+    class Waits(DeviceAccount):
+        def host_waits(self, why: str, reads: list[torch.Tensor]) -> None:
+            clock = self.current_stream().clock
+            ahead.append(all(self.host.get(stream, 0) >= n for stream, n in clock.items()))
+            super().host_waits(why, reads)
+
+    ahead: list[bool] = []
+    with on_streams(Waits()):
+        plan = Plan(stages=2, micro_batches=2)
+        with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw) as p:
+            for _ in p.train(token_batches(8, 8)):
+                pass
+    assert len(ahead) >= 8
+    assert all(ahead)
 
 
 def test_the_host_reads_nothing_but_losses() -> None:

@@ -11,8 +11,9 @@ from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils import _pytree as pytree
 
-from avgpipe.device import current_stream, has_streams, on_accelerator, used_on
+from avgpipe.device import current_stream, on_accelerator, used_on
 from avgpipe.runtime.batch import concatenate, loss_weights, sample_count, split
 from avgpipe.runtime.compute import Collector, Work
 from avgpipe.runtime.loss import loss_of
@@ -100,6 +101,7 @@ class OutputCollector:
         self._outputs.append(output)
 
     def result(self) -> Any:
+        _read_here(pytree.tree_leaves(self._outputs))
         return concatenate(self._outputs)
 
 
@@ -134,9 +136,15 @@ class MetricSums:
         numbers = [self._loss, self._weight, float(self._samples), *self._means.values()]
         tensors = [n for n in numbers if isinstance(n, torch.Tensor)]
         device = next((t.device for t in tensors if on_accelerator(t)), torch.device("cpu"))
-        if has_streams(device):  # the last stage's lane made them, and the caller reads them
-            used_on(current_stream(device), tensors)
+        _read_here(tensors)
         return torch.stack([_on(n, device) for n in numbers]), list(self._means)
+
+
+def _read_here(tensors: Iterable[Any]) -> None:
+    """Tell the allocator that the caller's stream reads what the last stage's lane has made."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and on_accelerator(tensor):
+            used_on(current_stream(tensor.device), [tensor])
 
 
 _Sum: TypeAlias = "torch.Tensor | float"  # float64
