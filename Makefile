@@ -17,12 +17,12 @@ ORDERED := $(addprefix tests/runtime/test_,$(addsuffix .py,auto elastic evaluate
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
 # Whoever checks the code has its warnings as errors; whoever only builds it has another compiler, with other warnings.
-test lint types native-test sanitize unit order mutants slow nightly: export AVGPIPE_WERROR := 1
+test lint types native-test sanitize unit order order-slow mutants slow nightly: export AVGPIPE_WERROR := 1
 
 ON_GPU := benchmarks/gpu_*.py tests/runtime/test_cuda.py tests/elastic/test_cuda.py tests/avgpipe_ext/test_cuda.py \
   tests/happens_before/on_gpu.py
 
-.PHONY: demo test lint types unit order mutants slow nightly native-test sanitize docs gpu clean
+.PHONY: demo test lint types unit order order-slow mutants slow nightly native-test sanitize docs gpu clean
 
 demo: $(VENV)/installed
 	rm -rf runs/demo
@@ -60,6 +60,10 @@ unit: $(VENV)/installed
 # What runs several pipelines, replicas, versions or stages, as on a device with streams: is everything in order there?
 order: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --happens-before -m "not slow and not host" $(ORDERED)
+
+# The same for all tests of the runtime and of checkpoints, the slow ones too.
+order-slow: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --happens-before -m "not host" tests/runtime tests/checkpoint
 
 # Each order of the runtime removed in turn: is it missed?
 mutants: $(VENV)/installed
