@@ -111,6 +111,13 @@ def own_stream(device: torch.device) -> Any:
     return backend.Stream(device)
 
 
+def timed_event(device: torch.device) -> Any:
+    """Return an event that the current stream reaches, and that tells when."""
+    event = backend.Event(device, enable_timing=True)
+    event.record(current_stream(device))
+    return event
+
+
 def used_on(stream: Any, tensors: Iterable[Any]) -> None:
     """Keep the memory of tensors, which another stream has allocated, until ``stream`` is done with them.
 
@@ -370,8 +377,7 @@ class DeviceClock:
         return list(self._rows)
 
     def _calibrate(self) -> None:
-        base = backend.Event(self._device, enable_timing=True)
-        base.record(current_stream(self._device))
+        base = timed_event(self._device)
         base.synchronize()
         self._base, self._base_s = base, time.perf_counter()
 

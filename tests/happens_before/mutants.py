@@ -29,31 +29,10 @@ from tests.happens_before.plugin import OPTION
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "avgpipe"
-FILES = (
-    "device.py",
-    *(
-        "links/cuda.py",
-        "links/nccl.py",
-        "links/shared.py",
-        "links/group.py",
-        "links/link.py",
-        "links/message.py",
-    ),
-    *("runtime/group_sum.py", "runtime/lane.py", "runtime/update.py", "runtime/worker.py", "runtime/feed.py"),
-    *("runtime/evaluate.py", "runtime/scheduler.py", "runtime/graphs.py", "elastic/replica.py"),
-)
+COMMANDS = PACKAGE / "cli"  # they wait for processes
 # Calls that are left out where they stand alone, and calls whose value is an event: that is then never recorded.
-STATEMENTS = {
-    "wait_event",
-    "wait_stream",
-    "record_event",
-    "record",
-    "record_stream",
-    "wait",
-    "synchronize",
-    "used_on",
-}
-STATEMENTS |= {"wait_for_device", "received"}
+STATEMENTS = {"wait_event", "wait_stream", "record_event", "record", "record_stream", "wait", "synchronize"}
+STATEMENTS |= {"used_on", "wait_for_device", "received"}
 OF_A_STREAM = {"begin", "end"}
 EVENTS = {"record_event", "issued"}
 BLOCKS = {"_stream", "_copies", "averaging", "_averaging", "receiving"}  # that run on a stream of their own
@@ -61,6 +40,7 @@ BLOCKS = {"_stream", "_copies", "averaging", "_averaging", "receiving"}  # that 
 # The quickest ones first: a mutant ends with the first test that fails.
 TESTS = (
     ("tests/runtime/test_streams.py", "tests/runtime/test_group_sum.py", "tests/runtime/test_graphs.py"),
+    ("tests/measure/test_on_streams.py", "tests/measure/test_clock.py", "tests/test_device.py"),
     ("tests/links/test_cuda_ipc.py", "tests/links/test_nccl.py", "tests/links/test_links.py"),
     ("tests/happens_before",),
     (
@@ -90,9 +70,15 @@ class Site(NamedTuple):
 def sites() -> list[Site]:
     """All orderings of the runtime, from its source."""
     return [
-        Site(file, node.lineno, node.col_offset, " ".join(ast.unparse(node).split())[:90])
-        for file in FILES
-        for node in _orderings(ast.parse((PACKAGE / file).read_text()))
+        Site(
+            str(file.relative_to(PACKAGE)),
+            node.lineno,
+            node.col_offset,
+            " ".join(ast.unparse(node).split())[:90],
+        )
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if COMMANDS not in file.parents
+        for node in _orderings(ast.parse(file.read_text()))
     ]
 
 

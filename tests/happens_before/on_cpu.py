@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from avgpipe import device as devices
 from avgpipe import pipeline
+from avgpipe.elastic import reference
 from avgpipe.links import cuda
 from avgpipe.runtime import group_sum
 from tests.happens_before.operators import DEVICE, DeviceAccount, HostReads, Operators
 
 
 class Nccl:
-    """Stands for torch.distributed where gradients are summed: over gloo, in the order in which NCCL has streams."""
+    """Stands for torch.distributed where something is summed: over gloo, in the order in which NCCL has streams."""
 
     def __init__(self, account: DeviceAccount) -> None:
         self._account = account
@@ -70,7 +71,8 @@ def on_streams(account: DeviceAccount) -> Iterator[DeviceAccount]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "backend", account))
         stack.enter_context(mock.patch.object(cuda, "cuda", account))
-        stack.enter_context(mock.patch.object(group_sum, "dist", Nccl(account)))
+        for module in (group_sum, reference):
+            stack.enter_context(mock.patch.object(module, "dist", Nccl(account)))
         stack.enter_context(mock.patch.object(pipeline, "_device", found))
         stack.enter_context(mock.patch.object(threading.Thread, "run", noted))
         stack.enter_context(HostReads(account))

@@ -16,10 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import ElasticAveraging, Pipeline, Plan, Reference
 from avgpipe.device import LaneStream, ReadyOnEvent
+from avgpipe.elastic import reference
 from avgpipe.runtime import evaluate, group_sum
 from avgpipe.runtime.update import RemoteUpdates
 from avgpipe.runtime.worker import Worker
@@ -73,6 +75,39 @@ def replicated(mutant: bool) -> Counter[str]:
 @pytest.mark.parametrize("mutant", [False, True])
 def test_sums_of_gradients_that_only_a_thread_has_waited_for(mutant: bool) -> None:
     for found in run(2, replicated, mutant=mutant):
+        assert bool(found) is mutant
+        assert all("collective" in text for text in found)
+
+
+class NeverWaitedFor:
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """As gloo's, which keeps the host; no stream waits."""
+        self._work._inner.wait()
+
+
+def averaged_over_ranks(mutant: bool, staleness: int) -> Counter[str]:
+    dist.init_process_group("gloo")
+    with on_streams(DeviceAccount()) as account:
+        layer = nn.Linear(4, 4, device=DEVICE)
+        averaging = Reference(layer.parameters(), 2, group=dist.group.WORLD, staleness=staleness)
+        opt = ElasticAveraging(torch.optim.SGD(layer.parameters(), lr=0.1), averaging)
+        sums = reference.dist.all_reduce
+        if mutant:
+            reference.dist.all_reduce = lambda *a, **k: NeverWaitedFor(sums(*a, **k))
+        for _ in range(4):
+            layer(torch.ones(2, 4, device=DEVICE)).sum().backward()
+            opt.step()
+    return account.memory.found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("mutant", [False, True])
+def test_sums_of_updates_over_ranks(mutant: bool, staleness: int) -> None:
+    for found in run(2, averaged_over_ranks, mutant=mutant, staleness=staleness):
         assert bool(found) is mutant
         assert all("collective" in text for text in found)
 

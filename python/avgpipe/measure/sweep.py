@@ -20,7 +20,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from avgpipe.device import backend, current_stream, has_streams
+from avgpipe.device import current_stream, has_streams, own_stream, timed_event
 from avgpipe.errors import StageError, reason
 from avgpipe.links.message import tensors_of, wanting_gradients
 from avgpipe.runtime.batch import LossFn, plain, sample_count, to_device
@@ -33,7 +33,7 @@ _ROUNDS = 3, 25  # at least and at most
 
 
 class ProfilingClock:
-    """Marks on the device's own course: on an accelerator events of its current stream, else the host's clock."""
+    """Marks on the device's own course: on an accelerator events of the current stream, else the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_streams = device, has_streams(device)
@@ -41,14 +41,12 @@ class ProfilingClock:
     def mark(self) -> Any:
         if not self._has_streams:
             return time.perf_counter()
-        event = backend.Event(self._device, enable_timing=True)
-        event.record(current_stream(self._device))
-        return event
+        return timed_event(self._device)
 
     def settle(self) -> None:
-        """Wait for all that was begun; ``seconds`` may then be asked."""
+        """Wait for what the current stream holds; ``seconds`` may then be asked."""
         if self._has_streams:
-            torch.accelerator.synchronize(self._device)
+            current_stream(self._device).synchronize()
 
     def seconds(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) / 1e3 if self._has_streams else float(end - begin)
@@ -307,7 +305,7 @@ _TURNS = 4  # micro-batches of each replica in a sample
 def lane_gain(sweeps: Sequence[Sweep], example: Example, budget_s: float) -> float:
     """Return how much two replicas on one accelerator gain from two streams: the ratio of times, from 1 to 2."""
     device = sweeps[0].stage.device
-    streams: list[Any] = [backend.Stream(device) for _ in sweeps]
+    streams = [own_stream(device) for _ in sweeps]
     clock = ProfilingClock(device)
     alone, together = list[float](), list[float]()
 
