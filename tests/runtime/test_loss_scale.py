@@ -93,9 +93,8 @@ def in_a_pipeline(layers: nn.Module, batches: list[Any], optimizer: Any, plan: P
             losses.append(result.loss)
             held = [r.loss_scale for r in pipeline._worker.trained.values() if r.loss_scale is not None]
             scales += [state.state_dict()["scale"] for state in held[:1]]
-        ahead = int(
-            pipeline._worker.streams is not None
-        )  # on a device the next batch is begun when a result is there
+        # On a device the next batch may have been updated when a result is there.
+        ahead = int(pipeline._worker.streams is not None)
         return losses, pipeline.state_dict(), scales, ahead, pipeline.skipped_updates
 
 
@@ -109,7 +108,7 @@ def compare(before: int, plan: dict[str, Any], optimizer: Any = momentum, **opti
     )
     assert unequal(losses, expected_losses) < 1e-6
     assert_same_state(state, expected, 1e-6)
-    assert not scales or scales == [*expected_scales[ahead:], *expected_scales[-1:] * ahead]
+    assert all(scale in expected_scales[j : j + 1 + ahead] for j, scale in enumerate(scales))
     assert 0 < skipped < 12, "some updates are left out, not all"
     steps = [b / a for a, b in pairwise(expected_scales)]
     assert min(steps) == 0.5, "the scale falls"
