@@ -43,12 +43,10 @@ class Memory:
 
     def __init__(self, found: Counter[str] | None = None) -> None:
         self.found: Counter[str] = Counter() if found is None else found
-        self.accesses = self.orderings = self.reuses = (
-            0  # so far; orderings: pairs that had to be, and were, looked at
-        )
-        self._lock = (
-            threading.RLock()
-        )  # threads that receive copy to the device too; and memory may be freed anywhere
+        # So far. Orderings: pairs that had to be, and were, looked at.
+        self.accesses = self.orderings = self.reuses = 0
+        # Threads that receive copy to the device too; and memory may be freed anywhere.
+        self._lock = threading.RLock()
         self._allocations: dict[int, Allocation] = {}
         self._freed: dict[int, list[Allocation]] = defaultdict(list)  # by home
 
@@ -114,10 +112,9 @@ class Memory:
                     if clock.get(number, 0) < access.operation.number:
                         kinds = f"{'writes' if wrote else 'reads'}, then {'writes' if writes else 'reads'}"
                         self.found[f"race ({kinds}): {access.what} / {new.what}"] += 1
+                # Whoever comes after this one comes after that one, or races with this one.
                 if writes and begin <= first and last <= end:
-                    over.append(
-                        place
-                    )  # whoever comes after this one comes after that one, or races with this one
+                    over.append(place)
         for place in over:
             del allocation.accesses[place]
         allocation.accesses[begin, end, here, writes] = new

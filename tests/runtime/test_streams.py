@@ -185,9 +185,8 @@ def test_weights_that_another_lane_moves_are_waited_for(fake, monkeypatch):
 
 def test_streaming_lanes_do_not_wait_for_each_others_updates(fake, monkeypatch):
     account = Issued(fake, monkeypatch)
-    monkeypatch.setattr(
-        streams.LaneStream, "end", lambda *_: None
-    )  # the host, reading a loss, waits for more
+    # The host, reading a loss, waits for more.
+    monkeypatch.setattr(streams.LaneStream, "end", lambda *_: None)
     train(
         Plan(stages=1, pipelines=2, batch="per-pipeline", micro_batches=2, staleness=1), token_batches(4, 8)
     )

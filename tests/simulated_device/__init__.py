@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -44,15 +45,12 @@ def build() -> Any:
     folder = Path(sys.executable).parent  # where pip has put ninja
     found = shutil.which("ninja", path=str(folder))
     if found is not None and shutil.which("ninja") is None:
-        import os
-
         os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
     _BUILD.mkdir(parents=True, exist_ok=True)
     with open(_BUILD / "lock-of-processes", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (_BUILD / "lock").unlink(
-            missing_ok=True
-        )  # torch's own, of a build that was killed, which it would wait for
+        # Torch's own, of a build that was killed, which it would wait for.
+        (_BUILD / "lock").unlink(missing_ok=True)
         return cpp_extension.load(
             "simulated_device",
             [str(path) for path in sorted((_HERE / "csrc").glob("*.cpp"))],

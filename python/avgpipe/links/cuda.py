@@ -176,9 +176,8 @@ class DeviceSlots:
         with self._lock:
             fitting = [slot for slot in self._spare if slot.memory.numel() >= size]
             if not fitting:
-                fitting = self._carve(
-                    1 << (max(size, _SMALLEST) - 1).bit_length()
-                )  # messages that grow outgrow few
+                # A power of two: messages that grow outgrow few.
+                fitting = self._carve(1 << (max(size, _SMALLEST) - 1).bit_length())
                 self._spare += fitting
             found = min(fitting, key=lambda slot: slot.memory.numel())
             self._spare = [slot for slot in self._spare if slot is not found]

@@ -71,9 +71,8 @@ class Feed:
         if worker.streams is not None:
             # Or the device would idle while the host reads a loss and begins the next batch.
             self._most_in_flight = max(2, self._most_in_flight)
-        self._alone = (
-            0 if plan.build_schedule().flush else plan.warmup_rounds
-        )  # batches, none beside another one
+        # Batches, none beside another one.
+        self._alone = 0 if plan.build_schedule().flush else plan.warmup_rounds
         self._sums_loss = options.sums_loss
         self.next_batch = self.begun = 0
         self.results: deque[BatchResult] = deque()
