@@ -6,6 +6,7 @@ and knows nothing of Python. It raises where a device would go wrong without a w
 
 - an operator whose result the host must know, or that draws random numbers, inside a capture
 - a capture inside of another one, one that another thread ends, or one that would disturb other threads
+- an operator that another thread issues on the stream of a capture
 - a tensor from outside of the capture whose memory is another one since, as of weights in several versions
 """
 
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgpipe import device as devices
+from tests.happens_before.operators import DeviceAccount
 
 _HOST_WAITS = {
     *("_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"),
@@ -52,12 +54,12 @@ class RecordedGraph(TorchDispatchMode):
             raise CaptureError("a capture begins inside of another one")
         if capture_error_mode != "thread_local":
             raise CaptureError(f"a capture in mode {capture_error_mode!r} forbids what other threads do")
-        RecordedGraph.current, self._thread = self, threading.get_ident()
+        RecordedGraph.current, self.thread = self, threading.get_ident()
         self._pool = pool or self._pool
         self.__enter__()
 
     def capture_end(self) -> None:
-        if RecordedGraph.current is not self or self._thread != threading.get_ident():
+        if RecordedGraph.current is not self or self.thread != threading.get_ident():
             raise CaptureError("a capture ends that has not begun in this thread")
         self.__exit__(None, None, None)
         RecordedGraph.current = None
@@ -115,12 +117,11 @@ def _is_view(func: Any) -> bool:
     return any(info is not None and not info.is_write for info in infos)
 
 
-class _WithGraphs(devices._Torch):
-    """A device with graphs, and nothing else that the CPU has not."""
+class _Graphs:
+    """What a device with graphs has beside streams."""
 
-    def __init__(self) -> None:
-        self.graphs: list[RecordedGraph] = []
-        self.emptied = 0
+    graphs: list[RecordedGraph]
+    emptied = 0
 
     def has_graphs(self, device: torch.device) -> bool:
         return True
@@ -131,6 +132,34 @@ class _WithGraphs(devices._Torch):
 
     def free_cached(self, device: torch.device) -> None:
         self.emptied += 1
+
+
+class _WithGraphs(_Graphs, devices._Torch):
+    """A device with graphs, and nothing else that the CPU has not."""
+
+    def __init__(self) -> None:
+        self.graphs = []
+
+
+class GraphsAndStreams(_Graphs, DeviceAccount):
+    """A device with both, on which account is kept of what graphs read and write whenever they are launched.
+
+    What one thread issues on a stream that another one captures would be a part of the graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs = []
+        self._captured: tuple[RecordedGraph, Any] | None = None
+
+    def enqueue(self, what: str, *arguments: Any, **more: Any) -> None:
+        graph = RecordedGraph.current
+        if graph is not None:
+            if self._captured is None or self._captured[0] is not graph:
+                self._captured = graph, self.current_stream()
+            elif graph.thread != threading.get_ident() and self.current_stream() is self._captured[1]:
+                raise CaptureError(f"another thread issues {what} on the stream that is captured")
+        super().enqueue(what, *arguments, **more)
 
 
 @contextmanager

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.device import captured
 from avgpipe.errors import StageError
 from avgpipe.runtime.compute import SavedBytes
 from avgpipe.runtime.context import Carry, Position
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.stage import Stage
-from tests.runtime.capture_rules import CaptureError, RecordedGraph, capture_rules
+from tests.happens_before.on_cpu import on_streams
+from tests.happens_before.operators import DEVICE
+from tests.runtime.capture_rules import CaptureError, GraphsAndStreams, RecordedGraph, capture_rules
 from tests.runtime.cases import adamw, language_model, token_batches
 
 CPU = torch.device("cpu")
@@ -104,6 +108,44 @@ def test_a_captured_run_is_the_run_without(captures, caplog):
     assert len(captures) == 2 * 3 * 2 * 3  # forward and backward, stages, pipelines, micro-batches
     # The last batch's micro-batches have 3, 2 and 2 samples: each lane of pipeline 1 says once that it runs without.
     assert sum("without CUDA graphs" in record.message for record in caplog.records) == 3
+
+
+@pytest.mark.host  # it has an account of its own
+@pytest.mark.parametrize("batch", ["per-pipeline", "global"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_graphs_are_launched_in_the_order_of_streams(batch, staleness):
+    """What a graph reads and writes is the same memory each time: of another batch, or of another stage's lane."""
+    plan = Plan(stages=3, pipelines=2, batch=batch, micro_batches=4, staleness=staleness)
+    batches = token_batches(6, 9, last=7)
+    plain = train(batches, False, plan)
+    with on_streams(GraphsAndStreams()) as account:
+        found = train(batches, True, plan)
+    assert account.graphs
+    assert not account.memory.found
+    assert found[:2] == plain[:2]
+
+
+@pytest.mark.host
+def test_no_other_thread_issues_on_a_stream_that_is_captured():
+    refused = []
+
+    def issue(stream):
+        try:
+            with stream:
+                torch.ones(2, device=DEVICE)
+        except CaptureError as error:
+            refused.append(str(error))
+
+    with on_streams(GraphsAndStreams()) as account:
+        lane, other = account.Stream(), account.Stream()
+        with lane, captured(DEVICE):
+            torch.ones(2, device=DEVICE)
+            for stream in (lane, other):
+                thread = threading.Thread(target=issue, args=(stream,))
+                thread.start()
+                thread.join()
+    assert len(refused) == 1
+    assert "another thread issues aten.ones" in refused[0]
 
 
 def test_capturing_leaves_buffers_and_gradients_as_they_were(captures):
