@@ -131,6 +131,31 @@ def workspace() -> str:
     return ", then ".join(f"{mib:.1f} MiB" for mib in found)
 
 
+def lstm() -> str:
+    """What does it cost that an LSTM's weights lie in an arena, and where would cuDNN have them?"""
+    from avgpipe.elastic import Arena
+
+    layer = torch.nn.LSTM(512, 512, 2, device="cuda")
+    x = torch.randn(32, 16, 512, device="cuda")
+
+    def best_ms() -> float:
+        taken = []
+        for _ in range(10):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            layer(x)[0].sum().backward()
+            torch.cuda.synchronize()
+            taken.append(1e3 * (time.perf_counter() - begin))
+        return min(taken)
+
+    own_ms, first = best_ms(), next(layer.parameters()).data_ptr()
+    places = sorted(((p.data_ptr() - first) // 4, name) for name, p in layer.named_parameters())
+    Arena(list(layer.parameters()))
+    return f"{own_ms:.2f} ms, in an arena {best_ms():.2f}; cuDNN: " + ", ".join(
+        f"{n} {at}" for at, n in places
+    )
+
+
 def capture() -> str:
     """Does another thread's copy to the device break the capture of a graph?"""
     found = []
@@ -320,7 +345,7 @@ QUESTIONS: dict[str, tuple[Question, dict[str, str]]] = {
     **{
         made.__name__.replace("_", " "): (made, {})
         for made in (
-            *(pinned, allocation, host_costs, workspace, capture, events),
+            *(pinned, allocation, host_costs, workspace, lstm, capture, events),
             *(ipc, two_handles, lost_memory, lost_event, context_memory),
         )
     },
