@@ -30,7 +30,7 @@ _TOLD = ("/python/avgpipe/", "/torch/optim/")  # who hears which device a tensor
 _ENGINE = "/torch/autograd/graph.py"  # whose call the engine runs in, and what it calls by itself
 _WRAPPERS = ("/torch/_compile.py", "/torch/_dynamo/")
 # Which of their values an operator's result depends on, the host must know first.
-_HOST_WAITS = {
+HOST_WAITS = {
     *("_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"),
     *("unique_consecutive", "bincount", "repeat_interleave", "allclose"),
 }
@@ -119,7 +119,7 @@ class Operators(TorchDispatchMode):
         if not of_device:
             account.look(str(func), reads)
             return result
-        if name in _HOST_WAITS:
+        if name in HOST_WAITS:
             account.host_waits(str(func), reads)
         if name == "copy_" and args[0] not in memory:
             return self._to_host(args, kwargs, result)

@@ -215,35 +215,28 @@ def test_memory_that_the_allocator_was_not_told_of(monkeypatch: pytest.MonkeyPat
 # ---- memory that others still read ---------------------------------------------------------------------------------
 
 
-def keeps(*_: Any) -> None:
-    """In place of ``used_on``."""
+@pytest.fixture(params=[False, True])
+def mutant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the allocator is not told that the caller's stream reads what evaluations make."""
+    if request.param:
+        monkeypatch.setattr(evaluate, "used_on", lambda *_: None)
+    return bool(request.param)
 
 
-@pytest.mark.parametrize("mutant", [False, True])
-def test_sums_of_an_evaluation_that_a_lane_may_write_again(
-    mutant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def evaluating(micro_batches: int) -> Pipeline:
+    plan = Plan(stages=2, micro_batches=micro_batches)
+    return Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw)
+
+
+def test_sums_of_an_evaluation_that_a_lane_may_write_again(mutant: bool) -> None:
     """The caller's stream adds up what the lane of the last stage has made, which is at the next batches meanwhile."""
-    if mutant:
-        monkeypatch.setattr(evaluate, "used_on", keeps)
-    with (
-        on_streams(DeviceAccount()) as account,
-        Pipeline(language_model(), Plan(stages=2, micro_batches=2), loss_fn=LOSS, optimizer=adamw) as p,
-    ):
+    with on_streams(DeviceAccount()) as account, evaluating(2) as p:
         p.evaluate(token_batches(8, 8))
     assert bool(account.memory.found) is mutant
 
 
-@pytest.mark.parametrize("mutant", [False, True])
-def test_a_prediction_that_is_forgotten_while_it_is_read(
-    mutant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if mutant:
-        monkeypatch.setattr(evaluate, "used_on", keeps)
-    with (
-        on_streams(DeviceAccount()) as account,
-        Pipeline(language_model(), Plan(stages=2, micro_batches=1), loss_fn=LOSS, optimizer=adamw) as p,
-    ):
+def test_a_prediction_that_is_forgotten_while_it_is_read(mutant: bool) -> None:
+    with on_streams(DeviceAccount()) as account, evaluating(1) as p:
         output = p.predict(token_batches(1, 8)[0][0])
         output.sin()
         del output

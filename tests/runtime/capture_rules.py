@@ -24,12 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgpipe import device as devices
-from tests.happens_before.operators import DeviceAccount
-
-_HOST_WAITS = {
-    *("_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"),
-    *("unique_consecutive", "bincount", "repeat_interleave", "allclose"),
-}
+from tests.happens_before.operators import HOST_WAITS, DeviceAccount
 
 
 class CaptureError(RuntimeError):
@@ -70,7 +65,7 @@ class RecordedGraph(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        if name in _HOST_WAITS:
+        if name in HOST_WAITS:
             raise CaptureError(f"{name} waits for the device during a capture")
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise CaptureError(f"{name} draws random numbers during a capture")
