@@ -61,9 +61,9 @@ unit: $(VENV)/installed
 order: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --happens-before -m "not slow and not host" $(ORDERED)
 
-# The same for all tests of the runtime and of checkpoints, the slow ones too.
+# The same for all tests of the runtime, of checkpoints and of systems, the slow ones too.
 order-slow: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --happens-before -m "not host" tests/runtime tests/checkpoint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --happens-before -m "not host" tests/runtime tests/checkpoint tests/systems
 
 # Each order of the runtime removed in turn: is it missed?
 mutants: $(VENV)/installed

@@ -51,7 +51,7 @@ class Memory:
         self._freed: dict[int, list[Allocation]] = defaultdict(list)  # by home
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return storage_of(tensor) in self._allocations
+        return has_storage(tensor) and storage_of(tensor) in self._allocations
 
     def allocate(self, tensor: torch.Tensor, stream: Stream) -> Allocation:
         """Take a tensor's memory for the device's, allocated on ``stream``."""
@@ -125,6 +125,11 @@ class Memory:
             self.orderings += 1
             if wrote and host.get(number, 0) < access.operation.number:
                 self.found[f"race (writes, then the host reads): {access.what} / {what}"] += 1
+
+
+def has_storage(value: object) -> bool:
+    """Whether it is a tensor whose memory can be looked at; that of a sparse one cannot."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.happens_before.clocks import Account, join
-from tests.happens_before.memory import Memory, place, storage_of
+from tests.happens_before.memory import Memory, has_storage, place, storage_of
 
 DEVICE = torch.device("cpu", 0)
 
@@ -126,11 +126,7 @@ class Operators(TorchDispatchMode):
         if name.endswith("_like") or name.startswith("new_"):
             reads = []  # of which only shape and dtype count
         given = {storage_of(tensor) for tensor in (*reads, *writes)}
-        made = [
-            t
-            for t in pytree.tree_leaves(result)
-            if isinstance(t, torch.Tensor) and storage_of(t) not in given
-        ]
+        made = [t for t in pytree.tree_leaves(result) if has_storage(t) and storage_of(t) not in given]
         if not made and not writes:
             return result  # a view, which touches nothing
         if "empty" in name:
@@ -172,10 +168,10 @@ def _tensors_of(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], 
     writes: list[torch.Tensor] = []
     by_place, by_name = _writes(func)
     for value, written in (*zip(args, by_place), *((value, by_name[name]) for name, value in kwargs.items())):
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, list | tuple):
+            (writes if written else reads).extend(filter(has_storage, value))
+        elif has_storage(value):
             (writes if written else reads).append(value)
-        elif isinstance(value, list | tuple):
-            (writes if written else reads).extend(x for x in value if isinstance(x, torch.Tensor))
     return reads, writes
 
 
