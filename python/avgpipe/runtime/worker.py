@@ -271,8 +271,9 @@ class Worker:
         """Wait until this process has what all of the first ``batches`` have added to the references."""
         remotes = [lane.remote for lane in self.lanes.values() if lane.remote is not None]
         streams = [lane.stream for lane in self.lanes.values() if lane.remote and lane.stream]
+        for stream in streams:
+            stream.begin(None)  # after what the caller did to the reference, such as to load it
 
-        # What the caller did to the reference before is done: the host has waited for its stream at each batch's end.
         def missing() -> list[Key]:
             for remote in remotes:
                 remote.collect()
