@@ -100,8 +100,8 @@ def test_a_damaged_plan_file(folder):
     assert not (folder / "run").exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_where_there_is_none(folder):
+def test_cuda_where_there_is_none(folder, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     line = refused("awd-lstm", "--device", "cuda", "--out", "run")
     assert "--device cuda" in line
     assert "use 'cpu'" in line

@@ -44,7 +44,7 @@ with Pipeline(
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not STATUS.exists() or "RssAnon:" not in STATUS.read_text(), reason="the system does not tell"
+    not STATUS.exists() or "RssAnon:" not in STATUS.read_text(), reason="the system does not tell RssAnon"
 )
 @pytest.mark.timeout(240)
 def test_two_pipelines_need_no_more_memory_after_23000_batches_than_after_3000() -> None:
