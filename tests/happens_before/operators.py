@@ -37,7 +37,6 @@ HOST_WAITS = {
 # Copies to the host's memory that no operator shows here, where both memories are one.
 _DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
-_NOTED = {_DEVICE_OF, torch.Tensor.cpu, torch.Tensor.to, *_READS}
 
 
 class DeviceAccount(Account):

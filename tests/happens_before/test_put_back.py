@@ -1,6 +1,6 @@
-"""Bugs of stream order that have been in the runtime, put back one at a time: each is found.
+"""Bugs of stream order that have been in the runtime, and orders that no other test sees, left out one at a time.
 
-All of them gave wrong numbers, or a stall, without an error, and passed all tests on a CPU.
+Each is found. The bugs gave wrong numbers, or a stall, without an error, and passed all tests on a CPU.
 """
 
 from __future__ import annotations
