@@ -12,7 +12,7 @@ from avgpipe.planning import engine as native
 from avgpipe.planning.costs import Costs
 from avgpipe.planning.engine import compile_schedule, run
 from avgpipe.schedule import build_schedule
-from avgpipe.schedule.builders import from_warm_ups
+from avgpipe.schedule.one_stage import from_warm_ups
 
 PROGRAM = """
 import sys

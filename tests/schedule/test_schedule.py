@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from avgpipe.errors import ScheduleError
 from avgpipe.schedule import Action, Schedule, build_schedule, schedule_names
-from avgpipe.schedule.builders import from_warm_ups
+from avgpipe.schedule.one_stage import from_warm_ups
 
 
 def schedule(*rows, micro_batches=2):

@@ -7,8 +7,8 @@ from avgpipe.schedule.builders import (
     checked_replication,
     published,
     schedule_names,
-    warm_ups,
 )
+from avgpipe.schedule.one_stage import warm_ups
 from avgpipe.schedule.row import Action, Kind, Row, RowCursor
 from avgpipe.schedule.schedule import Schedule
 

@@ -39,8 +39,8 @@ class Kind(str, Enum):
 
 
 # Nine digits: any real count fits, and a cell of nonsense digits cannot become a gigantic integer.
-_COUNT = "0|[1-9][0-9]{0,8}"
-_TOKEN = re.compile(rf"({_COUNT})?(?:(U)|([FBIW])({_COUNT}))(?:\+([1-9][0-9]{{0,8}}))?")
+COUNT = "0|[1-9][0-9]{0,8}"
+_TOKEN = re.compile(rf"({COUNT})?(?:(U)|([FBIW])({COUNT}))(?:\+([1-9][0-9]{{0,8}}))?")
 
 
 class _Fields(NamedTuple):

@@ -9,6 +9,7 @@ from functools import cached_property
 from avgpipe.errors import ScheduleError, check_count
 from avgpipe.schedule.checks import Fault, dry_run, find_fault, steps_of, token
 from avgpipe.schedule.row import Action, Row
+from avgpipe.schedule.text import read_rows, read_torch_rows, torch_text
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,41 @@ class Schedule:
         printed: call :meth:`validate` before running it. Raises ScheduleError naming row and cell, counted from 1 as in
         a spreadsheet.
         """
-        rows = _read_csv(text)
+        return cls._of_rows(name, read_rows(text))
+
+    def to_torch_csv(self) -> str:
+        """Write the "compute_only" CSV of torch.distributed.pipelining: one line per rank, one cell per action, as 2F3.
+
+        Updates are left out, since there the script steps the optimizer. :meth:`from_torch_csv` inverts it. Raises
+        ValueError for what the format has no words for: batches without a flush, and stages with several workers.
+        """
+        if not self.flush:
+            raise ValueError(
+                f"schedule {self.name!r} goes on over batches without a flush, which torch's format cannot say: "
+                "write it with to_csv"
+            )
+        for k, workers in enumerate(self.replicas):
+            if len(workers) > 1:
+                raise ValueError(
+                    f"schedule {self.name!r} has stage {k} on workers {', '.join(map(str, workers))}, but torch's "
+                    "format has a stage on one rank: build it without replication, or write it with to_csv"
+                )
+        return torch_text(self.rows)
+
+    @classmethod
+    def from_torch_csv(cls, text: str, name: str = "torch-csv") -> Schedule:
+        """Return the schedule that a schedule of torch.distributed.pipelining dumps as CSV: a row per rank.
+
+        The updates of a row's stages are added at its end. Blank cells are skipped, and so is what torch's runtime is
+        told in the "compute_comms" format (SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE_GRAD): workers
+        here send and receive by themselves. Actions that overlap, as in (0F4;3B2)OVERLAP_F_B, follow one another as
+        they are written. As by :meth:`from_csv`, only the syntax is checked; raises ScheduleError naming row and cell.
+        """
+        return cls._of_rows(name, read_torch_rows(text))
+
+    @classmethod
+    def _of_rows(cls, name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
+        """Make the schedule of as many micro-batches as the greatest one named says."""
         named = [action.micro_batch for row in rows for action in row if action.micro_batch is not None]
         return cls(name, 1 + max(named, default=0), tuple(map(Row, rows)))
 
@@ -204,50 +239,6 @@ def _checked_row(worker: int, actions: Iterable[Action]) -> Row:
         return action if action.stage >= 0 else action._replace(stage=worker)
 
     return Row(loops=[loop._replace(actions=tuple(map(of_stage, loop.actions))) for loop in row.loops])
-
-
-# ---- text ------------------------------------------------------------------------------------------------------------
-
-
-def _read_csv(text: str) -> list[list[Action]]:
-    """The actions of each row; those of row r are of stage r, unless the first cell has its stage in front."""
-    if not isinstance(text, str):
-        raise TypeError(
-            f"the CSV text is of type {type(text).__name__}: pass a str, as Schedule.to_csv returns"
-        )
-    lines = text.removeprefix("\ufeff").rstrip(", \t\r\n").splitlines()
-    if not lines:
-        raise ScheduleError("the CSV text is empty: write one row of actions per stage, as F0,B0,U")
-    cells = [[cell.strip().strip('"').strip() for cell in line.split(",")] for line in lines]
-    names_stages = next(filter(None, cells[0]), "")[:1].isdigit()
-    rows = [_read_row(r, row, names_stages) for r, row in enumerate(cells)]
-    stages = {action.stage for row in rows for action in row}
-    missing = next(k for k in range(len(stages) + 1) if k not in stages)
-    if missing < len(stages):
-        raise ScheduleError(
-            f"no cell is of stage {missing}, but some are of stage {max(stages)}: number from 0"
-        )
-    return rows
-
-
-def _read_row(r: int, cells: Sequence[str], names_stages: bool) -> list[Action]:
-    name = f"row {r + 1} ({'worker' if names_stages else 'stage'} {r})"
-    row = []
-    for number, cell in enumerate(cells, start=1):
-        if not cell:
-            continue
-        try:
-            action = Action.parse(cell)
-        except ValueError as error:
-            raise ScheduleError(f"{name}, cell {number}: {error}") from None
-        if (action.stage >= 0) != names_stages:
-            fault = ("a stage in front, as no other has", "no stage in front, as others have")[names_stages]
-            raise ScheduleError(f"{name}, cell {number}: {cell!r} has {fault}: write 2F3 for F3 of stage 2")
-        row.append(action if names_stages else action._replace(stage=r))
-    if not row:
-        wanted = "worker, as 0F0,0B0,0U" if names_stages else "stage, as F0,B0,U"
-        raise ScheduleError(f"{name} has no actions: write one row per {wanted}")
-    return row
 
 
 def draw_grid(

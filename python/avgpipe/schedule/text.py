@@ -1,0 +1,116 @@
+"""Schedules as comma-separated values: avgpipe's own form, and that of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from avgpipe.errors import ScheduleError
+from avgpipe.schedule.row import COUNT, Action, Kind, Row
+
+# What torch's "compute and communication" form has beside the actions. Here, the runtime sends and receives by itself.
+_TORCH_OWN = re.compile(rf"(?:{COUNT})(?:UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB](?:{COUNT}))")
+_TORCH_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+
+# ---- avgpipe's own ---------------------------------------------------------------------------------------------------
+
+
+def read_rows(text: str) -> list[list[Action]]:
+    """The actions of each row; those of row r are of stage r, unless the first cell has its stage in front."""
+    lines = _cells(text, "Schedule.to_csv", "stage, as F0,B0,U")
+    names_stages = next(filter(None, lines[0]), "")[:1].isdigit()
+    whose, wanted = ("worker", "worker, as 0F0,0B0,0U") if names_stages else ("stage", "stage, as F0,B0,U")
+
+    def read(cell: str) -> list[Action]:
+        action = Action.parse(cell)
+        if (action.stage >= 0) != names_stages:
+            fault = ("a stage in front, as no other has", "no stage in front, as others have")[names_stages]
+            raise ValueError(f"{cell!r} has {fault}: write 2F3 for F3 of stage 2")
+        return [action]
+
+    rows = [_read_row(f"row {r + 1} ({whose} {r})", line, read, wanted) for r, line in enumerate(lines)]
+    if not names_stages:
+        return [[action._replace(stage=r) for action in row] for r, row in enumerate(rows)]
+    return _checked_stages(rows)
+
+
+# ---- torch's ---------------------------------------------------------------------------------------------------------
+
+
+def read_torch_rows(text: str) -> list[list[Action]]:
+    """The actions of each rank, and after them the updates of its stages, which torch's form does not have."""
+    wanted = "rank, as 0F0,0B0"
+    rows = [
+        _read_row(f"row {r + 1} (rank {r})", line, _torch_actions, wanted)
+        for r, line in enumerate(_cells(text, "Schedule.to_torch_csv", wanted))
+    ]
+    updates = (
+        (Action(Kind.UPDATE, None, k) for k in sorted({action.stage for action in row})) for row in rows
+    )
+    return [[*row, *last] for row, last in zip(_checked_stages(rows), updates)]
+
+
+def _torch_actions(cell: str) -> list[Action]:
+    """The actions of a cell: none where it says only what torch's runtime does, several where they overlap."""
+    if _TORCH_OWN.fullmatch(cell):
+        return []
+    overlap = _TORCH_OVERLAP.fullmatch(cell)
+    return [_torch_action(part.strip()) for part in (overlap[1].split(";") if overlap else [cell])]
+
+
+def _torch_action(token: str) -> Action:
+    try:
+        action = Action.parse(token)
+    except ValueError:
+        raise ValueError(
+            f"{token!r} is not an action of torch's: write F, B, I or W between a stage and a micro-batch, as 2F3"
+        ) from None
+    if action.kind is Kind.UPDATE or action.stage < 0 or action.ahead:
+        raise ValueError(f"{token!r} is not of torch's form but of avgpipe's: read it with Schedule.from_csv")
+    return action
+
+
+def torch_text(rows: Iterable[Row]) -> str:
+    """One line per rank, without the updates."""
+    actions = ([str(action) for action in row if action.kind is not Kind.UPDATE] for row in rows)
+    return "".join(f"{','.join(line)}\n" for line in actions)
+
+
+# ---- for both --------------------------------------------------------------------------------------------------------
+
+
+def _cells(text: str, writer: str, wanted: str) -> list[list[str]]:
+    """The cells of each line, as spreadsheets write them too."""
+    if not isinstance(text, str):
+        raise TypeError(f"the CSV text is of type {type(text).__name__}: pass a str, as {writer} returns")
+    lines = text.removeprefix("\ufeff").rstrip(", \t\r\n").splitlines()
+    if not lines:
+        raise ScheduleError(f"the CSV text is empty: write one row of actions per {wanted}")
+    return [[cell.strip().strip('"').strip() for cell in line.split(",")] for line in lines]
+
+
+def _read_row(
+    name: str, cells: Sequence[str], read: Callable[[str], list[Action]], wanted: str
+) -> list[Action]:
+    row = []
+    for number, cell in enumerate(cells, start=1):
+        if cell:
+            try:
+                row += read(cell)
+            except ValueError as error:
+                raise ScheduleError(f"{name}, cell {number}: {error}") from None
+    if not row:
+        raise ScheduleError(f"{name} has no actions: write one row per {wanted}")
+    return row
+
+
+def _checked_stages(rows: list[list[Action]]) -> list[list[Action]]:
+    """The rows, if their stages are numbered from 0 without a gap."""
+    stages = {action.stage for row in rows for action in row}
+    missing = next(k for k in range(len(stages) + 1) if k not in stages)
+    if missing < len(stages):
+        raise ScheduleError(
+            f"no cell is of stage {missing}, but some are of stage {max(stages)}: number from 0"
+        )
+    return rows
