@@ -73,9 +73,10 @@ def _able(schedule, done, k):
 @st.composite
 def named_schedules(draw):
     """The published ones; those of several stages per worker with an even number of stages."""
-    name = draw(st.sampled_from(["pipedream-2bw", "zero-bubble-h1", "zero-bubble-v", "interleaved-1f1b"]))
+    several = ["zero-bubble-v", "dualpipe-v", "interleaved-1f1b", "interleaved-zero-bubble", "looped-bfs"]
+    name = draw(st.sampled_from(["pipedream-2bw", "zero-bubble-h1", *several]))
     stages = draw(st.integers(1, 4))
-    if name in ("zero-bubble-v", "interleaved-1f1b"):
+    if name in several:
         stages = 2 * (1 + stages // 4)
     return build_schedule(name, stages, draw(st.integers(1, 4)))
 

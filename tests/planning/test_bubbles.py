@@ -61,7 +61,48 @@ def test_v_is_idle_only_while_the_first_forward_comes(workers, more):
     assert max(timeline.peak_memory_bytes) == 2 * workers
 
 
-def test_h1_and_v_against_1f1b_on_4_workers_with_12_micro_batches():
+@pytest.mark.parametrize("per_worker", [2, 3])
+@pytest.mark.parametrize(("workers", "micro_batches"), [(1, 2), (2, 2), (2, 5), (3, 4), (4, 11)])
+def test_breadth_first_has_the_bubble_of_interleaving_for_any_number_of_micro_batches(
+    workers, micro_batches, per_worker
+):
+    """At least as many as workers: (W-1) (t_F + t_B) / V of a whole worker's times."""
+    schedule = build_schedule("looped-bfs", workers * per_worker, micro_batches, None, per_worker)
+    bubble = (workers - 1) * (1 + 2) / per_worker
+    found = idle_s(schedule, Costs(1 / per_worker, 2 / per_worker))
+    assert found == pytest.approx([bubble] * workers, abs=1e-9)
+
+
+@given(st.integers(1, 4), st.integers(2, 3), st.integers(2, 4), times, times, times)
+def test_interleaving_makes_the_bubble_of_h1_smaller_too(
+    workers, per_worker, groups, forward, inputs, weights
+):
+    """(W-1) max(t_F, t_I, t_F + t_I - t_W) of one stage of several; with one stage, it is of all that a worker has."""
+    schedule = build_schedule(
+        "interleaved-zero-bubble", workers * per_worker, workers * groups, None, per_worker
+    )
+    bubble = (workers - 1) * max(forward, inputs, forward + inputs - weights)
+    found = idle_s(schedule, Costs(forward, inputs + weights, input_backward_s=inputs))
+    assert found == pytest.approx([bubble] * workers, abs=1e-9)
+
+
+@given(st.integers(1, 6), st.integers(0, 9), times, times, times)
+def test_dualpipe_v_is_idle_for_less_than_1f1b_and_as_v_where_times_are_equal(
+    workers, more, forward, inputs, weights
+):
+    """(W-1) (t_F + max(0, t_I - t_W)) if t_I <= t_F <= t_B, in the memory of the V and one activation more."""
+    schedule = build_schedule("dualpipe-v", 2 * workers, 2 * workers + more)
+    costs = Costs(forward, inputs + weights, input_backward_s=inputs, activation_bytes=1)
+    found = idle_s(schedule, costs)
+    one = build_schedule("1f1b", workers, 2 * workers + more)
+    assert max(found) <= max(idle_s(one, Costs(2 * forward, 2 * (inputs + weights)))) + 1e-9
+    if inputs <= forward <= inputs + weights:
+        bubble = (workers - 1) * (forward + max(0, inputs - weights))
+        assert found == pytest.approx([bubble] * workers, abs=1e-9)
+    assert max(simulate(schedule, costs).peak_memory_bytes) == 2 * workers + 1
+
+
+def test_all_against_1f1b_on_4_workers_with_12_micro_batches():
     """A worker's F, I and W take 2 s each, in halves where it has 2 stages; idle seconds per worker."""
     whole, half = Costs(2, 4), Costs(1, 2)
     found = {
@@ -69,18 +110,27 @@ def test_h1_and_v_against_1f1b_on_4_workers_with_12_micro_batches():
         "interleaved-1f1b": idle_s(build_schedule("interleaved-1f1b", 8, 12), half),
         "zero-bubble-h1": idle_s(build_schedule("zero-bubble-h1", 4, 12), whole),
         "zero-bubble-v": idle_s(build_schedule("zero-bubble-v", 8, 12), half),
+        "looped-bfs": idle_s(build_schedule("looped-bfs", 8, 12), half),
+        "interleaved-zero-bubble": idle_s(build_schedule("interleaved-zero-bubble", 8, 12), half),
+        "dualpipe-v": idle_s(build_schedule("dualpipe-v", 8, 12), half),
     }
     assert found == {
         "1f1b": [18] * 4,
         "interleaved-1f1b": [9] * 4,
         "zero-bubble-h1": [6] * 4,
         "zero-bubble-v": [3] * 4,
+        "looped-bfs": [9] * 4,
+        "interleaved-zero-bubble": [3] * 4,
+        "dualpipe-v": [3] * 4,
     }
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.data(), st.integers(1, 4), st.integers(1, 9), st.sampled_from(["interleaved-1f1b", "zero-bubble-v"])
+    st.data(),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.sampled_from(["interleaved-1f1b", "interleaved-zero-bubble", "zero-bubble-v", "dualpipe-v"]),
 )
 def test_a_worker_that_runs_ahead_holds_at_most_what_its_stages_hold_each(data, workers, micro_batches, name):
     """Where times are unequal, an action whose input is there comes before one of the order that waits."""

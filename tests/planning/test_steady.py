@@ -62,7 +62,13 @@ def test_without_a_flush_it_is_the_growth_of_a_long_run(pipelines, micro_batches
     assert steady_batch_s(schedule, costs, pipelines=pipelines) == pytest.approx(growth, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "zero-bubble-h1", "zero-bubble-v"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble"),
+        *("zero-bubble-h1", "zero-bubble-v", "dualpipe-v"),
+    ],
+)
 def test_what_flushes_takes_what_a_batch_takes_alone(name):
     """If no worker begins the next batch before the last has ended this one: here the first one does both last."""
     schedule, costs = build_schedule(name, 4, 4), Costs([0.1, 0.2, 0.15, 0.1], 0.3, 0.05)

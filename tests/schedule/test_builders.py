@@ -7,6 +7,11 @@ from hypothesis import strategies as st
 from avgpipe.errors import ScheduleError
 from avgpipe.schedule import Action, Schedule, build_schedule, schedule_names, warm_ups
 
+SEVERAL_STAGES = (  # on each worker
+    *("interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble"),
+    *("zero-bubble-v", "dualpipe-v"),
+)
+
 
 def tokens(schedule):
     return [" ".join(map(str, column)) for column in schedule.columns]
@@ -149,7 +154,7 @@ def test_without_a_flush_the_next_batches_fill_what_one_leaves_free(stages, micr
 
 @given(**counts, name=st.sampled_from(schedule_names()))
 def test_every_schedule_can_be_run(stages, micro_batches, name):
-    stages *= 2 if name in ("interleaved-1f1b", "zero-bubble-v") else 1
+    stages *= 2 if name in SEVERAL_STAGES else 1
     schedule = build_schedule(name, stages, micro_batches)
     schedule.validate()
     assert schedule.stages == stages
@@ -277,7 +282,7 @@ def test_an_advance_that_is_no_count_is_refused_with_what_to_pass(advance):
         build_schedule("advance-forward", 2, 4, advance=advance)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "dapple", "gpipe", "interleaved-1f1b", "zero-bubble-h1"])
+@pytest.mark.parametrize("name", ["1f1b", "dapple", "gpipe", *SEVERAL_STAGES, "zero-bubble-h1"])
 def test_an_advance_is_refused_by_schedules_that_take_none(name):
     with pytest.raises(ValueError, match=r"advance=0: .* takes none"):
         build_schedule(name, 2, 4, advance=0)
@@ -293,10 +298,11 @@ def test_stages_per_worker_is_a_count_of_several(value):
         build_schedule("interleaved-1f1b", 4, 4, stages_per_worker=value)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero-bubble-v"])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero-bubble-v", "dualpipe-v"])
 def test_stages_per_worker_are_refused_by_schedules_that_take_none(name):
     with pytest.raises(
-        ValueError, match=r"stages_per_worker=2: .* takes none, leave it out or choose 'interleaved-1f1b"
+        ValueError,
+        match=r"stages_per_worker=2: .* takes none, leave it out or choose 'interleaved-1f1b' or 'looped-bfs'",
     ):
         build_schedule(name, 4, 4, stages_per_worker=2)
 
@@ -318,6 +324,9 @@ def test_stages_per_worker_are_refused_by_schedules_that_take_none(name):
         ),
         ("interleaved-1f1b", 1, None, "stages=1: .* give a multiple of 2, 2 for example"),
         ("zero-bubble-v", 3, None, "stages=3: .* 2 stages on each worker"),
+        ("dualpipe-v", 3, None, "stages=3: dualpipe-v has 2 stages on each worker, give a multiple of 2, 2"),
+        ("looped-bfs", 4, 3, "stages=4: looped-bfs has 3 stages on each worker, give a multiple of 3, 3"),
+        ("interleaved-zero-bubble", 5, None, "stages=5: interleaved-zero-bubble has 2 stages on each worker"),
     ],
 )
 def test_stages_must_divide_over_the_workers(name, stages, per_worker, message):

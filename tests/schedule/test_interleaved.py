@@ -57,7 +57,34 @@ def test_one_worker_goes_back_and_forth():
     assert lines(build_schedule("interleaved-1f1b", 2, 2)) == ["0F0 1F0 1B0 0F1 0B0 1F1 1B1 0B1"]
 
 
+def test_breadth_first_on_2_workers_of_2_stages_with_4_micro_batches():
+    schedule = build_schedule("looped-bfs", 4, 4)
+    assert lines(schedule) == [
+        "0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3 2B3 2B2 2B1 2B0 0B3 0B2 0B1 0B0",
+        "1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B3 3B2 3B1 3B0 1B3 1B2 1B1 1B0",
+    ]
+    assert schedule.placement == ((0, 2), (1, 3))
+
+
+def test_breadth_first_of_any_number_of_micro_batches_and_3_stages_per_worker():
+    assert lines(build_schedule("looped-bfs", 6, 2, stages_per_worker=3)) == [
+        "0F0 0F1 2F0 2F1 4F0 4F1 4B1 4B0 2B1 2B0 0B1 0B0",
+        "1F0 1F1 3F0 3F1 5F0 5F1 5B1 5B0 3B1 3B0 1B1 1B0",
+    ]
+    first, *_, last = lines(build_schedule("looped-bfs", 8, 3))
+    assert first == "0F0 0F1 0F2 4F0 4F1 4F2 4B2 4B1 4B0 0B2 0B1 0B0"
+    assert last == "3F0 3F1 3F2 7F0 7F1 7F2 7B2 7B1 7B0 3B2 3B1 3B0"
+
+
 # ---- bounds ----
+
+
+@given(st.integers(1, 5), st.integers(2, 4), st.integers(1, 14))
+def test_breadth_first_holds_every_activation_at_once(workers, per_worker, micro_batches):
+    schedule = build_schedule("looped-bfs", workers * per_worker, micro_batches, stages_per_worker=per_worker)
+    schedule.validate()
+    assert schedule.placement == tuple(tuple(range(w, workers * per_worker, workers)) for w in range(workers))
+    assert schedule.worker_peak_in_flight == [per_worker * micro_batches] * workers
 
 
 @given(st.integers(1, 5), st.integers(2, 4), st.integers(1, 14))
@@ -73,9 +100,8 @@ def test_every_number_of_micro_batches_can_be_run_in_the_published_memory(worker
             assert peak == min(most, per_worker * micro_batches)
 
 
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble"])
 @pytest.mark.parametrize("per_worker", [2, 3])
-def test_the_default_is_2_stages_per_worker(per_worker):
-    default = build_schedule("interleaved-1f1b", 6, 3)
-    assert (default == build_schedule("interleaved-1f1b", 6, 3, stages_per_worker=per_worker)) == (
-        per_worker == 2
-    )
+def test_the_default_is_2_stages_per_worker(per_worker, name):
+    default = build_schedule(name, 6, 3)
+    assert (default == build_schedule(name, 6, 3, stages_per_worker=per_worker)) == (per_worker == 2)

@@ -64,7 +64,41 @@ def test_v_of_a_single_micro_batch():
     ]
 
 
+def test_interleaved_on_2_workers_of_2_stages_with_4_micro_batches():
+    schedule = build_schedule("interleaved-zero-bubble", 4, 4)
+    assert schedule.placement == ((0, 2), (1, 3))
+    assert rows(schedule) == [
+        "0F0 0F1 2F0 2F1 2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3 0U 2U",
+        "1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3 1U 3U",
+    ]
+    assert schedule.worker_peak_in_flight == [4, 4]
+
+
+def test_interleaved_with_3_stages_per_worker_and_a_smaller_last_group():
+    assert rows(build_schedule("interleaved-zero-bubble", 6, 1, stages_per_worker=3)) == [
+        "0F0 2F0 4F0 4I0 4W0 2I0 2W0 0I0 0W0 0U 2U 4U",
+        "1F0 3F0 5F0 5I0 5W0 3I0 3W0 1I0 1W0 1U 3U 5U",
+    ]
+    first, last = rows(build_schedule("interleaved-zero-bubble", 4, 3))
+    assert first == "0F0 0F1 2F0 2F1 2I0 2W0 0F2 2I1 2W1 0I0 0W0 2F2 0I1 0W1 2I2 2W2 0I2 0W2 0U 2U"
+    assert last == "1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1I1 1W0 3F2 3I2 1W1 3W2 1I2 1W2 1U 3U"
+
+
 # ---- bounds ----
+
+
+@given(st.integers(1, 5), st.integers(2, 4), st.integers(1, 14))
+def test_interleaved_holds_on_every_worker_a_micro_batch_of_each_stage(workers, per_worker, micro_batches):
+    """As the first stage of 1F1B does: with V stages per worker, an activation is V times smaller."""
+    schedule = build_schedule(
+        "interleaved-zero-bubble", workers * per_worker, micro_batches, stages_per_worker=per_worker
+    )
+    schedule.validate()
+    assert schedule.placement == tuple(tuple(range(w, workers * per_worker, workers)) for w in range(workers))
+    most = per_worker * min(workers, micro_batches)
+    assert max(schedule.worker_peak_in_flight) <= most
+    if micro_batches % workers == 0:
+        assert schedule.worker_peak_in_flight == [most] * workers
 
 
 @given(st.integers(1, 7), st.integers(1, 16))
