@@ -109,6 +109,7 @@ PLANS = {
     "recompute": {"recompute": "always"},
     "recompute-except-last": {"recompute": "except-last"},
     "zero-bubble": {"schedule": "zero-bubble-h1"},
+    "dualpipe": {"schedule": "dualpipe-v"},
     "stash": {"schedule": "pipedream", "weights": "stash"},
     "vertical-sync": {"schedule": "pipedream", "weights": "vertical-sync"},
     "double-buffer": {"schedule": "pipedream-2bw", "weights": "double-buffer"},

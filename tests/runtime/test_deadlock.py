@@ -167,6 +167,9 @@ FLUSHING: list[dict[str, Any]] = [
     {"stages": 4, "schedule": "interleaved-1f1b", "micro_batches": 3},
     {"stages": 4, "schedule": "zero-bubble-h1", "micro_batches": 5},
     {"stages": 4, "schedule": "zero-bubble-v", "micro_batches": 5},
+    {"stages": 4, "schedule": "looped-bfs", "micro_batches": 3},
+    {"stages": 4, "schedule": "interleaved-zero-bubble", "micro_batches": 5},
+    {"stages": 4, "schedule": "dualpipe-v", "micro_batches": 5},
     {"stages": 3, "replication": [2, 1, 3], "micro_batches": 5},
     {"stages": 2, "replication": [1, 3], "micro_batches": 4, "schedule": "1f1b"},
 ]

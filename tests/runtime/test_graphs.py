@@ -193,6 +193,7 @@ PLANS = [
     Plan(**TWO, batch="global"),
     Plan(stages=2, micro_batches=2, replication=(2, 1)),
     Plan(stages=2, micro_batches=3, schedule="zero-bubble-h1"),
+    Plan(stages=2, micro_batches=3, schedule="dualpipe-v"),
 ]
 
 

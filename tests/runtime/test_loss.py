@@ -139,7 +139,13 @@ def test_a_loss_given_as_a_function_trains_as_on_one_device(K: int, name: str) -
     compare(name, {"stages": K, "micro_batches": 4, "schedule": "all-forward-all-backward"})
 
 
-@pytest.mark.parametrize("schedule", ["zero-bubble-h1", "zero-bubble-v", "interleaved-1f1b"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *("zero-bubble-h1", "zero-bubble-v", "interleaved-1f1b"),
+        *("looped-bfs", "interleaved-zero-bubble", "dualpipe-v"),
+    ],
+)
 def test_in_every_kind_of_schedule(schedule: str) -> None:
     stages = {"zero-bubble-h1": 2}.get(schedule, 4)
     compare("ignored targets", {"stages": stages, "micro_batches": 4, "schedule": schedule})

@@ -19,6 +19,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "all-forward-all-backward"},
     "1f1b, recomputing": {"schedule": "1f1b", "recompute": "always"},
     "zero-bubble-h1": {"schedule": "zero-bubble-h1"},
+    "dualpipe-v": {"schedule": "dualpipe-v"},
     "stash": {"schedule": "pipedream", "micro_batches": 1},
     "vertical-sync": {"schedule": "pipedream", "micro_batches": 1, "weights": "vertical-sync"},
     "double-buffer": {"schedule": "pipedream-2bw"},

@@ -31,6 +31,13 @@ SPLIT = [
     {"schedule": "zero-bubble-h1", "stages": 3},
     {"schedule": "zero-bubble-v", "stages": 2},
     {"schedule": "zero-bubble-v", "stages": 6},
+    {"schedule": "looped-bfs", "stages": 4},
+    {"schedule": "looped-bfs", "stages": 6, "stages_per_worker": 3},
+    {"schedule": "interleaved-zero-bubble", "stages": 4},
+    {"schedule": "interleaved-zero-bubble", "stages": 6, "stages_per_worker": 3},
+    {"schedule": "dualpipe-v", "stages": 2},
+    {"schedule": "dualpipe-v", "stages": 4},
+    {"schedule": "dualpipe-v", "stages": 6},
 ]
 REPLICATED = [
     {"stages": 1, "replication": [2]},
@@ -44,6 +51,7 @@ PLACED = [
     {"stages": 3, "placement": [[2], [0], [1]]},
     {"stages": 2, "replication": [2, 1], "placement": [[0, 2], [1]]},
     {"stages": 4, "schedule": "interleaved-1f1b", "placement": [[1], [0], [1], [0]]},
+    {"stages": 4, "schedule": "dualpipe-v", "placement": [[1], [0], [0], [1]]},
     {"stages": 3, "schedule": "pipedream", "weights": "vertical-sync", "placement": [[1], [2], [0]]},
 ]
 VARIANTS: list[dict[str, Any]] = [
@@ -72,7 +80,7 @@ def compare(options: dict[str, Any], M: int, variant: dict[str, Any], **others: 
     return losses, state
 
 
-@pytest.mark.parametrize("options", [*SPLIT, *REPLICATED, *PLACED[:3]], ids=str)
+@pytest.mark.parametrize("options", [*SPLIT, *REPLICATED, *PLACED[:4]], ids=str)
 @pytest.mark.parametrize("M", [3, 4, 7])
 def test_equals_one_device(options: dict[str, Any], M: int) -> None:
     for variant in VARIANTS:
@@ -92,7 +100,10 @@ def on_ranks(options: dict[str, Any]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [SPLIT[0], SPLIT[4], SPLIT[6], REPLICATED[0], REPLICATED[2], REPLICATED[5], *PLACED[:3]],
+    [
+        *(SPLIT[0], SPLIT[4], SPLIT[6], SPLIT[7], SPLIT[9], SPLIT[12]),
+        *(REPLICATED[0], REPLICATED[2], REPLICATED[5], *PLACED[:4]),
+    ],
     ids=str,
 )
 def test_equals_one_device_on_ranks(options: dict[str, Any]) -> None:
@@ -106,7 +117,11 @@ def elastic(options: dict[str, Any], M: int, N: int) -> Any:
         return [r.loss for r in p.train(token_batches(7, 9))], p.state_dict()
 
 
-@pytest.mark.parametrize("options", [SPLIT[0], SPLIT[4], SPLIT[6], REPLICATED[2], REPLICATED[5]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [SPLIT[0], SPLIT[4], SPLIT[6], SPLIT[7], SPLIT[9], SPLIT[12], REPLICATED[2], REPLICATED[5]],
+    ids=str,
+)
 def test_several_pipelines_do_what_they_do_on_one_stage(options: dict[str, Any]) -> None:
     losses, state = elastic(options, 3, 2)
     expected_losses, expected = elastic({"stages": 1}, 1, 2)

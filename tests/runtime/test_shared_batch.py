@@ -130,6 +130,8 @@ CASES: list[dict[str, Any]] = [
     {"N": 2, "M": 5, "rule": "easgd"},
     {"N": 2, "M": 4, "schedule": "zero-bubble-h1"},
     {"N": 2, "M": 4, "schedule": "interleaved-1f1b"},
+    {"N": 2, "M": 4, "schedule": "looped-bfs"},
+    {"N": 2, "M": 8, "schedule": "dualpipe-v"},
     {"N": 2, "M": 4, "replication": True},
     {"N": 2, "M": 4, "spread": True},
     {"N": 2, "M": 4, "rule": "mean-gradient"},
@@ -175,7 +177,7 @@ def assert_as_emulated(found: Any) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("K", [1, 3])
 def test_follows_the_rules_step_by_step(K: int, case: dict[str, Any]) -> None:
-    if case.get("schedule") == "interleaved-1f1b":
+    if case.get("schedule") in ("interleaved-1f1b", "looped-bfs", "dualpipe-v"):
         K += 1  # it has two stages on each of its workers
     assert_as_emulated(run(K, case))
 
@@ -193,7 +195,7 @@ def test_shares_weigh_by_what_their_loss_counts(staleness: int) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[9], CASES[10], CASES[13]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[11], CASES[12], CASES[15]], ids=str)
 def test_on_ranks_it_is_the_same(case: dict[str, Any]) -> None:
     workers = plan_of(2, case).workers
     for found in runner.run(workers, run, K=2, case=case):

@@ -283,6 +283,9 @@ OTHERS: list[tuple[Plan, dict[str, Any]]] = [
     (plan_of(4, 3, schedule="interleaved-1f1b"), {}),
     (plan_of(6, 3, schedule="interleaved-1f1b", stages_per_worker=3), {}),
     (plan_of(4, 3, schedule="zero-bubble-v"), {}),
+    (plan_of(4, 3, schedule="looped-bfs"), {}),
+    (plan_of(4, 3, schedule="interleaved-zero-bubble"), {}),
+    (plan_of(4, 5, schedule="dualpipe-v"), {}),
     (plan_of(3, 3, replication=[1, 2, 1]), {}),
     (plan_of(4, 3, replication=[2, 1, 3, 2]), {}),
     (plan_of(4, 3, recompute="always"), {}),
@@ -344,7 +347,9 @@ def test_overlapping_batches_equal_their_emulation(plan: Plan) -> None:
 def test_any_order_of_delivery_and_of_devices_ends_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "LocalLink", Shuffled)
     monkeypatch.setattr(Scheduler, "_most_urgent", any_queue)
-    for seed, schedule in enumerate(["1f1b", "advance-forward", "zero-bubble-h1", "interleaved-1f1b"] * 2):
+    for seed, schedule in enumerate(
+        ["1f1b", "advance-forward", "zero-bubble-h1", "interleaved-1f1b", "looped-bfs", "dualpipe-v"] * 2
+    ):
         Shuffled.dice.seed(seed)
         compare(plan_of(4, 3, schedule=schedule))
 

@@ -26,6 +26,7 @@ SHAPES: list[dict[str, Any]] = [
         "micro_batches": 2,
     },
     {"stages": 2, "pipelines": 2, "batch": "per-pipeline", "schedule": "zero-bubble-v", "micro_batches": 3},
+    {"stages": 2, "pipelines": 2, "batch": "per-pipeline", "schedule": "dualpipe-v", "micro_batches": 3},
 ]
 
 

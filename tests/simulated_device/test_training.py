@@ -92,6 +92,11 @@ def test_recomputation(recompute: str) -> None:
     compare(Plan(stages=2, pipelines=2, micro_batches=4, recompute=recompute))
 
 
+@pytest.mark.parametrize("schedule", ["zero-bubble-v", "dualpipe-v", "looped-bfs", "interleaved-zero-bubble"])
+def test_several_stages_on_a_worker_and_split_backwards(schedule: str) -> None:
+    compare(Plan(stages=4, micro_batches=4, schedule=schedule))
+
+
 GOING_ON: dict[str, Plan] = {
     "one": Plan(stages=2, micro_batches=2),
     "two": Plan(stages=2, pipelines=2, micro_batches=2),
