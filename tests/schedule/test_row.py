@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from avgpipe.schedule import Action, Kind, Row, RowCursor, build_schedule
-from avgpipe.schedule.one_stage import from_warm_ups
 from avgpipe.schedule.checks import steps_of
+from avgpipe.schedule.one_stage import from_warm_ups
 from avgpipe.schedule.row import Loop
 
 
