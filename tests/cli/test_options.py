@@ -180,9 +180,9 @@ def test_the_options_of_a_plan_are_its_fields():
 def test_required_options_are_named(bake):
     app = typer.Typer()
     app.command()(command(SimulateConfig, "nowhere"))
-    result = CliRunner().invoke(app, ["--stages", "2"])
+    result = CliRunner().invoke(app, ["--forward-ms", "2"])
     assert result.exit_code == 2
-    assert "--micro-batches" in result.stderr
+    assert "--backward-ms" in result.stderr
 
 
 @pytest.mark.parametrize(

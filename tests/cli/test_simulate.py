@@ -2,9 +2,11 @@
 
 import pytest
 
+from avgpipe.schedule import build_schedule
 from tests.cli.command import invoke, strict
 
-LINE = ("--stages", "6", "--micro-batches", "12", "--forward-ms", "10", "--backward-ms", "20")
+TIMES = ("--forward-ms", "10", "--backward-ms", "20")
+LINE = ("--stages", "6", "--micro-batches", "12", *TIMES)
 TRANSFERS = ("--transfer-ms", "8.7")
 
 
@@ -89,6 +91,51 @@ def test_without_a_flush_batches_overlap():
     assert answer(*options)["makespan_s"] == pytest.approx((3 * 12 + 5) * 0.030)
     assert answer(*options)["steady_batch_s"] == pytest.approx(12 * 0.030)
     assert answer(*options)["peak_in_flight"] == [6, 5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("name", ["dualpipe-v", "1f1b", "pipedream"])
+def test_a_schedule_may_be_a_file(tmp_path, name):
+    path, schedule = tmp_path / "mine.csv", build_schedule(name, 6, 12)
+    texts = [schedule.to_csv()] if name == "pipedream" else [schedule.to_csv(), schedule.to_torch_csv()]
+    for text in texts:
+        path.write_text(text)
+        result = invoke("simulate", *TIMES, "--schedule", str(path), "--json")
+        assert result.exit_code == 0, result.stderr
+        found, expected = strict(result.stdout), answer("--schedule", name)
+        assert found.pop("schedule") == str(path)
+        del expected["schedule"]
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "named"),
+    [
+        ("0F0,0X0\n", (), "mine.csv: row 1 (rank 0), cell 2: '0X0' is not an action of torch's"),
+        ("F0,X0,U\n", (), "mine.csv: row 1 (stage 0), cell 2: 'X0' is not an action"),
+        ("0F0,1F0,0B0,1B0\n", (), "deadlock, worker 0 at 0B0 waits for 1B0"),
+        ("", (), "mine.csv: the CSV text is empty"),
+        ("0F0,0B0\n", ("--stages", "1"), "--stages: "),
+        ("0F0,0B0\n", ("--micro-batches", "1"), "mine.csv has its own, leave the option out"),
+        ("0F0,0B0\n", ("--advance", "auto"), "--advance: "),
+        (None, (), "mine.csv: No such file"),
+    ],
+)
+def test_a_file_that_has_no_schedule_is_refused(tmp_path, text, options, named):
+    path = tmp_path / "mine.csv"
+    if text is not None:
+        path.write_text(text)
+    result = invoke("simulate", *TIMES, "--schedule", str(path), *options)
+    assert result.exit_code == 2
+    assert named in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_schedule_by_name_needs_its_sizes():
+    result = invoke("simulate", *TIMES, "--schedule", "1f1b")
+    assert result.exit_code == 2
+    assert "--schedule 1f1b needs --stages and --micro-batches; only a CSV file says them" in result.stderr
+    result = invoke("simulate", *TIMES, "--stages", "2")
+    assert "--schedule advance-forward needs --micro-batches" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.svg"])

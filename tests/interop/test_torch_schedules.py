@@ -109,7 +109,10 @@ WRITTEN = {  # name of the schedule, micro-batches
     "zero-bubble-h1": 4,
     "advance-forward": 4,
 }
-if torch.__version__ >= (2, 13):  # 2.11 has a rank with neighbouring stages send to itself, which gloo refuses
+if torch.__version__ >= (
+    2,
+    13,
+):  # 2.11 has a rank with neighbouring stages send to itself, which gloo refuses
     WRITTEN |= {"zero-bubble-v": 3, "dualpipe-v": 5}
 
 

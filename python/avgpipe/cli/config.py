@@ -92,6 +92,7 @@ Amounts = Annotated[tuple[float, ...], Value("NUMBER,...", _numbers(float, "10 o
 Size = Annotated[int, Value("SIZE", partial(parse_bytes, positive=True))]
 Milliseconds = Annotated[float, Value("NUMBER", lambda name, text: _numbers(float, "10", 0)(name, text)[0])]
 Schedule = Annotated[str, Value("NAME", choices=tuple(schedule_names()))]
+ScheduleOrFile = Annotated[str, Value("NAME|FILE.csv", choices=tuple(schedule_names()), file=".csv")]
 Advance = Annotated[int | tuple[int, ...] | str | None, Value("NUMBER,...|auto", _parse_advance)]
 Workload = Annotated[str, Value("WORKLOAD", choices=workload_names(), positional=True)]
 
@@ -178,7 +179,8 @@ class PlanOptions(Options):
         pipelines: Number of pipelines that run side by side. Default: 2, if the system allows.
         micro_batches: Micro-batches per batch. Default: 4, if the system and the batch allow.
         schedule: Order of the work. Default: the system's.
-        stages_per_worker: Stages on each worker, with the schedule interleaved-1f1b. Default: 2.
+        stages_per_worker: Stages on each worker, with the schedules interleaved-1f1b, interleaved-zero-bubble and
+            looped-bfs. Default: 2.
         replication: Workers of each stage, which share its micro-batches, as in 2,1,1. Default: one each.
         spread: Give each pipeline workers of its own; updates then travel over the network.
         weights: Version of the weights that a batch runs on. Default: what the schedule was published with.
@@ -408,32 +410,34 @@ class SimulateConfig(Options):
     links, one tensor at a time in each direction.
 
     Attributes:
-        stages: Number of stages, in most schedules with a device each.
-        micro_batches: Micro-batches per batch.
+        stages: Number of stages, in most schedules with a device each; needed unless a file has the schedule.
+        micro_batches: Micro-batches per batch; needed unless a file has the schedule.
         forward_ms: Forward time of a micro-batch in milliseconds; one value, or one per stage as in 10,12,9.
         backward_ms: Backward time of a micro-batch in milliseconds; one value, or one per stage.
         transfer_ms: Transfer time of one tensor in milliseconds; one value, or one per boundary.
         update_ms: Time of a batch's update in milliseconds; one value, or one per stage.
         activation_mib: MiB of activations saved for a micro-batch; one value, or one per stage.
         weight_mib: MiB of weights and optimizer state of a pipeline; one value, or one per stage.
-        schedule: Order of the work.
+        schedule: Order of the work, or a CSV file that has it, as Schedule.to_csv or torch.distributed.pipelining
+            write it.
         advance: Forward passes that a stage runs ahead: a number, one per stage as in 3,2,1,0, or auto for the least
             memory within 1 % of the best time. Default: the number of stages that follow.
-        stages_per_worker: Stages on each device, with the schedule interleaved-1f1b. Default: 2.
+        stages_per_worker: Stages on each device, with the schedules interleaved-1f1b, interleaved-zero-bubble and
+            looped-bfs. Default: 2.
         pipelines: Number of pipelines on the same devices.
         batches: Batches, over all pipelines. Default: one per pipeline.
         plot: Draw a picture.
     """
 
-    stages: Count
-    micro_batches: Count
+    stages: Count | None = None
+    micro_batches: Count | None = None
     forward_ms: Amounts
     backward_ms: Amounts
     transfer_ms: Amounts = (0.0,)
     update_ms: Amounts = (0.0,)
     activation_mib: Amounts | None = None
     weight_mib: Amounts | None = None
-    schedule: Schedule = "advance-forward"
+    schedule: ScheduleOrFile = "advance-forward"
     advance: Advance = None
     stages_per_worker: int | None = None
     pipelines: Count = 1

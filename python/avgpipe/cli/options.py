@@ -34,6 +34,7 @@ class Value:
         metavar: What stands for the value in help pages.
         parse: Makes the value from the option's name and the text; None keeps the text.
         choices: The texts that are accepted; None accepts all.
+        file: The ending of names of files, which are accepted beside the choices.
         positional: Whether the value stands alone, without the option's name.
         rest: Whether it is all the words that are left.
     """
@@ -41,13 +42,15 @@ class Value:
     metavar: str = "TEXT"
     parse: Callable[[str, str], Any] | None = None
     choices: tuple[str, ...] | None = None
+    file: str | None = None
     positional: bool = False
     rest: bool = False
 
     def read(self, name: str, text: Any) -> Any:
         if self.rest:
             return tuple(text)
-        if self.choices is not None and text not in self.choices:
+        is_file = self.file is not None and text.endswith(self.file)
+        if self.choices is not None and text not in self.choices and not is_file:
             raise ValueError(f"unknown {name.lstrip('-')} {text!r}: {nearest(text, self.choices)}")
         return text if self.parse is None else self.parse(name, text)
 

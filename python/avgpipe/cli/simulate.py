@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from avgpipe.cli.config import SimulateConfig
+from avgpipe.cli.options import flag
 from avgpipe.cli.output import answer, arguments, grid, running
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance, simulate, steady_batch_s
 from avgpipe.schedule import Schedule, build_schedule
 from avgpipe.timeline.timeline import Timeline
 
 _MIB = 2**20
+_OF_A_NAME = ("stages", "micro_batches", "advance", "stages_per_worker")  # what a file says itself
+_UPDATE = re.compile(r"\b\d*U\b")
 
 
 def run(config: SimulateConfig) -> None:
@@ -30,7 +35,8 @@ def run(config: SimulateConfig) -> None:
     answer(
         config.json,
         _to_json(config, schedule, choice, timeline) | {"steady_batch_s": steady_s},
-        f"{schedule.name}: stages {config.stages}, micro-batches {config.micro_batches}, pipelines {pipelines}",
+        f"{schedule.name}: stages {schedule.stages}, micro-batches {schedule.micro_batches}, "
+        f"pipelines {pipelines}",
         *([] if choice is None else [choice.explain()]),
         f"{batches} {'batch' if batches == 1 else 'batches'}: {1000 * timeline.makespan_s:.1f} ms, "
         f"bubbles {100 * timeline.bubble_fraction:.1f} %",
@@ -58,12 +64,32 @@ def _costs(config: SimulateConfig) -> Costs:
 
 
 def _schedule(config: SimulateConfig, costs: Costs) -> tuple[Schedule, AdvanceChoice | None]:
+    if config.schedule.endswith(".csv"):
+        return _read(config), None
     stages, micro_batches, advance = config.stages, config.micro_batches, config.advance
+    if stages is None or micro_batches is None:
+        missing = [flag(name) for name in _OF_A_NAME[:2] if getattr(config, name) is None]
+        raise ValueError(
+            f"--schedule {config.schedule} needs {' and '.join(missing)}; only a CSV file says them"
+        )
     schedule = build_schedule(config.schedule, stages, micro_batches, advance, config.stages_per_worker)
     if advance != "auto":
         return schedule, None
     choice = choose_advance(stages, micro_batches, costs, pipelines=config.pipelines)
     return build_schedule(config.schedule, stages, micro_batches, choice.advance), choice
+
+
+def _read(config: SimulateConfig) -> Schedule:
+    """The schedule of a file in avgpipe's form, which has updates, or in torch's, which has none."""
+    path = config.schedule
+    for name in config.given:
+        if name in _OF_A_NAME:
+            raise ValueError(f"{flag(name)}: {path} has its own, leave the option out")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return (Schedule.from_csv if _UPDATE.search(text) else Schedule.from_torch_csv)(text, path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _to_json(
@@ -73,7 +99,9 @@ def _to_json(
     results = ("makespan_s", "bubble_fraction", "worker_busy_fraction", "peak_memory_bytes")
     return {
         "schedule": schedule.name,
-        **{name: getattr(config, name) for name in ("stages", "micro_batches", "pipelines")},
+        "stages": schedule.stages,
+        "micro_batches": schedule.micro_batches,
+        "pipelines": config.pipelines,
         "workers": schedule.workers,
         "batches": config.batches or config.pipelines,
         "advance": advance if schedule.name == "advance-forward" else None,
