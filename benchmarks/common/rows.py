@@ -14,16 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
+from avgpipe.cli.bench.schedules import SEVERAL, TORCH, torch_stages
 from avgpipe.measure.tune import seconds_per_batch
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.timeline.timeline import Timeline
-
-_SINGLE = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
-_INTERLEAVED = {
-    "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
-    "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
-}
 
 
 @dataclass(frozen=True)
@@ -181,10 +176,11 @@ def our_plan(
 class TorchRow:
     """A schedule of torch's over the ranks of the default group.
 
-    ``modules``: one for each stage, of which rank r has r, r + K, ...
+    ``modules``: one for each stage, of which rank r of R has r, r + R, ..., or in a V r and 2R - 1 - r.
 
     Args:
-        schedule: "gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", or "advance-forward": ours on torch's runtime.
+        schedule: A row of torch's in ``avgpipe bench schedules``, such as "1f1b" or "dualpipe-v"; "advance-forward" is
+            ours on torch's runtime.
     """
 
     pipelines = 1
@@ -195,23 +191,24 @@ class TorchRow:
     ) -> None:
         self.name, self._task = name, task
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        mine = range(rank, len(modules), ranks)
+        mine = torch_stages(f"torch-{schedule}", rank, ranks, len(modules))
         own = [copy.deepcopy(modules[n]).train() for n in mine]
         stages = [
             pipelining.PipelineStage(module, n, len(modules), torch.device("cpu"))
             for module, n in zip(own, mine)
         ]
-        self._first, self._last = rank == 0, rank == ranks - 1
+        self._first, self._last = 0 in mine, len(modules) - 1 in mine
         self._schedule: Any
         if schedule == "advance-forward":
             from avgpipe.interop.torch_pipelining import ScheduleAdvanceForward
 
             self._schedule = ScheduleAdvanceForward(stages[0], micro_batches, loss_fn=task.loss_fn)
-        elif schedule in _SINGLE:
-            self._schedule = _SINGLE[schedule](stages[0], micro_batches, loss_fn=task.loss_fn)
         else:
-            # The class's annotations name a private base class of the stages.
-            self._schedule = _INTERLEAVED[schedule](stages, micro_batches, loss_fn=task.loss_fn)  # type: ignore[arg-type]
+            row = f"torch-{schedule}"
+            kind: Any = TORCH[row]
+            self._schedule = kind(
+                stages if row in SEVERAL else stages[0], micro_batches, loss_fn=task.loss_fn
+            )
         self._optimizer = task.optimizer_of(nn.ModuleList(own))
 
     def losses(self, batches: int) -> Iterator[float | None]:

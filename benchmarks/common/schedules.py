@@ -16,6 +16,7 @@ from avgpipe.cli.bench.schedules import (
     ALL,
     DEFAULT,
     ROWS,
+    SEVERAL,
     SYSTEMS,
     TORCH,
     EmulatedStage,
@@ -30,8 +31,6 @@ from avgpipe.ranks.rendezvous import join
 from avgpipe.schedule import Schedule, build_schedule
 from benchmarks.common.rows import OurRow, PassingRow, Task, TrainingRow, Unavailable, measure_rows, torch_row
 
-_CHUNKS = 2  # stages of a worker in the interleaved schedules
-_SEVERAL_STAGES = ("interleaved-1f1b", "zero-bubble-v")
 _WHOLE_BATCHES = ("pipedream-2bw", "data-parallel")  # the other systems' batches are one micro-batch
 _LEAST_ACTIVATION_BYTES = 64
 
@@ -146,7 +145,7 @@ def our_cases(settings: ScheduleSettings) -> Iterator[PlanCase | Unavailable]:
         if row.startswith("torch-"):
             continue
         for pipelines in settings.pipelines if row == "advance-forward" else (1,):
-            chunks = _CHUNKS if row in _SEVERAL_STAGES else 1
+            (chunks,) = SEVERAL.get(row, (1,))
             name = f"avgpipe {row}" + (f", {chunks} a rank" if chunks > 1 else "")
             name += f", N = {pipelines}" if row == "advance-forward" else ""
             try:
@@ -199,12 +198,10 @@ def _torch_rows(settings: ScheduleSettings) -> Iterator[tuple[str, str, int]]:
         schedule = row.removeprefix("torch-")
         if row == "torch-advance-forward":
             yield "torch advance-forward (ours)", schedule, 1
-        elif row in ("torch-interleaved-1f1b", "torch-zero-bubble"):
-            # Two stages a rank have half the bubble and twice the transfers: each is better somewhere.
-            for chunks in (1, _CHUNKS):
-                yield f"torch {schedule}, {chunks} a rank", schedule, chunks
         elif row in TORCH:
-            yield f"torch {schedule}", schedule, 1
+            for chunks in SEVERAL.get(row, (1,)):
+                which = f", {chunks} a rank" if row in SEVERAL else ""
+                yield f"torch {schedule}{which}", schedule, chunks
 
 
 def _task(settings: ScheduleSettings) -> Task:

@@ -47,7 +47,7 @@ def main() -> None:
     cases = [replace(base, **CASES[name]) for name in arguments.cases]
     for settings in cases:
         emulated.check(settings)
-    screen = Console(highlight=False, width=110)
+    screen = Console(highlight=False, width=120)
     results = []
     for settings in cases:
         results.append(emulated.run(settings, say))

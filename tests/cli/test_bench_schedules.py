@@ -1,9 +1,11 @@
 """``avgpipe bench schedules``: what it prints, draws and refuses."""
 
 import pytest
+import torch
 
 from tests.cli.command import avgpipe, invoke, strict
 
+V_RUNS = torch.__version__ >= (2, 13)  # of torch's schedules, over gloo
 SMALL = (
     "bench",
     "schedules",
@@ -61,6 +63,22 @@ def test_a_person_reads_a_table():
     assert "emulated: stages 2, micro-batches 4" in result.stdout
     assert "no bubble: M (t_f + t_b)" in result.stdout
     assert "torch gpipe" in result.stdout
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_schedules_of_several_stages_stand_beside_torchs():
+    rows = ("looped-bfs", "interleaved-zero-bubble", "zero-bubble-v", "dualpipe-v")
+    beside = ("torch-looped-bfs", "torch-zero-bubble-v", "torch-dualpipe-v")
+    result = invoke(*SHORT, "--rows", ",".join((*rows, *beside)), "--json")
+    assert result.exit_code == 0, result.stderr
+    (section,) = strict(result.stdout)["sections"]
+    found = [row["name"] for row in (*section["rows"], *section["skipped"])]
+    assert found[2:] == [
+        *(f"avgpipe {name}, 2 a rank" for name in rows),
+        *(f"{name.replace('-', ' ', 1)}, 2 a rank" for name in beside),
+    ]
+    assert [row["name"] for row in section["skipped"]] == ([] if V_RUNS else found[-2:])
 
 
 @pytest.mark.slow

@@ -121,3 +121,17 @@ def test_work_inside_is_part_of_the_time():
     with occupied(0.02):
         time.sleep(0.015)
     assert time.perf_counter() - begin >= 0.02
+
+
+def test_torchs_ranks_have_every_so_many_stages_or_two_in_a_v(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    looped = [list(schedules.torch_stages("torch-looped-bfs", rank, 3, 6)) for rank in range(3)]
+    assert looped == [[0, 3], [1, 4], [2, 5]]
+    v = [list(schedules.torch_stages("torch-dualpipe-v", rank, 3, 6)) for rank in range(3)]
+    assert v == [[0, 5], [1, 4], [2, 3]]
+
+
+def test_older_versions_of_torch_have_no_v_over_gloo(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    with pytest.raises(ValueError, match=r"torch 2\.11\.0 cannot run schedules in a V over gloo: install"):
+        schedules.torch_stages("torch-zero-bubble-v", 0, 2, 4)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.torch_version import TorchVersion
 
 from avgpipe.cli.bench import Role, Way, measuring, report, summarise
 from avgpipe.cli.config import SchedulesConfig
@@ -30,7 +31,8 @@ from avgpipe.units import format_bytes
 
 SCHEDULES = (
     *("1f1b", "all-forward-all-backward", "advance-forward"),
-    *("interleaved-1f1b", "zero-bubble-h1", "zero-bubble-v"),
+    *("interleaved-1f1b", "looped-bfs", "zero-bubble-h1", "interleaved-zero-bubble"),
+    *("zero-bubble-v", "dualpipe-v"),
 )
 SYSTEMS = ("pipedream", "pipedream-2bw", "ea-pipe", "data-parallel", "model-parallel")
 TORCH = {
@@ -39,17 +41,27 @@ TORCH = {
     "torch-advance-forward": None,  # ours on torch's runtime
     "torch-interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
     "torch-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "torch-looped-bfs": pipelining.ScheduleLoopedBFS,
+    "torch-zero-bubble-v": pipelining.ScheduleZBVZeroBubble,
+    "torch-dualpipe-v": pipelining.ScheduleDualPipeV,
 }
-_SEVERAL = {  # stages of a worker: two have half the bubble and twice the transfers, each is better somewhere
+SEVERAL = {  # stages of a worker: two have half the bubble and twice the transfers, each is better somewhere
     "interleaved-1f1b": (2,),
+    "looped-bfs": (2,),
+    "interleaved-zero-bubble": (2,),
     "zero-bubble-v": (2,),
+    "dualpipe-v": (2,),
     "torch-interleaved-1f1b": (1, 2),
     "torch-zero-bubble": (1, 2),
+    "torch-looped-bfs": (2,),
+    "torch-zero-bubble-v": (2,),
+    "torch-dualpipe-v": (2,),
 }
+_IN_A_V = ("torch-zero-bubble-v", "torch-dualpipe-v")
 ROWS = (*SCHEDULES, *SYSTEMS, *TORCH)
 ALL = "all"  # in place of the names of rows
-# The schedules for which both sides have a row; each system more takes its time.
-DEFAULT = (*SCHEDULES[:3], *(name for name in TORCH if name != "torch-advance-forward"))
+# Schedules of both sides; each row more takes its time.
+DEFAULT = (*SCHEDULES[:3], "torch-1f1b", "torch-gpipe", "torch-interleaved-1f1b", "torch-zero-bubble")
 _WHOLE_BATCHES = ("pipedream-2bw", "data-parallel")  # the other systems' batches are one micro-batch
 _LEAST_ACTIVATION_BYTES = 64
 _NOTES = """\
@@ -146,10 +158,10 @@ def rows(config: SchedulesConfig) -> Iterator[Row]:
     for what in (name for name in ROWS if name in chosen):
         name = what.replace("-", " ", 1) if what in TORCH else f"avgpipe {what}"
         for pipelines, chunks in product(
-            config.pipelines if what == "advance-forward" else (1,), _SEVERAL.get(what, (1,))
+            config.pipelines if what == "advance-forward" else (1,), SEVERAL.get(what, (1,))
         ):
             which = f", N = {pipelines}" if what == "advance-forward" else ""
-            which += f", {chunks} a rank" if what in _SEVERAL else ""
+            which += f", {chunks} a rank" if what in SEVERAL else ""
             yield Row(name + which, what, pipelines, chunks)
 
 
@@ -242,20 +254,31 @@ def _our_row(row: Row, config: SchedulesConfig) -> tuple[float, list[float]]:
         return simulated_s, [per_batch * seconds_per_batch(losses, in_flight, n) for n in counts][1:]
 
 
+def torch_stages(what: str, rank: int, ranks: int, stages: int) -> Sequence[int]:
+    """Return the stages that a row of torch's has on a rank."""
+    if what not in _IN_A_V:
+        return range(rank, stages, ranks)
+    if TorchVersion(torch.__version__) < "2.13":  # a rank sends to itself there before the first batch
+        raise ValueError(
+            f"torch {torch.__version__} cannot run schedules in a V over gloo: install torch 2.13"
+        )
+    return rank, stages - 1 - rank
+
+
 def _torch_row(row: Row, config: SchedulesConfig) -> tuple[None, list[float]]:
-    rank, workers, cpu = dist.get_rank(), config.stages, torch.device("cpu")
-    count = workers * row.chunks
-    own = [EmulatedStage(*stage_s(config, count)).train() for _ in range(row.chunks)]
-    stages = [pipelining.PipelineStage(m, rank + n * workers, count, cpu) for n, m in enumerate(own)]
+    count, cpu = config.stages * row.chunks, torch.device("cpu")
+    placed = torch_stages(row.what, dist.get_rank(), config.stages, count)
+    own = [EmulatedStage(*stage_s(config, count)).train() for _ in placed]
+    stages = [pipelining.PipelineStage(m, k, count, cpu) for m, k in zip(own, placed)]
     kind: Any = TORCH[row.what] or import_module("avgpipe.interop.torch_pipelining").ScheduleAdvanceForward
-    one = row.what not in _SEVERAL
+    one = row.what not in SEVERAL
     schedule = kind(stages[0] if one else stages, config.micro_batches, loss_fn=mean_loss)
     optimizer, (inputs, targets) = _sgd(nn.ModuleList(own).parameters()), _batch(config)
 
     def losses(batches: int) -> Iterator[None]:
         for _ in range(batches):
-            last = {"target": targets, "losses": []} if rank == workers - 1 else {}
-            schedule.step(*((inputs,) if rank == 0 else ()), **last, return_outputs=False)
+            last = {"target": targets, "losses": []} if count - 1 in placed else {}
+            schedule.step(*((inputs,) if 0 in placed else ()), **last, return_outputs=False)
             optimizer.step()
             optimizer.zero_grad()
             yield None
