@@ -63,7 +63,8 @@ class Plan:
             with the correction "predicted".
         replication: how many workers each stage has, R_k; micro-batch m goes to number m % R_k of stage k, and
             gradients are summed over them. None: one each.
-        stages_per_worker: of the schedule "interleaved-1f1b", see ``build_schedule``.
+        stages_per_worker: of the schedules "interleaved-1f1b", "interleaved-zero-bubble" and "looped-bfs", see
+            ``build_schedule``.
         spread: whether each pipeline has workers of its own, which average over the network, instead of sharing all.
         placement: for each stage its workers, in ascending order: which rank runs what. None: workers are numbered
             stage after stage, or as the schedule has them.

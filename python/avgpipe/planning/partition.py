@@ -339,7 +339,7 @@ def simulated(
         pipelines: That share the workers.
         schedule: As ``build_schedule`` takes it; so are the next two.
         advance: Of "advance-forward".
-        stages_per_worker: Of "interleaved-1f1b".
+        stages_per_worker: Of the schedules that have any number of them, such as "interleaved-1f1b".
         recompute: As in ``Plan``.
         link: Between two workers.
         micro_batch_size: In samples.

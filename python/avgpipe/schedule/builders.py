@@ -113,8 +113,18 @@ def build_schedule(
       without a flush. They differ in their weight versions, which are no part of a schedule. ``advance``, 0 here where
       it is None, puts forwards in front as above, which hides transfers and makes gradients older.
     - "interleaved-1f1b" (Narayanan et al. 2021, Megatron-LM): ``stages_per_worker`` stages on each worker, None: 2.
+    - "looped-bfs" (Lamy-Poirier 2022): as many stages on each worker, and all micro-batches go through one of them
+      before the next. Backwards return the same way, the last micro-batch first.
     - "zero-bubble-h1" (Qi et al. 2024): as 1f1b, with backwards split and their weights part put off.
+    - "interleaved-zero-bubble": zero-bubble-h1 with ``stages_per_worker`` stages on each worker, None: 2.
     - "zero-bubble-v" (Qi et al., NeurIPS 2024): the same with 2 stages on each worker, which turn back in a V.
+    - "dualpipe-v" (DeepSeek): the V again; forwards of one stage and backwards of the other come in turn, and
+      backwards are split only while the pipeline fills and empties. DualPipeV runs each forward and backward of such a
+      pair at the same time; here, the backward follows the forward. It is meant for at least as many micro-batches as
+      stages; with fewer, workers are idle for longer.
+
+    Any number of micro-batches can be run. "interleaved-1f1b" and "interleaved-zero-bubble" are idle for least where it
+    is a multiple of the number of workers.
 
     ``replication`` gives stages several workers each, in schedules that run forwards and whole backwards of one stage
     on a worker: micro-batch m goes to number m % R of them (PipeDream: Narayanan et al. 2019, section 3.2; DAPPLE: Fan
