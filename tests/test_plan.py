@@ -73,6 +73,8 @@ def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:
             "zero-bubble-h1 takes none, leave it out or choose",
         ),
         ({"stages": 3, "schedule": "zero-bubble-v"}, "give a multiple of 2"),
+        ({"stages": 5, "schedule": "dualpipe-v"}, "give a multiple of 2, 4 for example"),
+        ({"stages": 4, "schedule": "dualpipe-v", "stages_per_worker": 2}, "dualpipe-v takes none"),
         ({"stages": 4, "stages_per_worker": 2}, "takes none"),
     ],
     ids=str,
@@ -85,7 +87,10 @@ def test_plans_that_do_not_fit_together_are_refused(options: dict[str, Any], mat
 def test_a_plan_tells_how_many_workers_it_takes() -> None:
     assert Plan(stages=3).workers == 3
     assert Plan(stages=6, schedule="interleaved-1f1b", stages_per_worker=3).workers == 2
+    assert Plan(stages=6, schedule="looped-bfs", stages_per_worker=3).workers == 2
+    assert Plan(stages=6, schedule="interleaved-zero-bubble").workers == 3
     assert Plan(stages=6, schedule="zero-bubble-v").workers == 3
+    assert Plan(stages=6, micro_batches=5, schedule="dualpipe-v").workers == 3
     assert Plan(stages=2, replication=[2, 1], micro_batches=2).workers == 3
 
 

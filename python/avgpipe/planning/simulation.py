@@ -202,7 +202,7 @@ def makespan_bounds(schedule: Schedule, costs: Costs, *, pipelines: int = 1, bat
         return np.broadcast_to(shrink * seconds, (len(seconds), count))
 
     forward_s, backward_s = least(each.forward_s), least(each.backward_s)
-    splits = [
+    splits = [  # a stage that splits some backwards counts as splitting all: that takes less, so it is a bound too
         [any(a.kind == "I" and a.stage == k for w in own for a in schedule.rows[w].kinds)]
         for k, own in enumerate(replicas)
     ]

@@ -135,7 +135,7 @@ def dualpipe_v(asked: Asked) -> Schedule:
         up, behind = asked.stages - 1 - down, workers - 1 - down
         last = [up, down] * (down + 1)  # the stages of what remains when the last forward has run
         whole, split = last[: down + 1], last[down + 1 :]
-        late = split + [down] * behind  # whose W follow as gaps let them
+        late = split + [down] * behind  # the stages of the W that are put off
         phases: list[_Phase] = [
             (2 * behind, [(down, _F)]),
             (down + 1, [(down, _F), (up, _F)]),
