@@ -1,6 +1,7 @@
 """Tiny models of transformers, inputs of every kind, and losses, for the tests of the adapter."""
 
 import os
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,17 +9,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.model import layers_of
+from avgpipe.runtime.model import layers_of, stage_layers
 from tests.workloads.equality import sgd
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 transformers = pytest.importorskip("transformers")
+from avgpipe.interop.transformers import output_of  # noqa: E402  where the library is
 
 VOCABULARY, B, T = 50, 6, 9
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 BERT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 LLAMA = {**BERT, "num_key_value_heads": 2}
 GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4}
+SIZES = {"Bert": BERT, "GPT2": GPT2, "Llama": LLAMA}
 DROPOUTS = {
     "Bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "GPT2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
@@ -26,7 +29,7 @@ DROPOUTS = {
 }
 CLASSES = [
     *("BertModel", "BertForSequenceClassification", "BertForMaskedLM", "BertForPreTraining"),
-    *("GPT2Model", "GPT2LMHeadModel", "LlamaModel", "LlamaForCausalLM"),
+    *("GPT2Model", "GPT2LMHeadModel", "LlamaModel", "LlamaForCausalLM", "LlamaForSequenceClassification"),
 ]
 LANGUAGE_MODELS = ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"]
 
@@ -34,10 +37,9 @@ LANGUAGE_MODELS = ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"]
 def build(name, *, dropout=0.0, seed=0, **changes):
     """A tiny float64 model by its class's name."""
     family = next(f for f in DROPOUTS if name.startswith(f))
-    sizes = {"Bert": BERT, "GPT2": GPT2, "Llama": LLAMA}[family]
     drops = dict.fromkeys(DROPOUTS[family], dropout)
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCABULARY, max_position_embeddings=16, **{**sizes, **drops, **ENDS, **changes}
+        vocab_size=VOCABULARY, max_position_embeddings=16, **{**SIZES[family], **drops, **ENDS, **changes}
     )
     torch.manual_seed(seed)
     return getattr(transformers, name)(config).double()
@@ -84,23 +86,24 @@ def inputs_of(kind, name):
 
 
 def own(model, given):
-    """What the model's own forward returns. With a cache it would not look for packed sequences."""
-    output = model(**given, use_cache=False)
-    if hasattr(output, "prediction_logits"):
-        return output.prediction_logits, output.seq_relationship_logits
-    return output.logits if hasattr(output, "logits") else output.last_hidden_state
+    """What a pipeline returns of the model's own forward. With a cache it would not look for packed sequences."""
+    return output_of(model(**given, use_cache=False))
 
 
-def chained(model, value):
-    for layer in layers_of(model):
-        value = layer(value)
+def chained(model, value, cuts=None):
+    """What the model's layers return, each by itself, or in stages that begin at ``cuts``."""
+    layers = layers_of(model)
+    bounds = [0, *(range(1, len(layers)) if cuts is None else cuts), len(layers)]
+    for begin, end in pairwise(bounds):
+        for layer in stage_layers(layers, begin, end):
+            value = layer(value)
     return value
 
 
 def loss_of(output, target):
     """A mean over samples of whatever the model returns."""
-    if isinstance(output, tuple):
-        return loss_of(output[0], target) + loss_of(output[1], target)
+    if isinstance(output, dict):
+        return sum(loss_of(value, target) for value in output.values())
     if output.shape[-1] == VOCABULARY:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
     if output.dim() == 2:
@@ -116,9 +119,9 @@ def batches(count=2, **mask):
     return [(x, tokens(10 + n)) for n, x in enumerate(given)]
 
 
-def pipeline_of(model, *, stages=2, micro_batches=2, **plan):
+def pipeline_of(model, *, stages=2, micro_batches=2, loss_fn=loss_of, **plan):
     return Pipeline(
-        model, Plan(stages=stages, micro_batches=micro_batches, **plan), loss_fn=loss_of, optimizer=sgd
+        model, Plan(stages=stages, micro_batches=micro_batches, **plan), loss_fn=loss_fn, optimizer=sgd
     )
 
 

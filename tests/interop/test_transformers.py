@@ -1,7 +1,6 @@
 """Split models of transformers against their own forward, and pipelines of them against one device."""
 
 import copy
-import pickle
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ from avgpipe.runtime.tracing import TracedLayer
 from tests.interop.models import (
     CLASSES,
     LANGUAGE_MODELS,
+    VOCABULARY,
     batches,
     build,
     chained,
@@ -94,24 +94,12 @@ def test_autocast_is_that_of_the_model(name, attention):
         assert torch.equal(chained(model, given), own(model, given))
 
 
-@pytest.mark.parametrize("name", [*LANGUAGE_MODELS, "BertForPreTraining"])
-def test_at_asks_for_the_logits_of_one_position(name):
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_the_models_own_arguments_are_handed_on(name):
     model = build(name).eval()
     given = inputs_of("right", name)
     with torch.no_grad():
-        expected = own(model, given)
-        for at in (0, 4, -1):
-            got = chained(model, {**given, "at": at})
-            if isinstance(expected, tuple):
-                same(got, (expected[0][:, at], expected[1]))
-            else:
-                same(got, expected[:, at])
-
-
-@pytest.mark.parametrize("name", ["BertModel", "BertForSequenceClassification", "GPT2Model", "LlamaModel"])
-def test_at_is_refused_by_what_is_no_language_model(name):
-    with pytest.raises(ValueError, match=f"at=3 .* {name} is no language model"):
-        chained(build(name), {"input_ids": tokens(), "at": 3})
+        same(chained(model, {**given, "logits_to_keep": 2}), own(model, given)[:, -2:])
 
 
 # ---- pipelines -----------------------------------------------------------------------------------------------------
@@ -151,10 +139,11 @@ def test_a_saved_model_is_loaded_and_split(name, tmp_path):
         same(pipeline.predict(tokens()), own(build(name, seed=3).eval(), {"input_ids": tokens()}), 1e-6)
 
 
-def test_a_pipeline_generates_from_one_position():
+def test_a_pipeline_generates_from_the_last_position():
     model = build("GPT2LMHeadModel").eval()
     with torch.no_grad(), pipeline_of(model) as pipeline:
-        same(pipeline.predict({"input_ids": tokens(), "at": 5}), own(model, {"input_ids": tokens()})[:, 5])
+        predicted = pipeline.predict({"input_ids": tokens(), "logits_to_keep": 1})
+        same(predicted, own(model, {"input_ids": tokens()})[:, -1:])
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"])
@@ -176,49 +165,41 @@ def test_dropout_and_recomputing_depend_on_no_number_of_stages(name):
 @pytest.mark.parametrize("name", CLASSES)
 def test_layers_share_the_models_parameters_and_hold_no_more_than_their_own(name):
     model = build(name)
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     chain = layers_of(model)
     assert len(chain) == 5
     assert {id(p) for layer in chain for p in layer.parameters()} == {id(p) for p in model.parameters()}
-    for layer in chain:
-        weights = 8 * sum(p.numel() for p in copy.deepcopy(layer).parameters())
-        assert len(pickle.dumps(layer)) < weights + 40_000
-        assert not any(isinstance(m, transformers.PreTrainedModel) for m in layer.modules())
+    held = [sum(p.numel() for p in layer.parameters()) for layer in chain]
+    tied = (name in LANGUAGE_MODELS and model.config.tie_word_embeddings) or name == "BertForPreTraining"
+    assert sum(held) == sum(p.numel() for p in model.parameters()) + tied * VOCABULARY * 32
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == hooks
     own(model, {"input_ids": tokens(), "output_hidden_states": True})  # leaves hooks in the modules
     with torch.no_grad():
         same(chained(model.eval(), tokens()), own(model, {"input_ids": tokens()}))
     copy.deepcopy(nn.ModuleList(layers_of(model)))
 
 
+def test_a_split_leaves_the_model_as_it_was():
+    model = build("BertForMaskedLM", dropout=0.5)
+    model.bert.encoder.layer[1].eval()
+    before, state = copy.deepcopy(model), torch.get_rng_state()
+    with pipeline_of(model, stages=3):
+        assert torch.equal(torch.get_rng_state(), state)
+    assert [m.training for m in model.modules()] == [m.training for m in before.modules()]
+    assert all(p.grad is None for p in model.parameters())
+    for (name, a), (_, b) in zip(model.state_dict().items(), before.state_dict().items()):
+        assert torch.equal(a, b), name
+
+
 def test_costs_and_names_cut_a_model_into_stages():
     chain = layers_of(build("GPT2LMHeadModel"))
-    first, *blocks, head = [layer.compute_cost for layer in chain]
-    assert (first, blocks, head) == (64, [12 * 32 * 32] * 3, 50 * 32)
     assert stage_bounds(chain, 3, None) == [0, 2, 3, 5]
     assert stage_bounds(chain, 3, ["transformer.h.1", "transformer.ln_f"]) == [0, 2, 4, 5]
     with pytest.raises(ValueError, match=r"it calls transformer\.wte, transformer\.h\.0, "):
         stage_bounds(chain, 2, ["transformer.h.7"])
 
 
-def test_no_value_is_looked_at_so_that_a_device_need_not_wait():
-    given = {name: value.to("meta") for name, value in inputs_of("left", "").items()}
-    for name in CLASSES:
-        chained(build(name).to("meta"), given)
-
-
 # ---- refusals ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["BertForNextSentencePrediction", "GPT2ForSequenceClassification"])
-def test_another_class_is_refused_with_the_supported_ones(name):
-    with pytest.raises(ValueError, match=f"{name} of transformers cannot be split") as refused:
-        pipeline_of(build(name))
-    assert "\n" not in str(refused.value)
-    assert all(known in str(refused.value) for known in CLASSES)
-
-
-def test_a_forward_that_the_library_shares_between_models_is_refused():
-    with pytest.raises(ValueError, match="LlamaForSequenceClassification of transformers cannot be split"):
-        layers_of(build("LlamaForSequenceClassification"))
 
 
 def test_a_subclass_is_split_by_whose_forward_it_has():
@@ -234,30 +215,25 @@ def test_a_subclass_is_split_by_whose_forward_it_has():
     assert all(isinstance(layer, TracedLayer) for layer in layers_of(Traced(config)))
 
 
-def test_what_the_layers_do_not_do_is_refused():
-    with pytest.raises(ValueError, match="add_cross_attention=False"):
-        layers_of(build("GPT2LMHeadModel", add_cross_attention=True))
+def test_what_stages_cannot_follow_is_refused():
     model = build("GPT2LMHeadModel")
     model.transformer.h[1].gradient_checkpointing = True
-    with pytest.raises(ValueError, match="gradient checkpointing of GPT2LMHeadModel is on"):
+    with pytest.raises(ValueError, match="gradient checkpointing of GPT2LMHeadModel is on: switch it off"):
         layers_of(model)
+    config = transformers.OPTConfig(layerdrop=0.1, hidden_size=32, num_attention_heads=4)
+    with pytest.raises(ValueError, match=r"leaves out layers at random.*config\.layerdrop to 0\.0"):
+        layers_of(transformers.OPTModel(config))
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("given", "message"),
     [
-        ({"labels": tokens()}, ValueError, r"takes input_ids, .*; the inputs have unknown 'labels'"),
-        ({"input_ids": None}, ValueError, "the inputs have no 'input_ids'"),
-        (
-            {"attention_mask": padding()[:, 1:]},
-            ValueError,
-            r"attention_mask is \[6, 8\] and input_ids \[6, 9\]",
-        ),
-        ({"at": torch.tensor(1)}, TypeError, "at must be a plain int"),
+        ({"at": 3}, r"the model takes attention_mask, .*; the inputs have unknown 'at'"),
+        ({"input_ids": None}, "the inputs have nothing"),
     ],
 )
-def test_wrong_inputs(given, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_inputs(given, message):
+    with pytest.raises(ValueError, match=message):
         chained(build("GPT2LMHeadModel"), {"input_ids": tokens(), **given})
 
 
@@ -267,8 +243,8 @@ def test_inputs_that_are_neither_a_tensor_nor_a_dict():
 
 
 def test_a_pipeline_names_the_stage_of_wrong_inputs():
-    with pipeline_of(build("LlamaModel")) as pipeline, pytest.raises(StageError, match="'token_type_ids'"):
-        pipeline.predict({"input_ids": tokens(), "token_type_ids": tokens()})
+    with pipeline_of(build("LlamaModel")) as pipeline, pytest.raises(StageError, match="'token_typ_ids'"):
+        pipeline.predict({"input_ids": tokens(), "token_typ_ids": tokens()})
 
 
 @pytest.mark.slow

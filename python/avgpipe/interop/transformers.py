@@ -1,298 +1,177 @@
-"""Models of the transformers library as chains of layers: embeddings, one layer per block, head.
+"""Models of the transformers library: how to call one whose blocks shall run on several stages.
 
-``Pipeline`` takes such a model as it is. The layers call the model's own modules and hold them themselves, so names of
-parameters, tied ones, attention implementation and dropout stay those of the model.
+``Pipeline`` takes such a model as it is. Its stages are the model itself, with the blocks of other stages left out, so
+masks, positions, attention, dropout and what the head makes of hidden states stay the model's own code, and names of
+parameters stay the model's.
 
-Input: token numbers ``input_ids``, int64 [b, T]; or a plain dict of ``input_ids`` and, as the model takes them,
-``attention_mask`` (1: a token, 0: padding), ``token_type_ids``, ``position_ids``, all [b, T]. GPT-2 and Llama take
-``position_ids`` without a mask that begin anew for several sequences in a row, as they do with ``use_cache=False``.
-With the plain int ``at`` in the dict, a language model returns the logits of that position only, [b, V], as
-generation wants them.
+Input: a tensor, of the model's main input such as ``input_ids`` [b, T], or a plain dict of the model's arguments; what
+is None is left out. Key-value caches are not used.
 
-Output: what the model returns as ``logits``, or as ``last_hidden_state`` [b, T, d] where it has no head;
-``BertForPreTraining`` returns the pair (prediction logits, next-sentence logits). Losses belong to the pipeline.
+Output: what the model returns, without caches, attentions and the hidden states of all layers. If that is one tensor,
+such as ``logits``, it stands alone; else it is the model's own output object, with ``aux_loss`` and ``router_logits``
+where the configuration asks for them. Losses belong to the pipeline.
 
-Between layers travel the hidden states [b, T, d], and only what was given of the attention mask, as bool [b, T], of
-positions, and ``at``. Each block makes its own attention mask and rotary embedding of them: cheap beside what it
-computes, and a [b, 1, T, T] mask would often be larger than the hidden states. A mask is used whether or not it
-hides anything, since looking would make a GPU wait: leave it out where there is no padding.
-
-Not done: key-value caches, cross-attention, gradient checkpointing by the model (the pipeline can recompute instead).
+Between stages travel the hidden states, and of the inputs only those whose values later blocks look at, such as the
+attention mask: each stage makes its own masks and positions of them. A mask that is given is looked at by the library,
+for which a GPU waits: leave it out where there is no padding.
 """
 
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
+import inspect
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
-from torch import Tensor, arange, nn
+import torch
+from torch import Tensor, nn
+
+from avgpipe.interop.call import Call
 
 # untyped on purpose: types would be checked against whichever release is installed
-_masking: Any = importlib.import_module("transformers.masking_utils")
+_layers: Any = importlib.import_module("transformers.modeling_layers")
+_utils: Any = importlib.import_module("transformers.utils")
 
-Passed: TypeAlias = "Tensor | dict[str, Any]"  # hidden states, or a dict of them and what else was given
+_TRIALS = ((2, 7, True), (3, 5, False))  # samples, positions, whether some of them are padding
 
 
-def layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model of transformers, which share its modules and parameters; see above for what they take.
-
-    Each states its ``compute_cost``, multiply-adds per token without those between queries and keys, and its
-    first module's name in the model, by which a plan's ``partition`` may name it.
+def call_of(model: nn.Module) -> Call:
+    """Return how to call a model of transformers.
 
     Raises:
-        ValueError: another class than the supported ones, or a model with cross-attention or gradient checkpointing.
+        ValueError: a model that cannot be tried, or whose settings stages cannot follow.
     """
-    computes = next(c for c in type(model).__mro__ if "forward" in vars(c))
-    build = _BUILDERS.get(computes.__name__)
-    if build is None or not computes.__module__.startswith("transformers.models."):
-        raise ValueError(
-            f"{type(model).__name__} of transformers cannot be split into stages: supported are "
-            f"{', '.join(_BUILDERS)}; pass a list of layers for another model"
-        )
     whole: Any = model
-    if getattr(whole.config, "add_cross_attention", False):
-        raise ValueError(
-            f"{type(model).__name__} has cross-attention, which cannot be split into stages: "
-            "build it with add_cross_attention=False"
-        )
+    _refuse(whole)
+    arguments = inspect.signature(whole.forward).parameters
+    named = {name for name, argument in arguments.items() if argument.kind is not argument.VAR_KEYWORD}
+    more = set(_utils.TransformersKwargs.__annotations__) if len(named) < len(arguments) else set()
+    caches = "use_cache" in named or (more and hasattr(whole.config.get_text_config(), "use_cache"))
+    word = _plain_words(whole.config)[0]
+    return Call(
+        trials=[_trial(whole, named, *sizes, seed=n) for n, sizes in enumerate(_TRIALS)],
+        main=str(whole.main_input_name),
+        accepts=frozenset(named | more),
+        is_block=is_block,
+        fixed={"use_cache": False} if caches else {},
+        fill=dict.fromkeys(("input_ids", "decoder_input_ids"), word),
+        output=output_of,
+    )
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether a module is what the library calls a layer, and can recompute by itself."""
+    return isinstance(module, _layers.GradientCheckpointingLayer)
+
+
+def output_of(returned: Any) -> Any:
+    """Return what a model returns, without caches, attentions and the hidden states of all layers."""
+    if not isinstance(returned, _utils.ModelOutput):
+        return returned
+    kept = {name: value for name, value in returned.items() if _is_kept(name) and value is not None}
+    return next(iter(kept.values())) if len(kept) == 1 else type(returned)(**kept)
+
+
+def _is_kept(name: str) -> bool:
+    if name.startswith("encoder_") or name.endswith("attentions"):
+        return False
+    return (
+        "cache" not in name
+        and "key_values" not in name
+        and not (name != "last_hidden_state" and "hidden_state" in name)
+    )
+
+
+def _refuse(model: Any) -> None:
+    kind = type(model).__name__
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise ValueError(
-            f"gradient checkpointing of {type(model).__name__} is on: switch it off and "
+            f"gradient checkpointing of {kind} is on: switch it off and "
             "let the pipeline do it with Plan(recompute='always')"
         )
-    names = {id(m): name for name, m in model.named_modules()}
-    chain = build(whole)
-    for layer in chain:
-        layer.calls = next((names[id(m)] for m in layer.modules() if id(m) in names), "")  # type: ignore[assignment]
-    return chain
-
-
-def _weights(*modules: nn.Module) -> float:
-    """Multiply-adds per token: the matrices, each used once."""
-    return float(sum(p.numel() for m in modules for p in m.parameters() if p.dim() > 1))
-
-
-# ---- first layers --------------------------------------------------------------------------------------------------
-
-
-class _Embeddings(nn.Module, ABC):
-    """Turns the input into hidden states, and passes on what later layers need of it."""
-
-    takes: tuple[str, ...] = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "at")
-    passes_positions = True  # whether the blocks need them too
-
-    def __init__(self, config: Any, lookups: float) -> None:
-        super().__init__()
-        self.compute_cost = lookups * config.hidden_size
-
-    def forward(self, inputs: Passed) -> Passed:
-        given = {"input_ids": inputs} if isinstance(inputs, Tensor) else self._checked(inputs)
-        mask, at = given.pop("attention_mask", None), given.pop("at", None)
-        positions = given.get("position_ids") if self.passes_positions else None
-        mask = None if mask is None else mask.bool()
-        return _passed(hidden=self.embed(**given), mask=mask, positions=positions, at=at)
-
-    @abstractmethod
-    def embed(self, input_ids: Tensor, **given: Tensor) -> Any:
-        """Return the first hidden states."""
-
-    def _checked(self, inputs: Any) -> dict[str, Any]:
-        if not isinstance(inputs, dict):
-            raise TypeError(
-                f"the model takes a tensor of input_ids or a plain dict, not {type(inputs).__name__}"
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(model.config, name, 0.0):
+            raise ValueError(
+                f"{kind} leaves out layers at random, which stages cannot agree on: set its config.{name} to 0.0"
             )
-        given = {name: value for name, value in inputs.items() if value is not None}
-        unknown = sorted(given.keys() - set(self.takes))
-        if unknown or "input_ids" not in given:
-            wrong = f"unknown {', '.join(map(repr, unknown))}" if unknown else "no 'input_ids'"
-            raise ValueError(f"the model takes {', '.join(self.takes)}; the inputs have {wrong}")
-        tokens = given["input_ids"]
-        for name, value in given.items():
-            if name == "at" and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"at must be a plain int, the position to predict from, not {value!r}")
-            if name != "at" and value.shape != tokens.shape:
-                raise ValueError(
-                    f"{name} is {list(value.shape)} and input_ids {list(tokens.shape)}: make them alike"
-                )
-        return given
 
 
-class _BertEmbeddings(_Embeddings):
-    passes_positions = False
-
-    def __init__(self, base: Any) -> None:
-        super().__init__(base.config, 4.0)
-        self.embeddings = base.embeddings
-
-    def embed(self, input_ids: Tensor, **given: Tensor) -> Any:
-        return self.embeddings(input_ids=input_ids, **given)
+# ---- inputs to try a model with ------------------------------------------------------------------------------------
 
 
-class _GPT2Embeddings(_Embeddings):
-    def __init__(self, base: Any) -> None:
-        super().__init__(base.config, 2.0)
-        self.tokens, self.positions, self.dropout = base.wte, base.wpe, base.drop
-
-    def embed(self, input_ids: Tensor, **given: Tensor) -> Any:
-        hidden = self.tokens(input_ids) + self.positions(_positions(input_ids, given.get("position_ids")))
-        types = given.get("token_type_ids")
-        return self.dropout(hidden if types is None else hidden + self.tokens(types))
-
-
-class _LlamaEmbeddings(_Embeddings):
-    takes = ("input_ids", "attention_mask", "position_ids", "at")
-
-    def __init__(self, base: Any) -> None:
-        super().__init__(base.config, 1.0)
-        self.tokens = base.embed_tokens
-
-    def embed(self, input_ids: Tensor, **given: Tensor) -> Any:
-        return self.tokens(input_ids)
-
-
-def _positions(like: Tensor, positions: Tensor | None) -> Tensor:
-    """[b, T] as given, or 0, 1, ... as [1, T] for ``like`` [b, T, ...]."""
-    return arange(like.shape[1], device=like.device).unsqueeze(0) if positions is None else positions
-
-
-def _passed(**parts: Any) -> Passed:
-    """What travels: the hidden states alone, or a dict where more was given."""
-    kept = {name: value for name, value in parts.items() if value is not None}
-    return kept if len(kept) > 1 else kept["hidden"]
-
-
-def _parts(value: Passed) -> dict[str, Any]:
-    return {"hidden": value} if isinstance(value, Tensor) else value
+def _trial(
+    model: Any, named: set[str], samples: int, positions: int, padded: bool, seed: int
+) -> dict[str, Any]:
+    """Make small inputs of a model."""
+    config, main = model.config, model.main_input_name
+    tensor = next(iter(model.parameters()))
+    draw = torch.Generator().manual_seed(seed)
+    if main == "input_ids":
+        inputs = _text(config, named, samples, positions, padded, draw)
+    else:
+        make = _SIGNALS.get(main)
+        if make is None:
+            raise ValueError(
+                f"{type(model).__name__} takes {main}, of which no small example can be made here"
+            )
+        inputs = {main: torch.randn(samples, *make(config), generator=draw)}
+    # A tower of images beside one of text; elsewhere words stand for images, which no trial needs.
+    stands_for = hasattr(config, "image_token_id") or hasattr(config, "image_token_index")
+    if (
+        main == "input_ids"
+        and "pixel_values" in named
+        and hasattr(config, "vision_config")
+        and not stands_for
+    ):
+        inputs["pixel_values"] = torch.randn(samples, *_image(config.vision_config), generator=draw)
+    if config.is_encoder_decoder and "decoder_input_ids" in named:
+        inputs["decoder_input_ids"] = _words(config, (samples, positions - 2), draw)
+    return {
+        name: x.to(tensor.device, tensor.dtype if x.is_floating_point() else None)
+        for name, x in inputs.items()
+    }
 
 
-# ---- blocks --------------------------------------------------------------------------------------------------------
+def _text(
+    config: Any, named: set[str], samples: int, positions: int, padded: bool, draw: torch.Generator
+) -> dict[str, Tensor]:
+    words = _words(config, (samples, positions), draw)
+    inputs = {"input_ids": words}
+    if padded and "attention_mask" in named:
+        inputs["attention_mask"] = torch.ones_like(words)
+        inputs["attention_mask"][0, -2:] = 0
+        pad = config.get_text_config().pad_token_id
+        if isinstance(pad, int) and pad >= 0:
+            words[0, -2:] = pad
+    kinds = getattr(config, "type_vocab_size", 0)
+    if padded and "token_type_ids" in named and kinds:
+        inputs["token_type_ids"] = torch.randint(kinds, words.shape, generator=draw)
+    return inputs
 
 
-class _TransformerBlock(nn.Module):
-    """One block of the model, between :func:`_parts` and :func:`_passed`.
-
-    Args:
-        block: the model's own.
-        config: the model's.
-        causal: whether it looks back only.
-        positioned: whether it takes positions, and could have a cache.
-        rotary: makes the embeddings of positions that it takes too; the blocks of a stage share one.
-    """
-
-    def __init__(
-        self, block: nn.Module, config: Any, causal: bool, positioned: bool, rotary: nn.Module | None = None
-    ) -> None:
-        super().__init__()
-        self.block, self.config, self.rotary = block, config, rotary
-        self.causal, self.positioned = causal, positioned
-        self.compute_cost = _weights(block)
-
-    def forward(self, value: Passed) -> Passed:
-        parts = _parts(value)
-        hidden, positions = parts["hidden"], parts.get("positions")
-        given = {"attention_mask": self._attention_mask(hidden, parts.get("mask"), positions)}
-        if self.positioned:
-            positions = _positions(hidden, positions)
-            given |= {"position_ids": positions, "use_cache": False}
-        if self.rotary is not None:
-            given["position_embeddings"] = self.rotary(hidden, position_ids=positions)
-        return _passed(**{**parts, "hidden": self.block(hidden, **given)})
-
-    def _attention_mask(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> Any:
-        """As the attention implementation wants it; None where it needs none."""
-        given: dict[str, Any] = {"config": self.config, "inputs_embeds": hidden, "attention_mask": mask}
-        if not self.causal:
-            return _masking.create_bidirectional_mask(**given, allow_is_bidirectional_skip=mask is None)
-        return _masking.create_causal_mask(
-            **given, past_key_values=None, position_ids=positions, allow_is_causal_skip=mask is None
-        )
+def _words(config: Any, shape: tuple[int, int], draw: torch.Generator) -> Tensor:
+    choice = torch.tensor(_plain_words(config))
+    return choice[torch.randint(len(choice), shape, generator=draw)]
 
 
-# ---- last layers ---------------------------------------------------------------------------------------------------
+def _plain_words(config: Any) -> list[int]:
+    """Return some numbers of words that are no special ones; [0] where there are no words."""
+    text = config.get_text_config()
+    size = getattr(text, "vocab_size", None) or 0
+    special = {value for name, value in vars(text).items() if name.endswith(("token_id", "token_index"))}
+    return [n for n in reversed(range(size)) if n not in special][:100] or [0]
 
 
-class _Head(nn.Module):
-    """Logits [b, T, V], or [b, V] of the position ``at``, or what else the last modules make of hidden states.
-
-    Args:
-        model: the whole, to name it.
-        steps: the modules, called one after another; none for the last hidden states [b, T, d].
-        language: whether it makes logits of each position, so that ``at`` can be asked for.
-        calls: how many tokens there are to a call of the steps.
-        pooler: held for its weights alone: only the pooled output needs it.
-    """
-
-    def __init__(
-        self, model: Any, *steps: nn.Module, language: bool = True, calls: int = 1, pooler: Any = None
-    ) -> None:
-        super().__init__()
-        self.steps, self.pooler = nn.ModuleList(steps), pooler
-        self.refused = None if language else type(model).__name__
-        self.compute_cost = max(1.0, _weights(*steps) / calls)
-
-    def forward(self, value: Passed) -> Any:
-        parts = _parts(value)
-        if "at" in parts and self.refused is not None:
-            asked = f"at={parts['at']} asks for a position's logits"
-            raise ValueError(f"{asked}, and {self.refused} is no language model: leave it out")
-        hidden = _at(parts)
-        for step in self.steps:
-            hidden = step(hidden)
-        return hidden
+def _image(config: Any) -> tuple[int, ...]:
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    frames = getattr(config, "num_frames", None)
+    return (*([frames] if frames else []), config.num_channels, height, width)
 
 
-class _BertPretrainingHead(nn.Module):
-    """(logits [b, T, V] or [b, V] of the position ``at``, next-sentence logits [b, 2])."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.pooler, self.output = model.bert.pooler, model.cls
-        self.compute_cost = _weights(self.output)
-
-    def forward(self, value: Passed) -> Any:
-        parts = _parts(value)
-        return self.output(_at(parts), self.pooler(parts["hidden"]))
-
-
-def _at(parts: dict[str, Any]) -> Any:
-    """The hidden states, or those of the position ``at`` alone."""
-    return parts["hidden"][:, parts["at"]] if "at" in parts else parts["hidden"]
-
-
-# ---- models --------------------------------------------------------------------------------------------------------
-
-
-def _bert(base: Any, head: nn.Module) -> list[nn.Module]:
-    causal = base.config.is_decoder
-    blocks = [_TransformerBlock(b, base.config, causal, positioned=False) for b in base.encoder.layer]
-    return [_BertEmbeddings(base), *blocks, head]
-
-
-def _bert_classifier(model: Any) -> _Head:
-    """Logits [b, classes] from the pooled first position: once per sequence, however long."""
-    steps = model.bert.pooler, model.dropout, model.classifier
-    return _Head(model, *steps, language=False, calls=model.config.max_position_embeddings)
-
-
-def _gpt2(base: Any, head: nn.Module) -> list[nn.Module]:
-    blocks = [_TransformerBlock(b, base.config, causal=True, positioned=True) for b in base.h]
-    return [_GPT2Embeddings(base), *blocks, head]
-
-
-def _llama(base: Any, head: nn.Module) -> list[nn.Module]:
-    blocks = [_TransformerBlock(b, base.config, True, True, base.rotary_emb) for b in base.layers]
-    return [_LlamaEmbeddings(base), *blocks, head]
-
-
-_BUILDERS: dict[str, Callable[[Any], list[nn.Module]]] = {
-    "BertModel": lambda m: _bert(m, _Head(m, language=False, pooler=m.pooler)),
-    "BertForSequenceClassification": lambda m: _bert(m.bert, _bert_classifier(m)),
-    "BertForMaskedLM": lambda m: _bert(m.bert, _Head(m, m.cls)),
-    "BertForPreTraining": lambda m: _bert(m.bert, _BertPretrainingHead(m)),
-    "GPT2Model": lambda m: _gpt2(m, _Head(m, m.ln_f, language=False)),
-    "GPT2LMHeadModel": lambda m: _gpt2(m.transformer, _Head(m, m.transformer.ln_f, m.lm_head)),
-    "LlamaModel": lambda m: _llama(m, _Head(m, m.norm, language=False)),
-    "LlamaForCausalLM": lambda m: _llama(m.model, _Head(m, m.model.norm, m.lm_head)),
+# by a model's main input that is no text: its sizes beside the samples
+_SIGNALS: dict[str, Callable[[Any], tuple[int, ...]]] = {
+    "pixel_values": _image,
+    "input_features": lambda config: (config.num_mel_bins, 2 * config.max_source_positions),
+    "input_values": lambda config: (4000,),
 }

@@ -14,6 +14,7 @@ from avgpipe.links.message import tensors_of
 from avgpipe.measure.sweep import Example, Sweep
 from avgpipe.runtime.compute import SavedBytes
 from avgpipe.runtime.model import Skips
+from avgpipe.runtime.pieces import Piece
 from avgpipe.runtime.tracing import TracedLayer
 
 
@@ -84,7 +85,7 @@ def measure_bytes(
 
 def _output_bytes(layer: Any, following: Any, output: Any, skips: Skips) -> int:
     """Bytes that go to the next layer, without those that skip it. skips: that arrive there."""
-    if not (isinstance(layer, TracedLayer) and isinstance(following, TracedLayer)):
+    if not (isinstance(layer, TracedLayer | Piece) and isinstance(following, TracedLayer | Piece)):
         return _bytes(output)
     uses, takes = following.values.uses, following.values.takes
     elsewhere = {takes[place] for route in skips.arrivals for place in route.places}

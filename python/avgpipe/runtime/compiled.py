@@ -46,7 +46,7 @@ class Compiler:
         # A copy of torch.compile(module) would lose some of its options: it keeps the very context instead.
         kept = {id(c): c for c in (_context_of(m) for m in originals.modules() if _is_wrapper(m))}
         copies = copy.deepcopy(originals, kept)
-        chain = {id(layer) for layer in originals}
+        chain = {id(part) for layer in originals for part in _parts(layer)}
         compiled = bool(kept)
         for original, mine in zip(originals.modules(), copies.modules()):
             if _is_wrapper(original):
@@ -88,6 +88,12 @@ class Compiler:
 
         run.__code__ = self._codes.setdefault((_looks(layer), is_asked_for), run.__code__.replace())
         return run
+
+
+def _parts(layer: Any) -> Sequence[nn.Module]:
+    """Return what of a layer is compiled, each by itself."""
+    parts: Sequence[nn.Module] = layer.compiled_parts() if hasattr(layer, "compiled_parts") else [layer]
+    return parts
 
 
 def _looks(layer: nn.Module) -> Any:

@@ -119,6 +119,23 @@ def mix_more(key: int, *words: int) -> int:
     return key
 
 
+_layers: tuple[torch.device, int] | None = (
+    None  # where layers draw, and the key of a stage's forward, if it trains
+)
+
+
+def key_layers(device: torch.device, key: int | None) -> None:
+    """Say what the layers of the stage that runs now draw from: see :func:`begin_layer`. None: nothing to seed."""
+    global _layers
+    _layers = None if key is None else (device, key)
+
+
+def begin_layer(number: int) -> None:
+    """Seed the generators for layer ``number``: for a module that runs several layers of the unsplit model."""
+    if _layers is not None and _here.batch != -1:
+        seed_generators(_layers[0], mix_more(_layers[1], number))
+
+
 def seed_generators(device: torch.device, key: int) -> None:
     """Seed the default generators that a layer on ``device`` draws from."""
     torch.default_generator.manual_seed(key)

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from avgpipe.errors import reason
 from avgpipe.planning import balance
 from avgpipe.runtime.compiled import original, unwrapped
+from avgpipe.runtime.pieces import BlockChain, Piece
 from avgpipe.runtime.tracing import TracedLayer, Values, traced
 
 
@@ -95,11 +97,11 @@ def insert_skips(
 # ---- the chain of layers and its cut -----------------------------------------------------------
 
 
-def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+def layers_of(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
     """Return the chain of layers that computes ``model``.
 
-    Its children if it is sequential, the adapter's layers if its forward is one of the transformers library, else
-    pieces of its traced graph.
+    Its children if it is sequential, its blocks if its forward is one of the transformers library, else pieces of its
+    traced graph.
     """
     model = original(model)
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
@@ -112,6 +114,11 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         raise ValueError("the model has no layers")
     memo: dict[int, nn.Module] = {}
     return [unwrapped(layer, memo) for layer in layers]
+
+
+def stage_layers(layers: Sequence[nn.Module], begin: int, end: int) -> Sequence[nn.Module]:
+    """Return what computes the layers from ``begin`` on, before ``end``: as many modules, or fewer."""
+    return layers.stage(begin, end) if isinstance(layers, BlockChain) else layers[begin:end]
 
 
 def stage_bounds(layers: Sequence[nn.Module], stages: int, partition: Sequence[Any] | None) -> list[int]:
@@ -163,10 +170,16 @@ def _forward_module(model: nn.Module) -> str:
     return owner.__module__.split(".")[0]
 
 
-def _of_transformers(model: nn.Module) -> list[nn.Module]:
-    from avgpipe.interop import transformers  # only now: it imports the library, which takes seconds
+def _of_transformers(model: nn.Module) -> Sequence[nn.Module]:
+    from avgpipe.interop.transformers import call_of  # only now: it imports the library, which takes seconds
 
-    return transformers.layers(model)
+    try:
+        return BlockChain(model, call_of(model))
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} of transformers cannot be split into stages: {reason(error)}; "
+            "pass it as a list of layers, with names_of=model"
+        ) from error
 
 
 def named_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -236,11 +249,13 @@ class Model:
     ) -> Model:
         """Cut ``model``, which ``layers`` compute, into ``stages``."""
         bounds = stage_bounds(layers, stages, partition)
+        if isinstance(layers, BlockChain):
+            layers.prove(bounds)
         tensors = named_tensors(model)
         names: dict[int, list[str]] = {}  # all names of a tensor
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
-        held = [nn.ModuleList(layers[a:b]) for a, b in pairwise(bounds)]
+        held = [nn.ModuleList(stage_layers(layers, a, b)) for a, b in pairwise(bounds)]
         trainable = [trainable_parameters(stage) for stage in held]
         shared = [_shared(trainable, k) for k in range(len(held))]
         for of, others in zip(trainable, shared):
@@ -279,7 +294,7 @@ class Model:
         """Return the SHA-256 of each parameter that several stages hold: their copies must begin alike."""
         found = {}
         for k, others in enumerate(self.shared):
-            parameters = trainable_parameters(nn.ModuleList(layers[self.bounds[k] : self.bounds[k + 1]]))
+            parameters = trainable_parameters(nn.ModuleList(stage_layers(layers, *self.bounds[k : k + 2])))
             for n in {n for places in others.values() for n in places}:
                 data = parameters[n].detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
                 found[self.trainable[k][n]] = sha256(data).hexdigest()
@@ -313,5 +328,5 @@ def _shared(trainable: Sequence[Sequence[nn.Parameter]], k: int) -> dict[int, li
 
 
 def _skips(layers: Sequence[nn.Module], bounds: Sequence[int]) -> list[Skips]:
-    pieces = [layer.values for layer in layers if isinstance(layer, TracedLayer)]
+    pieces = [layer.values for layer in layers if isinstance(layer, TracedLayer | Piece)]
     return skips_of(pieces, bounds) if len(pieces) == len(layers) else [NO_SKIPS] * (len(bounds) - 1)

@@ -14,7 +14,7 @@ from avgpipe.errors import StageError
 from avgpipe.links.message import tensors_of
 from avgpipe.runtime.batch_norm import defer_batch_norms
 from avgpipe.runtime.compiled import Compiler, compiler_error, reason_of
-from avgpipe.runtime.context import Carry, Position, mix, mix_more, seed_generators, set_position
+from avgpipe.runtime.context import Carry, Position, key_layers, mix, mix_more, seed_generators, set_position
 
 
 class Stage(nn.Module):
@@ -57,6 +57,7 @@ class Stage(nn.Module):
             self.statistics.begin_forward()
         training = self.training
         key = mix(self.seed, *place) if training else 0
+        key_layers(self.device, key if training else None)
         for number, layer in self._chain:
             if training:
                 seed_generators(self.device, mix_more(key, number))

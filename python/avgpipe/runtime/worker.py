@@ -22,7 +22,7 @@ from avgpipe.runtime.compute import Compute, Port
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import LossScale, NonfiniteNotice
-from avgpipe.runtime.model import Model, trainable_parameters
+from avgpipe.runtime.model import Model, stage_layers, trainable_parameters
 from avgpipe.runtime.options import OptimizerFn, TrainingOptions, with_names
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
@@ -135,11 +135,10 @@ class Worker:
         k, r, _ = placement.replicas[replica]
         pipelines = placement.pipelines_of(replica)
         first, end = self.model.bounds[k : k + 2]
-        stages = [
-            Stage(layers[first:end], first, k, self._seed, self.device, options.compiler) for _ in pipelines
-        ]
+        own = stage_layers(layers, first, end)
+        stages = [Stage(own, first, k, self._seed, self.device, options.compiler) for _ in pipelines]
         arenas = [Arena(trainable_parameters(stage)) for stage in stages]
-        given = trainable_parameters(nn.ModuleList(layers[first:end]))
+        given = trainable_parameters(nn.ModuleList(own))
         hooks = [list((p._backward_hooks or {}).values()) for p in given]
         same = self.references.get(placement.replicas_of(k)[r])  # of dedicated pipelines that are all here
         optimizer = with_names(options.optimizer, self.model.trainable[k])

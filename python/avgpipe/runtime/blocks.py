@@ -1,0 +1,249 @@
+"""What a model's own forward does with its blocks, as one run of it shows.
+
+Many models that cannot be traced call a list of blocks one after another, as transformers do. Their forward is then a
+chain of units, for L blocks numbered from 0 to L + 1::
+
+    unit      0             1               2                    L                L + 1
+              embeddings    block 0, and    block 1, and   ...   block L - 1      norm, head
+                            what follows    what follows         alone
+
+A unit begins where its block is called, the last one where the last block returns. What must cross such a boundary is
+found by another run, in which nothing has weights: of what a block is called with, all that this run makes again, such
+as masks and rotary embeddings, follows from the model's inputs alone. The rest, such as hidden states, must come from
+the unit before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from avgpipe.interop.call import Call
+
+
+class Slot(NamedTuple):
+    """The place of a tensor among a block's arguments: ``leaf`` of the pytree that ``key`` names or numbers."""
+
+    key: int | str
+    leaf: int
+
+
+Slots = dict[Slot, torch.Tensor]
+
+
+def slots_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Slots:
+    """Return the tensors among the arguments of a call."""
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return {
+        Slot(key, n): leaf
+        for key, value in arguments
+        for n, leaf in enumerate(tree_leaves(value))
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def replace_slots(
+    args: Sequence[Any], kwargs: Mapping[str, Any], given: Slots
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call with ``given`` in the place of its tensors."""
+    positional, named = list(args), dict(kwargs)
+    for (key, n), tensor in given.items():
+        arguments: Any = positional if isinstance(key, int) else named
+        leaves, structure = tree_flatten(arguments[key])
+        leaves[n] = tensor
+        arguments[key] = tree_unflatten(leaves, structure)
+    return positional, named
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two values have equal tensors, NaN counting as equal; plain values are not compared."""
+    mine, other = tree_leaves(a), tree_leaves(b)
+    return len(mine) == len(other) and all(map(_is_same_leaf, mine, other))
+
+
+def _is_same_leaf(a: Any, b: Any) -> bool:
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor)
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+# ---- the run -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class BlockCall:
+    """What a block was called with, and what it returned."""
+
+    slots: Slots
+    returned: Any = None
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one run of the whole model shows.
+
+    Attributes:
+        calls: by the name of a block, in the order of the calls.
+        units_of: by the name of a parameter or buffer, the units that compute with it.
+        called: names of the modules that were called.
+        output: what the model returned.
+        inside: what the modules inside of blocks returned, the innermost first.
+    """
+
+    calls: Mapping[str, BlockCall]
+    units_of: Mapping[str, frozenset[int]]
+    called: frozenset[str]
+    output: Any
+    inside: Sequence[tuple[str, Any]]
+
+
+def observe(model: nn.Module, call: Call) -> Observed:
+    """Run ``model`` in evaluation mode and look.
+
+    Raises:
+        ValueError: its blocks are not called one after another, each once.
+    """
+    blocks = _outermost(model, call.is_block)
+    if not blocks:
+        raise ValueError("it has no list of blocks")
+    watch = _Watch(model, blocks)
+    with evaluating(model), watch.watching(), torch.no_grad():
+        output = model(**call.trials[0], **call.fixed)
+    if watch.never or watch.again:
+        name, count = (watch.never[0], "never") if watch.never else (watch.again[0], "more than once")
+        raise ValueError(f"its forward calls the block {name} {count}")
+    return Observed(
+        watch.calls,
+        watch.units_of(),
+        frozenset(watch.entered),
+        output,
+        watch.inside,
+    )
+
+
+def _outermost(
+    model: nn.Module, is_block: Callable[[nn.Module], bool], prefix: str = ""
+) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, child in model.named_children():
+        if is_block(child):
+            found[prefix + name] = child
+        else:
+            found |= _outermost(child, is_block, f"{prefix}{name}.")
+    return found
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Have every module in evaluation mode inside the block, and afterwards as it was."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+class _Watch:
+    """Watches a run: which block is called when, and which unit uses what."""
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        self._model, self._blocks = model, blocks
+        self.calls: dict[str, BlockCall] = {}
+        self.entered: dict[str, set[int]] = {}  # by module, in which units
+        self.again: list[str] = []
+        self.inside: list[tuple[str, Any]] = []
+        self._modules: dict[int, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._modules.setdefault(id(module), []).append(name)
+        self._names: dict[int, list[str]] = {}
+        for kind in (model.named_parameters, model.named_buffers):
+            for name, tensor in kind(remove_duplicate=False):
+                self._names.setdefault(id(tensor), []).append(name)
+        self.uses = _Uses(self._names.keys())
+
+    @property
+    def never(self) -> list[str]:
+        return [name for name in self._blocks if name not in self.calls]
+
+    def units_of(self) -> dict[str, frozenset[int]]:
+        """Return the units that use a parameter, by its name: of a tied one by that of the module which ran there."""
+        found: dict[str, set[int]] = {}
+        for tensor, units in self.uses.found.items():
+            for unit in units:
+                names = self._names[tensor]
+                ran = [n for n in names if unit in self.entered.get(n.rpartition(".")[0], ())]
+                for name in ran or names:
+                    found.setdefault(name, set()).add(unit)
+        return {name: frozenset(units) for name, units in found.items()}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as hooks:
+            for name, block in self._blocks.items():
+                hooks.enter_context(block.register_forward_pre_hook(self._enters(name), with_kwargs=True))
+            for name, module in self._model.named_modules():
+                hooks.enter_context(module.register_forward_hook(self._leaves(name)))
+            hooks.enter_context(self.uses)
+            yield
+
+    def _enters(self, name: str) -> Callable[..., None]:
+        def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
+            if name in self.calls:
+                self.again.append(name)
+            slots = slots_of(args, kwargs)
+            self.uses.unit = len(self.calls) + 1
+            for tensor in slots.values():
+                self.uses.note(
+                    tensor
+                )  # a parameter that a block is given is used there, wherever it comes from
+            self.calls[name] = BlockCall(slots)
+
+        return enter
+
+    def _leaves(self, name: str) -> Callable[..., None]:
+        inside = next((block for block in self._blocks if name.startswith(block + ".")), None)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            for known in self._modules[id(module)]:
+                self.entered.setdefault(known, set()).add(self.uses.unit)
+            if inside is not None:
+                self.inside.append((name, output))
+            elif name in self._blocks:
+                self.calls[name].returned = output
+                if len(self.calls) == len(self._blocks):
+                    self.uses.unit = len(self.calls) + 1
+
+        return leave
+
+
+_PARTS = ("T", "mT", "H", "mH", "data", "real", "imag")  # others, such as the dtype, are no use of the values
+
+
+class _Uses(TorchFunctionMode):
+    """Notes which parameters and buffers torch's functions are given, and in which unit."""
+
+    def __init__(self, tensors: Collection[int]) -> None:
+        """``tensors``: their ids."""
+        super().__init__()
+        self._tensors, self.unit = tensors, 0
+        self.found: dict[int, set[int]] = {}
+
+    def note(self, value: Any) -> None:
+        if id(value) in self._tensors:
+            self.found.setdefault(id(value), set()).add(self.unit)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked = getattr(getattr(func, "__self__", None), "__name__", "")  # of an attribute
+        if getattr(func, "__name__", "") != "__get__" or asked in _PARTS:
+            for leaf in tree_leaves((args, kwargs or {})):
+                self.note(leaf)
+        return func(*args, **(kwargs or {}))

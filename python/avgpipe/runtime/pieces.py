@@ -1,0 +1,175 @@
+"""A model cut between the blocks that its own forward calls: every piece is the model itself, with parts left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from avgpipe.interop.call import Call
+from avgpipe.runtime.anatomy import Anatomy
+from avgpipe.runtime.blocks import evaluating
+from avgpipe.runtime.dissect import anatomy_of
+from avgpipe.runtime.outline import Exchange, OwnBlock, Reached
+from avgpipe.runtime.proof import difference
+from avgpipe.runtime.shell import Shells
+from avgpipe.runtime.tracing import Values
+
+_INPUTS = "inputs"  # the name of what every piece hands on beside the values of blocks
+
+
+class Piece(nn.Module):
+    """Some units of a model, one after another; see ``avgpipe.runtime.blocks``.
+
+    The first takes the model's input, a tensor or a dict of arguments, and the last returns the model's output. Between
+    them travel the values of blocks and, in a dict, the inputs; of those that no later unit looks at, dtype and sizes.
+
+    Attributes:
+        calls: the name of the piece's first module.
+        values: what it takes and gives, by name.
+    """
+
+    def __init__(self, anatomy: Anatomy, shells: Shells, begin: int, end: int) -> None:
+        super().__init__()
+        self._exchange = Exchange()
+        self.shell = shells.shell(begin, end, self._exchange)
+        call = anatomy.call
+        self._main, self._accepts, self._fixed, self._fill = call.main, call.accepts, call.fixed, call.fill
+        self._output = call.output
+        self._is_first, self._is_last = begin == 0, end == anatomy.units
+        self._takes, self._gives = anatomy.alive(begin), anatomy.alive(end)
+        uses = anatomy.used(begin, end) & set(self._takes)
+        self.values = Values((*self._takes, _INPUTS), (*self._gives, _INPUTS), frozenset(uses | {_INPUTS}))
+        # Of inputs that were not tried, each unit may want the values.
+        self._made = frozenset(call.trials[0]).difference(*anatomy.looks_at[begin:])
+        self._reduced = frozenset(call.trials[0]).difference(*anatomy.looks_at[end:])
+        self._next = anatomy.blocks[min(end, len(anatomy.blocks)) - 1]
+        own = anatomy.blocks[begin - 1] if 0 < begin <= len(anatomy.blocks) else None
+        names = {id(m): name for name, m in anatomy.model.named_modules()}
+        held = (names[id(m)] for m in self.shell.modules() if m._parameters and id(m) in names)
+        self.calls = own or next(held, "")
+
+    def compiled_parts(self) -> list[nn.Module]:
+        """Return what torch.compile is for: the blocks. What the model does around them is not its business."""
+        return [module.block for module in self.modules() if isinstance(module, OwnBlock)]
+
+    def forward(self, value: Any) -> Any:
+        exchange = self._exchange
+        if self._is_first:
+            arrived, inputs = {}, self._given(value)
+        else:
+            *values, inputs = value
+            arrived = dict(zip(self._takes, values))
+        exchange.arrived, exchange.taken = arrived, {}
+        device = next((t.device for t in arrived.values() if t is not None), None)
+        there: dict[str, torch.Tensor] = {}
+        try:
+            arguments = {name: self._filled(name, given, device) for name, given in inputs.items()}
+            returned = self.shell(**arguments, **self._fixed)
+            if self._is_last:
+                return self._output(returned)
+        except Reached:
+            there = exchange.taken | arrived  # what a block is given once more, outlines may have made up
+        finally:
+            exchange.arrived, exchange.taken = {}, {}
+        try:
+            values = [there[value] for value in self._gives]
+        except KeyError:
+            raise RuntimeError(
+                f"the model's forward has not called the block {self._next}, where a stage ends: it must call all its "
+                "blocks, one after another"
+            ) from None
+        return (*values, {name: self._passed(name, given) for name, given in inputs.items()})
+
+    def _given(self, value: Any) -> dict[str, Any]:
+        """Return the model's input as arguments."""
+        if isinstance(value, torch.Tensor):
+            return {self._main: value}
+        if not isinstance(value, dict):
+            raise TypeError(
+                f"the model takes a tensor of {self._main} or a plain dict, not {type(value).__name__}"
+            )
+        given = {name: x for name, x in value.items() if x is not None}
+        unknown = sorted(map(repr, given.keys() - self._accepts))
+        if unknown or not given:
+            wrong = f"unknown {', '.join(unknown)}" if unknown else "nothing"
+            raise ValueError(f"the model takes {', '.join(sorted(self._accepts))}; the inputs have {wrong}")
+        return given
+
+    def _filled(self, name: str, given: Any, device: torch.device | None) -> Any:
+        """Return an input as the forward takes it: made up where only dtype and sizes have come."""
+        if name not in self._made or not isinstance(given, tuple):
+            return given
+        dtype, *sizes = given
+        return torch.full((), self._fill.get(name, 0), dtype=getattr(torch, dtype), device=device).expand(
+            sizes
+        )
+
+    def _passed(self, name: str, given: Any) -> Any:
+        """Return an input as later units need it."""
+        if name not in self._reduced or not isinstance(given, torch.Tensor):
+            return given
+        return (str(given.dtype)[6:], *given.shape)
+
+
+class BlockChain(Sequence[nn.Module]):
+    """The chain of a model's units, each a piece of its own.
+
+    Args:
+        model: the whole; pieces hold its very modules.
+
+    Raises:
+        ValueError: the model's forward is no chain of blocks.
+    """
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        self._anatomy = anatomy_of(model, call)
+        self._shells = Shells(self._anatomy)
+        self._pieces = [self._piece(unit, unit + 1) for unit in range(self._anatomy.units)]
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @overload
+    def __getitem__(self, n: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, n: slice) -> Sequence[nn.Module]: ...
+    def __getitem__(self, n: int | slice) -> nn.Module | Sequence[nn.Module]:
+        return self._pieces[n]
+
+    def stage(self, begin: int, end: int) -> list[nn.Module]:
+        """Return one piece that runs the layers from ``begin`` on, before ``end``."""
+        return [self._piece(begin, end)]
+
+    def _piece(self, begin: int, end: int) -> Piece:
+        return Piece(self._anatomy, self._shells, begin, end)
+
+    def prove(self, bounds: Sequence[int]) -> None:
+        """Refuse, with ValueError, a cut whose stages compute anything else than the whole model does.
+
+        Outputs and gradients are compared, in evaluation mode, on all of the trials.
+        """
+        pieces = [self._piece(begin, end) for begin, end in pairwise(bounds)]
+        model = self._anatomy.model
+        with evaluating(model):
+            for inputs in self._anatomy.call.trials:
+                found = difference(model, partial(self._whole, inputs), partial(_run, pieces, dict(inputs)))
+                if found is not None:
+                    raise ValueError(
+                        f"{type(model).__name__} is not the same when it is cut at "
+                        f"{', '.join(piece.calls for piece in pieces[1:])}: {found}"
+                    )
+
+    def _whole(self, inputs: Mapping[str, Any]) -> Any:
+        call = self._anatomy.call
+        return call.output(self._anatomy.model(**inputs, **call.fixed))
+
+
+def _run(pieces: Sequence[Piece], value: Any) -> Any:
+    for piece in pieces:
+        value = piece.eval()(value)
+    return value

@@ -1,0 +1,93 @@
+"""The model itself with outlines in the place of what a stage does not hold."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from avgpipe.runtime.anatomy import Anatomy
+from avgpipe.runtime.outline import EarlierBlock, Exchange, LaterBlock, Outline, OwnBlock, without_weights
+
+
+class Shells:
+    """Makes shells of a model. What stands for a module is made once; modules that are held are the model's own."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self._anatomy = anatomy
+        self._shapes: dict[int, nn.Module] = {}
+
+    def shell(self, begin: int, end: int, exchange: Exchange) -> nn.Module:
+        """Return the model for the units from ``begin`` on, before ``end``."""
+        return _Shell(self._anatomy, self._shapes, range(begin, end), exchange).of(self._anatomy.model, "")
+
+
+class _Shell:
+    def __init__(
+        self, anatomy: Anatomy, shapes: dict[int, nn.Module], units: range, exchange: Exchange
+    ) -> None:
+        self._anatomy, self._shapes, self._units, self._exchange = anatomy, shapes, units, exchange
+        self._numbers = {name: number for number, name in enumerate(anatomy.blocks)}
+
+    def of(self, module: nn.Module, name: str) -> nn.Module:
+        """Return what stands for a module in this shell."""
+        if name in self._numbers:
+            return self._block(module, self._numbers[name])
+        inside = f"{name}." if name else ""
+        if not any(block.startswith(inside) for block in self._numbers):
+            tensors = [
+                n for kind in (module.named_parameters, module.named_buffers) for n, _ in kind(inside[:-1])
+            ]
+            if not tensors or any(self._anatomy.needs(tensor, self._units) for tensor in tensors):
+                return module
+            if not any(True for _ in module.parameters()) and not module.state_dict():
+                return (
+                    module  # what is not saved costs little, and may be what masks and positions are made of
+                )
+            if name in self._anatomy.observed.called:
+                return Outline(self._shape(module), self._exchange)
+        return self._opened(module, inside)
+
+    def _opened(self, module: nn.Module, inside: str) -> nn.Module:
+        """Return a copy of a module that shares what it holds, with its children replaced."""
+        mine = copy.copy(module)
+        for kind in ("_modules", "_parameters", "_buffers"):
+            setattr(mine, kind, dict(getattr(module, kind)))
+        mine._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        for name, child in module._modules.items():
+            if child is not None:
+                mine._modules[name] = self.of(child, inside + name)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not self._anatomy.needs(inside + name, self._units):
+                del mine._parameters[name]
+                zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+                mine.register_buffer(name, zero.expand(parameter.shape), persistent=False)
+        return mine
+
+    def _block(self, block: nn.Module, number: int) -> nn.Module:
+        anatomy, unit = self._anatomy, number + 1
+        is_last = number == len(anatomy.blocks) - 1
+        if unit in self._units:
+            ends = is_last and self._units.stop == unit + 1
+            return OwnBlock(
+                block,
+                self._exchange,
+                unit,
+                unit + 1 if is_last and not ends else None,
+                anatomy.takes[unit],
+                anatomy.returns if ends else None,
+                anatomy.collected.get(number, ()),
+            )
+        shape = self._shape(block)
+        if unit < self._units.start:
+            call = anatomy.observed.calls[anatomy.blocks[number]]
+            arriving = anatomy.returns if is_last else {}
+            found = anatomy.collected.get(number, ())
+            return EarlierBlock(shape, self._exchange, number, call, arriving, found)
+        return LaterBlock(shape, self._exchange, anatomy.takes[unit] if unit == self._units.stop else {})
+
+    def _shape(self, module: nn.Module) -> nn.Module:
+        if id(module) not in self._shapes:
+            self._shapes[id(module)] = without_weights(module)
+        return self._shapes[id(module)]
