@@ -23,6 +23,7 @@ _HOME = {
     "Partition": "planning",
     "partition": "planning",
     "tune": "measure.tune",
+    "Task": "workloads.task",
     "compare": "report.own_model",
     "Comparison": "report.compare",
     "Timeline": "timeline",

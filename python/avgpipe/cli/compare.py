@@ -35,6 +35,7 @@ from avgpipe.report.pictures import Curve, plot_curves, plot_timelines
 from avgpipe.systems import SYSTEMS
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.units import format_bytes
+from avgpipe.workloads import find_workload
 
 _FILE_COLUMNS = 140  # of a table that is not for a terminal
 _NO_STAGES = tuple(name for name, row in SYSTEMS.items() if "stages" in row)
@@ -57,9 +58,8 @@ Runner = Callable[[Sequence[str], Path, Caught, Callable[[], None]], int]
 
 def run(asked: CompareConfig) -> None:
     with arguments():
-        config = replace(
-            asked, out=asked.out or f"runs/compare-{asked.workload}-{time.strftime('%Y%m%d-%H%M%S')}"
-        )
+        name = find_workload(asked.workload).name
+        config = replace(asked, out=asked.out or f"runs/compare-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         check(config)
         Path(config.out).mkdir(parents=True, exist_ok=True)
     with running():
@@ -343,15 +343,16 @@ def comparison(config: CompareConfig, outcomes: Sequence[SystemResult]) -> Compa
     runs = (run for o in outcomes if o.figures is not None for run in repetitions(config, o.system))
     summaries = (run.out / "summary.json" for run in runs)
     known: dict[str, Any] = next((json.loads(path.read_text()) for path in summaries if path.is_file()), {})
-    title = f" ({known['title']})" if known.get("title") else ""
+    name, title = find_workload(config.workload).name, known.get("title")
+    preset = known.get("preset", config.preset)
     return Comparison(
-        what=f"{config.workload} {config.preset}{title}",
+        what=name + (f" {preset}" if preset else "") + (f" ({title})" if title else ""),
         workers=config.stages,
         outcomes=tuple(outcomes),
         metric_name=known.get("metric_name", "metric"),
         lower_is_better=known.get("lower_is_better", True),
         trivial=known.get("trivial_metric"),
-        target=config.target,
+        target=known.get("target", config.target),
         memory_limit_bytes=config.memory_limit_bytes,
     )
 

@@ -17,7 +17,7 @@ from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.schedule import RECOMPUTE, WEIGHTS, schedule_names
 from avgpipe.systems import SYSTEMS
 from avgpipe.units import parse_bytes, parse_names, parse_numbers, parse_rate, parse_seconds
-from avgpipe.workloads import LR_SCALINGS, OPTIMIZERS, BuildOptions, workload_names
+from avgpipe.workloads import LR_SCALINGS, OPTIMIZERS, BuildOptions, is_script, workload_names
 
 MIN_ELEMENTS = 2000  # fewer cannot be cut into the lists of tensors that some questions are about
 Parse = Callable[[str, str], Any]
@@ -92,20 +92,24 @@ Amounts = Annotated[tuple[float, ...], Value("NUMBER,...", _numbers(float, "10 o
 Size = Annotated[int, Value("SIZE", partial(parse_bytes, positive=True))]
 Milliseconds = Annotated[float, Value("NUMBER", lambda name, text: _numbers(float, "10", 0)(name, text)[0])]
 Schedule = Annotated[str, Value("NAME", choices=tuple(schedule_names()))]
-ScheduleOrFile = Annotated[str, Value("NAME|FILE.csv", choices=tuple(schedule_names()), file=".csv")]
+ScheduleOrFile = Annotated[
+    str, Value("NAME|FILE.csv", choices=tuple(schedule_names()), besides=lambda text: text.endswith(".csv"))
+]
 Advance = Annotated[int | tuple[int, ...] | str | None, Value("NUMBER,...|auto", _parse_advance)]
-Workload = Annotated[str, Value("WORKLOAD", choices=workload_names(), positional=True)]
+Workload = Annotated[str, Value("WORKLOAD", choices=workload_names(), besides=is_script, positional=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions(Options):
     """The workload.
 
+    A function of yours gets those of these options that are given and that it has arguments for.
+
     Attributes:
-        workload: Model and task.
+        workload: Model and task, or a function of yours that makes them, as path/to/script.py:make.
         data: Data folder. A language model needs train.txt and valid.txt in it; without a folder it reads the source
             of Python's standard library. The documentation of the commands has the other workloads.
-        preset: Size of the model.
+        preset: Size of the model. Default: tiny.
         batch_size: Samples in a batch, which pipelines share. Default: the preset's.
         optimizer: What steps the weights; muon: Muon for hidden matrices, AdamW for the rest. Default: the preset's.
         device: Where to compute: cpu, or an accelerator that torch sees.
@@ -114,7 +118,7 @@ class WorkloadOptions(Options):
 
     workload: Workload
     data: Folder | None = None
-    preset: Annotated[str, Value("tiny|small|paper")] = "tiny"
+    preset: Annotated[str | None, Value("tiny|small|paper")] = None
     batch_size: Count | None = None
     optimizer: Annotated[str | None, Value("|".join(OPTIMIZERS), choices=OPTIMIZERS)] = None
     device: Annotated[str, Value("cpu|cuda|xpu")] = "cpu"
@@ -342,7 +346,7 @@ class TuneConfig(ProfilingOptions):
     few where the devices are here. Prints predicted and measured times and memory; writes the plan.
 
     Attributes:
-        workload: Model and task; without it give --profile and --batch-size.
+        workload: Model and task, or a function of yours that makes them; without it give --profile and --batch-size.
         workers: Number of devices, or on the CPU of processes.
         memory_limit_bytes: Memory of a worker, as 2GiB; on the CPU of its whole process. Default: no limit.
         pipelines: Numbers of pipelines to try.
@@ -377,7 +381,7 @@ class PartitionConfig(ProfilingOptions):
     the system that the method is for: pipedream, dapple and 2bw each for its own, balance and simulated for avgpipe.
 
     Attributes:
-        workload: Model and task to profile, or a profile written by `avgpipe profile`.
+        workload: Model and task to profile, or a function of yours that makes them, or a profile written by `avgpipe profile`.
         method: Methods, as in pipedream,dapple: balance, simulated, pipedream, dapple, 2bw. Default: all.
         workers: Number of workers.
         cluster: TOML file with the devices and links to plan for, instead of --workers.

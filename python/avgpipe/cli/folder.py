@@ -100,8 +100,11 @@ def describe(out: Path) -> str:
     memory = ", ".join(format_bytes(size) for size in s["peak_memory_bytes"])
     trivial = s.get("trivial_metric")
     baseline = "" if trivial is None else f"; baseline, the trivial answer: {_number(trivial)}"
+    learnt = f"{s['metric_name']}: {_number(before)} before, {_number(s['metric'])} after "
+    if before is None and s["metric"] is None:  # nothing was validated
+        learnt = ""
     lines = [
-        f"{s['metric_name']}: {_number(before)} before, {_number(s['metric'])} after {s['batches']} batches "
+        f"{learnt}{s['batches']} batches "
         f"({s['samples']} samples, {s['epochs']:g} epoch{'s' * (s['epochs'] != 1)}) in "
         f"{duration(s['train_seconds'])} of training{baseline}",
         f"speed: {_number(s['samples_per_second'])} samples/s; bubbles {100 * s['bubble_fraction']:.0f} %; "
@@ -128,4 +131,6 @@ def duration(seconds: float) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"

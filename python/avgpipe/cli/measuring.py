@@ -154,7 +154,7 @@ def layers_of_workload(
         micro_batch_sizes=micro_batch_sizes,
         threads=config.threads,
         budget_s=budget_s,
-        name=f"{workload.name} {workload.preset}",
+        name=workload.label,
         layers_only=True,
         **pipeline_options(config, workload),
     )

@@ -34,7 +34,7 @@ class Value:
         metavar: What stands for the value in help pages.
         parse: Makes the value from the option's name and the text; None keeps the text.
         choices: The texts that are accepted; None accepts all.
-        file: The ending of names of files, which are accepted beside the choices.
+        besides: Says of a text whether it is accepted beside the choices, such as the name of a file.
         positional: Whether the value stands alone, without the option's name.
         rest: Whether it is all the words that are left.
     """
@@ -42,15 +42,14 @@ class Value:
     metavar: str = "TEXT"
     parse: Callable[[str, str], Any] | None = None
     choices: tuple[str, ...] | None = None
-    file: str | None = None
+    besides: Callable[[str], bool] = lambda text: False
     positional: bool = False
     rest: bool = False
 
     def read(self, name: str, text: Any) -> Any:
         if self.rest:
             return tuple(text)
-        is_file = self.file is not None and text.endswith(self.file)
-        if self.choices is not None and text not in self.choices and not is_file:
+        if self.choices is not None and text not in self.choices and not self.besides(text):
             raise ValueError(f"unknown {name.lstrip('-')} {text!r}: {nearest(text, self.choices)}")
         return text if self.parse is None else self.parse(name, text)
 

@@ -18,7 +18,7 @@ from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.partition import method_options, simulated_batch_s
 from avgpipe.systems import SYSTEMS
 from avgpipe.units import format_bytes, format_seconds
-from avgpipe.workloads import check_workload, workload_names
+from avgpipe.workloads import check_workload, is_script, workload_names
 
 
 def run(config: PartitionConfig) -> None:
@@ -66,7 +66,7 @@ def _check(config: PartitionConfig) -> int | None:
         check_file(config.out)
     if Path(config.workload).is_file():
         return config.batch_size
-    if config.workload not in workload_names():
+    if config.workload not in workload_names() and not is_script(config.workload):
         raise ValueError(
             f"{config.workload!r} is neither a workload nor a file that `avgpipe profile` wrote: "
             f"{nearest(config.workload, workload_names())}"

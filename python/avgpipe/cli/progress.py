@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from logging.handlers import BufferingHandler
+from operator import length_hint
 from typing import Any
 
 from rich.console import Console
@@ -59,7 +60,7 @@ class ProgressBar:
 
     def validating(self, batches: BatchLoader, most: int | None = None) -> Iterator[Any]:
         """The batches, or the first of them, with their progress shown as they are taken."""
-        total = min(len(batches), most or len(batches))
+        total = min((n for n in (length_hint(batches), most) if n), default=None)
         if self._bar is not None:
             task = self._bar.add_task("validation", total=total, facts="")
             for batch in islice(batches, total):
@@ -69,7 +70,7 @@ class ProgressBar:
             return
         for number, batch in enumerate(islice(batches, total)):
             if self._line_is_due():
-                self.note(f"validation {number}/{total}")
+                self.note(f"validation {number}" + (f"/{total}" if total else ""))
             yield batch
 
     def note(self, text: str) -> None:

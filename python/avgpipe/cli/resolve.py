@@ -26,8 +26,9 @@ from avgpipe.cli.options import as_tuples
 from avgpipe.errors import CheckpointError
 from avgpipe.links import refuse_elsewhere
 from avgpipe.plan import Plan
+from avgpipe.report.course import parse_target
 from avgpipe.systems import SYSTEMS
-from avgpipe.workloads import check_workload
+from avgpipe.workloads import find_workload
 
 if TYPE_CHECKING:
     import torch
@@ -49,16 +50,25 @@ def resolve(asked: TrainConfig) -> TrainConfig:
     launch = _launch()
     restarts = bool(asked.out) and _is_restart(Path(asked.out), launch)
     resume = asked.resume or (restarts and has_checkpoint(asked.out))
-    stored = _stored(Path(asked.out), asked.workload) if resume else {}
+    source = find_workload(asked.workload)
+    stored = _stored(Path(asked.out), source.reference) if resume else {}
     _refuse_other_steps(asked, stored)
     config = TrainConfig.of(**{**stored, **asked.explicit})
     refuse_elsewhere(config.link, config.device)
     config = replace(config, data=_absolute(config.data), pretrained=_absolute(config.pretrained))
-    facts = check_workload(config.workload, config.build_options())
+    config = replace(config, workload=source.reference)
+    facts = source.check(config.build_options())
+    target = facts.target if config.target is None else config.target
+    if target is not None:
+        parse_target(target)
+    if not facts.counts_batches and config.max_batches is None:
+        raise ValueError(
+            f"the loader of {source.reference} has no length: say with --max-batches how many batches to train"
+        )
     plan = _plan(asked, stored, facts.batch_size)
     if plan.stages > facts.layers:
         raise ValueError(
-            f"{plan.stages} stages are more than the {facts.layers} layers of {config.workload} {facts.preset}: "
+            f"{plan.stages} stages are more than the {facts.layers} layers of {facts.label}: "
             f"choose --stages 1 to {facts.layers}"
         )
     if plan.micro_batches > facts.batch_size:
@@ -70,9 +80,9 @@ def resolve(asked: TrainConfig) -> TrainConfig:
         config,
         **as_tuples(asdict(plan)),
         plan=None,
-        batch_size=facts.batch_size,
-        epochs=facts.epochs,
-        out=config.out or f"runs/{config.workload}-{time.strftime('%Y%m%d-%H%M%S')}",
+        **facts.settled,
+        target=target,
+        out=config.out or f"runs/{source.name}-{time.strftime('%Y%m%d-%H%M%S')}",
         resume=resume,
         launch=launch,
         restarts=restarts,
@@ -134,9 +144,11 @@ def _stored(out: Path, workload: str) -> dict[str, Any]:
     """The configuration of the run in ``out``; none if it cannot be read, for the checkpoint is what matters."""
     values = _read(out)
     if values and values.get("workload") != workload:
-        raise ValueError(
-            f"{out} is a run of {values.get('workload')!r}, not of {workload!r}: name that workload"
-        )
+        trained = str(values.get("workload"))
+        file = trained.rpartition(":")[0]
+        moved = f"put it back, or write where it is into {out / RUN_FILE}" if file else ""
+        way = moved if moved and not Path(file).exists() else "name that workload"
+        raise ValueError(f"{out} is a run of {trained!r}, not of {workload!r}: {way}")
     return TrainConfig.known(values)
 
 
@@ -208,6 +220,10 @@ def check_run(config: TrainConfig) -> None:
     from avgpipe.runtime.model import Model
 
     workload, plan = prepare(config)
+    if config.target is not None and workload.valid_batches is None:
+        raise ValueError(
+            f"target {config.target}: {workload.label} has nothing to validate on: give it held_out"
+        )
     model = Model.split(workload.layers, plan.stages, plan.partition)
     if config.resume:
         verify_checkpoint(config.last_checkpoint, model.signature())

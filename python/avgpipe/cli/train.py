@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from avgpipe.cli.config import TrainConfig
@@ -74,7 +75,8 @@ def _train_here(config: TrainConfig) -> None:
     joined = (joined_ranks() or 1) > 1
     with ending_on_signals(tell, GRACE_S if joined else 0.0):
         try:
-            run_rank(config)
+            with redirect_stdout(sys.stderr):  # a script may print
+                run_rank(config)
             _leave_group()
         except CommandFailed as failure:
             if failure.exit_code == FAILED and _is_first():

@@ -93,7 +93,8 @@ class TrainingRun:
         total = self.workload.epochs * len(self.workload.train_batches(0))
         total = min(total, config.max_batches or total)
         size = self.workload.batch_size
-        self._validations = Validations(total * size, config.validations, self.plan.batches_per_round * size)
+        validations = 1 if self.workload.valid_batches is None else config.validations  # the one at the end
+        self._validations = Validations(total * size, validations, self.plan.batches_per_round * size)
         self.progress = ProgressBar(total, self.done.batches, shown=first)
         self.progress.note(self._title())
         if self.workload.trivial is not None:
@@ -146,19 +147,19 @@ class TrainingRun:
         while left > 0 and not self.done.reached:
             ahead = self._to_next_validation()
             count = min(left, ahead, self._pace.batches())
-            self._train_batches(islice(source, count))
-            left -= count
+            trained = self._train_batches(islice(source, count))
+            left = left - count if trained == count else 0  # a loader without a length may end early
             ends = not left and (epoch + 1 == self.workload.epochs or not self._left())
             # What observes its losses does so at each epoch's end.
-            validates = count == ahead or ends or (not left and bool(self._averaging))
+            validates = trained == ahead or ends or (not left and bool(self._averaging))
             # The first rank's clock says so; a short agreement of all ranks.
             saves = left > 0 and self._pace.due(
                 count, self._world.gather(time.monotonic() - self._saved_at)[0]
             )
-            if validates or saves or not left:
+            if first < self.done.batches and (validates or saves or not left):
                 self._stretches.append((first, self.done.batches - 1))
                 first = self.done.batches
-            if validates:
+            if validates and self.done.validated < self.done.batches:
                 self._validate(ends)
             if not left:
                 self._observe()
@@ -170,8 +171,9 @@ class TrainingRun:
         rounds = self._validations.rounds_to_next(self.done.samples)
         return _ENDLESS if rounds is None else rounds * self.plan.batches_per_round
 
-    def _train_batches(self, batches: Iterator[tuple[object, object]]) -> None:
-        done = self.done
+    def _train_batches(self, batches: Iterator[tuple[object, object]]) -> int:
+        """Train on them; how many there were."""
+        done, before = self.done, self.done.batches
         clock = time.perf_counter()
         for result in self.pipeline.train(batches):
             now = time.perf_counter()
@@ -181,16 +183,20 @@ class TrainingRun:
             self.folder.row("train", **row, samples=done.samples, loss=result.loss, seconds=seconds)
             self.progress.batch(result.loss, result.samples, now - clock)
             clock = now
+        return done.batches - before
 
     def _validate(self, ends: bool = False) -> None:
         """Validate the reference weights, note what came out, and keep them if they are the best so far.
 
         ``ends``: whether the run does.
         """
-        loss, metrics = self._evaluate(ends)
+        known = self.workload.valid_batches is not None
+        loss, metrics = self._evaluate(ends) if known else (math.nan, {})
         metric = metrics.get(self.workload.metric_name)
         if not self.folder.is_open:
             self.folder.open(self.config, self.plan)
+        if not known:
+            return
         done = self.done
         best = done.note_validation(done.batches, loss, metric)
         place = {"epoch": done.epoch, "batch": done.batches, "samples": done.samples}
@@ -199,7 +205,7 @@ class TrainingRun:
             found["distances"] = asdict(self.pipeline.distances())
         self.folder.row("valid", **place, **found, seconds=round(done.seconds, 6))
         when = f"after {done.batches} batches" if done.batches else "before training"
-        values = "".join(f"{name} {value:.2f}, " for name, value in metrics.items())
+        values = "".join(f"{name} {value:.2f}, " for name, value in metrics.items() if name != "loss")
         skipped = self._skipped_updates()
         note = f"; updates skipped so far: {skipped}" if skipped else ""
         self.progress.note(f"validation {when}: {values}loss {loss:.4f}{note}")
@@ -212,6 +218,7 @@ class TrainingRun:
         Replicas stay near their reference, and the mean evens out the rest.
         """
         self.pipeline.drain()  # nothing may be in flight while the parameters hold something else
+        assert self.workload.valid_batches is not None
         batches = self.progress.validating(self.workload.valid_batches(), self.config.valid_batches)
         with ExitStack() as swapped:
             weights: str | int = "reference"
@@ -291,7 +298,7 @@ class TrainingRun:
 
     def _what(self) -> str:
         title = self.workload.title
-        return f"{self.config.workload} {self.config.preset}" + (f" ({title})" if title else "")
+        return self.workload.label + (f" ({title})" if title else "")
 
     def _title(self) -> str:
         config, plan, workload = self.config, self.plan, self.workload
@@ -330,9 +337,9 @@ class TrainingRun:
         share = min(1.0, done.epoch_samples / epoch) if epoch else math.nan
         versions = {"avgpipe": __version__, "torch": torch.__version__, "python": platform.python_version()}
         of_plan = ("system", "stages", "pipelines", "micro_batches", "schedule")
-        of_workload = ("batch_size", "metric_name", "lower_is_better", "title")
+        of_workload = ("preset", "batch_size", "metric_name", "lower_is_better", "title")
         return {
-            **{name: getattr(config, name) for name in ("workload", "preset", "seed", "target")},
+            **{name: getattr(config, name) for name in ("workload", "seed", "target")},
             **{name: getattr(plan, name) for name in of_plan},
             **{name: getattr(workload, name) for name in of_workload},
             **{name: getattr(done, name) for name in ("batches", "samples", "metric")},

@@ -1,4 +1,7 @@
-"""Models of the papers with their data, by name: what ``avgpipe train`` trains. torch is imported when one is built."""
+"""What ``avgpipe train`` trains: models of the papers with their data, by name, and tasks that a user's script makes.
+
+torch is imported when one is built.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from avgpipe.errors import nearest
 
@@ -24,6 +27,7 @@ _NAMES = ("awd-lstm", "gnmt", "bert", "gpt", "resnet", "vgg", "alexnet", "captio
 #   PRETRAINED  True where a folder of weights can be given
 _MODULES = {"awd-lstm": "awd_lstm", "resnet": "images", "vgg": "images", "alexnet": "images"}
 
+DEFAULT_PRESET = "tiny"
 LR_SCALINGS = ("none", "sqrt", "linear")
 OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
 
@@ -40,10 +44,10 @@ class LibraryNotFound(ImportError, ValueError):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What can be asked of a workload. None stands for the preset's value.
+    """What can be asked of a workload. None stands for the preset's value, or that of the script's function.
 
     Attributes:
-        preset: the size.
+        preset: the size; None: ``DEFAULT_PRESET``.
         data: the data folder; None: what the workload reads without one.
         pretrained: a folder of weights to begin with, for workloads that can.
         pipelines: how many train side by side.
@@ -60,7 +64,7 @@ class BuildOptions:
         loader_workers: processes that make batches ahead.
     """
 
-    preset: str = "tiny"
+    preset: str | None = None
     data: Path | None = None
     pretrained: Path | None = None
     pipelines: int = 1
@@ -97,7 +101,10 @@ class BuildOptions:
 
 
 class BatchLoader(Protocol):
-    """Batches ``(inputs, targets)`` with the samples as dimension 0, and how many there are."""
+    """Batches ``(inputs, targets)`` with the samples as dimension 0, and how many there are, at most.
+
+    A script's loader for validation may not know: its length is a TypeError then.
+    """
 
     def __len__(self) -> int: ...
 
@@ -109,7 +116,7 @@ class Workload:
     """A model as layers, its data and how it is trained.
 
     Attributes:
-        name, preset: what it was built from.
+        name, preset: what it was built from; a script's function has no presets, "".
         layers: each gets exactly what the one before returned, and may state its ``compute_cost``; initial weights
             depend on the seed alone. Or a model that the runtime splits into such layers itself.
         loss_fn: ``(output, targets)`` to a scalar, the mean over samples or over what ``loss_weight`` counts.
@@ -119,7 +126,7 @@ class Workload:
         clip_grad_norm: the largest norm of all gradients together, or None.
         train_batches: ``(epoch, start=0)`` to the batches of an epoch (from 0) from batch ``start`` on; where pipelines
             take turns, batch j is for pipeline j % N.
-        valid_batches: for evaluation, in order.
+        valid_batches: for evaluation, in order; None: there is nothing to validate on.
         metrics: what is reported of an evaluation, by name, from its mean loss and the means per sample of what
             ``metric_fn`` returned; ``metric_name`` is among them unless ``decode`` makes it. Shares are in percent.
         metric_name, lower_is_better: the metric by which runs are judged.
@@ -142,7 +149,7 @@ class Workload:
     lr_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None
     clip_grad_norm: float | None
     train_batches: Callable[..., BatchLoader]
-    valid_batches: Callable[[], BatchLoader]
+    valid_batches: Callable[[], BatchLoader] | None
     metrics: Callable[[float, dict[str, float]], dict[str, float]]
     metric_name: str
     batch_size: int
@@ -155,26 +162,82 @@ class Workload:
     trivial: tuple[str, float] | None = None
     title: str = ""
 
+    @property
+    def label(self) -> str:
+        """Name and preset."""
+        return f"{self.name} {self.preset}".rstrip()
 
-class WorkloadFacts(NamedTuple):
-    """What is known of a workload before its data is read."""
+
+@dataclass(frozen=True)
+class WorkloadFacts:
+    """What is known of a workload before it is trained, of a built-in one before its data is read.
+
+    Attributes:
+        name, preset, batch_size, epochs: as of ``Workload``.
+        layers: how many, so how many stages there can be.
+        settled: the options that were left open, or were given, as the preset has them.
+        counts_batches: whether the number of batches in an epoch is known.
+        target: where training ends unless something else is asked for, or None.
+    """
 
     name: str
     preset: str
     layers: int
     batch_size: int
     epochs: int
+    settled: Mapping[str, Any] = field(default_factory=dict)
+    counts_batches: bool = True
+    target: float | str | None = None
+
+    @property
+    def label(self) -> str:
+        """Name and preset."""
+        return f"{self.name} {self.preset}".rstrip()
+
+
+class WorkloadSource(Protocol):
+    """Where a workload comes from: a name, or a script's function."""
+
+    @property
+    def name(self) -> str:
+        """What the workload is called, in titles and folders."""
+
+    @property
+    def reference(self) -> str:
+        """What names it from any folder."""
+
+    def check(self, options: BuildOptions) -> WorkloadFacts:
+        """Refuse what :meth:`build` would refuse."""
+
+    def build(self, options: BuildOptions) -> Workload:
+        """Make the model, the data and the rest."""
 
 
 def workload_names() -> tuple[str, ...]:
     return _NAMES
 
 
+def is_script(workload: str) -> bool:
+    """Whether this means a function of a script, as ``path/to/script.py:make`` or ``package.module:make``."""
+    return ":" in workload or workload.endswith(".py")
+
+
+def find_workload(workload: str) -> WorkloadSource:
+    """Find a built-in workload by its name, or the script of a function. ValueError where there is none."""
+    if is_script(workload):
+        script = importlib.import_module("avgpipe.workloads.script")
+        found: WorkloadSource = script.Script.parse(workload)
+        return found
+    if workload not in _NAMES:
+        raise ValueError(f"unknown workload {workload!r}: {nearest(workload, _NAMES)}")
+    return BuiltIn(workload)
+
+
 def check_workload(name: str, options: BuildOptions | None = None, **asked: Any) -> WorkloadFacts:
-    """Refuse what :func:`build_workload` would refuse, without reading the data.
+    """Refuse what :func:`build_workload` would refuse, reading no data of a built-in workload.
 
     Args:
-        name: one of :func:`workload_names`.
+        name: one of :func:`workload_names`, or a script's function, see :func:`is_script`.
         options: None: the defaults.
         asked: fields of ``BuildOptions``, over those of ``options``.
 
@@ -182,9 +245,9 @@ def check_workload(name: str, options: BuildOptions | None = None, **asked: Any)
         ValueError: an unknown name or preset, or a number out of range.
         DataNotFound: a ValueError that names the folder and the missing files.
         LibraryNotFound: a ValueError that names a library that is not installed.
+        ScriptError: a ValueError that names file and line of what is wrong with a script.
     """
-    options, _, _, layers, recipe = _checked(name, options, asked)
-    return WorkloadFacts(name, options.preset, layers, recipe.batch_size, recipe.epochs)
+    return find_workload(name).check(_with(options, asked))
 
 
 def build_workload(name: str, options: BuildOptions | None = None, **asked: Any) -> Workload:
@@ -193,10 +256,53 @@ def build_workload(name: str, options: BuildOptions | None = None, **asked: Any)
     The caller's random state stays as it is. Arguments and errors are those of :func:`check_workload`; ValueError is
     raised for data that are not what they should be, too.
     """
-    options, module, preset, _, recipe = _checked(name, options, asked)
-    training = importlib.import_module("avgpipe.workloads.training")
-    workload: Workload = training.make_workload(name, options, recipe, *module.build(name, preset, options))
-    return workload
+    return find_workload(name).build(_with(options, asked))
+
+
+def _with(options: BuildOptions | None, asked: dict[str, Any]) -> BuildOptions:
+    folders = {key: Path(asked[key]) for key in ("data", "pretrained") if asked.get(key) is not None}
+    return replace(options or BuildOptions(), **{**asked, **folders})
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """One of :func:`workload_names`."""
+
+    name: str
+
+    @property
+    def reference(self) -> str:
+        return self.name
+
+    def check(self, options: BuildOptions) -> WorkloadFacts:
+        options, _, layers, recipe = self._checked(options)
+        settled = {"preset": options.preset, "batch_size": recipe.batch_size, "epochs": recipe.epochs}
+        return WorkloadFacts(
+            self.name, str(options.preset), layers, recipe.batch_size, recipe.epochs, settled
+        )
+
+    def build(self, options: BuildOptions) -> Workload:
+        options, preset, _, recipe = self._checked(options)
+        training = importlib.import_module("avgpipe.workloads.training")
+        built = self._module.build(self.name, preset, options)
+        workload: Workload = training.make_workload(self.name, options, recipe, *built)
+        return workload
+
+    @property
+    def _module(self) -> Any:
+        return importlib.import_module(f"avgpipe.workloads.{_MODULES.get(self.name, self.name)}")
+
+    def _checked(self, options: BuildOptions) -> tuple[BuildOptions, Any, int, Any]:
+        """The options with a preset, the preset, the number of layers, and the Recipe with the options applied."""
+        options = replace(options, preset=options.preset or DEFAULT_PRESET)
+        presets = self._module.PRESETS[self.name]
+        if options.preset not in presets:
+            names = nearest(str(options.preset), tuple(presets))
+            raise ValueError(f"unknown preset {options.preset!r} of {self.name}: {names}")
+        if options.pretrained is not None and not getattr(self._module, "PRETRAINED", False):
+            raise ValueError(f"{self.name} has no pretrained weights to begin with: leave pretrained out")
+        layers, recipe = self._module.check(self.name, presets[options.preset], options)
+        return options, presets[options.preset], layers, recipe.with_options(options)
 
 
 def library(name: str, user: str) -> Any:
@@ -209,22 +315,3 @@ def library(name: str, user: str) -> Any:
         raise LibraryNotFound(f"{missing}: pip install 'avgpipe[workloads]'") from None
     logging.getLogger(package).setLevel(logging.ERROR)  # its hints are not for our users
     return module
-
-
-def _checked(
-    name: str, options: BuildOptions | None, asked: dict[str, Any]
-) -> tuple[BuildOptions, Any, Any, int, Any]:
-    """All options, and the workload's module, preset, number of layers, and Recipe with the options applied to it."""
-    if name not in _NAMES:
-        raise ValueError(f"unknown workload {name!r}: {nearest(name, _NAMES)}")
-    module = importlib.import_module(f"avgpipe.workloads.{_MODULES.get(name, name)}")
-    folders = {key: Path(asked[key]) for key in ("data", "pretrained") if asked.get(key) is not None}
-    options = replace(options or BuildOptions(), **{**asked, **folders})
-    presets = module.PRESETS[name]
-    if options.preset not in presets:
-        names = nearest(options.preset, tuple(presets))
-        raise ValueError(f"unknown preset {options.preset!r} of {name}: {names}")
-    if options.pretrained is not None and not getattr(module, "PRETRAINED", False):
-        raise ValueError(f"{name} has no pretrained weights to begin with: leave pretrained out")
-    layers, recipe = module.check(name, presets[options.preset], options)
-    return options, module, presets[options.preset], layers, recipe.with_options(options)

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from avgpipe.workloads import BuildOptions, DataNotFound, Predict, library, tokens
+from avgpipe.workloads import DEFAULT_PRESET, BuildOptions, DataNotFound, Predict, library, tokens
 from avgpipe.workloads.batches import RaggedRows, by_length
 from avgpipe.workloads.data import TRANSLATIONS_FOLDER, find_translations, read_translations
 from avgpipe.workloads.huggingface import Subwords
@@ -144,7 +144,7 @@ def build(name: str, preset: TranslationPreset, options: BuildOptions) -> Built:
 
 def read(name: str, options: BuildOptions) -> tuple[dict[str, Pairs], Subwords]:
     """Read the sentence pairs, and learn pieces from them: those of any run with these options."""
-    preset = PRESETS[name][options.preset]
+    preset = PRESETS[name][options.preset or DEFAULT_PRESET]
     check(name, preset, options)
     assert options.data is not None
     pairs = read_translations(options.data)

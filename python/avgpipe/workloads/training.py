@@ -178,7 +178,7 @@ def make_workload(
         "lr_scheduler": recipe.lr_scheduler_for(len(train(0)), options),
         "loss_weight": loss.weight if isinstance(loss, TokenLoss) else None,
     }
-    return Workload(name, options.preset, **{**common, **fields})
+    return Workload(name, str(options.preset), **{**common, **fields})
 
 
 class MuonAdamW(Optimizer):

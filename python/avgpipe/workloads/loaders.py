@@ -1,0 +1,127 @@
+"""The batches of a user's loader, epoch by epoch: the same on every rank, and again when a run is resumed."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from avgpipe.runtime.context import mix
+
+# Batches to go through once an epoch, or what makes those of an epoch (from 0).
+Loader = Iterable[Any] | Callable[[int], Iterable[Any]]
+
+_MAKING, _TRAINING, _HELD_OUT = 1, 2, 3  # what random numbers are drawn for
+
+
+def training_batches(
+    loader: Loader, seed: int, most: int | None, epoch: int, start: int = 0
+) -> LoaderBatches:
+    """Return the batches of an epoch from batch ``start`` on.
+
+    ``most``: how many batches an epoch has at most, where the loader does not know.
+    """
+    if not isinstance(loader, Iterable):
+        with Draws(mix(seed, _MAKING, epoch)):
+            loader = loader(epoch)
+    return LoaderBatches(loader, mix(seed, _TRAINING, epoch), start, most)
+
+
+def held_out_batches(loader: Iterable[Any], seed: int) -> LoaderBatches:
+    """Return the batches of a validation, the same each time."""
+    return LoaderBatches(loader, mix(seed, _HELD_OUT))
+
+
+class LoaderBatches:
+    """The batches of a loader; all that is drawn for them follows from ``seed``, whatever is drawn meanwhile.
+
+    Args:
+        loader: The batches.
+        seed: Of the generators that the loader draws from.
+        start: The first batch to yield.
+        most: How many batches there are at most, where the loader does not know.
+    """
+
+    def __init__(self, loader: Iterable[Any], seed: int, start: int = 0, most: int | None = None) -> None:
+        self._loader, self._seed, self._start, self._most = loader, seed, start, most
+
+    @property
+    def are_counted(self) -> bool:
+        """Whether the loader knows how many batches it has."""
+        return _length(self._loader) is not None
+
+    def __len__(self) -> int:
+        known = _length(self._loader) if self.are_counted else self._most
+        if known is None:
+            raise TypeError("the loader has no length: say with --max-batches how many batches to train")
+        return max(0, known - self._start)
+
+    def __iter__(self) -> Iterator[Any]:
+        draws, end = Draws(self._seed), object()
+        with draws:
+            source = islice(self._loader, self._start, None)
+        while True:
+            with draws:
+                batch = next(source, end)
+            if batch is end:
+                return
+            yield batch
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # also of a DataLoader whose dataset has none
+        return None
+
+
+class Draws:
+    """Random numbers that follow from a seed alone, going on from one ``with`` block to the next.
+
+    They are those of torch on the CPU, of Python's ``random`` and, where it is loaded, of NumPy. Outside of the blocks
+    all three go on as if nothing had been drawn inside.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._inside: tuple[Any, ...] | None = None
+        self._outside: tuple[Any, ...] = ()
+
+    def __enter__(self) -> None:
+        self._outside = _states()
+        if self._inside is None:
+            _start_at(self._seed)
+        else:
+            _restore(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = _states()
+        _restore(self._outside)
+
+
+def _numpy() -> Any:
+    return sys.modules.get("numpy.random")
+
+
+def _start_at(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := _numpy()) is not None:
+        numpy.seed(seed % 2**32)
+
+
+def _states() -> tuple[Any, ...]:
+    numpy = _numpy()
+    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.get_state()
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    of_torch, of_python, of_numpy = states
+    torch.set_rng_state(of_torch)
+    random.setstate(of_python)
+    if of_numpy is not None:
+        _numpy().set_state(of_numpy)
