@@ -1,8 +1,8 @@
 """A model of one's own: by python, by avgpipe run, and by the commands, which call make().
 
-    python examples/train_your_model.py
-    avgpipe run --stages 2 examples/train_your_model.py
-    avgpipe train examples/train_your_model.py:make --stages 2 --pipelines 2
+python examples/train_your_model.py
+avgpipe run --stages 2 examples/train_your_model.py
+avgpipe train examples/train_your_model.py:make --stages 2 --pipelines 2
 """
 
 import torch

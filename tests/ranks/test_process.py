@@ -52,6 +52,22 @@ def test_a_second_signal_cuts_the_grace_short():
     assert process.returncode == 128 + signal.SIGINT
 
 
+def test_other_signals_end_nothing_and_cut_no_grace_short():
+    """As SIGCHLD, which torch handles while a DataLoader has processes."""
+    code = """
+import os, signal, sys, time
+from avgpipe.ranks.process import ending_on_signals
+signal.signal(signal.SIGCHLD, lambda *_: None)
+with ending_on_signals(lambda s: sys.exit("ended"), 60.0):
+    os.kill(os.getpid(), signal.SIGCHLD)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGCHLD)
+print("went on")
+"""
+    output, _ = (process := start(code)).communicate(timeout=20)
+    assert (process.returncode, output) == (0, "went on\n")
+
+
 def test_handlers_come_back():
     code = """
 import signal

@@ -381,7 +381,8 @@ class PartitionConfig(ProfilingOptions):
     the system that the method is for: pipedream, dapple and 2bw each for its own, balance and simulated for avgpipe.
 
     Attributes:
-        workload: Model and task to profile, or a function of yours that makes them, or a profile written by `avgpipe profile`.
+        workload: Model and task to profile, a function of yours that makes them, or a profile written by
+            `avgpipe profile`.
         method: Methods, as in pipedream,dapple: balance, simulated, pipedream, dapple, 2bw. Default: all.
         workers: Number of workers.
         cluster: TOML file with the devices and links to plan for, instead of --workers.

@@ -107,6 +107,7 @@ class TrainingRun:
         self._unsaved: CheckpointError | None = None  # why the last checkpoint was not written
         self._stretches: list[tuple[int, int]] = []  # batches, first and last, without a pause between them
         self._resumed_at = self.done.batches
+        self._epoch_samples: int | None = None  # where the loader's end has shown how many an epoch has
         if config.resume:
             self.folder.open(config, self.plan)
         else:
@@ -148,7 +149,9 @@ class TrainingRun:
             ahead = self._to_next_validation()
             count = min(left, ahead, self._pace.batches())
             trained = self._train_batches(islice(source, count))
-            left = left - count if trained == count else 0  # a loader without a length may end early
+            left -= count
+            if trained < count:  # a loader without a length has ended
+                left, self._epoch_samples = 0, self.done.epoch_samples
             ends = not left and (epoch + 1 == self.workload.epochs or not self._left())
             # What observes its losses does so at each epoch's end.
             validates = trained == ahead or ends or (not left and bool(self._averaging))
@@ -333,7 +336,7 @@ class TrainingRun:
         chosen = self.pipeline.advance  # what advance="auto" came to
         layers = workload.layers
         whole = layers if isinstance(layers, nn.Module) else nn.ModuleList(layers)
-        epoch = len(workload.train_batches(done.epoch)) * workload.batch_size
+        epoch = self._epoch_samples or len(workload.train_batches(done.epoch)) * workload.batch_size
         share = min(1.0, done.epoch_samples / epoch) if epoch else math.nan
         versions = {"avgpipe": __version__, "torch": torch.__version__, "python": platform.python_version()}
         of_plan = ("system", "stages", "pipelines", "micro_batches", "schedule")

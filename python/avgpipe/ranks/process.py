@@ -24,6 +24,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,13 +90,29 @@ def ending_on_signals(say: Callable[[signal.Signals], None], grace_s: float = 0.
 
 
 def _watch(reader: int, say: Callable[[signal.Signals], None], grace_s: float) -> None:
-    number = os.read(reader, 1)[0]
-    if number == signal.SIGTERM and grace_s and select.select([reader], [], [], grace_s)[0]:
-        number = os.read(reader, 1)[0]  # the block ended meanwhile, or another signal is impatient
+    number = _next_signal(reader)
+    if number == signal.SIGTERM and grace_s:
+        later = _next_signal(reader, grace_s)  # the block ended meanwhile, or another signal is impatient
+        number = number if later is None else later
     if number:
         end = signal.Signals(number)
         say(end)
         os._exit(128 + end)
+
+
+def _next_signal(reader: int, timeout_s: float | None = None) -> int | None:
+    """Return the next signal that ends this process, 0 for the end of the block, None once the time is up.
+
+    Others are told, too, where somebody handles them, as torch those of a DataLoader's processes.
+    """
+    end = time.monotonic() + (timeout_s or 0.0)
+    while True:
+        left = None if timeout_s is None else max(0.0, end - time.monotonic())
+        if not select.select([reader], [], [], left)[0]:
+            return None
+        number = os.read(reader, 1)[0]
+        if number in (0, *_SIGNALS):
+            return number
 
 
 def progress(line: str) -> None:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,11 @@ from avgpipe.report.compare import (
     SystemResult,
 )
 from avgpipe.report.course import VALIDATIONS, Totals, Validations
-from avgpipe.runtime.batch import LossFn, pair, sample_count
+from avgpipe.runtime.batch import LossFn, sample_count
 from avgpipe.runtime.options import OptimizerFn
 from avgpipe.systems import SYSTEMS
 from avgpipe.units import format_bytes
+from avgpipe.workloads.loaders import first_batch, training_batches
 
 _log = logging.getLogger("avgpipe")
 _PIPELINES, _MICRO_BATCHES = 2, 4  # where nothing is said
@@ -92,8 +94,9 @@ def compare(
 
     Args:
         make_model: Makes the model, what a ``Pipeline`` takes. Before it torch's seed is set to the run's.
-        make_loader: Of an epoch (from 0), makes its batches, pairs (inputs, targets); the same on every worker, so an
-            order must follow from the epoch. What the first returns has a length, unless ``max_batches`` is given.
+        make_loader: Of an epoch (from 0), makes its batches, pairs (inputs, targets); the same on every worker: what is
+            drawn with torch's, Python's and NumPy's own generators follows from seed and epoch. What the first returns
+            has a length, unless ``max_batches`` is given.
         loss_fn: As of the ``Pipeline``.
         optimizer: As of the ``Pipeline``.
         evaluate: Of the pipeline, returns the metric, such as ``pipeline.evaluate(held_out).loss``. It runs before
@@ -291,7 +294,7 @@ def profiled(given: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Profile the model, as one of the workers; what the first finds counts."""
     options = given["options"]
     torch.manual_seed(seed)
-    model, batch = given["make_model"](), pair(next(iter(given["make_loader"](0))))
+    model, batch = given["make_model"](), first_batch(given["make_loader"], seed)
     found = profile_together(
         model,
         batch,
@@ -308,7 +311,7 @@ def trained(given: Mapping[str, Any], course: Mapping[str, Any], chosen: Plan, s
     torch.manual_seed(seed)
     made = {name: given[name] for name in ("loss_fn", "optimizer")}
     with Pipeline(given["make_model"](), chosen, seed=seed, **made, **given["options"]) as pipeline:
-        run = _Run(pipeline, given["make_loader"], given["evaluate"], course)
+        run = _Run(pipeline, given["make_loader"], given["evaluate"], course, seed)
         run.train()
         timeline = pipeline.timeline()
         peak = peak_memory_bytes(pipeline.device)
@@ -337,11 +340,13 @@ class _Run:
         make_loader: Callable[[int], Any],
         evaluate: Callable[[Pipeline], float] | None,
         course: Mapping[str, Any],
+        seed: int,
     ) -> None:
-        self._pipeline, self._make_loader, self._evaluate = pipeline, make_loader, evaluate
+        self._pipeline, self._evaluate = pipeline, evaluate
+        self._epoch_batches = partial(training_batches, make_loader, seed, course["max_batches"])
         self._epochs = course["epochs"]
-        self._batches = len(make_loader(0))
-        self._size = sample_count(*pair(next(iter(make_loader(0)))))
+        self._batches = len(self._epoch_batches(0))
+        self._size = sample_count(*first_batch(make_loader, seed))
         whole = self._epochs * self._batches
         self._left = min(whole, course["max_batches"] or whole)
         round_samples = pipeline.plan.batches_per_round * self._size
@@ -357,7 +362,7 @@ class _Run:
             self._validate()
 
     def _train_epoch(self, epoch: int) -> None:
-        source, ended = iter(self._make_loader(epoch)), False
+        source, ended = iter(self._epoch_batches(epoch)), False
         self._done.enter(epoch)
         while self._left and not ended and not self._done.reached:
             rounds = self._validations.rounds_to_next(self._done.samples)

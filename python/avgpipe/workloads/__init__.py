@@ -103,7 +103,7 @@ class BuildOptions:
 class BatchLoader(Protocol):
     """Batches ``(inputs, targets)`` with the samples as dimension 0, and how many there are, at most.
 
-    A script's loader for validation may not know: its length is a TypeError then.
+    A script's loader may not know: to ask for its length is a TypeError then.
     """
 
     def __len__(self) -> int: ...

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from avgpipe.runtime.batch import pair
 from avgpipe.runtime.context import mix
 
 # Batches to go through once an epoch, or what makes those of an epoch (from 0).
@@ -29,6 +30,13 @@ def training_batches(
         with Draws(mix(seed, _MAKING, epoch)):
             loader = loader(epoch)
     return LoaderBatches(loader, mix(seed, _TRAINING, epoch), start, most)
+
+
+def first_batch(loader: Loader, seed: int) -> tuple[Any, Any]:
+    """Return the inputs and targets with which training begins, and begin nothing."""
+    for batch in training_batches(loader, seed, None, 0):
+        return pair(batch)
+    raise ValueError("the loader has no batches: it must have at least one")
 
 
 def held_out_batches(loader: Iterable[Any], seed: int) -> LoaderBatches:
@@ -57,7 +65,7 @@ class LoaderBatches:
     def __len__(self) -> int:
         known = _length(self._loader) if self.are_counted else self._most
         if known is None:
-            raise TypeError("the loader has no length: say with --max-batches how many batches to train")
+            raise TypeError("the loader has no length: say how many batches to train (max_batches)")
         return max(0, known - self._start)
 
     def __iter__(self) -> Iterator[Any]:

@@ -87,20 +87,19 @@ class Script:
         if isinstance(task, Task):
             return task
         raise ScriptError(
-            f"{found.place}: returned {_told(task)}, and should return avgpipe.Task(model=..., loader=..., loss_fn=..., "
-            "optimizer=...)"
+            f"{found.place}: returned {_told(task)} instead of "
+            "avgpipe.Task(model=..., loader=..., loss_fn=..., optimizer=...)"
         )
 
     def _arguments(self, options: BuildOptions) -> dict[str, Any]:
-        """The options that were given and that the function has an argument for. ScriptError for its own, if it has none."""
+        """The given options that the function has an argument for. ScriptError where none can heed an option."""
         found = self._find()
         taken = inspect.signature(found.function).parameters
         given = {name: value for name, value in vars(options).items() if value is not None}
         for name in _ITS_OWN:
             if given.get(name) and name not in taken:
-                raise ScriptError(
-                    f"{found.place}: has no argument {name}, so leave out --{name.replace('_', '-')}, or add the argument"
-                )
+                option = f"--{name.replace('_', '-')}"
+                raise ScriptError(f"{found.place}: has no argument {name}: add it, or leave out {option}")
         return {name: value for name, value in given.items() if name in taken}
 
     def _find(self) -> _Found:
@@ -180,7 +179,8 @@ def _loaded(name: str, path: str) -> ModuleType:
         raise ScriptError(f"script {path} does not exist: give the path of a Python file")
     _look_first_in(str(Path(path).parent))
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         with _answering_for(path, path):

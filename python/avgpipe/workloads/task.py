@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from avgpipe.errors import check_count
-from avgpipe.runtime.batch import LossFn, pair, sample_count
+from avgpipe.runtime.batch import LossFn, sample_count
 from avgpipe.runtime.evaluate import MetricFn
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn
 from avgpipe.workloads import BuildOptions, Workload
-from avgpipe.workloads.loaders import Loader, held_out_batches, training_batches
+from avgpipe.workloads.loaders import Loader, first_batch, held_out_batches, training_batches
 
 _DEVICES = ("cpu", "cuda", "xpu")
 _LOSS, _METRIC = "loss", "metric"
@@ -32,8 +32,8 @@ class Task:
 
     Attributes:
         model: What a ``Pipeline`` takes.
-        loader: Batches to train on, pairs (inputs, targets), to go through once an epoch; or a function that makes those
-            of an epoch (from 0). One without a length needs ``--max-batches``.
+        loader: Batches to train on, pairs (inputs, targets), to go through once an epoch; or a function that makes
+            those of an epoch (from 0). One without a length needs ``--max-batches``.
         loss_fn: As of the ``Pipeline``.
         optimizer: As of the ``Pipeline``.
         held_out: Batches to validate on; without any, nothing is validated.
@@ -45,7 +45,7 @@ class Task:
         loss_weight: As of the ``Pipeline``.
         clip_grad_norm: As of the ``Pipeline``.
         autocast: As of the ``Pipeline``, unless ``--autocast`` says something else.
-        batch_size: Samples in a batch; None: those of the first one, for which the loader is asked once before training.
+        batch_size: Samples in a batch; None: those of the first one, which the loader is asked for before training.
         epochs: How many to train, without ``--epochs``.
         target: Where training ends without ``--target``: a metric, or as "loss=2.1" a loss.
     """
@@ -102,20 +102,13 @@ def workload_of(task: Task, name: str, options: BuildOptions) -> Workload:
         valid_batches=None if held_out is None else partial(held_out_batches, held_out, options.seed),
         metrics=partial(_metrics, task.metric_name),
         metric_name=task.metric_name,
-        batch_size=task.batch_size or sample_count(*pair(first_batch(task, options.seed))),
+        batch_size=task.batch_size or sample_count(*first_batch(task.loader, options.seed)),
         epochs=options.epochs or task.epochs,
         lower_is_better=task.metric_name == _LOSS if task.lower_is_better is None else task.lower_is_better,
         loss_weight=task.loss_weight,
         metric_fn=None if task.metric_fn is None else partial(_named, task.metric_fn, task.metric_name),
         autocast={} if task.autocast is None else dict.fromkeys(_DEVICES, task.autocast),
     )
-
-
-def first_batch(task: Task, seed: int) -> Any:
-    """Return the batch with which training begins."""
-    for batch in training_batches(task.loader, seed, None, 0):
-        return batch
-    raise ValueError("the loader has no batches: give it at least one")
 
 
 def _named(metric_fn: MetricFn, name: str, output: Any, target: Any) -> dict[str, Any]:
