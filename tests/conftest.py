@@ -10,6 +10,7 @@ import torch
 
 from tests.happens_before import plugin
 from tests.happens_before.plugin import _in_order  # noqa: F401 (a fixture of all tests)
+from tests.scripts import write_script  # noqa: F401 (a fixture of all tests)
 
 # A background job of a shell ignores SIGINT, and so would the commands that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -67,7 +67,7 @@ class Task:
     target: float | str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module | Sequence):
+        if not isinstance(self.model, nn.Module | list | tuple):
             raise TypeError(f"model={self.model!r}: must be a torch.nn.Module, or a list of them")
         _check_batches("loader", self.loader, callable(self.loader))
         _check_batches("held_out", self.held_out, self.held_out is None)
