@@ -156,7 +156,8 @@ def _refuse_other_steps(asked: TrainConfig, stored: dict[str, Any]) -> None:
     """Refuse what the checkpoint's optimizer state, which holds the learning rate too, would not follow."""
     for name in ("optimizer", "lr"):
         if name in asked.given and name in stored and getattr(asked, name) != stored[name]:
-            before = "the preset's" if stored[name] is None else stored[name]
+            default = "the preset's" if stored.get("preset") else "its default"
+            before = default if stored[name] is None else stored[name]
             raise ValueError(
                 f"--{name} {getattr(asked, name)}: the run in {asked.out} trains with {before}, which its checkpoint "
                 f"goes on with: leave out --{name}, or name a new --out to start a new run"

@@ -131,6 +131,9 @@ def plot_curves(
                 if value is not None:
                     look = {"color": GREYS[1], "linewidth": 1.1, "linestyle": style, "zorder": 2}
                     panels[1][column].axhline(value, label=f"{label}: {value:.4g}", **look)
+            if not values:
+                middle = {"ha": "center", "va": "center", "transform": panels[1][column].transAxes}
+                panels[1][column].text(0.5, 0.5, "nothing was validated", color=GREYS[1], **middle)
             if rows == 3:
                 _draw_distances(panels[2][column], runs, by)
             panels[-1][column].set_xlabel(unit, color=INK)
