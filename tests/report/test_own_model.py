@@ -11,8 +11,9 @@ from torch import nn
 
 import avgpipe
 from avgpipe.ranks.process import STORE_FILE
+from avgpipe.report.own_model import trained
 from tests.cli.command import environment
-from tests.report.own_models import broken, held_out_loss, make_loader, make_model, sgd
+from tests.report.own_models import broken, data, held_out_loss, make_loader, make_model, sgd
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -131,3 +132,20 @@ def test_a_worker_starts_no_comparison(monkeypatch):
     monkeypatch.setenv(STORE_FILE, "there")
     with pytest.raises(RuntimeError, match="put the call under if __name__"):
         compared()
+
+
+def drawn_batches(epoch):
+    """Batches without a length, in an order of no generator of their own."""
+    for n in torch.randperm(5).tolist():
+        yield data(1, n)[0]
+
+
+def test_batches_that_are_drawn_follow_from_the_seed_and_need_no_length():
+    made = {"make_model": make_model, "make_loader": drawn_batches, "loss_fn": nn.MSELoss(), "optimizer": sgd}
+    given = {**made, "evaluate": None, "options": {"device": "cpu", "timeout_s": 60}}
+    course = {"epochs": 2, "max_batches": 8, "validations": 1, "target": None, "lower_is_better": True}
+    runs = [trained(given, course, avgpipe.Plan(stages=1), seed) for seed in (0, 0, 1)]
+    losses = [[row["loss"] for row in run["rows"]] for run in runs]
+    assert losses[0] == losses[1] != losses[2]
+    assert [row["epoch"] for row in runs[0]["rows"]] == [0] * 5 + [1] * 3
+    assert runs[0]["summary"]["epochs"] == pytest.approx(8 / 5)

@@ -372,6 +372,8 @@ class _Run:
             self._train_batches(islice(source, count))
             trained = self._done.batches - before
             self._left, ended = self._left - trained, trained < count
+            if ended:  # only now a loader without a length has told
+                self._batches = -(-self._done.epoch_samples // self._size)
             if trained == ahead:
                 self._validate()
 
