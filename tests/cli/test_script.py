@@ -137,6 +137,8 @@ def test_a_loader_without_a_length_ends_its_epochs_itself(write_script: WriteScr
     assert [row["epoch"] for row in rows(tmp_path / "run") if row["kind"] == "train"] == [0] * 6 + [1] * 6
     assert rows(tmp_path / "run")[-1]["batch"] == 12  # it validates at the end
     assert train(path, "--out", tmp_path / "short", "--max-batches", 8)["batches"] == 8
+    assert train(path, "--out", tmp_path / "short", "--resume", "--max-batches", 100)["epochs"] == 2
+    assert losses(tmp_path / "short") == losses(tmp_path / "run")
 
 
 def test_without_held_out_data_nothing_is_validated(write_script: WriteScript, tmp_path: Path) -> None:
@@ -197,6 +199,12 @@ def test_json_of_a_refusal_is_one_object(write_script: WriteScript, tmp_path: Pa
     result = invoke("train", f"{path}:make", "--json", "--out", str(tmp_path / "run"))
     assert strict(result.stdout)["exit_code"] == 2
     assert "returned nothing instead of avgpipe.Task" in strict(result.stdout)["error"]
+
+
+def test_a_script_is_no_profile(write_script: WriteScript) -> None:
+    path = write_script(MAKE)
+    line = refused("partition", str(path), "--workers", "2")
+    assert line == f"'{path}' names no function of a script: write it as in {path}:make"
 
 
 def test_stages_are_at_most_layers(write_script: WriteScript) -> None:

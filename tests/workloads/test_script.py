@@ -36,7 +36,7 @@ def test_what_names_no_function_is_refused(text):
 def test_check_tells_what_the_task_is(write_script: WriteScript) -> None:
     path = write_script("def make(): return task(epochs=3, target='loss=0.1')")
     facts = check_workload(f"{path}:make")
-    assert (facts.label, facts.layers, facts.batch_size, facts.epochs) == ("own_script", 3, 8, 3)
+    assert (facts.name, facts.layers, facts.batch_size, facts.epochs) == ("own_script", 3, 8, 3)
     assert (facts.target, facts.counts_batches, facts.settled) == ("loss=0.1", True, {})
     assert check_workload(f"{path}:make", epochs=5).epochs == 5
 
@@ -69,7 +69,7 @@ def test_a_module_is_found_from_the_current_folder(write_script: WriteScript, mo
     write_script("", name="own_package/__init__.py", head="")
     path = write_script("def make(): return task()", name="own_package/training.py")
     monkeypatch.chdir(path.parents[1])
-    assert check_workload("own_package.training:make").label == "training"
+    assert check_workload("own_package.training:make").name == "training"
     with pytest.raises(
         ScriptError, match=r"^there is no module 'own_package.trainin' here: name a file, as in"
     ):
@@ -77,11 +77,23 @@ def test_a_module_is_found_from_the_current_folder(write_script: WriteScript, mo
 
 
 def test_what_a_script_prints_is_kept_from_standard_output(write_script: WriteScript, capsys) -> None:
+    path = write_script("print('loads')\ndef make():\n    print('makes')\n    return task()")
+    build_workload(f"{path}:make")
+    assert capsys.readouterr() == ("", "loads\nmakes\n")
+
+
+def test_a_function_gets_the_given_options_that_it_has_arguments_for(
+    write_script: WriteScript, capsys
+) -> None:
+    names = ["lr", "data", "loader_workers", "batch", "seed", "epochs", "max_batches", "pipelines"]
     path = write_script(
-        "print('loads')\ndef make(lr=0.1, seed=None, data=None):\n    print(lr, seed, data)\n    return task()"
+        f"def make({'=9, '.join(names)}=9):\n    print({', '.join(names)})\n    return task()"
     )
-    build_workload(f"{path}:make", lr=0.5, data="somewhere")
-    assert capsys.readouterr() == ("", "loads\n0.5 0 somewhere\n")
+    build_workload(f"{path}:make")
+    build_workload(
+        f"{path}:make", lr=0.5, data="text", loader_workers=2, epochs=3, max_batches=7, pipelines=2
+    )
+    assert capsys.readouterr().err.splitlines() == ["9 9 9 9 0 9 9 1", "0.5 text 2 9 0 3 7 2"]
 
 
 @pytest.mark.parametrize("name", ["preset", "data", "pretrained", "batch_size", "optimizer", "lr"])

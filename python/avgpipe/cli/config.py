@@ -103,10 +103,9 @@ Workload = Annotated[str, Value("WORKLOAD", choices=workload_names(), besides=is
 class WorkloadOptions(Options):
     """The workload.
 
-    A function of yours gets those of these options that are given and that it has arguments for.
-
     Attributes:
-        workload: Model and task, or a function of yours that makes them, as path/to/script.py:make.
+        workload: Model and task, or a function of yours that makes them, as path/to/script.py:make; it gets those of
+            the workload's options that are given and that it has arguments for.
         data: Data folder. A language model needs train.txt and valid.txt in it; without a folder it reads the source
             of Python's standard library. The documentation of the commands has the other workloads.
         preset: Size of the model. Default: tiny.

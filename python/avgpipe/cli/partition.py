@@ -64,7 +64,7 @@ def _check(config: PartitionConfig) -> int | None:
     link_of(config)
     if config.out is not None:
         check_file(config.out)
-    if Path(config.workload).is_file():
+    if _is_profile(config.workload):
         return config.batch_size
     if config.workload not in workload_names() and not is_script(config.workload):
         raise ValueError(
@@ -75,8 +75,12 @@ def _check(config: PartitionConfig) -> int | None:
     return check_workload(config.workload, config.build_options()).batch_size
 
 
+def _is_profile(workload: str) -> bool:
+    return Path(workload).is_file() and not is_script(workload)
+
+
 def _profile(config: PartitionConfig, batch_size: int | None) -> Profile:
-    if batch_size is None or Path(config.workload).is_file():
+    if batch_size is None or _is_profile(config.workload):
         with arguments():
             return Profile.load(config.workload)
     return profile_of(config, profiled_sizes(batch_size))

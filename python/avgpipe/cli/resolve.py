@@ -42,8 +42,8 @@ _PARTS_OF_A_RUN = (RUN_FILE, "plan.json", "metrics.jsonl", "summary.json", "time
 def resolve(asked: TrainConfig) -> TrainConfig:
     """Complete the configuration of a run.
 
-    Reads at most the plan file and the resumed run's ``run.json``. Raises ValueError, TypeError or OSError for what
-    cannot be, cheap checks only.
+    Reads at most the plan file and the resumed run's ``run.json``, and calls the function of a script. Raises
+    ValueError, TypeError or OSError for what cannot be, cheap checks only.
     """
     if asked.resume and not asked.out:
         raise ValueError("--resume needs --out DIR, the folder of the run to continue")
@@ -67,8 +67,9 @@ def resolve(asked: TrainConfig) -> TrainConfig:
         )
     plan = _plan(asked, stored, facts.batch_size)
     if plan.stages > facts.layers:
+        model = f"{source.name} {facts.preset}".rstrip()
         raise ValueError(
-            f"{plan.stages} stages are more than the {facts.layers} layers of {facts.label}: "
+            f"{plan.stages} stages are more than the {facts.layers} layers of {model}: "
             f"choose --stages 1 to {facts.layers}"
         )
     if plan.micro_batches > facts.batch_size:

@@ -189,11 +189,6 @@ class WorkloadFacts:
     counts_batches: bool = True
     target: float | str | None = None
 
-    @property
-    def label(self) -> str:
-        """Name and preset."""
-        return f"{self.name} {self.preset}".rstrip()
-
 
 class WorkloadSource(Protocol):
     """Where a workload comes from: a name, or a script's function."""

@@ -24,8 +24,9 @@ from avgpipe.workloads import BuildOptions, Workload, WorkloadFacts
 from avgpipe.workloads.loaders import Draws, training_batches
 from avgpipe.workloads.task import Task, workload_of
 
-# Options that nobody but the function can heed.
+# Options that nobody but the function can heed, and others that it may want to know.
 _ITS_OWN = ("preset", "data", "pretrained", "batch_size", "optimizer", "lr", "lr_scaling", "loader_workers")
+_ALSO = ("seed", "epochs", "max_batches", "pipelines")
 _LINE_LETTERS = 80
 
 
@@ -95,12 +96,13 @@ class Script:
         """The given options that the function has an argument for. ScriptError where none can heed an option."""
         found = self._find()
         taken = inspect.signature(found.function).parameters
-        given = {name: value for name, value in vars(options).items() if value is not None}
-        for name in _ITS_OWN:
-            if given.get(name) and name not in taken:
+        own = {name: value for name in _ITS_OWN if (value := getattr(options, name))}
+        for name in own:
+            if name not in taken:
                 option = f"--{name.replace('_', '-')}"
                 raise ScriptError(f"{found.place}: has no argument {name}: add it, or leave out {option}")
-        return {name: value for name, value in given.items() if name in taken}
+        also = {name: value for name in _ALSO if (value := getattr(options, name)) is not None}
+        return {name: value for name, value in (own | also).items() if name in taken}
 
     def _find(self) -> _Found:
         module = _imported(self.module) if self.path is None else _loaded(self.module, self.path)
