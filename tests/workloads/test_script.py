@@ -20,6 +20,7 @@ LINE = HEAD.count("\n") + 1  # the first one after the head
 def test_a_script_is_named_by_its_path_or_as_a_module():
     script = find_workload("some/where/train.py:make")
     assert (script.name, script.reference) == ("train", f"{os.getcwd()}/some/where/train.py:make")
+    assert find_workload("some/../train.py:make").reference == f"{os.getcwd()}/train.py:make"
     assert find_workload("train.py:other").name == "train-other"
     assert find_workload("package.train:make").reference == "package.train:make"
     assert find_workload("gpt").reference == find_workload("gpt").name == "gpt"
@@ -70,10 +71,14 @@ def test_a_module_is_found_from_the_current_folder(write_script: WriteScript, mo
     path = write_script("def make(): return task()", name="own_package/training.py")
     monkeypatch.chdir(path.parents[1])
     assert check_workload("own_package.training:make").name == "training"
+    for missing in ("own_package.trainin", "own_packag.training"):
+        with pytest.raises(ScriptError, match=rf"^there is no module '{missing}' here: name a file, as in"):
+            check_workload(f"{missing}:make")
+    write_script("import nowhere_at_all", name="broken_package/__init__.py", head="")
     with pytest.raises(
-        ScriptError, match=r"^there is no module 'own_package.trainin' here: name a file, as in"
+        ScriptError, match=r"^module broken_package.training: .* No module named 'nowhere_at_all'"
     ):
-        check_workload("own_package.trainin:make")
+        check_workload("broken_package.training:make")
 
 
 def test_what_a_script_prints_is_kept_from_standard_output(write_script: WriteScript, capsys) -> None:
@@ -128,7 +133,7 @@ WRONG = {
     ),
     "another type": (
         "def make(): return model()",
-        f", line {LINE}, in make: returned a Sequential instead of avgpipe.Task(model=..., loader=...",
+        f", line {LINE}, in make: returned Sequential instead of avgpipe.Task(model=..., loader=...",
     ),
     "nothing": ("def make(): task()", f", line {LINE}, in make: returned nothing instead of avgpipe.Task("),
     "a wrong task": (

@@ -99,15 +99,15 @@ def describe(out: Path) -> str:
     busy = ", ".join(f"{100 * share:.0f} %" for share in s["worker_busy_fraction"])
     memory = ", ".join(format_bytes(size) for size in s["peak_memory_bytes"])
     trivial = s.get("trivial_metric")
-    baseline = "" if trivial is None else f"; baseline, the trivial answer: {_number(trivial)}"
-    learnt = f"{s['metric_name']}: {_number(before)} before, {_number(s['metric'])} after "
+    baseline = "" if trivial is None else f"; baseline, the trivial answer: {number(trivial)}"
+    learnt = f"{s['metric_name']}: {number(before)} before, {number(s['metric'])} after "
     if before is None and s["metric"] is None:  # nothing was validated
         learnt = ""
     lines = [
         f"{learnt}{s['batches']} batches "
         f"({s['samples']} samples, {s['epochs']:g} epoch{'s' * (s['epochs'] != 1)}) in "
         f"{duration(s['train_seconds'])} of training{baseline}",
-        f"speed: {_number(s['samples_per_second'])} samples/s; bubbles {100 * s['bubble_fraction']:.0f} %; "
+        f"speed: {number(s['samples_per_second'])} samples/s; bubbles {100 * s['bubble_fraction']:.0f} %; "
         f"busy: {busy}; peak memory: {memory}",
     ]
     if s.get("skipped_updates"):
@@ -130,7 +130,8 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02} h"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """A figure to read, "-" for None."""
     if value is None:
         return "-"
     return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"

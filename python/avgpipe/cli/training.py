@@ -19,7 +19,7 @@ from torch import nn
 from avgpipe import __version__
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.folder import RunFolder, read_metrics
+from avgpipe.cli.folder import RunFolder, number, read_metrics
 from avgpipe.cli.output import CommandFailed, arguments, running, say, strict_json
 from avgpipe.cli.progress import ProgressBar, links_line, links_of, log_records, warnings_of
 from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
@@ -208,7 +208,7 @@ class TrainingRun:
             found["distances"] = asdict(self.pipeline.distances())
         self.folder.row("valid", **place, **found, seconds=round(done.seconds, 6))
         when = f"after {done.batches} batches" if done.batches else "before training"
-        values = "".join(f"{name} {value:.2f}, " for name, value in metrics.items() if name != "loss")
+        values = "".join(f"{name} {number(value)}, " for name, value in metrics.items() if name != "loss")
         skipped = self._skipped_updates()
         note = f"; updates skipped so far: {skipped}" if skipped else ""
         self.progress.note(f"validation {when}: {values}loss {loss:.4f}{note}")

@@ -53,9 +53,10 @@ class Script:
         """Read ``path/to/script.py:make`` or ``package.module:make``. ScriptError for what is neither."""
         place, colon, function = text.rpartition(":")
         if not (colon and place and function.isidentifier()):
-            raise ScriptError(f"{text!r} names no function of a script: write it as in {_file_of(text)}:make")
+            file = text.partition(":")[0] or "path/to/script.py"
+            raise ScriptError(f"{text!r} names no function of a script: write it as in {file}:make")
         if place.endswith(".py") or os.sep in place:
-            return cls(Path(place).stem, str(Path(place).absolute()), function)
+            return cls(Path(place).stem, os.path.abspath(place), function)
         return cls(place, None, function)
 
     @property
@@ -87,10 +88,9 @@ class Script:
             task = found.function(**arguments)
         if isinstance(task, Task):
             return task
-        raise ScriptError(
-            f"{found.place}: returned {_told(task)} instead of "
-            "avgpipe.Task(model=..., loader=..., loss_fn=..., optimizer=...)"
-        )
+        what = "nothing" if task is None else type(task).__name__
+        wanted = "avgpipe.Task(model=..., loader=..., loss_fn=..., optimizer=...)"
+        raise ScriptError(f"{found.place}: returned {what} instead of {wanted}")
 
     def _arguments(self, options: BuildOptions) -> dict[str, Any]:
         """The given options that the function has an argument for. ScriptError where none can heed an option."""
@@ -156,7 +156,9 @@ def _imported(name: str) -> ModuleType:
     with _answering_for(name, f"module {name}"):
         try:
             spec = importlib.util.find_spec(name)
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if not f"{name}.".startswith(f"{error.name}."):  # something that its package imports
+                raise
             spec = None
     if spec is None or not spec.origin:
         raise ScriptError(
@@ -225,11 +227,3 @@ def _where(error: BaseException, file: str) -> str:
     line, code = frames[-1].line or "", frames[-1].name
     shown = line if len(line) <= _LINE_LETTERS else line[: _LINE_LETTERS - 3] + "..."
     return f"{file}, line {frames[-1].lineno}, in {code}, {shown!r}"
-
-
-def _told(value: object) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
-
-
-def _file_of(text: str) -> str:
-    return text.partition(":")[0] or "path/to/script.py"
