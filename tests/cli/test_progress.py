@@ -54,6 +54,15 @@ def test_batches_of_a_validation_pass_unchanged(clock, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_validation_may_not_know_how_long_it_is(clock, capsys):
+    def batches():
+        yield from range(5)
+
+    assert list(ProgressBar(total=1, done=0).validating(batches())) == [0, 1, 2, 3, 4]
+    assert list(ProgressBar(total=1, done=0).validating(batches(), most=3)) == [0, 1, 2]
+    assert list(ProgressBar(total=1, done=0).validating([1, 2, 3], most=2)) == [1, 2]
+
+
 # ---- what the runtime logs -------------------------------------------------------------------------------------------
 
 

@@ -88,6 +88,16 @@ def test_a_metric_that_falls_far_is_drawn_on_a_logarithmic_axis(last, scale):
     assert figure.axes[0].get_yscale() == "linear"
 
 
+def test_a_run_without_validations_says_so():
+    figure = plot_curves({"gpipe": Curve.of([train(0, 6.0, 1.5), train(1, 5.0, 2.5)])}, "", "loss")
+    assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [
+        [],
+        [],
+        ["nothing was validated"],
+        ["nothing was validated"],
+    ]
+
+
 def test_distances_of_replicas_are_a_third_row_over_the_norm_of_the_reference():
     apart = {"norm": 4.0, "to_reference": [1.0, 3.0], "between": [[0.0, 2.0], [2.0, 0.0]]}
     curve = Curve.of([*ROWS[:-1], {**ROWS[-1], "distances": apart}])
