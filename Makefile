@@ -22,7 +22,11 @@ test lint types native-test sanitize unit order order-slow mutants slow nightly:
 ON_GPU := benchmarks/gpu_*.py tests/runtime/test_cuda.py tests/elastic/test_cuda.py tests/avgpipe_ext/test_cuda.py \
   tests/happens_before/on_gpu.py
 
-.PHONY: demo test lint types unit order order-slow mutants slow nightly native-test sanitize docs gpu clean
+# Environments with torch, one for each version of Python that wheels are made for; their torch needs no CUDA.
+PYTHONS ?= $(BIN)/python
+
+.PHONY: demo test lint types unit order order-slow mutants slow nightly native-test sanitize docs wheels wheels-test gpu \
+  clean
 
 demo: $(VENV)/installed
 	rm -rf runs/demo
@@ -82,6 +86,17 @@ docs: $(VENV)/installed
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install -q --no-build-isolation -e '.[docs]'
 	$(BIN)/mkdocs build --quiet
 
+# The source distribution and the wheels, in dist: for CPU, and for CUDA where nvcc is.
+wheels: $(VENV)/installed
+	rm -rf dist
+	$(BIN)/python tools/wheels.py $(addprefix --python ,$(PYTHONS)) $(if $(VARIANTS),--variants $(VARIANTS))
+
+# Those of dist for the Python of VENV, each installed where there is no compiler, as root.
+wheels-test:
+	for wheel in dist/*-$$($(BIN)/python -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl; do \
+	  $(BIN)/python tools/without_compilers.py "$$wheel" --torch "$(TORCH)" || exit 1; \
+	done
+
 $(VENV)/installed: $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2> /dev/null || $(BIN)/pip install -q "$(TORCH)" numpy
@@ -96,4 +111,4 @@ gpu:
 	$(PYTHON) benchmarks/gpu_suite.py $(if $(STAGE),--stage $(STAGE))
 
 clean:
-	rm -rf build runs $(VENV)
+	rm -rf build dist runs $(VENV)

@@ -26,6 +26,14 @@ if os.environ.get("AVGPIPE_CUDA") != "0":
     FAILED += "; if they are about CUDA, AVGPIPE_CUDA=0 builds without it"
 
 
+COMPILERS = ("c++", "g++", "clang++", "icpx")
+
+
+def require_linux() -> None:
+    if sys.platform != "linux":
+        sys.exit(f"avgpipe: Linux alone is supported, and this is {sys.platform}; macOS and Windows are not")
+
+
 def require_torch() -> None:
     """Stop early: once an isolated build has told its dependencies, pip would download torch."""
     if importlib.util.find_spec("torch") is None:
@@ -35,13 +43,27 @@ def require_torch() -> None:
         )
 
 
+def require_compiler() -> None:
+    if "CXX" not in os.environ and not any(map(shutil.which, COMPILERS)):
+        sys.exit(
+            "avgpipe: a build from source needs a C++20 compiler, and none is on PATH: install one (Debian and Ubuntu: "
+            "apt-get install g++) or set CXX. A wheel needs none: `make wheels`, where there is a compiler, makes one "
+            "for each version of Python"
+        )
+
+
 def version() -> str:
-    """The version written in python/avgpipe/__init__.py."""
+    """The version written in python/avgpipe/__init__.py; behind it, of a wheel, which of several it is."""
     text = (ROOT / "python/avgpipe/__init__.py").read_text()
     match = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     if match is None:
         sys.exit('avgpipe: python/avgpipe/__init__.py has no line __version__ = "..."')
-    return match.group(1)
+    variant = os.environ.get("AVGPIPE_LOCAL_VERSION", "")
+    if not re.fullmatch(r"([a-z0-9]+(\.[a-z0-9]+)*)?", variant):
+        sys.exit(
+            f"avgpipe: AVGPIPE_LOCAL_VERSION is {variant!r}; use small letters, digits and dots, such as cpu or cu130"
+        )
+    return match.group(1) + (f"+{variant}" if variant else "")
 
 
 def tool(name: str) -> str:
@@ -108,7 +130,9 @@ class CleanWheel(bdist_wheel):
 
 # A source distribution needs no torch; nor does egg_info, with which every build begins by asking what it requires.
 if not {"egg_info", "sdist"}.intersection(sys.argv):
+    require_linux()
     require_torch()
+    require_compiler()
 setup(
     version=version(),
     packages=[*find_packages("python"), "avgpipe_ext"],

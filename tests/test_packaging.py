@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import avgpipe
+
 pytestmark = pytest.mark.timeout(600)  # of which a minute or two is the build
 
 ROOT = Path(__file__).parents[1]
@@ -165,6 +167,50 @@ def test_without_torch_the_build_stops_before_its_dependencies_are_told(step, ch
     assert "pip install --no-build-isolation .\n" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+STOPS = {
+    "sysconfig.get_config_vars(); sys.platform = 'darwin'": "Linux alone is supported, and this is darwin;",
+    "os.environ.pop('CXX', None); os.environ['PATH'] = '/nowhere'": "needs a C++20 compiler, and none is on PATH",
+    "os.environ['AVGPIPE_LOCAL_VERSION'] = 'CPU build'": "AVGPIPE_LOCAL_VERSION is 'CPU build'; use small letters",
+}
+
+
+@pytest.mark.parametrize("lack", STOPS)
+def test_what_cannot_be_built_is_refused_before_its_dependencies_are_told(lack, checkout, tmp_path):
+    code = f"import os, sys, sysconfig; from setuptools import build_meta; {lack}; "
+    done = run(
+        sys.executable,
+        "-c",
+        f"{code}build_meta.prepare_metadata_for_build_wheel({str(tmp_path)!r})",
+        cwd=checkout,
+    )
+    assert done.returncode == 1
+    assert STOPS[lack] in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wheel_says_in_its_version_alone_which_of_several_it_is(checkout, tmp_path):
+    code = "import os; from setuptools import build_meta; os.environ['AVGPIPE_LOCAL_VERSION'] = 'cu130'; "
+    output(
+        sys.executable,
+        "-c",
+        f"{code}build_meta.prepare_metadata_for_build_wheel({str(tmp_path)!r})",
+        cwd=checkout,
+    )
+    assert [path.name for path in tmp_path.glob("*.dist-info")] == [
+        f"avgpipe-{avgpipe.__version__}+cu130.dist-info"
+    ]
+
+
+def test_every_place_has_the_version_of_the_package(environment, sdist, tmp_path):
+    code = (
+        "import importlib.metadata, avgpipe, avgpipe_ext; print(importlib.metadata.version('avgpipe'), "
+        "avgpipe.__version__, avgpipe_ext.build_info()['version'])"
+    )
+    assert {*output(environment / "python", "-c", code, cwd=tmp_path).split()} == {avgpipe.__version__}
+    assert output(environment / "avgpipe", "--version", cwd=tmp_path) == f"avgpipe {avgpipe.__version__}\n"
+    assert sdist.name == f"avgpipe-{avgpipe.__version__}.tar.gz"
 
 
 def tools() -> str:
