@@ -1,0 +1,100 @@
+"""The training of examples/nanogpt.py in two stages, with the same losses.
+avgpipe run --stages 2 examples/nanogpt_pipeline.py, or python examples/nanogpt_pipeline.py for both in one process.
+"""
+
+import math
+import pathlib
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import avgpipe
+
+LAYERS, HEADS, WIDTH, BLOCK = 4, 4, 64, 32
+BATCH, ACCUMULATE, STEPS, WARMUP, CLIP = 4, 4, int(sys.argv[1]) if len(sys.argv) > 1 else 200, 20, 1.0
+
+
+def heads(x):
+    return x.unflatten(2, (HEADS, -1)).transpose(1, 2)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        q, k, v = self.c_attn(self.ln_1(x)).split(WIDTH, 2)
+        y = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(256, WIDTH), nn.Embedding(BLOCK, WIDTH)
+        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.ln_f, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+        nn.init.normal_(self.wte.weight, std=0.02)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, idx):
+        x = self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device))
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))
+
+
+def get_batch():
+    starts = torch.randint(len(text) - BLOCK - 1, (BATCH,))
+    rows = torch.stack([text[s : s + BLOCK + 1] for s in starts])
+    return rows[:, :-1], rows[:, 1:]
+
+
+def batches():
+    for _ in range(STEPS):
+        parts = [get_batch() for _ in range(ACCUMULATE)]
+        yield torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+def loss_fn(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def optimizer(params):  # of one stage
+    params = list(params)
+    matrices = [p for p in params if p.dim() >= 2]
+    others = [p for p in params if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
+
+
+def schedule(step):
+    if step < WARMUP:
+        return (step + 1) / WARMUP
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - WARMUP) / max(1, STEPS - WARMUP)))
+
+
+text = torch.tensor(list(pathlib.Path(pathlib.__file__).read_bytes()))
+torch.manual_seed(0)  # every rank builds the same model and data
+model = GPT()
+plan = avgpipe.Plan(stages=2, micro_batches=ACCUMULATE)
+with avgpipe.Pipeline(
+    model,
+    plan,
+    loss_fn=loss_fn,
+    optimizer=optimizer,
+    lr_scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, schedule),
+    clip_grad_norm=CLIP,
+) as pipeline:
+    for result in pipeline.train(batches()):
+        if result.batch % 10 == 0 or result.batch == STEPS - 1:
+            if pipeline.world.rank == 0:
+                print(f"step {result.batch}: loss {result.loss:.5f}")
+            pipeline.save("checkpoint")
+    model.load_state_dict(pipeline.state_dict())
