@@ -42,7 +42,7 @@ class GPT(nn.Module):
         self.lm_head.weight = self.wte.weight
 
     def forward(self, idx, targets=None):
-        b, t = idx.shape
+        t = idx.size(1)
         assert t <= BLOCK, f"a sequence of {t} is longer than {BLOCK}"
         x = self.wte(idx) + self.wpe(torch.arange(t, device=idx.device))
         for block in self.h:
@@ -87,4 +87,6 @@ for step in range(STEPS):
     scheduler.step()
     if step % 10 == 0 or step == STEPS - 1:
         print(f"step {step}: loss {total:.5f}")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, "ckpt.pt")
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, "ckpt.pt"
+        )
