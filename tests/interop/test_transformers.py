@@ -199,6 +199,15 @@ def test_costs_and_names_cut_a_model_into_stages():
         stage_bounds(chain, 2, ["transformer.h.7"])
 
 
+@pytest.mark.parametrize("ends", [{"eos_token_id": [2, 3]}, {"pad_token_id": None}])
+def test_settings_of_special_words_may_be_lists_or_absent(ends):
+    model = build("LlamaForCausalLM", **ends).eval()
+    if ends == {"pad_token_id": None}:
+        del model.config.pad_token_id  # as some configurations have none
+    with torch.no_grad():
+        same(chained(model, tokens()), own(model, {"input_ids": tokens()}), 1e-6)
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 

@@ -140,7 +140,7 @@ def _text(
     if padded and "attention_mask" in named:
         inputs["attention_mask"] = torch.ones_like(words)
         inputs["attention_mask"][0, -2:] = 0
-        pad = config.get_text_config().pad_token_id
+        pad = getattr(config.get_text_config(), "pad_token_id", None)
         if isinstance(pad, int) and pad >= 0:
             words[0, -2:] = pad
     kinds = getattr(config, "type_vocab_size", 0)
@@ -158,7 +158,8 @@ def _plain_words(config: Any) -> list[int]:
     """Return some numbers of words that are no special ones; [0] where there are no words."""
     text = config.get_text_config()
     size = getattr(text, "vocab_size", None) or 0
-    special = {value for name, value in vars(text).items() if name.endswith(("token_id", "token_index"))}
+    fields = [value for name, value in vars(text).items() if name.endswith(("token_id", "token_index"))]
+    special = {word for value in fields for word in (value if isinstance(value, list | tuple) else [value])}
     return [n for n in reversed(range(size)) if n not in special][:100] or [0]
 
 
