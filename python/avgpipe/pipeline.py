@@ -30,6 +30,7 @@ from avgpipe.runtime.compiled import Compiler, compile_options, described
 from avgpipe.runtime.distances import Distances, gather_distances
 from avgpipe.runtime.evaluate import MetricFn, MetricSums, OutputCollector, run_evaluation
 from avgpipe.runtime.feed import BatchResult, Feed, Prefetch
+from avgpipe.runtime.initial import InitialWeights
 from avgpipe.runtime.measure import gather_timeline, measured_costs
 from avgpipe.runtime.model import Model, layers_of
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions
@@ -116,6 +117,11 @@ class Pipeline:
             backend not what plain layers draw, unless ``torch._inductor.config.fallback_random`` is set. With
             recomputation the default is ``dynamic=False``. The first batches wait for the compiler, which ``timeout_s``
             must allow for.
+        weights_from: for a model on the meta device, where its values come from: a folder or file of safetensors; a
+            mapping from names to tensors, of which each rank asks for those of its stages; or a function that fills
+            the modules of a stage, as by ``module.apply(...)``. Each rank makes what its stages hold and no more, so
+            that a model may be larger than a host. Names in a folder that ``save_pretrained`` wrote may have, or lack,
+            the prefix of the model's body.
         memory_limit_bytes: of a worker, for the weights of all pipelines and the activations in flight; what
             ``advance="auto"`` must keep to.
 
@@ -143,6 +149,7 @@ class Pipeline:
         wire_dtype: torch.dtype | None = None,
         cuda_graphs: bool = False,
         compile: bool | dict[str, Any] = False,
+        weights_from: Any = None,
         memory_limit_bytes: int | None = None,
     ) -> None:
         if not isinstance(plan, Plan):
@@ -172,9 +179,10 @@ class Pipeline:
             measures=plan.advance == "auto",
         )
         check_options(options)
-        check_model(model)
+        check_model(model, may_be_meta=weights_from is not None)
         self.plan, layers = plan, layers_of(model)
         self._model = Model.cut(model, layers, plan.stages, plan.partition)
+        initial = None if weights_from is None else InitialWeights.of(weights_from, model, self._model)
         self._device = _device(device, layers)
         check_device(options, plan.weights, self._device, layers)
         if not has_streams(self._device):
@@ -191,15 +199,20 @@ class Pipeline:
         self.world.require_same("compile", described(compiling))
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
-        self.world.require_same(
-            "initial value of shared parameters", json.dumps(self._model.shared_values(layers))
-        )
+        if initial is None:
+            self.world.require_same(
+                "initial value of shared parameters", json.dumps(self._model.shared_values(layers))
+            )
         check_correction(plan, self._model.shared)
         if not self.world.rank:
             warn_of_waits(options, plan, any(self._model.shared))
         if self.world.size == 1 and not has_streams(self._device):
             warn_of_threads(torch.get_num_threads())
-        self._worker = Worker(self._model, layers, plan, placement, self.world, self._device, seed, options)
+        self._worker = Worker(
+            self._model, layers, plan, placement, self.world, self._device, seed, options, initial
+        )
+        if initial is not None:
+            self._check_shared()
         self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
         self._choose_at = _MEASURED_BATCHES * plan.batches_per_round if plan.advance == "auto" else None
@@ -207,6 +220,21 @@ class Pipeline:
         self._feed = Feed(self._worker, plan, self._loader, options)
         self._folders = FolderLocks()
         atexit.register(_close, weakref.ref(self))
+
+    def _check_shared(self) -> None:
+        """Refuse stages that each have filled their own copy of a tied parameter, and not alike."""
+        try:
+            found = [row for rows in self.world.gather(self._worker.shared_values()) for row in rows]
+            known = dict(found)
+            different = sorted({name for name, digest in found if known[name] != digest})
+            if different:
+                raise ValueError(
+                    f"stages have filled their copies of {different[0]!r} with different values: the function of "
+                    "weights_from must give it the same on every stage"
+                )
+        except BaseException:
+            self._worker.close(_FAILED_PATIENCE_S)
+            raise
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -468,6 +496,6 @@ def _not_empty(loader: Iterable[Any]) -> Iterator[Any]:
 
 def _device(device: torch.device | str | None, layers: Sequence[nn.Module]) -> torch.device:
     if device is None:
-        tensor = next((p for layer in layers for p in layer.parameters()), torch.empty(0))
+        tensor = next((p for layer in layers for p in layer.parameters() if not p.is_meta), torch.empty(0))
         return tensor.device
     return own_device(device)

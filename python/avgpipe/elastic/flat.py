@@ -99,12 +99,16 @@ class FlatBuffers:
 
 
 class Arena:
-    """Moves ``parameters`` (of one device) into flat buffers: ``weights``, laid out by ``layout``."""
+    """Moves ``parameters`` (of one device) into flat buffers: ``weights``, laid out by ``layout``.
+
+    Those that lie in such buffers already stay where they are.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.layout = Layout(self.parameters)
-        self.weights = move_into(self.layout.zeros(), self.parameters).flats
+        there = _buffers_of(self.layout, self.parameters)
+        self.weights = there or move_into(self.layout.zeros(), self.parameters).flats
 
     @property
     def grads(self) -> list[torch.Tensor]:

@@ -26,7 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from avgpipe.errors import reason
 from avgpipe.interop.call import Call
+from avgpipe.interop.shrink import shrunk
 
 # untyped on purpose: types would be checked against whichever release is installed
 _layers: Any = importlib.import_module("transformers.modeling_layers")
@@ -176,3 +178,28 @@ _SIGNALS: dict[str, Callable[[Any], tuple[int, ...]]] = {
     "input_features": lambda config: (config.num_mel_bins, 2 * config.max_source_positions),
     "input_values": lambda config: (4000,),
 }
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """Make a tiny model of the same kind and depth, and with the same names, as one on the meta device.
+
+    Raises:
+        ValueError: none can be made.
+    """
+    whole: Any = model
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(0)
+            twin: nn.Module = type(whole)(shrunk(whole.config))
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, and no tiny model like it can be made to see what it does "
+            f"({reason(error)}): build it with values"
+        ) from error
+    mine, other = set(dict(model.named_parameters())), set(dict(twin.named_parameters()))
+    if mine != other:
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, and a tiny model like it has other parameters, such as "
+            f"{sorted(mine ^ other)[0]}: build it with values"
+        )
+    return twin

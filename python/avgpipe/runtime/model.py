@@ -171,10 +171,11 @@ def _forward_module(model: nn.Module) -> str:
 
 
 def _of_transformers(model: nn.Module) -> Sequence[nn.Module]:
-    from avgpipe.interop.transformers import call_of  # only now: it imports the library, which takes seconds
+    from avgpipe.interop.transformers import call_of, twin_of  # only now: the library takes seconds to import
 
     try:
-        return BlockChain(model, call_of(model))
+        sample = twin_of(model) if any(p.is_meta for p in model.parameters()) else model
+        return BlockChain(sample, call_of(sample), model)
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} of transformers cannot be split into stages: {reason(error)}; "
@@ -292,13 +293,22 @@ class Model:
 
     def shared_values(self, layers: Sequence[nn.Module]) -> dict[str, str]:
         """Return the SHA-256 of each parameter that several stages hold: their copies must begin alike."""
-        found = {}
-        for k, others in enumerate(self.shared):
+        found: dict[str, str] = {}
+        for k in range(self.stages):
             parameters = trainable_parameters(nn.ModuleList(stage_layers(layers, *self.bounds[k : k + 2])))
-            for n in {n for places in others.values() for n in places}:
-                data = parameters[n].detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-                found[self.trainable[k][n]] = sha256(data).hexdigest()
+            found |= self.shared_digests(k, parameters)
         return found
+
+    def shared_digests(self, stage: int, parameters: Sequence[torch.Tensor]) -> dict[str, str]:
+        """Return the SHA-256 of those of a stage's trainable parameters that others hold too, by name."""
+        return {
+            self.trainable[stage][n]: _digest(parameters[n])
+            for n in {n for places in self.shared[stage].values() for n in places}
+        }
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def trainable_parameters(layers: nn.Module) -> list[nn.Parameter]:

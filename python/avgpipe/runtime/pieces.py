@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, overload
@@ -120,14 +121,18 @@ class BlockChain(Sequence[nn.Module]):
     """The chain of a model's units, each a piece of its own.
 
     Args:
-        model: the whole; pieces hold its very modules.
+        sample: what is run to see what the model does; a cut is proved of it.
+        call: how it is called.
+        model: the whole, of the same classes and names as the sample, of which pieces hold the very modules; by default
+            the sample itself.
 
     Raises:
         ValueError: the model's forward is no chain of blocks.
     """
 
-    def __init__(self, model: nn.Module, call: Call) -> None:
-        self._anatomy = anatomy_of(model, call)
+    def __init__(self, sample: nn.Module, call: Call, model: nn.Module | None = None) -> None:
+        self._sample = anatomy_of(sample, call)
+        self._anatomy = self._sample if model is None else replace(self._sample, model=model)
         self._shells = Shells(self._anatomy)
         self._pieces = [self._piece(unit, unit + 1) for unit in range(self._anatomy.units)]
 
@@ -153,10 +158,10 @@ class BlockChain(Sequence[nn.Module]):
 
         Outputs and gradients are compared, in evaluation mode, on all of the trials.
         """
-        pieces = [self._piece(begin, end) for begin, end in pairwise(bounds)]
-        model = self._anatomy.model
+        shells, model = Shells(self._sample), self._sample.model
+        pieces = [Piece(self._sample, shells, begin, end) for begin, end in pairwise(bounds)]
         with evaluating(model):
-            for inputs in self._anatomy.call.trials:
+            for inputs in self._sample.call.trials:
                 found = difference(model, partial(self._whole, inputs), partial(_run, pieces, dict(inputs)))
                 if found is not None:
                     raise ValueError(
@@ -165,8 +170,8 @@ class BlockChain(Sequence[nn.Module]):
                     )
 
     def _whole(self, inputs: Mapping[str, Any]) -> Any:
-        call = self._anatomy.call
-        return call.output(self._anatomy.model(**inputs, **call.fixed))
+        call = self._sample.call
+        return call.output(self._sample.model(**inputs, **call.fixed))
 
 
 def _run(pieces: Sequence[Piece], value: Any) -> Any:

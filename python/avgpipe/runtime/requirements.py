@@ -29,8 +29,8 @@ _SHARDING = ("FSDPModule", "FullyShardedDataParallel")
 _SHARDED = "DTensor"
 
 
-def check_model(model: nn.Module | Sequence[nn.Module]) -> None:
-    """Refuse what communicates by itself, and what has no values yet."""
+def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = False) -> None:
+    """Refuse what communicates by itself, and what has no values yet, unless it ``may_be_meta``."""
     whole = (
         model if isinstance(model, nn.Module) else nn.ModuleList(m for m in model if isinstance(m, nn.Module))
     )
@@ -56,10 +56,11 @@ def check_model(model: nn.Module | Sequence[nn.Module]) -> None:
             raise ValueError(
                 f"{name!r} is a DTensor, which stages cannot hold: pass the model as it was before"
             )
-        if tensor.is_meta:
+        if tensor.is_meta and not may_be_meta:
             raise ValueError(
-                f"{name!r} is on the meta device and has no values: give the model some first, by "
-                "to_empty(device=...) and its initialisation, or by load_state_dict(state, assign=True)"
+                f"{name!r} is on the meta device and has no values: say where they come from by weights_from=, such "
+                "as a folder of safetensors, or give the model some first, by to_empty(device=...) and its "
+                "initialisation"
             )
     for name, parameter in whole.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):

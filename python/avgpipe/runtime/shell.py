@@ -61,7 +61,8 @@ class _Shell:
         for name, parameter in module._parameters.items():
             if parameter is not None and not self._anatomy.needs(inside + name, self._units):
                 del mine._parameters[name]
-                zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+                device = torch.device("cpu") if parameter.is_meta else parameter.device
+                zero = torch.zeros((), dtype=parameter.dtype, device=device)
                 mine.register_buffer(name, zero.expand(parameter.shape), persistent=False)
         return mine
 

@@ -20,8 +20,9 @@ from avgpipe.runtime.context import Carry, Position, key_layers, mix, mix_more, 
 class Stage(nn.Module):
     """Layers ``first``, ``first + 1``, ... of the model; each receives what the one before returned.
 
-    The layers are copied, and compiled by ``compiler``. ``statistics``: what their BatchNorms have seen of the batch
-    in hand, to be committed when it is done.
+    The layers are copied, and compiled by ``compiler``. ``materialise``: gives the copies memory on ``device``, and
+    values, where they have none. ``statistics``: what their BatchNorms have seen of the batch in hand, to be committed
+    when it is done.
     """
 
     def __init__(
@@ -32,9 +33,13 @@ class Stage(nn.Module):
         seed: int,
         device: torch.device,
         compiler: Compiler | None = None,
+        materialise: Callable[[nn.Module], None] | None = None,
     ):
         super().__init__()
-        self.layers = (compiler or Compiler()).copied(layers).to(device)
+        self.layers = (compiler or Compiler()).copied(layers)
+        if materialise is not None:
+            materialise(self.layers)
+        self.layers.to(device)
         self.statistics = defer_batch_norms(self.layers)
         self.first, self.index, self.seed, self.device = first, index, seed, device
         self.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from avgpipe.ranks.world import SPARE_S, Watchdog, World
 from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.runtime.compute import Compute, Port
 from avgpipe.runtime.group_sum import GroupSum, sum_group
+from avgpipe.runtime.initial import InitialWeights
 from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import LossScale, NonfiniteNotice
 from avgpipe.runtime.model import Model, stage_layers, trainable_parameters
@@ -54,12 +56,13 @@ class Worker:
         device: torch.device,
         seed: int,
         options: TrainingOptions,
+        initial: InitialWeights | None = None,
     ) -> None:
         self.world, self.device, self.placement, self.model = world, device, placement, model
         self.held = placement.held_by(world.rank)
         self.failure: Exception | None = None
         self._closed = False
-        self._plan, self._options, self._seed = plan, options, seed
+        self._plan, self._options, self._seed, self._initial = plan, options, seed, initial
         into = [self._channels_into(rank) for rank in range(world.size)]
         ranks = [placement.rank_of(n) for n in range(len(placement.replicas))]
         self._links = Links(world, ranks, into, device, options.link, options.wire_dtype)
@@ -93,6 +96,16 @@ class Worker:
     def rows_of(self, pipeline: int) -> list[PipelineRow]:
         """Return this process's rows of a pipeline; none where dedicated pipelines have other workers."""
         return [row for row in self.rows if row.pipeline == pipeline]
+
+    def shared_values(self) -> list[tuple[str, str]]:
+        """Return the SHA-256 of what this process's stages hold together with others, by name."""
+        return [
+            row
+            for (replica, _), trained in self.trained.items()
+            for row in self.model.shared_digests(
+                self.placement.stage_of(replica), trained.arena.parameters
+            ).items()
+        ]
 
     # ---- building ------------------------------------------------------------------------------------------------
 
@@ -136,7 +149,10 @@ class Worker:
         pipelines = placement.pipelines_of(replica)
         first, end = self.model.bounds[k : k + 2]
         own = stage_layers(layers, first, end)
-        stages = [Stage(own, first, k, self._seed, self.device, options.compiler) for _ in pipelines]
+        fill = None
+        if self._initial is not None:
+            fill = partial(self._initial.materialise, entries=self.model.entries[k], device=self.device)
+        stages = [Stage(own, first, k, self._seed, self.device, options.compiler, fill) for _ in pipelines]
         arenas = [Arena(trainable_parameters(stage)) for stage in stages]
         given = trainable_parameters(nn.ModuleList(own))
         hooks = [list((p._backward_hooks or {}).values()) for p in given]
