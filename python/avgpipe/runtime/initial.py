@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,7 +17,6 @@ from avgpipe.errors import reason
 from avgpipe.runtime.model import Entry, Model, named_tensors, trainable_parameters
 
 Fill: TypeAlias = Callable[[nn.Module], Any]
-Get: TypeAlias = Callable[[str], torch.Tensor]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -81,9 +79,9 @@ class InitialWeights:
                 return
             self._make_buffers(layers)
             state = layers.state_dict(keep_vars=True)
-            with self._opened() as get:
-                for entry in (e for e in entries if e.local in lacking):
-                    _copy(entry, state[entry.local], get(str(self._name_of(entry.names))))
+            for entry in entries:
+                if entry.local in lacking:
+                    _copy(entry, state[entry.local], self._read(entry.names))
 
     @classmethod
     def of(cls, source: Any, whole: Any, model: Model) -> InitialWeights:
@@ -104,8 +102,7 @@ class InitialWeights:
                 f"the model's forward does not use {names[0]!r}, so no stage has a module of it to fill: take it out "
                 "of the model"
             )
-        with self._opened() as get:
-            return {name: get(str(self._name_of([name]))).clone() for name in names}
+        return {name: self._read([name]).clone() for name in names}
 
     @property
     def _there(self) -> Collection[str]:
@@ -119,25 +116,16 @@ class InitialWeights:
                     return known
         return None
 
-    @contextmanager
-    def _opened(self) -> Iterator[Get]:
-        """Yield what reads a tensor by its name."""
+    def _read(self, names: Sequence[str]) -> torch.Tensor:
+        name = str(self._name_of(names))
         if self._values is not None:
-            yield self._values.__getitem__
-            return
+            return self._values[name]
         from safetensors import safe_open
 
-        files: dict[Path, Any] = {}
-        with ExitStack() as stack:
-
-            def get(name: str) -> torch.Tensor:
-                path = self._files[name]
-                if path not in files:
-                    files[path] = stack.enter_context(safe_open(path, framework="pt"))
-                tensor: torch.Tensor = files[path].get_tensor(name)
-                return tensor
-
-            yield get
+        # One by one: what has been read of a file that is open may count as this process's memory.
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
 
     def _make_buffers(self, layers: nn.Module) -> None:
         """Give buffers that are not saved their values."""
