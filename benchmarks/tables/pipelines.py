@@ -184,6 +184,20 @@ def memory(record: Record) -> str:
     )
 
 
+def meta_memory(record: Record) -> str:
+    def shares(of: list[Record], key: str) -> str:
+        return ", ".join(f"{row[key] / record['model_bytes']:.2f}" for row in of)
+
+    rows = []
+    for way in dict.fromkeys(row["way"] for row in record["rows"]):
+        of = [row for row in record["rows"] if row["way"] == way]
+        largest = max(row["growth_bytes"] for row in of) / record["model_bytes"]
+        bar = record["bar"] if way.startswith("meta") else None
+        columns = [shares(of, key) for key in ("stage_bytes", "growth_bytes", "peak_bytes")]
+        rows.append((way, *columns, against(largest, most=bar)))
+    return table("| its stage | growth to the peak | the peak itself | largest growth (bar 0.35):", rows)
+
+
 def _mib(rows: list[Record], key: str, digits: int) -> str:
     return ", ".join(f"{row[key] / MIB:.{digits}f}" for row in rows)
 

@@ -1,16 +1,18 @@
 """Models on the meta device, whose stages make and fill what they hold."""
 
 import copy
+import os
 from itertools import count
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from avgpipe import Pipeline, Plan
 from tests.interop.models import batches, build, loss_of, transformers
+from tests.runner import run
 from tests.workloads.equality import sgd
 
 
@@ -201,3 +203,58 @@ def test_a_buffer_that_is_not_saved_needs_its_maker():
     model = layers().append(Scaled())
     with pytest.raises(ValueError, match=r"'scale' of Scaled '.*' is on the meta device and is not saved"):
         trained(on_meta(model), weights_from=model.state_dict())
+
+
+# ---- on ranks ------------------------------------------------------------------------------------------------------
+
+
+def learn(folder):
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).double()
+    read = []
+
+    class Some(dict):
+        def __getitem__(self, name):
+            read.append(name)
+            return super().__getitem__(name)
+
+    from_files = trained(model, loss_of, batches(), weights_from=folder, timeout_s=30)
+    values = Some(load_file(f"{folder}/model.safetensors"))
+    from_values = trained(model, loss_of, batches(), weights_from=values, timeout_s=30)
+    return from_files, from_values, read
+
+
+@pytest.mark.ranks
+def test_each_rank_asks_for_no_more_than_its_stages_hold(tmp_path):
+    model = build("LlamaForCausalLM")
+    model.save_pretrained(tmp_path)
+    expected = trained(model, loss_of, batches())
+    ranks = run(2, learn, folder=str(tmp_path))
+    for from_files, from_values, _ in ranks:
+        assert_same(from_files, expected)
+        assert_same(from_values, expected)
+    first, second = (set(read) for _, _, read in ranks)
+    assert not first & second
+    assert first | second == set(model.state_dict())
+    assert "lm_head.weight" in second
+
+
+def fill_unlike(modules):
+    fill(modules)
+    for parameter in modules.parameters():
+        parameter.add_(int(os.environ["RANK"]))
+
+
+def learn_unlike():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False)).double()
+        model[2].weight = model[0].weight
+    with pytest.raises(ValueError, match="different values") as refused:
+        trained(model, weights_from=fill_unlike, timeout_s=30)
+    return str(refused.value)
+
+
+@pytest.mark.ranks
+def test_ranks_that_fill_a_tied_parameter_unlike_are_all_told():
+    assert all("'0.weight'" in message for message in run(2, learn_unlike))
