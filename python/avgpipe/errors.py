@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 
 class PipelineError(RuntimeError):
     """A run failed. The message names the rank, pipeline, stage and action where they are known."""
@@ -25,6 +28,19 @@ class PipelineTimeout(PipelineError, TimeoutError):
 
 class CheckpointError(PipelineError, ValueError):
     """A checkpoint is missing, damaged, or belongs to another model."""
+
+
+class LibraryNotFound(ImportError, ValueError):
+    """What was asked for needs a library that is not installed. The message names it and how to get it."""
+
+
+def library(name: str, user: str, packages: str) -> Any:
+    """Import the module ``name``, which ``user`` needs and ``pip install PACKAGES`` brings; LibraryNotFound."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        missing = f"{user} needs {name.split('.')[0]}, which cannot be imported ({error})"
+        raise LibraryNotFound(f"{missing}: pip install {packages}") from None
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:

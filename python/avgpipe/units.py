@@ -98,6 +98,16 @@ def format_seconds(seconds: float) -> str:
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """A duration to read: 42 s, 3:05 min, 2:07 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
 def time_unit(seconds: float) -> tuple[str, float]:
     """The unit in which so long a time reads well, and how many of it make a second."""
     return ("s", 1.0) if seconds >= 2 else ("ms", 1e3) if seconds >= 2e-3 else ("µs", 1e6)

@@ -13,6 +13,7 @@ from avgpipe.errors import nearest
 from avgpipe.links import NAMES as LINKS
 from avgpipe.plan import BATCHES, Plan
 from avgpipe.report.course import VALIDATIONS, parse_target
+from avgpipe.report.loggers import LOGGERS
 from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.schedule import RECOMPUTE, WEIGHTS, schedule_names
 from avgpipe.systems import SYSTEMS
@@ -236,6 +237,7 @@ class TrainConfig(LearningOptions, PlanOptions):
     Attributes:
         out: Folder of the run. Default: runs/WORKLOAD-DATE-TIME.
         resume: Continue from the last checkpoint in --out; options that are not given stay as they were.
+        logger: Log to it, too; may be given several times.
         checkpoint_minutes: Minutes between checkpoints within an epoch.
         launch: torchrun's name for what started the workers.
         restarts: Whether torchrun has started the workers before, and they began this run.
@@ -243,6 +245,7 @@ class TrainConfig(LearningOptions, PlanOptions):
 
     out: Folder = ""
     resume: bool = False
+    logger: Annotated[tuple[str, ...], Value("NAME", choices=tuple(LOGGERS), repeated=True)] = ()
     checkpoint_minutes: Positive = 10.0
     launch: str | None = internal(None)
     restarts: bool = internal(False)
@@ -455,6 +458,39 @@ class DoctorConfig(Options):
 
     The exit code is 1 if training cannot work.
     """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig(Options):
+    """Write one HTML page of a run, of several, or of a comparison: curves, timeline, where the time went, advice.
+
+    The page is one file, which needs no network.
+
+    Attributes:
+        runs: Folders that avgpipe train or avgpipe compare has written.
+        out: Where to write the page. Default: report.html, of one folder in it.
+    """
+
+    runs: Annotated[tuple[str, ...], Value("RUN...", positional=True, rest=True)]
+    out: File = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig(Options):
+    """Show how a run in a folder goes, until it ends: progress, loss, speed, what is left, memory, replicas, warnings.
+
+    On a terminal it is a page that stays up to date, elsewhere a line now and then.
+
+    Attributes:
+        run: Folder that avgpipe train writes.
+        once: Show it as it is, and end.
+        every_s: Seconds between two lines, where there is no terminal.
+        json: Print one JSON object of the run as it is, and end.
+    """
+
+    run: Annotated[str, Value("RUN", positional=True)]
+    once: bool = False
+    every_s: Positive = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)

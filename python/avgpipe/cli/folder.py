@@ -14,6 +14,8 @@ from avgpipe.cli.resolve import RUN_FILE
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
 from avgpipe.report.course import target_text
+from avgpipe.report.runs import read_metrics as read_metrics
+from avgpipe.units import duration as duration
 from avgpipe.units import format_bytes
 
 
@@ -72,23 +74,6 @@ class RunFolder:
             self._rows = self._rows[self._metrics.write(self._rows) :]  # a disk may take a part
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl; damaged ones, as a last line that was cut off, are left out."""
-    try:
-        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "kind" in row and "batch" in row:
-            rows.append(row)
-    return rows
-
-
 # ---- for a reader ----------------------------------------------------------------------------------------------------
 
 
@@ -118,16 +103,6 @@ def describe(out: Path) -> str:
         lines.append(f"target {target_text(s['target'])}: {when}")
     lines.append(f"folder: {out}; picture of the timeline: {out / 'timeline.png'}")
     return "\n".join(lines)
-
-
-def duration(seconds: float) -> str:
-    """A duration to read: 42 s, 3:05 min, 2:07 h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
 
 
 def number(value: float | None) -> str:

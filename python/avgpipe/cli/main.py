@@ -21,6 +21,8 @@ COMMANDS = {
     "tune": config.TuneConfig,
     "partition": config.PartitionConfig,
     "simulate": config.SimulateConfig,
+    "report": config.ReportConfig,
+    "watch": config.WatchConfig,
     "doctor": config.DoctorConfig,
     "run": config.RunConfig,
 }

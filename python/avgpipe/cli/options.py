@@ -37,6 +37,7 @@ class Value:
         besides: Says of a text whether it is accepted beside the choices, such as the name of a file.
         positional: Whether the value stands alone, without the option's name.
         rest: Whether it is all the words that are left.
+        repeated: Whether the option may be given several times.
     """
 
     metavar: str = "TEXT"
@@ -45,10 +46,13 @@ class Value:
     besides: Callable[[str], bool] = lambda text: False
     positional: bool = False
     rest: bool = False
+    repeated: bool = False
 
     def read(self, name: str, text: Any) -> Any:
         if self.rest:
             return tuple(text)
+        if self.repeated:
+            return tuple(dict.fromkeys(replace(self, repeated=False).read(name, one) for one in text))
         if self.choices is not None and text not in self.choices and not self.besides(text):
             raise ValueError(f"unknown {name.lstrip('-')} {text!r}: {nearest(text, self.choices)}")
         return text if self.parse is None else self.parse(name, text)
@@ -191,7 +195,7 @@ def _parameter(f: Field[Any], value: Value, text: str, panel: str | None) -> ins
         if value.positional
         else typer.Option(flag(f.name), metavar=value.metavar, help=text, rich_help_panel=panel)
     )
-    kind, required = list[str] if value.rest else str, f.default is MISSING
+    kind, required = list[str] if value.rest or value.repeated else str, f.default is MISSING
     default = inspect.Parameter.empty if required else None
     return inspect.Parameter(f.name, _KEYWORD, default=default, annotation=Annotated[kind | None, info])
 

@@ -27,6 +27,7 @@ from avgpipe.errors import CheckpointError
 from avgpipe.links import refuse_elsewhere
 from avgpipe.plan import Plan
 from avgpipe.report.course import parse_target
+from avgpipe.report.loggers import check_loggers
 from avgpipe.systems import SYSTEMS
 from avgpipe.workloads import find_workload
 
@@ -219,6 +220,7 @@ def check_run(config: TrainConfig) -> None:
     """Refuse what would fail later: folder, device, data, model, checkpoint. ValueError, CheckpointError or OSError."""
     check_folder(config)
     check_device(config.device)
+    check_loggers(config.logger)
     from avgpipe.runtime.model import Model
 
     workload, plan = prepare(config)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,9 @@ from avgpipe.errors import CheckpointError, PeerLost
 from avgpipe.pipeline import Pipeline
 from avgpipe.ranks.process import PEER_LOST, peak_memory_bytes
 from avgpipe.report.course import Totals, Validations, parse_target, target_text
+from avgpipe.report.loggers import Loggers
 from avgpipe.report.pictures import Curve, plot_curves
+from avgpipe.report.runs import unbroken
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.workloads.training import NTASGD
 
@@ -63,10 +65,16 @@ class TrainingRun:
     Making one builds the pipeline, loads the checkpoint or validates the initial weights, and then makes the run's
     folder: whatever the model refuses, it refuses before anything is written. Raises ValueError, TypeError, OSError or
     PipelineError.
+
+    Args:
+        config: What to train, complete.
+        on_result: Gets each row of metrics.jsonl, of a batch or of a validation, on the first rank.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
+    def __init__(
+        self, config: TrainConfig, on_result: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> None:
+        self.config, self._on_result = config, on_result
         self.workload, self.plan = prepare(config)
         with log_records() as logged:
             self.pipeline = Pipeline(
@@ -83,6 +91,7 @@ class TrainingRun:
         # Workers that were started one by one may have named their folder at different times.
         self.out = Path(self._world.gather(config.out)[0])
         self.folder = RunFolder(self.out, writes=first)
+        self._loggers = Loggers({}, str)  # until the folder is there
         self.done = Totals(self.workload.lower_is_better, config.target)
         if config.resume:
             self.pipeline.load(self.folder.checkpoints / "last")
@@ -91,7 +100,7 @@ class TrainingRun:
             self.done = Totals(**self._world.gather(asdict(self.done))[0])
         # Of the whole run; epochs of other lengths than the first one are not looked at.
         total = self.workload.epochs * len(self.workload.train_batches(0))
-        total = min(total, config.max_batches or total)
+        self._total = total = min(total, config.max_batches or total)
         size = self.workload.batch_size
         validations = 1 if self.workload.valid_batches is None else config.validations  # the one at the end
         self._validations = Validations(total * size, validations, self.plan.batches_per_round * size)
@@ -108,10 +117,11 @@ class TrainingRun:
         self._stretches: list[tuple[int, int]] = []  # batches, first and last, without a pause between them
         self._resumed_at = self.done.batches
         self._epoch_samples: int | None = None  # where the loader's end has shown how many an epoch has
+        self._validated_at = replace(self.done)
         if config.resume:
-            self.folder.open(config, self.plan)
+            self._open()
         else:
-            self._validate()  # opens the folder once it has succeeded
+            self._validate()  # opens the folder and the loggers once it has succeeded
             self._save()
             if self._unsaved is not None:  # before hours of training
                 raise self._unsaved
@@ -134,6 +144,7 @@ class TrainingRun:
             raise self._unsaved
 
     def close(self) -> None:
+        self._loggers.close()
         self.progress.close()
         self.pipeline.close()
 
@@ -182,8 +193,9 @@ class TrainingRun:
             now = time.perf_counter()
             done.note_batch(result.samples, now - clock)
             row = {"batch": result.batch, "pipeline": result.pipeline, "epoch": done.epoch}
-            seconds = round(done.seconds, 6)
-            self.folder.row("train", **row, samples=done.samples, loss=result.loss, seconds=seconds)
+            row |= {"samples": done.samples, "loss": result.loss, "seconds": round(done.seconds, 6)}
+            told = {"lr": self._lr(), "grad_norm": getattr(result, "grad_norm", None)}
+            self._note("train", row | {name: value for name, value in told.items() if value is not None})
             self.progress.batch(result.loss, result.samples, now - clock)
             clock = now
         return done.batches - before
@@ -197,19 +209,24 @@ class TrainingRun:
         loss, metrics = self._evaluate(ends) if known else (math.nan, {})
         metric = metrics.get(self.workload.metric_name)
         if not self.folder.is_open:
-            self.folder.open(self.config, self.plan)
+            self._open()
         if not known:
             return
         done = self.done
+        speed = self._since_last_validation()
         best = done.note_validation(done.batches, loss, metric)
         place = {"epoch": done.epoch, "batch": done.batches, "samples": done.samples}
         found = {"loss": loss, "metric": metric, "metrics": metrics}
         if self.plan.pipelines > 1:
             found["distances"] = asdict(self.pipeline.distances())
-        self.folder.row("valid", **place, **found, seconds=round(done.seconds, 6))
+        skipped, peaks = self._of_ranks()
+        facts: dict[str, Any] = {"skipped_updates": skipped, "peak_memory_bytes": peaks}
+        if self._warnings and not done.batches:
+            facts["warnings"] = self._warnings
+        facts |= {"total_batches": self._total, "seconds": round(done.seconds, 6)}
+        self._note("valid", place | found | speed | facts)
         when = f"after {done.batches} batches" if done.batches else "before training"
         values = "".join(f"{name} {number(value)}, " for name, value in metrics.items() if name != "loss")
-        skipped = self._skipped_updates()
         note = f"; updates skipped so far: {skipped}" if skipped else ""
         self.progress.note(f"validation {when}: {values}loss {loss:.4f}{note}")
         if best:
@@ -257,11 +274,33 @@ class TrainingRun:
         inner = [getattr(optimizer, "inner", optimizer) for optimizer in self.pipeline.optimizers]
         return [optimizer for optimizer in inner if isinstance(optimizer, NTASGD)]
 
-    def _skipped_updates(self) -> int:
-        """All pipelines' since the run began or was resumed; every rank with a part in one counts it."""
+    def _of_ranks(self) -> tuple[int, list[int]]:
+        """Return how many updates were skipped since the run began or was resumed, and the ranks' peaks of memory."""
+        own = self.pipeline.skipped_updates, peak_memory_bytes(self.pipeline.device)
+        skipped, peaks = zip(*self._world.gather(own))
+        # Every rank with a part in a pipeline counts what that one skips.
         apart = self.plan.pipelines if self.plan.spread and self._world.size > 1 else 1
-        skipped: int = sum(self._world.gather(self.pipeline.skipped_updates))
-        return skipped * apart // self._world.size
+        return sum(skipped) * apart // self._world.size, list(peaks)
+
+    def _since_last_validation(self) -> dict[str, Any]:
+        """Return speed and busy shares since the last validation; nothing where there was no batch."""
+        done, before = self.done, self._validated_at
+        self._validated_at = replace(done)
+        if done.batches == before.batches:
+            return {}
+        seconds = done.seconds - before.seconds
+        return {
+            "samples_per_second": (done.samples - before.samples) / seconds if seconds > 0 else None,
+            "worker_busy_fraction": [
+                round(share, 4) for share in self.pipeline.busy_fractions(before.batches)
+            ],
+        }
+
+    def _lr(self) -> float | None:
+        """The first group's learning rate in the first optimizer here, which the next update has; if it is a number."""
+        optimizer = next(iter(self.pipeline.optimizers), None)
+        lr = optimizer.param_groups[0].get("lr") if optimizer is not None else None
+        return lr if isinstance(lr, float | int) else None
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -299,6 +338,21 @@ class TrainingRun:
 
     # ---- what is told and written ------------------------------------------------------------------------------------
 
+    def _open(self) -> None:
+        """Make the folder, and on the first rank the loggers."""
+        if self._world.rank == 0:
+            config, tell = self.config, self.progress.note
+            about = config.complete
+            self._loggers = Loggers.opened(config.logger, self.out, about, self.done.batches, tell)
+        self.folder.open(self.config, self.plan)
+
+    def _note(self, kind: str, row: Mapping[str, Any]) -> None:
+        self.folder.row(kind, **row)
+        if self._world.rank == 0:
+            self._loggers.log(row["batch"], row, kind)
+            if self._on_result is not None:
+                self._on_result({"kind": kind, **row})
+
     def _what(self) -> str:
         title = self.workload.title
         return self.workload.label + (f" ({title})" if title else "")
@@ -315,8 +369,7 @@ class TrainingRun:
     def _finish(self) -> None:
         """Write what the run came to: summary, trace and picture."""
         timeline = self.pipeline.timeline()
-        peaks = self._world.gather(peak_memory_bytes(self.pipeline.device))
-        skipped = self._skipped_updates()
+        skipped, peaks = self._of_ranks()
         if self._world.rank != 0:
             return
         longest = unbroken(timeline, self._stretches)
@@ -387,15 +440,3 @@ class Pace:
         if save:
             self._since_save = 0
         return save
-
-
-def unbroken(timeline: Timeline, stretches: Sequence[tuple[int, int]]) -> Timeline:
-    """The part of a timeline with the longest stretch of batches that all stages still have: pauses are no bubbles."""
-    begins: dict[int, int] = {}
-    for event in timeline.events:
-        begins[event.stage] = min(begins.get(event.stage, event.batch), event.batch)
-    oldest = max(begins.values(), default=0)
-    kept = [(max(first, oldest), last) for first, last in stretches if last >= oldest]
-    if not kept:
-        return timeline
-    return timeline.window(*max(kept, key=lambda s: s[1] - s[0]))

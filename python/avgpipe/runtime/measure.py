@@ -24,6 +24,21 @@ def gather_timeline(worker: Worker) -> Timeline:
     return Timeline(len(workers), tuple(sorted(events, key=lambda e: e.start_s)), labels=labels)
 
 
+def gather_busy(worker: Worker, first_batch: int) -> list[float]:
+    """Return the computing share of each worker's time, 0..1, since ``first_batch`` began or its record does.
+
+    Each share is of the worker's own record of these batches, so only a number per worker travels. Every rank calls
+    this.
+    """
+    events: dict[int, list[Event]] = defaultdict(list)
+    for event in worker.scheduler.events():
+        if event.batch >= first_batch:
+            events[event.worker].append(event._replace(worker=0))
+    own = {row: Timeline(1, tuple(of_row)).worker_busy_fraction[0] for row, of_row in events.items()}
+    shares = {row: share for found in worker.world.gather(list(own.items())) for row, share in found}
+    return [shares.get(row, 0.0) for row in range(len(worker.placement.workers))]
+
+
 def measured_costs(worker: Worker) -> Costs:
     """Return median times of the actions so far, and the memory of a micro-batch, of every stage.
 

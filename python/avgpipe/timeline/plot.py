@@ -153,6 +153,12 @@ class View(NamedTuple):
         return cls(replace(timeline, events=seen), start_s, end_s)
 
 
+def readable_view(timeline: Timeline) -> tuple[float, float]:
+    """The clock at the ends of the last batches that stay readable."""
+    view, _ = _last(timeline, _readable(timeline))
+    return view.start_s, view.end_s
+
+
 def _readable(timeline: Timeline) -> int:
     """How many of the last batches fit with ``_READABLE`` computations in the fullest row; at least one."""
     computed = [event for event in timeline.events if event.kind in COMPUTE_KINDS]
@@ -197,15 +203,15 @@ def draw_rows(axes: Axes, view: View, origin_s: float, *, labelled: bool = False
     """
     unit, per_s = time_unit(view.end_s - view.start_s)
     rows = range(view.timeline.stages)
-    lanes = _lanes(view.timeline)
+    lanes = lanes_of(view.timeline)
     needed_s = _label_s(view) if labelled else {}
-    groups: dict[tuple[float, float, int | None, _Look], list[tuple[float, float]]] = defaultdict(list)
+    groups: dict[tuple[float, float, int | None, Look], list[tuple[float, float]]] = defaultdict(list)
     for event in view.timeline.events:
         # For whom a worker waits, or its thread is busy, is no matter of hue.
         hue = None if event.kind in (EventKind.RECEIVE, EventKind.HOST) else event.pipeline
         left, width = (event.start_s - origin_s) * per_s, event.seconds * per_s
         bottom, height = _place(event, lanes)
-        groups[bottom, height, hue, _look(event)].append((left, width))
+        groups[bottom, height, hue, look_of(event)].append((left, width))
         if event.seconds >= needed_s.get(event.kind, math.inf) and event.micro_batch is not None:
             color = INK if event.kind == EventKind.FORWARD else "white"
             centre: dict[str, Any] = {"ha": "center", "va": "center"}
@@ -221,7 +227,7 @@ def draw_rows(axes: Axes, view: View, origin_s: float, *, labelled: bool = False
     return unit
 
 
-def _lanes(timeline: Timeline) -> list[int]:
+def lanes_of(timeline: Timeline) -> list[int]:
     """The pipelines, if some compute at once on a worker for longer than a clock's grain explains; else none."""
     pipelines = sorted({event.pipeline for event in timeline.events})
     alone = [
@@ -248,13 +254,13 @@ def _place(event: Event, lanes: Sequence[int]) -> tuple[float, float]:
 # What an event looks like, by its kind and, of waits and of the host, the detail where it has a look of its own: words
 # and style. "light" and "dark" are the pipeline's; waiting lies underneath, then the host, so that another pipeline's
 # work covers them; edges in the strip keep what is short visible.
-_Look = tuple[str, str]
+Look = tuple[str, str]
 _Style = dict[str, Any]
 _WORK: _Style = {"facecolor": "dark", "edgecolor": "white", "linewidth": 0.4, "zorder": 3}
 _WAIT: _Style = {"facecolor": "#f4f4f4", "edgecolor": "#cfcfcf", "linewidth": 0.0, "zorder": 1}
 _HOST: _Style = {"facecolor": "#f6efc4", "edgecolor": "#a8974a", "linewidth": 0.4, "zorder": 2}
 _BELOW: _Style = {"facecolor": "dark", "edgecolor": "dark", "linewidth": 0.7, "zorder": 3}
-_LOOKS: dict[_Look, tuple[str, _Style]] = {
+_LOOKS: dict[Look, tuple[str, _Style]] = {
     ("F", ""): ("forward", {**_WORK, "facecolor": "light"}),
     ("B", ""): ("backward", _WORK),
     ("I", ""): ("backward, inputs", _WORK),
@@ -271,11 +277,17 @@ _LOOKS: dict[_Look, tuple[str, _Style]] = {
 }
 
 
-def _look(event: Event) -> _Look:
+def look_of(event: Event) -> Look:
+    """Kind, and the detail where it makes a difference to what is drawn."""
     return (event.kind, event.detail) if (event.kind, event.detail) in _LOOKS else (event.kind, "")
 
 
-def _style(look: _Look, hue: tuple[str, str]) -> _Style:
+def word_of(look: Look) -> str:
+    """What is drawn so, in words; a kind that is not known is its own word."""
+    return _LOOKS[look][0] if look in _LOOKS else look[0]
+
+
+def _style(look: Look, hue: tuple[str, str]) -> _Style:
     style = _LOOKS[look][1] if look in _LOOKS else _BELOW
     shades = dict(zip(("light", "dark"), hue))
     return {name: shades.get(value, value) for name, value in style.items()}
@@ -298,12 +310,12 @@ def legend_entries(events: Iterable[Event], pipelines: Iterable[int]) -> dict[st
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    seen = {_look(event) for event in events}
+    seen = {look_of(event) for event in events}
     looks = [*filter(seen.__contains__, _LOOKS), *sorted(seen - _LOOKS.keys())]
     hues = {f"pipeline {i}": tuple(Patch(facecolor=color) for color in _hue(i)) for i in pipelines}
     return {
         "handles": [*hues.values(), *(Patch(**_style(look, GREYS)) for look in looks)],
-        "labels": [*hues, *(_LOOKS[look][0] if look in _LOOKS else look[0] for look in looks)],
+        "labels": [*hues, *map(word_of, looks)],
         "handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.0)},
         "frameon": False,
         "fontsize": 8,

@@ -205,12 +205,37 @@ class Timeline:
 
         write_trace(self, path)
 
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page that shows each action and where the time went; it needs no network.
+
+        LibraryNotFound without ``pip install 'avgpipe[report]'``.
+        """
+        from avgpipe.timeline.html import write_html
+
+        write_html(self, path)
+
     @classmethod
     def from_chrome_trace(cls, path: str | os.PathLike[str]) -> Timeline:
         """The timeline that :meth:`to_chrome_trace` wrote; ValueError names what is damaged."""
         from avgpipe.timeline.trace import read_trace
 
         return read_trace(path)
+
+    def _repr_png_(self) -> bytes:
+        """Show the picture in a notebook."""
+        from avgpipe.timeline.html import png
+
+        return png(self)
+
+    def _repr_html_(self) -> str:
+        """Show the picture and a row per worker in a notebook."""
+        from avgpipe.timeline.html import notebook_html
+
+        return notebook_html(self)
+
+    def __repr__(self) -> str:
+        rows = "workers" if self.labels else "stages"
+        return f"Timeline({rows}={self.stages}, events={len(self.events)}, makespan_s={self.makespan_s:.6g})"
 
     def __str__(self) -> str:
         """A line for the run and one per row."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from avgpipe import errors
+from avgpipe.errors import LibraryNotFound as LibraryNotFound
 from avgpipe.errors import nearest
 
 if TYPE_CHECKING:
@@ -36,10 +38,6 @@ Predict = Callable[[Any], Any]
 
 class DataNotFound(FileNotFoundError, ValueError):
     """The data that a workload should read is not there. The message names the folder and what is missing."""
-
-
-class LibraryNotFound(ImportError, ValueError):
-    """A workload needs a library that is not installed. The message names it and how to get it."""
 
 
 @dataclass(frozen=True)
@@ -302,11 +300,6 @@ class BuiltIn:
 
 def library(name: str, user: str) -> Any:
     """Import the module ``name``, which ``user`` needs. Raises LibraryNotFound."""
-    package = name.split(".")[0]
-    try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        missing = f"{user} needs {package}, which cannot be imported ({error})"
-        raise LibraryNotFound(f"{missing}: pip install 'avgpipe[workloads]'") from None
-    logging.getLogger(package).setLevel(logging.ERROR)  # its hints are not for our users
+    module = errors.library(name, user, "'avgpipe[workloads]'")
+    logging.getLogger(name.split(".")[0]).setLevel(logging.ERROR)  # its hints are not for our users
     return module

@@ -1,0 +1,279 @@
+"""What the folder of a run, or of a comparison, holds: read for reports, which may be of a stranger's folder.
+
+Nothing in a file is trusted: what is no number where one is expected is left out, and the reader is told.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from avgpipe.errors import reason
+from avgpipe.report.compare import OK, Comparison, Figures, SystemResult
+from avgpipe.timeline.timeline import Timeline
+
+_RUN_FILES = ("metrics.jsonl", "summary.json", "run.json", "timeline.json")
+_COMPARISON = "compare.json"
+_LISTED = 5  # folders named in an error
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number as it is, anything else as None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def numbers(value: Any) -> list[float]:
+    """Return a list of finite numbers as it is, anything else as an empty one."""
+    found = [number(item) for item in value] if isinstance(value, list) else []
+    return [item for item in found if item is not None] if None not in found else []
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's folder holds.
+
+    Attributes:
+        name: What it is called beside others.
+        rows: Of metrics.jsonl, each with a kind, a batch and seconds.
+        summary: Empty for a run that has not ended.
+        plan: As in plan.json.
+        options: As in run.json.
+        timeline: Of the last batches; None where there is none.
+        problems: Sentences on what could not be read.
+    """
+
+    name: str
+    path: Path
+    rows: tuple[Mapping[str, Any], ...]
+    summary: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    options: Mapping[str, Any]
+    timeline: Timeline | None
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path, name: str = "") -> Run:
+        """Read a folder; what is missing or damaged in it is empty, and damage is told."""
+        problems: list[str] = []
+        found = read_metrics(path)
+        rows = tuple(row for row in found if _is_sound(row))
+        if len(rows) < len(found):
+            problems.append(
+                f"metrics.jsonl: {len(found) - len(rows)} of {len(found)} rows are damaged and left out"
+            )
+        files = {part: _object(path / f"{part}.json", problems) for part in ("summary", "plan", "run")}
+        timeline = None
+        if (path / "timeline.json").is_file():
+            try:
+                timeline = Timeline.from_chrome_trace(path / "timeline.json")
+            except (ValueError, OSError, RecursionError) as error:
+                problems.append(f"timeline.json: {reason(error)}")
+        parts = files["summary"], files["plan"], files["run"], timeline, tuple(problems)
+        return cls(name or path.resolve().name, path, rows, *parts)
+
+    @property
+    def title(self) -> str:
+        """What was trained, in words."""
+        asked = {**self.options, **self.summary}
+        words = [str(asked[name]) for name in ("workload", "preset") if asked.get(name)]
+        title = self.summary.get("title")
+        return " ".join(words) + (f" ({title})" if title else "")
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the runtime warned of."""
+        told = self.summary.get("warnings") or [w for row in self.rows for w in row.get("warnings") or ()]
+        return [str(warning) for warning in told] if isinstance(told, list) else []
+
+    def recent(self) -> Timeline | None:
+        """Return the longest stretch of the timeline without a pause, such as a validation; None without events."""
+        if self.timeline is None or not self.timeline.events:
+            return None
+        return unbroken(self.timeline, stretches(self.rows))
+
+
+def _is_sound(row: Mapping[str, Any]) -> bool:
+    """Whether a row has what every reader takes for granted, of the right kinds."""
+    values = [row["batch"], row.get("seconds")]
+    values += [row[name] for name in ("samples", "loss", "metric") if row.get(name) is not None]
+    distances = row.get("distances")
+    sound = distances is None or (isinstance(distances, dict) and _are_sound(distances))
+    kinds = ("train", "valid")
+    return sound and row["kind"] in kinds and all(number(value) is not None for value in values)
+
+
+def _are_sound(distances: Mapping[str, Any]) -> bool:
+    pairs = distances.get("between")
+    lists = [distances.get("to_reference") or [], *(pairs if isinstance(pairs, list) else [])]
+    return all(isinstance(of, list) and all(v is None or number(v) is not None for v in of) for of in lists)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl; damaged ones, as a last line that was cut off, are left out."""
+    try:
+        lines = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [row for line in lines if (row := parse_row(line)) is not None]
+
+
+def parse_row(line: str) -> dict[str, Any] | None:
+    """Return the row in a line of metrics.jsonl; None where it holds none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and "kind" in row and "batch" in row else None
+
+
+def _object(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError, RecursionError) as error:
+        problems.append(f"{path.name}: {reason(error)}")
+        return {}
+    if not isinstance(value, dict):
+        problems.append(f"{path.name}: holds a {type(value).__name__} and no object")
+        return {}
+    return value
+
+
+# ---- stretches without a pause ---------------------------------------------------------------------------------------
+
+
+def stretches(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """Return the batches, first and last, between two validations or ends of epochs: there pipelines run empty."""
+    breaks = {row["batch"] for row in rows if row["kind"] == "valid"}
+    trained = [row for row in rows if row["kind"] == "train"]
+    breaks |= {after["batch"] for row, after in pairwise(trained) if row.get("epoch") != after.get("epoch")}
+    if trained:
+        breaks |= {trained[0]["batch"], trained[-1]["batch"] + 1}
+    return [(first, after - 1) for first, after in pairwise(sorted(breaks))]
+
+
+def unbroken(timeline: Timeline, stretches: Sequence[tuple[int, int]]) -> Timeline:
+    """The part of a timeline with the longest stretch of batches that all stages still have: pauses are no bubbles."""
+    begins: dict[int, int] = {}
+    for event in timeline.events:
+        begins[event.stage] = min(begins.get(event.stage, event.batch), event.batch)
+    oldest = max(begins.values(), default=0)
+    kept = [(max(first, oldest), last) for first, last in stretches if last >= oldest]
+    if not kept:
+        return timeline
+    return timeline.window(*max(kept, key=lambda s: s[1] - s[0]))
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in _RUN_FILES)
+
+
+def read_folders(paths: Sequence[Path]) -> tuple[list[Run], list[Comparison]]:
+    """Read folders of runs and of comparisons, with all runs of these; ValueError for a folder that is neither."""
+    found: list[tuple[Path, Path]] = []  # what was asked for, and the run's own folder
+    comparisons = []
+    for path in paths:
+        inside = runs_of_comparison(path) if (path / _COMPARISON).is_file() else [path]
+        if inside == [path] and not is_run(path):
+            raise ValueError(_no_run(path))
+        found += [(path, run) for run in inside]
+        comparisons += [read_comparison(path)] if inside != [path] else []
+    names = [_name(asked, run, several=len(set(paths)) > 1) for asked, run in found]
+    full = [name if names.count(name) == 1 else str(run) for name, (_, run) in zip(names, found)]
+    return [Run.read(run, name) for (_, run), name in zip(found, full)], [c for c in comparisons if c]
+
+
+def runs_of_comparison(path: Path) -> list[Path]:
+    """The runs in a comparison's folder, of several seeds each system's; systems in the order of the table."""
+    order = [row.get("system") for row in _systems(_object(path / _COMPARISON, []))]
+    places = {name: place for place, name in enumerate(order) if isinstance(name, str)}
+    systems = sorted(
+        (p for p in path.iterdir() if p.is_dir()), key=lambda p: (places.get(p.name, len(places)), p.name)
+    )
+    return [
+        run for system in systems for run in ([system] if is_run(system) else filter(is_run, _inside(system)))
+    ]
+
+
+def _inside(path: Path) -> list[Path]:
+    return sorted((p for p in path.iterdir() if p.is_dir()), key=lambda p: (len(p.name), p.name))
+
+
+def _name(asked: Path, run: Path, several: bool) -> str:
+    if asked == run:
+        return run.resolve().name
+    inside = str(run.relative_to(asked))
+    return f"{asked.resolve().name}/{inside}" if several else inside
+
+
+def _no_run(path: Path) -> str:
+    if not path.is_dir():
+        return f"{path}: no such folder; give one that avgpipe train or avgpipe compare has written"
+    runs = [str(p) for p in _inside(path) if is_run(p) or (p / _COMPARISON).is_file()]
+    hint = "give one that avgpipe train or avgpipe compare has written"
+    if runs:
+        more = f" and {len(runs) - _LISTED} more" if len(runs) > _LISTED else ""
+        hint = f"did you mean {', '.join(runs[:_LISTED])}{more}?"
+    return f"{path}: holds neither {' nor '.join(_RUN_FILES[:2])} nor {_COMPARISON}; {hint}"
+
+
+# ---- comparisons -----------------------------------------------------------------------------------------------------
+
+
+def read_comparison(path: Path) -> Comparison | None:
+    """Read what compare.json says; None where it is damaged."""
+    content = _object(path / _COMPARISON, [])
+    try:
+        return Comparison(
+            what=str(content["what"]),
+            workers=int(content["workers"]),
+            outcomes=tuple(map(_outcome, _systems(content))),
+            metric_name=str(content["metric_name"]),
+            lower_is_better=bool(content["lower_is_better"]),
+            trivial=number(content.get("trivial")),
+            target=content["target"] if isinstance(content.get("target"), str | int | float) else None,
+            memory_limit_bytes=content["memory_limit_bytes"] if content.get("memory_limit_bytes") else None,
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _systems(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    rows = content.get("systems")
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _outcome(row: Mapping[str, Any]) -> SystemResult:
+    """Read a row of compare.json; KeyError, TypeError or ValueError for a damaged one."""
+    first, *others = [_figures(of) for of in row["runs"]] if row.get("runs") else [_figures(row)]
+    status, why = str(row["status"]), str(row.get("reason") or "")
+    warnings = tuple(map(str, row.get("warnings") or ()))
+    if status == OK and first is None:
+        raise ValueError("a system that ended has no figures")
+    known = tuple(figures for figures in others if figures is not None)
+    return SystemResult(str(row["system"]), status, first, why, warnings, known)
+
+
+def _figures(row: Mapping[str, Any]) -> Figures | None:
+    """Read the figures of a run: numbers, but for the schedule's name."""
+    if "samples" not in row:
+        return None
+    values = {field.name: row[field.name] for field in fields(Figures)}
+    optional = ("samples_to_target", "seconds_to_target", "metric", "best_metric")
+    for name, value in values.items():
+        if name == "schedule":
+            values[name] = str(value)
+        elif number(value) is None and not (value is None and name in optional):
+            raise ValueError(f"{name}={value!r}")
+    return Figures(**values)

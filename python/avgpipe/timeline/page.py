@@ -1,0 +1,232 @@
+"""Self-contained HTML pages: text, tables and interactive charts in one file that asks nothing of any network.
+
+A page is a value: sections of tables, sentences and charts. Jinja fills the template, which escapes every text, since a
+page may show the folder of a stranger; plotly.js, the styles and our script are part of the file. The policy at its
+head lets the browser run these very scripts and load nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal
+
+from avgpipe.errors import library
+from avgpipe.files import write_atomically
+
+MOST_BYTES = 6_000_000  # of a page
+_PACKAGES = "'avgpipe[report]'"
+_DIGITS = 6  # of numbers in charts
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart, over samples and over seconds.
+
+    Attributes:
+        run: Index of the run it belongs to.
+        part: Tells the lines of one run in a chart apart: a worker, or what is drawn.
+        name: In words.
+        samples, seconds, values: As many of each; a value of None is a gap.
+    """
+
+    run: int
+    part: int
+    name: str
+    samples: Sequence[float]
+    seconds: Sequence[float]
+    values: Sequence[float | None]
+    style: Literal["line", "faint", "marks"] = "line"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over samples or seconds, whichever the reader chooses.
+
+    Attributes:
+        id: Of the element, without spaces.
+        unit: Of the values, in words.
+        note: What to know when reading it.
+        scale: "zero": the axis begins at 0; "share": it is 0 to 1, as percent.
+    """
+
+    id: str
+    title: str
+    unit: str
+    lines: tuple[Line, ...]
+    note: str = ""
+    scale: Literal["linear", "log", "zero", "share"] = "linear"
+
+    kind = "chart"
+
+    def data(self) -> dict[str, Any]:
+        lines = [{**vars(line), **_rounded(line)} for line in self.lines]
+        return {"id": self.id, "title": self.title, "unit": self.unit, "scale": self.scale, "lines": lines}
+
+
+def _rounded(line: Line) -> dict[str, Any]:
+    return {name: rounded(getattr(line, name)) for name in ("samples", "seconds", "values")}
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A bar for each row, cut into parts that add up to the whole.
+
+    Attributes:
+        rows: Names of the rows.
+        runs: By row, the index of its run.
+        parts: By name in words, the share of each row, 0..1.
+    """
+
+    id: str
+    title: str
+    rows: tuple[str, ...]
+    runs: tuple[int, ...]
+    parts: Mapping[str, Sequence[float]]
+    note: str = ""
+
+    kind = "chart"
+
+    def data(self) -> dict[str, Any]:
+        parts = [{"name": name, "shares": rounded(shares)} for name, shares in self.parts.items()]
+        return {"id": self.id, "title": self.title, "rows": self.rows, "runs": self.runs, "parts": parts}
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Timelines, one at a time, down to each action; see ``avgpipe.timeline.html`` for the data."""
+
+    id: str
+    title: str
+    timelines: tuple[Mapping[str, Any], ...]
+    note: str = ""
+
+    kind = "lanes"
+
+    def data(self) -> dict[str, Any]:
+        return {"id": self.id, "title": self.title, "timelines": self.timelines}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Texts in rows; ``runs``: by row, the index of its run, where rows are of runs."""
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    title: str = ""
+    runs: tuple[int | None, ...] = ()
+
+    kind = "table"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Lines in a fixed width; ``advice``: a sentence to stand out below them."""
+
+    text: str
+    title: str = ""
+    advice: str = ""
+    run: int | None = None
+
+    kind = "text"
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """A list."""
+
+    items: tuple[str, ...]
+    title: str = ""
+    run: int | None = None
+
+    kind = "sentences"
+
+
+Block = Chart | Bars | Lanes | Table | Text | Sentences
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    blocks: tuple[Block, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page shows.
+
+    Attributes:
+        about: A line below the title.
+        runs: Names; the reader can take each away where there are several.
+    """
+
+    title: str
+    about: str
+    runs: tuple[str, ...]
+    sections: tuple[Section, ...]
+
+    def html(self) -> str:
+        """Return the document; LibraryNotFound without plotly and Jinja."""
+        scripts = [plotly_js(), _static("page.js")]
+        blocks = [block for section in self.sections for block in section.blocks]
+        data: dict[str, Any] = {"runs": self.runs, "charts": [], "bars": [], "lanes": []}
+        for block in blocks:
+            if isinstance(block, Chart | Bars | Lanes):
+                data[{Chart: "charts", Bars: "bars", Lanes: "lanes"}[type(block)]].append(block.data())
+        jinja = library("jinja2", "a page", _PACKAGES)
+        template = jinja.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        filled: str = template.from_string(_static("page.html")).render(
+            page=self,
+            policy=policy(scripts),
+            style=jinja.utils.markupsafe.Markup(_static("page.css")),
+            data=jinja.utils.markupsafe.Markup(script_json(data)),
+            scripts=[jinja.utils.markupsafe.Markup(script) for script in scripts],
+        )
+        return filled
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the document; an existing file is replaced whole."""
+        write_atomically(path, self.html())
+
+
+def plotly_js() -> str:
+    """Return the script of plotly.js, as the package plotly has it."""
+    script: str = library("plotly.offline", "a page", _PACKAGES).get_plotlyjs()
+    return script
+
+
+def script_json(value: Any) -> str:
+    """Return JSON that cannot end the script element around it."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def policy(scripts: Sequence[str]) -> str:
+    """Return the content security policy of a page: these scripts run, and nothing is loaded or sent anywhere.
+
+    plotly.js makes elements with styles of their own, and draws pictures that it offers for download.
+    """
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def rounded(values: Sequence[float | None]) -> list[float | None]:
+    """Round to the digits that a chart can show; what is not finite becomes a gap."""
+    return [
+        None if v is None or not math.isfinite(v) else v if isinstance(v, int) else float(f"{v:.{_DIGITS}g}")
+        for v in values
+    ]
+
+
+def _static(name: str) -> str:
+    return (resources.files("avgpipe.timeline") / "static" / name).read_text(encoding="utf-8")
