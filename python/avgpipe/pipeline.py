@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from html import escape
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -476,6 +477,14 @@ class Pipeline:
         bounds = self._model.bounds
         cut = ", ".join(f"{a}..{b - 1}" for a, b in pairwise(bounds))
         return f"Pipeline({asdict(self.plan)}, layers of the stages: {cut}, device={self._device})"
+
+    def _repr_html_(self) -> str:
+        """Show the plan, the layers of each stage and the device as a table in a notebook."""
+        cut = [f"{a}..{b - 1}" for a, b in pairwise(self._model.bounds)]
+        facts = {**asdict(self.plan), "layers of the stages": ", ".join(cut), "device": self._device}
+        chosen = {name: value for name, value in facts.items() if value is not None and value is not False}
+        cells = (f"<tr><th>{escape(n)}</th><td>{escape(str(value))}</td></tr>" for n, value in chosen.items())
+        return f"<table><caption>Pipeline</caption>{''.join(cells)}</table>"
 
     def _which(self, weights: str | int) -> str | int:
         if weights == "reference" or (

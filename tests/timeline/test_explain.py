@@ -225,3 +225,8 @@ def test_long_runs_are_explained_quickly():
     timeline.explain()
     assert time.perf_counter() - begin < 5
     assert len(timeline.events) == 24_000
+
+
+def test_a_timeline_in_which_nobody_computed_is_explained():
+    t = Timeline(2, (Event(0, 0, 0, None, "host", 0.0, 1.0, "loader"), Event(1, 0, 0, 0, "other", 0.0, 1.0)))
+    assert "advice: " in t.explain()

@@ -95,6 +95,21 @@ class FolderLocks:
             self._kept.clear()
 
 
+def is_saved_into(folder: Path) -> bool:
+    """Whether a process of this machine keeps ``folder``, as a run does from its first checkpoint to its end.
+
+    It asks the system, and takes no lock: that could get in the way of a run that begins at this moment.
+    """
+    try:
+        inode = (folder / _LOCK).stat().st_ino
+        locks = Path("/proc/locks").read_text()
+    except OSError:
+        return False
+    # "1: FLOCK  ADVISORY  WRITE PID MAJOR:MINOR:INODE 0 EOF"; some file systems number devices otherwise than stat.
+    fields = (line.split() for line in locks.splitlines())
+    return any(of[1] == "FLOCK" and of[5].rpartition(":")[2] == str(inode) for of in fields if len(of) > 5)
+
+
 def _lock_of(folder: Path) -> _FolderLock:
     with _guard:
         descriptor = _open(folder, os.O_RDONLY)

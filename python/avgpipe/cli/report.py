@@ -25,4 +25,9 @@ def run(config: ReportConfig) -> None:
         write_atomically(out, content)
     found = {"report": str(out), "bytes": len(content), "runs": [one.name for one in runs]}
     problems = [f"{one.name}: {problem}" for one in runs for problem in one.problems]
-    answer(config.json, {**found, "problems": problems}, *problems, f"report: {out} ({format_bytes(len(content))})")
+    answer(
+        config.json,
+        {**found, "problems": problems},
+        *problems,
+        f"report: {out} ({format_bytes(len(content))})",
+    )

@@ -91,7 +91,6 @@ class TrainingRun:
         # Workers that were started one by one may have named their folder at different times.
         self.out = Path(self._world.gather(config.out)[0])
         self.folder = RunFolder(self.out, writes=first)
-        self._loggers = Loggers({}, str)  # until the folder is there
         self.done = Totals(self.workload.lower_is_better, config.target)
         if config.resume:
             self.pipeline.load(self.folder.checkpoints / "last")
@@ -105,6 +104,7 @@ class TrainingRun:
         validations = 1 if self.workload.valid_batches is None else config.validations  # the one at the end
         self._validations = Validations(total * size, validations, self.plan.batches_per_round * size)
         self.progress = ProgressBar(total, self.done.batches, shown=first)
+        self._loggers = Loggers({}, self.progress.note)  # until the folder is there
         self.progress.note(self._title())
         if self.workload.trivial is not None:
             answer, score = self.workload.trivial
@@ -192,7 +192,7 @@ class TrainingRun:
         for result in self.pipeline.train(batches):
             now = time.perf_counter()
             done.note_batch(result.samples, now - clock)
-            row = {"batch": result.batch, "pipeline": result.pipeline, "epoch": done.epoch}
+            row: dict[str, Any] = {"batch": result.batch, "pipeline": result.pipeline, "epoch": done.epoch}
             row |= {"samples": done.samples, "loss": result.loss, "seconds": round(done.seconds, 6)}
             told = {"lr": self._lr(), "grad_norm": getattr(result, "grad_norm", None)}
             self._note("train", row | {name: value for name, value in told.items() if value is not None})

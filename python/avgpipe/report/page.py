@@ -9,7 +9,6 @@ from typing import Any, Literal
 from avgpipe import __version__
 from avgpipe.report import text
 from avgpipe.report.compare import Comparison, format_figure
-from avgpipe.report.course import target_text
 from avgpipe.report.pictures import Curve, Point
 from avgpipe.report.runs import Run, number, numbers
 from avgpipe.timeline.html import timeline_sections
@@ -59,6 +58,10 @@ def _compared(comparison: Comparison) -> Section:
 
 
 def _summary(runs: Sequence[Run]) -> Table:
+    """A row for each run; of a single run, a row for each fact."""
+    if len(runs) == 1:
+        facts = ((name, _cell(fact, runs[0])) for name, fact in _FACTS.items())
+        return Table(("run", runs[0].name), tuple(fact for fact in facts if fact[1] != "-"))
     headings = ("run", *_FACTS)
     rows = tuple((run.name, *(_cell(fact, run) for fact in _FACTS.values())) for run in runs)
     known = [n for n in range(len(headings)) if n == 0 or any(row[n] != "-" for row in rows)]
@@ -104,11 +107,11 @@ def _trained(run: Run) -> str | None:
 
 def _target(run: Run) -> str | None:
     target = run.summary.get("target")
-    if not isinstance(target, str | int | float):
+    if target is None:
         return None
     reached = number(run.summary.get("seconds_to_target"))
     when = f"after {duration(reached)}" if reached is not None else "not reached"
-    return f"{target_text(target)}: {when}"
+    return f"{str(target).replace('=', ' ')}: {when}"
 
 
 def _busy(run: Run) -> str | None:
@@ -157,7 +160,8 @@ def _beside(runs: Sequence[Run], what: str, columns: Sequence[Mapping[str, str]]
 
 def _words(values: Mapping[str, Any]) -> dict[str, str]:
     """What was chosen, as texts; what was left to its default of nothing is left out."""
-    return {str(name): str(value) for name, value in values.items() if value not in (None, "", [], False)}
+    left_out: tuple[Any, ...] = ("", [], None)
+    return {str(n): str(value) for n, value in values.items() if value is not False and value not in left_out}
 
 
 def _versions(run: Run) -> dict[str, str]:
@@ -233,13 +237,12 @@ def _workers(runs: Sequence[Run]) -> Section:
         ),
         _chart("busy", "Busy", "computing share of the time", busy, "Since the validation before.", "share"),
     )  # fmt: skip
-    missing = [
-        run.name for run in runs if not any(numbers(row.get("peak_memory_bytes")) for row in run.rows)
-    ]
-    note = "At validations."
+    missing = [run.name for run in runs if not any(numbers(row.get("peak_memory_bytes")) for row in run.rows)]
+    shown: tuple[Block, ...] = tuple(chart for chart in charts if chart.lines)
     if missing:
-        note += f" Not recorded by: {text.listed(missing)}; its peaks, if known, are in the summary."
-    return Section("Workers over time", tuple(chart for chart in charts if chart.lines), note)
+        said = f"{text.listed(missing)}: no memory was recorded over time; the summary has peaks that are known"
+        shown = (*shown, Sentences((said,)))
+    return Section("Workers over time", shown, "At validations.")
 
 
 def _per_worker(runs: Sequence[Run], name: str, scale: float) -> list[Line]:

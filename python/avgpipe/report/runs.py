@@ -15,6 +15,7 @@ from typing import Any
 
 from avgpipe.errors import reason
 from avgpipe.report.compare import OK, Comparison, Figures, SystemResult
+from avgpipe.report.course import parse_target
 from avgpipe.timeline.timeline import Timeline
 
 _RUN_FILES = ("metrics.jsonl", "summary.json", "run.json", "timeline.json")
@@ -234,6 +235,7 @@ def _no_run(path: Path) -> str:
 def read_comparison(path: Path) -> Comparison | None:
     """Read what compare.json says; None where it is damaged."""
     content = _object(path / _COMPARISON, [])
+    limit = number(content.get("memory_limit_bytes"))
     try:
         return Comparison(
             what=str(content["what"]),
@@ -242,11 +244,18 @@ def read_comparison(path: Path) -> Comparison | None:
             metric_name=str(content["metric_name"]),
             lower_is_better=bool(content["lower_is_better"]),
             trivial=number(content.get("trivial")),
-            target=content["target"] if isinstance(content.get("target"), str | int | float) else None,
-            memory_limit_bytes=content["memory_limit_bytes"] if content.get("memory_limit_bytes") else None,
+            target=_target(content.get("target")),
+            memory_limit_bytes=None if limit is None else int(limit),
         )
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _target(target: Any) -> float | str | None:
+    """Return a target that can be one; ValueError for another."""
+    if target is not None:
+        parse_target(target)
+    return target  # type: ignore[no-any-return]  # a number, or as loss=2.1
 
 
 def _systems(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:

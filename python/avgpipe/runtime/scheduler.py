@@ -11,6 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]  # which torch does not list
+from torch.profiler import record_function
+
 from avgpipe.device import DeviceClock, Row
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.links.link import Mailbox
@@ -82,7 +85,11 @@ class Scheduler:
                 continue
             lane, step = self._running = queue.next
             start = clock()
-            lane.advance(step)
+            if _profiler_enabled():
+                with record_function(self._range_name(lane, step)):
+                    lane.advance(step)
+            else:
+                lane.advance(step)
             queue.pop()
             if lane.stream is not None or not recorded:  # the device's clock tells when it ran
                 continue
@@ -253,6 +260,12 @@ class Scheduler:
             return since(*self._doing)
         lane, step = running
         return f"{step}, pipeline {lane.pipeline}, {self._placement.name(lane.route.replica)}"
+
+    def _range_name(self, lane: Lane, step: Step) -> str:
+        """What torch.profiler calls a step."""
+        micro_batch = "" if step.micro_batch < 0 else step.micro_batch
+        action, stage = f"{step.kind.value}{micro_batch}", self._placement.name(lane.route.replica)
+        return f"avgpipe: {action} {stage} pipeline {lane.pipeline} batch {step.batch}"
 
     def _awaited(self, keys: Sequence[Key]) -> str:
         if not keys:

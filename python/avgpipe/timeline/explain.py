@@ -189,7 +189,7 @@ def balance(facts: Facts) -> Candidate | None:
     """One stage computes longer than the others; with even stages the critical path would shrink where it is."""
     busy = facts.busy_s
     mean, slowest = fmean(busy), max(range(len(busy)), key=busy.__getitem__)
-    if busy[slowest] < IMBALANCE * mean or len(busy) == 1:
+    if busy[slowest] <= IMBALANCE * mean or len(busy) == 1:  # nobody may have computed
         return None
     gain = sum(s * (1 - mean / busy[c.stage]) for c, s in facts.path.items() if c.what in COMPUTE_KINDS)
     means = [fmean(side) if side else inf for side in (busy[:slowest], busy[slowest + 1 :])]

@@ -55,13 +55,16 @@ def timeline_sections(
     )
     found = []
     if shown:
-        lanes = Lanes("timeline", "", shown, "Drag over a stretch to see it larger, in the strip or below it.")
+        lanes = Lanes(
+            "timeline", "", shown, "Drag over a stretch to see it larger, in the strip or below it."
+        )
         found.append(
             Section(
                 "Timeline",
                 (lanes,),
-                "What each worker did when. The strip is all that was recorded, the darker the busier; below it is "
-                "a part, down to each action. What is too narrow to be seen is drawn together with its neighbours.",
+                "What each worker did when. The strip is all that was recorded, the stronger its color the busier; "
+                "below it is a part, down to each action. What is too narrow to be seen is drawn together with its "
+                "neighbours. Each worker keeps its last events, so the record of some begins earlier than others'.",
             )
         )
     told = {name: timeline for name, timeline in recent.items() if timeline.events}
@@ -86,7 +89,9 @@ def time_bars(timelines: Mapping[str, Timeline], places: Mapping[str, int]) -> B
             rows.append(f"{name}: {label}" if len(timelines) > 1 else label)
             runs.append(places[name])
             shares.append(_shares(of_row, timeline.makespan_s))
-    parts = {word: [of.get(word, 0.0) for of in shares] for word in dict.fromkeys(w for of in shares for w in of)}
+    parts = {
+        word: [of.get(word, 0.0) for of in shares] for word in dict.fromkeys(w for of in shares for w in of)
+    }
     kept = {word: values for word, values in parts.items() if any(round(v, 4) for v in values)}
     return Bars("time", "", tuple(rows), tuple(runs), kept)
 
@@ -129,7 +134,9 @@ def timeline_data(timeline: Timeline, most: int) -> dict[str, Any]:
         "end": round(timeline.makespan_s * _US),
         "full_from": starts[0] if len(kept) < len(ordered) else 0,
         "view": [round((moment - begin) * _US) for moment in view],
-        "looks": [{"kind": kind, "detail": detail, "word": word_of((kind, detail))} for kind, detail in looks],
+        "looks": [
+            {"kind": kind, "detail": detail, "word": word_of((kind, detail))} for kind, detail in looks
+        ],
         "busy": _busy_bins(timeline, begin),
         "events": {
             "start": [after - before for before, after in zip([0, *starts], starts)],

@@ -91,7 +91,7 @@ class Bars:
     parts: Mapping[str, Sequence[float]]
     note: str = ""
 
-    kind = "chart"
+    kind = "bars"
 
     def data(self) -> dict[str, Any]:
         parts = [{"name": name, "shares": rounded(shares)} for name, shares in self.parts.items()]

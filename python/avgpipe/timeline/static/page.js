@@ -21,6 +21,7 @@
   const PATTERNS = {"waiting for an activation": "/", "waiting for a gradient": "\\", "other waits": "x"};
   const CONFIG = {displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"]};
   const TABLE_ROWS = 500;
+  const US = 1e6; // microseconds of a second: times of events are in them
   const MINUS = "\u2212";
   const state = {along: "samples", hidden: new Set()};
   const several = data.runs.length > 1;
@@ -58,8 +59,16 @@
     return {
       paper_bgcolor: css("--ground"), plot_bgcolor: css("--ground"), font: {color: css("--ink"), size: 12},
       hoverlabel: {bgcolor: css("--raised"), bordercolor: css("--line"), font: {color: css("--ink")}, align: "left"},
-      margin: {l: 60, r: 15, t: 10, b: 45}, hovermode: "closest", ...more,
+      margin: {l: 60, r: 15, t: 10, b: 45}, hovermode: "closest", height: 300, ...more,
     };
+  }
+
+  // Height of a chart whose plot is so high, and a legend below it, with room for its entries on a screen of this width.
+  function withLegend(plot, high, names, left = 90) {
+    const columns = Math.max(1, Math.floor(plot.clientWidth / (60 + 6.5 * Math.max(...names.map((n) => n.length), 1))));
+    const legend = names.length > 1 ? 20 * Math.ceil(names.length / columns) + 10 : 0;
+    return {height: high + 65 + legend, margin: {l: left, r: 15, t: 10, b: 55 + legend}, showlegend: legend > 0,
+      legend: {orientation: "h", y: -55 / high, yanchor: "top", traceorder: "normal", font: {size: 11}, maxheight: 0.9}};
   }
 
   function secondsText(seconds) {
@@ -90,10 +99,10 @@
     const y = axis(chart.unit, {rangemode: chart.scale === "zero" ? "tozero" : "normal"});
     if (chart.scale === "log") y.type = "log";
     if (chart.scale === "share") Object.assign(y, {range: [0, 1.02], tickformat: ".0%"});
-    const legend = {orientation: "h", y: -0.28, yanchor: "top", font: {size: 11}};
-    const layout = layoutOf({xaxis: axis(AXES[state.along], {rangemode: "tozero"}), yaxis: y, legend});
-    layout.showlegend = chart.lines.filter((line) => line.style !== "faint").length > 1;
-    Plotly.react(plotOf(chart.id), chart.lines.map((line) => lineTrace(chart, line)), layout, CONFIG);
+    const traces = chart.lines.map((line) => lineTrace(chart, line)), plot = plotOf(chart.id);
+    const names = traces.filter((trace) => trace.showlegend && trace.visible).map((trace) => trace.name);
+    const along = axis(AXES[state.along], {rangemode: "tozero"});
+    Plotly.react(plot, traces, layoutOf({xaxis: along, yaxis: y, ...withLegend(plot, 230, names, 60)}), CONFIG);
   }
 
   function chartTable(chart) {
@@ -115,13 +124,13 @@
     const traces = bars.parts.map((part) => ({
       type: "bar", orientation: "h", name: plain(part.name), y: labels, x: rows.map((n) => part.shares[n]),
       marker: {color: PARTS[part.name] || "#888888", line: {width: 0.5, color: css("--ground")},
-        pattern: {shape: PATTERNS[part.name] || "", fgcolor: "#ffffff", size: 6}},
+        pattern: {shape: PATTERNS[part.name] || "", fgcolor: "#ffffff", size: 6, fillmode: "overlay"}},
       hovertemplate: `%{y}<br>${plain(part.name)}: %{x:.1%} of the time<extra></extra>`,
     }));
-    const legend = {orientation: "h", y: -0.3, yanchor: "top", traceorder: "normal", font: {size: 11}};
-    Plotly.react(plotOf(bars.id), traces, layoutOf({
-      barmode: "stack", xaxis: axis("share of the worker's time", {tickformat: ".0%", range: [0, 1]}), legend,
-      yaxis: axis("", {autorange: "reversed", type: "category"}), height: 190 + 30 * labels.length, bargap: 0.25,
+    const plot = plotOf(bars.id), names = traces.map((trace) => trace.name);
+    Plotly.react(plot, traces, layoutOf({
+      barmode: "stack", xaxis: axis("share of the worker's time", {tickformat: ".0%", range: [0, 1]}), bargap: 0.25,
+      yaxis: axis("", {autorange: "reversed", type: "category"}), ...withLegend(plot, 20 + 34 * labels.length, names),
     }), CONFIG);
   }
 
@@ -202,38 +211,37 @@
     }
 
     drawStrip() {
-      const t = this.t, width = t.end / t.busy[0].length / 1e6, rows = t.rows.map(plain);
+      const t = this.t, width = t.end / t.busy[0].length / US, rows = t.rows.map(plain);
       const centers = t.busy[0].map((_, n) => (n + 0.5) * width);
       const ground = css("--ground"), scale = [[0, ground], [1, isDark() ? "#6aaee8" : "#2a6fb0"]];
       const trace = {type: "heatmap", x: centers, y: rows, z: t.busy, zmin: 0, zmax: 100, colorscale: scale,
         showscale: false, ygap: 3, hovertemplate: "%{y}<br>%{x:.4~g} s: computing %{z} % of the time<extra></extra>"};
-      const frame = {type: "rect", xref: "x", yref: "paper", x0: this.from / 1e6, x1: this.to / 1e6, y0: 0, y1: 1,
+      const frame = {type: "rect", xref: "x", yref: "paper", x0: this.from / US, x1: this.to / US, y0: 0, y1: 1,
         line: {color: isDark() ? "#f2a044" : "#d9780f", width: 2}};
       const layout = layoutOf({height: 60 + 22 * rows.length, margin: {l: 90, r: 15, t: 5, b: 35}, shapes: [frame],
-        xaxis: axis("", {range: [0, t.end / 1e6], ticksuffix: " s"}), dragmode: "zoom",
+        xaxis: axis("", {range: [0, t.end / US], ticksuffix: " s"}), dragmode: "zoom",
         yaxis: axis("", {autorange: "reversed", fixedrange: true, type: "category"})});
       const config = {...CONFIG, displayModeBar: false};
       Plotly.react(this.strip, [trace], layout, config).then(() => this.follow(this.strip));
     }
 
     drawActions() {
-      const {t, from, to} = this, unit = (to - from) < 2e6 ? [1e3, "ms"] : [1e6, "s"];
+      const {t, from, to} = this;
       const found = this.blocks(Math.max(300, this.plot.clientWidth - 110));
-      const traces = found.map((group) => this.trace(group, unit));
+      const traces = found.map((group) => this.trace(group));
       const count = found.reduce((sum, group) => sum + group.blocks.length, 0);
       const actions = found.reduce((sum, group) => sum + group.blocks.reduce((s, b) => s + b.count, 0), 0);
-      this.status.textContent = `${secondsText((to - from) / 1e6)}, ${actions} events` +
+      this.status.textContent = `${secondsText((to - from) / US)}, ${actions} events` +
         (count < actions ? `, drawn as ${count}: zoom in to tell them apart` : "");
-      const older = from < t.full_from ? [{xref: "x", yref: "paper", x: Math.min(to, t.full_from) / unit[0], y: 1,
+      const older = from < t.full_from ? [{xref: "x", yref: "paper", x: Math.min(to, t.full_from) / US, y: 1,
         xanchor: "right", text: "older actions are summed up in the strip", showarrow: false}] : [];
       const names = {tickvals: t.rows.map((_, n) => n), ticktext: t.rows.map(plain), fixedrange: true};
       const layout = layoutOf({
-        barmode: "overlay", height: 150 + 70 * t.rows.length, margin: {l: 90, r: 15, t: 10, b: 45}, dragmode: "zoom",
-        legend: {orientation: "h", y: -0.25, yanchor: "top", font: {size: 11}}, annotations: older, bargap: 0,
-        xaxis: axis(`time since the record began (${unit[1]})`, {range: [from / unit[0], to / unit[0]]}),
+        barmode: "overlay", dragmode: "zoom", annotations: older, bargap: 0,
+        ...withLegend(this.plot, 20 + 72 * t.rows.length, traces.map((trace) => trace.name)),
+        xaxis: axis("seconds since the record began", {range: [from / US, to / US], ticksuffix: " s"}),
         yaxis: axis("", {...names, range: [t.rows.length - 0.45, -0.5], zeroline: false}),
       });
-      this.per = unit[0];
       Plotly.react(this.plot, traces, layout, CONFIG).then(() => this.follow(this.plot));
     }
 
@@ -265,7 +273,7 @@
       return [...groups.values()].sort((a, b) => depth(a.look) - depth(b.look) || a.pipeline - b.pipeline);
     }
 
-    trace({look, pipeline, blocks}, unit) {
+    trace({look, pipeline, blocks}) {
       const style = LOOKS[`${look.kind} ${look.detail}`] || LOOKS[look.kind] || {fill: "dark", place: "below"};
       const [light, dark] = HUES[Math.max(0, pipeline) % HUES.length];
       const fill = {light, dark, none: css("--ground")}[style.fill] || style.fill;
@@ -274,7 +282,7 @@
       const few = blocks.length < 400, work = look.kind.length === 1;
       return {
         type: "bar", orientation: "h", name: plain(look.word) + (pipelines ? `, pipeline ${pipeline}` : ""),
-        base: blocks.map((b) => b.start / unit[0]), x: blocks.map((b) => (b.end - b.start) / unit[0]),
+        base: blocks.map((b) => b.start / US), x: blocks.map((b) => (b.end - b.start) / US),
         y: blocks.map((b) => b.row + offset), width: height, opacity: style.opacity || 1,
         marker: {color: fill, line: {width: look.kind === "U" ? 1.5 : 0.4, color: look.kind === "U" ? dark : css("--ground")},
           pattern: {shape: style.pattern || "", fgcolor: "#5a6068", size: 5, fillmode: "overlay"}},
@@ -296,15 +304,15 @@
     words(look, block) {
       const e = this.t.events, n = block.first, {word} = look;
       const where = plain(this.t.rows[block.row]) + (e.stage ? `, stage ${e.stage[n]}` : "");
-      const at = `from ${secondsText(block.start / 1e6)} on`;
+      const at = `from ${secondsText(block.start / US)} on`;
       if (block.count > 1) {
         const batches = [e.batch[n], e.batch[block.last]].sort((a, b) => a - b);
         return `${where}<br>${plain(word)}, ${block.count} times<br>batches ${batches[0]} to ${batches[1]}` +
-          `<br>${secondsText(block.took / 1e6)} in all, ${at}`;
+          `<br>${secondsText(block.took / US)} in all, ${at}`;
       }
       const micro = e.micro_batch[n] === null ? "" : ` of micro-batch ${e.micro_batch[n]}`;
       return `${where}<br>${plain(word)}${micro}<br>pipeline ${e.pipeline[n]}, batch ${e.batch[n]}` +
-        `<br>${secondsText(block.took / 1e6)}, ${at}`;
+        `<br>${secondsText(block.took / US)}, ${at}`;
     }
 
     // Drags over a chart, and its double clicks, choose what is shown.
@@ -314,8 +322,7 @@
       plot.on("plotly_relayout", (change) => {
         const low = change["xaxis.range[0]"] ?? (change["xaxis.range"] || [])[0];
         const high = change["xaxis.range[1]"] ?? (change["xaxis.range"] || [])[1];
-        const per = plot === this.strip ? 1e6 : this.per;
-        if (low !== undefined) this.show(low * per, high * per);
+        if (low !== undefined) this.show(low * US, high * US);
         else if (change["xaxis.autorange"]) this.show(...this.t.view);
       });
     }

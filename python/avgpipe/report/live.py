@@ -1,0 +1,192 @@
+"""A run as its folder tells of it while it goes on: what it has come to, how fast it is, and whether it still runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from avgpipe.checkpoint.folder import is_saved_into
+from avgpipe.report.runs import number, numbers, parse_row
+
+_RECENT = 200  # batches that the speed is of
+_KEPT = 400  # losses that the picture is of
+_SMOOTHING = 0.9
+_QUIET_S = 60.0  # without a sign of life, after which a run that nobody keeps has stopped
+
+
+@dataclass
+class Progress:
+    """What the rows of a run say, as far as they are read; None for what they do not.
+
+    Attributes:
+        total: Batches of the whole run.
+        losses: Smoothed, the last ones.
+        valid: The last validation.
+        before: The first one.
+    """
+
+    batches: int = 0
+    total: int | None = None
+    epoch: int | None = None
+    samples: int = 0
+    seconds: float = 0.0
+    lr: float | None = None
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    valid: Mapping[str, Any] = field(default_factory=dict)
+    before: Mapping[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    _marks: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Take in a row of metrics.jsonl; what is no number in it is passed over."""
+        batch, seconds = number(row["batch"]), number(row.get("seconds"))
+        if batch is None or seconds is None:
+            return
+        self.samples = int(number(row.get("samples")) or self.samples)
+        self.seconds = seconds
+        epoch = number(row.get("epoch"))
+        self.epoch = self.epoch if epoch is None else int(epoch)
+        if row["kind"] == "train":
+            self._take_batch(int(batch), row)
+        else:
+            self.valid, self.before = row, self.before or row
+            total = number(row.get("total_batches"))
+            self.total = self.total if total is None else int(total)
+            told = row.get("warnings")
+            self.warnings = list(map(str, told)) if isinstance(told, list) else self.warnings
+
+    def _take_batch(self, batch: int, row: Mapping[str, Any]) -> None:
+        self.batches = batch + 1
+        self.lr = number(row.get("lr"))
+        self._marks.append((self.batches, self.samples, self.seconds))
+        loss = number(row.get("loss"))
+        if loss is not None:
+            before = self.losses[-1] if self.losses else loss
+            self.losses.append(_SMOOTHING * before + (1 - _SMOOTHING) * loss)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Over the last batches; validations do not count."""
+        return self._per_second(1)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds of training that are left at this speed."""
+        rate = self._per_second(0)
+        return (self.total - self.batches) / rate if rate and self.total is not None else None
+
+    def _per_second(self, which: int) -> float | None:
+        if len(self._marks) < 2 or self._marks[-1][2] <= self._marks[0][2]:
+            return None
+        first, last = self._marks[0], self._marks[-1]
+        return (last[which] - first[which]) / (last[2] - first[2])
+
+    def to_json(self) -> dict[str, Any]:
+        """What it has come to, with the fields of the last validation under ``validation``."""
+        names = ("batches", "total", "epoch", "samples", "seconds", "samples_per_second", "left_s", "lr")
+        found = {name: getattr(self, name) for name in names}
+        loss = self.losses[-1] if self.losses else None
+        return {**found, "loss": loss, "validation": dict(self.valid), "warnings": self.warnings}
+
+
+class LiveRun:
+    """Follows the folder of a run; ValueError where there is none.
+
+    Attributes:
+        path: The folder.
+        progress: As of the last :meth:`look`.
+        status: "running", "ended", or "stopped" where it neither ended nor goes on here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not (path / "run.json").is_file() and not (path / "metrics.jsonl").is_file():
+            what = "holds no run" if path.is_dir() else "no such folder"
+            raise ValueError(f"{path}: {what}; give the folder that avgpipe train writes")
+        self.path = path
+        self.plan = _object(path / "plan.json")
+        self.options = _object(path / "run.json")
+        self.status = "running"
+        self._read, self._inode, self._torn = 0, 0, b""
+        self.progress = Progress()
+
+    def look(self) -> None:
+        """Read what is new; a run that was resumed has taken rows back, and is read anew."""
+        try:
+            with (self.path / "metrics.jsonl").open("rb") as file:
+                status = _status(file.fileno())
+                if status != self._inode or file.seek(0, 2) < self._read:
+                    self._read, self._inode, self._torn, self.progress = 0, status, b"", Progress()
+                file.seek(self._read)
+                found = file.read()
+        except OSError:
+            found = b""
+        self._read += len(found)
+        *lines, self._torn = (self._torn + found).split(b"\n")
+        for line in lines:
+            row = parse_row(line.decode("utf-8", "replace"))
+            if row is not None:
+                self.progress.take(row)
+        self.status = self._find_status()
+
+    def _find_status(self) -> str:
+        """A run ends with its summary, which is newer than what it began with."""
+        begun, summary = _modified(self.path / "run.json"), _modified(self.path / "summary.json")
+        if is_saved_into(self.path / "checkpoints" / "last"):
+            return "running"
+        if summary is not None and (begun is None or summary >= begun):
+            return "ended"
+        last = max((begun or 0.0, _modified(self.path / "metrics.jsonl") or 0.0))
+        return "running" if time.time() - last < _QUIET_S else "stopped"
+
+    @property
+    def checkpoint_age_s(self) -> float | None:
+        """Seconds since the last checkpoint was written; None without one."""
+        written = _modified(self.path / "checkpoints" / "last" / "manifest.json")
+        return None if written is None else max(0.0, time.time() - written)
+
+    @property
+    def busy(self) -> list[float]:
+        """Computing share of each worker before the last validation."""
+        return numbers(self.progress.valid.get("worker_busy_fraction"))
+
+    @property
+    def peaks(self) -> list[float]:
+        """Peak memory of each worker until the last validation."""
+        return numbers(self.progress.valid.get("peak_memory_bytes"))
+
+    @property
+    def drift(self) -> float | None:
+        """Mean distance of the replicas from the reference, over its norm, at the last validation."""
+        distances = self.progress.valid.get("distances")
+        found = distances if isinstance(distances, dict) else {}
+        norm, of = number(found.get("norm")), numbers(found.get("to_reference"))
+        return sum(of) / len(of) / norm if norm and of else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"run": str(self.path), "status": self.status, **self.progress.to_json()}
+
+
+def _status(descriptor: int) -> int:
+    import os
+
+    return os.fstat(descriptor).st_ino
+
+
+def _modified(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
