@@ -102,6 +102,22 @@ def test_validations_of_several_pipelines_tell_how_far_apart_they_are(whole):
     assert all(after["between"][0][1] == after["between"][1][0] > 0 for after in found[1:])
 
 
+def test_rows_tell_rates_memory_and_busy_shares(whole):
+    train = [row for row in whole.rows if row["kind"] == "train"]
+    rates = [row["lr"] for row in train]
+    assert rates[0] < max(rates) > rates[-1]  # warm-up, then decay
+    first, *valid = [row for row in whole.rows if row["kind"] == "valid"]
+    assert first.keys().isdisjoint({"samples_per_second", "worker_busy_fraction"})
+    assert all(row["total_batches"] == 130 for row in (first, *valid))
+    assert all(len(row["peak_memory_bytes"]) == 2 and row["skipped_updates"] == 0 for row in valid)
+    peaks = [row["peak_memory_bytes"][0] for row in (first, *valid)]
+    assert peaks == sorted(peaks)
+    assert all(0 < share <= 1 for row in valid for share in row["worker_busy_fraction"])
+    last = [row for row in train if row["batch"] >= valid[-2]["batch"]]
+    seconds = valid[-1]["seconds"] - valid[-2]["seconds"]
+    assert valid[-1]["samples_per_second"] == pytest.approx(4 * len(last) / seconds)
+
+
 def test_it_learns(whole):
     metrics = [row["metric"] for row in whole.rows if row["kind"] == "valid"]
     assert metrics[0] > 35

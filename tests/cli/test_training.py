@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,7 @@ from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import read_metrics
 from avgpipe.cli.resolve import resolve
 from avgpipe.cli.training import Pace, TrainingRun
+from avgpipe.pipeline import Pipeline
 from avgpipe.workloads import awd_lstm
 
 
@@ -68,6 +71,52 @@ def test_optimizers_observe_the_losses_of_epochs_ends(text, tmp_path, monkeypatc
     assert list(valid) == sorted({0, epoch, (3 * epoch + 1) // 2, 2 * epoch, 3 * epoch})
     seen = run._averaging[0].param_groups[0]["validation_losses"]
     assert seen == pytest.approx([valid[n * epoch] for n in (1, 2, 3)])
+
+
+def logged(text, out, **asked):
+    sizes = {"data": str(text), "batch_size": 4, "stages": 1, "pipelines": 1, "validations": 2}
+    return TrainConfig.of(workload="awd-lstm", out=str(out), **sizes, **asked)
+
+
+def test_loggers_get_every_row_and_go_on_after_a_resumption(text, tmp_path):
+    out = tmp_path / "run"
+    trained(logged(text, out, max_batches=4, logger=("csv",)))
+    trained(logged(text, out, max_batches=6, logger=("csv",), resume=True))
+    with (out / "metrics.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    losses = {int(line["step"]): float(line["value"]) for line in found if line["name"] == "train/loss"}
+    rows = read_metrics(out)
+    assert losses == {row["batch"]: pytest.approx(row["loss"]) for row in rows if row["kind"] == "train"}
+    assert {line["name"] for line in found} >= {
+        "train/lr",
+        "valid/metrics/perplexity",
+        "valid/peak_memory_bytes/0",
+    }
+
+
+def test_a_callers_own_function_gets_the_rows(text, tmp_path):
+    seen = []
+    run = TrainingRun(resolve(logged(text, tmp_path / "run", max_batches=4)), seen.append)
+    try:
+        run.train()
+    finally:
+        run.close()
+    assert [(row["kind"], row["batch"]) for row in seen] == [
+        *(("valid", 0), ("train", 0), ("train", 1), ("valid", 2), ("train", 2), ("train", 3), ("valid", 4)),
+    ]
+    assert [row["batch"] for row in seen] == [row["batch"] for row in read_metrics(run.out)]
+
+
+def test_a_result_that_has_a_gradient_norm_has_it_in_its_row(text, tmp_path, monkeypatch):
+    results = Pipeline.train
+
+    def with_norm(pipeline, loader):
+        for result in results(pipeline, loader):
+            yield SimpleNamespace(**vars(result), grad_norm=0.5)
+
+    monkeypatch.setattr(Pipeline, "train", with_norm)
+    _, rows = trained(logged(text, tmp_path / "run", max_batches=2))
+    assert [row["grad_norm"] for row in rows if row["kind"] == "train"] == [0.5, 0.5]
 
 
 # ---- when ranks agree on checkpoints, and how often -----------------------------------------------------------------

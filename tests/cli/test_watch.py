@@ -46,7 +46,7 @@ def printed(item, width=100):
 
 def test_a_line_without_a_terminal(going):
     said = invoke("watch", str(going), "--once").stdout
-    assert said.startswith("running: batch 100/1000  loss 2.")
+    assert said.startswith("running: batch 100/1000  loss 1.5507")
     for fact in ("speed 200.0 samples/s", "left 36 s", "busy 80 %, 60 %", "drift 0.01 of the norm"):
         assert fact in said
     assert said.endswith("validation perplexity 20 after 100 batches\n")

@@ -50,13 +50,13 @@ def summary(batches: int, **more: Any) -> dict[str, Any]:
     seconds = BATCH_S * batches
     return {
         "workload": "awd-lstm", "preset": "tiny", "seed": 0, "target": None, "title": "a text",
-        **{"system": "avgpipe", "stages": 2, "pipelines": 2, "micro_batches": 4, "schedule": "advance-forward"},
-        **{"batch_size": BATCH_SIZE, "metric_name": "perplexity", "lower_is_better": True},
-        **{"batches": batches, "samples": BATCH_SIZE * batches, "metric": 20.0, "best_metric": 19.0},
-        **{"samples_to_target": None, "seconds_to_target": None, "epochs": 1.0, "train_seconds": seconds},
-        **{"worker_busy_fraction": [0.8, 0.6], "peak_memory_bytes": [2**28, 2**27]},
-        **{"samples_per_second": 200.0, "trivial_metric": 50.0, "parameters": 1000, "skipped_updates": 0},
-        **{"versions": {"avgpipe": "0.1", "torch": "2.13"}, "warnings": ["stages idle more"]},
+        "system": "avgpipe", "stages": 2, "pipelines": 2, "micro_batches": 4, "schedule": "advance-forward",
+        "batch_size": BATCH_SIZE, "metric_name": "perplexity", "lower_is_better": True,
+        "batches": batches, "samples": BATCH_SIZE * batches, "metric": 20.0, "best_metric": 19.0,
+        "samples_to_target": None, "seconds_to_target": None, "epochs": 1.0, "train_seconds": seconds,
+        "worker_busy_fraction": [0.8, 0.6], "peak_memory_bytes": [2**28, 2**27],
+        "samples_per_second": 200.0, "trivial_metric": 50.0, "parameters": 1000, "skipped_updates": 0,
+        "versions": {"avgpipe": "0.1", "torch": "2.13"}, "warnings": ["stages idle more"],
         **more,
     }  # fmt: skip
 

@@ -7,6 +7,7 @@ import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -143,7 +144,7 @@ def test_wandb_gets_the_run_and_its_numbers(tmp_path, monkeypatch):
 class Client:
     """The part of MLflow's client that is used."""
 
-    made: list[Client] = []
+    made: ClassVar[list[Client]] = []
 
     def __init__(self):
         self.calls = []

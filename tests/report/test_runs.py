@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from avgpipe.report.runs import Run, read_comparison, read_folders, stretches
 from avgpipe.report.compare import OUT_OF_MEMORY, SystemResult
+from avgpipe.report.runs import Run, read_comparison, read_folders, stretches
 from tests.report.comparisons import PLAIN, at, compared
 from tests.report.folders import train_row, valid_row, write_run
 
@@ -156,7 +156,7 @@ def test_a_folder_without_a_run_is_refused_with_those_inside(tmp_path):
     with pytest.raises(ValueError, match=rf"holds neither .* did you mean {tmp_path}/a, {tmp_path}/b\?"):
         read_folders([tmp_path])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty: holds neither .*; give one that avgpipe train"):
+    with pytest.raises(ValueError, match=r"empty: holds neither .*; give one that avgpipe train"):
         read_folders([tmp_path / "empty"])
     with pytest.raises(ValueError, match="none: no such folder"):
         read_folders([tmp_path / "none"])
