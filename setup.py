@@ -137,7 +137,11 @@ setup(
     version=version(),
     packages=[*find_packages("python"), "avgpipe_ext"],
     package_dir={"": "python", "avgpipe_ext": "avgpipe_ext"},
-    package_data={"avgpipe": ["py.typed"], "avgpipe_ext": ["py.typed", "_native.pyi"]},
+    package_data={
+        "avgpipe": ["py.typed"],
+        "avgpipe.timeline": ["static/*"],
+        "avgpipe_ext": ["py.typed", "_native.pyi"],
+    },
     ext_modules=[Extension(f"avgpipe_ext.{name}", sources=[]) for name in ("libavgpipe", "_native")],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": CleanWheel},
 )

@@ -139,7 +139,8 @@ def test_the_wheel_has_the_libraries_and_nothing_of_an_earlier_build(wheel, unpa
     modules = {str(p.relative_to(top)) for top, package in sources for p in (top / package).rglob("*.py")}
     libraries = {"avgpipe_ext/libavgpipe.so", f"avgpipe_ext/_native{sysconfig.get_config_var('EXT_SUFFIX')}"}
     typed = {"avgpipe/py.typed", "avgpipe_ext/py.typed", "avgpipe_ext/_native.pyi"}
-    assert names == modules | libraries | typed
+    page = {f"avgpipe/timeline/static/page.{suffix}" for suffix in ("css", "html", "js")}
+    assert names == modules | libraries | typed | page
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import avgpipe
 from avgpipe.ranks.process import STORE_FILE
 from avgpipe.report.own_model import trained
 from tests.cli.command import environment
-from tests.report.own_models import broken, data, held_out_loss, make_loader, make_model, sgd
+from tests.report.own_models import add_line, broken, data, held_out_loss, make_loader, make_model, sgd
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -132,6 +132,16 @@ def test_a_worker_starts_no_comparison(monkeypatch):
     monkeypatch.setenv(STORE_FILE, "there")
     with pytest.raises(RuntimeError, match="put the call under if __name__"):
         compared()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_callers_function_gets_each_row_in_the_first_worker(tmp_path):
+    path = tmp_path / "rows"
+    found = compared(systems=("gpipe",), epochs=1, validations=2, on_result=partial(add_line, str(path)))
+    told = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {system for system, _ in told} == {"gpipe"}
+    assert [row for _, row in told] == list(found.outcomes[0].rows[0])
 
 
 def drawn_batches(epoch):

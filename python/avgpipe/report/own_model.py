@@ -81,6 +81,7 @@ def compare(
     timeout_s: float = 300,
     threads: int = 1,
     name: str = "model",
+    on_result: Callable[[str, Mapping[str, Any]], None] | None = None,
     **options: Any,
 ) -> Comparison:
     """Train a model with each system in turn, on the same data, seeds and number of workers, and compare.
@@ -120,6 +121,8 @@ def compare(
         timeout_s: No wait for another worker lasts longer.
         threads: Of torch, in each worker.
         name: What the model is called.
+        on_result: Gets the system's name and each row, of a batch or of an evaluation, as metrics.jsonl of ``avgpipe
+            train`` has them, in the first worker of a run; for a logger of ``avgpipe.report.loggers``, or one's own.
         options: Further options of the ``Pipeline``, such as ``clip_grad_norm`` or ``lr_scheduler``.
 
     Returns:
@@ -141,6 +144,7 @@ def compare(
         "loss_fn": loss_fn,
         "optimizer": optimizer,
         "evaluate": evaluate,
+        "on_result": on_result,
         "options": {"device": device, "timeout_s": timeout_s, **options},
     }
     course = {
@@ -311,7 +315,8 @@ def trained(given: Mapping[str, Any], course: Mapping[str, Any], chosen: Plan, s
     torch.manual_seed(seed)
     made = {name: given[name] for name in ("loss_fn", "optimizer")}
     with Pipeline(given["make_model"](), chosen, seed=seed, **made, **given["options"]) as pipeline:
-        run = _Run(pipeline, given["make_loader"], given["evaluate"], course, seed)
+        tell = None if pipeline.world.rank else given.get("on_result")
+        run = _Run(pipeline, given["make_loader"], given["evaluate"], course, seed, tell)
         run.train()
         timeline = pipeline.timeline()
         peak = peak_memory_bytes(pipeline.device)
@@ -341,8 +346,9 @@ class _Run:
         evaluate: Callable[[Pipeline], float] | None,
         course: Mapping[str, Any],
         seed: int,
+        on_result: Callable[[str, Mapping[str, Any]], None] | None = None,
     ) -> None:
-        self._pipeline, self._evaluate = pipeline, evaluate
+        self._pipeline, self._evaluate, self._on_result = pipeline, evaluate, on_result
         self._epoch_batches = partial(training_batches, make_loader, seed, course["max_batches"])
         self._epochs = course["epochs"]
         self._batches = len(self._epoch_batches(0))
@@ -383,7 +389,7 @@ class _Run:
             now = time.perf_counter()
             done.note_batch(result.samples, now - clock)
             place = {"kind": "train", "batch": result.batch, "epoch": done.epoch, "samples": done.samples}
-            self.rows.append({**place, "loss": _finite(result.loss), "seconds": done.seconds})
+            self._note({**place, "loss": _finite(result.loss), "seconds": done.seconds})
             clock = now
 
     def _validate(self) -> None:
@@ -395,7 +401,12 @@ class _Run:
         row = {"kind": "valid", "batch": done.batches, "epoch": done.epoch, "samples": done.samples}
         if self._pipeline.plan.pipelines > 1:
             row["distances"] = asdict(self._pipeline.distances())
-        self.rows.append({**row, "loss": None, "metric": metric, "seconds": done.seconds})
+        self._note({**row, "loss": None, "metric": metric, "seconds": done.seconds})
+
+    def _note(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if self._on_result is not None:
+            self._on_result(self._pipeline.plan.system, row)
 
     def summary(self) -> dict[str, Any]:
         """Figures of the run, by the names of a run's summary.json."""

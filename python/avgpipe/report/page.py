@@ -240,7 +240,9 @@ def _workers(runs: Sequence[Run]) -> Section:
     missing = [run.name for run in runs if not any(numbers(row.get("peak_memory_bytes")) for row in run.rows)]
     shown: tuple[Block, ...] = tuple(chart for chart in charts if chart.lines)
     if missing:
-        said = f"{text.listed(missing)}: no memory was recorded over time; the summary has peaks that are known"
+        said = (
+            f"{text.listed(missing)}: no memory was recorded over time; the summary has peaks that are known"
+        )
         shown = (*shown, Sentences((said,)))
     return Section("Workers over time", shown, "At validations.")
 

@@ -64,7 +64,7 @@ def timeline_sections(
                 (lanes,),
                 "What each worker did when. The strip is all that was recorded, the stronger its color the busier; "
                 "below it is a part, down to each action. What is too narrow to be seen is drawn together with its "
-                "neighbours. Each worker keeps its last events, so the record of some begins earlier than others'.",
+                "neighbours. Each worker keeps its last events, so that some records begin earlier than others.",
             )
         )
     told = {name: timeline for name, timeline in recent.items() if timeline.events}

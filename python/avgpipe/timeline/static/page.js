@@ -15,8 +15,8 @@
   const PARTS = {
     "forward": "#b5d4f0", "backward": "#2a6fb0", "backward, inputs": "#2a6fb0", "backward, weights": "#7fa8d1",
     "update": "#d9780f", "averaging": "#a04a94", "sending": "#1b8a63", "waiting for an activation": "#c9ced4",
-    "waiting for a gradient": "#a3aab2", "other waits": "#7d858e", "data loader": "#e8d98a", "between results": "#c9a400",
-    "other work of the host": "#a08a3a", "runtime": "#c0453c", "before and after": "#eceff2",
+    "waiting for a gradient": "#a3aab2", "other waits": "#7d858e", "data loader": "#e8d98a",
+    "between results": "#c9a400", "other work of the host": "#a08a3a", "runtime": "#c0453c", "before and after": "#eceff2",
   };
   const PATTERNS = {"waiting for an activation": "/", "waiting for a gradient": "\\", "other waits": "x"};
   const CONFIG = {displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"]};
@@ -63,7 +63,7 @@
     };
   }
 
-  // Height of a chart whose plot is so high, and a legend below it, with room for its entries on a screen of this width.
+  // Of a chart whose plot is so high: a legend below it with room for its entries on a screen of this width.
   function withLegend(plot, high, names, left = 90) {
     const columns = Math.max(1, Math.floor(plot.clientWidth / (60 + 6.5 * Math.max(...names.map((n) => n.length), 1))));
     const legend = names.length > 1 ? 20 * Math.ceil(names.length / columns) + 10 : 0;
@@ -280,13 +280,14 @@
       const [offset, height] = this.place(style.place, pipeline);
       const pipelines = new Set(this.t.events.pipeline).size > 1 && pipeline >= 0;
       const few = blocks.length < 400, work = look.kind.length === 1;
+      const rank = pipeline < 0 ? 2000 : 1000 + 10 * pipeline + Object.keys(LOOKS).indexOf(look.kind) / 10;
       return {
         type: "bar", orientation: "h", name: plain(look.word) + (pipelines ? `, pipeline ${pipeline}` : ""),
         base: blocks.map((b) => b.start / US), x: blocks.map((b) => (b.end - b.start) / US),
-        y: blocks.map((b) => b.row + offset), width: height, opacity: style.opacity || 1,
-        marker: {color: fill, line: {width: look.kind === "U" ? 1.5 : 0.4, color: look.kind === "U" ? dark : css("--ground")},
+        y: blocks.map((b) => b.row + offset), width: height, opacity: style.opacity || 1, legendrank: rank,
+        marker: {color: fill, line: style.fill === "none" ? {width: 1.5, color: dark} : {width: 0.4, color: css("--ground")},
           pattern: {shape: style.pattern || "", fgcolor: "#5a6068", size: 5, fillmode: "overlay"}},
-        text: few && work ? blocks.map((b) => b.count === 1 ? this.t.events.micro_batch[b.first] ?? "" : "") : undefined,
+        text: few && work ? blocks.map((b) => b.count > 1 ? "" : this.t.events.micro_batch[b.first] ?? "") : undefined,
         textposition: "inside", insidetextanchor: "middle", textangle: 0, textfont: {size: 10}, constraintext: "inside",
         hovertext: blocks.map((b) => this.words(look, b)), hovertemplate: "%{hovertext}<extra></extra>",
       };
@@ -304,7 +305,7 @@
     words(look, block) {
       const e = this.t.events, n = block.first, {word} = look;
       const where = plain(this.t.rows[block.row]) + (e.stage ? `, stage ${e.stage[n]}` : "");
-      const at = `from ${secondsText(block.start / US)} on`;
+      const at = `from ${(block.start / US).toFixed(this.to - this.from < US ? 5 : 3)} s on`;
       if (block.count > 1) {
         const batches = [e.batch[n], e.batch[block.last]].sort((a, b) => a - b);
         return `${where}<br>${plain(word)}, ${block.count} times<br>batches ${batches[0]} to ${batches[1]}` +
