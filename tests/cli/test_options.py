@@ -49,6 +49,7 @@ class BakeConfig(OvenOptions):
         kind: Kind of flour.
         shape: Shape of a loaf.
         size: Its size.
+        seed: What to put on it, as often as you like.
     """
 
     what: Annotated[str, Value("WHAT", positional=True)]
@@ -56,6 +57,7 @@ class BakeConfig(OvenOptions):
     kind: Literal["rye", "wheat"] = "rye"
     shape: Annotated[str, Value("NAME", choices=("round", "long", "flat", "tin", "roll", "ring"))] = "round"
     size: Annotated[tuple[int, ...] | None, Value("A+B", parse_pair)] = None
+    seed: Annotated[tuple[str, ...], Value("NAME", choices=("poppy", "sesame"), repeated=True)] = ()
     secret: int = internal(0)
 
 
@@ -89,6 +91,15 @@ def test_what_is_given_is_read_by_its_type(bake):
         *(3.0, True, "wheat", (3, 4), 2, True),
     )
     assert set(found.given) == {"what", "heat_s", "fan", "kind", "size", "loaves", "json"}
+
+
+def test_an_option_may_be_given_several_times(bake):
+    assert bake("bread", "--seed", "sesame", "--seed", "poppy", "--seed", "sesame").seed == (
+        "sesame",
+        "poppy",
+    )
+    assert bake("bread").seed == ()
+    assert "unknown seed 'popy': did you mean 'poppy'?" in bake("bread", "--seed", "popy").output
 
 
 @pytest.mark.parametrize(

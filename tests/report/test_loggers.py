@@ -12,7 +12,16 @@ from typing import ClassVar
 import pytest
 
 from avgpipe.errors import LibraryNotFound
-from avgpipe.report.loggers import CSV, LOGGERS, Loggers, MLflow, TensorBoard, WandB, check_loggers, numbers
+from avgpipe.report.loggers import (
+    CSV,
+    LOGGERS,
+    Loggers,
+    MLflow,
+    TensorBoard,
+    WandB,
+    check_loggers,
+    flat_numbers,
+)
 
 ROW = {"batch": 3, "loss": 1.5, "metric": None, "distances": {"to_reference": [0.1, 0.2]}, "warnings": ["no"]}
 
@@ -33,13 +42,13 @@ class Noting:
 
 
 def test_numbers_are_named_by_their_places():
-    assert numbers(ROW, "valid/") == {
+    assert flat_numbers(ROW, "valid/") == {
         "valid/batch": 3,
         "valid/loss": 1.5,
         "valid/distances/to_reference/0": 0.1,
         "valid/distances/to_reference/1": 0.2,
     }
-    assert numbers({"a": math.nan, "b": True, "c": math.inf, "d": "1"}) == {}
+    assert flat_numbers({"a": math.nan, "b": True, "c": math.inf, "d": "1"}) == {}
 
 
 def test_rows_go_to_every_logger():
@@ -47,7 +56,7 @@ def test_rows_go_to_every_logger():
     loggers = Loggers({"a": first, "b": second}, print)
     loggers.log(3, ROW, "train")
     loggers.close()
-    assert first.seen == second.seen == [(3, numbers(ROW, "train/"))]
+    assert first.seen == second.seen == [(3, flat_numbers(ROW, "train/"))]
     assert first.closed == second.closed == 1
 
 

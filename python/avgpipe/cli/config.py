@@ -237,7 +237,7 @@ class TrainConfig(LearningOptions, PlanOptions):
     Attributes:
         out: Folder of the run. Default: runs/WORKLOAD-DATE-TIME.
         resume: Continue from the last checkpoint in --out; options that are not given stay as they were.
-        logger: Log to it, too; may be given several times.
+        logger: Where to log what metrics.jsonl has, too; once for each.
         checkpoint_minutes: Minutes between checkpoints within an epoch.
         launch: torchrun's name for what started the workers.
         restarts: Whether torchrun has started the workers before, and they began this run.
@@ -245,7 +245,7 @@ class TrainConfig(LearningOptions, PlanOptions):
 
     out: Folder = ""
     resume: bool = False
-    logger: Annotated[tuple[str, ...], Value("NAME", choices=tuple(LOGGERS), repeated=True)] = ()
+    logger: Annotated[tuple[str, ...], Value("|".join(LOGGERS), choices=tuple(LOGGERS), repeated=True)] = ()
     checkpoint_minutes: Positive = 10.0
     launch: str | None = internal(None)
     restarts: bool = internal(False)

@@ -87,12 +87,12 @@ def page(live: LiveRun) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
+    if progress.total:
+        table.add_row("so far", ProgressBar(total=progress.total, completed=progress.batches, width=_PICTURE))
     for name, fact in facts.items():
         table.add_row(name, Text(fact))
     if progress.losses:
         table.add_row("loss so far", Text(sparkline(list(progress.losses), _PICTURE), style="cyan"))
-    if progress.total:
-        table.add_row("so far", ProgressBar(total=progress.total, completed=progress.batches, width=_PICTURE))
     parts: list[RenderableType] = [table]
     parts += [Text(f"warning: {warning}", style="yellow") for warning in progress.warnings]
     if live.status == "stopped":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -118,9 +119,9 @@ class LiveRun:
         """Read what is new; a run that was resumed has taken rows back, and is read anew."""
         try:
             with (self.path / "metrics.jsonl").open("rb") as file:
-                status = _status(file.fileno())
-                if status != self._inode or file.seek(0, 2) < self._read:
-                    self._read, self._inode, self._torn, self.progress = 0, status, b"", Progress()
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode or file.seek(0, 2) < self._read:
+                    self._read, self._inode, self._torn, self.progress = 0, inode, b"", Progress()
                 file.seek(self._read)
                 found = file.read()
         except OSError:
@@ -169,12 +170,6 @@ class LiveRun:
 
     def to_json(self) -> dict[str, Any]:
         return {"run": str(self.path), "status": self.status, **self.progress.to_json()}
-
-
-def _status(descriptor: int) -> int:
-    import os
-
-    return os.fstat(descriptor).st_ino
 
 
 def _modified(path: Path) -> float | None:

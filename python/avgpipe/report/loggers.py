@@ -216,7 +216,7 @@ class Loggers:
     def log(self, step: int, row: Mapping[str, Any], kind: str) -> None:
         """Note the numbers of a row of metrics.jsonl, with ``kind`` before their names."""
         if self._loggers:
-            values = numbers(row, f"{kind}/")
+            values = flat_numbers(row, f"{kind}/")
             self._each(lambda logger: logger.log(step, values))
 
     def close(self) -> None:
@@ -234,14 +234,14 @@ class Loggers:
                 )
 
 
-def numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Return the finite numbers of nested objects and lists by names such as "distances/to_reference/0"."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= numbers(value, f"{prefix}{name}/")
+            found |= flat_numbers(value, f"{prefix}{name}/")
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            found |= numbers({str(n): item for n, item in enumerate(value)}, f"{prefix}{name}/")
+            found |= flat_numbers({str(n): item for n, item in enumerate(value)}, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             found[f"{prefix}{name}"] = value
     return found

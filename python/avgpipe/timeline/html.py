@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from avgpipe.timeline.explain import explain, with_waits
-from avgpipe.timeline.page import Bars, Block, Lanes, Page, Section, Table, Text
+from avgpipe.timeline.page import Bars, Block, Page, Section, Table, Text, Timelines
 from avgpipe.timeline.plot import lanes_of, look_of, plot_timeline, readable_view, word_of
 from avgpipe.timeline.timeline import COMPUTE_KINDS, EventKind, StageTime, Timeline
 from avgpipe.units import format_bytes, format_seconds
@@ -55,13 +55,13 @@ def timeline_sections(
     )
     found = []
     if shown:
-        lanes = Lanes(
+        drawn = Timelines(
             "timeline", "", shown, "Drag over a stretch to see it larger, in the strip or below it."
         )
         found.append(
             Section(
                 "Timeline",
-                (lanes,),
+                (drawn,),
                 "What each worker did when. The strip is all that was recorded, the stronger its color the busier; "
                 "below it is a part, down to each action. What is too narrow to be seen is drawn together with its "
                 "neighbours. Each worker keeps its last events, so that some records begin earlier than others.",

@@ -99,7 +99,7 @@ class Bars:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class Timelines:
     """Timelines, one at a time, down to each action; see ``avgpipe.timeline.html`` for the data."""
 
     id: str
@@ -107,7 +107,7 @@ class Lanes:
     timelines: tuple[Mapping[str, Any], ...]
     note: str = ""
 
-    kind = "lanes"
+    kind = "timelines"
 
     def data(self) -> dict[str, Any]:
         return {"id": self.id, "title": self.title, "timelines": self.timelines}
@@ -148,7 +148,7 @@ class Sentences:
     kind = "sentences"
 
 
-Block = Chart | Bars | Lanes | Table | Text | Sentences
+Block = Chart | Bars | Timelines | Table | Text | Sentences
 
 
 @dataclass(frozen=True)
@@ -176,10 +176,12 @@ class Page:
         """Return the document; LibraryNotFound without plotly and Jinja."""
         scripts = [plotly_js(), _static("page.js")]
         blocks = [block for section in self.sections for block in section.blocks]
-        data: dict[str, Any] = {"runs": self.runs, "charts": [], "bars": [], "lanes": []}
+        data: dict[str, Any] = {"runs": self.runs, "charts": [], "bars": [], "timelines": []}
         for block in blocks:
-            if isinstance(block, Chart | Bars | Lanes):
-                data[{Chart: "charts", Bars: "bars", Lanes: "lanes"}[type(block)]].append(block.data())
+            if isinstance(block, Chart | Bars | Timelines):
+                data[{Chart: "charts", Bars: "bars", Timelines: "timelines"}[type(block)]].append(
+                    block.data()
+                )
         jinja = library("jinja2", "a page", _PACKAGES)
         template = jinja.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         filled: str = template.from_string(_static("page.html")).render(

@@ -153,10 +153,10 @@
   const BAR = 0.66, STRIP = 0.1;
 
   class Timelines {
-    constructor(lanes) {
-      this.lanes = lanes;
-      this.figure = byId(lanes.id);
-      this.plot = plotOf(lanes.id);
+    constructor(block) {
+      this.timelines = block.timelines;
+      this.figure = byId(block.id);
+      this.plot = plotOf(block.id);
       this.strip = element("div", undefined, {class: "strip", role: "img", "aria-label": "busy shares of all workers"});
       this.figure.insertBefore(this.strip, this.plot);
       this.controls(this.figure.querySelector(".extra"));
@@ -164,9 +164,9 @@
     }
 
     controls(place) {
-      if (this.lanes.timelines.length > 1) {
+      if (this.timelines.length > 1) {
         const select = element("select", undefined, {"aria-label": "run"});
-        this.lanes.timelines.forEach((t, n) => select.append(element("option", t.name, {value: n})));
+        this.timelines.forEach((t, n) => select.append(element("option", t.name, {value: n})));
         select.addEventListener("change", () => this.choose(Number(select.value)));
         place.append(select);
       }
@@ -194,7 +194,7 @@
     }
 
     choose(number) {
-      this.t = this.lanes.timelines[number];
+      this.t = this.timelines[number];
       const e = this.t.events, count = e.took.length;
       this.start = new Float64Array(count);
       for (let n = 0, at = 0; n < count; n++) this.start[n] = at += e.start[n];
@@ -409,7 +409,7 @@
   byId("along").hidden = data.charts.length === 0;
   listen();
   drawAll();
-  timelines = data.lanes.map((lanes) => new Timelines(lanes));
+  timelines = data.timelines.map((block) => new Timelines(block));
   timelines.forEach((t) => tables.set(t.figure, () => t.table()));
   document.documentElement.dataset.ready = "yes";
 })();
