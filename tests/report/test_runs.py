@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 
 import pytest
 
 from avgpipe.report.compare import OUT_OF_MEMORY, SystemResult
+from avgpipe.report.page import report_page
 from avgpipe.report.runs import Run, read_comparison, read_folders, stretches
 from tests.report.comparisons import PLAIN, at, compared
 from tests.report.folders import train_row, valid_row, write_run
@@ -49,7 +52,10 @@ DAMAGED = [
     {"kind": "valid", "batch": 1, "seconds": 1.0, "loss": 1.0, "metric": 1.0, "distances": "far"},
     valid_row(1, distances={"norm": 1.0, "to_reference": ["a"], "between": None}),
     valid_row(1, distances={"norm": 1.0, "to_reference": [1.0], "between": [["a"]]}),
-    {"kind": "other", "batch": 1, "seconds": 1.0},
+    valid_row(1, distances={"norm": "1", "to_reference": [1.0], "between": None}),
+    {"kind": "other", "batch": 1, "seconds": 1.0, "loss": 1.0},
+    {"kind": "train", "batch": 1, "seconds": 1.0},
+    {"kind": "train", "batch": 10**400, "seconds": 1.0, "loss": 1.0},
 ]
 
 
@@ -137,17 +143,92 @@ def test_a_damaged_comparison_has_no_table(tmp_path, change):
     folder = write_comparison(tmp_path / "compared")
     content = json.loads((folder / "compare.json").read_text())
     (folder / "compare.json").write_text(json.dumps({**content, **change}))
-    found = read_comparison(folder)
-    assert found is None or found.outcomes == ()
-    assert read_folders([folder])[0]
+    with pytest.raises(ValueError, match=r"compare\.json is damaged .*: give the folders of its runs$"):
+        read_folders([folder])
 
 
 def test_figures_that_are_no_numbers_are_no_comparison(tmp_path):
     folder = write_comparison(tmp_path / "compared")
     content = json.loads((folder / "compare.json").read_text())
-    content["systems"][0]["samples"] = "<script>"
+    content["systems"][1]["samples"] = "<script>"
     (folder / "compare.json").write_text(json.dumps(content))
-    assert read_comparison(folder) is None
+    with pytest.raises(ValueError, match="samples='<script>'"):
+        read_comparison(folder)
+
+
+def test_a_run_that_is_named_twice_is_there_once(tmp_path):
+    folder = write_comparison(tmp_path / "compared")
+    runs, _ = read_folders([folder, folder / "gpipe", folder])
+    assert len(runs) == 3
+    assert runs[1].name == "compared/gpipe"
+
+
+def test_a_comparison_of_systems_that_could_not_run_has_no_runs(tmp_path):
+    folder = tmp_path / "compared"
+    write_comparison(folder, compared(BROKEN))
+    shutil.rmtree(folder / "pipedream")
+    runs, found = read_folders([folder])
+    assert (runs, len(found)) == ([], 1)
+    assert report_page(runs, found).sections[0].title == "Systems compared"
+
+
+# ---- strangers -------------------------------------------------------------------------------------------------------
+
+STRANGE = [None, True, -1, 10**400, 1e308, "", "<b>", [], [[]], [None], {}, {"a": [1]}, "9" * 5000]
+
+
+def spoilt(value, draw):
+    """The value with something else in one place, however deep."""
+    if isinstance(value, dict) and value and draw.random() < 0.9:
+        key = draw.choice(sorted(value))
+        if draw.random() < 0.2:
+            return {name: of for name, of in value.items() if name != key}
+        return {**value, key: spoilt(value[key], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.9:
+        place = draw.randrange(len(value))
+        return [*value[:place], spoilt(value[place], draw), *value[place + 1 :]]
+    return draw.choice(STRANGE)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "plan.json", "run.json", "timeline.json"])
+def test_whatever_a_file_holds_there_is_a_page(tmp_path, name):
+    draw, path = random.Random(name), write_run(tmp_path / "run", batches=6, shown=2)
+    whole = (path / name).read_text()
+    for _ in range(80):
+        if name.endswith("l"):
+            lines = [json.dumps(spoilt(json.loads(line), draw)) for line in whole.splitlines()]
+            (path / name).write_text("\n".join(lines))
+        else:
+            (path / name).write_text(json.dumps(spoilt(json.loads(whole), draw)))
+        page = report_page([Run.read(path)])
+        json.dumps([block.data() for of in page.sections for block in of.blocks if hasattr(block, "data")])
+
+
+def test_whatever_a_comparison_holds_there_is_a_page_or_a_sentence(tmp_path):
+    draw, folder = random.Random(0), write_comparison(tmp_path / "compared")
+    whole, refused = json.loads((folder / "compare.json").read_text()), 0
+    for _ in range(200):
+        content = whole
+        for _ in range(3):
+            content = spoilt(content, draw)
+        (folder / "compare.json").write_text(json.dumps(content))
+        try:
+            comparison = read_comparison(folder)
+        except ValueError:
+            refused += 1
+        else:
+            report_page([], [comparison])
+    assert 20 < refused < 200
+
+
+def test_a_timeline_of_a_billion_rows_is_not_drawn(tmp_path):
+    path = write_run(tmp_path / "run", batches=6, shown=2)
+    trace = json.loads((path / "timeline.json").read_text())
+    trace["otherData"]["stages"] = 10**9
+    (path / "timeline.json").write_text(json.dumps(trace))
+    run = Run.read(path)
+    assert run.timeline is None
+    assert run.problems == ("timeline.json: has 1000000000 rows: at most 1024 can be drawn",)
 
 
 def test_a_folder_without_a_run_is_refused_with_those_inside(tmp_path):

@@ -51,7 +51,7 @@ def parse_target(target: float | str) -> tuple[float, bool]:
     of_loss = isinstance(target, str) and target.startswith(_LOSS)
     try:
         value = float(target.removeprefix(_LOSS) if isinstance(target, str) else target)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value):
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from avgpipe.timeline.page import Block, Chart, Line, Page, Section, Sentences, 
 from avgpipe.units import duration, format_bytes
 
 _MOST_POINTS = 1500  # of a line: more cannot be told apart on a screen
+_LEAST_POINTS, _POINTS = 100, 9000  # of a line, and of all lines of a chart unless each has so few
 _SPEED_POINTS = 150  # of the speed: each the mean over some batches
 _SPAN = 5.0  # largest over smallest value from which on an axis is logarithmic
 _MIB = 2**20
@@ -287,23 +289,23 @@ def _line(
     points: Sequence[Point],
     style: Literal["line", "faint", "marks"] = "line",
 ) -> Line:
-    kept = thinned(points, _MOST_POINTS)
-    columns: tuple[Sequence[float], ...] = tuple(zip(*kept)) if kept else ((), (), ())
+    columns: tuple[Sequence[float], ...] = tuple(zip(*points)) if points else ((), (), ())
     seconds, samples, values = columns
     return Line(run, part, name, samples, seconds, values, style)
 
 
-def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """At most so many points, the least and the most of every stretch, so that no spike is lost."""
-    if len(points) <= most:
-        return list(points)
-    width = -(-len(points) // (most // 2))
-    kept: list[Point] = []
-    for first in range(0, len(points), width):
-        stretch = range(first, min(first + width, len(points)))
-        ends = {min(stretch, key=lambda n: points[n].value), max(stretch, key=lambda n: points[n].value)}
-        kept += [points[n] for n in sorted(ends)]
-    return kept
+def thinned(line: Line, most: int) -> Line:
+    """At most so many points, the least and the most of every stretch, so that no spike is lost; of known values."""
+    values: Sequence[Any] = line.values
+    if len(values) <= most:
+        return line
+    width = -(-len(values) // (most // 2))
+    kept: list[int] = []
+    for first in range(0, len(values), width):
+        stretch = range(first, min(first + width, len(values)))
+        kept += sorted({min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)})
+    samples, seconds, shown = ([of[n] for n in kept] for of in (line.samples, line.seconds, values))
+    return replace(line, samples=samples, seconds=seconds, values=shown)
 
 
 def _chart(
@@ -315,7 +317,8 @@ def _chart(
     scale: Literal["linear", "log", "zero", "share"] = "linear",
 ) -> Chart:
     """A chart of the lines that have points; values over orders of magnitude get a logarithmic axis."""
-    known = tuple(line for line in lines if line.values)
+    most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS // max(1, len(lines))))
+    known = tuple(thinned(line, most) for line in lines if line.values)
     values = [value for line in known for value in line.values if value is not None]
     if scale == "linear" and values and 0 < min(values) < max(values) / _SPAN:
         scale = "log"

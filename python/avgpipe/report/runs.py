@@ -6,7 +6,6 @@ Nothing in a file is trusted: what is no number where one is expected is left ou
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -21,13 +20,15 @@ from avgpipe.timeline.timeline import Timeline
 _RUN_FILES = ("metrics.jsonl", "summary.json", "run.json", "timeline.json")
 _COMPARISON = "compare.json"
 _LISTED = 5  # folders named in an error
+_LARGEST = 1e300
+_MOST_ROWS = 1024  # of a timeline, and pipelines: more cannot be drawn, and would take long to find out
 
 
 def number(value: Any) -> float | None:
     """Return a finite number as it is, anything else as None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value
+    return value if -_LARGEST < value < _LARGEST else None  # NaN is not, nor is an int of a thousand digits
 
 
 def numbers(value: Any) -> list[float]:
@@ -73,7 +74,7 @@ class Run:
         timeline = None
         if (path / "timeline.json").is_file():
             try:
-                timeline = Timeline.from_chrome_trace(path / "timeline.json")
+                timeline = _drawable(Timeline.from_chrome_trace(path / "timeline.json"))
             except (ValueError, OSError, RecursionError) as error:
                 problems.append(f"timeline.json: {reason(error)}")
         parts = files["summary"], files["plan"], files["run"], timeline, tuple(problems)
@@ -90,8 +91,9 @@ class Run:
     @property
     def warnings(self) -> list[str]:
         """What the runtime warned of."""
-        told = self.summary.get("warnings") or [w for row in self.rows for w in row.get("warnings") or ()]
-        return [str(warning) for warning in told] if isinstance(told, list) else []
+        told = [self.summary.get("warnings"), *(row.get("warnings") for row in self.rows)]
+        first = next((warnings for warnings in told if isinstance(warnings, list) and warnings), [])
+        return list(map(str, first))
 
     def recent(self) -> Timeline | None:
         """Return the longest stretch of the timeline without a pause, such as a validation; None without events."""
@@ -100,20 +102,32 @@ class Run:
         return unbroken(self.timeline, stretches(self.rows))
 
 
+def _drawable(timeline: Timeline) -> Timeline:
+    """Return the timeline; ValueError for one with more rows or pipelines than any run has."""
+    for what, count in (("rows", timeline.stages), ("pipelines", len({e.pipeline for e in timeline.events}))):
+        if count > _MOST_ROWS:
+            raise ValueError(f"has {count} {what}: at most {_MOST_ROWS} can be drawn")
+    return timeline
+
+
 def _is_sound(row: Mapping[str, Any]) -> bool:
     """Whether a row has what every reader takes for granted, of the right kinds."""
+    wanted = {"train": ("loss",), "valid": ("loss", "metric")}
+    kind, distances = row["kind"], row.get("distances")
+    if not isinstance(kind, str) or kind not in wanted or not all(name in row for name in wanted[kind]):
+        return False
     values = [row["batch"], row.get("seconds")]
     values += [row[name] for name in ("samples", "loss", "metric") if row.get(name) is not None]
-    distances = row.get("distances")
     sound = distances is None or (isinstance(distances, dict) and _are_sound(distances))
-    kinds = ("train", "valid")
-    return sound and row["kind"] in kinds and all(number(value) is not None for value in values)
+    return sound and all(number(value) is not None for value in values)
 
 
 def _are_sound(distances: Mapping[str, Any]) -> bool:
-    pairs = distances.get("between")
-    lists = [distances.get("to_reference") or [], *(pairs if isinstance(pairs, list) else [])]
-    return all(isinstance(of, list) and all(v is None or number(v) is not None for v in of) for of in lists)
+    """Whether distances are numbers, or null where they were not finite."""
+    norm, pairs = distances.get("norm"), distances.get("between")
+    lists = [[norm], distances.get("to_reference"), *(pairs if isinstance(pairs, list) else [pairs])]
+    known = [of for of in lists if of is not None]
+    return all(isinstance(of, list) and all(v is None or number(v) is not None for v in of) for of in known)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -182,23 +196,24 @@ def is_run(path: Path) -> bool:
 
 def read_folders(paths: Sequence[Path]) -> tuple[list[Run], list[Comparison]]:
     """Read folders of runs and of comparisons, with all runs of these; ValueError for a folder that is neither."""
-    found: list[tuple[Path, Path]] = []  # what was asked for, and the run's own folder
+    found: dict[Path, tuple[Path, Path]] = {}  # what was asked for, and the run's own folder
     comparisons = []
     for path in paths:
-        inside = runs_of_comparison(path) if (path / _COMPARISON).is_file() else [path]
-        if inside == [path] and not is_run(path):
+        compares = (path / _COMPARISON).is_file()
+        if not compares and not is_run(path):
             raise ValueError(_no_run(path))
-        found += [(path, run) for run in inside]
-        comparisons += [read_comparison(path)] if inside != [path] else []
-    names = [_name(asked, run, several=len(set(paths)) > 1) for asked, run in found]
-    full = [name if names.count(name) == 1 else str(run) for name, (_, run) in zip(names, found)]
-    return [Run.read(run, name) for (_, run), name in zip(found, full)], [c for c in comparisons if c]
+        for run in runs_of_comparison(path) if compares else [path]:
+            found.setdefault(run.resolve(), (path, run))
+        comparisons += [read_comparison(path)] if compares else []
+    names = [_name(asked, run, several=len(paths) > 1) for asked, run in found.values()]
+    full = [name if names.count(name) == 1 else str(run) for name, run in zip(names, found)]
+    return [Run.read(run, name) for run, name in zip(found, full)], comparisons
 
 
 def runs_of_comparison(path: Path) -> list[Path]:
     """The runs in a comparison's folder, of several seeds each system's; systems in the order of the table."""
-    order = [row.get("system") for row in _systems(_object(path / _COMPARISON, []))]
-    places = {name: place for place, name in enumerate(order) if isinstance(name, str)}
+    order = [outcome.system for outcome in read_comparison(path).outcomes]
+    places = {name: place for place, name in enumerate(order)}
     systems = sorted(
         (p for p in path.iterdir() if p.is_dir()), key=lambda p: (places.get(p.name, len(places)), p.name)
     )
@@ -232,23 +247,25 @@ def _no_run(path: Path) -> str:
 # ---- comparisons -----------------------------------------------------------------------------------------------------
 
 
-def read_comparison(path: Path) -> Comparison | None:
-    """Read what compare.json says; None where it is damaged."""
+def read_comparison(path: Path) -> Comparison:
+    """Read what compare.json says; ValueError where it is damaged."""
     content = _object(path / _COMPARISON, [])
     limit = number(content.get("memory_limit_bytes"))
     try:
         return Comparison(
             what=str(content["what"]),
             workers=int(content["workers"]),
-            outcomes=tuple(map(_outcome, _systems(content))),
+            outcomes=tuple(map(_outcome, content["systems"])),
             metric_name=str(content["metric_name"]),
             lower_is_better=bool(content["lower_is_better"]),
             trivial=number(content.get("trivial")),
             target=_target(content.get("target")),
             memory_limit_bytes=None if limit is None else int(limit),
         )
-    except (KeyError, TypeError, ValueError):
-        return None
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{path / _COMPARISON} is damaged ({type(error).__name__}: {reason(error)}): give the folders of its runs"
+        ) from error
 
 
 def _target(target: Any) -> float | str | None:
@@ -258,13 +275,10 @@ def _target(target: Any) -> float | str | None:
     return target  # type: ignore[no-any-return]  # a number, or as loss=2.1
 
 
-def _systems(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    rows = content.get("systems")
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-
-
 def _outcome(row: Mapping[str, Any]) -> SystemResult:
     """Read a row of compare.json; KeyError, TypeError or ValueError for a damaged one."""
+    if not isinstance(row, dict):
+        raise TypeError(f"a system is a {type(row).__name__}")
     first, *others = [_figures(of) for of in row["runs"]] if row.get("runs") else [_figures(row)]
     status, why = str(row["status"]), str(row.get("reason") or "")
     warnings = tuple(map(str, row.get("warnings") or ()))

@@ -20,7 +20,6 @@ from typing import Any, Literal
 from avgpipe.errors import library
 from avgpipe.files import write_atomically
 
-MOST_BYTES = 6_000_000  # of a page
 _PACKAGES = "'avgpipe[report]'"
 _DIGITS = 6  # of numbers in charts
 
