@@ -134,3 +134,10 @@ def test_values_that_are_no_numbers_are_passed_over(tmp_path):
     )
     live = looked(path)
     assert (live.busy, live.peaks, live.drift, live.progress.total) == ([], [], None, 1000)
+
+
+def test_a_run_without_validations_tells_its_length_all_the_same(tmp_path):
+    path = begin(tmp_path / "run")
+    (path / "metrics.jsonl").write_text(json.dumps(train_row(0, total_batches=7)) + "\n")
+    live = looked(path)
+    assert (live.progress.batches, live.progress.total, live.progress.valid) == (1, 7, {})

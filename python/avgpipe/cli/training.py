@@ -195,6 +195,8 @@ class TrainingRun:
             row: dict[str, Any] = {"batch": result.batch, "pipeline": result.pipeline, "epoch": done.epoch}
             row |= {"samples": done.samples, "loss": result.loss, "seconds": round(done.seconds, 6)}
             told = {"lr": self._lr(), "grad_norm": getattr(result, "grad_norm", None)}
+            if self.workload.valid_batches is None:  # else validations tell it
+                told["total_batches"] = self._total
             self._note("train", row | {name: value for name, value in told.items() if value is not None})
             self.progress.batch(result.loss, result.samples, now - clock)
             clock = now

@@ -52,12 +52,12 @@ class Progress:
         self.seconds = seconds
         epoch = number(row.get("epoch"))
         self.epoch = self.epoch if epoch is None else int(epoch)
+        total = number(row.get("total_batches"))
+        self.total = self.total if total is None else int(total)
         if row["kind"] == "train":
             self._take_batch(int(batch), row)
         else:
             self.valid, self.before = row, self.before or row
-            total = number(row.get("total_batches"))
-            self.total = self.total if total is None else int(total)
             told = row.get("warnings")
             self.warnings = list(map(str, told)) if isinstance(told, list) else self.warnings
 
