@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import math
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from functools import partial
 from html import escape
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +29,8 @@ from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
 from avgpipe.ranks.world import World
 from avgpipe.runtime.batch import LossFn, pair, plain, sample_count, split
 from avgpipe.runtime.compiled import Compiler, compile_options, described
+from avgpipe.runtime.cut import Cut, expected_traffic, sent
+from avgpipe.runtime.cut_picture import plot_cut
 from avgpipe.runtime.distances import Distances, gather_distances
 from avgpipe.runtime.evaluate import MetricFn, MetricSums, OutputCollector, run_evaluation
 from avgpipe.runtime.feed import BatchResult, Feed, Prefetch
@@ -40,12 +43,16 @@ from avgpipe.runtime.requirements import (
     check_correction,
     check_device,
     check_model,
+    check_names,
     check_options,
     warn_of_waits,
 )
 from avgpipe.runtime.weights import find_parameters, gather_state, set_requires_grad
 from avgpipe.runtime.worker import Worker
 from avgpipe.timeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
 _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count
@@ -75,7 +82,8 @@ class Pipeline:
 
     Args:
         model: ``nn.Sequential``, a list of modules, BERT, GPT-2 or Llama of transformers (see
-            ``avgpipe.interop.transformers``), or a module that ``torch.fx`` can trace.
+            ``avgpipe.interop.transformers``), a module that torch.fx can trace, or, with ``example_inputs``, one that
+            torch.export can.
         plan: how to cut, schedule and average.
         loss_fn: ``loss_fn(output, target)`` returns a scalar, the mean over samples, or a sum if it says so by
             ``reduction = "sum"``; or ``(sum, count)``, a scalar and what to divide it by over the whole batch, such as
@@ -125,6 +133,11 @@ class Pipeline:
             the prefix of the model's body.
         memory_limit_bytes: of a worker, for the weights of all pipelines and the activations in flight; what
             ``advance="auto"`` must keep to.
+        example_inputs: one batch's inputs, as the loader yields them. With these torch.export traces what torch.fx
+            cannot, layers of a traced model are proved to compute what it does, and ``print(pipeline)`` tells what
+            travels between stages. The runs that follow may have other batch sizes, and other sizes as far as
+            the model's code allows.
+        names_of: the model that a list of layers is made of: names of parameters are this model's.
 
     Raises:
         ValueError: for a plan that the model or the ranks do not fit. Failures of a run are ``PipelineError``.
@@ -152,6 +165,8 @@ class Pipeline:
         compile: bool | dict[str, Any] = False,
         weights_from: Any = None,
         memory_limit_bytes: int | None = None,
+        example_inputs: Any = None,
+        names_of: nn.Module | None = None,
     ) -> None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be an avgpipe.Plan, not {plan!r}")
@@ -180,10 +195,19 @@ class Pipeline:
             measures=plan.advance == "auto",
         )
         check_options(options)
-        check_model(model, may_be_meta=weights_from is not None)
-        self.plan, layers = plan, layers_of(model)
-        self._model = Model.cut(model, layers, plan.stages, plan.partition)
-        initial = None if weights_from is None else InitialWeights.of(weights_from, model, self._model)
+        may_be_meta, example_inputs = weights_from is not None, plain(example_inputs)
+        check_model(model, may_be_meta=may_be_meta)
+        self.plan, layers = plan, layers_of(model, example_inputs)
+        if names_of is not None:
+            check_model(names_of, may_be_meta=may_be_meta)
+            check_names(layers, names_of)
+        named = model if names_of is None else names_of
+        self._model = Model.cut(named, layers, plan.stages, plan.partition)
+        self._cut = Cut.of(named, layers, self._model.bounds)
+        if example_inputs is not None:
+            expected = expected_traffic(self._model, layers, example_inputs, plan.micro_batches)
+            self._cut = replace(self._cut, traffic=expected)
+        initial = None if weights_from is None else InitialWeights.of(weights_from, named, self._model)
         self._device = _device(device, layers)
         check_device(options, plan.weights, self._device, layers)
         if not has_streams(self._device):
@@ -485,6 +509,25 @@ class Pipeline:
         chosen = {name: value for name, value in facts.items() if value is not None and value is not False}
         cells = (f"<tr><th>{escape(n)}</th><td>{escape(str(value))}</td></tr>" for n, value in chosen.items())
         return f"<table><caption>Pipeline</caption>{''.join(cells)}</table>"
+
+    def __str__(self) -> str:
+        """Return the cut as a table: layers by name, parameters, estimated cost, and what stages send on."""
+        cut = self._seen_cut()
+        how = f"{self.plan.pipelines} pipeline{'s' * (self.plan.pipelines > 1)}, {self.plan.schedule}"
+        return f"Pipeline: {len(cut.bounds) - 1} stages of {len(cut.names)} layers, {how}, on {self._device}\n{cut}"
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw the cut, as ``print(pipeline)`` tells it; a matplotlib figure, written to ``path`` if given."""
+        return plot_cut(self._seen_cut(), path)
+
+    def _seen_cut(self) -> Cut:
+        """Return the cut with what the stages of this process have been seen to send."""
+        found = dict(self._cut.traffic)
+        for trained in self._worker.trained.values():
+            k, output = trained.stage.index, trained.stage.inputs.output
+            if output is not None and k < self.plan.stages - 1:
+                found |= sent(k, output, self._model.skips[k])
+        return replace(self._cut, traffic=found)
 
     def _which(self, weights: str | int) -> str | int:
         if weights == "reference" or (

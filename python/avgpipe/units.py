@@ -91,6 +91,14 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
+def format_count(count: float) -> str:
+    """Three digits and the power of a thousand: "12.3 M"."""
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}" if count < 1000 * scale else f"{count / scale:,.0f} {unit}"
+    return f"{count:.0f}"
+
+
 def format_seconds(seconds: float) -> str:
     """Three digits and the unit: "12.3 ms"."""
     unit, per_s = time_unit(seconds)

@@ -24,7 +24,7 @@ from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile, Skip, T
 from avgpipe.ranks.process import cpu_model, keep_freed_memory
 from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.context import CallerGenerators
-from avgpipe.runtime.model import Model, layers_of
+from avgpipe.runtime.model import Model, Skips, layers_of
 from avgpipe.runtime.options import OptimizerFn
 from avgpipe.runtime.stage import Stage
 
@@ -88,7 +88,7 @@ def profile(
         StageError: A layer, which it names, cannot be timed.
         PipelineError: A process failed.
     """
-    where, layers = own_device(device), layers_of(model)
+    where, layers = own_device(device), layers_of(model, example_inputs)
     on_host = not has_streams(where)
     if on_host:
         keep_freed_memory()  # as the pipelines do
@@ -107,13 +107,13 @@ def profile(
         if isinstance(loss, nn.Module):
             loss.to(where)
         new_sweep = lambda: Sweep(_stage(layers, where), names, loss, autocast)  # noqa: E731
-        by_layer, facts = _swept(new_sweep, model, batches, budget_s)
+        whole = Model.cut(model, layers, len(layers), None)
+        by_layer, facts = _swept(new_sweep, whole.skips, batches, budget_s)
         updates = Updates(optimizer, where, clip_grad_norm)
         share_s = _UPDATES_SHARE * budget_s / len(layers)
-        trainable = Model.cut(model, layers, len(layers), None).trainable
         rows = tuple(
             _row(name, layer, {**measured, **updates.measure(layer, own, share_s)._asdict()})
-            for name, layer, own, measured in zip(names, layers, trainable, by_layer)
+            for name, layer, own, measured in zip(names, layers, whole.trainable, by_layer)
         )
     found = Profile(
         model=name
@@ -150,7 +150,7 @@ def with_workers(found: Profile, workers: WorkerCosts, link: LinkProfile | None)
 
 
 def _swept(
-    new_sweep: Callable[[], Sweep], model: Any, batches: Sequence[Example], budget_s: float
+    new_sweep: Callable[[], Sweep], routes: Sequence[Skips], batches: Sequence[Example], budget_s: float
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Measure on a copy of the whole model, or two, which are freed afterwards.
 
@@ -162,7 +162,6 @@ def _swept(
     for batch in batches:  # the first of a kind is slow; it makes the gradients to which others add
         sweep.times(batch)
         sweep.times(batch, split=True)
-    routes = Model.split(model, layers, None).skips
     sizes = [measure_bytes(sweep, batch, routes) for batch in batches]
     whole: list[list[Times]] = [[] for _ in batches]
     split: list[list[Times]] = [[] for _ in batches]

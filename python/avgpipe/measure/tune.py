@@ -111,7 +111,7 @@ def tune(
         plan = forecast.plan
         if plan.workers != world.size:
             return None
-        with Pipeline(model, plan, **options) as pipeline:
+        with Pipeline(model, plan, example_inputs=batch[0], **options) as pipeline:
             rounds_s = rounds_of(pipeline, batch, batches_of_round(forecast))
         return Trial(statistics.median(world.gather(rounds_s)[0]))
 
@@ -147,7 +147,9 @@ def profile_together(
         layers_only=True,
         **options,
     )
-    return _with_workers(found, layers_of(model), options["device"], link) if world.rank == 0 else found
+    return (
+        _with_workers(found, layers_of(model, inputs), options["device"], link) if world.rank == 0 else found
+    )
 
 
 def _with_workers(

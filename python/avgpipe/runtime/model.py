@@ -25,9 +25,11 @@ from torch import nn
 
 from avgpipe.errors import reason
 from avgpipe.planning import balance
-from avgpipe.runtime.compiled import original, unwrapped
+from avgpipe.runtime.batch import plain
+from avgpipe.runtime.compiled import is_compiled, original, unwrapped
+from avgpipe.runtime.example import prove
 from avgpipe.runtime.pieces import BlockChain, Piece
-from avgpipe.runtime.tracing import TracedLayer, Values, traced
+from avgpipe.runtime.tracing import CannotTrace, TracedLayer, Values, traced
 
 
 class SkipRoute(NamedTuple):
@@ -97,16 +99,17 @@ def insert_skips(
 # ---- the chain of layers and its cut -----------------------------------------------------------
 
 
-def layers_of(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
+def layers_of(model: nn.Module | Sequence[nn.Module], example_inputs: Any = None) -> Sequence[nn.Module]:
     """Return the chain of layers that computes ``model``.
 
     Its children if it is sequential, its blocks if its forward is one of the transformers library, else pieces of its
-    traced graph.
+    traced graph. ``example_inputs``: one batch's, with which torch.export traces what torch.fx cannot.
     """
     model = original(model)
-    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
-        return _of_transformers(model) if _forward_module(model) == "transformers" else list(traced(model))
-    layers = list(model)
+    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
+        is_of_transformers = _forward_module(model) == "transformers"
+        return _of_transformers(model) if is_of_transformers else _of_graph(model, example_inputs)
+    layers = [part for layer in model for part in _parts(layer)]
     for n, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise TypeError(f"layer {n} of the model is a {type(layer).__name__}, not a torch.nn.Module")
@@ -121,6 +124,32 @@ def stage_layers(layers: Sequence[nn.Module], begin: int, end: int) -> Sequence[
     return layers.stage(begin, end) if isinstance(layers, BlockChain) else layers[begin:end]
 
 
+def _of_graph(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
+    example_inputs = plain(example_inputs)
+    try:
+        layers = traced(model)
+    except CannotTrace as error:
+        if example_inputs is None:
+            raise ValueError(
+                f"{error}: give example_inputs=, one batch's inputs as the loader yields them, so that torch.export "
+                "can try, or pass nn.Sequential or a list of layers instead"
+            ) from error
+        from avgpipe.runtime.exported import exported  # only now: torch.export takes seconds to import
+
+        return list(exported(model, example_inputs))
+    if example_inputs is not None:
+        prove(layers, model, example_inputs)
+    return list(layers)
+
+
+def _parts(layer: Any) -> list[Any]:
+    """Return an encoder of torch's as its blocks, which is what it calls one after another; anything else as it is."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if type(layer) is not nn.TransformerEncoder or is_compiled(layer) or any(vars(layer)[of] for of in hooks):
+        return [layer]
+    return [*layer.layers, *([] if layer.norm is None else [layer.norm])]
+
+
 def stage_bounds(layers: Sequence[nn.Module], stages: int, partition: Sequence[Any] | None) -> list[int]:
     """Return the first layer of every stage, then the number of layers. ``partition``: as in ``Plan``."""
     count = len(layers)
@@ -129,7 +158,7 @@ def stage_bounds(layers: Sequence[nn.Module], stages: int, partition: Sequence[A
             f"{stages} stages need at least as many layers, and the model has {count}: use fewer stages"
         )
     if partition is None:
-        return [0, *balance([_cost(layer) for layer in layers], stages), count]
+        return [0, *balance([estimated_cost(layer) for layer in layers], stages), count]
     first = [p if isinstance(p, int) else _named(layers, p) for p in partition]
     bounds = [0, *first, count]
     if any(a >= b for a, b in pairwise(bounds)):
@@ -151,7 +180,7 @@ def _named(layers: Sequence[nn.Module], name: str) -> int:
     raise ValueError(f"split point {name!r} is no module that the model calls; it calls {', '.join(called)}")
 
 
-def _cost(layer: nn.Module) -> float:
+def estimated_cost(layer: nn.Module) -> float:
     """Estimate a layer's compute before anything is measured: its weights, each used once per sample.
 
     An embedding only looks up; a layer may state its own ``compute_cost``.
@@ -190,6 +219,12 @@ def named_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Ten
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
+def _versions(model: nn.Module | Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
+    whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+    state: Any = whole.state_dict(keep_vars=True)
+    return dict(getattr(state, "_metadata", {}))
+
+
 # ---- everything in the model, by name -----------------------------------------------------------
 
 
@@ -223,6 +258,7 @@ class Model:
             ``trainable``, in an order that both agree on.
         skips: of each stage, the values that skip the stages beside it.
         unused: copies of what no stage holds, as no forward uses it.
+        versions: of the modules' state, by their names, as in the ``_metadata`` of the unsplit model's ``state_dict``.
     """
 
     bounds: list[int]
@@ -233,6 +269,7 @@ class Model:
     shared: list[dict[int, list[int]]]
     skips: list[Skips]
     unused: dict[str, torch.Tensor]
+    versions: dict[str, dict[str, Any]]
 
     @classmethod
     def split(
@@ -276,6 +313,7 @@ class Model:
             shared=shared,
             skips=_skips(layers, bounds),
             unused={name: t.detach().clone() for name, t in tensors.items() if name not in saved},
+            versions=_versions(model),
         )
 
     @property

@@ -70,6 +70,22 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
             )
 
 
+def check_names(layers: Sequence[nn.Module], names_of: nn.Module) -> None:
+    """Refuse layers that hold what is not in the model whose names they take: no checkpoint could name it."""
+    known = {id(t) for t in names_of.state_dict(keep_vars=True).values()}
+    for n, layer in enumerate(layers):
+        parameters = dict(layer.named_parameters(remove_duplicate=False))
+        for name, tensor in (layer.state_dict(keep_vars=True) | parameters).items():
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in known:
+                is_buffer = name not in parameters
+                raise ValueError(
+                    f"{'buffer' if is_buffer else 'parameter'} {name!r} of layer {n} ({type(layer).__name__}) is none "
+                    f"of {type(names_of).__name__}'s, which names_of gives the names of: make the layers of the "
+                    "model's own modules"
+                    + (", or register the buffer with persistent=False" if is_buffer else "")
+                )
+
+
 def check_options(options: TrainingOptions) -> None:
     """Refuse values that no model and device could do with."""
     limit, scale = options.clip_grad_norm, options.loss_scale

@@ -92,10 +92,15 @@ _Layers = Callable[[Any, Position], Any]
 
 
 class Inputs:
-    """Knows which inputs the layers of stage ``index`` have been seen to write to."""
+    """Knows which inputs the layers of stage ``index`` have been seen to write to.
+
+    Attributes:
+        output: of the first forward, on the meta device; None before it.
+    """
 
     def __init__(self, index: int) -> None:
         self._index = index
+        self.output: Any = None
         # Leaves of the input, by whether the layers train: they may do otherwise when they are evaluated.
         self._written: dict[bool, set[int]] = {}
 
@@ -139,6 +144,7 @@ class Inputs:
         found = {n for n in tensors if leaves[n]._version != versions[n]}
         if written is None:
             self._written[training] = found
+            self.output = pytree.tree_map(_without_values, output)
         elif late := found - written:
             written |= late
             if again:
@@ -147,6 +153,10 @@ class Inputs:
                     "one did, and recomputation needs it as it was: change a clone() of it in the layer"
                 )
         return output
+
+
+def _without_values(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
 def writes_to_a_leaf(error: StageError) -> bool:

@@ -1,21 +1,23 @@
 """Traced models: the graph of a module, cut into pieces that run one after another.
 
-Pieces take and give tuples of all values that they or later pieces need. Some must stay together: where a value is
-changed in place that shares memory with another. On one device ``left = x[:, :4]; left.mul_(2)`` changes ``x``;
-behind a cut they would be two tensors, each with memory of its own. A changed value itself may cross: the pieces that
-change it hand it on as it then is.
+Pieces take and give tuples of all values that they or later pieces need. The graph is what ``torch.fx`` makes of a
+module; :mod:`avgpipe.runtime.exported` makes one with ``torch.export``.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx, nn
 
 from avgpipe.errors import reason
 from avgpipe.runtime.compiled import is_compiled
+from avgpipe.runtime.in_place import joined
+from avgpipe.runtime.modes import CHOICE, Choice, Differs, in_mode, merged, reads_mode
 
 
 class Values(NamedTuple):
@@ -38,9 +40,8 @@ class Values(NamedTuple):
 class TracedLayer(nn.Module):
     """A piece of a traced graph. Takes and returns the values that it or later pieces need, as a tuple.
 
-    The first takes the model's input: a tuple spreads over positional arguments and a dict over keywords, unless the
-    model's forward has one argument and means the whole. The last returns the model's output. A value that the piece
-    only passes on may be anything. ``calls`` is the name of the module that begins the piece.
+    The first takes the model's input, see :func:`arguments`. The last returns the model's output. A value that the
+    piece only passes on may be anything. ``calls`` is the name of the module that begins the piece.
     """
 
     def __init__(self, graph: fx.GraphModule, calls: str, values: Values, is_first: bool) -> None:
@@ -49,49 +50,144 @@ class TracedLayer(nn.Module):
         self._arguments = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
 
     def forward(self, value: Any) -> Any:
-        if self._is_first and self._is_whole(value):
-            return self.graph(value)
-        if self._is_first and isinstance(value, dict):
-            return self.graph(**value)
+        if self._is_first:
+            args, kwargs = arguments(value, self._arguments)
+            return self.graph(*args, **kwargs)
         return self.graph(*value) if isinstance(value, tuple) else self.graph(value)
 
-    def _is_whole(self, value: Any) -> bool:
-        """Whether the model's input is its only argument, rather than a collection of arguments."""
-        if len(self._arguments) != 1 or self._arguments[0].startswith("*"):
-            return False
-        if isinstance(value, dict):
-            return self._arguments != list(value)
-        return isinstance(value, tuple) and len(value) != 1
+
+def arguments(value: Any, names: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with which a model is called on ``value``, one batch's inputs.
+
+    A tuple spreads over positional arguments and a dict over keywords, unless the model has one argument, which then
+    is the whole. ``names``: of the arguments, with their stars.
+    """
+    is_collection = len(names) != 1 or names[0].startswith("*")
+    if isinstance(value, dict) and (is_collection or list(names) == list(value)):
+        return (), value
+    if isinstance(value, tuple) and (is_collection or len(value) == 1):
+        return value, {}
+    return (value,), {}
+
+
+class CannotTrace(ValueError):
+    """torch.fx cannot trace a module; the message says why and where."""
 
 
 class _Tracer(fx.Tracer):
+    """Calls as they are: compiled modules, which cannot be traced through, and ``leaves``."""
+
+    def __init__(self, leaves: frozenset[nn.Module] = frozenset()) -> None:
+        super().__init__()
+        self._leaves = leaves
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Call compiled modules as they are: torch.compile cannot be traced through."""
-        return is_compiled(m) or super().is_leaf_module(m, module_qualified_name)
+        return is_compiled(m) or m in self._leaves or super().is_leaf_module(m, module_qualified_name)
 
 
 def traced(model: nn.Module) -> list[TracedLayer]:
-    """Cut the graph of ``model`` before every module call but the first."""
-    try:
-        tracer = _Tracer()
-        traced = fx.GraphModule(model, tracer.trace(model), type(model).__name__)
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} cannot be traced ({reason(error)}): pass nn.Sequential or a list of layers instead"
-        ) from error
+    """Cut the graph of ``model`` before every module call but the first; CannotTrace where there is none."""
+    whole = _graph(model)
+    calls = {n: str(n.target) for n in whole.graph.nodes if n.op == "call_module" and n.target != CHOICE}
     pieces: list[list[fx.Node]] = [[]]
-    for node in traced.graph.nodes:
-        if node.op == "call_module" and any(n.op == "call_module" for n in pieces[-1]):
+    for node in whole.graph.nodes:
+        if node in calls and any(n in calls for n in pieces[-1]):
             pieces.append([])
         if node.op != "output":
             pieces[-1].append(node)
-    pieces = joined(pieces, traced)
-    result = next(n for n in traced.graph.nodes if n.op == "output")
-    return [_traced_layer(traced, pieces, s, result) for s in range(len(pieces))]
+    return layers_of_graph(whole, pieces, calls)
+
+
+def layers_of_graph(
+    whole: fx.GraphModule, pieces: Sequence[list[fx.Node]], calls: Mapping[fx.Node, str]
+) -> list[TracedLayer]:
+    """Make layers of the pieces of a graph, all nodes but its output in order.
+
+    Pieces that must stay together make one. ``calls``: by node, the module that it belongs to, where it does.
+    """
+    pieces = joined(pieces, whole)
+    result = next(n for n in whole.graph.nodes if n.op == "output")
+    names = [next((calls[n] for n in piece if calls.get(n)), "") for piece in pieces]
+    return [_traced_layer(whole, pieces, s, result, names[s]) for s in range(len(pieces))]
+
+
+# ---- the graph of a module -----------------------------------------------------------------------------------------
+
+
+def _graph(model: nn.Module) -> fx.GraphModule:
+    """Trace in both modes. Modules whose own code depends on the mode are called as they are, where that is needed."""
+    aware = [m for m in model.modules() if m is not model and reads_mode(m)]
+    leaves = frozenset(m for m in aware if not any(True for _ in m.children()))
+    try:
+        try:
+            return _in_both_modes(model, leaves)
+        except Differs:
+            if leaves == frozenset(aware):
+                raise
+        return _in_both_modes(model, frozenset(aware))
+    except Differs as error:
+        raise ValueError(
+            f"{type(model).__name__} does other things in training than in evaluation ({error}), and a cut model does "
+            "the same in both: build it without (such as aux_logits=False), move what differs into a module of its "
+            "own, or pass a list of layers"
+        ) from error
+    except Exception as error:
+        raise CannotTrace(
+            f"{type(model).__name__} cannot be traced ({reason(error)}; {_place(error)})"
+        ) from error
+
+
+def _in_both_modes(model: nn.Module, leaves: frozenset[nn.Module]) -> fx.GraphModule:
+    graphs = []
+    for training in (True, False):
+        with in_mode(model, training):
+            tracer = _Tracer(leaves)
+            graphs.append(tracer.trace(model))
+    root: Any = tracer.root  # also of constants that it met
+
+    def same(a: str, b: str) -> bool:
+        if a == b:
+            return True
+        x, y = attribute(root, a), attribute(root, b)
+        return x is y or (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and torch.equal(x, y))
+
+    chosen = merged(graphs[0], graphs[1], same)
+    if not chosen:
+        return fx.GraphModule(model, graphs[0], type(model).__name__)
+    return fx.GraphModule(with_choice(model, graphs[0]), graphs[0], type(model).__name__)
+
+
+def with_choice(root: nn.Module | Mapping[str, Any], graph: fx.Graph) -> dict[str, Any]:
+    """Return what ``graph`` names, taken from ``root``, and the choice by mode."""
+    found = {CHOICE: Choice()}
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module") and node.target != CHOICE:
+            found[node.target] = (
+                root[node.target] if isinstance(root, Mapping) else attribute(root, node.target)
+            )
+    return found
+
+
+def attribute(root: nn.Module, name: str) -> Any:
+    """Return what stands at ``name``, with dots, in a module."""
+    value: Any = root
+    for atom in name.split("."):
+        value = getattr(value, atom)
+    return value
+
+
+def _place(error: BaseException) -> str:
+    """Say where in somebody's code torch.fx failed: not in its own."""
+    own = PurePath(fx.__file__).parent
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if own not in PurePath(f.filename).parents]
+    return f"in {frames[-1].name}, {PurePath(frames[-1].filename).name}, line {frames[-1].lineno}"
+
+
+# ---- pieces --------------------------------------------------------------------------------------------------------
 
 
 def _traced_layer(
-    traced: fx.GraphModule, pieces: list[list[fx.Node]], s: int, result: fx.Node
+    traced: fx.GraphModule, pieces: list[list[fx.Node]], s: int, result: fx.Node, calls: str
 ) -> TracedLayer:
     graph = fx.Graph()
     is_last = s == len(pieces) - 1
@@ -101,17 +197,16 @@ def _traced_layer(
     for node in _fetched_here(pieces, s, result):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     for node in pieces[s]:
-        if node not in copies:
+        if node.op != "get_attr" and node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     if is_last:
         graph.output(fx.map_arg(result.args[0], copies.__getitem__))
     else:
         graph.output(tuple(copies[node] for node in given))
-    called = next((str(n.target) for n in pieces[s] if n.op == "call_module"), "")
     here = _users_in(pieces, s, result)
     used = frozenset(n.name for n in taken if here.intersection(n.users))
     values = Values(tuple(n.name for n in taken), tuple(n.name for n in given), used)
-    return TracedLayer(fx.GraphModule(traced, graph), called, values, s == 0)
+    return TracedLayer(fx.GraphModule(traced, graph), calls, values, s == 0)
 
 
 def _users_in(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> set[fx.Node]:
@@ -137,96 +232,3 @@ def _fetched_here(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> list[
     """Return the model's parameters and buffers that piece ``s`` uses itself."""
     users = _users_in(pieces, s, result)
     return [n for piece in pieces for n in piece if n.op == "get_attr" and users.intersection(n.users)]
-
-
-# ---- pieces that must stay together ------------------------------------------------------------
-
-# What may return its first argument, or a part of its memory.
-_VIEW_NAMES = """
-T mT H mH real imag data getattr getitem view view_as view_as_real view_as_complex reshape
-reshape_as transpose permute t flatten unflatten ravel squeeze unsqueeze expand expand_as
-broadcast_to narrow select split chunk tensor_split hsplit vsplit dsplit split_with_sizes unbind
-unfold diagonal detach contiguous to type type_as cpu cuda float double half bfloat16 movedim
-moveaxis swapaxes swapdims as_strided positive dropout dropout1d dropout2d dropout3d alpha_dropout
-feature_alpha_dropout
-"""
-_IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor"
-_VIEWS, _IN_PLACE = frozenset(_VIEW_NAMES.split()), frozenset(_IN_PLACE_NAMES.split())
-_VIEW_MODULES = nn.Flatten | nn.Unflatten | nn.Identity | nn.modules.dropout._DropoutNd
-
-
-def joined(pieces: Sequence[list[fx.Node]], model: nn.Module) -> list[list[fx.Node]]:
-    """Put ``pieces`` of the traced graph of ``model`` together where a cut would change a result."""
-    order = {node: n for n, node in enumerate(node for piece in pieces for node in piece)}
-    piece_of = {node: s for s, piece in enumerate(pieces) for node in piece}
-    sharing = _sharing(order, model)
-    first = list(range(len(pieces)))  # by piece, the one that it must stay with
-    for node in order:
-        changed = _changed(node, model)
-        if changed is None:
-            continue
-        group = [other for other in sharing[changed] if order[other] < order[node]]
-        if any(
-            order.get(user, len(order)) > order[node] for n in group if n is not changed for user in n.users
-        ):
-            first[piece_of[node]] = min(piece_of[n] for n in group)
-    result: list[list[fx.Node]] = []
-    for s, piece in enumerate(pieces):
-        if any(first[later] < s for later in range(s, len(pieces))):
-            result[-1].extend(piece)
-        else:
-            result.append(list(piece))
-    return result
-
-
-def _sharing(order: dict[fx.Node, int], model: nn.Module) -> dict[fx.Node, list[fx.Node]]:
-    """Return, by value, all that may lie in its memory, itself among them."""
-    groups = {node: [node] for node in order}
-    for node in order:
-        source = _changed(node, model)
-        if source is None and node.args and isinstance(node.args[0], fx.Node) and _is_view(node, model):
-            source = node.args[0]
-        if source is not None and groups[source] is not groups[node]:
-            groups[source].extend(groups[node])
-            for member in groups[node]:
-                groups[member] = groups[source]
-    return groups
-
-
-def _is_view(node: fx.Node, model: nn.Module) -> bool:
-    if node.op == "call_module":
-        return isinstance(model.get_submodule(str(node.target)), _VIEW_MODULES)
-    return node.op in ("call_method", "call_function") and _name(node) in _VIEWS
-
-
-def _changed(node: fx.Node, model: nn.Module) -> fx.Node | None:
-    """Return the value that a node changes in place, if any."""
-    value = node.kwargs.get("out") or (node.args[0] if node.args else node.kwargs.get("input"))
-    if not isinstance(value, fx.Node):
-        return None
-    if node.op == "call_module":
-        changes = bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
-    elif node.op in ("call_method", "call_function"):
-        name = _name(node)
-        changes = (
-            name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
-        )
-        changes = changes or _is_asked_to(node)
-    else:
-        changes = False
-    return value if changes else None
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def _is_asked_to(node: fx.Node) -> bool:
-    """Whether a function's argument ``inplace`` is true."""
-    if not callable(node.target):
-        return False
-    try:
-        arguments = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
-    except (TypeError, ValueError):  # functions of C have no signature
-        return False
-    return bool(arguments.get("inplace", False))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 
@@ -30,7 +32,11 @@ def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, to
             else:
                 tensor = average([state[entry.local] for state in states])
             found.update(dict.fromkeys(entry.names, tensor))
-    return {name: found[name] if name in found else model.unused[name].clone() for name in model.names}
+    state: Any = OrderedDict(
+        (name, found[name] if name in found else model.unused[name].clone()) for name in model.names
+    )
+    state._metadata = model.versions  # some modules refuse to load what does not say of which version it is
+    return state  # type: ignore[no-any-return]
 
 
 def _broadcast_state(worker: Worker, k: int, pipeline: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,160 @@
+"""The cut of a model for people: layers by name, what each is estimated to cost, and what travels between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from avgpipe.runtime.batch import batch_size, split, to_device
+from avgpipe.runtime.example import device_of
+from avgpipe.runtime.model import Model, Skips, estimated_cost, extract_skips, insert_skips
+from avgpipe.runtime.modes import in_mode
+from avgpipe.units import format_bytes, format_count
+
+Traffic = dict[tuple[int, int], int]  # bytes of a micro-batch, by the stages that give and get it
+
+_COST = "cost: estimated by the weights, each used once per sample; measure with avgpipe.profile"
+_UNKNOWN = "unknown before the first batch, and then known of this process's stages; example_inputs= tells all at once"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model's layers in their stages.
+
+    Attributes:
+        names: of the layers, as in the model.
+        parameters: of each layer, how many numbers.
+        costs: of each layer, in proportion to its estimated time.
+        bounds: first layer of each stage, then the number of layers.
+        traffic: where known, bytes of a micro-batch that go from stage to stage, in the dtype that the layers give.
+    """
+
+    names: tuple[str, ...]
+    parameters: tuple[int, ...]
+    costs: tuple[float, ...]
+    bounds: tuple[int, ...]
+    traffic: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, model: nn.Module | Sequence[nn.Module], layers: Sequence[nn.Module], bounds: Sequence[int]
+    ) -> Cut:
+        """Describe ``layers``, of which ``model`` gives the names."""
+        return cls(
+            tuple(names_of_layers(model, layers)),
+            tuple(sum(p.numel() for p in layer.parameters()) for layer in layers),
+            tuple(map(estimated_cost, layers)),
+            tuple(bounds),
+        )
+
+    @property
+    def shares(self) -> list[float]:
+        """Each layer's part of the estimated cost."""
+        total = sum(self.costs)
+        return [cost / total for cost in self.costs]
+
+    def sent_by(self, stage: int) -> list[str]:
+        """Say what a stage sends on: to the next one first."""
+        sent = {to: size for (source, to), size in self.traffic.items() if source == stage}
+        return [f"{format_bytes(sent[to])} to stage {to}" for to in sorted(sent)]
+
+    def __str__(self) -> str:
+        rows = [("stage", "layers", "parameters", "cost", "sends of a micro-batch")]
+        last = len(self.bounds) - 2
+        for k, (a, b) in enumerate(pairwise(self.bounds)):
+            share = f"{100 * sum(self.shares[a:b]):.0f} %"
+            parameters = format_count(sum(self.parameters[a:b]))
+            sent = self.sent_by(k) or ["-" if k == last else "unknown"]
+            rows.append((str(k), self.span(a, b), parameters, share, sent[0]))
+            rows.extend(("", "", "", "", more) for more in sent[1:])
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if n in (2, 3) else cell.ljust(width)
+                for n, (cell, width) in enumerate(zip(row, widths))
+            ).rstrip()
+            for row in rows
+        ]
+        is_known = all((k, k + 1) in self.traffic for k in range(last))
+        return "\n".join([*lines, _COST, *([] if is_known else [_UNKNOWN])])
+
+    def span(self, first: int, end: int) -> str:
+        """Name a range of layers by its ends."""
+        count = end - first
+        if count == 1:
+            return self.names[first]
+        return f"{self.names[first]} .. {self.names[end - 1]} ({count})"
+
+
+def names_of_layers(model: nn.Module | Sequence[nn.Module], layers: Sequence[nn.Module]) -> list[str]:
+    """Name each layer as in ``model``, with its class where the name is only a number."""
+    whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+    known = {id(module): name for name, module in whole.named_modules() if name}
+    found = []
+    for n, layer in enumerate(layers):
+        calls = getattr(layer, "calls", None)
+        name = calls if isinstance(calls, str) and calls else known.get(id(layer), str(n))
+        found.append(f"{name} {type(layer).__name__}" if name.replace(".", "").isdigit() else name)
+    return found
+
+
+# ---- what travels --------------------------------------------------------------------------------------------------
+
+
+def expected_traffic(model: Model, layers: Sequence[nn.Module], example_inputs: Any, parts: int) -> Traffic:
+    """Return what a micro-batch of an example sends between stages, without computing it; nothing where that fails.
+
+    Args:
+        model: how it is cut.
+        layers: stay as they are.
+        example_inputs: of one batch.
+        parts: its micro-batches.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # only now: it takes a second to import
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    there = to_device(example_inputs, device_of(nn.ModuleList(layers)))
+    first = split(there, min(parts, batch_size(there)))[0]
+    try:
+        value = pytree.tree_map(lambda t: fake.from_tensor(t) if isinstance(t, torch.Tensor) else t, first)
+        with ExitStack() as modes, torch.no_grad(), fake:
+            for layer in layers:
+                modes.enter_context(in_mode(layer, False))
+            return _passed_through(model, layers, value)
+    except Exception:  # of any kind: what a layer does with tensors without values is its own matter
+        return {}
+
+
+def _passed_through(model: Model, layers: Sequence[nn.Module], value: Any) -> Traffic:
+    found: Traffic = {}
+    skipping: dict[tuple[int, int], list[Any]] = {}
+    for k, (a, b) in enumerate(pairwise(model.bounds[:-1])):
+        for layer in layers[a:b]:
+            value = layer(value)
+        found |= sent(k, value, model.skips[k])
+        departures, arrivals = model.skips[k].departures, model.skips[k + 1].arrivals
+        if departures:
+            value, parts = extract_skips(value, departures)
+            skipping |= {(k, route.stage): values for route, values in zip(departures, parts)}
+        if arrivals:
+            value = insert_skips(value, arrivals, [skipping[route.stage, k + 1] for route in arrivals])
+    return found
+
+
+def sent(stage: int, output: Any, skips: Skips) -> Traffic:
+    """Return what a stage sends of its output: to the next stage, and past others."""
+    output, parts = extract_skips(output, skips.departures) if skips.departures else (output, [])
+    return {(stage, stage + 1): _bytes(output)} | {
+        (stage, route.stage): _bytes(values) for route, values in zip(skips.departures, parts)
+    }
+
+
+def _bytes(value: Any) -> int:
+    return sum(t.nbytes for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))

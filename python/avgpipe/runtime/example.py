@@ -1,0 +1,122 @@
+"""One batch's inputs as an example: how a model is called on them, and whether its layers do the same with them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from avgpipe.errors import reason
+from avgpipe.runtime.batch import batch_size, to_device
+from avgpipe.runtime.context import CallerGenerators, seed_generators
+from avgpipe.runtime.modes import in_mode
+from avgpipe.runtime.proof import difference
+from avgpipe.runtime.tracing import arguments
+
+_PROVED = (3, 1)  # samples: some, and one alone, as a last batch may be
+
+
+class Call(NamedTuple):
+    """How a model is called on a batch: arguments by the names that the signature of its forward gives them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    named: dict[str, Any]
+
+    @classmethod
+    def on(cls, model: nn.Module, inputs: Any) -> Call:
+        """Call ``model`` on the inputs of a batch, as the first layer of a traced model would be."""
+        signature = inspect.signature(model.forward)
+        stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+        names = [stars.get(p.kind, "") + p.name for p in signature.parameters.values()]
+        args, kwargs = arguments(inputs, names)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"example_inputs do not fit {type(model).__name__}.forward{signature}: {error}"
+            ) from error
+        return cls(bound.args, bound.kwargs, dict(bound.arguments))
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All tensors and other values in the arguments, in the order in which an export takes them."""
+        return pytree.tree_leaves((self.args, self.kwargs))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where a model is, by its first tensor."""
+    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
+def prove(layers: Sequence[nn.Module], model: nn.Module, example_inputs: Any) -> None:
+    """Compare outputs and gradients in evaluation mode, on the first samples of an example; not of a model on "meta".
+
+    Raises:
+        ValueError: they differ, by how much, or the layers cannot compute them.
+    """
+    device = device_of(model)
+    if device.type == "meta":
+        return  # there are no values yet
+    example = to_device(example_inputs, device)
+    sizes = dict.fromkeys(min(size, batch_size(example)) for size in _PROVED)
+    with ExitStack() as modes, CallerGenerators(device):
+        for module in (model, *layers):
+            modes.enter_context(in_mode(module, False))
+        for size in sizes:
+            inputs = pytree.tree_map(partial(first_samples, size), example)
+            if not _computes(model, inputs, device, must=size == next(iter(sizes))):
+                return  # the model itself cannot do with fewer
+            whole = partial(_called, model, inputs, device)
+            try:
+                found = difference(model, whole, partial(_chained, layers, inputs, device))
+            except Exception as error:  # of any kind, of the layers' code: the model's has run
+                found = reason(error)
+            if found is not None:
+                raise ValueError(
+                    f"the layers that {type(model).__name__} was cut into do not compute what it does, on {size} of "
+                    f"the samples of example_inputs: {found}; pass a list of layers instead"
+                )
+
+
+def _computes(model: nn.Module, inputs: Any, device: torch.device, must: bool) -> bool:
+    try:
+        with torch.no_grad():
+            _called(model, inputs, device)
+    except Exception as error:
+        if must:
+            raise ValueError(
+                f"{type(model).__name__} fails on example_inputs in evaluation mode: {reason(error)}"
+            ) from error
+        return False
+    return True
+
+
+def first_samples(size: int, value: Any) -> Any:
+    """Return the first ``size`` samples of a tensor, and anything else as it is."""
+    return value[:size] if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def _called(model: nn.Module, inputs: Any, device: torch.device) -> Any:
+    call = Call.on(model, _copied(inputs))
+    seed_generators(device, 0)  # for what draws in evaluation too
+    return model(*call.args, **call.kwargs)
+
+
+def _chained(layers: Sequence[Callable[[Any], Any]], inputs: Any, device: torch.device) -> Any:
+    value = _copied(inputs)
+    seed_generators(device, 0)
+    for layer in layers:
+        value = layer(value)
+    return value
+
+
+def _copied(inputs: Any) -> Any:
+    """Copy what the model may write to."""
+    return pytree.tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, inputs)

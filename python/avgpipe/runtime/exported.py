@@ -1,0 +1,196 @@
+"""Models that torch.fx cannot trace, exported by torch.export on an example of their inputs.
+
+The export records operators for sizes in general. It is made in training and in evaluation, and the two become one
+graph (:mod:`avgpipe.runtime.modes`), which is cut between the blocks of the model's lists of blocks, and otherwise
+between the modules that its forward calls. BatchNorms stay modules, as their statistics are of the whole batch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from avgpipe.errors import reason
+from avgpipe.runtime.batch import batch_size, to_device
+from avgpipe.runtime.compiled import is_compiled
+from avgpipe.runtime.context import CallerGenerators, Carry
+from avgpipe.runtime.example import Call, device_of, first_samples, prove
+from avgpipe.runtime.modes import Differs, in_mode, merged
+from avgpipe.runtime.plain_graph import Guards, place_anew, plain_graph
+from avgpipe.runtime.tracing import TracedLayer, layers_of_graph, with_choice
+from avgpipe.runtime.units import pieces_of, take_sizes_from_near, units_of
+
+_LEAST_SAMPLES = 2  # of an example: a size of 1 would be taken for one that never changes
+_LEAST_LENGTH = 3
+_MOST_SAMPLES = 128  # as many sizes of micro-batches are looked at
+
+
+def exported(model: nn.Module, example_inputs: Any) -> list[TracedLayer]:
+    """Export ``model`` and cut it into layers; ValueError where that cannot be, with the reason.
+
+    A sequence as long as the model can take is, to torch.export, one of that length and no other. So inputs that are
+    numbers are tried a step shorter first; that the layers are right for the example itself is proved in any case.
+
+    Args:
+        model: Stays as it is, and so do random generators.
+        example_inputs: One batch's inputs, as a loader yields them.
+    """
+    _refuse(model)
+    device = device_of(model)
+    example = _at_least_two(to_device(example_inputs, device))
+    shorter = _shorter(example)
+    attempts = [(example, Dim.AUTO), (example, Dim.STATIC)]
+    if _sizes_of(shorter) != _sizes_of(example) and _runs_on(model, shorter, device):
+        attempts.insert(0, (shorter, Dim.AUTO))
+    *first, last = (partial(_exported_on, model, *attempt, example, device) for attempt in attempts)
+    for export in first:
+        try:
+            return export()
+        except ValueError:
+            continue
+    return last()
+
+
+def _exported_on(
+    model: nn.Module, inputs: Any, sizes: Any, example: Any, device: torch.device
+) -> list[TracedLayer]:
+    """Export on ``inputs``, for any number of samples and other ``sizes`` of torch.export.Dim; prove the layers."""
+    call = Call.on(model, inputs)
+    with CallerGenerators(device), torch.enable_grad():
+        graph, root = _in_both_modes(model, call, sizes, Call.on(model, example))
+    _refuse_few_samples(root["_guards"], model, example)
+    place_anew(graph, root, device)
+    whole = fx.GraphModule(with_choice(root, graph), graph, type(model).__name__)
+    units = units_of(graph, model)
+    pieces = pieces_of(graph, units)
+    take_sizes_from_near(graph, pieces)
+    layers = layers_of_graph(whole, pieces, units)
+    prove(layers, model, example)
+    return layers
+
+
+def _refuse_few_samples(guards: Guards, model: nn.Module, example: Any) -> None:
+    """Refuse, with ValueError, a graph that some micro-batches of an example could not run."""
+    most = batch_size(example)
+    for training in (True, False):
+        guards.train(training)
+        # One sample alone, BatchNorm refuses to train on.
+        for size in range(1 + training, min(most, _MOST_SAMPLES) + 1):
+            guards(*Call.on(model, pytree.tree_map(partial(first_samples, size), example)).leaves)
+
+
+def _refuse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, Carry):
+            raise ValueError(
+                f"{name!r} of {type(model).__name__} is a Carry, whose values torch.export would take for constants: "
+                "pass a list of layers"
+            )
+        if is_compiled(module):
+            raise ValueError(
+                f"{name or 'the model'!r} is compiled, which torch.export cannot keep: pass it as it was before, with "
+                "compile=True"
+            )
+
+
+def _at_least_two(inputs: Any) -> Any:
+    """Repeat the samples of an example of one."""
+    if batch_size(inputs) >= _LEAST_SAMPLES:
+        return inputs
+    return pytree.tree_map(
+        lambda t: torch.cat([t] * _LEAST_SAMPLES) if isinstance(t, torch.Tensor) and t.dim() else t, inputs
+    )
+
+
+def _shorter(example: Any) -> Any:
+    """Make whole numbers and masks a step shorter in every dimension but that of the samples, where they have some."""
+
+    def of(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+            return value
+        for n in range(1, value.dim()):
+            if value.shape[n] >= _LEAST_LENGTH:
+                value = value.narrow(n, 0, value.shape[n] - 1)
+        return value.contiguous()
+
+    return pytree.tree_map(of, example)
+
+
+def _sizes_of(inputs: Any) -> list[torch.Size]:
+    return [t.shape for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+
+
+def _runs_on(model: nn.Module, inputs: Any, device: torch.device) -> bool:
+    call = Call.on(model, inputs)
+    try:
+        with in_mode(model, False), CallerGenerators(device), torch.no_grad():
+            model(*call.args, **call.kwargs)
+    except Exception:  # of any kind: it may need the very length
+        return False
+    return True
+
+
+# ---- torch.export --------------------------------------------------------------------------------------------------
+
+
+def _in_both_modes(
+    model: nn.Module, call: Call, sizes: Any, example: Call
+) -> tuple[fx.Graph, dict[str, Any]]:
+    """Return the graph, and what it names."""
+    graphs: list[tuple[fx.Graph, dict[str, Any]]] = []
+    for training in (True, False):
+        with in_mode(model, training):
+            program = _export(model, call, sizes)
+        graphs.append(plain_graph(model, program, call))
+    (graph, root), (other, root_of_other) = graphs
+
+    def same(a: str, b: str) -> bool:
+        x, y = root[a], root_of_other[b]
+        if isinstance(x, fx.GraphModule) and isinstance(y, fx.GraphModule):
+            return x.code == y.code  # a region under no_grad, or the like
+        return x is y or (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and torch.equal(x, y))
+
+    try:
+        merged(graph, other, same)
+    except Differs as error:
+        raise ValueError(
+            f"{type(model).__name__} does other things in training than in evaluation ({error}), and a cut model does "
+            "the same in both: pass a list of layers instead"
+        ) from error
+    root["_guards"] = Guards(call.leaves, example.leaves, root["_guards"], root_of_other["_guards"])
+    return graph, root
+
+
+def _export(model: nn.Module, call: Call, sizes: Any) -> Any:
+    """Export by running the Python code of the model, or else by compiling it; ValueError where neither can be.
+
+    Compiled, an assert about values is an operator.
+    """
+    failures: list[Exception] = []
+    for strict in (False, True):
+        try:
+            return torch.export.export(
+                model, call.args, call.kwargs, dynamic_shapes=_sizes(call, sizes), strict=strict
+            )
+        except Exception as error:  # of any kind: it runs the model
+            failures.append(error)
+    raise ValueError(
+        f"torch.export cannot export {type(model).__name__} for batches of any size ({reason(failures[0])}): pass "
+        "nn.Sequential or a list of layers instead"
+    ) from failures[0]
+
+
+def _sizes(call: Call, rest: Any) -> dict[str, Any]:
+    """Leave sizes open: of the samples in any case, ``rest`` says of the other dimensions."""
+
+    def of(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        return {n: rest if n else Dim.DYNAMIC for n in range(value.dim())}
+
+    return {name: pytree.tree_map(of, value) for name, value in call.named.items()}
