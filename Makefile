@@ -5,9 +5,10 @@ PYTHON ?= python3
 VENV ?= .venv
 # Any build of torch from 2.11 on; one that is in the environment already is kept.
 TORCH ?= torch==2.13.0
-# Its models are tested behind cuts. Alone, as it asks for a build of torch with CUDA, and in a folder of its own, where
-# nobody else finds it: without such a build it cannot be imported as it is.
+# Their models are tested behind cuts. Alone, as they ask for a build of torch with CUDA, and in a folder of their own,
+# where nobody else finds them: without such a build they cannot be imported as they are.
 VISION ?= torchvision==0.28.0
+TIMM ?= timm==1.0.31
 BIN := $(VENV)/bin
 # Where nvcc is, CUDA code is compiled, so its machine code and the run-time compilation are checked too.
 comma := ,
@@ -102,7 +103,7 @@ $(VENV)/installed: $(NATIVE)
 	$(BIN)/python -c "import torch" 2> /dev/null || $(BIN)/pip install -q "$(TORCH)" numpy
 	$(BIN)/pip install -q "setuptools>=77" wheel "cmake>=3.25.2" ninja "pybind11>=3"
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install -q --no-build-isolation -e '.[$(EXTRAS)]'
-	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/vision "$(VISION)"
+	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/vision "$(VISION)" "$(TIMM)"
 	touch $@
 
 # With the torch of PYTHON, and nothing installed: on a machine with a GPU, everything that needs it, half an hour in six

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.tables import gpu, operators, papers, pipelines, plans, statistics, training
+from benchmarks.tables import gpu, models, operators, papers, pipelines, plans, statistics, training
 from benchmarks.tables.markdown import Record, table
 
 ROOT = Path(__file__).parents[1]
@@ -114,6 +114,7 @@ def _load(machine: Record) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     made.__name__.replace("_", "-"): made
     for made in (
+        *(models.vision, models.vision_count),
         *(source, training.losses, training.workloads, training.sixteen_bits),
         *(operators.operators, operators.more_operators),
         *(pipelines.emulated, pipelines.emulated_bars, pipelines.real_models, pipelines.compiled),

@@ -1,0 +1,133 @@
+"""Question: do classification networks as they come, cut by default, train as on one device?
+
+    nice python -m benchmarks.models.vision [NAME ...]
+
+Thirty networks of torchvision and timm in float64, K = 2, 3 and 4 stages in one process, M = 2 micro-batches, three
+steps of SGD with momentum, against plain training that adds up the gradients of the same two micro-batches; then
+predictions in evaluation mode, against the network with the weights and statistics of the pipeline. A setting is equal
+where losses, weights and predictions differ by less than 1e-5, or it is refused, in words, when the pipeline is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from avgpipe import Pipeline, Plan
+from avgpipe.runtime.model import layers_of
+from benchmarks.common.record import say, write_record
+from benchmarks.models.networks import NETWORKS, batches, network
+
+STAGES, PARTS, STEPS = (2, 3, 4), 2, 3
+BOUND = 1e-5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="default: all of them")
+    parser.add_argument("--after", help="a record whose rows stay, but for those of the names")
+    parser.add_argument("--out", help="file of the record; default: a dated one in benchmarks/results")
+    arguments = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    rows = json.loads(Path(arguments.after).read_text())["rows"] if arguments.after else {}
+    for name in arguments.names or NETWORKS:
+        rows[name] = tried(name)
+        say(f"{name}: {rows[name]}")
+    equal = sum(row["equal"] for row in rows.values())
+    say(f"{equal} of {len(rows)} equal")
+    found = {"bound": BOUND, "stages": STAGES, "micro_batches": PARTS, "steps": STEPS, "rows": rows}
+    write_record(
+        "models-vision", (__doc__ or "").splitlines()[0].removeprefix("Question: "), found, arguments.out
+    )
+
+
+def tried(name: str) -> dict[str, Any]:
+    """Try a network with every number of stages."""
+    begin = time.perf_counter()
+    model, data = network(name), batches(name, STEPS)
+    by, layers = tracer(model, data[0][0])
+    row: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "by": by,
+        "layers": layers,
+        "differences": {},
+    }
+    try:
+        expected = plain(model, data)
+        for stages in STAGES:
+            row["differences"][str(stages)] = difference(model, data, stages, expected)
+    except (ValueError, TypeError) as error:
+        row["refused"] = " ".join(str(error).split())
+    except Exception as error:
+        row["failed"] = " ".join(f"{type(error).__name__}: {error}".split())
+    values = row["differences"].values()
+    row["equal"] = len(values) == len(STAGES) and all(value < BOUND for value in values)
+    return {**row, "seconds": time.perf_counter() - begin}
+
+
+def tracer(model: nn.Module, inputs: Any) -> tuple[str, int]:
+    """Say what traces a network, and into how many layers it can be cut."""
+    try:
+        return "torch.fx", len(layers_of(model))
+    except ValueError:
+        pass
+    try:
+        return "torch.export", len(layers_of(model, inputs))
+    except ValueError:
+        return "nothing", 0
+
+
+def plain(model: nn.Module, data: list[Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final weights of training on one device, each micro-batch normalised by itself."""
+    model = copy.deepcopy(model).train()
+    optimizer = momentum(model.parameters())
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        total = 0.0
+        for part, answer in zip(x.tensor_split(PARTS), y.tensor_split(PARTS)):
+            loss = functional.cross_entropy(model(part), answer) * (len(part) / len(x))
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        losses.append(total)
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def difference(model: nn.Module, data: list[Any], stages: int, expected: Any) -> float:
+    """Return the largest difference of a loss, a weight or a prediction."""
+    losses, weights = expected
+    plan = Plan(stages=stages, micro_batches=PARTS)
+    with Pipeline(
+        model, plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum, example_inputs=data[0][0]
+    ) as pipeline:
+        found = [result.loss for result in pipeline.train(data)]
+        state = pipeline.state_dict()
+        predicted = pipeline.predict(data[0][0])
+    whole = copy.deepcopy(model).eval()
+    whole.load_state_dict(state)
+    with torch.no_grad():
+        pairs = [(predicted, whole(data[0][0])), *((state[n], weights[n]) for n in weights)]
+    return max(
+        *(abs(a - b) for a, b in zip(found, losses, strict=True)),
+        *(float((a - b).abs().max()) for a, b in pairs),
+    )
+
+
+if __name__ == "__main__":
+    main()
