@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import os
 import time
@@ -44,6 +45,7 @@ def main() -> None:
     for name in arguments.names or NETWORKS:
         rows[name] = tried(name)
         say(f"{name}: {rows[name]}")
+        gc.collect()  # graphs hold themselves
     equal = sum(row["equal"] for row in rows.values())
     say(f"{equal} of {len(rows)} equal")
     found = {"bound": BOUND, "stages": STAGES, "micro_batches": PARTS, "steps": STEPS, "rows": rows}

@@ -155,7 +155,8 @@ def stage_bounds(layers: Sequence[nn.Module], stages: int, partition: Sequence[A
     count = len(layers)
     if stages > count:
         raise ValueError(
-            f"{stages} stages need at least as many layers, and the model has {count}: use fewer stages"
+            f"{stages} stages need at least as many layers, and the model has {count}: use fewer stages, or a list of "
+            "what larger layers are made of, with names_of=model"
         )
     if partition is None:
         return [0, *balance([estimated_cost(layer) for layer in layers], stages), count]
