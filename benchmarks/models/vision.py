@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,25 @@ def tried(name: str) -> dict[str, Any]:
     begin = time.perf_counter()
     model, data = network(name), batches(name, STEPS)
     by, layers = tracer(model, data[0][0])
+    # Exported once: that takes a minute, and a pipeline of the model would do the very same.
+    how = {"names_of": model} if by == "torch.export" else {"example_inputs": data[0][0]}
     row: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "by": by,
-        "layers": layers,
+        "layers": len(layers),
         "differences": {},
     }
     try:
         expected = plain(model, data)
         for stages in STAGES:
-            row["differences"][str(stages)] = difference(model, data, stages, expected)
+            row["differences"][str(stages)] = difference(
+                layers if by == "torch.export" else model,
+                model,
+                data,
+                Plan(stages=stages, micro_batches=PARTS),
+                expected,
+                how,
+            )
     except (ValueError, TypeError) as error:
         row["refused"] = " ".join(str(error).split())
     except Exception as error:
@@ -78,16 +88,16 @@ def tried(name: str) -> dict[str, Any]:
     return {**row, "seconds": time.perf_counter() - begin}
 
 
-def tracer(model: nn.Module, inputs: Any) -> tuple[str, int]:
-    """Say what traces a network, and into how many layers it can be cut."""
+def tracer(model: nn.Module, inputs: Any) -> tuple[str, Sequence[nn.Module]]:
+    """Say what traces a network, and return its layers."""
     try:
-        return "torch.fx", len(layers_of(model))
+        return "torch.fx", layers_of(model)
     except ValueError:
         pass
     try:
-        return "torch.export", len(layers_of(model, inputs))
+        return "torch.export", layers_of(model, inputs)
     except ValueError:
-        return "nothing", 0
+        return "nothing", []
 
 
 def plain(model: nn.Module, data: list[Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -111,13 +121,17 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
-def difference(model: nn.Module, data: list[Any], stages: int, expected: Any) -> float:
-    """Return the largest difference of a loss, a weight or a prediction."""
+def difference(
+    given: nn.Module | Sequence[nn.Module],
+    model: nn.Module,
+    data: list[Any],
+    plan: Plan,
+    expected: Any,
+    how: dict[str, Any],
+) -> float:
+    """Return the largest difference of a loss, a weight or a prediction. ``given``: to a Pipeline, with ``how``."""
     losses, weights = expected
-    plan = Plan(stages=stages, micro_batches=PARTS)
-    with Pipeline(
-        model, plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum, example_inputs=data[0][0]
-    ) as pipeline:
+    with Pipeline(given, plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum, **how) as pipeline:
         found = [result.loss for result in pipeline.train(data)]
         state = pipeline.state_dict()
         predicted = pipeline.predict(data[0][0])
