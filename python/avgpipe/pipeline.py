@@ -7,8 +7,8 @@ import json
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from html import escape
 from itertools import chain, pairwise
@@ -37,13 +37,14 @@ from avgpipe.runtime.model import Model, layers_of
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.requirements import (
+    check_carries,
     check_correction,
     check_device,
     check_model,
     check_options,
     warn_of_waits,
 )
-from avgpipe.runtime.weights import find_parameters, gather_state, set_requires_grad
+from avgpipe.runtime.weights import LoadedKeys, find_parameters, gather_state, load_state, set_requires_grad
 from avgpipe.runtime.worker import Worker
 from avgpipe.timeline.timeline import Timeline
 
@@ -59,11 +60,13 @@ class EvaluationResult:
         loss: mean over the evaluated samples; for a sum loss, the sum.
         metric: mean over the samples of what ``metric_fn`` returned: of one number, or of each in a dict; None without.
         samples: how many were evaluated.
+        metrics: what the loss function returned beside the loss, by name, over all samples as the loss is.
     """
 
     loss: float
     metric: float | dict[str, float] | None
     samples: int
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 class Pipeline:
@@ -152,6 +155,8 @@ class Pipeline:
         compile: bool | dict[str, Any] = False,
         weights_from: Any = None,
         memory_limit_bytes: int | None = None,
+        accumulate: int = 1,
+        ema_decay: float | None = None,
     ) -> None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be an avgpipe.Plan, not {plan!r}")
@@ -178,6 +183,8 @@ class Pipeline:
             link=link,
             wire_dtype=wire_dtype,
             measures=plan.advance == "auto",
+            accumulate=accumulate,
+            ema_decay=ema_decay,
         )
         check_options(options)
         check_model(model, may_be_meta=weights_from is not None)
@@ -185,6 +192,7 @@ class Pipeline:
         self._model = Model.cut(model, layers, plan.stages, plan.partition)
         initial = None if weights_from is None else InitialWeights.of(weights_from, model, self._model)
         self._device = _device(device, layers)
+        check_carries(options, layers)
         check_device(options, plan.weights, self._device, layers)
         if not has_streams(self._device):
             keep_freed_memory()
@@ -209,16 +217,18 @@ class Pipeline:
             warn_of_waits(options, plan, any(self._model.shared))
         if self.world.size == 1 and not has_streams(self._device):
             warn_of_threads(torch.get_num_threads())
+        # What is trained on as one batch has the micro-batches of all the loader's batches that it is made of.
+        self._running_plan = running = replace(plan, micro_batches=plan.micro_batches * accumulate)
         self._worker = Worker(
-            self._model, layers, plan, placement, self.world, self._device, seed, options, initial
+            self._model, layers, running, placement, self.world, self._device, seed, options, initial
         )
         if initial is not None:
             self._check_shared()
         self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
         self._choose_at = _MEASURED_BATCHES * plan.batches_per_round if plan.advance == "auto" else None
-        self._loader = Prefetch(self._worker.copy_ahead)
-        self._feed = Feed(self._worker, plan, self._loader, options)
+        self._loader = Prefetch(self._worker.copy_ahead, accumulate)
+        self._feed = Feed(self._worker, running, self._loader, options)
         self._folders = FolderLocks()
         atexit.register(_close, weakref.ref(self))
 
@@ -272,8 +282,8 @@ class Pipeline:
             raise ValueError(
                 f"{samples} samples are too few for {n} pipelines, each of which trains on a share of them"
             )
-        for x, y in zip(split(inputs, n), split(targets, n)):
-            feed.begin(x, y, self._worker.copy_ahead(x, y))
+        for share in zip(split(inputs, n), split(targets, n)):
+            feed.begin([share], self._worker.copy_ahead([share]))
         feed.end()
         total = weight = 0.0
         for _ in range(n):
@@ -293,7 +303,7 @@ class Pipeline:
             return
         self._choose_at = None
         self.drain()
-        plan = self.plan
+        plan = self._running_plan
         with self._worker.running():
             costs = measured_costs(self._worker)
         chosen = choose_advance(
@@ -319,8 +329,9 @@ class Pipeline:
     ) -> EvaluationResult:
         """Return the mean loss, and mean of ``metric_fn(output, target)`` per sample; batches may have any size.
 
-        ``metric_fn`` is the mean over the samples it is given, a number or a dict of numbers by name.
-        ``weights``: "reference", or the index of a pipeline. Training goes on afterwards as if nothing had happened.
+        ``metric_fn`` is the mean over the samples it is given, a number or a dict of numbers by name. ``weights``:
+        "reference", "ema" (see ``ema_decay``), or the index of a pipeline. Training goes on afterwards as if nothing
+        had happened.
         """
         self.drain()
         which = self._which(weights)
@@ -330,17 +341,14 @@ class Pipeline:
         with self._worker.running():
             sums = partial(MetricSums, self._options, metric_fn)
             parts = list(run_evaluation(self._worker, self.plan.micro_batches, which, batches, sums))
-        names = parts[0][1]
-        total, weighed, samples, *metrics = sum(part.cpu() for part, _ in parts).tolist()
-        means = {name: value / samples for name, value in zip(names, metrics)}
-        return EvaluationResult(
-            total if self._options.sums_loss else total / weighed if weighed else math.nan,
-            None if metric_fn is None else means[""] if names == [""] else means,
-            int(samples),
-        )
+        return _evaluated(parts, self._options.sums_loss, metric_fn is not None)
 
     def predict(self, inputs: Any, *, weights: str | int = "reference") -> Any:
-        """Return the model's output for a batch of any size, in evaluation mode, on every rank."""
+        """Return the model's output for a batch of any size, in evaluation mode, on every rank.
+
+        ``inputs`` are those of a pair, so of a collator's mapping all but its "labels". ``weights``: as in
+        :meth:`evaluate`.
+        """
         self.drain()
         which = self._which(weights)
         inputs = plain(inputs)
@@ -352,11 +360,39 @@ class Pipeline:
         return output
 
     def state_dict(self, weights: str | int = "reference") -> dict[str, torch.Tensor]:
-        """Return weights and buffers under the unsplit model's names; they load into it with ``strict=True``."""
+        """Return weights and buffers under the unsplit model's names; they load into it with ``strict=True``.
+
+        ``weights``: as in :meth:`evaluate`. Buffers are not averaged over time: with "ema" they are the reference's.
+        """
         self.drain()
         which = self._which(weights)
         with self._worker.running():
             return gather_state(self._model, self._worker, which)
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> LoadedKeys:
+        """Set weights and buffers, of all pipelines and the reference, from the next batch on; every rank calls it.
+
+        Optimizers, learning-rate schedules, and what layers carry from batch to batch stay as they are; the average of
+        ``ema_decay`` begins anew. A plan without a flush fills its pipeline again.
+
+        Args:
+            state_dict: by the unsplit model's names, on any device. A rank reads the tensors of its own stages only,
+                so the mapping may read its files when it is asked.
+            strict: whether missing and unexpected names are refused. Else what is missing stays as it is.
+
+        Returns:
+            The names that are missing, and those that are unexpected.
+
+        Raises:
+            ValueError: on every rank, with nothing changed, for names or shapes that are not the model's, and for
+                optimizers that keep weights in their state.
+        """
+        self.drain()
+        with self._worker.running(ValueError):
+            found = load_state(self._model, self._worker, state_dict, strict)
+        for row in self._worker.rows:
+            row.resume(self._feed.next_batch)
+        return found
 
     def distances(self) -> Distances:
         """Return how far the replicas are from the reference and from each other, over the whole model.
@@ -487,12 +523,15 @@ class Pipeline:
         return f"<table><caption>Pipeline</caption>{''.join(cells)}</table>"
 
     def _which(self, weights: str | int) -> str | int:
-        if weights == "reference" or (
+        if weights == "ema" and self._options.ema_decay is None:
+            raise ValueError("weights='ema' needs a Pipeline with ema_decay, such as ema_decay=0.999")
+        if weights in ("reference", "ema") or (
             isinstance(weights, int) and not isinstance(weights, bool) and 0 <= weights < self.plan.pipelines
         ):
             return weights
+        average = "" if self._options.ema_decay is None else ", 'ema'"
         raise ValueError(
-            f"weights must be 'reference' or a pipeline from 0 to {self.plan.pipelines - 1}, not {weights!r}"
+            f"weights must be 'reference'{average} or a pipeline from 0 to {self.plan.pipelines - 1}, not {weights!r}"
         )
 
 
@@ -501,6 +540,29 @@ def _close(pipeline: weakref.ref[Pipeline]) -> None:
     alive = pipeline()
     if alive is not None:
         alive.close()
+
+
+def _evaluated(
+    parts: Sequence[tuple[torch.Tensor, list[str], list[str]]], sums_loss: bool, has_metric: bool
+) -> EvaluationResult:
+    """Return the result of batches, each told as by :class:`MetricSums`."""
+    total = weighed = samples = 0.0
+    metrics: dict[str, float] = {}
+    of_loss: dict[str, float] = {}
+    for numbers, names, loss_names in parts:
+        loss, weight, count, *values = numbers.tolist()
+        total, weighed, samples = total + loss, weighed + weight, samples + count
+        for sums, named in ((metrics, names), (of_loss, loss_names)):
+            for name in named:
+                sums[name] = sums.get(name, 0.0) + values.pop(0)
+    divisor = 1.0 if sums_loss else weighed or math.nan
+    means = {name: value / samples for name, value in metrics.items()}
+    return EvaluationResult(
+        total / divisor,
+        None if not has_metric else means[""] if list(means) == [""] else means,
+        int(samples),
+        {name: value / divisor for name, value in of_loss.items()},
+    )
 
 
 def _not_empty(loader: Iterable[Any]) -> Iterator[Any]:

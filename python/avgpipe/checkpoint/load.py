@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from avgpipe.checkpoint.folder import agreed
-from avgpipe.checkpoint.manifest import Gone, Manifest, expect, read_text
+from avgpipe.checkpoint.manifest import Gone, Manifest, expect, is_count, read_text
 from avgpipe.checkpoint.save import carries, parameter_names
 from avgpipe.elastic import Layout
 from avgpipe.errors import CheckpointError, reason
@@ -64,6 +64,13 @@ class SavedStages:
         """Return the weights that all begin at: without a reference there is one pipeline."""
         sources = [c["reference"] or next(iter(c["replicas"].values())) for c in self._whole]
         return {name: value for source in sources for name, value in source["weights"].items()}
+
+    def ema(self) -> tuple[dict[str, torch.Tensor], int] | None:
+        """Return the average over updates, and of how many it is; None where none was kept."""
+        found = [content["ema"] for content in self._whole if "ema" in content]
+        if not found:
+            return None
+        return {name: value for of in found for name, value in of["weights"].items()}, found[0]["updates"]
 
     def carry(self, i: int) -> dict[str, dict[int, Any]]:
         """Return what a pipeline carries, by place and micro-batch."""
@@ -138,7 +145,10 @@ def _read_all(
     exactly = exactly and same
 
     def merged(files: Iterable[int]) -> SavedStages:
-        return SavedStages([_read(manifest, directory, n, lazily=not exactly) for n in files], exactly)
+        contents = [_read(manifest, directory, n, lazily=not exactly) for n in files]
+        if not any(trained.has_modes for trained in worker.trained.values()):
+            _take_evaluated(contents)
+        return SavedStages(contents, exactly)
 
     if exactly:
         # Each replica's own file, and the first replica's, which has what all of a stage hold alike.
@@ -147,6 +157,13 @@ def _read_all(
     else:
         saved = dict.fromkeys(worker.held, merged(range(len(manifest.files))))
     return FoundCheckpoint(directory, manifest.batches, saved)
+
+
+def _take_evaluated(contents: list[dict[str, Any]]) -> None:
+    """Make the weights those of evaluation, where the optimizers that were saved had others for training."""
+    for replica in (replica for content in contents for replica in content["replicas"].values()):
+        if "evaluated" in replica:
+            replica["weights"] = replica["evaluated"]
 
 
 def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> dict[str, Any]:
@@ -176,6 +193,7 @@ def restore_checkpoint(found: FoundCheckpoint, model: Model, worker: Worker) -> 
             _restore_reference(saved, model, worker, number)
             for i in worker.placement.pipelines_of(number):
                 _restore(saved, model, worker, number, i)
+            _restore_ema(saved, model, worker, number)
     except (LookupError, TypeError, ValueError, AttributeError, StopIteration, RuntimeError) as error:
         raise CheckpointError(
             f"the checkpoint in {found.directory} does not fit: {type(error).__name__}: {reason(error)}; use the "
@@ -192,11 +210,27 @@ def _what_must_be_same(plan: Mapping[str, Any]) -> list[Any]:
     return [batch, plan.get("correction"), *(plan[name] for name in _SAME)]
 
 
+def _layout_of(worker: Worker, number: int) -> Layout:
+    """Return the layout of a stage replica's weights, which all pipelines have alike."""
+    return worker.trained[number, worker.placement.pipelines_of(number)[0]].arena.layout
+
+
+def _restore_ema(saved: SavedStages, model: Model, worker: Worker, number: int) -> None:
+    """Go on with the saved average; begin a new one where none was kept."""
+    if (ema := worker.emas.get(number)) is None:
+        return
+    ema.restart(worker.weights(number, "reference"))
+    if (found := saved.ema()) is not None:
+        values, ema.updates = found
+        names = model.trainable[worker.placement.stage_of(number)]
+        _copy(values, names, _layout_of(worker, number).tensors(ema.flats))
+
+
 def _restore_reference(saved: SavedStages, model: Model, worker: Worker, number: int) -> None:
     reference, k = worker.references[number], worker.placement.stage_of(number)
     if reference is None:
         return
-    layout = worker.trained[number, worker.placement.pipelines_of(number)[0]].arena.layout
+    layout = _layout_of(worker, number)
     if saved.exactly:
         _put_in_place(saved, layout)
         reference.load_state_dict(saved.averaging)
@@ -296,6 +330,7 @@ def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStag
 
 _STATE: Any = dict | None
 _STATES = {"optimizer": _STATE, "lr_scheduler": _STATE, "loss_scale": _STATE}
+_LATER = {"evaluated": dict}  # of a replica, by an optimizer with modes
 _REPLICA = {"weights": dict, "rest": dict, "carry": dict, "older": dict, **_STATES}
 
 
@@ -310,8 +345,13 @@ def _check_content(content: Any, signature: Mapping[str, list[Any]], pipelines: 
     if "reference" not in content:
         expect("content", content, {"replicas": {i: {"carry": dict} for i in pipelines}})
         return
-    replicas = {i: dict(_REPLICA) for i in pipelines}
-    expect("content", content, {"reference": _STATE, "replicas": replicas})
+    expect("content.replicas", content.get("replicas"), dict.fromkeys(pipelines, dict))
+    replicas = {
+        i: _REPLICA | {what: kind for what, kind in _LATER.items() if what in content["replicas"][i]}
+        for i in pipelines
+    }
+    ema = {"ema": {"weights": dict, "updates": is_count}} if "ema" in content else {}
+    expect("content", content, {"reference": _STATE, "replicas": replicas, **ema})
     named = []
     if (reference := content["reference"]) is not None:
         expect("reference", reference, {"weights": dict, "state": dict})
@@ -321,7 +361,12 @@ def _check_content(content: Any, signature: Mapping[str, list[Any]], pipelines: 
         if (optimizer := replica["optimizer"]) is not None:
             expect("optimizer", optimizer, {"state": dict, "names": list})
         named += [replica["weights"], replica["rest"], *replica["older"].values()]
+        named += [replica[what] for what in _LATER if what in replica]
     for name, value in (item for values in named for item in values.items()):
         found = [list(value.shape), str(value.dtype)[6:]] if isinstance(value, torch.Tensor) else None
         if found is None or signature.get(name) != found:
             raise ValueError(f"{name!r} is {found}, and {signature.get(name)} in the manifest")
+    for name, value in content["ema"]["weights"].items() if ema else ():
+        shape = list(value.shape) if isinstance(value, torch.Tensor) else None
+        if shape is None or signature.get(name, [None])[0] != shape:
+            raise ValueError(f"the average of {name!r} is {shape}, and {signature.get(name)} in the manifest")

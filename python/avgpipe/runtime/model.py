@@ -103,7 +103,7 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
     Its children if it is sequential, its blocks if its forward is one of the transformers library, else pieces of its
     traced graph.
     """
-    model = original(model)
+    model = without_adapters(original(model))
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
         return _of_transformers(model) if _forward_module(model) == "transformers" else list(traced(model))
     layers = list(model)
@@ -162,6 +162,24 @@ def _cost(layer: nn.Module) -> float:
     tables = [m for m in layer.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     looked_up = {id(p) for m in tables for p in m.parameters()}
     return 1.0 + sum(p.numel() for p in layer.parameters() if id(p) not in looked_up)
+
+
+def without_adapters(model: Any) -> Any:
+    """Return the model inside a PeftModel, whose layers have the adapters in them, or ``model`` if it is none.
+
+    Raises:
+        ValueError: for adapters that are no part of the layers.
+    """
+    kinds = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.split(".")[0] == "peft"}
+    if "PeftModel" not in kinds:
+        return model
+    config = model.active_peft_config
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"the adapters of {config.peft_type} put a prompt before the model's input, which stages do not: use "
+            "adapters that change layers, such as LoRA"
+        )
+    return model.get_base_model()
 
 
 def _forward_module(model: nn.Module) -> str:
