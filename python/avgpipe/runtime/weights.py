@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -16,22 +17,32 @@ from avgpipe.runtime.worker import Worker
 def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, torch.Tensor]:
     """Copy all under the unsplit model's names, in its order, on every rank. Buffers of the reference are averages."""
     found: dict[str, torch.Tensor] = {}
-    placement = worker.placement
-    pipelines = [which] if isinstance(which, int) else range(placement.pipelines)
-    for k, entries in enumerate(model.entries):
-        replica = placement.replicas_of(k, pipelines[0])[0]
-        layout = Layout(model.shapes[k], worker.device)
-        flats = worker.weights(replica, which) if replica in worker.held else layout.zeros().flats
-        source = placement.rank_of(replica)
-        views = layout.tensors([worker.world.broadcast(flat, source) for flat in flats])
-        states = [_broadcast_state(worker, k, i) for i in pipelines]
-        for entry in entries:
-            if entry.arena is not None:
-                tensor = views[entry.arena].detach().clone()
-            else:
-                tensor = average([state[entry.local] for state in states])
-            found.update(dict.fromkeys(entry.names, tensor))
+    pipeline = which if isinstance(which, int) else 0
+    for k in range(model.stages):
+        replica = worker.placement.replicas_of(k, pipeline)[0]
+        with worker.trained[replica, pipeline].evaluated() if replica in worker.held else nullcontext():
+            found |= _gather_stage(model, worker, which, k, replica)
     return {name: found[name] if name in found else model.unused[name].clone() for name in model.names}
+
+
+def _gather_stage(
+    model: Model, worker: Worker, which: str | int, k: int, replica: int
+) -> dict[str, torch.Tensor]:
+    """Copy all of a stage, whose flat weights ``replica`` has."""
+    placement = worker.placement
+    layout, source = Layout(model.shapes[k], worker.device), placement.rank_of(replica)
+    flats = worker.weights(replica, which) if replica in worker.held else layout.zeros().flats
+    views = layout.tensors([worker.world.broadcast(flat, source) for flat in flats])
+    pipelines = [which] if isinstance(which, int) else range(placement.pipelines)
+    states = [_broadcast_state(worker, k, i) for i in pipelines]
+    found: dict[str, torch.Tensor] = {}
+    for entry in model.entries[k]:
+        if entry.arena is not None:
+            tensor = views[entry.arena].detach().clone()
+        else:
+            tensor = average([state[entry.local] for state in states])
+        found.update(dict.fromkeys(entry.names, tensor))
+    return found
 
 
 def _broadcast_state(worker: Worker, k: int, pipeline: int) -> dict[str, torch.Tensor]:
