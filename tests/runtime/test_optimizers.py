@@ -163,6 +163,39 @@ def test_a_checkpoint_of_several_optimizers_goes_on_under_other_stages(
     assert_same_state(state, expected[1], bound)
 
 
+def by_layer(named_params: Any) -> torch.optim.Optimizer:
+    """A group and a rate for each parameter."""
+    rate = {"0": 0.02, "1": 0.03, "3": 0.05, "4": 0.07, "6": 0.1}
+    return SGD([{"params": [p], "lr": rate[name[0]]} for name, p in named_params], lr=0.0, momentum=0.9)
+
+
+def in_turn(optimizer: torch.optim.Optimizer) -> Any:
+    first, then = halving(optimizer), LambdaLR(optimizer, lambda step: 0.8**step)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, then], [6])
+
+
+@pytest.mark.parametrize("schedule", [halving, in_turn])
+@pytest.mark.parametrize("K", [1, 2, 3, 4])
+def test_rates_by_layer_and_their_schedules_go_on_under_other_stages(
+    K: int, schedule: Any, tmp_path: Path
+) -> None:
+    batches = token_batches(8, 8)
+
+    def pipeline(stages: int) -> Pipeline:
+        plan = Plan(stages=stages, micro_batches=4)
+        return Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=by_layer, lr_scheduler=schedule)
+
+    with pipeline(2) as p:
+        list(p.train(batches[:4]))
+        p.save(tmp_path / "c")
+        expected = [r.loss for r in p.train(batches[4:])], p.state_dict()
+    with pipeline(K) as p:
+        p.load(tmp_path / "c")
+        losses, state = [r.loss for r in p.train(batches[4:])], p.state_dict()
+    assert unequal(losses, expected[0]) < 1e-10
+    assert_same_state(state, expected[1])
+
+
 def test_every_parameter_is_in_one_of_the_optimizers() -> None:
     def refused(optimizer: Any, match: str, kind: type[Exception] = ValueError) -> None:
         with pytest.raises(kind, match=match):

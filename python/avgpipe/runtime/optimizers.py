@@ -159,6 +159,25 @@ class Schedules:
             schedule.load_state_dict(of_one)
 
 
+def rescheduled(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state of a stage's schedule for another stage, whose ``optimizer`` has other groups of parameters.
+
+    Its rates are those of these groups, which a schedule has noted there at its beginning.
+    """
+    if "schedules" in state:
+        pairs = zip(state["schedules"], members_of(optimizer))
+        return {"schedules": [rescheduled(of_one, member) for of_one, member in pairs]}
+    groups = optimizer.param_groups
+    rates = {
+        "base_lrs": [group.get("initial_lr", group["lr"]) for group in groups],
+        "_last_lr": [group["lr"] for group in groups],
+    }
+    fitting = {name: rates.get(name, value) for name, value in state.items()}
+    if "_schedulers" in state:  # of several in turn, or at once
+        fitting["_schedulers"] = [rescheduled(of_one, optimizer) for of_one in state["_schedulers"]]
+    return fitting
+
+
 def schedule_of(function: SchedulerFn, optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> Any:
     """Return the learning-rate schedule of ``optimizer``, whose steps are those of ``inner``."""
     if isinstance(inner, Optimizers):
