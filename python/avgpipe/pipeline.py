@@ -78,23 +78,30 @@ class Pipeline:
 
     Args:
         model: ``nn.Sequential``, a list of modules, BERT, GPT-2 or Llama of transformers (see
-            ``avgpipe.interop.transformers``), or a module that ``torch.fx`` can trace.
+            ``avgpipe.interop.transformers``), or a module that ``torch.fx`` can trace; or one of these in a PeftModel
+            whose adapters are in the layers, such as LoRA's: what is frozen stays so, and names are the PeftModel's.
         plan: how to cut, schedule and average.
         loss_fn: ``loss_fn(output, target)`` returns a scalar, the mean over samples, or a sum if it says so by
             ``reduction = "sum"``; or ``(sum, count)``, a scalar and what to divide it by over the whole batch, such as
             the targets that are not ignored. A scalar of unknown kind is taken for a mean over samples; where the first
-            batch shows that it is none, a warning says so.
-        optimizer: ``optimizer(params)`` returns a torch optimizer of a stage's parameters. Where its first parameter is
-            called ``named_params`` or ``named_parameters``, it gets pairs (name, parameter) instead, as torch's
-            optimizers take them too; names are those of the unsplit model, as in ``state_dict``, of a tied parameter
-            the first.
+            batch shows that it is none, a warning says so. Either may come with metrics, ``(loss, {"name": value})``,
+            numbers or tensors without a dimension, which are put together as the loss is: means where it is a mean,
+            sums where it is a sum, and beside ``(sum, count)`` sums that the same count divides.
+        optimizer: ``optimizer(params)`` returns a torch optimizer of a stage's parameters, or a list of several, each
+            parameter in exactly one, which step in turn. Where its first parameter is called ``named_params`` or
+            ``named_parameters``, it gets pairs (name, parameter) instead, as torch's optimizers take them too; names
+            are those of the unsplit model, as in ``state_dict``, of a tied parameter the first. Optimizers with
+            ``train()`` and ``eval()``, as schedule-free ones, are for one pipeline: evaluation has their weights for
+            it.
         device: by default where the model's parameters are. "cuda", or another accelerator without a number: under
             torchrun the device of this rank's place on its host, else the current one. It becomes the calling thread's
             current device.
         seed: what the layers draw follows from it, the pipeline, batch, micro-batch and layer alone.
         timeout_s: no wait for another worker lasts longer.
-        lr_scheduler: ``lr_scheduler(optimizer)`` is stepped after every batch of a pipeline.
-        clip_grad_norm: limit of the gradient's norm over all stages.
+        lr_scheduler: ``lr_scheduler(optimizer)`` is stepped after every batch of a pipeline; of several optimizers each
+            has one.
+        clip_grad_norm: limit of the gradient's norm over all stages; ``math.inf`` measures it alone, for
+            ``result.grad_norm``.
         skip_nonfinite: a batch whose gradients have infinities or NaN, on whichever stage, changes neither weights nor
             statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for the device, as
             it does where losses are scaled.
@@ -128,6 +135,14 @@ class Pipeline:
             the prefix of the model's body.
         memory_limit_bytes: of a worker, for the weights of all pipelines and the activations in flight; what
             ``advance="auto"`` must keep to.
+        accumulate: how many batches of the loader make one update, that of one batch of all their samples. The plan's
+            ``micro_batches`` are of each, so that activations take no more memory but for schedules that keep all of
+            a batch, such as "gpipe"; and shapes may differ between them. The end of a loader makes an update of what is
+            left. ``batch`` then means all of them, in results too.
+        ema_decay: keep an exponential moving average of the reference, or of a lone pipeline's weights, taken after
+            each of its updates: ``average = decay average + (1 - decay) weights``, which the first update sets. Each
+            stage keeps its own, in one more copy of the weights, for ``weights="ema"`` in :meth:`evaluate`,
+            :meth:`predict` and :meth:`state_dict`; checkpoints have it. Buffers are not averaged over time.
 
     Raises:
         ValueError: for a plan that the model or the ranks do not fit. Failures of a run are ``PipelineError``.
@@ -250,7 +265,10 @@ class Pipeline:
     # ---- training ------------------------------------------------------------------------------------------------
 
     def train(self, loader: Iterable[Any]) -> Iterator[BatchResult]:
-        """Train on the batches of ``loader``, pairs (inputs, targets), and yield their results in order.
+        """Train on the batches of ``loader`` and yield their results in order.
+
+        A batch is a pair (inputs, targets), or a mapping with the targets as "labels", as collators of transformers
+        make it, and all else as inputs.
 
         The pipelines share each batch, or take turns: see ``Plan.batch``. They stream: when the result of batch j is
         yielded, the next one is in flight, of batches taken in turn the next N - 1, and on an accelerator one at
@@ -271,7 +289,10 @@ class Pipeline:
             yield feed.results.popleft()
 
     def step(self, inputs: Any, targets: Any) -> float:
-        """Train on a batch for a round: every pipeline on its share of the samples. Wait, and return the mean loss."""
+        """Train on a batch for a round: every pipeline on its share of the samples. Wait, and return the mean loss.
+
+        It makes an update by itself, whatever ``accumulate`` is.
+        """
         feed, n = self._feed, self.plan.batches_per_round
         self.drain()
         feed.results.clear()
