@@ -14,7 +14,7 @@ from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message
 from avgpipe.ranks.world import World
 from avgpipe.runtime.batch import LossWeights, split
-from avgpipe.runtime.compute import Compute, Port
+from avgpipe.runtime.compute import Compute, Port, Work
 from avgpipe.runtime.lane import Lane, PipelineRow, Queue
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.model import trainable_parameters
@@ -22,7 +22,6 @@ from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route
 from avgpipe.runtime.stage import Stage
-from avgpipe.runtime.state import Work
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import Update
 

@@ -4,31 +4,192 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from avgpipe.device import has_streams
+from avgpipe.device import ReadyOnEvent, has_streams
+from avgpipe.elastic import Version
 from avgpipe.errors import StageError
 from avgpipe.links.link import Link, Mailbox
 from avgpipe.links.message import Key, Message, tensors_of, wanting_gradients
-from avgpipe.runtime.batch import batch_size, to_device
+from avgpipe.runtime.batch import LossWeights, batch_size, to_device
 from avgpipe.runtime.context import Position
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.loss import MeanCheck, loss_of
 from avgpipe.runtime.model import extract_skips, insert_skips
 from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.outcome import Metrics, told, untold
 from avgpipe.runtime.route import Route, StepKind
-from avgpipe.runtime.split_backward import input_backward, run_backward
-from avgpipe.runtime.state import BatchState, SavedForward
+from avgpipe.runtime.split_backward import Deferred, input_backward, run_backward
 from avgpipe.runtime.trained_stage import TrainedStage
 
 _KEPT_SEEDS = 64
+
+
+class Collector(Protocol):
+    """What the last stage does with an evaluated batch."""
+
+    def add(self, output: Any, target: Any, samples: int, given: Any) -> None:
+        """See the output of a micro-batch. ``given``: the target as it came, which may still be on the host."""
+
+    def result(self) -> Any:
+        """Return what every rank gets."""
+
+
+@dataclass
+class Work:
+    """A batch that a stage trains on, or evaluates.
+
+    Attributes:
+        micro_batches: how many the pipeline has of the batch; none where others have all.
+        inputs: of micro-batches; they matter on the first stage.
+        targets: of micro-batches; they and ``weights`` matter on the last stage.
+        copied: inputs and targets, if they are on their way to a device.
+        collector: takes an evaluation's outputs, on the last stage.
+        draws: the place that the first micro-batch has for random numbers; None: as they are numbered here.
+    """
+
+    batch: int
+    micro_batches: int
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    weights: LossWeights | None = None
+    copied: ReadyOnEvent | None = None
+    trains: bool = True
+    collector: Collector | None = None
+    draws: Position | None = None
+
+    def place(self, pipeline: int, micro_batch: int) -> Position:
+        """Return where a micro-batch of a ``pipeline`` stands in the run."""
+        if self.draws is None:
+            return Position(pipeline, self.batch, micro_batch)
+        return self.draws._replace(micro_batch=self.draws.micro_batch + micro_batch)
+
+
+class SavedForward(NamedTuple):
+    """What a forward leaves for its backward.
+
+    Not the outputs themselves: of those, autograd keeps what it needs.
+
+    Attributes:
+        inputs: inputs that want gradients.
+        outputs: where the gradients of the outputs go in.
+        grads: of the outputs, where this stage knows them, as the last one does.
+        arrived: inputs that skipped stages, by arrival; see :class:`avgpipe.runtime.model.Skips`.
+        departed: where the gradients of outputs that skip stages go in, in the order of departures.
+    """
+
+    inputs: list[torch.Tensor]
+    outputs: list[GradientEdge]
+    grads: list[torch.Tensor] | None = None
+    arrived: Sequence[list[torch.Tensor]] = ()
+    departed: Sequence[GradientEdge] = ()
+
+
+@dataclass
+class BatchState:
+    """How far an in-flight batch is on one stage.
+
+    Attributes:
+        version: of the weights that the batch runs on.
+        backwards_left: micro-batches whose backward has not run.
+        computing_left: forwards and backwards, or parts of these, that have not run.
+        losses: of micro-batches, with their factors.
+        counts: what the losses are sums of, where the loss function says it.
+        without_loss: micro-batches whose loss is the mean over nothing.
+        loss_scale: what the losses' gradients are multiplied with until the update.
+        part: what this replica of the last stage knows of the loss.
+        outcome: of the whole batch, float64, known after the last backward: the loss; or, where gradients must be
+            multiplied with something before anybody looks at them, three numbers: the loss, that factor, and what the
+            loss weighs.
+        metrics: of the micro-batches here that have been computed, then of the whole batch, as ``outcome`` is.
+        grads: of parameters, while they wait for the update.
+        norm: of the gradients of all stages, float64, where somebody asks for it.
+        lr: the learning rate of the update.
+        issued: the event that a device has done all steps, once they are issued.
+    """
+
+    work: Work
+    version: Version
+    backwards_left: int
+    computing_left: int
+    saved: dict[int, SavedForward] = field(default_factory=dict)
+    deferred: dict[int, Deferred] = field(default_factory=dict)
+    losses: list[tuple[torch.Tensor, float]] = field(default_factory=list)
+    counts: list[torch.Tensor | float] = field(default_factory=list)
+    without_loss: int = 0
+    loss_scale: float = 1.0
+    part: torch.Tensor | None = None
+    outcome: torch.Tensor | None = None
+    outcome_is_sent: bool = False
+    metrics: Metrics | None = None
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+    grads_are_scaled: bool = False
+    norm: torch.Tensor | None = None
+    lr: Any = None
+    updated: bool = False
+    issued: Any = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all steps of the batch have been performed here."""
+        if not self.work.trains:
+            return self.computing_left == 0
+        return self.updated and self.outcome is not None
+
+    def add_metrics(self, given: Mapping[str, Any], factor: float) -> None:
+        """Take in the metrics of a micro-batch whose loss has this factor."""
+        own = Metrics.of(given, factor, self.losses[0][0].device)
+        self.metrics = own if self.metrics is None else self.metrics.plus(own)
+
+    def sum_losses(self) -> torch.Tensor:
+        """Return what this replica of the last stage adds to the loss: the loss, or sum and count."""
+        if self.metrics is not None and self.metrics.parts < len(self.losses):
+            raise StageError("loss_fn returns metrics for some micro-batches and none for others")
+        device = self.losses[0][0].device if self.losses else None
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if self.without_loss and not self.losses:
+            total.fill_(math.nan)
+        for loss, factor in self.losses:
+            total.add_(loss, alpha=factor)
+        if not self.counts:
+            return total
+        if len(self.counts) < len(self.losses):
+            raise StageError("loss_fn returns (sum, count) for some micro-batches and one number for others")
+        count = torch.zeros_like(total)
+        for of_one in self.counts:
+            count.add_(of_one)
+        return torch.stack((total, count))
+
+    def set_outcome(self, part: torch.Tensor) -> None:
+        """Take the sum of all replicas' parts of the loss."""
+        assert self.work.weights is not None
+        weight = self.work.weights.total
+        if part.dim():
+            total, count = part.unbind()
+            if self.metrics is not None:
+                self.metrics = self.metrics._replace(values=self.metrics.values / count)
+            self.outcome = torch.stack((total / count, weight / (count * self.loss_scale), count))
+        elif self.loss_scale != 1.0:
+            rest = torch.tensor([1 / self.loss_scale, weight], dtype=part.dtype, device=part.device)
+            self.outcome = torch.cat((part[None], rest))
+        else:
+            self.outcome = part
+
+    def told(self) -> list[Any]:
+        """Return what others learn of the outcome and the metrics."""
+        return told(self.outcome, self.metrics)
+
+    def learn(self, message: Sequence[Any]) -> None:
+        """Take over what :meth:`told` gave elsewhere."""
+        self.outcome, self.metrics = untold(message)
 
 
 class Step(NamedTuple):

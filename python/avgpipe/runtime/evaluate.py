@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.device import current_stream, on_accelerator, used_on
 from avgpipe.runtime.batch import concatenate, loss_weights, sample_count, split
+from avgpipe.runtime.compute import Collector, Work
 from avgpipe.runtime.loss import loss_of
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.route import result_key
-from avgpipe.runtime.state import Collector, Work
 from avgpipe.runtime.weights import average_buffers
 from avgpipe.runtime.worker import Worker
 

@@ -25,10 +25,11 @@ from avgpipe.runtime.batch import (
     sizes_of,
     split,
 )
+from avgpipe.runtime.compute import BatchState, Work
 from avgpipe.runtime.context import CallerGenerators, Position
 from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.route import loss_key
-from avgpipe.runtime.state import BatchEnd, Work
 from avgpipe.runtime.worker import Worker
 
 _log = logging.getLogger("avgpipe")
@@ -232,10 +233,10 @@ class Feed:
         self._in_flight.popleft()
         ends = []
         for i, weight in weights.items():
-            end = BatchEnd.of(states[i]) if states[i] else BatchEnd.received(told[i])
+            end = _end_of(states[i]) if states[i] else BatchEnd.received(told[i])
             ends.append(end if end.weight is not None else end._replace(weight=weight))
             worker.notice.loss(end.loss, batch, i)
-        whole = ends[0] if len(ends) == 1 else self._whole(ends)
+        whole = BatchEnd.whole(ends, self._sums_loss)
         self.weight = whole.weight or 0.0
         norm = whole.grad_norm
         self.results.append(
@@ -251,29 +252,11 @@ class Feed:
             )
         )
 
-    def _whole(self, shares: list[BatchEnd]) -> BatchEnd:
-        """Return how a batch has ended from its shares."""
-        counted = [share for share in shares if share.weight]  # one with nothing to count has any loss
-        weight = 1.0 if self._sums_loss else sum(share.weight or 0.0 for share in shares)
 
-        def mean(values: list[float]) -> float:
-            if self._sums_loss:
-                return sum(values)
-            return (
-                sum(v * (share.weight or 0.0) for v, share in zip(values, counted)) / weight
-                if weight
-                else math.nan
-            )
-
-        norms = [share.grad_norm for share in counted or shares if share.grad_norm is not None]
-        names = next((share.metrics for share in counted if share.metrics), {})
-        return BatchEnd(
-            mean([share.loss for share in counted]),
-            weight,
-            {name: mean([share.metrics[name] for share in counted]) for name in names},
-            sum(norms) / len(norms) if norms else None,
-            shares[0].lr,
-        )
+def _end_of(states: list[BatchState]) -> BatchEnd:
+    """Return how a batch has ended on some stages here: all of them know the loss and the norm."""
+    lr = next((state.lr for state in states if state.lr is not None), None)
+    return BatchEnd.of(states[-1].outcome, states[-1].metrics, states[-1].norm, lr)
 
 
 def _cut(values: list[Any], parts: list[int]) -> list[Any]:

@@ -16,9 +16,9 @@ import torch
 from avgpipe.device import LaneStream
 from avgpipe.elastic import Version
 from avgpipe.links.message import Key, Message
-from avgpipe.runtime.compute import Compute, Port, Step
+from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
+from avgpipe.runtime.outcome import end_message
 from avgpipe.runtime.route import Route, StepKind
-from avgpipe.runtime.state import BatchEnd, BatchState, Work
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import RemoteUpdates, Update
 from avgpipe.schedule import Action, Kind, Row, RowCursor
@@ -164,9 +164,10 @@ class Lane:
             state.outcome_is_sent = True
             for to in self.route.loss_receivers:
                 self.port.send(Message.LOSS, to, step.batch, -1, state.told())
-        if step.kind is StepKind.UPDATE:
+        if step.kind is StepKind.UPDATE and state.outcome is not None:
             for to in self.route.result_receivers:
-                self.port.send(Message.LOSS, to, step.batch, -1, BatchEnd.message(state))
+                end = end_message(state.outcome, state.metrics, state.norm, state.lr)
+                self.port.send(Message.LOSS, to, step.batch, -1, end)
 
     @contextmanager
     def _gradients_of(self, state: BatchState) -> Iterator[None]:

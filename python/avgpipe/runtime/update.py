@@ -20,12 +20,12 @@ from avgpipe.device import LaneStream, has_streams
 from avgpipe.elastic import Reference, Version
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message, on_wire
-from avgpipe.runtime.compute import Port, Step
+from avgpipe.runtime.compute import BatchState, Port, Step
 from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.outcome import Metrics
 from avgpipe.runtime.route import Route, StepKind
-from avgpipe.runtime.state import BatchState, Metrics
 from avgpipe.runtime.trained_stage import TrainedStage
 
 
