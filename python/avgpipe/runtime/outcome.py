@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
+from avgpipe.device import on_accelerator
 from avgpipe.errors import StageError
 from avgpipe.runtime.loss import wide
 
@@ -71,13 +73,15 @@ class BatchEnd(NamedTuple):
     @classmethod
     def of(cls, outcome: Any, metrics: Metrics | None, norm: Any, lr: Any) -> BatchEnd:
         """Read what is known of a batch; see :class:`avgpipe.runtime.compute.BatchState`."""
-        numbers = outcome.reshape(-1).tolist()
+        rate = lr if isinstance(lr, torch.Tensor) else None
+        values = None if metrics is None else metrics.values
+        loss, norms, rates, found = _read(outcome, norm, rate, values)
         return cls(
-            numbers[0],
-            numbers[2] if len(numbers) > 1 else None,
-            {} if metrics is None else dict(zip(metrics.names, metrics.values.tolist())),
-            None if norm is None else float(norm),
-            None if lr is None else float(lr),
+            loss[0],
+            loss[2] if len(loss) > 1 else None,
+            {} if metrics is None else dict(zip(metrics.names, found)),
+            norms[0] if norms else None,
+            rates[0] if rates else lr,
         )
 
     @classmethod
@@ -109,6 +113,17 @@ class BatchEnd(NamedTuple):
             sum(norms) / len(norms) if norms else None,
             shares[0].lr,
         )
+
+
+def _read(*tensors: torch.Tensor | None) -> list[list[float]]:
+    """Return the numbers of each tensor, none of what is None; the host waits for a device once at most."""
+    there = [t.reshape(-1) for t in tensors if t is not None]
+    if len(there) == 1:
+        numbers = iter(there[0].tolist())
+    else:
+        device = next((t.device for t in there if on_accelerator(t)), there[0].device)
+        numbers = iter(torch.cat([t.to(device, torch.float64) for t in there]).tolist())
+    return [[] if t is None else list(islice(numbers, t.numel())) for t in tensors]
 
 
 def end_message(
