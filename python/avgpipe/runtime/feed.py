@@ -233,11 +233,11 @@ class Feed:
         self._in_flight.popleft()
         ends = []
         for i, weight in weights.items():
-            end = _end_of(states[i]) if states[i] else BatchEnd.received(told[i])
-            ends.append(end if end.weight is not None else end._replace(weight=weight))
+            end = _end_of(states[i], weight) if states[i] else BatchEnd.received(told[i], weight)
+            ends.append(end)
             worker.notice.loss(end.loss, batch, i)
         whole = BatchEnd.whole(ends, self._sums_loss)
-        self.weight = whole.weight or 0.0
+        self.weight = whole.weight
         norm = whole.grad_norm
         self.results.append(
             BatchResult(
@@ -253,10 +253,10 @@ class Feed:
         )
 
 
-def _end_of(states: list[BatchState]) -> BatchEnd:
+def _end_of(states: list[BatchState], weight: float) -> BatchEnd:
     """Return how a batch has ended on some stages here: all of them know the loss and the norm."""
     lr = next((state.lr for state in states if state.lr is not None), None)
-    return BatchEnd.of(states[-1].outcome, states[-1].metrics, states[-1].norm, lr)
+    return BatchEnd.of(states[-1].outcome, states[-1].metrics, states[-1].norm, lr, weight)
 
 
 def _cut(values: list[Any], parts: list[int]) -> list[Any]:

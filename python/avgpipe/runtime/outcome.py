@@ -48,6 +48,8 @@ def told(outcome: torch.Tensor | None, metrics: Metrics | None) -> list[Any]:
 
 def untold(message: Sequence[Any]) -> tuple[Any, Metrics | None]:
     """Invert :func:`told`."""
+    if len(message) == 1:  # mostly
+        return message[0], None
     names = tuple(name for name in message if isinstance(name, str))
     end = len(message) - len(names)
     numbers, values = message[: end - len(names)], message[end - len(names) : end]
@@ -59,36 +61,41 @@ class BatchEnd(NamedTuple):
     """How a batch has ended for a pipeline, as numbers of the host.
 
     Attributes:
-        weight: of the loss, where its loss function says it.
+        weight: of the loss among others.
         grad_norm: None where nobody asked for it.
         lr: None where there is no optimizer.
     """
 
     loss: float
-    weight: float | None
+    weight: float
     metrics: dict[str, float]
     grad_norm: float | None
     lr: float | None
 
     @classmethod
-    def of(cls, outcome: Any, metrics: Metrics | None, norm: Any, lr: Any) -> BatchEnd:
-        """Read what is known of a batch; see :class:`avgpipe.runtime.compute.BatchState`."""
+    def of(cls, outcome: Any, metrics: Metrics | None, norm: Any, lr: Any, weight: float) -> BatchEnd:
+        """Read what is known of a batch; see :class:`avgpipe.runtime.compute.BatchState`.
+
+        ``weight``: of the loss, unless its loss function says it.
+        """
+        if not outcome.dim() and metrics is None and norm is None and not isinstance(lr, torch.Tensor):
+            return cls(float(outcome), weight, {}, None, lr)  # mostly
         rate = lr if isinstance(lr, torch.Tensor) else None
         values = None if metrics is None else metrics.values
         loss, norms, rates, found = _read(outcome, norm, rate, values)
         return cls(
             loss[0],
-            loss[2] if len(loss) > 1 else None,
+            loss[2] if len(loss) > 1 else weight,
             {} if metrics is None else dict(zip(metrics.names, found)),
             norms[0] if norms else None,
             rates[0] if rates else lr,
         )
 
     @classmethod
-    def received(cls, message: Sequence[Any]) -> BatchEnd:
+    def received(cls, message: Sequence[Any], weight: float) -> BatchEnd:
         """Read what :func:`end_message` gave elsewhere."""
         norm, lr, *rest = message
-        return cls.of(*untold(rest), norm, lr)
+        return cls.of(*untold(rest), norm, lr, weight)
 
     @classmethod
     def whole(cls, shares: Sequence[BatchEnd], is_sum: bool) -> BatchEnd:
@@ -96,12 +103,12 @@ class BatchEnd(NamedTuple):
         if len(shares) == 1:
             return shares[0]
         counted = [share for share in shares if share.weight]  # one with nothing to count has any loss
-        weight = 1.0 if is_sum else sum(share.weight or 0.0 for share in shares)
+        weight = 1.0 if is_sum else sum(share.weight for share in shares)
 
         def mean(values: Iterable[float]) -> float:
             if is_sum:
                 return sum(values)
-            weighed = sum(value * (share.weight or 0.0) for value, share in zip(values, counted))
+            weighed = sum(value * share.weight for value, share in zip(values, counted))
             return weighed / weight if weight else math.nan
 
         norms = [share.grad_norm for share in counted or shares if share.grad_norm is not None]
