@@ -142,9 +142,8 @@ class Schedules:
 
     def step(self) -> None:
         for optimizer, schedule in zip(self._optimizers, self._schedules):
-            optimizer._opt_called = (
-                True  # for torch's warning of schedules that go first: another may have stepped
-            )
+            # For torch's warning of schedules that go first: the reference's optimizer may have made the step.
+            optimizer._opt_called = True
             schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
