@@ -52,7 +52,9 @@ def run_evaluation(
                 weights = None if is_own else worker.weights(replica, which)
                 stack.enter_context(worker.trained[replica, pipeline].inference(weights, buffers))
         pending: list[tuple[int, Collector | None]] = []
-        for batch, (inputs, targets) in enumerate(batches):
+        # Numbered over all evaluations: a process may still await a result of the one before.
+        for batch, (inputs, targets) in enumerate(batches, worker.evaluated):
+            worker.evaluated = batch + 1
             parts = min(micro_batches, sample_count(inputs))
             collecting = collector() if first_replicas[-1] in worker.held else None
             work = Work(

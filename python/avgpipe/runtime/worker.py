@@ -41,6 +41,7 @@ class Worker:
 
     Attributes:
         held: the numbers of its stage replicas.
+        evaluated: batches that passed in evaluations so far.
         trained: by replica and pipeline.
         references: by replica; None where a lone pipeline has nobody to agree with.
         emas: by replica, the average of its reference's weights, or a lone pipeline's; empty without ``ema_decay``.
@@ -63,6 +64,7 @@ class Worker:
         self.world, self.device, self.placement, self.model = world, device, placement, model
         self.held = placement.held_by(world.rank)
         self.failure: Exception | None = None
+        self.evaluated = 0
         self._closed = False
         self._plan, self._options, self._seed, self._initial = plan, options, seed, initial
         into = [self._channels_into(rank) for rank in range(world.size)]
