@@ -8,8 +8,8 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from html import escape
 from itertools import chain, pairwise
@@ -40,6 +40,7 @@ from avgpipe.runtime.model import Model, layers_of
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.requirements import (
+    check_carries,
     check_correction,
     check_device,
     check_model,
@@ -47,7 +48,7 @@ from avgpipe.runtime.requirements import (
     check_options,
     warn_of_waits,
 )
-from avgpipe.runtime.weights import find_parameters, gather_state, set_requires_grad
+from avgpipe.runtime.weights import LoadedKeys, find_parameters, gather_state, load_state, set_requires_grad
 from avgpipe.runtime.worker import Worker
 from avgpipe.timeline.timeline import Timeline
 
@@ -66,11 +67,13 @@ class EvaluationResult:
         loss: mean over the evaluated samples; for a sum loss, the sum.
         metric: mean over the samples of what ``metric_fn`` returned: of one number, or of each in a dict; None without.
         samples: how many were evaluated.
+        metrics: what the loss function returned beside the loss, by name, over all samples as the loss is.
     """
 
     loss: float
     metric: float | dict[str, float] | None
     samples: int
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 class Pipeline:
@@ -83,23 +86,30 @@ class Pipeline:
     Args:
         model: ``nn.Sequential``, a list of modules, BERT, GPT-2 or Llama of transformers (see
             ``avgpipe.interop.transformers``), a module that torch.fx can trace, or, with ``example_inputs``, one that
-            torch.export can.
+            torch.export can; or one of these in a PeftModel whose adapters are in the layers, such as LoRA's: what is
+            frozen stays so, and names are the PeftModel's.
         plan: how to cut, schedule and average.
         loss_fn: ``loss_fn(output, target)`` returns a scalar, the mean over samples, or a sum if it says so by
             ``reduction = "sum"``; or ``(sum, count)``, a scalar and what to divide it by over the whole batch, such as
             the targets that are not ignored. A scalar of unknown kind is taken for a mean over samples; where the first
-            batch shows that it is none, a warning says so.
-        optimizer: ``optimizer(params)`` returns a torch optimizer of a stage's parameters. Where its first parameter is
-            called ``named_params`` or ``named_parameters``, it gets pairs (name, parameter) instead, as torch's
-            optimizers take them too; names are those of the unsplit model, as in ``state_dict``, of a tied parameter
-            the first.
+            batch shows that it is none, a warning says so. Either may come with metrics, ``(loss, {"name": value})``,
+            numbers or tensors without a dimension, which are put together as the loss is: means where it is a mean,
+            sums where it is a sum, and beside ``(sum, count)`` sums that the same count divides.
+        optimizer: ``optimizer(params)`` returns a torch optimizer of a stage's parameters, or a list of several, each
+            parameter in exactly one, which step in turn. Where its first parameter is called ``named_params`` or
+            ``named_parameters``, it gets pairs (name, parameter) instead, as torch's optimizers take them too; names
+            are those of the unsplit model, as in ``state_dict``, of a tied parameter the first. Optimizers with
+            ``train()`` and ``eval()``, as schedule-free ones, are for one pipeline: evaluation has their weights for
+            it.
         device: by default where the model's parameters are. "cuda", or another accelerator without a number: under
             torchrun the device of this rank's place on its host, else the current one. It becomes the calling thread's
             current device.
         seed: what the layers draw follows from it, the pipeline, batch, micro-batch and layer alone.
         timeout_s: no wait for another worker lasts longer.
-        lr_scheduler: ``lr_scheduler(optimizer)`` is stepped after every batch of a pipeline.
-        clip_grad_norm: limit of the gradient's norm over all stages.
+        lr_scheduler: ``lr_scheduler(optimizer)`` is stepped after every batch of a pipeline; of several optimizers each
+            has one.
+        clip_grad_norm: limit of the gradient's norm over all stages; ``math.inf`` measures it alone, for
+            ``result.grad_norm``.
         skip_nonfinite: a batch whose gradients have infinities or NaN, on whichever stage, changes neither weights nor
             statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for the device, as
             it does where losses are scaled.
@@ -138,6 +148,14 @@ class Pipeline:
             travels between stages. The runs that follow may have other batch sizes, and other sizes as far as
             the model's code allows.
         names_of: the model that a list of layers is made of: names of parameters are this model's.
+        accumulate: how many batches of the loader make one update, that of one batch of all their samples. The plan's
+            ``micro_batches`` are of each, so that activations take no more memory but for schedules that keep all of
+            a batch, such as "gpipe"; and shapes may differ between them. The end of a loader makes an update of what is
+            left. ``batch`` then means all of them, in results too.
+        ema_decay: keep an exponential moving average of the reference, or of a lone pipeline's weights, taken after
+            each of its updates: ``average = decay average + (1 - decay) weights``, which the first update sets. Each
+            stage keeps its own, in one more copy of the weights, for ``weights="ema"`` in :meth:`evaluate`,
+            :meth:`predict` and :meth:`state_dict`; checkpoints have it. Buffers are not averaged over time.
 
     Raises:
         ValueError: for a plan that the model or the ranks do not fit. Failures of a run are ``PipelineError``.
@@ -167,6 +185,8 @@ class Pipeline:
         memory_limit_bytes: int | None = None,
         example_inputs: Any = None,
         names_of: nn.Module | None = None,
+        accumulate: int = 1,
+        ema_decay: float | None = None,
     ) -> None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be an avgpipe.Plan, not {plan!r}")
@@ -193,6 +213,8 @@ class Pipeline:
             link=link,
             wire_dtype=wire_dtype,
             measures=plan.advance == "auto",
+            accumulate=accumulate,
+            ema_decay=ema_decay,
         )
         check_options(options)
         may_be_meta, example_inputs = weights_from is not None, plain(example_inputs)
@@ -209,6 +231,7 @@ class Pipeline:
             self._cut = replace(self._cut, traffic=expected)
         initial = None if weights_from is None else InitialWeights.of(weights_from, named, self._model)
         self._device = _device(device, layers)
+        check_carries(options, layers)
         check_device(options, plan.weights, self._device, layers)
         if not has_streams(self._device):
             keep_freed_memory()
@@ -233,16 +256,18 @@ class Pipeline:
             warn_of_waits(options, plan, any(self._model.shared))
         if self.world.size == 1 and not has_streams(self._device):
             warn_of_threads(torch.get_num_threads())
+        # What is trained on as one batch has the micro-batches of all the loader's batches that it is made of.
+        self._running_plan = running = replace(plan, micro_batches=plan.micro_batches * accumulate)
         self._worker = Worker(
-            self._model, layers, plan, placement, self.world, self._device, seed, options, initial
+            self._model, layers, running, placement, self.world, self._device, seed, options, initial
         )
         if initial is not None:
             self._check_shared()
         self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
         self._choose_at = _MEASURED_BATCHES * plan.batches_per_round if plan.advance == "auto" else None
-        self._loader = Prefetch(self._worker.copy_ahead)
-        self._feed = Feed(self._worker, plan, self._loader, options)
+        self._loader = Prefetch(self._worker.copy_ahead, accumulate)
+        self._feed = Feed(self._worker, running, self._loader, options)
         self._folders = FolderLocks()
         atexit.register(_close, weakref.ref(self))
 
@@ -264,7 +289,10 @@ class Pipeline:
     # ---- training ------------------------------------------------------------------------------------------------
 
     def train(self, loader: Iterable[Any]) -> Iterator[BatchResult]:
-        """Train on the batches of ``loader``, pairs (inputs, targets), and yield their results in order.
+        """Train on the batches of ``loader`` and yield their results in order.
+
+        A batch is a pair (inputs, targets), or a mapping with the targets as "labels", as collators of transformers
+        make it, and all else as inputs.
 
         The pipelines share each batch, or take turns: see ``Plan.batch``. They stream: when the result of batch j is
         yielded, the next one is in flight, of batches taken in turn the next N - 1, and on an accelerator one at
@@ -285,7 +313,10 @@ class Pipeline:
             yield feed.results.popleft()
 
     def step(self, inputs: Any, targets: Any) -> float:
-        """Train on a batch for a round: every pipeline on its share of the samples. Wait, and return the mean loss."""
+        """Train on a batch for a round: every pipeline on its share of the samples. Wait, and return the mean loss.
+
+        It makes an update by itself, whatever ``accumulate`` is.
+        """
         feed, n = self._feed, self.plan.batches_per_round
         self.drain()
         feed.results.clear()
@@ -296,8 +327,8 @@ class Pipeline:
             raise ValueError(
                 f"{samples} samples are too few for {n} pipelines, each of which trains on a share of them"
             )
-        for x, y in zip(split(inputs, n), split(targets, n)):
-            feed.begin(x, y, self._worker.copy_ahead(x, y))
+        for share in zip(split(inputs, n), split(targets, n)):
+            feed.begin([share], self._worker.copy_ahead([share]))
         feed.end()
         total = weight = 0.0
         for _ in range(n):
@@ -317,7 +348,7 @@ class Pipeline:
             return
         self._choose_at = None
         self.drain()
-        plan = self.plan
+        plan = self._running_plan
         with self._worker.running():
             costs = measured_costs(self._worker)
         chosen = choose_advance(
@@ -343,8 +374,9 @@ class Pipeline:
     ) -> EvaluationResult:
         """Return the mean loss, and mean of ``metric_fn(output, target)`` per sample; batches may have any size.
 
-        ``metric_fn`` is the mean over the samples it is given, a number or a dict of numbers by name.
-        ``weights``: "reference", or the index of a pipeline. Training goes on afterwards as if nothing had happened.
+        ``metric_fn`` is the mean over the samples it is given, a number or a dict of numbers by name. ``weights``:
+        "reference", "ema" (see ``ema_decay``), or the index of a pipeline. Training goes on afterwards as if nothing
+        had happened.
         """
         self.drain()
         which = self._which(weights)
@@ -354,17 +386,14 @@ class Pipeline:
         with self._worker.running():
             sums = partial(MetricSums, self._options, metric_fn)
             parts = list(run_evaluation(self._worker, self.plan.micro_batches, which, batches, sums))
-        names = parts[0][1]
-        total, weighed, samples, *metrics = sum(part.cpu() for part, _ in parts).tolist()
-        means = {name: value / samples for name, value in zip(names, metrics)}
-        return EvaluationResult(
-            total if self._options.sums_loss else total / weighed if weighed else math.nan,
-            None if metric_fn is None else means[""] if names == [""] else means,
-            int(samples),
-        )
+        return _evaluated(parts, self._options.sums_loss, metric_fn is not None)
 
     def predict(self, inputs: Any, *, weights: str | int = "reference") -> Any:
-        """Return the model's output for a batch of any size, in evaluation mode, on every rank."""
+        """Return the model's output for a batch of any size, in evaluation mode, on every rank.
+
+        ``inputs`` are those of a pair, so of a collator's mapping all but its "labels". ``weights``: as in
+        :meth:`evaluate`.
+        """
         self.drain()
         which = self._which(weights)
         inputs = plain(inputs)
@@ -376,11 +405,39 @@ class Pipeline:
         return output
 
     def state_dict(self, weights: str | int = "reference") -> dict[str, torch.Tensor]:
-        """Return weights and buffers under the unsplit model's names; they load into it with ``strict=True``."""
+        """Return weights and buffers under the unsplit model's names; they load into it with ``strict=True``.
+
+        ``weights``: as in :meth:`evaluate`. Buffers are not averaged over time: with "ema" they are the reference's.
+        """
         self.drain()
         which = self._which(weights)
         with self._worker.running():
             return gather_state(self._model, self._worker, which)
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> LoadedKeys:
+        """Set weights and buffers, of all pipelines and the reference, from the next batch on; every rank calls it.
+
+        Optimizers, learning-rate schedules, and what layers carry from batch to batch stay as they are; the average of
+        ``ema_decay`` begins anew. A plan without a flush fills its pipeline again.
+
+        Args:
+            state_dict: by the unsplit model's names, on any device. A rank reads the tensors of its own stages only,
+                so the mapping may read its files when it is asked.
+            strict: whether missing and unexpected names are refused. Else what is missing stays as it is.
+
+        Returns:
+            The names that are missing, and those that are unexpected.
+
+        Raises:
+            ValueError: on every rank, with nothing changed, for names or shapes that are not the model's, and for
+                optimizers that keep weights in their state.
+        """
+        self.drain()
+        with self._worker.running(ValueError):
+            found = load_state(self._model, self._worker, state_dict, strict)
+        for row in self._worker.rows:
+            row.resume(self._feed.next_batch)
+        return found
 
     def distances(self) -> Distances:
         """Return how far the replicas are from the reference and from each other, over the whole model.
@@ -530,12 +587,15 @@ class Pipeline:
         return replace(self._cut, traffic=found)
 
     def _which(self, weights: str | int) -> str | int:
-        if weights == "reference" or (
+        if weights == "ema" and self._options.ema_decay is None:
+            raise ValueError("weights='ema' needs a Pipeline with ema_decay, such as ema_decay=0.999")
+        if weights in ("reference", "ema") or (
             isinstance(weights, int) and not isinstance(weights, bool) and 0 <= weights < self.plan.pipelines
         ):
             return weights
+        average = "" if self._options.ema_decay is None else ", 'ema'"
         raise ValueError(
-            f"weights must be 'reference' or a pipeline from 0 to {self.plan.pipelines - 1}, not {weights!r}"
+            f"weights must be 'reference'{average} or a pipeline from 0 to {self.plan.pipelines - 1}, not {weights!r}"
         )
 
 
@@ -544,6 +604,29 @@ def _close(pipeline: weakref.ref[Pipeline]) -> None:
     alive = pipeline()
     if alive is not None:
         alive.close()
+
+
+def _evaluated(
+    parts: Sequence[tuple[torch.Tensor, list[str], list[str]]], sums_loss: bool, has_metric: bool
+) -> EvaluationResult:
+    """Return the result of batches, each told as by :class:`MetricSums`."""
+    total = weighed = samples = 0.0
+    metrics: dict[str, float] = {}
+    of_loss: dict[str, float] = {}
+    for numbers, names, loss_names in parts:
+        loss, weight, count, *values = numbers.tolist()
+        total, weighed, samples = total + loss, weighed + weight, samples + count
+        for sums, named in ((metrics, names), (of_loss, loss_names)):
+            for name in named:
+                sums[name] = sums.get(name, 0.0) + values.pop(0)
+    divisor = 1.0 if sums_loss else weighed or math.nan
+    means = {name: value / samples for name, value in metrics.items()}
+    return EvaluationResult(
+        total / divisor,
+        None if not has_metric else means[""] if list(means) == [""] else means,
+        int(samples),
+        {name: value / divisor for name, value in of_loss.items()},
+    )
 
 
 def _not_empty(loader: Iterable[Any]) -> Iterator[Any]:

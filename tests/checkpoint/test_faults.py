@@ -571,6 +571,35 @@ def test_a_file_without_one_of_the_replicas_is_refused(plan: Plan, saved: Path) 
         p.load(saved)
 
 
+def _damaged_average(content: dict[str, Any], how: str) -> None:
+    average = content["ema"]
+    if how == "no weights":
+        del average["weights"]
+    elif how == "another shape":
+        average["weights"] = {name: value[:1] for name, value in average["weights"].items()}
+    elif how == "a text":
+        average["weights"] = dict.fromkeys(average["weights"], "x")
+    else:
+        average["updates"] = -1
+
+
+@pytest.mark.parametrize("how", ["no weights", "another shape", "a text", "fewer updates than none"])
+def test_a_damaged_average_is_refused(how: str, tmp_path: Path) -> None:
+    with make(ema_decay=0.5) as p:
+        p.save(tmp_path)
+        before = p.state_dict("ema")
+        shard = next(tmp_path.glob("stage-0-*"))
+        content = torch.load(shard, weights_only=True)
+        _damaged_average(content, how)
+        torch.save(content, shard)
+        manifest = Manifest.read(tmp_path)
+        manifest.files[0] = [shard.name, shard.stat().st_size, crc_of(shard)]
+        manifest.write(tmp_path)
+        with pytest.raises(CheckpointError, match=r"stage-0.* does not load"):
+            p.load(tmp_path)
+        assert all(torch.equal(value, before[name]) for name, value in p.state_dict("ema").items())
+
+
 # ---- infinities and NaN ------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from typing import Any
 
 import pytest
 import torch
@@ -54,3 +55,36 @@ def test_micro_batches_weigh_what_their_loss_counts() -> None:
     assert loss_weights(nn.MSELoss(), targets, [3, 2], None).factors == [0.6, 0.4]
     assert loss_weights(nn.MSELoss(reduction="sum"), targets, [3, 2], None).factors == [1.0, 1.0]
     assert loss_weights(nn.MSELoss(), targets, [3, 2], lambda t: (t == 1).sum()).factors == [2 / 3, 1 / 3]
+
+
+# ---- what loaders yield --------------------------------------------------------------------------------------------
+
+
+def test_a_mapping_with_labels_is_inputs_and_targets() -> None:
+    batch = {"input_ids": torch.ones(2, 3), "labels": torch.zeros(2), "attention_mask": torch.ones(2, 3)}
+    for kind in (dict, UserDict):
+        inputs, targets = pair(kind(batch))
+        assert list(inputs) == ["input_ids", "attention_mask"]
+        assert inputs["input_ids"] is batch["input_ids"]
+        assert targets is batch["labels"]
+    assert "labels" in batch
+    inputs, targets = pair((batch, batch["labels"]))
+    assert list(inputs) == list(batch)  # whoever gives a pair says what the inputs are
+
+
+@pytest.mark.parametrize(
+    ("batch", "got"),
+    [
+        (torch.zeros(2), "Tensor"),
+        ((1, 2, 3), "tuple of 3"),
+        ({"x": 1, "y": 2}, "dict with the keys 'x', 'y'"),
+        ({"labels": 1}, "dict with the keys 'labels'"),
+        ({}, "dict without keys"),
+    ],
+    ids=str,
+)
+def test_anything_else_is_refused(batch: Any, got: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"pairs .*, or mappings of inputs that have the targets as 'labels', not {got}$"
+    ):
+        pair(batch)

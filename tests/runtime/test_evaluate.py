@@ -29,7 +29,7 @@ def test_a_mean_is_weighed_by_its_samples() -> None:
     found = sums(nn.MSELoss())
     found.add(OUTPUT, TARGET, 2, TARGET)
     found.add(OUTPUT[1:], TARGET[1:], 1, TARGET[1:])
-    total, names = found.result()
+    total, names, _ = found.result()
     assert total.tolist() == [19.0, 3.0, 3.0]
     assert names == []
 
@@ -50,7 +50,7 @@ def test_metrics_are_summed_by_name_times_samples() -> None:
     found = sums(nn.MSELoss(), lambda o, t: {"mean": o.mean(), "largest": o.max()})
     found.add(OUTPUT, TARGET, 2, TARGET)
     found.add(OUTPUT[:1], TARGET[:1], 1, TARGET[:1])
-    total, names = found.result()
+    total, names, _ = found.result()
     assert names == ["mean", "largest"]
     assert total[3:].tolist() == [5.0, 7.0]
 
@@ -72,7 +72,7 @@ def test_nothing_is_read_before_the_end() -> None:
         with mock.patch.object(evaluate, "loss_weights", return_value=weights), Waits():
             for _ in range(2):
                 found.add(output, target, 4, target)  # the weights of losses are counted on the host
-            total, _ = found.result()
+            total, *_ = found.result()
         assert total[2] == 8
 
 

@@ -17,14 +17,20 @@ from avgpipe.runtime.scheduler import Scheduler
 from tests.runtime.cases import language_model, momentum, token_batches
 
 
-def made(copy: Any = lambda inputs, targets: None) -> Prefetch:
-    return Prefetch(copy)
+def made(copy: Any = lambda pairs: None, count: int = 1) -> Prefetch:
+    return Prefetch(copy, count)
+
+
+def first(batch: Any) -> Any:
+    """The inputs of a batch's first pair."""
+    (inputs, _), *_ = batch[0]
+    return inputs
 
 
 def rest(prefetch: Prefetch) -> list[Any]:
     found = []
     while (batch := prefetch.next()) is not None:
-        found.append(batch[0])
+        found.append(first(batch))
     return found
 
 
@@ -44,7 +50,7 @@ def test_the_order_is_the_loaders(often: int) -> None:
     for _ in range(5):
         for _ in range(often):
             fetch(prefetch)
-        found.append(prefetch.next()[0])
+        found.append(first(prefetch.next()))
     assert found == list(range(5))
     fetch(prefetch)
     assert prefetch.next() is None
@@ -77,20 +83,20 @@ def test_nothing_is_asked_of_a_loader_that_has_ended() -> None:
 def test_an_iterator_given_again_loses_nothing() -> None:
     prefetch, source = made(), pairs(6)
     prefetch.open(source)
-    assert prefetch.next()[0] == 0
+    assert first(prefetch.next()) == 0
     fetch(prefetch)
     prefetch.open(source)
     assert rest(prefetch) == [1, 2, 3, 4, 5]
 
 
 def test_an_iterator_given_again_after_another_loses_nothing() -> None:
-    prefetch, first, second = made(), pairs(3), (n for n in pairs(3, 10))
+    prefetch, one, two = made(), pairs(3), (n for n in pairs(3, 10))
     found = []
-    for source in (first, second, first, second, first, second):
+    for source in (one, two, one, two, one, two):
         prefetch.open(source)
         batch = prefetch.next()
         assert batch is not None
-        found.append(batch[0])
+        found.append(first(batch))
         fetch(prefetch)
     assert found == [0, 10, 1, 11, 2, 12]
 
@@ -99,7 +105,7 @@ def test_a_list_given_again_begins_again() -> None:
     prefetch, loader = made(), list(pairs(3))
     for _ in range(2):
         prefetch.open(loader)
-        assert prefetch.next()[0] == 0
+        assert first(prefetch.next()) == 0
         fetch(prefetch)
 
 
@@ -111,7 +117,7 @@ def test_what_a_loader_raises_comes_after_its_earlier_batches(often: int) -> Non
 
     prefetch = made()
     prefetch.open(broken())
-    assert prefetch.next()[0] == 0
+    assert first(prefetch.next()) == 0
     for _ in range(often):
         fetch(prefetch)
     with pytest.raises(OSError, match="disk"):
@@ -125,7 +131,7 @@ def test_a_wrong_batch_is_refused_in_its_turn(often: int) -> None:
     prefetch.open([(0, 0), (1, 2, 3)])
     for _ in range(often):
         fetch(prefetch)
-    assert prefetch.next()[0] == 0
+    assert first(prefetch.next()) == 0
     for _ in range(often):
         fetch(prefetch)
     with pytest.raises(TypeError, match="not tuple of 3"):

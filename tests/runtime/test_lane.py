@@ -149,7 +149,7 @@ def test_an_update_is_queued_behind_the_last_backward_of_its_batch() -> None:
     assert bench.run(updates) == "U of batch 0"
     assert bench.lanes[0].has_ended(0)
     assert bench.lanes[0].oldest_batch == 0
-    assert bench.lanes[0].finish(0).dim() == 0
+    assert bench.lanes[0].finish(0).outcome.dim() == 0
     assert bench.lanes[0].oldest_batch is None
 
 
@@ -197,7 +197,7 @@ def test_what_a_stage_computes_goes_to_its_neighbours() -> None:
         Key(Message.GRADIENT, 0, 1, 0, 0, 0),
     ]
     bench.run(bench.lanes[0].updates)
-    assert bench.lanes[0].finish(0) is loss
+    assert bench.lanes[0].finish(0).outcome is loss
 
 
 def test_backwards_and_updates_go_before_forwards_and_older_batches_first() -> None:

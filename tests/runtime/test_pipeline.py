@@ -250,7 +250,11 @@ def test_bad_input_is_refused_with_the_value_and_the_way_out() -> None:
     )
     refuse(loss_fn=lambda o, t: 3.0, error=StageError, match="returned float; .*scalar")
     refuse(batch=(torch.zeros(8, dtype=torch.long), torch.zeros(7, dtype=torch.long)), match="8 samples.*7")
-    refuse(batch=torch.zeros(3, 2), error=TypeError, match=r"pairs \(inputs, targets\), not Tensor")
+    refuse(
+        batch=torch.zeros(3, 2),
+        error=TypeError,
+        match=r"pairs \(inputs, targets\), or mappings .* as 'labels', not Tensor",
+    )
     refuse(clip_grad_norm=0.0, match="clip_grad_norm must be positive, not 0")
     refuse(timeout_s=0, match="timeout_s must be positive and finite, not 0")
     refuse(timeout_s=float("nan"), match="timeout_s must be positive and finite, not nan")

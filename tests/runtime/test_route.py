@@ -31,7 +31,7 @@ def sent_by(route: Route, M: int) -> set[Channel]:
         to += [("C", other) for other in placement.receivers_of(replica, stage + 1)]
     if route.norm and stage > 0:
         to += [("N", other) for other in placement.receivers_of(replica, stage - 1)]
-    to += [("L", other) for other in route.loss_receivers]
+    to += [("L", other) for other in (*route.loss_receivers, *route.result_receivers)]
     return {Channel(Message(kind), i, replica, other) for kind, other in to}
 
 

@@ -277,7 +277,7 @@ def test_steps_run_while_the_device_is_awaited(fake, monkeypatch):
         class Late:
             def query(self) -> bool:
                 if feed.begun == 0:
-                    feed.begin(*batches[0], None)
+                    feed.begin([batches[0]], None)
                     return False
                 return scheduler.stalled()
 

@@ -150,3 +150,25 @@ def test_two_devices_train_side_by_side() -> None:
         found = [train(plan, device) for device in ("sim:1", "sim:0")]
         torch.accelerator.set_device_index(0)
     assert [differences(each, expected) for each in found] == [[], []]
+
+
+def test_what_a_step_tells_and_averages_are_the_hosts() -> None:
+    """Accumulated, with metrics and an average of the reference, in orders that a device may choose."""
+
+    def loss_fn(output: Any, target: Any) -> Any:
+        loss = nn.functional.cross_entropy(output, target)
+        return loss, {"largest": output.detach().max(), "one": 1.0}
+
+    def told(device: str) -> Any:
+        plan = Plan(stages=2, pipelines=2, micro_batches=2)
+        options = {"loss_fn": loss_fn, "optimizer": adam, "accumulate": 2, "ema_decay": 0.5}
+        with pipeline_of(plan, device, **options) as p:
+            found = [(r.loss, r.metrics, r.grad_norm) for r in p.train(token_batches(7, 8))]
+            return on_host({"results": found, "ema": p.state_dict("ema"), "state": p.state_dict()})
+
+    expected = told("cpu")
+    for seed in range(3):
+        with simulate("random", seed):
+            assert differences(told("sim:0"), expected) == []
+    with simulate("late"):
+        assert differences(told("sim:0"), expected) == []

@@ -11,20 +11,22 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from avgpipe.checkpoint.content import check_content
 from avgpipe.checkpoint.folder import agreed
-from avgpipe.checkpoint.manifest import Gone, Manifest, expect, read_text
+from avgpipe.checkpoint.manifest import Gone, Manifest, read_text
 from avgpipe.checkpoint.save import carries, parameter_names
 from avgpipe.elastic import Layout
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.plan import Plan
 from avgpipe.runtime.model import Model
+from avgpipe.runtime.optimizers import rescheduled
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker
 
@@ -64,6 +66,13 @@ class SavedStages:
         """Return the weights that all begin at: without a reference there is one pipeline."""
         sources = [c["reference"] or next(iter(c["replicas"].values())) for c in self._whole]
         return {name: value for source in sources for name, value in source["weights"].items()}
+
+    def ema(self) -> tuple[dict[str, torch.Tensor], int] | None:
+        """Return the average over updates, and of how many it is; None where none was kept."""
+        found = [content["ema"] for content in self._whole if "ema" in content]
+        if not found:
+            return None
+        return {name: value for of in found for name, value in of["weights"].items()}, found[0]["updates"]
 
     def carry(self, i: int) -> dict[str, dict[int, Any]]:
         """Return what a pipeline carries, by place and micro-batch."""
@@ -138,7 +147,10 @@ def _read_all(
     exactly = exactly and same
 
     def merged(files: Iterable[int]) -> SavedStages:
-        return SavedStages([_read(manifest, directory, n, lazily=not exactly) for n in files], exactly)
+        contents = [_read(manifest, directory, n, lazily=not exactly) for n in files]
+        if not any(trained.has_modes for trained in worker.trained.values()):
+            _take_evaluated(contents)
+        return SavedStages(contents, exactly)
 
     if exactly:
         # Each replica's own file, and the first replica's, which has what all of a stage hold alike.
@@ -149,6 +161,13 @@ def _read_all(
     return FoundCheckpoint(directory, manifest.batches, saved)
 
 
+def _take_evaluated(contents: list[dict[str, Any]]) -> None:
+    """Make the weights those of evaluation, where the optimizers that were saved had others for training."""
+    for replica in (replica for content in contents for replica in content["replicas"].values()):
+        if "evaluated" in replica:
+            replica["weights"] = replica["evaluated"]
+
+
 def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> dict[str, Any]:
     """Read the file of a stage replica. ``lazily``: its tensors are views of the file, read when they are copied."""
     with manifest.open(directory, number) as file:
@@ -156,7 +175,7 @@ def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> 
         path = f"/dev/fd/{file.fileno()}"
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
-            _check_content(content, manifest.signature, manifest.pipelines_in(number))
+            check_content(content, manifest.signature, manifest.pipelines_in(number))
         except Exception as error:
             raise CheckpointError(
                 f"corrupt checkpoint: {directory / manifest.files[number][0]} does not load ({reason(error)}); use "
@@ -176,6 +195,7 @@ def restore_checkpoint(found: FoundCheckpoint, model: Model, worker: Worker) -> 
             _restore_reference(saved, model, worker, number)
             for i in worker.placement.pipelines_of(number):
                 _restore(saved, model, worker, number, i)
+            _restore_ema(saved, model, worker, number)
     except (LookupError, TypeError, ValueError, AttributeError, StopIteration, RuntimeError) as error:
         raise CheckpointError(
             f"the checkpoint in {found.directory} does not fit: {type(error).__name__}: {reason(error)}; use the "
@@ -192,11 +212,27 @@ def _what_must_be_same(plan: Mapping[str, Any]) -> list[Any]:
     return [batch, plan.get("correction"), *(plan[name] for name in _SAME)]
 
 
+def _layout_of(worker: Worker, number: int) -> Layout:
+    """Return the layout of a stage replica's weights, which all pipelines have alike."""
+    return worker.trained[number, worker.placement.pipelines_of(number)[0]].arena.layout
+
+
+def _restore_ema(saved: SavedStages, model: Model, worker: Worker, number: int) -> None:
+    """Go on with the saved average; begin a new one where none was kept."""
+    if (ema := worker.emas.get(number)) is None:
+        return
+    ema.restart(worker.weights(number, "reference"))
+    if (found := saved.ema()) is not None:
+        values, ema.updates = found
+        names = model.trainable[worker.placement.stage_of(number)]
+        _copy(values, names, _layout_of(worker, number).tensors(ema.flats))
+
+
 def _restore_reference(saved: SavedStages, model: Model, worker: Worker, number: int) -> None:
     reference, k = worker.references[number], worker.placement.stage_of(number)
     if reference is None:
         return
-    layout = worker.trained[number, worker.placement.pipelines_of(number)[0]].arena.layout
+    layout = _layout_of(worker, number)
     if saved.exactly:
         _put_in_place(saved, layout)
         reference.load_state_dict(saved.averaging)
@@ -238,10 +274,9 @@ def _restore(saved: SavedStages, model: Model, worker: Worker, number: int, pipe
     # First: another optimizer than the saved one may refuse its state. One that all share is that of the same pipeline.
     shared = trained.elastic is not None and trained.elastic.shares_state and not saved.exactly
     _restore_optimizer(trained, names, saved, next(iter(saved.finite), 0) if shared else source)
-    for what in ("lr_scheduler", "loss_scale"):
-        mine, theirs = getattr(trained, what), saved.first(source, what)
-        if mine is not None and theirs is not None:
-            mine.load_state_dict(theirs)
+    _restore_schedule(trained, saved, source)
+    if trained.loss_scale is not None and (scale := saved.first(source, "loss_scale")) is not None:
+        trained.loss_scale.load_state_dict(scale)
     own = goes_on and placement.pipelines > 1
     weights = saved.replica(source, "weights") if own else saved.reference()
     _copy(weights, names, layout.tensors(trained.arena.weights))
@@ -270,6 +305,15 @@ def _copy(values: dict[str, torch.Tensor], names: list[str], targets: list[torch
         target.copy_(values[name])
 
 
+def _restore_schedule(trained: TrainedStage, saved: SavedStages, source: int) -> None:
+    """Restore the learning-rate schedule, after the optimizer."""
+    state = saved.first(source, "lr_scheduler")
+    if trained.lr_scheduler is None or trained.optimizer is None or state is None:
+        return
+    inner = trained.elastic.inner if trained.elastic is not None else trained.optimizer
+    trained.lr_scheduler.load_state_dict(state if saved.exactly else rescheduled(state, inner))
+
+
 def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStages, source: int) -> None:
     if trained.optimizer is None:
         return
@@ -279,49 +323,19 @@ def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStag
     stages = [replica["optimizer"] for replica in saved.replicas(source) if replica["optimizer"] is not None]
     inner = trained.elastic.inner if trained.elastic is not None else trained.optimizer
     current = inner.state_dict()
-    groups = stages[0]["state"]["param_groups"] if stages else []
-    if len(groups) == len(current["param_groups"]):
-        for mine, theirs in zip(current["param_groups"], groups):
-            mine.update({key: value for key, value in theirs.items() if key not in _OF_STAGE})
+    order = parameter_names(trained, trained.optimizer, names)
+    by_name = {
+        stage["names"][n]: group
+        for stage in stages
+        for group in stage["state"]["param_groups"]
+        for n in group["params"]
+    }
+    for mine in current["param_groups"]:  # a group's settings are those that its parameters had
+        theirs: dict[str, Any] = next((by_name[order[n]] for n in mine["params"] if order[n] in by_name), {})
+        mine.update({key: value for key, value in theirs.items() if key not in _OF_STAGE})
     states = {stage["names"][n]: value for stage in stages for n, value in stage["state"]["state"].items()}
     # Copies: a tied parameter's state goes to several stages, and a saved pipeline's to several new ones.
-    order = parameter_names(trained, trained.optimizer, names)
     current["state"] = {n: copy.deepcopy(states[name]) for n, name in enumerate(order) if name in states}
     inner.load_state_dict(current)
     if trained.elastic is not None:
         trained.elastic.restored()
-
-
-# ---- what a file may hold ----------------------------------------------------------------------------------------
-
-_STATE: Any = dict | None
-_STATES = {"optimizer": _STATE, "lr_scheduler": _STATE, "loss_scale": _STATE}
-_REPLICA = {"weights": dict, "rest": dict, "carry": dict, "older": dict, **_STATES}
-
-
-def _check_content(content: Any, signature: Mapping[str, list[Any]], pipelines: Collection[int]) -> None:
-    """Raise ValueError for what no save has written.
-
-    Args:
-        signature: Shape and dtype by tensor name.
-        pipelines: Whose replicas the file has.
-    """
-    expect("content", content, dict)
-    if "reference" not in content:
-        expect("content", content, {"replicas": {i: {"carry": dict} for i in pipelines}})
-        return
-    replicas = {i: dict(_REPLICA) for i in pipelines}
-    expect("content", content, {"reference": _STATE, "replicas": replicas})
-    named = []
-    if (reference := content["reference"]) is not None:
-        expect("reference", reference, {"weights": dict, "state": dict})
-        named.append(reference["weights"])
-    for replica in content["replicas"].values():
-        expect("older", replica["older"], dict.fromkeys(replica["older"], dict))
-        if (optimizer := replica["optimizer"]) is not None:
-            expect("optimizer", optimizer, {"state": dict, "names": list})
-        named += [replica["weights"], replica["rest"], *replica["older"].values()]
-    for name, value in (item for values in named for item in values.items()):
-        found = [list(value.shape), str(value.dtype)[6:]] if isinstance(value, torch.Tensor) else None
-        if found is None or signature.get(name) != found:
-            raise ValueError(f"{name!r} is {found}, and {signature.get(name)} in the manifest")

@@ -80,7 +80,7 @@ class Manifest:
                     f"{path} has format {version}; this version reads {_FORMAT}: use the version that wrote it"
                 )
             names = {field.name for field in fields(cls)}
-            expect("manifest", values, {"format": _is_count, **dict.fromkeys(names, object), "crc32": object})
+            expect("manifest", values, {"format": is_count, **dict.fromkeys(names, object), "crc32": object})
             found = cls(**{name: values[name] for name in names})
             _check_fields(found)
             if found.to_json() != text:
@@ -219,7 +219,7 @@ def _check_fields(found: Manifest) -> None:
     options = {field.name for field in fields(Plan)} - (_LATER_OPTIONS - plan.keys())
     counts = dict.fromkeys(("stages", "pipelines", "micro_batches"), _is_positive)
     expect("plan", plan, {**dict.fromkeys(options, object), **counts, "spread": bool})
-    expect("batches", found.batches, _is_count)
+    expect("batches", found.batches, is_count)
     expect("bounds", bounds, _are_counts)
     stages, replication = plan["stages"], plan["replication"]
     if len(bounds) != stages + 1 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
@@ -232,23 +232,23 @@ def _check_fields(found: Manifest) -> None:
     expect("files", found.files, list)
     if len(found.files) != count:
         raise ValueError(f"'files' are {len(found.files)}, not {count} as the plan's stages and replicas")
-    expect("files", found.files, [[str, _is_count, _is_count]] * count)
+    expect("files", found.files, [[str, is_count, is_count]] * count)
     for (name, *_), replica in zip(found.files, found.replicas):
         pattern = file_name(replica, 0).replace("0" * 12 + ".", r"[0-9a-f]{12}\.")
         if not re.fullmatch(pattern, name):  # so that none leads out of the folder
             raise ValueError(f"'files' cannot have {name!r} for stage {replica.stage}")
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
 def _is_positive(value: Any) -> bool:
-    return _is_count(value) and value > 0
+    return is_count(value) and value > 0
 
 
 def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(map(_is_count, values))
+    return isinstance(values, list) and all(map(is_count, values))
 
 
 def _is_dtype(value: Any) -> bool:

@@ -110,6 +110,9 @@ def _content_of(model: Model, worker: Worker, number: int) -> dict[str, Any]:
         views = next(iter(replicas.values())).arena.layout.tensors(reference.parameters)
         weights = dict(zip(model.trainable[k], views))
         content["reference"] = {"weights": weights, "state": reference.state_dict()}
+    if (ema := worker.emas.get(number)) is not None:
+        views = next(iter(replicas.values())).arena.layout.tensors(ema.flats)
+        content["ema"] = {"weights": dict(zip(model.trainable[k], views)), "updates": ema.updates}
     for i, trained in replicas.items():
         rest = stage_state(worker, number, i)
         content["replicas"][i] = {
@@ -133,6 +136,9 @@ def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
         "lr_scheduler": None if trained.lr_scheduler is None else trained.lr_scheduler.state_dict(),
         "loss_scale": None if trained.loss_scale is None else trained.loss_scale.state_dict(),
     }
+    if trained.has_modes:
+        with trained.evaluated():
+            state["evaluated"] = by_name([flat.clone() for flat in arena.weights])
     if trained.versions is not None:
         state["older"] = {behind: by_name(flats) for behind, flats in trained.versions.older().items()}
     if optimizer is not None:

@@ -1,6 +1,7 @@
 """Elastic averaging: the reference model z, the optimizer that ties replicas to it, and flat memory for weights."""
 
 from avgpipe.elastic.correction import CorrectedSteps, WeightPrediction
+from avgpipe.elastic.ema import MovingAverage
 from avgpipe.elastic.flat import Arena, Layout
 from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
@@ -11,6 +12,7 @@ __all__ = [
     "CorrectedSteps",
     "ElasticAveraging",
     "Layout",
+    "MovingAverage",
     "Reference",
     "Version",
     "Versions",

@@ -208,6 +208,11 @@ class ElasticAveraging(torch.optim.Optimizer):
         if self._trial is not None:
             self._trial.restore()
 
+    def replaced(self) -> None:
+        """The replica's weights have been replaced: a period that is under way begins at these."""
+        if self._position and self._replica.remembers:
+            self._replica.begin()
+
     def _end_step(self, update: FusedUpdate | None = None) -> None:
         self._local_steps += 1
         self._position += 1

@@ -27,6 +27,7 @@ from torch import nn
 
 import avgpipe_ext
 from avgpipe.device import has_streams
+from avgpipe.elastic.ema import MovingAverage
 from avgpipe.elastic.flat import FlatBuffers, Layout, Region
 from avgpipe.elastic.matching import averaged, check_shapes, list_tensors, starting_alike
 from avgpipe.elastic.replica import FusedUpdate, Replica, region_of, step_together
@@ -80,6 +81,7 @@ class Reference:
             With staleness 1 the all-reduce runs during the next round's local steps. Time limits are the group's.
         remote: Replicas of other processes that tell their updates in a way of the caller's: :meth:`accept` takes
             one in, when :meth:`ready` says that it may come.
+        ema: An average of the flat z, which takes in every move of z.
     """
 
     def __init__(
@@ -95,11 +97,12 @@ class Reference:
         outer: Outer | None = None,
         group: dist.ProcessGroup | None = None,
         remote: Collection[int] = (),
+        ema: MovingAverage | None = None,
     ) -> None:
         given = list_tensors("parameters", parameters)
         self.elasticity = e = Elasticity.checked(replicas, alpha, rule, staleness, period, warmup_rounds)
         e.warn_of_overshooting()
-        self.group = group
+        self.group, self._ema = group, ema
         self.averaged = averaged(given)  # which of ``parameters`` take part in the averaging
         layout = Layout(given[i] for i in self.averaged)
         self._rank = 0  # the replica that an optimizer is made for unless told
@@ -276,6 +279,7 @@ class Reference:
             if self._follows:
                 self._note(self._follow(self._replicas[i]))
                 self._contributions += 1
+                self._tell_ema()
                 return
             self._run(i, contribution or self._replicas[i].average)
             self._count(i)
@@ -368,10 +372,19 @@ class Reference:
             self._dropped += max(0, sum(not update.is_finite() for update in updates) - 1)
         for i in range(self.replicas):
             self._waiting.pop(i)[1]()
+        self._tell_ema()
         return True
 
-    @torch.no_grad()
+    def _tell_ema(self) -> None:
+        if self._ema is not None:
+            self._ema.update(self.z.flats)
+
     def _apply(self, updates: Iterable[FlatBuffers]) -> None:
+        self._move(updates)
+        self._tell_ema()
+
+    @torch.no_grad()
+    def _move(self, updates: Iterable[FlatBuffers]) -> None:
         """Move z by ``updates``, in the order given. They stay as they are: the next round overwrites them."""
         scale = self.elasticity.scale
         target, scale = (self.z, scale) if self._grads is None else (self._grads, -scale)

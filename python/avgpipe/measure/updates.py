@@ -11,7 +11,8 @@ from torch import nn
 
 from avgpipe.elastic import Arena, Reference
 from avgpipe.measure.sweep import ProfilingClock, repeat, typical
-from avgpipe.runtime.options import OptimizerFn, with_names
+from avgpipe.runtime.optimizers import Maker, maker_of, with_modes
+from avgpipe.runtime.options import OptimizerFn
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
 
@@ -64,16 +65,19 @@ class Updates:
         accumulate_s = self._timed([lambda: _add(grads, grads)], lambda: None, budget_s / 4)
         if self._optimizer is None:
             return UpdateCosts(accumulate_s=accumulate_s)
-        optimizer = with_names(self._optimizer, names)
+        optimizer = maker_of(self._optimizer, names)
         alone = self._replicas(optimizer, layer, 1)
         update_s = self._step_s(alone, grads, budget_s / 4)
         state = alone[0].bytes - 2 * sum(w.nbytes for w in alone[0].arena.weights)
-        del alone
+        made = alone[0].optimizer
+        if made is not None and with_modes(made):  # for one pipeline alone
+            return UpdateCosts(state, update_s, accumulate_s=accumulate_s)
+        del alone, made
         several = self._replicas(optimizer, layer, _PIPELINES)
         elastic_s = self._step_s(several, grads, budget_s / 2) - update_s
         return UpdateCosts(state, update_s, max(0.0, elastic_s), accumulate_s)
 
-    def _replicas(self, optimizer: OptimizerFn, layer: nn.Module, pipelines: int) -> list[TrainedStage]:
+    def _replicas(self, optimizer: Maker, layer: nn.Module, pipelines: int) -> list[TrainedStage]:
         stages = [Stage([layer], 0, 0, 0, self._device) for _ in range(pipelines)]
         arenas = [Arena(p for p in stage.parameters() if p.requires_grad) for stage in stages]
         reference = Reference(arenas[0].weights, pipelines, staleness=1) if pipelines > 1 else None

@@ -12,18 +12,32 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Of output and target: a scalar tensor, or that and a count.
+# Of output and target: a scalar tensor, or (scalar tensor, count); or one of the two and a dict of metrics.
 LossFn = Callable[[Any, Any], Any]
 
 
+LABELS = "labels"
+
+
 def pair(batch: Any) -> tuple[Any, Any]:
-    """Return what a loader yielded as (inputs, targets)."""
+    """Return what a loader yielded as (inputs, targets).
+
+    A mapping with a key "labels", as the collators of transformers make it, has its targets there, and all else is
+    inputs.
+    """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return plain(batch[0]), plain(batch[1])
+    if isinstance(batch, Mapping) and LABELS in batch and len(batch) > 1:
+        return {name: value for name, value in batch.items() if name != LABELS}, plain(batch[LABELS])
     got = (
         f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
     )
-    raise TypeError(f"a loader must yield pairs (inputs, targets), not {got}")
+    if isinstance(batch, Mapping):
+        got += f" with the keys {', '.join(map(repr, batch))}" if batch else " without keys"
+    raise TypeError(
+        f"a loader must yield pairs (inputs, targets), or mappings of inputs that have the targets as {LABELS!r}, not "
+        f"{got}"
+    )
 
 
 def plain(value: Any) -> Any:

@@ -25,6 +25,7 @@ from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.loss import MeanCheck, loss_of
 from avgpipe.runtime.model import extract_skips, insert_skips
 from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.outcome import Metrics, told, untold
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.split_backward import Deferred, input_backward, run_backward
 from avgpipe.runtime.trained_stage import TrainedStage
@@ -108,8 +109,10 @@ class BatchState:
         outcome: of the whole batch, float64, known after the last backward: the loss; or, where gradients must be
             multiplied with something before anybody looks at them, three numbers: the loss, that factor, and what the
             loss weighs.
+        metrics: of the micro-batches here that have been computed, then of the whole batch, as ``outcome`` is.
         grads: of parameters, while they wait for the update.
         norm: of the gradients of all stages, float64, where somebody asks for it.
+        lr: the learning rate of the update.
         issued: the event that a device has done all steps, once they are issued.
     """
 
@@ -126,9 +129,11 @@ class BatchState:
     part: torch.Tensor | None = None
     outcome: torch.Tensor | None = None
     outcome_is_sent: bool = False
+    metrics: Metrics | None = None
     grads: list[torch.Tensor | None] = field(default_factory=list)
     grads_are_scaled: bool = False
     norm: torch.Tensor | None = None
+    lr: Any = None
     updated: bool = False
     issued: Any = None
 
@@ -139,8 +144,15 @@ class BatchState:
             return self.computing_left == 0
         return self.updated and self.outcome is not None
 
+    def add_metrics(self, given: Mapping[str, Any], factor: float) -> None:
+        """Take in the metrics of a micro-batch whose loss has this factor."""
+        own = Metrics.of(given, factor, self.losses[0][0].device)
+        self.metrics = own if self.metrics is None else self.metrics.plus(own)
+
     def sum_losses(self) -> torch.Tensor:
         """Return what this replica of the last stage adds to the loss: the loss, or sum and count."""
+        if self.metrics is not None and self.metrics.parts < len(self.losses):
+            raise StageError("loss_fn returns metrics for some micro-batches and none for others")
         device = self.losses[0][0].device if self.losses else None
         total = torch.zeros((), dtype=torch.float64, device=device)
         if self.without_loss and not self.losses:
@@ -162,12 +174,22 @@ class BatchState:
         weight = self.work.weights.total
         if part.dim():
             total, count = part.unbind()
+            if self.metrics is not None:
+                self.metrics = self.metrics._replace(values=self.metrics.values / count)
             self.outcome = torch.stack((total / count, weight / (count * self.loss_scale), count))
         elif self.loss_scale != 1.0:
             rest = torch.tensor([1 / self.loss_scale, weight], dtype=part.dtype, device=part.device)
             self.outcome = torch.cat((part[None], rest))
         else:
             self.outcome = part
+
+    def told(self) -> list[Any]:
+        """Return what others learn of the outcome and the metrics."""
+        return told(self.outcome, self.metrics)
+
+    def learn(self, message: Sequence[Any]) -> None:
+        """Take over what :meth:`told` gave elsewhere."""
+        self.outcome, self.metrics = untold(message)
 
 
 class Step(NamedTuple):
@@ -347,7 +369,7 @@ class Compute:
         if factor == 0.0:  # a mean over nothing is 0/0, and so would its gradient be
             return None
         target = to_device(work.targets[m], self._device)
-        loss, count = loss_of(self._options.loss_fn, output, target)
+        loss, count, metrics = loss_of(self._options.loss_fn, output, target)
         if count is not None:
             if self._options.loss_weight is not None:
                 raise StageError(
@@ -364,6 +386,8 @@ class Compute:
             if not self._check.done and is_part:
                 self._check.look(work.batch, output, target)
         state.losses.append((loss.detach(), factor))
+        if metrics:
+            state.add_metrics(metrics, factor)
         return loss
 
     def _seed(self, state: BatchState, m: int, loss: torch.Tensor) -> torch.Tensor:
@@ -406,7 +430,7 @@ class Compute:
             message = [x.grad for x in saved.inputs]
             if is_last and not route.placement.is_replicated:
                 # the batch's loss rides on its last gradient, so that every stage learns it without a message more
-                message.append(state.outcome)
+                message += state.told()
             self._port.send(Message.GRADIENT, route.at(route.stage - 1, m), step.batch, m, message)
         for skip, tensors in zip(self._arrivals, saved.arrived):
             to = route.at(skip.stage, m)
@@ -419,7 +443,8 @@ class Compute:
         roots = saved.outputs
         received = self._port.take(step.needs[0])
         if len(received) > len(roots):
-            state.outcome = received.pop()
+            state.learn(received[len(roots) :])
+            received = received[: len(roots)]
         if self._departures:
             roots = [*roots, *saved.departed]
             received = [*received, *chain(*(self._port.take(key) for key in step.needs[1:]))]

@@ -38,21 +38,23 @@ def run_evaluation(
 
     Args:
         micro_batches: of each batch, if it has as many samples.
-        which: the weights: "reference", or those of a pipeline.
+        which: the weights: "reference", "ema", or those of a pipeline.
         collector: makes what turns the outputs of a batch into its result.
     """
     placement = worker.placement
-    pipeline = 0 if which == "reference" else int(which)
+    pipeline = which if isinstance(which, int) else 0
     first_replicas = placement.first_replicas(pipeline)
     with ExitStack() as stack:
         for stage, replica in enumerate(first_replicas):
-            is_reference = which == "reference"
-            buffers = average_buffers(worker, stage) if is_reference else {}
+            buffers = {} if isinstance(which, int) else average_buffers(worker, stage)
             if replica in worker.held:
-                reference = worker.references[replica] if is_reference else None
-                stack.enter_context(worker.trained[replica, pipeline].inference(reference, buffers))
+                is_own = isinstance(which, int) or (which == "reference" and not worker.references[replica])
+                weights = None if is_own else worker.weights(replica, which)
+                stack.enter_context(worker.trained[replica, pipeline].inference(weights, buffers))
         pending: list[tuple[int, Collector | None]] = []
-        for batch, (inputs, targets) in enumerate(batches):
+        # Numbered over all evaluations: a process may still await a result of the one before.
+        for batch, (inputs, targets) in enumerate(batches, worker.evaluated):
+            worker.evaluated = batch + 1
             parts = min(micro_batches, sample_count(inputs))
             collecting = collector() if first_replicas[-1] in worker.held else None
             work = Work(
@@ -108,8 +110,8 @@ class OutputCollector:
 class MetricSums:
     """Sums loss and metrics over a batch, where they are made: nothing waits for a device.
 
-    The result is one float64 tensor (loss, weight of the loss, samples, metrics...) and the names of the metrics: None
-    without any, "" for one without a name.
+    The result is one float64 tensor (loss, weight of the loss, samples, metrics...), the names of what ``metric_fn``
+    gave, "" for one without a name, and those of what the loss function gave, whose metrics come last.
     """
 
     def __init__(self, options: TrainingOptions, metric_fn: MetricFn | None) -> None:
@@ -118,26 +120,31 @@ class MetricSums:
         self._weight: _Sum = 0.0
         self._samples = 0
         self._means: dict[str, _Sum] = {}
+        self._of_loss: dict[str, _Sum] = {}
 
     def add(self, output: Any, target: Any, samples: int, given: Any) -> None:
         loss_fn = self._options.loss_fn
         weight = loss_weights(loss_fn, [given], [samples], self._options.loss_weight).total
         if weight:
-            value, count = loss_of(loss_fn, output, target)
-            self._loss = self._loss + (_wide(value) * weight if count is None else _wide(value))
+            value, count, metrics = loss_of(loss_fn, output, target)
+            factor = weight if count is None else 1.0
+            self._loss = self._loss + _wide(value) * factor
             self._weight = self._weight + (weight if count is None else _wide(count))
+            for name, metric in (metrics or {}).items():
+                self._of_loss[name] = self._of_loss.get(name, 0.0) + _wide(metric) * factor
         self._samples += samples
         if self._metric_fn is not None:
             metric = self._metric_fn(output, target)
             for name, value in (metric if isinstance(metric, dict) else {"": metric}).items():
                 self._means[name] = self._means.get(name, 0.0) + _wide(value) * samples
 
-    def result(self) -> tuple[torch.Tensor, list[str]]:
-        numbers = [self._loss, self._weight, float(self._samples), *self._means.values()]
+    def result(self) -> tuple[torch.Tensor, list[str], list[str]]:
+        means = [*self._means.values(), *self._of_loss.values()]
+        numbers = [self._loss, self._weight, float(self._samples), *means]
         tensors = [n for n in numbers if isinstance(n, torch.Tensor)]
         device = next((t.device for t in tensors if on_accelerator(t)), torch.device("cpu"))
         _read_here(tensors)
-        return torch.stack([_on(n, device) for n in numbers]), list(self._means)
+        return torch.stack([_on(n, device) for n in numbers]), list(self._means), list(self._of_loss)
 
 
 def _read_here(tensors: Iterable[Any]) -> None:

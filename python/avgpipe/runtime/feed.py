@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,9 +25,10 @@ from avgpipe.runtime.batch import (
     sizes_of,
     split,
 )
-from avgpipe.runtime.compute import Work
+from avgpipe.runtime.compute import BatchState, Work
 from avgpipe.runtime.context import CallerGenerators, Position
 from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.route import loss_key
 from avgpipe.runtime.worker import Worker
 
@@ -35,12 +37,30 @@ _log = logging.getLogger("avgpipe")
 
 @dataclass(frozen=True)
 class BatchResult:
-    """A batch that has ended; alike on every rank. ``loss`` is that of the whole batch before its update."""
+    """A batch that has ended; alike on every rank, but for ``lr``.
+
+    Attributes:
+        loss: of the whole batch, before its update.
+        batch: counted over the life of the pipeline.
+        pipeline: which one has trained on it; None: all have shared it.
+        samples: how many it has; of all batches of the loader that an update was accumulated over.
+        metrics: by name, what the loss function returned beside the loss, over the whole batch as the loss is.
+        grad_norm: norm of the gradients of all stages, before they were clipped; None unless ``clip_grad_norm``,
+            ``skip_nonfinite`` or ``loss_scale`` asks for it. Of a batch that pipelines have shared, the mean of the
+            norms of their gradients, each an estimate of the whole batch's.
+        lr: learning rate of the batch's update, that of the first parameter group of the first stage with an optimizer
+            on this rank, or of the last stage where the rank has no part in the batch; None without an optimizer there.
+        skipped: whether the update was left out, by a pipeline at least, as gradients were not finite.
+    """
 
     loss: float
-    batch: int  # counted over the life of the pipeline
-    pipeline: int | None  # None: all pipelines have shared the batch
+    batch: int
+    pipeline: int | None
     samples: int
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    grad_norm: float | None = None
+    lr: float | None = None
+    skipped: bool = False
 
 
 class InFlight(NamedTuple):
@@ -58,6 +78,11 @@ class InFlight(NamedTuple):
 class Feed:
     """Begins batches, finishes them in order, and keeps their results.
 
+    A batch is what makes an update: with ``accumulate``, several of the loader's one after another.
+
+    Args:
+        plan: of these batches; ``micro_batches`` is their number in all.
+
     Attributes:
         next_batch: the number of the next batch to begin, over the life of the pipeline.
         begun: batches begun by this object.
@@ -73,6 +98,7 @@ class Feed:
             self._most_in_flight = max(2, self._most_in_flight)
         # Batches, none beside another one.
         self._alone = 0 if plan.build_schedule().flush else plan.warmup_rounds
+        self._parts = plan.micro_batches // options.accumulate  # of a batch of the loader
         self._sums_loss = options.sums_loss
         self.next_batch = self.begun = 0
         self.results: deque[BatchResult] = deque()
@@ -87,26 +113,28 @@ class Feed:
         """Whether the oldest batch cannot end, or a pipeline has nothing to do, unless another batch begins."""
         return len(self._in_flight) < (1 if self.next_batch <= self._alone else self._most_in_flight)
 
-    def begin(self, inputs: Any, targets: Any, copied: ReadyOnEvent | None) -> None:
+    def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
+        """Begin a batch. ``given``: of the loader, each cut by itself, so that shapes may differ between them."""
         plan, batch = self._plan, self.next_batch
-        samples = sample_count(inputs, targets)
-        parts = plan.micro_batches
-        if samples < parts and not self.begun and not self._worker.world.rank:
+        counts = [sample_count(inputs, targets) for inputs, targets in given]
+        if counts[0] < self._parts and not self.begun and not self._worker.world.rank:
             _log.warning(
                 "the first batch has %d samples, which make %d micro-batches and not %d: stages idle more; use larger "
                 "batches or fewer micro_batches if the others are as short",
-                samples,
-                samples,
-                parts,
+                counts[0],
+                counts[0],
+                self._parts,
             )
-        parts = min(parts, samples)  # as a short last batch does
-        answers = split(targets, parts)
+        parts = [min(self._parts, samples) for samples in counts]  # as a short last batch does
+        sizes = list(chain.from_iterable(map(sizes_of, counts, parts)))
+        answers = _cut([targets for _, targets in given], parts)
         loss_fn, loss_weight = self._options.loss_fn, self._options.loss_weight
-        weights = loss_weights(loss_fn, answers, sizes_of(samples, parts), loss_weight)
+        weights = loss_weights(loss_fn, answers, sizes, loss_weight)
         if copied is not None:
-            inputs, targets = copied.value
-            answers = split(targets, parts)
-        work = Work(batch, parts, split(inputs, parts), answers, weights, copied)
+            given = copied.value
+            answers = _cut([targets for _, targets in given], parts)
+        inputs = _cut([inputs for inputs, _ in given], parts)
+        work = Work(batch, len(sizes), inputs, answers, weights, copied)
         shares = (
             enumerate(self._share_out(work, weights))
             if self._shares > 1
@@ -122,7 +150,7 @@ class Feed:
         self.next_batch += 1
         self.begun += 1
         totals = {i: part.weights.total for i, part in works.items() if part.weights is not None}
-        self._in_flight.append(InFlight(batch, samples, totals))
+        self._in_flight.append(InFlight(batch, sum(counts), totals))
         if batch < self._alone:
             self.end()
 
@@ -199,39 +227,53 @@ class Feed:
                 scheduler.run_until(scheduler.stalled)
             if prefetch:
                 fetch()  # before the caller goes on, had there been time or not: see Prefetch
-            outcomes = {i: mailbox.take(key) for i, key in messages.items()}
-            for i, own in lanes.items():
-                for lane in own:  # all know the same
-                    outcomes[i] = lane.finish(batch)
+            told = {i: mailbox.take(key) for i, key in messages.items()}
+            states = {i: [lane.finish(batch) for lane in own] for i, own in lanes.items()}
             worker.wait_for_device()
         self._in_flight.popleft()
-        losses = {}
+        ends = []
         for i, weight in weights.items():
-            numbers = outcomes[i].reshape(-1).tolist()
-            losses[i] = numbers[0], numbers[2] if len(numbers) > 1 else weight
-            worker.notice.loss(numbers[0], batch, i)
-        loss, self.weight = self._whole(list(losses.values()))
-        pipeline = None if self._shares > 1 else next(iter(losses))
-        self.results.append(BatchResult(loss, batch, pipeline, samples))
+            end = _end_of(states[i], weight) if states[i] else BatchEnd.received(told[i], weight)
+            ends.append(end)
+            worker.notice.loss(end.loss, batch, i)
+        whole = BatchEnd.whole(ends, self._sums_loss)
+        self.weight = whole.weight
+        norm = whole.grad_norm
+        self.results.append(
+            BatchResult(
+                whole.loss,
+                batch,
+                None if self._shares > 1 else next(iter(weights)),
+                samples,
+                whole.metrics,
+                norm,
+                whole.lr,
+                norm is not None and self._options.skips and not math.isfinite(norm),
+            )
+        )
 
-    def _whole(self, parts: list[tuple[float, float]]) -> tuple[float, float]:
-        """Return loss and weight of a batch from those of its shares."""
-        if len(parts) == 1:
-            return parts[0]
-        if self._sums_loss:
-            return sum(loss for loss, _ in parts), 1.0
-        weight = sum(weight for _, weight in parts)
-        # a share with nothing to count has any loss
-        return sum(loss * w for loss, w in parts if w) / weight if weight else math.nan, weight
+
+def _end_of(states: list[BatchState], weight: float) -> BatchEnd:
+    """Return how a batch has ended on some stages here: all of them know the loss and the norm."""
+    lr = next((state.lr for state in states if state.lr is not None), None)
+    return BatchEnd.of(states[-1].outcome, states[-1].metrics, states[-1].norm, lr, weight)
 
 
-Batch = tuple[Any, Any, ReadyOnEvent | None]
+def _cut(values: list[Any], parts: list[int]) -> list[Any]:
+    """Cut each of several values into as many micro-batches as ``parts`` says, and return all in a row."""
+    return [piece for value, count in zip(values, parts) for piece in split(value, count)]
+
+
+Pairs = list[tuple[Any, Any]]  # of (inputs, targets)
+Batch = tuple[Pairs, ReadyOnEvent | None]
 
 _LEFT = 4  # iterators left with a batch ahead that are remembered, for they may be given again
 
 
 class Prefetch:
-    """Yields the pairs (inputs, targets) of loaders, opened one after another, with what ``copy`` made of each.
+    """Yields batches of loaders, opened one after another: ``count`` pairs at a time, with what ``copy`` made of them.
+
+    The end of a loader may leave fewer. What a loader raises costs the pairs that would have come with it.
 
     Fetching happens in the scheduler's thread, when it would wait otherwise, so loaders need to know nothing of
     threads and their calls keep their order. What a loader raises comes out of :meth:`next`, where it would have
@@ -239,8 +281,8 @@ class Prefetch:
     loader and the caller draw from one generator must not depend on timing.
     """
 
-    def __init__(self, copy: Callable[[Any, Any], ReadyOnEvent | None]) -> None:
-        self._copy = copy
+    def __init__(self, copy: Callable[[Pairs], ReadyOnEvent | None], count: int = 1) -> None:
+        self._copy, self._count = copy, count
         self._source: Iterator[Any] = iter(())
         self._loader: Any = None
         self._state: Any = None  # of the loader, before the newest batch was fetched from it
@@ -273,10 +315,10 @@ class Prefetch:
         try:
             # What it would give next if it began anew: the batch that is fetched now may never be trained on.
             self._state = tell() if callable(tell) else None
-            inputs, targets = pair(next(self._source))
-            self._ahead.append((inputs, targets, self._copy(inputs, targets)))
-        except StopIteration:
-            self._ended = True
+            pairs = [pair(batch) for batch in islice(self._source, self._count)]
+            self._ended = len(pairs) < self._count
+            if pairs:
+                self._ahead.append((pairs, self._copy(pairs)))
         except Exception as error:
             self._ahead.append(error)
             self._ended = True
@@ -305,5 +347,5 @@ class Prefetch:
         batch = self._ahead.pop()
         if isinstance(batch, BaseException):
             raise batch
-        inputs, targets, copied = batch
-        return inputs, targets, copied
+        pairs, copied = batch
+        return pairs, copied

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from avgpipe.device import LaneStream
 from avgpipe.elastic import Version
 from avgpipe.links.message import Key, Message
 from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
+from avgpipe.runtime.outcome import end_message
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import RemoteUpdates, Update
@@ -75,12 +75,12 @@ class Lane:
     def has_ended(self, batch: int) -> bool:
         return self._in_flight[batch].has_ended
 
-    def finish(self, batch: int) -> Any:
-        """Forget a batch that has ended, and return its outcome: see :class:`BatchState`."""
+    def finish(self, batch: int) -> BatchState:
+        """Forget a batch that has ended, and return what is known of it."""
         state = self._in_flight.pop(batch)
         if self.stream is not None:
             self.stream.end(state.issued)
-        return state.outcome
+        return state
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,11 @@ class Lane:
         if state.outcome is not None and not state.outcome_is_sent:
             state.outcome_is_sent = True
             for to in self.route.loss_receivers:
-                self.port.send(Message.LOSS, to, step.batch, -1, state.outcome)
+                self.port.send(Message.LOSS, to, step.batch, -1, state.told())
+        if step.kind is StepKind.UPDATE and state.outcome is not None:
+            for to in self.route.result_receivers:
+                end = end_message(state.outcome, state.metrics, state.norm, state.lr)
+                self.port.send(Message.LOSS, to, step.batch, -1, end)
 
     @contextmanager
     def _gradients_of(self, state: BatchState) -> Iterator[None]:

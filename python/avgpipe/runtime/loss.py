@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,32 +23,64 @@ _TOLERANCE = 1e-2  # of the loss; what is no mean is further off in some micro-b
 
 
 class Loss(NamedTuple):
-    """A scalar, a mean or a sum. With ``divisor``, a sum, and what to divide it by over the whole batch."""
+    """A scalar, a mean or a sum. With ``divisor``, a sum, and what to divide it by over the whole batch.
+
+    ``metrics``: by name, what is to be averaged, or divided, as the scalar is.
+    """
 
     value: torch.Tensor
     divisor: torch.Tensor | float | None = None
+    metrics: Mapping[str, Any] | None = None
 
 
 def loss_of(loss_fn: LossFn, output: Any, target: Any) -> Loss:
-    """Return the loss of a micro-batch, refused unless it is a scalar tensor, or that and a count."""
-    loss = loss_fn(output, target)
+    """Return the loss of a micro-batch, refused unless it is one of those that ``LossFn`` may return."""
+    loss, metrics = loss_fn(output, target), None
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return Loss(loss)
+    if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Mapping):
+        loss, metrics = loss[0], _checked(loss[1])
+    if _is_scalar(loss):
+        return Loss(loss, None, metrics)
     if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]):
         value, count = loss
         if _is_scalar(count):
-            return Loss(value, count.detach())
-        if isinstance(count, int | float) and not isinstance(count, bool):
-            return Loss(value, float(count))
-    got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            return Loss(value, count.detach(), metrics)
+        if _is_number(count):
+            return Loss(value, float(count), metrics)
     raise StageError(
-        f"loss_fn returned {got}; it must return a scalar tensor, the mean or sum over the samples, or a tuple "
-        "(sum, count) of a scalar tensor and what to divide it by"
+        f"loss_fn returned {_got(loss)}; it must return a scalar tensor, the mean or sum over the samples, or a tuple "
+        "(sum, count) of a scalar tensor and what to divide it by; either may come with metrics, as (loss, dict)"
     )
+
+
+def wide(value: Any, device: torch.device) -> torch.Tensor:
+    """Return a number, or a tensor of one element, as a float64 [] on ``device``, to be added up there."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device, torch.float64).reshape(())
+    return torch.full((), float(value), dtype=torch.float64, device=device)  # filled there, without a copy
+
+
+def _checked(metrics: Mapping[Any, Any]) -> Mapping[str, Any]:
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not (_is_scalar(value) or _is_number(value)):
+            raise StageError(
+                f"loss_fn returned the metric {name!r} as {_got(value)}; metrics are a dict of numbers, or tensors "
+                "without a dimension, by name"
+            )
+    return metrics
 
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _got(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def is_mean_by_kind(loss_fn: LossFn) -> bool:
@@ -117,10 +149,10 @@ class MeanCheck:
             return None, []
         each = list(zip(split(output, samples), split(target, samples)))[:_LOOKED_AT]
         some = (concatenate(list(values)) for values in zip(*each))
-        whole = self._loss_fn(*some)
+        whole = loss_of(self._loss_fn, *some).value
         if not math.isfinite(float(whole)):
             return None, []
-        return float(whole), [float(self._loss_fn(x, y)) for x, y in each]
+        return float(whole), [float(loss_of(self._loss_fn, x, y).value) for x, y in each]
 
     def counts_nothing(self, output: Any) -> bool:
         """Whether a loss that is NaN is one of finite outputs: a mean over nothing, as where all targets are hidden."""

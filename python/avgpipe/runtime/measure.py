@@ -64,6 +64,7 @@ def _costs_of(worker: Worker, k: int) -> dict[str, float]:
     """Return what stage ``k`` costs: seconds of its actions and of messages from its neighbours, and bytes."""
     reference, trained = worker.references[k], worker.trained[k, 0]
     shared = sum(t.nbytes for t in reference.parameters) if reference is not None else 0
+    shared += sum(t.nbytes for t in worker.emas[k].flats) if k in worker.emas else 0
     lanes = [lane for (replica, _), lane in worker.lanes.items() if replica == k]
     return {
         "stage": k,

@@ -105,7 +105,7 @@ def layers_of(model: nn.Module | Sequence[nn.Module], example_inputs: Any = None
     Its children if it is sequential, its blocks if its forward is one of the transformers library, else pieces of its
     traced graph. ``example_inputs``: one batch's, with which torch.export traces what torch.fx cannot.
     """
-    model = original(model)
+    model = without_adapters(original(model))
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
         is_of_transformers = _forward_module(model) == "transformers"
         return _of_transformers(model) if is_of_transformers else _of_graph(model, example_inputs)
@@ -192,6 +192,24 @@ def estimated_cost(layer: nn.Module) -> float:
     tables = [m for m in layer.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     looked_up = {id(p) for m in tables for p in m.parameters()}
     return 1.0 + sum(p.numel() for p in layer.parameters() if id(p) not in looked_up)
+
+
+def without_adapters(model: Any) -> Any:
+    """Return the model inside a PeftModel, whose layers have the adapters in them, or ``model`` if it is none.
+
+    Raises:
+        ValueError: for adapters that are no part of the layers.
+    """
+    kinds = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.split(".")[0] == "peft"}
+    if "PeftModel" not in kinds:
+        return model
+    config = model.active_peft_config
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"the adapters of {config.peft_type} put a prompt before the model's input, which stages do not: use "
+            "adapters that change layers, such as LoRA"
+        )
+    return model.get_base_model()
 
 
 def _forward_module(model: nn.Module) -> str:

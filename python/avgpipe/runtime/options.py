@@ -13,8 +13,15 @@ from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.compiled import Compiler
 from avgpipe.runtime.loss import is_mean_by_kind
 
-OptimizerFn = Callable[[Iterable[Any]], torch.optim.Optimizer]  # of parameters, or of pairs (name, parameter)
+# Of parameters, or of pairs (name, parameter).
+OptimizerFn = Callable[[Iterable[Any]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 SchedulerFn = Callable[[torch.optim.Optimizer], Any]
+
+
+_SHARED = (
+    *("link", "wire_dtype", "clip_grad_norm", "skip_nonfinite", "autocast", "loss_scale"),
+    *("accumulate", "ema_decay"),
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,7 @@ class TrainingOptions:
     Attributes:
         loss_weight: says what a micro-batch with these targets weighs.
         measures: whether one forward of each stage counts what it saves for its backward.
+        accumulate: how many batches of a loader make an update.
     """
 
     loss_fn: LossFn
@@ -40,11 +48,18 @@ class TrainingOptions:
     link: str = "auto"
     wire_dtype: torch.dtype | None = None
     measures: bool = False
+    accumulate: int = 1
+    ema_decay: float | None = None
 
     @property
     def needs_norm(self) -> bool:
         """Whether somebody asks for the norm of the gradients of all stages."""
-        return self.clip_grad_norm is not None or self.skip_nonfinite or self.loss_scale is not None
+        return self.clip_grad_norm is not None or self.skips
+
+    @property
+    def skips(self) -> bool:
+        """Whether updates are left out whose gradients are not finite."""
+        return self.skip_nonfinite or self.loss_scale is not None
 
     @property
     def may_be_no_mean(self) -> bool:
@@ -63,9 +78,8 @@ class TrainingOptions:
 
     def shared_text(self) -> tuple[str, str]:
         """Name the options that must be alike on all ranks, and write them down."""
-        names = ("link", "wire_dtype", "clip_grad_norm", "skip_nonfinite", "autocast", "loss_scale")
-        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-        return "link, wire_dtype, clip_grad_norm, skip_nonfinite, autocast or loss_scale", values
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in _SHARED)
+        return f"{', '.join(_SHARED[:-1])} or {_SHARED[-1]}", values
 
 
 _NAMED = ("named_params", "named_parameters")  # torch's names for pairs (name, parameter)

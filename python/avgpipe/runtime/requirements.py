@@ -19,6 +19,7 @@ from avgpipe.errors import nearest
 from avgpipe.links import NAMES as LINKS
 from avgpipe.links import refuse_elsewhere
 from avgpipe.plan import Plan
+from avgpipe.runtime.context import Carry
 from avgpipe.runtime.options import TrainingOptions
 
 _log = logging.getLogger("avgpipe")
@@ -91,6 +92,11 @@ def check_options(options: TrainingOptions) -> None:
     limit, scale = options.clip_grad_norm, options.loss_scale
     if limit is not None and not limit > 0:
         raise ValueError(f"clip_grad_norm must be positive, not {limit}")
+    if not (type(options.accumulate) is int and options.accumulate >= 1):
+        raise ValueError(f"accumulate must be a number of batches of at least 1, not {options.accumulate!r}")
+    decay = options.ema_decay
+    if decay is not None and (isinstance(decay, bool) or not 0 <= decay < 1):
+        raise ValueError(f"ema_decay must be None or from 0 to below 1, such as 0.999, not {decay!r}")
     if options.link not in LINKS:
         raise ValueError(f"unknown link {options.link!r}: {nearest(str(options.link), LINKS)}")
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
@@ -99,6 +105,15 @@ def check_options(options: TrainingOptions) -> None:
     if options.wire_dtype not in (None, torch.bfloat16, torch.float16):
         raise ValueError(
             f"wire_dtype must be None, torch.bfloat16 or torch.float16, not {options.wire_dtype}"
+        )
+
+
+def check_carries(options: TrainingOptions, layers: Sequence[nn.Module]) -> None:
+    """Refuse layers that carry values from one batch to the next where several batches are trained on as one."""
+    if options.accumulate > 1 and any(isinstance(m, Carry) for layer in layers for m in layer.modules()):
+        raise ValueError(
+            f"accumulate={options.accumulate} trains on several batches as one, and the model has a Carry, which goes "
+            "from each batch to the next: use accumulate=1 and larger batches"
         )
 
 
@@ -148,18 +163,47 @@ def warn_of_waits(options: TrainingOptions, plan: Plan, shares: bool) -> None:
         )
 
 
-def check_optimizer(made: Any) -> None:
-    """Refuse what no optimizer of a Pipeline can be. ``made``: what the caller's function returned."""
+def checked_optimizer(made: Any) -> torch.optim.Optimizer:
+    """Return ``made``, which the caller's function returned; refuse what no optimizer of a Pipeline can be."""
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer must return one torch.optim.Optimizer, not {_kind(made)}; where parameters need different "
-            "treatment give one optimizer parameter groups, or write a torch.optim.Optimizer that steps both"
+            "optimizer must return a torch.optim.Optimizer, or a list of them for different parameters, not "
+            f"{_kind(made)}"
         )
     if _required(made.step):
         raise TypeError(
             f"{type(made).__name__} evaluates the loss anew in each step (step needs a closure), which a pipeline "
             "cannot: use an optimizer whose step() does with the gradients that are there"
         )
+    return made
+
+
+def check_modes(made: Sequence[Any], *, alone: bool, corrected: bool, has_ema: bool) -> None:
+    """Refuse what schedule-free optimizers cannot have, which keep other weights for evaluation than for training.
+
+    Args:
+        made: those of them that a stage has.
+        alone: whether there is one pipeline, so that nothing else moves the weights.
+        corrected: whether the plan corrects late gradients.
+        has_ema: whether an average of the weights is kept.
+    """
+    if not made:
+        return
+    name = type(made[0]).__name__
+    for wrong, what, way_out in (
+        (not alone, "averaging would mix up with them what each pipeline trains on", "use pipelines=1"),
+        (
+            corrected,
+            "a correction of its steps would change one of the two alone",
+            "leave the plan's correction out",
+        ),
+        (has_ema, "it averages the weights itself", "leave ema_decay out"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{name} keeps other weights for evaluation than for training (its train() and eval() swap them), and "
+                f"{what}: {way_out}, or use an optimizer without such modes"
+            )
 
 
 def check_lr_scheduler(made: Any) -> None:

@@ -110,18 +110,21 @@ class Route:
 
     @cached_property
     def loss_receivers(self) -> list[int]:
-        """The replicas that learn the loss from this one by a message.
+        """The replicas of stages before that learn the loss from this one by a message: no gradient brings it."""
+        if self.replica != self.loss_source or not self.placement.is_replicated:
+            return []
+        return [n for k in range(self.stage) for n in self.placement.replicas_of(k, self.pipeline)]
 
-        Those of stages before whose gradients do not bring it, and one of each process that has no part in the batch.
-        """
-        placement, pipeline = self.placement, self.pipeline
+    @cached_property
+    def result_receivers(self) -> list[int]:
+        """One replica of each process that has no part in the batch, which learns from this one how it has ended."""
+        placement = self.placement
         if self.replica != self.loss_source:
             return []
-        before = range(self.stage) if placement.is_replicated else ()
-        return [n for k in before for n in placement.replicas_of(k, pipeline)] + [
+        return [
             placement.held_by(rank)[0]
             for rank in range(placement.ranks)
-            if not placement.has_part_in(rank, pipeline)
+            if not placement.has_part_in(rank, self.pipeline)
         ]
 
     @cached_property

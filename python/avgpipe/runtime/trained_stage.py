@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from avgpipe.elastic import (
     Arena,
     CorrectedSteps,
     ElasticAveraging,
+    MovingAverage,
     Reference,
     Version,
     Versions,
@@ -20,8 +22,9 @@ from avgpipe.elastic import (
 )
 from avgpipe.rules import Correction
 from avgpipe.runtime.loss import LossScale
-from avgpipe.runtime.options import OptimizerFn, SchedulerFn
-from avgpipe.runtime.requirements import check_lr_scheduler, check_optimizer
+from avgpipe.runtime.optimizers import Maker, schedule_of, with_modes
+from avgpipe.runtime.options import SchedulerFn
+from avgpipe.runtime.requirements import check_modes
 from avgpipe.runtime.stage import Stage
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -37,13 +40,14 @@ class TrainedStage:
         delay: how many updates these are late, but for the first ``warmup_rounds`` batches.
         loss_scale: of a last stage, where losses are scaled.
         hooks: by parameter, see :meth:`run_hooks`.
+        ema: an average of the weights over updates; None where there is none, or the reference keeps it.
     """
 
     def __init__(
         self,
         stage: Stage,
         pipeline: int,
-        optimizer: OptimizerFn,
+        optimizer: Maker,
         lr_scheduler: SchedulerFn | None,
         reference: Reference | None,
         arena: Arena,
@@ -53,18 +57,28 @@ class TrainedStage:
         warmup_rounds: int = 0,
         loss_scale: LossScale | None = None,
         hooks: Sequence[Sequence[Hook]] = (),
+        ema: MovingAverage | None = None,
     ) -> None:
         self.stage, self.pipeline, self._arena, self.loss_scale = stage, pipeline, arena, loss_scale
         self._hooks = [(p, of) for p, of in zip(arena.parameters, hooks) if of]
         self.versions: Versions | None = None
         self._corrected: CorrectedSteps | None = None
-        self._warmup_rounds = warmup_rounds
+        self._warmup_rounds, self._ema = warmup_rounds, ema
         self.optimizer: torch.optim.Optimizer | None = None
         self.elastic: ElasticAveraging | None = None
         self.lr_scheduler = None
+        self._modes: list[Any] = []  # optimizers that keep other weights for evaluation than for training
         if arena.parameters:
-            self.optimizer = optimizer(arena.parameters)
-            check_optimizer(self.optimizer)
+            inner = self.optimizer = optimizer(arena.parameters)
+            self._modes = with_modes(inner)
+            check_modes(
+                self._modes,
+                alone=reference is None,
+                corrected=correction is not None,
+                has_ema=ema is not None,
+            )
+            for one in self._modes:
+                one.train()
             if versioned:
                 refuse_hidden_weights(self.optimizer, arena)
                 predicts = correction is not None and correction.predicts
@@ -75,8 +89,7 @@ class TrainedStage:
                 self.elastic = ElasticAveraging(self.optimizer, reference, pipeline, parameters=arena.weights)
                 self.optimizer = self.elastic
             if lr_scheduler is not None:
-                self.lr_scheduler = lr_scheduler(self.optimizer)
-                check_lr_scheduler(self.lr_scheduler)
+                self.lr_scheduler = schedule_of(lr_scheduler, self.optimizer, inner)
 
     @property
     def arena(self) -> Arena:
@@ -84,6 +97,14 @@ class TrainedStage:
         if self.elastic is not None:
             self.elastic.complete()
         return self._arena
+
+    @property
+    def lr(self) -> Any:
+        """The learning rate of the first parameter group; None without an optimizer."""
+        if self.optimizer is None:
+            return None
+        lr = self.optimizer.param_groups[0].get("lr")
+        return lr.clone() if isinstance(lr, torch.Tensor) else lr  # a schedule would go on changing it
 
     @property
     def bytes(self) -> int:
@@ -181,6 +202,8 @@ class TrainedStage:
                 corrected = None if skips or batch < self._warmup_rounds else self._corrected
                 with corrected.correcting(before) if corrected is not None else nullcontext():
                     self.optimizer.step()
+        if self._ema is not None and not skips:
+            self._ema.update(arena.weights)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         if self.elastic is None:
@@ -196,10 +219,45 @@ class TrainedStage:
         }
 
     @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Have the weights inside that the optimizer has for evaluation, where these are others."""
+        if not self._modes:
+            yield
+            return
+        # There and back again is not the same in every bit, and an evaluation leaves training as it was.
+        kept = [flat.clone() for flat in self._arena.weights]
+        for one in self._modes:
+            one.eval()
+        try:
+            yield
+        finally:
+            for one in self._modes:
+                one.train()
+            for flat, value in zip(self._arena.weights, kept):
+                flat.copy_(value)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the optimizer's state has weights in it by now, as that of a schedule-free one."""
+        return self.has_modes and self.optimizer is not None and any(self.optimizer.state.values())
+
+    def replaced(self) -> None:
+        """Go on with weights that were replaced; no batch is in flight."""
+        if self.versions is not None:
+            self.versions.restore({})
+        if self.elastic is not None:
+            self.elastic.replaced()
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether evaluation has other weights than training."""
+        return bool(self._modes)
+
+    @contextmanager
     def inference(
-        self, reference: Reference | None, buffers: Mapping[str, torch.Tensor] | None = None
+        self, weights: Sequence[torch.Tensor] | None, buffers: Mapping[str, torch.Tensor] | None = None
     ) -> Iterator[None]:
-        """Be in evaluation mode inside, on the reference's weights (None: its own), with carried state set aside.
+        """Be in evaluation mode inside, on the flat ``weights`` (None: its own), with carried state set aside.
 
         ``buffers`` stand in for its own of these names.
         """
@@ -207,12 +265,12 @@ class TrainedStage:
         kept = [c.values for c in carries]
         training = self.stage.training
         arena = self.arena
-        weights = arena.reading(reference.parameters) if reference else nullcontext()
+        shown = self.evaluated() if weights is None else arena.reading(weights)
         try:
             for c in carries:
                 c.values = {}
             self.stage.eval()
-            with weights, self._reading(buffers or {}), torch.no_grad():
+            with shown, self._reading(buffers or {}), torch.no_grad():
                 yield
         finally:
             self.stage.train(training)

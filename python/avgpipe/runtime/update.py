@@ -7,8 +7,10 @@ message. Within a process all of it does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from avgpipe.runtime.compute import BatchState, Port, Step
 from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.outcome import Metrics
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
 
@@ -47,9 +50,11 @@ class Update:
     ) -> None:
         self._trained, self._route, self._shared, self._port = trained, route, shared, port
         self._group_sum, self._notice = group_sum, notice
-        self._limit, self._on_cpu = options.clip_grad_norm, not has_streams(trained.stage.device)
+        limit = options.clip_grad_norm
+        self._limit = None if limit == math.inf else limit  # which asks for the norm alone
+        self._on_cpu = not has_streams(trained.stage.device)
         # Gradients with infinities or NaN, on whichever stage, are dropped; and all traces of their batch.
-        self._skips = options.skip_nonfinite or options.loss_scale is not None
+        self._skips = options.skips
         self._forgets = options.skip_nonfinite
         self.skipped = 0  # updates
         # Parameters whose gradient norm another, earlier stage counts.
@@ -76,7 +81,7 @@ class Update:
         elif kind is StepKind.ADD_NORM:
             self._add_norm(state, step)
         else:
-            state.outcome = self._port.take(step.needs[0])
+            state.learn(self._port.take(step.needs[0]))
 
     def _scale(self, state: BatchState) -> None:
         """Multiply the gradients with what was not known before all backwards, if there is such a thing.
@@ -113,6 +118,8 @@ class Update:
         ordered = [part for _, part in sorted(parts.items())]  # all replicas add up alike
         losses = [part["loss"] for part in ordered if part["loss"] is not None]
         if losses:
+            told = [Metrics(*part["metrics"]) for part in ordered if "metrics" in part]
+            state.metrics = reduce(Metrics.plus, told) if told else None
             state.set_outcome(torch.stack(losses).sum(0))
         for n, p in enumerate(self._trained.arena.parameters):
             if not any(part["has_grad"][n] for part in ordered):
@@ -124,7 +131,8 @@ class Update:
 
     def _part(self, state: BatchState) -> dict[str, Any]:
         grads = [p.grad for p in self._trained.arena.parameters]
-        return {"loss": state.part, "has_grad": [g is not None for g in grads], "grads": grads}
+        part = {"loss": state.part, "has_grad": [g is not None for g in grads], "grads": grads}
+        return part if state.metrics is None else {**part, "metrics": tuple(state.metrics)}
 
     # ---- parameters that stages share ----------------------------------------------------------------------------
 
@@ -201,6 +209,7 @@ class Update:
             self._trained.scale_grads((self._limit / (norm + 1e-6)).clamp(max=1.0))
         self.skipped += skips
         self._port.sent_at = None  # the norm is passed on before the step, which is no sending
+        state.lr = self._trained.lr
         self._trained.step(step.batch, needed, skips, self._forgets)
         state.updated = True
         for _, replica in self._route.remote:

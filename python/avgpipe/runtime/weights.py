@@ -3,40 +3,51 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from avgpipe.elastic import Layout
-from avgpipe.runtime.model import Model
+from avgpipe.runtime.model import Entry, Model
 from avgpipe.runtime.worker import Worker
 
 
 def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, torch.Tensor]:
     """Copy all under the unsplit model's names, in its order, on every rank. Buffers of the reference are averages."""
     found: dict[str, torch.Tensor] = {}
-    placement = worker.placement
-    pipelines = range(placement.pipelines) if which == "reference" else [int(which)]
-    for k, entries in enumerate(model.entries):
-        replica = placement.replicas_of(k, pipelines[0])[0]
-        layout = Layout(model.shapes[k], worker.device)
-        flats = worker.weights(replica, which) if replica in worker.held else layout.zeros().flats
-        source = placement.rank_of(replica)
-        views = layout.tensors([worker.world.broadcast(flat, source) for flat in flats])
-        states = [_broadcast_state(worker, k, i) for i in pipelines]
-        for entry in entries:
-            if entry.arena is not None:
-                tensor = views[entry.arena].detach().clone()
-            else:
-                tensor = average([state[entry.local] for state in states])
-            found.update(dict.fromkeys(entry.names, tensor))
+    pipeline = which if isinstance(which, int) else 0
+    for k in range(model.stages):
+        replica = worker.placement.replicas_of(k, pipeline)[0]
+        with worker.trained[replica, pipeline].evaluated() if replica in worker.held else nullcontext():
+            found |= _gather_stage(model, worker, which, k, replica)
     state: Any = OrderedDict(
         (name, found[name] if name in found else model.unused[name].clone()) for name in model.names
     )
     state._metadata = model.versions  # some modules refuse to load what does not say of which version it is
     return state  # type: ignore[no-any-return]
+
+
+def _gather_stage(
+    model: Model, worker: Worker, which: str | int, k: int, replica: int
+) -> dict[str, torch.Tensor]:
+    """Copy all of a stage, whose flat weights ``replica`` has."""
+    placement = worker.placement
+    layout, source = Layout(model.shapes[k], worker.device), placement.rank_of(replica)
+    flats = worker.weights(replica, which) if replica in worker.held else layout.zeros().flats
+    views = layout.tensors([worker.world.broadcast(flat, source) for flat in flats])
+    pipelines = [which] if isinstance(which, int) else range(placement.pipelines)
+    states = [_broadcast_state(worker, k, i) for i in pipelines]
+    found: dict[str, torch.Tensor] = {}
+    for entry in model.entries[k]:
+        if entry.arena is not None:
+            tensor = views[entry.arena].detach().clone()
+        else:
+            tensor = average([state[entry.local] for state in states])
+        found.update(dict.fromkeys(entry.names, tensor))
+    return found
 
 
 def _broadcast_state(worker: Worker, k: int, pipeline: int) -> dict[str, torch.Tensor]:
@@ -92,6 +103,80 @@ def average_buffers(worker: Worker, k: int) -> dict[str, torch.Tensor]:
         states = [worker.trained[replica, i].buffers() for i in range(placement.pipelines)]
     floating = [name for name, buffer in own.items() if buffer.is_floating_point()]
     return {name: average([buffers[name] for buffers in states]) for name in floating}
+
+
+_DIFFERENCES = "missing", "unexpected"
+_EXTRA = "_extra_state"  # what modules tell beside tensors, which no stage dict has
+
+
+class LoadedKeys(NamedTuple):
+    """The names in which a loaded state dict differs from the model's; of the names of torch's own."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@torch.no_grad()
+def load_state(model: Model, worker: Worker, state: Mapping[str, torch.Tensor], strict: bool) -> LoadedKeys:
+    """Set weights and buffers of all pipelines and the reference; no batch is in flight. Every rank calls this.
+
+    ValueError, on every rank and before anything has changed, for what does not fit.
+    """
+    keys = LoadedKeys(
+        [name for name in model.names if name not in state],
+        [name for name in state if name not in model.names and not name.endswith(_EXTRA)],
+    )
+    entries = {k: _found_in(state, model.entries[k]) for k in map(worker.placement.stage_of, worker.held)}
+    problems = [f"{what}: {', '.join(names)}" for what, names in zip(_DIFFERENCES, keys) if strict and names]
+    problems += [
+        f"{name} has shape {tuple(state[name].shape)} and not {tuple(entry.shape)}"
+        for found in entries.values()
+        for name, entry in found
+        if state[name].shape != entry.shape
+    ]
+    if any(trained.keeps_weights for trained in worker.trained.values()):
+        problems.append(
+            "the optimizer keeps weights in its state, which would not fit others: load them into the model before the "
+            "Pipeline is made"
+        )
+    everywhere = dict.fromkeys(problem for of_one in worker.world.gather(problems) for problem in of_one)
+    if everywhere:
+        raise ValueError(f"the state dict does not load into the model: {'; '.join(everywhere)}")
+    _set_values(model, worker, state, entries)
+    return keys
+
+
+def _found_in(state: Mapping[str, torch.Tensor], entries: Sequence[Entry]) -> list[tuple[str, Entry]]:
+    """Return the entries of a stage that are there, with the name to read each by: as in torch, a tied one's last."""
+    named = ((next((n for n in reversed(e.names) if n in state), None), e) for e in entries)
+    return [(name, entry) for name, entry in named if name is not None]
+
+
+def _set_values(
+    model: Model,
+    worker: Worker,
+    state: Mapping[str, torch.Tensor],
+    entries: Mapping[int, list[tuple[str, Entry]]],
+) -> None:
+    for trained in worker.trained.values():
+        _ = trained.arena  # does the steps that wait for a round's others
+    for (replica, _), trained in worker.trained.items():
+        layout, buffers = trained.arena.layout, trained.stage.layers.state_dict(keep_vars=True)
+        reference = worker.references[replica]
+        sets = [trained.arena.weights, *([reference.parameters] if reference is not None else [])]
+        places = [layout.tensors(flats) for flats in sets]
+        for name, entry in entries[worker.placement.stage_of(replica)]:
+            value = state[name]
+            number = entry.arena
+            targets = [buffers[entry.local].data] if number is None else [place[number] for place in places]
+            for target in targets:
+                target.copy_(value)
+        trained.replaced()
+    for replica, ema in worker.emas.items():
+        ema.restart(worker.weights(replica, "reference"))
+    for name, own in model.unused.items():
+        if name in state:
+            own.copy_(state[name])
 
 
 def find_parameters(model: Model, names: Sequence[str]) -> list[list[int]]:

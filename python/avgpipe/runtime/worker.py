@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe.device import LaneStream, ReadyOnEvent, current_stream, streams_of
-from avgpipe.elastic import Arena, Reference
+from avgpipe.elastic import Arena, MovingAverage, Reference
 from avgpipe.errors import PipelineError
 from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
@@ -25,7 +25,8 @@ from avgpipe.runtime.initial import InitialWeights
 from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import LossScale, NonfiniteNotice
 from avgpipe.runtime.model import Model, stage_layers, trainable_parameters
-from avgpipe.runtime.options import OptimizerFn, TrainingOptions, with_names
+from avgpipe.runtime.optimizers import Maker, maker_of
+from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
@@ -40,8 +41,10 @@ class Worker:
 
     Attributes:
         held: the numbers of its stage replicas.
+        evaluated: batches that passed in evaluations so far.
         trained: by replica and pipeline.
         references: by replica; None where a lone pipeline has nobody to agree with.
+        emas: by replica, the average of its reference's weights, or a lone pipeline's; empty without ``ema_decay``.
         lanes: by replica and pipeline.
         rows: one for each pipeline on each worker of the plan that this process is.
     """
@@ -61,6 +64,7 @@ class Worker:
         self.world, self.device, self.placement, self.model = world, device, placement, model
         self.held = placement.held_by(world.rank)
         self.failure: Exception | None = None
+        self.evaluated = 0
         self._closed = False
         self._plan, self._options, self._seed, self._initial = plan, options, seed, initial
         into = [self._channels_into(rank) for rank in range(world.size)]
@@ -71,6 +75,7 @@ class Worker:
         self.notice = NonfiniteNotice(world, placement, not options.skip_nonfinite)
         self.trained: dict[tuple[int, int], TrainedStage] = {}
         self.references: dict[int, Reference | None] = {}
+        self.emas: dict[int, MovingAverage] = {}
         self.lanes: dict[tuple[int, int], Lane] = {}
         self._group_sums: list[GroupSum] = []
         groups = self._replica_groups()
@@ -156,9 +161,13 @@ class Worker:
         arenas = [Arena(trainable_parameters(stage)) for stage in stages]
         given = trainable_parameters(nn.ModuleList(own))
         hooks = [list((p._backward_hooks or {}).values()) for p in given]
-        same = self.references.get(placement.replicas_of(k)[r])  # of dedicated pipelines that are all here
-        optimizer = with_names(options.optimizer, self.model.trainable[k])
-        self.references[replica] = same or self._reference(arenas[0], pipelines, optimizer)
+        first_here = placement.replicas_of(k)[r]
+        same = self.references.get(first_here)  # of dedicated pipelines that are all here
+        ema = self.emas.get(first_here)
+        if options.ema_decay is not None:
+            ema = self.emas[replica] = ema or MovingAverage(arenas[0].weights, options.ema_decay)
+        optimizer = maker_of(options.optimizer, self.model.trainable[k])
+        self.references[replica] = same or self._reference(arenas[0], pipelines, optimizer, ema)
         for i, stage, arena in zip(pipelines, stages, arenas):
             self.trained[replica, i] = TrainedStage(
                 stage,
@@ -173,6 +182,7 @@ class Worker:
                 warmup_rounds=plan.warmup_rounds,
                 loss_scale=self._loss_scale() if k == self.model.stages - 1 else None,
                 hooks=hooks,
+                ema=ema if self.references[replica] is None else None,
             )
 
     def _loss_scale(self) -> LossScale | None:
@@ -181,7 +191,9 @@ class Worker:
             return None
         return LossScale(None if scale == "dynamic" else float(scale), self._plan.weights != "flush")
 
-    def _reference(self, arena: Arena, here: Sequence[int], optimizer: OptimizerFn) -> Reference | None:
+    def _reference(
+        self, arena: Arena, here: Sequence[int], optimizer: Maker, ema: MovingAverage | None
+    ) -> Reference | None:
         """Make the reference of a stage replica that the pipelines ``here`` train."""
         plan = self._plan
         if plan.pipelines == 1 or not arena.parameters:
@@ -201,6 +213,7 @@ class Worker:
             warmup_rounds=plan.warmup_rounds,
             outer=steps if RULES[rule].tries else None,
             remote=() if self.placement.ranks == 1 else set(range(plan.pipelines)) - set(here),
+            ema=ema,
         )
 
     def _lane(self, route: Route, groups: dict[tuple[int, int], dist.ProcessGroup]) -> Lane:
@@ -266,16 +279,18 @@ class Worker:
 
     # ---- running -------------------------------------------------------------------------------------------------
 
-    def copy_ahead(self, inputs: Any, targets: Any) -> ReadyOnEvent | None:
-        """Begin to copy what this worker's stages need of a batch to their device; None on the CPU."""
+    def copy_ahead(self, batches: Sequence[tuple[Any, Any]]) -> ReadyOnEvent | None:
+        """Begin to copy what this worker's stages need of (inputs, targets) to their device; None on the CPU."""
         if self.streams is None:
             return None
         stages = {self.placement.stage_of(n) for n in self.held}
         first, last = 0 in stages, self.placement.stages - 1 in stages
-        return self.streams.copies.start((inputs if first else None, targets if last else None))
+        return self.streams.copies.start([(x if first else None, y if last else None) for x, y in batches])
 
     def weights(self, replica: int, which: str | int) -> Sequence[torch.Tensor]:
-        """Return the flat weights of a stage replica: the reference's, or a pipeline's."""
+        """Return the flat weights of a stage replica: the reference's, their average "ema", or a pipeline's."""
+        if which == "ema":
+            return self.emas[replica].weights
         reference = self.references[replica]
         if which == "reference" and reference is not None:
             return reference.parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -119,7 +119,7 @@ class Workload:
             depend on the seed alone. Or a model that the runtime splits into such layers itself.
         loss_fn: ``(output, targets)`` to a scalar, the mean over samples or over what ``loss_weight`` counts.
         optimizer: makes the optimizer of some parameters, or of pairs (name, parameter) where its argument is called
-            ``named_params``; its learning rate fits the number of pipelines.
+            ``named_params``, or several in a list; its learning rate fits the number of pipelines.
         lr_scheduler: makes the scheduler of one of these optimizers, to step once after each of its steps; or None.
         clip_grad_norm: the largest norm of all gradients together, or None.
         train_batches: ``(epoch, start=0)`` to the batches of an epoch (from 0) from batch ``start`` on; where pipelines
@@ -143,7 +143,7 @@ class Workload:
     preset: str
     layers: list[nn.Module] | nn.Module
     loss_fn: Callable[[Any, Any], torch.Tensor]
-    optimizer: Callable[..., torch.optim.Optimizer]
+    optimizer: Callable[..., torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
     lr_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None
     clip_grad_norm: float | None
     train_batches: Callable[..., BatchLoader]
