@@ -22,7 +22,7 @@ _COUNTS = {
     r"(\w+_)?vocab_size(_per_layer_input)?": _WORDS,
     r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|zero_expert_num": 4,
     r"(num_)?experts_per_tok(en)?|moe_(top)?k|top_k_experts": 2,
-    r"n_group|topk_group|num_expert_group|o_groups": 1,
+    r"n_groups?|topk_group|num_expert_group|o_groups": 1,
     r"sliding_window(_size)?|attention_chunk_size|attention_window": 4,  # so that they act on a few words
     r"max_source_positions": 24,
 }
@@ -36,8 +36,7 @@ _KEY_HEADS = r"(\w+_)?(key_value|kv)_heads"
 _SPECIAL_WORDS = r"\w*(_token|_token_id|_token_index|_bos_id|_eos_id)s?"
 _DEPTHS = r"(num_|n_)?((hidden|encoder|decoder)_)?layers?|num_decoder_layers"
 _SOME_LAYERS = (  # so many of all, or the number of one
-    r"num_kv_shared_layers|num_dense_layers|first_k_dense_replace|max_window_layers|num_layers_per_stack"
-    r"|moe_layer_end_index"
+    r"num_kv_shared_layers|num_dense_layers|first_k_dense_replace|max_window_layers|moe_layer_end_index"
 )
 
 
