@@ -51,6 +51,7 @@ FAMILIES = {  # by class, the settings that make it tiny
     "ElectraForPreTraining": {**_SIZES, **_TEXT, "embedding_size": 16},
     "ModernBertForMaskedLM": {**_SIZES, **_TEXT, "cls_token_id": 1, "sep_token_id": 2},
     "DebertaV2ForMaskedLM": {**_SIZES, **_TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "MPNetForMaskedLM": {**_SIZES, **_TEXT},
     "MambaForCausalLM": {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, **_TEXT},
     "ViTForImageClassification": {**_SIZES, "image_size": 16, "patch_size": 8, "num_labels": 5},
     "WhisperForConditionalGeneration": {

@@ -189,6 +189,45 @@ def test_something_of_the_first_block_may_go_on_to_all_others():
     assert "2.1.0" in takes[3]  # the third block is given it once more
 
 
+def test_what_is_made_at_the_beginning_for_later_blocks_goes_to_them():
+    class Prepared(Looped):
+        def __init__(self):
+            super().__init__()
+            self.of_each = nn.Embedding(10, 3)
+
+        def forward(self, ids, mask=None):
+            x, shifts = self.words(ids), self.of_each(ids)
+            for n, block in enumerate(self.blocks):
+                x = block(x, shift=shifts[..., n : n + 1] if n != 1 else 0.0)
+            return self.head(x)
+
+    for bounds in CUTS:
+        chain = split(Prepared, bounds)
+    # The third block's shift passes the second; the first block's own is given to no other one.
+    assert [piece.values.takes[:-1] for piece in chain] == [
+        (),
+        ("1.0.0", "1.shift.0", "3.shift.0"),
+        ("2.0.0", "3.shift.0"),
+        ("3.0.0", "3.shift.0"),
+        ("4.returned.0",),
+    ]
+    assert [len(list(piece.parameters())) for piece in chain] == [2, 2, 2, 2, 1]
+
+
+def test_a_model_may_write_to_what_its_modules_return():
+    class Writes(Looped):
+        def forward(self, ids, mask=None):
+            x, hidden = self.words(ids), self.words(ids.flip(0))
+            x *= 2
+            for block in self.blocks:
+                x = block(x, shift=hidden)
+            x[..., 0] += 1
+            return self.head(x)
+
+    for bounds in CUTS:
+        split(Writes, bounds)
+
+
 def test_two_stacks_one_after_the_other():
     class Both(Looped):
         def __init__(self):
@@ -248,6 +287,31 @@ def test_what_skips_blocks_without_their_knowledge_is_refused():
     chain.prove([0, 5])
     with pytest.raises(ValueError, match=r"Skips is not the same when it is cut at blocks\.1: .* differs by"):
         chain.prove([0, 2, 5])
+
+
+def test_a_model_whose_stages_fail_is_refused():
+    class Kept(dict):
+        """What a block leaves for others, where nobody sees it."""
+
+    class Shares(Block):
+        def forward(self, x, kept, is_first):
+            if is_first:
+                kept["first"] = x
+            return super().forward(x) + kept["first"]
+
+    class Model(Looped):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Shares() for _ in range(3))
+
+        def forward(self, ids, mask=None):
+            x, kept = self.words(ids), Kept()
+            for n, block in enumerate(self.blocks):
+                x = block(x, kept, n == 0)
+            return self.head(x)
+
+    with pytest.raises(ValueError, match=r"Model does not run when it is cut at blocks\.1: 'first'"):
+        made(Model).prove([0, 2, 5])
 
 
 def test_wrong_gradients_alone_are_refused_too():

@@ -54,7 +54,7 @@ def call_of(model: nn.Module) -> Call:
         trials=[_trial(whole, named, *sizes, seed=n) for n, sizes in enumerate(_TRIALS)],
         main=str(whole.main_input_name),
         accepts=frozenset(named | more),
-        is_block=is_block,
+        is_block=_finder(whole),
         fixed={"use_cache": False} if caches else {},
         fill=dict.fromkeys(("input_ids", "decoder_input_ids"), word),
         output=output_of,
@@ -64,6 +64,15 @@ def call_of(model: nn.Module) -> Call:
 def is_block(module: nn.Module) -> bool:
     """Whether a module is what the library calls a layer, and can recompute by itself."""
     return isinstance(module, _layers.GradientCheckpointingLayer)
+
+
+def _finder(model: nn.Module) -> Callable[[nn.Module], bool]:
+    """Return what tells blocks: where the library calls nothing a layer, the members of lists are meant."""
+    if any(map(is_block, model.modules())):
+        return is_block
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1)
+    members = {id(member) for members in lists for member in members}
+    return lambda module: id(module) in members
 
 
 def output_of(returned: Any) -> Any:

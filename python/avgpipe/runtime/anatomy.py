@@ -32,8 +32,10 @@ class Anatomy:
         observed: what one run of it has shown.
         takes: by unit, what its block is called with that earlier units must give, each with the name of its value.
             A value that was there before has the name that it got first.
+        early: those of them that unit 0 makes, although the first block is not given them.
         returns: by leaf of what the last block returns, the values that the last unit needs.
         collected: by the number of a block, what of its inside the last unit needs.
+        writes: whether its forward writes to what modules outside of blocks return.
         looks_at: by unit, the inputs whose values it needs; of others it needs no more than shape and dtype.
     """
 
@@ -41,8 +43,10 @@ class Anatomy:
     call: Call
     observed: Observed
     takes: Sequence[Mapping[Slot, str]] = ()
+    early: frozenset[str] = frozenset()
     returns: Mapping[int, str] = field(default_factory=dict)
     collected: Mapping[int, Sequence[Collected]] = field(default_factory=dict)
+    writes: bool = False
     looks_at: Sequence[frozenset[str]] = ()
 
     @cached_property
@@ -66,7 +70,7 @@ class Anatomy:
                 add(one.value, number + 2, self.units - 1)
         for unit, taken in enumerate(self.takes):
             for value in taken.values():
-                add(value, unit, unit)
+                add(value, 1 if value in self.early else unit, unit)
         for value in self.returns.values():
             add(value, self.units - 1, self.units - 1)
         return lives
@@ -74,6 +78,12 @@ class Anatomy:
     def alive(self, unit: int) -> tuple[str, ...]:
         """Return the values that cross the boundary before a unit."""
         return tuple(value for value, (first, last) in self._lives.items() if first <= unit <= last)
+
+    def early_until(self) -> int:
+        """Return the last unit that is given an early value; 0 if there is none."""
+        return max(
+            (n for n, taken in enumerate(self.takes) if not self.early.isdisjoint(taken.values())), default=0
+        )
 
     def used(self, begin: int, end: int) -> set[str]:
         """Return the values that the units from ``begin`` on, before ``end``, compute with."""

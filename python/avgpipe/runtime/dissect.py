@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -27,15 +28,20 @@ def anatomy_of(model: nn.Module, call: Call) -> Anatomy:
     """
     anatomy = Anatomy(model, call, observe(model, call))
     with evaluating(model), torch.no_grad():
-        seen = _made_up(anatomy, call.trials[0])
+        try:
+            seen = _made_up(anatomy, call.trials[0])
+        except RuntimeError:  # as torch's of a tensor whose elements share their memory
+            anatomy = replace(anatomy, writes=True)
+            seen = _made_up(anatomy, call.trials[0])
         anatomy = _with_values(anatomy, seen)
+        anatomy = replace(anatomy, early=_early(anatomy))
         anatomy = replace(anatomy, returns=_needed_returns(anatomy))
         return replace(anatomy, looks_at=_looked_at(anatomy, seen))
 
 
 def _made_up(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Seen:
     """Run a shell in which nothing has weights; what depends on any becomes NaN."""
-    exchange = Exchange()
+    exchange = Exchange(anatomy.writes)
     exchange.filling, exchange.seen = math.nan, Seen()
     shell = Shells(anatomy).shell(anatomy.units, anatomy.units, exchange)
     try:
@@ -73,6 +79,31 @@ def _with_values(anatomy: Anatomy, seen: Seen) -> Anatomy:
     return replace(anatomy, takes=takes, returns=returns, collected=_collected(anatomy.model, observed))
 
 
+def _early(anatomy: Anatomy) -> frozenset[str]:
+    """Find the values that are lost where unit 0 makes nothing, though all that earlier blocks are given is right."""
+    calls, exchange = list(anatomy.observed.calls.values()), Exchange(anatomy.writes)
+    exchange.filling, exchange.seen = math.nan, Seen()
+    places = [
+        (number, slot, value)
+        for number, taken in enumerate(anatomy.takes[1:-1])
+        for slot, value in taken.items()
+    ]
+    exchange.arrived = {value: calls[number].slots[slot] for number, slot, value in places}
+    shell = Shells(anatomy).shell(1, anatomy.units, exchange)
+    # A head that misses something is no matter here: the blocks have been called.
+    with suppress(Exception):
+        shell(**anatomy.call.trials[0], **anatomy.call.fixed)
+    blocks = exchange.seen.blocks
+    lost = {
+        value
+        for number, slot, value in places
+        if slot in blocks.get(number, {})
+        and blocks[number][slot].isnan().any()
+        and not calls[number].slots[slot].isnan().any()
+    }
+    return frozenset(lost.difference(anatomy.takes[1].values()))
+
+
 def _collected(model: nn.Module, observed: Observed) -> dict[int, list[Collected]]:
     """Find what the model returns of the inside of blocks: by hooks, as they return it to no one."""
     returned = {id(leaf) for call in observed.calls.values() for leaf in tree_leaves(call.returned)}
@@ -108,7 +139,7 @@ def _needed_returns(anatomy: Anatomy) -> dict[int, str]:
 
 def _head(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Any:
     """Return the model's output, by a shell of the last unit alone."""
-    exchange = Exchange()
+    exchange = Exchange(anatomy.writes)
     exchange.filling = math.nan
     shell = Shells(anatomy).shell(anatomy.units - 1, anatomy.units, exchange)
     calls = list(anatomy.observed.calls.values())

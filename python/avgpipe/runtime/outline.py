@@ -30,12 +30,16 @@ class Reached(BaseException):  # not an Exception, which a model's forward may c
 class Exchange:
     """What a stage has been given for the forward that runs, and what the next one gets. By the names of values.
 
+    Args:
+        whole: whether made-up tensors get memory of their own, for a forward that writes to them.
+
     Attributes:
         filling: the number that made-up tensors are filled with.
-        seen: where it is asked for, what the outlines were called with.
+        seen: where it is asked for, what blocks and outlines were called with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, whole: bool = False) -> None:
+        self.whole = whole
         self.arrived: dict[str, torch.Tensor] = {}
         self.taken: dict[str, torch.Tensor] = {}
         self.filling = 0.0
@@ -43,7 +47,7 @@ class Exchange:
 
 
 class Seen:
-    """What outlines were called with: the slots of each block, and by unit the arguments of everything else."""
+    """What a forward has called: the slots of each block, and by unit the arguments of outlines of all else."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, Slots] = {}
@@ -96,8 +100,10 @@ class Outline(nn.Module):
 def made_up(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange
 ) -> torch.Tensor:
-    """Return a tensor that has one element's memory, whatever its shape."""
+    """Return a tensor that has one element's memory, whatever its shape, where the model's forward allows that."""
     number = exchange.filling if dtype.is_floating_point else 0
+    if exchange.whole:
+        return torch.full(shape, number, dtype=dtype, device=device)
     return torch.full((), number, dtype=dtype, device=device).expand(shape)
 
 
@@ -176,21 +182,34 @@ def _like(leaf: Any, slots: Slots) -> Any:
     return torch.empty_like(leaf, device="meta")
 
 
-class LaterBlock(Outline):
-    """Stands for a block of a later stage.
+class LaterBlock(EarlierBlock):
+    """Stands for a block of a later stage: takes what it is called with, and ends the forward.
 
-    The first block of the next stage, which ``takes`` something, takes what it is called with, and ends the forward. No
-    other one is ever called.
+    Where the first stage makes something for one that comes later, the forward goes on as far as that.
+
+    Args:
+        takes: what the next stage is given of what it is called with.
+        ends: whether the forward has nothing else to give.
     """
 
-    def __init__(self, shape: nn.Module, exchange: Exchange, takes: Mapping[Slot, str]) -> None:
-        super().__init__(shape, exchange)
-        self._takes = takes
+    def __init__(
+        self,
+        shape: nn.Module,
+        exchange: Exchange,
+        number: int,
+        call: BlockCall,
+        takes: Mapping[Slot, str],
+        ends: bool,
+    ) -> None:
+        super().__init__(shape, exchange, number, call, {}, ())
+        self._takes, self._ends = takes, ends
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         slots = slots_of(args, kwargs)
         self._exchange.taken |= {value: slots[slot] for slot, value in self._takes.items()}
-        raise Reached
+        if self._ends:
+            raise Reached
+        return super().forward(*args, **kwargs)
 
 
 class OwnBlock(nn.Module):
@@ -226,6 +245,8 @@ class OwnBlock(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         exchange = self._exchange
+        if exchange.seen is not None:
+            exchange.seen.blocks[self._unit - 1] = slots_of(args, kwargs)
         given = {
             slot: exchange.arrived[value] for slot, value in self._takes.items() if value in exchange.arrived
         }

@@ -11,6 +11,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
+from avgpipe.errors import reason
 from avgpipe.interop.call import Call
 from avgpipe.runtime.anatomy import Anatomy
 from avgpipe.runtime.blocks import evaluating
@@ -36,7 +37,7 @@ class Piece(nn.Module):
 
     def __init__(self, anatomy: Anatomy, shells: Shells, begin: int, end: int) -> None:
         super().__init__()
-        self._exchange = Exchange()
+        self._exchange = Exchange(anatomy.writes)
         self.shell = shells.shell(begin, end, self._exchange)
         call = anatomy.call
         self._main, self._accepts, self._fixed, self._fill = call.main, call.accepts, call.fixed, call.fill
@@ -160,14 +161,18 @@ class BlockChain(Sequence[nn.Module]):
         """
         shells, model = Shells(self._sample), self._sample.model
         pieces = [Piece(self._sample, shells, begin, end) for begin, end in pairwise(bounds)]
+        where = f"when it is cut at {', '.join(piece.calls for piece in pieces[1:])}"
         with evaluating(model):
             for inputs in self._sample.call.trials:
-                found = difference(model, partial(self._whole, inputs), partial(_run, pieces, dict(inputs)))
-                if found is not None:
+                stages = partial(_run, pieces, dict(inputs))
+                try:
+                    found = difference(model, partial(self._whole, inputs), stages)
+                except Exception as error:
                     raise ValueError(
-                        f"{type(model).__name__} is not the same when it is cut at "
-                        f"{', '.join(piece.calls for piece in pieces[1:])}: {found}"
-                    )
+                        f"{type(model).__name__} does not run {where}: {reason(error)}"
+                    ) from error
+                if found is not None:
+                    raise ValueError(f"{type(model).__name__} is not the same {where}: {found}")
 
     def _whole(self, inputs: Mapping[str, Any]) -> Any:
         call = self._sample.call

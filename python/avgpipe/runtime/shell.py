@@ -80,13 +80,16 @@ class _Shell:
                 anatomy.returns if ends else None,
                 anatomy.collected.get(number, ()),
             )
-        shape = self._shape(block)
+        shape, call = self._shape(block), anatomy.observed.calls[anatomy.blocks[number]]
         if unit < self._units.start:
-            call = anatomy.observed.calls[anatomy.blocks[number]]
             arriving = anatomy.returns if is_last else {}
             found = anatomy.collected.get(number, ())
             return EarlierBlock(shape, self._exchange, number, call, arriving, found)
-        return LaterBlock(shape, self._exchange, anatomy.takes[unit] if unit == self._units.stop else {})
+        until = max(self._units.stop, anatomy.early_until()) if self._units.start == 0 else self._units.stop
+        takes = anatomy.takes[unit]
+        if unit > self._units.stop:
+            takes = {slot: value for slot, value in takes.items() if value in anatomy.early}
+        return LaterBlock(shape, self._exchange, number, call, takes, unit >= until)
 
     def _shape(self, module: nn.Module) -> nn.Module:
         if id(module) not in self._shapes:
