@@ -28,7 +28,7 @@ SETTINGS: Mapping[
     str, Mapping[str, Any]
 ] = {  # without which a family's default configuration makes no model that runs
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", *["sparse"] * 11], **_EXPERTS},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", *["sparse"] * 31], **_EXPERTS},
     "deepseek_v2": _EXPERTS,
     "diffusion_gemma_text": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 1024},
     "dots1": _EXPERTS,

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from avgpipe.interop.shrink import shrunk
 from avgpipe.interop.transformers import output_of
 from avgpipe.runtime.model import layers_of
 from tests.interop.families import FAMILIES, batch, tiny
@@ -65,6 +66,17 @@ def test_stages_train_as_the_model_itself_does(name):
     expected = trained(model)
     assert_equal(model, expected, stages=2, micro_batches=2)
     assert_equal(model, expected, stages=3, micro_batches=3, recompute="always")
+
+
+@pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "Gemma4ForCausalLM"])
+def test_what_later_blocks_share_comes_to_their_stage(name):
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        pytest.skip(f"this release of transformers has no {name}")
+    default = kind.config_class()
+    torch.manual_seed(0)
+    model = kind(shrunk(getattr(default, "text_config", None) or default, layers=4)).double()
+    assert_equal(model, trained(model, 2), stages=2, micro_batches=2)
 
 
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])

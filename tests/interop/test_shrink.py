@@ -101,7 +101,11 @@ def test_special_words_are_in_the_vocabulary_each_with_its_own_number():
 def test_what_is_as_wide_as_the_model_stays_so():
     small = shrunk(transformers.OPTConfig(hidden_size=768, word_embed_proj_dim=768))
     assert small.word_embed_proj_dim == small.hidden_size
-    assert shrunk(transformers.OPTConfig(hidden_size=768, word_embed_proj_dim=512)).word_embed_proj_dim == 512
+
+
+def test_what_is_not_as_wide_as_the_model_stays_so():
+    small = shrunk(transformers.ElectraConfig(embedding_size=128, hidden_size=256, num_attention_heads=4))
+    assert small.embedding_size != small.hidden_size == 128
 
 
 def test_sections_of_rotary_embeddings_fit():

@@ -1,6 +1,7 @@
 """Pieces of models that call their blocks themselves, against the models."""
 
 import copy
+from collections import UserDict
 from itertools import pairwise
 
 import pytest
@@ -228,6 +229,37 @@ def test_a_model_may_write_to_what_its_modules_return():
         split(Writes, bounds)
 
 
+@pytest.mark.parametrize("container", [dict, UserDict])
+def test_what_blocks_leave_in_a_mapping_goes_to_the_blocks_that_are_given_it(container):
+    class Shares(Block):
+        def forward(self, x, kept):
+            if "pair" not in kept:
+                kept["pair"] = self.linear(x), x + 1
+            return super().forward(x) * kept["pair"][0] + kept["pair"][1]
+
+    class Model(Looped):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Shares() for _ in range(3))
+
+        def forward(self, ids, mask=None):
+            x, kept = self.words(ids), container()
+            for block in self.blocks:
+                x = block(x, kept)
+            return self.head(x)
+
+    for bounds in CUTS:
+        chain = split(Model, bounds)
+    values = ("2.1.pair.0", "2.1.pair.1")
+    assert [{*piece.values.takes[:-1]} for piece in chain] == [
+        set(),
+        {"1.0.0"},
+        {"2.0.0", *values},
+        {"3.0.0", *values},
+        {"4.returned.0"},
+    ]
+
+
 def test_two_stacks_one_after_the_other():
     class Both(Looped):
         def __init__(self):
@@ -290,27 +322,26 @@ def test_what_skips_blocks_without_their_knowledge_is_refused():
 
 
 def test_a_model_whose_stages_fail_is_refused():
-    class Kept(dict):
-        """What a block leaves for others, where nobody sees it."""
+    class Leaves(Block):
+        """Leaves something for others where nobody sees it."""
 
-    class Shares(Block):
-        def forward(self, x, kept, is_first):
-            if is_first:
-                kept["first"] = x
-            return super().forward(x) + kept["first"]
+        def forward(self, x, others):
+            first = others[0]
+            first.kept = x if first is self else first.kept
+            return super().forward(x) + first.kept.detach() * 0
 
     class Model(Looped):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList(Shares() for _ in range(3))
+            self.blocks = nn.ModuleList(Leaves() for _ in range(3))
 
         def forward(self, ids, mask=None):
-            x, kept = self.words(ids), Kept()
-            for n, block in enumerate(self.blocks):
-                x = block(x, kept, n == 0)
+            x = self.words(ids)
+            for block in self.blocks:
+                x = block(x, list(self.blocks))
             return self.head(x)
 
-    with pytest.raises(ValueError, match=r"Model does not run when it is cut at blocks\.1: 'first'"):
+    with pytest.raises(ValueError, match=r"Model does not run when it is cut at blocks\.1: .*size of tensor"):
         made(Model).prove([0, 2, 5])
 
 

@@ -30,6 +30,7 @@ _INNER = {  # widths that need not be the model's
     r"(\w+_)?intermediate_size|(\w+_)?ffn_(dim|hidden_size)|d_ff|[dn]_inner|hidden_dim|share_expert_dim": 96,
     r"moe_hidden_size": 64,
     r"embed_dim": 32,
+    r"embedding_(size|dim)|word_embed_proj_dim": 40,  # which no width is: where they differ, models project
     r"[qko]v?_lora_rank|time_step_rank": 16,
 }
 _KEY_HEADS = r"(\w+_)?(key_value|kv)_heads"

@@ -15,7 +15,7 @@ the unit before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,10 +29,18 @@ from avgpipe.interop.call import Call
 
 
 class Slot(NamedTuple):
-    """The place of a tensor among a block's arguments: ``leaf`` of the pytree that ``key`` names or numbers."""
+    """The place of a tensor among a block's arguments: ``leaf`` of the pytree that ``key`` names or numbers.
+
+    Of a mapping, which blocks may fill for later ones: of its ``entry``, a tuple of ``parts``, or 0 for a tensor alone.
+    """
 
     key: int | str
     leaf: int
+    entry: str | None = None
+    parts: int = 0
+
+    def __str__(self) -> str:
+        return ".".join(str(part) for part in (self.key, self.entry, self.leaf) if part is not None)
 
 
 Slots = dict[Slot, torch.Tensor]
@@ -41,24 +49,43 @@ Slots = dict[Slot, torch.Tensor]
 def slots_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Slots:
     """Return the tensors among the arguments of a call."""
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return {
-        Slot(key, n): leaf
-        for key, value in arguments
-        for n, leaf in enumerate(tree_leaves(value))
-        if isinstance(leaf, torch.Tensor)
-    }
+    found: Slots = {}
+    for key, value in arguments:
+        if _is_filled(value):
+            for entry, part in value.items():
+                parts, count = (part, len(part)) if isinstance(part, tuple) else ((part,), 0)
+                found |= {Slot(key, n, entry, count): t for n, t in enumerate(parts)}
+        else:
+            found |= {
+                Slot(key, n): t for n, t in enumerate(tree_leaves(value)) if isinstance(t, torch.Tensor)
+            }
+    return found
+
+
+def _is_filled(value: Any) -> bool:
+    """Whether a value is a mapping from words to tensors and tuples of them."""
+    if not isinstance(value, MutableMapping) or not all(isinstance(entry, str) for entry in value):
+        return False
+    parts = (each for part in value.values() for each in (part if isinstance(part, tuple) else (part,)))
+    return all(isinstance(part, torch.Tensor) for part in parts)
 
 
 def replace_slots(
     args: Sequence[Any], kwargs: Mapping[str, Any], given: Slots
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call with ``given`` in the place of its tensors."""
+    """Return the arguments of a call with ``given`` in the place of its tensors. Mappings themselves are filled."""
     positional, named = list(args), dict(kwargs)
-    for (key, n), tensor in given.items():
+    for (key, n, entry, count), tensor in given.items():
         arguments: Any = positional if isinstance(key, int) else named
-        leaves, structure = tree_flatten(arguments[key])
-        leaves[n] = tensor
-        arguments[key] = tree_unflatten(leaves, structure)
+        if entry is None:
+            leaves, structure = tree_flatten(arguments[key])
+            leaves[n] = tensor
+            arguments[key] = tree_unflatten(leaves, structure)
+        elif count == 0:
+            arguments[key][entry] = tensor
+        else:
+            before = arguments[key].get(entry, (None,) * count)
+            arguments[key][entry] = (*before[:n], tensor, *before[n + 1 :])
     return positional, named
 
 

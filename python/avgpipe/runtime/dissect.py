@@ -63,7 +63,7 @@ def _with_values(anatomy: Anatomy, seen: Seen) -> Anatomy:
         made = seen.blocks.get(number, {})
         takes.append(
             {
-                slot: names.setdefault(id(tensor), f"{number + 1}.{slot.key}.{slot.leaf}")
+                slot: names.setdefault(id(tensor), f"{number + 1}.{slot}")
                 for slot, tensor in call.slots.items()
                 if id(tensor) not in own and not (slot in made and is_same(tensor, made[slot]))
             }
