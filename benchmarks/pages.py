@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.tables import gpu, models, operators, papers, pipelines, plans, statistics, training
+from benchmarks.tables import families, gpu, models, operators, papers, pipelines, plans, statistics, training
 from benchmarks.tables.markdown import Record, table
 
 ROOT = Path(__file__).parents[1]
@@ -133,6 +133,7 @@ TABLES: dict[str, Callable[..., str]] = {
         *(papers.papers_plans, papers.papers_batch_sizes, papers.papers_scales, papers.papers_targets),
         *(papers.papers_bars, papers.papers_real, papers.papers_real_lines, papers.papers_real_plans),
         *(statistics.statistics_passes, statistics.statistics_passes_higher, statistics.statistics_losses),
+        *(families.families_count, families.families_not_equal, families.families_equal),
         *(gpu.gpu_state, gpu.gpu_stages, gpu.gpu_verdicts, gpu.gpu_kernels, gpu.gpu_counters),
         *(gpu.gpu_pipelines, gpu.gpu_actions, gpu.gpu_answers),
         *(statistics.statistics_targets, statistics.statistics_search, statistics.statistics_variants),

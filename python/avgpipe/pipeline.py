@@ -84,7 +84,7 @@ class Pipeline:
     ``state_dict`` returns what was learnt.
 
     Args:
-        model: ``nn.Sequential``, a list of modules, BERT, GPT-2 or Llama of transformers (see
+        model: ``nn.Sequential``, a list of modules, a model of most families of transformers as it is (see
             ``avgpipe.interop.transformers``), a module that torch.fx can trace, or, with ``example_inputs``, one that
             torch.export can; or one of these in a PeftModel whose adapters are in the layers, such as LoRA's: what is
             frozen stays so, and names are the PeftModel's.
