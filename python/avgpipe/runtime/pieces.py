@@ -21,6 +21,7 @@ from avgpipe.runtime.proof import difference
 from avgpipe.runtime.shell import Shells
 from avgpipe.runtime.tracing import Values
 
+_ELSEWHERE = "cut it elsewhere, with Plan(partition=...), or pass a list of layers, with names_of=model"
 _INPUTS = "inputs"  # the name of what every piece hands on beside the values of blocks
 
 
@@ -169,10 +170,10 @@ class BlockChain(Sequence[nn.Module]):
                     found = difference(model, partial(self._whole, inputs), stages)
                 except Exception as error:
                     raise ValueError(
-                        f"{type(model).__name__} does not run {where}: {reason(error)}"
+                        f"{type(model).__name__} does not run {where}: {reason(error)}; {_ELSEWHERE}"
                     ) from error
                 if found is not None:
-                    raise ValueError(f"{type(model).__name__} is not the same {where}: {found}")
+                    raise ValueError(f"{type(model).__name__} is not the same {where}: {found}; {_ELSEWHERE}")
 
     def _whole(self, inputs: Mapping[str, Any]) -> Any:
         call = self._sample.call
