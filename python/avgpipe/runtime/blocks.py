@@ -15,7 +15,8 @@ the unit before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -51,23 +52,23 @@ def slots_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Slots:
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     found: Slots = {}
     for key, value in arguments:
-        if _is_filled(value):
+        if isinstance(value, torch.Tensor):  # most are, and this is called in every forward
+            found[Slot(key, 0)] = value
+        elif isinstance(value, dict | UserDict) and _is_filled(value):
             for entry, part in value.items():
                 parts, count = (part, len(part)) if isinstance(part, tuple) else ((part,), 0)
                 found |= {Slot(key, n, entry, count): t for n, t in enumerate(parts)}
-        else:
-            found |= {
-                Slot(key, n): t for n, t in enumerate(tree_leaves(value)) if isinstance(t, torch.Tensor)
-            }
+        elif not isinstance(value, bool | None):
+            for n, leaf in enumerate(tree_leaves(value)):
+                if isinstance(leaf, torch.Tensor):
+                    found[Slot(key, n)] = leaf
     return found
 
 
-def _is_filled(value: Any) -> bool:
-    """Whether a value is a mapping from words to tensors and tuples of them."""
-    if not isinstance(value, MutableMapping) or not all(isinstance(entry, str) for entry in value):
-        return False
-    parts = (each for part in value.values() for each in (part if isinstance(part, tuple) else (part,)))
-    return all(isinstance(part, torch.Tensor) for part in parts)
+def _is_filled(mapping: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is one from words to tensors and tuples of them."""
+    parts = [each for part in mapping.values() for each in (part if isinstance(part, tuple) else (part,))]
+    return all(isinstance(word, str) for word in mapping) and all(isinstance(t, torch.Tensor) for t in parts)
 
 
 def replace_slots(
