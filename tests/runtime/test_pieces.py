@@ -161,6 +161,34 @@ def test_a_parameter_that_blocks_are_given_is_held_where_it_is_used():
     ]
 
 
+def test_a_parameter_that_begins_as_zero_is_no_value_that_is_known():
+    class Gated(Looped):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Parameter(torch.zeros(D))
+
+        def forward(self, ids, mask=None):
+            x = self.words(ids).to(self.gate.dtype)
+            for block in self.blocks:
+                x = block(x, shift=self.gate * 2)
+            return self.head(x)
+
+    for bounds in CUTS:
+        split(Gated, bounds)
+
+
+def test_a_forward_may_ask_for_the_dtype_of_its_parameters():
+    class Asks(Looped):
+        def forward(self, ids, mask=None):
+            x = self.words(ids).to(next(self.parameters()).dtype)
+            for block in self.blocks:
+                x = block(x) * self.scale
+            return self.head(x)
+
+    for bounds in CUTS:
+        split(Asks, bounds)
+
+
 def test_something_of_the_first_block_may_go_on_to_all_others():
     class Biased(Block):
         def __init__(self):

@@ -8,7 +8,15 @@ import torch
 from torch import nn
 
 from avgpipe.runtime.anatomy import Anatomy
-from avgpipe.runtime.outline import EarlierBlock, Exchange, LaterBlock, Outline, OwnBlock, without_weights
+from avgpipe.runtime.outline import (
+    EarlierBlock,
+    Exchange,
+    LaterBlock,
+    Outline,
+    OwnBlock,
+    made_up,
+    without_weights,
+)
 
 
 class Shells:
@@ -60,10 +68,13 @@ class _Shell:
                 mine._modules[name] = self.of(child, inside + name)
         for name, parameter in module._parameters.items():
             if parameter is not None and not self._anatomy.needs(inside + name, self._units):
-                del mine._parameters[name]
                 device = torch.device("cpu") if parameter.is_meta else parameter.device
-                zero = torch.zeros((), dtype=parameter.dtype, device=device)
-                mine.register_buffer(name, zero.expand(parameter.shape), persistent=False)
+                made = made_up(tuple(parameter.shape), parameter.dtype, device, self._exchange)
+                if self._units:
+                    del mine._parameters[name]
+                    mine.register_buffer(name, made, persistent=False)
+                else:  # a forward may ask for the dtype of its parameters, and here are no others
+                    mine._parameters[name] = nn.Parameter(made, requires_grad=False)
         return mine
 
     def _block(self, block: nn.Module, number: int) -> nn.Module:
