@@ -112,7 +112,7 @@ def test_a_result_that_has_a_gradient_norm_has_it_in_its_row(text, tmp_path, mon
 
     def with_norm(pipeline, loader):
         for result in results(pipeline, loader):
-            yield SimpleNamespace(**vars(result), grad_norm=0.5)
+            yield SimpleNamespace(**{**vars(result), "grad_norm": 0.5})
 
     monkeypatch.setattr(Pipeline, "train", with_norm)
     _, rows = trained(logged(text, tmp_path / "run", max_batches=2))

@@ -190,15 +190,17 @@ def test_paper_size_is_gpt_2_small():
     for stages in (2, 4):
         bounds = stage_bounds(layers, stages, None)
         assert len(bounds) == stages + 1
-        costs = [sum(layer.compute_cost for layer in layers[a:b]) for a, b in pairwise(bounds)]
+        looked_up = {
+            id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()
+        }
+        weights = [
+            {id(p): p.numel() for layer in layers[a:b] for p in layer.parameters()}
+            for a, b in pairwise(bounds)
+        ]
+        costs = [sum(of.values()) for of in weights]  # the head multiplies with the table, and is in the last
+        costs[0] -= sum(n for tensor, n in weights[0].items() if tensor in looked_up)
         assert max(costs) < 1.5 * sum(costs) / stages
-    value = torch.zeros(2, 1024, dtype=torch.int64, device="meta")
-    target = value
-    for layer in layers:
-        value = layer(value)
-    assert value.shape == (2, 1024, 50_257)
-    TokenLoss()(value, target).backward()
-    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+    assert {id(p) for layer in layers for p in layer.parameters()} == {id(p) for p in model.parameters()}
 
 
 def test_presets_name_what_their_facts_say():

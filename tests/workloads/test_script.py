@@ -143,7 +143,8 @@ WRONG = {
     ),
     "no pairs": (
         "def make(): return task(loader=[torch.zeros(3)])",
-        ":make, its loader: TypeError: a loader must yield pairs (inputs, targets), not Tensor",
+        ":make, its loader: TypeError: a loader must yield pairs (inputs, targets), or mappings of inputs that have "
+        "the targets as 'labels', not Tensor",
     ),
     "a failing loader": (
         "class Data:\n    def __len__(self): return 3\n    def __getitem__(self, n): return n / 0\n"

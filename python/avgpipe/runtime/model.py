@@ -222,8 +222,11 @@ def _of_transformers(model: nn.Module) -> Sequence[nn.Module]:
     from avgpipe.interop.transformers import call_of, twin_of  # only now: the library takes seconds to import
 
     try:
-        sample = twin_of(model) if any(p.is_meta for p in model.parameters()) else model
-        return BlockChain(sample, call_of(sample), model)
+        with torch.device(
+            "cpu"
+        ):  # whatever the caller's default is, as while a model is built on the meta device
+            sample = twin_of(model) if any(p.is_meta for p in model.parameters()) else model
+            return BlockChain(sample, call_of(sample), model)
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} of transformers cannot be split into stages: {reason(error)}; "
