@@ -71,7 +71,7 @@ def write(port):
     for name in [n.lstrip("/") for n in names]:
         store.set(name, pickled if name.startswith("torch.rendezvous") else failure)
     for prefix in ("", "default_pg/0//", "/default_pg/0//"):
-        for attempt in ("", "attempt-0/"):
+        for attempt in ("", "start-1/"):
             for number in (1, 2):
                 store.set(f"{prefix}avgpipe/{number}/failure", failure)
                 store.set(f"{prefix}avgpipe/{attempt}pipeline-{number}/failure", failure)

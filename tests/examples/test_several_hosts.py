@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from benchmarks.common.namespaces import check_namespaces, network
 from tests.cli.command import children, environment, wait_for
 from tests.examples.scripts import EXAMPLES
 
@@ -22,17 +23,37 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.fixture
-def agents(tmp_path):
-    """torchrun as it is run on each of two hosts; both are this one."""
+@contextlib.contextmanager
+def hosts(apart):
+    """Words before torchrun and among its options on each of two hosts, which both may be this one."""
+    if not apart:
+        yield [([], ["--rdzv-endpoint", meeting]) for meeting in [f"127.0.0.1:{free_port()}"] * 2]
+        return
+    try:
+        check_namespaces("this test")
+    except ValueError as error:
+        pytest.skip(str(error))
+    with network(2, 1e9) as made:
+        # Inside, the host's name leads nowhere.
+        meeting = ["--rdzv-endpoint", f"{made.address(0)}:29400"]
+        yield [
+            (made.inside(n), [*meeting, "--rdzv-conf", f"is_host={1 - n}", "--local-addr", made.address(n)])
+            for n in range(2)
+        ]
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.root)], ids=["one host", "two hosts"])
+def agents(request, tmp_path):
+    """torchrun as it is run on each of two hosts."""
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
-    words += ["--rdzv-id", "run-1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", str(SCRIPT)]
-    command = [sys.executable, "-m", "torch.distributed.run", *words, str(tmp_path / "checkpoint")]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, "--rdzv-id", "run-1"]
+    env = environment(**({"GLOO_SOCKET_IFNAME": "eth0"} if request.param else {}))
     started = []
-    with contextlib.ExitStack() as opened:
-        for number in range(2):
+    with hosts(request.param) as places, contextlib.ExitStack() as opened:
+        for number, (inside, options) in enumerate(places):
             log = opened.enter_context((tmp_path / f"log-{number}").open("w"))
-            started.append(subprocess.Popen(command, env=environment(), stdout=log, stderr=log))
+            script = [*options, str(SCRIPT), str(tmp_path / "checkpoint")]
+            started.append(subprocess.Popen([*inside, *command, *script], env=env, stdout=log, stderr=log))
         yield started
         for agent in started:
             for pid in [*children(agent.pid), agent.pid]:

@@ -22,7 +22,7 @@ from torch import nn
 
 from avgpipe import PeerLost, Pipeline, Plan
 from avgpipe.ranks.launch import private_meeting
-from avgpipe.ranks.rendezvous import Board, join, open_store, private_store
+from avgpipe.ranks.rendezvous import Board, _number_of_start, join, open_store, private_store
 from tests.runner import ROOT, Ranks, run, touch
 from tests.runtime.cases import language_model, momentum, token_batches
 
@@ -161,13 +161,37 @@ def test_a_store_that_answers_late_is_asked_again() -> None:
     late.join()
 
 
-def test_an_attempt_does_not_see_what_the_one_before_has_written(tmp_path: Path, monkeypatch: Any) -> None:
-    for name, value in private_meeting(str(tmp_path)).items():
-        monkeypatch.setenv(name, value)
-    Board(open_store(5)).put("failure", "rank 1: died")
-    assert Board(open_store(5)).get("failure") == "rank 1: died"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert Board(open_store(5)).get("failure") is None
+def numbers(store: Any, ranks: list[int], limit_s: float = 20.0) -> list[str]:
+    """What ranks that start in this order find; they meet, which is when the first one answers."""
+    found: dict[int, str] = {}
+
+    def start(rank: int) -> None:
+        deadline = time.monotonic() + limit_s
+        with suppress(PeerLost):
+            number, meanwhile = _number_of_start(Board(store, rank), rank, 3, deadline)
+            Board(dist.PrefixStore(f"start-{number}", store), rank, 3).meet("start", deadline, meanwhile)  # type: ignore[attr-defined]
+            found[rank] = number
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in sorted(found)]
+
+
+def test_each_start_of_the_ranks_has_a_number_of_its_own() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    assert numbers(store, [0, 1, 2]) == ["1"] * 3
+    assert numbers(store, [2, 1, 0]) == ["2"] * 3
+    assert numbers(store, [1, 0], limit_s=0.3) == []  # the third is ended before it asks
+    assert numbers(store, [1, 2], limit_s=0.3) == []  # and so is the first
+    assert numbers(store, [2, 0, 1]) == ["4"] * 3
+
+
+def test_who_waits_for_the_number_names_the_first_rank() -> None:
+    with pytest.raises(PeerLost, match=r"rank 1 has waited 0 s at its start for rank 0, which died before"):
+        _number_of_start(Board(Store(), 1), 1, 2, time.monotonic() + 0.1)
 
 
 def test_a_run_of_torchrun_within_one_of_ours_has_its_own_store(tmp_path: Path, monkeypatch: Any) -> None:

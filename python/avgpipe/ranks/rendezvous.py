@@ -14,7 +14,9 @@ from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Unanswered
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -32,6 +34,10 @@ T = TypeVar("T")
 
 
 # ---- what ranks write for each other ---------------------------------------------------------------------------------
+
+
+def _nothing() -> None:
+    pass
 
 
 class Silence(RuntimeError):
@@ -78,10 +84,10 @@ class Board:
         """Return how often this was called with ``name``, now included."""
         return self._ask(lambda: int(self.store.add(name, 1)), limit_s)
 
-    def missing(self, place: str, deadline: float) -> set[int]:
+    def missing(self, place: str, deadline: float, meanwhile: Callable[[], None] = _nothing) -> set[int]:
         """Say that this rank is at ``place``, and wait for all until ``deadline``; return those that did not say so.
 
-        A store that answers late, as on a busy host, is asked again.
+        A store that answers late, as on a busy host, is asked again. ``meanwhile`` is called between the questions.
         """
         missing, is_here = set(range(self._size)), False
         while True:
@@ -89,6 +95,7 @@ class Board:
                 if not is_here:
                     self.put(f"{place}/{self._rank}", "here")
                     is_here = True
+                meanwhile()
                 missing = {rank for rank in missing if self.get(f"{place}/{rank}") is None}
             except Silence:
                 if time.monotonic() > deadline:
@@ -97,11 +104,11 @@ class Board:
                 return missing
             time.sleep(_POLL_S)
 
-    def meet(self, place: str, deadline: float) -> None:
+    def meet(self, place: str, deadline: float, meanwhile: Callable[[], None] = _nothing) -> None:
         """Wait for all at ``place`` until ``deadline`` of the monotonic clock; PeerLost names who is missing."""
         begin = time.monotonic()
         try:
-            missing = self.missing(place, deadline)
+            missing = self.missing(place, deadline, meanwhile)
         except RuntimeError as error:
             what = f"rank {self._rank} cannot meet the others at its {place}"
             raise PeerLost(f"{what}: {reason(error)}") from error
@@ -178,11 +185,6 @@ def _names(ranks: Iterable[int]) -> str:
 # ---- the store and the process group ---------------------------------------------------------------------------------
 
 
-def attempt_name() -> str:
-    """Name this attempt of torchrun, which keeps one store while it starts workers again: the dead must not count."""
-    return f"avgpipe/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
 def private_store() -> Any:
     """Return the store of a launcher of ours; None if there is none."""
     path = os.environ.get(STORE_FILE)
@@ -193,7 +195,7 @@ def open_store(timeout_s: float) -> Any:
     """Return the store of the ranks that a launcher has started; PeerLost if nobody holds it."""
     store = private_store() or _tcp_store(timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
-    return dist.PrefixStore(attempt_name(), store)  # type: ignore[attr-defined]
+    return dist.PrefixStore("avgpipe", store)  # type: ignore[attr-defined]
 
 
 def _tcp_store(timeout_s: float) -> Any:
@@ -233,10 +235,54 @@ def join(timeout_s: float, backend: str | None = None, size: int | None = None) 
         return
     deadline = time.monotonic() + timeout_s
     rank, size = int(os.environ["RANK"]), size or int(os.environ["WORLD_SIZE"])
-    store = open_store(timeout_s)
+    store, meanwhile = open_store(timeout_s), _nothing
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may start workers again
+        asking = Board.beside(store, rank, size, timeout_s)
+        number, meanwhile = _number_of_start(asking, rank, size, deadline)
+        store = dist.PrefixStore(f"start-{number}", store)  # type: ignore[attr-defined]
     board = Board.beside(store, rank, size, timeout_s)
-    board.meet("start", deadline)
+    board.meet("start", deadline, meanwhile)
     board.connect(
         lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit),
         *("start", timeout_s),
     )
+
+
+def _number_of_start(board: Board, rank: int, size: int, deadline: float) -> tuple[str, Callable[[], None]]:
+    """Return a number for the processes that start together now, and what to do while they meet.
+
+    torchrun keeps one store while it starts workers again, where what the dead have written must not count. Its own
+    count of attempts does not tell, for an agent does not count where it ended its worker because another one's had
+    failed. So rank 0 counts its starts, and tells the others. Each asks by a name that nobody had before, which no
+    process can have answered that was dead by then::
+
+        rank 0    starts += 1, is n        asks/r, is name    answers/name = n         meet as start n
+        rank r    asks/r = name                               answers/name, is n       meet as start n
+    """
+    if rank == 0:
+        number = str(board.count("starts", max(_ANSWER_S, deadline - time.monotonic())))
+        return number, partial(_answer, board, range(1, size), set(), number)
+    name, begin = uuid4().hex, time.monotonic()
+    is_asked, found = False, None
+    while found is None:
+        with suppress(Silence):  # a store that answers late is asked again
+            if not is_asked:
+                board.put(f"asks/{rank}", name)
+                is_asked = True
+            found = board.get(f"answers/{name}")
+        if found is None and time.monotonic() > deadline:
+            raise PeerLost(
+                f"rank {rank} has waited {time.monotonic() - begin:.0f} s at its start for rank 0, which died before, "
+                "or does not come here"
+            )
+        time.sleep(_POLL_S)
+    return found, _nothing
+
+
+def _answer(board: Board, others: Iterable[int], answered: set[str], number: str) -> None:
+    """Tell each rank that asks the number of this start."""
+    for rank in others:
+        name = board.get(f"asks/{rank}")
+        if name is not None and name not in answered:
+            board.put(f"answers/{name}", number)
+            answered.add(name)

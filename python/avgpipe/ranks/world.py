@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
-from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, attempt_name, join, private_store
+from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, join, private_store
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class World:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         deadline = time.monotonic() + timeout_s
         store = private_store() or dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore(attempt_name(), store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore("avgpipe", store)  # type: ignore[attr-defined]
         board = Board.beside(store, self.rank, self.size, timeout_s)
         number = board.count(f"pipelines/{self.rank}", timeout_s)  # all ranks make the same ones
         own = dist.PrefixStore(f"pipeline-{number}", board.store)  # type: ignore[attr-defined]
