@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
 from avgpipe.checkpoint.folder import FolderLocks
+from avgpipe.checkpoint.sharded import load_sharded_state, sharded_state
 from avgpipe.device import has_streams, own_device, select
 from avgpipe.errors import CheckpointError
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, choose_advance
+from avgpipe.ranks.mesh import members_of
 from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
 from avgpipe.ranks.world import World
 from avgpipe.runtime.batch import LossFn, pair, plain, sample_count, split
@@ -37,7 +40,7 @@ from avgpipe.runtime.feed import BatchResult, Feed, Prefetch
 from avgpipe.runtime.initial import InitialWeights
 from avgpipe.runtime.measure import gather_busy, gather_timeline, measured_costs
 from avgpipe.runtime.model import Model, layers_of
-from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions
+from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions, preparing
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.requirements import (
     check_carries,
@@ -46,14 +49,18 @@ from avgpipe.runtime.requirements import (
     check_model,
     check_names,
     check_options,
+    check_prepared,
     warn_of_waits,
 )
 from avgpipe.runtime.weights import LoadedKeys, find_parameters, gather_state, load_state, set_requires_grad
 from avgpipe.runtime.worker import Worker
 from avgpipe.timeline.timeline import Timeline
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they take long to import, and who uses them has done so
     from matplotlib.figure import Figure
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from avgpipe.runtime.prepared import PrepareStage
 
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
 _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count
@@ -141,6 +148,16 @@ class Pipeline:
             the modules of a stage, as by ``module.apply(...)``. Each rank makes what its stages hold and no more, so
             that a model may be larger than a host. Names in a folder that ``save_pretrained`` wrote may have, or lack,
             the prefix of the model's body.
+        mesh: the dimension of a device mesh along which the stages lie, such as ``device_mesh["pp"]``: its ranks are
+            this pipeline's, and the other ranks of the whole mesh make pipelines of their own, of the same model.
+        group: likewise the torch.distributed group of this pipeline's ranks, by whose numbers in it messages name
+            them. Without both, the pipeline has all ranks.
+        prepare_stage: ``prepare_stage(module, stage, mesh)`` makes a stage of this rank parallel over the other
+            dimensions of ``mesh``, which is the whole one here: by ``fully_shard`` or ``parallelize_module`` on
+            ``module``, whose ``layers`` are the stage's, or by returning ``DistributedDataParallel(module, ...)``. It
+            changes the pipeline's copy, before the optimizer is made. Needs ``mesh``. Every pipeline must train on
+            batches of as many samples; a batch's loss is that of the pipeline's own. Ranks with different data
+            should get a ``seed`` each, those that share layers' work the same one.
         memory_limit_bytes: of a worker, for the weights of all pipelines and the activations in flight; what
             ``advance="auto"`` must keep to.
         example_inputs: one batch's inputs, as the loader yields them. With these torch.export traces what torch.fx
@@ -182,6 +199,9 @@ class Pipeline:
         cuda_graphs: bool = False,
         compile: bool | dict[str, Any] = False,
         weights_from: Any = None,
+        mesh: DeviceMesh | None = None,
+        group: dist.ProcessGroup | None = None,
+        prepare_stage: PrepareStage | None = None,
         memory_limit_bytes: int | None = None,
         example_inputs: Any = None,
         names_of: nn.Module | None = None,
@@ -197,6 +217,7 @@ class Pipeline:
                 f"memory_limit_bytes={memory_limit_bytes!r}: a number of bytes above 0, for a plan with "
                 f'advance="auto" (this one has {plan.advance!r}); leave it out elsewhere'
             )
+        members = members_of(mesh, group)
         compiling = compile_options(compile, plan.recompute)
         options = TrainingOptions(
             loss_fn=loss_fn,
@@ -215,6 +236,7 @@ class Pipeline:
             measures=plan.advance == "auto",
             accumulate=accumulate,
             ema_decay=ema_decay,
+            prepare=None if prepare_stage is None else preparing(prepare_stage, mesh),
         )
         check_options(options)
         may_be_meta, example_inputs = weights_from is not None, plain(example_inputs)
@@ -239,7 +261,9 @@ class Pipeline:
         self._options = options
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(self._device)
-        self.world = World(timeout_s)
+        self.world = World(timeout_s, members)
+        if options.prepare is not None:
+            check_prepared(options, plan, self.world.size)
         self.world.require_same("plan", plan.to_json())
         placement = Placement.of(plan, self.world.size)
         self.world.describe([placement.describe(rank) for rank in range(self.world.size)])
@@ -444,6 +468,7 @@ class Pipeline:
 
         It reads the weights of all replicas once or twice and copies none. With one pipeline all distances are 0.
         """
+        self._refuse_sharded("distances", "they have one replica, whose distances are 0")
         self.drain()
         with self._worker.running():
             return gather_distances(self._model, self._worker)
@@ -452,8 +477,13 @@ class Pipeline:
         """Write a checkpoint that loads under any plan. The folder appears, or replaces the one there, all at once.
 
         CheckpointError, on every rank, where it cannot be written, where another run saves, and for weights with
-        infinities or NaN: what was there stays, and training may go on.
+        infinities or NaN: what was there stays, and training may go on. ValueError for sharded stages: see
+        :meth:`sharded_state_dict`.
         """
+        self._refuse_sharded(
+            "save",
+            "use torch.distributed.checkpoint.save(pipeline.sharded_state_dict(), checkpoint_id=folder)",
+        )
         self.drain()
         with self._worker.running(CheckpointError):
             batches = self._feed.next_batch
@@ -463,7 +493,12 @@ class Pipeline:
         """Go on from a checkpoint: bit for bit under the same plan, else from its weights and optimizer states.
 
         CheckpointError, on every rank, for one that is missing, damaged or another model's: nothing has changed then.
+        ValueError for sharded stages: see :meth:`sharded_state_dict`.
         """
+        self._refuse_sharded(
+            "load",
+            "have torch.distributed.checkpoint.load fill sharded_state_dict(); load_sharded_state_dict() takes it",
+        )
         self.drain()
         with self._worker.running(CheckpointError):
             found = read_checkpoint(Path(directory), self._model, self._worker, self.plan)
@@ -471,6 +506,49 @@ class Pipeline:
             self._feed.next_batch = restore_checkpoint(found, self._model, self._worker)
             for row in self._worker.rows:
                 row.resume(self._feed.next_batch)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the state for ``torch.distributed.checkpoint``, under any sharding.
+
+        ``dcp.save(pipeline.sharded_state_dict(), checkpoint_id=folder)`` on all ranks of the mesh writes weights,
+        buffers, optimizer states, learning-rate schedule and loss scale. To go on, also under other numbers of stages,
+        shards or replicas: have ``dcp.load`` fill what this returns, then call :meth:`load_sharded_state_dict`. Tensors
+        are not copied; the names below "model" are those of ``state_dict()``. An average of ``ema_decay`` begins anew.
+
+        Raises:
+            ValueError: for several pipelines: use :meth:`save`.
+            CheckpointError: for optimizers with ``train()`` and ``eval()`` modes: use :meth:`save`.
+        """
+        self._refuse_several("sharded_state_dict")
+        self.drain()
+        with self._worker.running(CheckpointError):
+            return sharded_state(self._model, self._worker, self._feed.next_batch)
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``torch.distributed.checkpoint`` has loaded into :meth:`sharded_state_dict`, on every rank.
+
+        CheckpointError for what is no such state; the pipeline may have a part of it then.
+        """
+        self._refuse_several("load_sharded_state_dict")
+        self.drain()
+        with self._worker.running():
+            self._feed.next_batch = load_sharded_state(state, self._model, self._worker)
+            self.world.barrier()
+            for row in self._worker.rows:
+                row.resume(self._feed.next_batch)
+
+    def _refuse_several(self, method: str) -> None:
+        if self.plan.pipelines > 1:
+            raise ValueError(
+                f"{method}() is for one pipeline, and the plan has {self.plan.pipelines}, with a reference beside "
+                "their weights: use save(folder) and load(folder)"
+            )
+
+    def _refuse_sharded(self, method: str, instead: str) -> None:
+        if self._worker.is_sharded:
+            raise ValueError(
+                f"{method}() needs whole weights, and prepare_stage has sharded stages: {instead}"
+            )
 
     def requires_grad_(self, names: str | Sequence[str], flag: bool = True) -> None:
         """Freeze parameters (``flag`` False), or let them train again, from the next batch on; on every rank alike.
@@ -486,6 +564,10 @@ class Pipeline:
             ValueError: for what did not require a gradient when the Pipeline was made.
         """
         names = [names] if isinstance(names, str) else list(names)
+        if self._options.prepare is not None:
+            raise ValueError(
+                "prepare_stage has set up which gradients are averaged: freeze parameters before the Pipeline is made"
+            )
         if self._options.cuda_graphs:
             raise ValueError(
                 "cuda_graphs=True has captured which gradients are wanted: leave cuda_graphs out"

@@ -17,6 +17,7 @@ from avgpipe.links.choose import Links
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.links.nccl import nccl_joins
+from avgpipe.ranks.world import World
 from avgpipe.runtime import group_sum, worker
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from tests.happens_before.clocks import Account, HostWork, Work
@@ -174,9 +175,9 @@ def backends(devices: Sequence[str | None]) -> list[str]:
     """On a rank: what the groups of a replicated stage were made for, made for gloo instead."""
     named: list[str] = []
 
-    def made(ranks: Sequence[int], device: torch.device, timeout_s: float, backend: str) -> Any:
+    def made(world: World, ranks: Sequence[int], device: torch.device, backend: str) -> Any:
         named.append(backend)
-        return sum_group(ranks, device, timeout_s, "gloo")
+        return sum_group(world, ranks, device, "gloo")
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(worker, "sum_group", made)
@@ -216,12 +217,12 @@ def test_members_of_a_group_connect_before_anything_depends_on_it(
     """Over NCCL. gloo's connect when the group is made."""
     made: list[Any] = []
     summed: list[Any] = []
-    stand_in = SimpleNamespace(
-        new_group=lambda ranks, timeout, backend: made.append((ranks, backend)) or "the group",
-        get_rank=lambda: rank,
-        all_reduce=lambda tensor, group: summed.append(group),
+    monkeypatch.setattr(
+        group_sum, "dist", SimpleNamespace(all_reduce=lambda tensor, group: summed.append(group))
     )
-    monkeypatch.setattr(group_sum, "dist", stand_in)
-    assert sum_group([1, 2], torch.device("cpu"), 60, backend) == "the group"
+    world: Any = SimpleNamespace(
+        rank=rank, new_group=lambda ranks, backend: made.append((ranks, backend)) or "the group"
+    )
+    assert sum_group(world, [1, 2], torch.device("cpu"), backend) == "the group"
     assert made == [([1, 2], backend)]
     assert summed == ["the group"] * sums

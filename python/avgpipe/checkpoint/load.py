@@ -33,7 +33,7 @@ from avgpipe.runtime.worker import Worker
 _log = logging.getLogger("avgpipe")
 # Options of the plan that must be the same for a run to go on bit for bit.
 _SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha", "weights", "replication", "spread")
-_OF_STAGE = ("params", "param_names")  # of an optimizer's group: what differs from stage to stage
+OF_STAGE = ("params", "param_names")  # of an optimizer's group: what differs from stage to stage
 
 
 class SavedStages:
@@ -332,7 +332,7 @@ def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStag
     }
     for mine in current["param_groups"]:  # a group's settings are those that its parameters had
         theirs: dict[str, Any] = next((by_name[order[n]] for n in mine["params"] if order[n] in by_name), {})
-        mine.update({key: value for key, value in theirs.items() if key not in _OF_STAGE})
+        mine.update({key: value for key, value in theirs.items() if key not in OF_STAGE})
     states = {stage["names"][n]: value for stage in stages for n, value in stage["state"]["state"].items()}
     # Copies: a tied parameter's state goes to several stages, and a saved pipeline's to several new ones.
     current["state"] = {n: copy.deepcopy(states[name]) for n, name in enumerate(order) if name in states}

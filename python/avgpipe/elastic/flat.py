@@ -119,6 +119,41 @@ class Arena:
         for p in self.parameters:
             p.grad = None
 
+    def settle_grads(self) -> None:
+        """Give all gradients the form of their parameters; they are complete."""
+
+    def local_grads(self) -> list[torch.Tensor | None]:
+        """Return this process's part of each parameter's gradient, in the same memory."""
+        return [p.grad for p in self.parameters]
+
+    def put_local_grad(self, number: int, grad: torch.Tensor) -> None:
+        """Give a parameter a gradient of which ``grad`` is this process's part."""
+        self.parameters[number].grad = grad
+
+    def squared_norm(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the square of the norm of some parameters or gradients together, float64 []."""
+        return torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))]).square().sum()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the weights as they train, by parameter; parameters may show others for now."""
+        return self.layout.tensors(self.weights)
+
+    def local_tensors(self) -> list[torch.Tensor]:
+        """Return this process's part of each parameter's weights, in the same memory."""
+        return self.tensors()
+
+    def gathered(self, layout: Layout) -> list[torch.Tensor]:
+        """Return the whole weights, laid out by ``layout``, which parameters of these shapes have."""
+        return self.weights
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole of a tensor of the stage."""
+        return tensor.detach()
+
+    def fill(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        """Copy a whole tensor, which all processes have, into one of the stage's."""
+        target.copy_(value)
+
     def point_at(self, buffers: Sequence[torch.Tensor]) -> None:
         """Make the parameters those of ``buffers``, laid out as ``weights`` are; no bytes are moved."""
         for p, view in zip(self.parameters, self.layout.tensors(buffers)):

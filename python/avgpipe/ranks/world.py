@@ -12,10 +12,10 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,17 @@ _CLOSE_S = 5.0
 class World:
     """The ranks of one pipeline.
 
+    Args:
+        timeout_s: limit of every wait.
+        members: the group that has these ranks, by their numbers in it; None: the default group.
+
     Attributes:
         rank, size: of this process, and of all; size is 1 outside torch.distributed.
         group: of all ranks, on CPU memory; None if there is one.
         timeout_s: limit of every wait.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, members: dist.ProcessGroup | None = None) -> None:
         self.timeout_s, self._limit = timeout_s, timedelta(seconds=timeout_s)
         self.rank, self.size = 0, 1
         self.group: dist.ProcessGroup | None = None
@@ -51,19 +55,32 @@ class World:
         self._connections = 0
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not dist.is_initialized():
             join(timeout_s, None if torch.accelerator.is_available() else "gloo")
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        self._members = members
+        if not dist.is_initialized() or dist.get_world_size(members) == 1:
             return
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size = dist.get_rank(members), dist.get_world_size(members)
         deadline = time.monotonic() + timeout_s
         store = private_store() or dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore("avgpipe", store)  # type: ignore[attr-defined]
+        if members is not None:  # other groups have pipelines of their own
+            place = "ranks-" + "-".join(map(str, dist.get_process_group_ranks(members)))
+            store = dist.PrefixStore(place, store)  # type: ignore[attr-defined]
         board = Board.beside(store, self.rank, self.size, timeout_s)
         number = board.count(f"pipelines/{self.rank}", timeout_s)  # all ranks make the same ones
         own = dist.PrefixStore(f"pipeline-{number}", board.store)  # type: ignore[attr-defined]
         self._board = Board(own, self.rank, self.size)
         self._board.meet("Pipeline" if number == 1 else f"Pipeline number {number}", deadline)
-        limit = timedelta(seconds=timeout_s + SPARE_S)
-        self.group = self.connect(lambda: dist.new_group(backend="gloo", timeout=limit))
+        self.group = self.connect(lambda: self.new_group(range(self.size), "gloo"))
+
+    def new_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
+        """Make a group of some of the ranks, whose waits end after ours. Every rank calls this, in one order."""
+        limit = timedelta(seconds=self.timeout_s + SPARE_S)
+        if self._members is None:
+            made = dist.new_group(list(ranks), timeout=limit, backend=backend)
+        else:  # ranks outside of the pipeline's group do not call this
+            of_all = [dist.get_global_rank(self._members, rank) for rank in ranks]
+            made = dist.new_group(of_all, timeout=limit, backend=backend, use_local_synchronization=True)
+        return cast("dist.ProcessGroup", made)
 
     def connect(self, make: Callable[[], T]) -> T:
         """Return what ``make`` returns, in which all ranks connect to each other; PeerLost names who does not."""
@@ -146,7 +163,7 @@ class World:
             return tensor
         buffer = tensor.detach().cpu().contiguous()
         with self._explaining():
-            dist.broadcast(buffer, src=source, group=self.group, async_op=True).wait(self._limit)
+            dist.broadcast(buffer, group_src=source, group=self.group, async_op=True).wait(self._limit)
         return buffer.to(tensor.device)
 
     def gather(self, value: Any) -> list[Any]:
@@ -223,6 +240,12 @@ def gather(value: Any, group: dist.ProcessGroup | None = None, limit: timedelta 
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(own)] = own
     return [json.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(all_gather(padded), sizes)]
+
+
+def is_of_transport(error: BaseException) -> bool:
+    """Whether a collective of torch.distributed has failed."""
+    is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return not isinstance(error, PipelineError) and (isinstance(error, dist.DistError) or is_gloo)
 
 
 def transport_reason(error: BaseException) -> str:

@@ -33,10 +33,14 @@ class Compiler:
     Args:
         options: Arguments of torch.compile for every layer that has none of its own; None: only what comes compiled.
         model: What was handed in; if it is compiled as a whole, and there are no ``options``, so are all its layers.
+
+    Attributes:
+        is_asked: Whether there are ``options``.
     """
 
     def __init__(self, options: dict[str, Any] | None = None, model: Any = None) -> None:
         self._context = _context_of(model) if options is None else _compiling(options)
+        self.is_asked = options is not None
         self._codes: dict[
             Any, CodeType
         ] = {}  # by what a layer looks like, and whether it is to be compiled here

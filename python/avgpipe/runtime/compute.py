@@ -274,7 +274,11 @@ class Compute:
         self._trained, self._route, self._options = trained, route, options
         self._port, self._group_sum = port, group_sum
         self._device, self._on_cpu = trained.stage.device, not has_streams(trained.stage.device)
-        self._layers = StageGraphs(trained.stage) if options.cuda_graphs else trained.stage.forward
+        self._prepared = trained.prepared
+        run = (
+            trained.stage.forward if self._prepared is None else trained.stage
+        )  # with the hooks that it was given
+        self._layers = StageGraphs(trained.stage) if options.cuda_graphs else run
         self._arrivals, self._departures = route.skips
         self._check = MeanCheck(options.loss_fn) if route.last and options.may_be_no_mean else None
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches have the same
@@ -367,10 +371,12 @@ class Compute:
         assert work.weights is not None
         factor = work.weights.factors[m]
         if factor == 0.0:  # a mean over nothing is 0/0, and so would its gradient be
-            return None
+            return self._no_loss(output)
         target = to_device(work.targets[m], self._device)
         loss, count, metrics = loss_of(self._options.loss_fn, output, target)
         if count is not None:
+            if self._prepared is not None:
+                self._prepared.refuse_late_factors()
             if self._options.loss_weight is not None:
                 raise StageError(
                     "loss_fn returns (sum, count), which says what it weighs: leave out loss_weight"
@@ -381,7 +387,7 @@ class Compute:
             # Asked on the CPU alone, where nobody waits for the answer.
             if self._on_cpu and math.isnan(loss.item()) and self._check.counts_nothing(output):
                 state.without_loss += 1
-                return None
+                return self._no_loss(output)
             is_part = work.micro_batches > 1 or work.draws is not None
             if not self._check.done and is_part:
                 self._check.look(work.batch, output, target)
@@ -389,6 +395,14 @@ class Compute:
         if metrics:
             state.add_metrics(metrics, factor)
         return loss
+
+    def _no_loss(self, output: Any) -> torch.Tensor | None:
+        """Return the loss of a micro-batch in which nothing counts.
+
+        In a prepared stage it has gradients, of zero: other ranks wait for what hangs on the last backward.
+        """
+        parts = [] if self._prepared is None else [t.sum() for t in wanting_gradients(output)]
+        return sum(parts[1:], parts[0]) * 0.0 if parts else None
 
     def _seed(self, state: BatchState, m: int, loss: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the batch's loss by a micro-batch's, as far as it is known, times the scale."""
@@ -418,10 +432,14 @@ class Compute:
         is_last = state.backwards_left == 0
         if is_last and self._group_sum is not None:
             self._group_sum.arm()
+        if self._prepared is not None:
+            self._prepared.begin_backward(is_last)
         if step.kind is StepKind.BACKWARD_INPUT:
             state.deferred[m] = input_backward(roots, grads, [*saved.inputs, *chain(*saved.arrived)])
         elif roots:
             run_backward(roots, grads)
+        if is_last and self._prepared is not None:
+            self._trained.arena.settle_grads()
         if is_last and route.last:
             state.part = state.sum_losses()
             if not route.peers:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -26,21 +25,17 @@ from avgpipe.errors import PeerLost
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.links.nccl import end_communicators
-from avgpipe.ranks.world import transport_reason
+from avgpipe.ranks.world import World, transport_reason
 
 _PATIENCE_S = 5.0  # for the thread to end, or for the works of a communicator
 _BUCKET_BYTES = 8 * 2**20  # large enough for the network, small enough to begin early
 
 
-def sum_group(
-    ranks: Sequence[int], device: torch.device, timeout_s: float, backend: str
-) -> dist.ProcessGroup:
+def sum_group(world: World, ranks: Sequence[int], device: torch.device, backend: str) -> dist.ProcessGroup:
     """Make a group of ``ranks`` for sums of tensors on ``device``. Every rank of the world calls this, in one order."""
     select(device)  # for whichever thread connects
-    group: dist.ProcessGroup = dist.new_group(
-        list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend
-    )
-    if backend == "nccl" and dist.get_rank() in ranks:
+    group = world.new_group(ranks, backend)
+    if backend == "nccl" and world.rank in ranks:
         # The first collective connects, and keeps the host until all members have come. In a backward that may be for
         # ever: one waits there for the other's, which comes after a forward that needs the first one's gradient.
         dist.all_reduce(torch.zeros(1, device=device), group=group)

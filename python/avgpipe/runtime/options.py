@@ -5,13 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from avgpipe.ranks.mesh import whole_mesh
 from avgpipe.runtime.batch import LossFn
 from avgpipe.runtime.compiled import Compiler
 from avgpipe.runtime.loss import is_mean_by_kind
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from avgpipe.runtime.prepared import PrepareStage
 
 # Of parameters, or of pairs (name, parameter).
 OptimizerFn = Callable[[Iterable[Any]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -32,6 +39,8 @@ class TrainingOptions:
         loss_weight: says what a micro-batch with these targets weighs.
         measures: whether one forward of each stage counts what it saves for its backward.
         accumulate: how many batches of a loader make an update.
+        prepare: lets the caller change a :class:`avgpipe.runtime.stage.Stage` before it is trained, and returns a
+            :class:`avgpipe.runtime.prepared.Prepared`; None: it stays as it is.
     """
 
     loss_fn: LossFn
@@ -50,6 +59,7 @@ class TrainingOptions:
     measures: bool = False
     accumulate: int = 1
     ema_decay: float | None = None
+    prepare: Callable[[Any], Any] | None = None
 
     @property
     def needs_norm(self) -> bool:
@@ -80,6 +90,23 @@ class TrainingOptions:
         """Name the options that must be alike on all ranks, and write them down."""
         values = ", ".join(f"{name}={getattr(self, name)!r}" for name in _SHARED)
         return f"{', '.join(_SHARED[:-1])} or {_SHARED[-1]}", values
+
+
+WHOLE = "whole"  # the form of a parameter that is no DTensor
+
+
+def preparing(hook: PrepareStage, mesh: DeviceMesh | None) -> Callable[[Any], Any]:
+    """Return what has ``hook`` prepare a stage; see Pipeline."""
+    if not callable(hook):
+        raise TypeError(f"prepare_stage must be a function of (module, stage, mesh), not {hook!r}")
+    if mesh is None:
+        raise ValueError(
+            'prepare_stage needs a mesh with dimensions to be parallel over: pass mesh=device_mesh["pp"], the one '
+            "along which the stages lie"
+        )
+    from avgpipe.runtime.prepared import prepare  # only now: it imports what takes long
+
+    return partial(prepare, hook=hook, mesh=whole_mesh(mesh))
 
 
 _NAMED = ("named_params", "named_parameters")  # torch's names for pairs (name, parameter)

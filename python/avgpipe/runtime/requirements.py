@@ -21,6 +21,7 @@ from avgpipe.links import refuse_elsewhere
 from avgpipe.plan import Plan
 from avgpipe.runtime.context import Carry
 from avgpipe.runtime.options import TrainingOptions
+from avgpipe.schedule import Kind
 
 _log = logging.getLogger("avgpipe")
 
@@ -40,8 +41,9 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
         if isinstance(module, _WRAPPERS):
             raise ValueError(
                 f"{where} is a {type(module).__name__}, which would wait for ranks that hold other stages: pass "
-                "the module inside it (.module), and give a stage several workers by Plan(replication=...), or the "
-                'whole model by Plan.for_system("data-parallel")'
+                "the module inside it (.module), and wrap each stage by Pipeline(prepare_stage=...), give a stage "
+                "several workers by Plan(replication=...), or the whole model by "
+                'Plan.for_system("data-parallel")'
             )
         if isinstance(module, nn.SyncBatchNorm) and _ranks() > 1:
             raise ValueError(
@@ -50,12 +52,14 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
             )
         if any(kind.__name__ in _SHARDING for kind in type(module).__mro__):
             raise ValueError(
-                f"{where} is sharded by FSDP, which stages cannot be: pass the model as it was before"
+                f"{where} is sharded by FSDP before it is cut into stages: pass the model as it was before, and call "
+                "fully_shard on each stage by Pipeline(prepare_stage=...)"
             )
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
         if type(tensor).__name__ == _SHARDED:
             raise ValueError(
-                f"{name!r} is a DTensor, which stages cannot hold: pass the model as it was before"
+                f"{name!r} is a DTensor before the model is cut into stages: pass the model as it was before, and "
+                "parallelize each stage by Pipeline(prepare_stage=...)"
             )
         if tensor.is_meta and not may_be_meta:
             raise ValueError(
@@ -135,6 +139,39 @@ def check_device(
         )
     if not has_graphs(device):
         raise ValueError(f"cuda_graphs=True needs CUDA, not device {str(device)!r}: leave it out")
+
+
+def check_prepared(options: TrainingOptions, plan: Plan, ranks: int) -> None:
+    """Refuse what stages cannot have that ``prepare_stage`` changes. ``ranks``: of the pipeline."""
+    rows = plan.build_schedule().rows
+    splits = any(a.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) for row in rows for a in row)
+    stages = max(len({a.stage for a in row}) for row in rows) if ranks > 1 else plan.stages
+    refusals = [
+        (
+            plan.pipelines > 1,
+            f"pipelines={plan.pipelines}: use one, as other ranks hold parts of the weights",
+        ),
+        (plan.weights != "flush", f"weights={plan.weights!r}: use a schedule that flushes"),
+        (
+            plan.replication,
+            f"replication={plan.replication}: leave it out, and replicate stages over the mesh",
+        ),
+        (splits, f"schedule={plan.schedule!r}: use one whose backwards are whole"),
+        (
+            stages > 1,
+            f"{stages} stages in one process: use a rank for each, and a schedule with one a worker",
+        ),
+        (
+            options.measures,
+            "advance='auto', which ranks may choose differently: use the number that one has chosen",
+        ),
+        (options.cuda_graphs, "cuda_graphs=True: leave it out"),
+        (options.ema_decay is not None, f"ema_decay={options.ema_decay}: leave it out"),
+        (options.compiler.is_asked, "compile: leave it out, and have prepare_stage call layer.compile()"),
+    ]
+    for applies, what in refusals:
+        if applies:
+            raise ValueError(f"prepare_stage cannot have {what}")
 
 
 def check_correction(plan: Plan, shared: Sequence[Mapping[int, Any]]) -> None:

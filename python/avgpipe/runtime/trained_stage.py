@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from avgpipe.runtime.options import SchedulerFn
 from avgpipe.runtime.requirements import check_modes
 from avgpipe.runtime.stage import Stage
 
+if TYPE_CHECKING:  # it imports what takes long, and few need
+    from avgpipe.runtime.prepared import Prepared
+
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
@@ -41,6 +44,7 @@ class TrainedStage:
         loss_scale: of a last stage, where losses are scaled.
         hooks: by parameter, see :meth:`run_hooks`.
         ema: an average of the weights over updates; None where there is none, or the reference keeps it.
+        prepared: what the caller has made of the stage, if it has.
     """
 
     def __init__(
@@ -58,9 +62,11 @@ class TrainedStage:
         loss_scale: LossScale | None = None,
         hooks: Sequence[Sequence[Hook]] = (),
         ema: MovingAverage | None = None,
+        prepared: Prepared | None = None,
     ) -> None:
         self.stage, self.pipeline, self._arena, self.loss_scale = stage, pipeline, arena, loss_scale
         self._hooks = [(p, of) for p, of in zip(arena.parameters, hooks) if of]
+        self.prepared = prepared
         self.versions: Versions | None = None
         self._corrected: CorrectedSteps | None = None
         self._warmup_rounds, self._ema = warmup_rounds, ema
@@ -247,6 +253,8 @@ class TrainedStage:
             self.versions.restore({})
         if self.elastic is not None:
             self.elastic.replaced()
+        if self.prepared is not None:
+            self.prepared.end_evaluation()
 
     @property
     def has_modes(self) -> bool:
@@ -273,6 +281,8 @@ class TrainedStage:
             with shown, self._reading(buffers or {}), torch.no_grad():
                 yield
         finally:
+            if self.prepared is not None:
+                self.prepared.end_evaluation()
             self.stage.train(training)
             for c, values in zip(carries, kept):
                 c.values = values

@@ -137,7 +137,7 @@ class Update:
     # ---- parameters that stages share ----------------------------------------------------------------------------
 
     def _send_tied(self, step: Step) -> None:
-        grads = [p.grad for p in self._trained.arena.parameters]
+        grads = self._trained.arena.local_grads()
         for p in self._travels:
             if (grad := grads[p]) is not None:
                 # as the others get it, or sums would differ from stage to stage
@@ -162,10 +162,11 @@ class Update:
         return {p for p, held in holders.items() if len(held) > 1}
 
     def _sum_tied(self, step: Step) -> None:
-        parameters = self._trained.arena.parameters
+        arena = self._trained.arena
+        own = arena.local_grads()
         parts: dict[int, dict[int, torch.Tensor | None]] = {}
         for p in {p for mine in self._shared.values() for p in mine}:
-            parts[p] = {self._route.stage: parameters[p].grad}
+            parts[p] = {self._route.stage: own[p]}
         for key in step.needs:
             other = self._route.placement.stage_of(key.source)
             for p, grad in zip(self._shared[other], self._port.take(key)):
@@ -173,17 +174,18 @@ class Update:
         for p, by_stage in parts.items():
             grads = [by_stage[stage] for stage in sorted(by_stage)]
             if any(g is not None for g in grads):
-                parameters[p].grad = _sum(grads)
+                arena.put_local_grad(p, _sum(grads))
 
     # ---- norm and step -------------------------------------------------------------------------------------------
 
     def _add_norm(self, state: BatchState, step: Step) -> None:
-        parameters = enumerate(self._trained.arena.parameters)
-        own = [p.grad for n, p in parameters if n not in self._foreign and p.grad is not None]
+        arena = self._trained.arena
+        own = [
+            p.grad for n, p in enumerate(arena.parameters) if n not in self._foreign and p.grad is not None
+        ]
         total = torch.zeros((), dtype=torch.float64, device=self._trained.stage.device)
         if own:
-            norms = torch.stack([n.double() for n in torch._foreach_norm(own)])
-            total = norms.square().sum()
+            total = arena.squared_norm(own)
         if not self._route.last:
             total = total + self._port.take(step.needs[0])
         if self._route.first:

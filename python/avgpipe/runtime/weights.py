@@ -36,7 +36,8 @@ def _gather_stage(
     """Copy all of a stage, whose flat weights ``replica`` has."""
     placement = worker.placement
     layout, source = Layout(model.shapes[k], worker.device), placement.rank_of(replica)
-    flats = worker.weights(replica, which) if replica in worker.held else layout.zeros().flats
+    held = replica in worker.held
+    flats = worker.whole_weights(replica, which, layout) if held else layout.zeros().flats
     views = layout.tensors([worker.world.broadcast(flat, source) for flat in flats])
     pipelines = [which] if isinstance(which, int) else range(placement.pipelines)
     states = [_broadcast_state(worker, k, i) for i in pipelines]
@@ -64,9 +65,10 @@ def _broadcast_state(worker: Worker, k: int, pipeline: int) -> dict[str, torch.T
 
 def stage_state(worker: Worker, replica: int, pipeline: int) -> dict[str, torch.Tensor]:
     """Copy frozen parameters and buffers of a stage replica of this process, by their names in the stage."""
-    state = worker.trained[replica, pipeline].stage.layers.state_dict()
+    trained = worker.trained[replica, pipeline]
+    state = trained.stage.layers.state_dict()
     entries = worker.model.entries[worker.placement.stage_of(replica)]
-    return {e.local: state[e.local].detach().clone() for e in entries if e.arena is None}
+    return {e.local: trained.arena.whole(state[e.local]).clone() for e in entries if e.arena is None}
 
 
 def average(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -163,14 +165,16 @@ def _set_values(
     for (replica, _), trained in worker.trained.items():
         layout, buffers = trained.arena.layout, trained.stage.layers.state_dict(keep_vars=True)
         reference = worker.references[replica]
-        sets = [trained.arena.weights, *([reference.parameters] if reference is not None else [])]
-        places = [layout.tensors(flats) for flats in sets]
+        places = [
+            trained.arena.tensors(),
+            *([layout.tensors(reference.parameters)] if reference is not None else []),
+        ]
         for name, entry in entries[worker.placement.stage_of(replica)]:
             value = state[name]
             number = entry.arena
             targets = [buffers[entry.local].data] if number is None else [place[number] for place in places]
             for target in targets:
-                target.copy_(value)
+                trained.arena.fill(target, value)
         trained.replaced()
     for replica, ema in worker.emas.items():
         ema.restart(worker.weights(replica, "reference"))

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe.device import LaneStream, ReadyOnEvent, current_stream, streams_of
-from avgpipe.elastic import Arena, MovingAverage, Reference
-from avgpipe.errors import PipelineError
+from avgpipe.elastic import Arena, Layout, MovingAverage, Reference
+from avgpipe.errors import PeerLost, PipelineError, StageError
 from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
 from avgpipe.plan import Plan
-from avgpipe.ranks.world import SPARE_S, Watchdog, World
+from avgpipe.ranks.world import Watchdog, World, is_of_transport, transport_reason
 from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.runtime.compute import Compute, Port
 from avgpipe.runtime.group_sum import GroupSum, sum_group
@@ -26,7 +26,7 @@ from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import LossScale, NonfiniteNotice
 from avgpipe.runtime.model import Model, stage_layers, trainable_parameters
 from avgpipe.runtime.optimizers import Maker, maker_of
-from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.options import WHOLE, TrainingOptions
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
@@ -47,6 +47,7 @@ class Worker:
         emas: by replica, the average of its reference's weights, or a lone pipeline's; empty without ``ema_decay``.
         lanes: by replica and pipeline.
         rows: one for each pipeline on each worker of the plan that this process is.
+        is_sharded: whether some stage, of whichever process, has parameters that are DTensors.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Worker:
             self._build(replica, layers)
             for i in placement.pipelines_of(replica):
                 self.lanes[replica, i] = self._lane(self._route(replica, i), groups)
+        self.is_sharded = options.prepare is not None and self._agree_on_forms()
         self.rows = self._rows(plan.build_schedule())
         self.scheduler = Scheduler(
             list(self.lanes.values()),
@@ -108,7 +110,7 @@ class Worker:
             row
             for (replica, _), trained in self.trained.items()
             for row in self.model.shared_digests(
-                self.placement.stage_of(replica), trained.arena.parameters
+                self.placement.stage_of(replica), trained.arena.local_tensors()
             ).items()
         ]
 
@@ -142,10 +144,9 @@ class Worker:
         }
 
     def _group(self, replicas: Sequence[int]) -> dist.ProcessGroup:
-        limit_s = self.world.timeout_s + SPARE_S
         ranks = [self.placement.rank_of(replica) for replica in replicas]
         backend = "nccl" if self._links.nccl_joins(ranks) else "gloo"
-        return self.world.connect(lambda: sum_group(ranks, self.device, limit_s, backend))
+        return self.world.connect(lambda: sum_group(self.world, ranks, self.device, backend))
 
     def _build(self, replica: int, layers: Sequence[nn.Module]) -> None:
         """Make the reference of a stage replica, and its pipelines' copies. ``layers``: of the whole model."""
@@ -158,7 +159,12 @@ class Worker:
         if self._initial is not None:
             fill = partial(self._initial.materialise, entries=self.model.entries[k], device=self.device)
         stages = [Stage(own, first, k, self._seed, self.device, options.compiler, fill) for _ in pipelines]
-        arenas = [Arena(trainable_parameters(stage)) for stage in stages]
+        prepare = options.prepare
+        prepared = [None if prepare is None else prepare(stage) for stage in stages]
+        arenas = [
+            Arena(trainable_parameters(stage)) if inside is None else inside.arena()
+            for stage, inside in zip(stages, prepared)
+        ]
         given = trainable_parameters(nn.ModuleList(own))
         hooks = [list((p._backward_hooks or {}).values()) for p in given]
         first_here = placement.replicas_of(k)[r]
@@ -168,7 +174,7 @@ class Worker:
             ema = self.emas[replica] = ema or MovingAverage(arenas[0].weights, options.ema_decay)
         optimizer = maker_of(options.optimizer, self.model.trainable[k])
         self.references[replica] = same or self._reference(arenas[0], pipelines, optimizer, ema)
-        for i, stage, arena in zip(pipelines, stages, arenas):
+        for i, stage, arena, inside in zip(pipelines, stages, arenas, prepared):
             self.trained[replica, i] = TrainedStage(
                 stage,
                 i,
@@ -183,7 +189,25 @@ class Worker:
                 loss_scale=self._loss_scale() if k == self.model.stages - 1 else None,
                 hooks=hooks,
                 ema=ema if self.references[replica] is None else None,
+                prepared=inside,
             )
+
+    def _agree_on_forms(self) -> bool:
+        """Refuse parameters that stages share in different forms; return whether any is sharded, on any rank."""
+        forms: dict[str, str] = {}
+        for (replica, _), trained in self.trained.items():
+            names = self.model.trainable[self.placement.stage_of(replica)]
+            if trained.prepared is not None:
+                forms.update(zip(names, trained.prepared.forms()))
+        found = self.world.gather(forms)
+        for name in set().union(*found):
+            different = sorted({of_rank[name] for of_rank in found if name in of_rank})
+            if len(different) > 1:
+                raise ValueError(
+                    f"{name!r} is held by several stages, and prepare_stage has made it {' and '.join(different)}: "
+                    "let it do the same in each of them"
+                )
+        return any(form != WHOLE for of_rank in found for form in of_rank.values())
 
     def _loss_scale(self) -> LossScale | None:
         scale = self._options.loss_scale
@@ -297,6 +321,12 @@ class Worker:
         pipeline = self.placement.pipelines_of(replica)[0] if which == "reference" else int(which)
         return self.trained[replica, pipeline].arena.weights
 
+    def whole_weights(self, replica: int, which: str | int, layout: Layout) -> Sequence[torch.Tensor]:
+        """Return :meth:`weights`, laid out by ``layout``, where other processes hold parts of them too."""
+        if which == "ema" or self.references[replica] is not None:
+            return self.weights(replica, which)
+        return self.trained[replica, self.placement.pipelines_of(replica)[0]].arena.gathered(layout)
+
     def settle(self, batches: int) -> None:
         """Wait until this process has what all of the first ``batches`` have added to the references."""
         remotes = [lane.remote for lane in self.lanes.values() if lane.remote is not None]
@@ -334,9 +364,19 @@ class Worker:
         except harmless:
             raise
         except Exception as error:
-            self.failure = error
-            self.world.report(error)
-            raise
+            self.failure = self._explained(error)
+            self.world.report(self.failure)
+            if self.failure is error:
+                raise
+            raise self.failure from error
+
+    def _explained(self, error: Exception) -> Exception:
+        """Return what fails in words, where torch itself talks to ranks outside of this pipeline."""
+        cause = error.__cause__ if isinstance(error, StageError) else error
+        if self._options.prepare is None or cause is None or not is_of_transport(cause):
+            return error
+        me, why = self.world.name(self.world.rank), transport_reason(cause)
+        return PeerLost(f"{me} has lost a rank with which prepare_stage shares work: {why}")
 
     def close(self, patience_s: float) -> None:
         """End the threads and links, once. ``patience_s``: how long others may take to receive what was sent last."""

@@ -1,0 +1,210 @@
+"""A pipeline's state as torch.distributed.checkpoint takes it: names of the unsplit model, and each rank's own tensors.
+
+    model       by name, weights and buffers: DTensors where a stage is sharded, else plain tensors
+    optimizer   by name of a parameter, what the optimizer remembers of it, likewise
+    training    a text: batches, the settings of groups by their parameters' names, learning-rate schedule, loss scale
+
+As torch reads any part of a saved tensor into any part of another, it loads under another number of stages, other
+shards, or none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from avgpipe.checkpoint.folder import agreed
+from avgpipe.checkpoint.load import OF_STAGE
+from avgpipe.checkpoint.save import parameter_names
+from avgpipe.errors import CheckpointError, reason
+from avgpipe.runtime.model import Model
+from avgpipe.runtime.optimizers import rescheduled
+from avgpipe.runtime.trained_stage import TrainedStage
+from avgpipe.runtime.worker import Worker
+
+_PARTS = ("model", "optimizer", "training")
+_OF_ALL = ("lr_scheduler", "loss_scale")  # settings that the first stage has, which has any
+
+
+def sharded_state(model: Model, worker: Worker, batches: int) -> dict[str, Any]:
+    """Return this rank's part of the state; its tensors of the model are the very ones that train."""
+    if any(worker.world.gather(any(trained.has_modes for _, trained in _stages(worker)))):
+        raise CheckpointError(
+            "the optimizer keeps other weights for evaluation than for training, which torch.distributed.checkpoint "
+            "does not tell apart: use save(folder) and load(folder)"
+        )
+    weights: dict[str, torch.Tensor] = dict(model.unused)
+    optimizers: dict[str, dict[str, torch.Tensor]] = {}
+    for k, trained in _stages(worker):
+        weights.update(_weights(model, k, trained))
+        optimizers.update(_optimizer_state(trained, model.trainable[k]))
+
+    def settings() -> list[dict[str, Any]]:
+        return [_settings(trained, model.trainable[k]) for k, trained in _stages(worker)]
+
+    everywhere = agreed(worker.world, "there is no state to save", settings)
+    found = [of_stage for of_rank in everywhere for of_stage in of_rank]
+    merged = {what: next((s[what] for s in found if s[what] is not None), None) for what in _OF_ALL}
+    groups = [group for of_stage in found for group in of_stage["groups"]]
+    training = json.dumps({"batches": batches, "groups": groups, **merged})
+    return {"model": weights, "optimizer": optimizers, "training": training}
+
+
+@torch.no_grad()
+def load_sharded_state(state: Mapping[str, Any], model: Model, worker: Worker) -> int:
+    """Take over what :func:`sharded_state` has given and torch has filled; return the number of batches.
+
+    Raises:
+        CheckpointError: for what it has not given.
+    """
+    try:
+        weights, optimizers, training = (state[part] for part in _PARTS)
+        settings = json.loads(training)
+        for name, tensor in model.unused.items():
+            tensor.copy_(weights[name])
+        for k, trained in _stages(worker):
+            for name, tensor in _weights(model, k, trained).items():
+                tensor.copy_(weights[name])
+            _restore_optimizer(trained, model.trainable[k], optimizers, _decoded(settings["groups"]))
+            schedule, scale = (_decoded(settings[what]) for what in _OF_ALL)
+            if trained.lr_scheduler is not None and trained.optimizer is not None and schedule is not None:
+                trained.lr_scheduler.load_state_dict(rescheduled(schedule, trained.optimizer))
+            if trained.loss_scale is not None and scale is not None:
+                trained.loss_scale.load_state_dict(scale)
+            trained.replaced()
+        for replica, ema in worker.emas.items():
+            ema.restart(worker.weights(replica, "reference"))
+        return int(settings["batches"])
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"this is no state for this pipeline: {type(error).__name__}: {reason(error)}; have "
+            "torch.distributed.checkpoint.load fill what sharded_state_dict() returns here, and pass that"
+        ) from error
+
+
+def _stages(worker: Worker) -> Iterator[tuple[int, TrainedStage]]:
+    for (replica, _), trained in worker.trained.items():
+        yield worker.placement.stage_of(replica), trained
+
+
+def _weights(model: Model, k: int, trained: TrainedStage) -> dict[str, torch.Tensor]:
+    """Return weights and buffers of a stage by every name that they have."""
+    trainable = trained.arena.tensors()
+    rest = trained.stage.layers.state_dict()
+    return {
+        name: rest[entry.local] if entry.arena is None else trainable[entry.arena]
+        for entry in model.entries[k]
+        for name in entry.names
+    }
+
+
+def _optimizer_state(trained: TrainedStage, names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+    optimizer = trained.optimizer
+    if optimizer is None:
+        return {}
+    state = dict(optimizer.state) or _first_state(optimizer)
+    return {
+        name: {key: torch.as_tensor(value) for key, value in state[p].items() if value is not None}
+        for name, p in zip(names, trained.arena.parameters)
+        if p in state
+    }
+
+
+def _first_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
+    """Return what the optimizer will remember after its first step, as zeros: places to load into.
+
+    It makes them by a step of zeros, and is left as it was.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    kept = [p.detach().clone() for p in parameters]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0
+    optimizer.step()
+    with torch.no_grad():
+        for p, value in zip(parameters, kept):
+            p.grad = None
+            p.copy_(value)
+    for group, rate in zip(optimizer.param_groups, rates):
+        group["lr"] = rate
+    found = {
+        p: {key: torch.zeros_like(torch.as_tensor(v)) for key, v in of.items() if v is not None}
+        for p, of in optimizer.state.items()
+    }
+    optimizer.state.clear()
+    return found
+
+
+def _restore_optimizer(
+    trained: TrainedStage,
+    names: list[str],
+    optimizers: Mapping[str, Any],
+    groups: list[tuple[list[str], dict[str, Any]]],
+) -> None:
+    optimizer = trained.optimizer
+    if optimizer is None:
+        return
+    current = optimizer.state_dict()
+    order = parameter_names(trained, optimizer, names)
+    settings = {name: of for members, of in groups for name in members}
+    for mine in current["param_groups"]:  # a group's settings are those that its parameters had
+        mine.update(next((settings[order[n]] for n in mine["params"] if order[n] in settings), {}))
+    # Copies: a tied parameter's state goes to several stages.
+    current["state"] = {
+        n: {key: value.clone() for key, value in optimizers[name].items()}
+        for n, name in enumerate(order)
+        if name in optimizers
+    }
+    optimizer.load_state_dict(current)
+
+
+def _settings(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
+    """Return what training needs beside tensors, as JSON has it; of groups the names and settings."""
+    groups, optimizer = [], trained.optimizer
+    if optimizer is not None:
+        order = parameter_names(trained, optimizer, names)
+        for group in optimizer.state_dict()["param_groups"]:
+            settings = {key: value for key, value in group.items() if key not in OF_STAGE}
+            groups.append(_encoded(([order[n] for n in group["params"]], settings)))
+    scheduler, scale = trained.lr_scheduler, trained.loss_scale
+    return {
+        "groups": groups,
+        "lr_scheduler": None if scheduler is None else _encoded(scheduler.state_dict()),
+        "loss_scale": None if scale is None else _encoded(scale.state_dict()),
+    }
+
+
+# ---- Python's values as JSON has them: it knows neither tuples nor keys that are numbers -------------------------
+
+
+def _encoded(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list):
+        return [_encoded(part) for part in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_encoded(part) for part in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[_encoded(key), _encoded(part)] for key, part in value.items()]}
+    raise CheckpointError(
+        f"the optimizer's settings or lr_scheduler's state have {type(value).__name__}, which is no plain value: save "
+        "it yourself, and leave it out of state_dict()"
+    )
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, parts),) = value.items()
+    if kind == "tuple":
+        return tuple(map(_decoded, parts))
+    return {_decoded(key): _decoded(part) for key, part in parts}
