@@ -521,6 +521,22 @@ def test_what_sharded_stages_cannot_do_is_refused_in_words() -> None:
         assert "returns (sum, count)" in messages[5]
 
 
+def mistaken() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
+
+    def fails(module: Any, stage: int, mesh: Any) -> None:
+        raise ArithmeticError("the caller's own mistake")
+
+    options = {"mesh": mesh["pp"], "prepare_stage": fails, "link": "gloo", "timeout_s": 30}
+    Pipeline(model_of_blocks(), Plan(stages=2, micro_batches=2), loss_fn=LOSS, optimizer=adamw, **options)
+
+
+def test_a_mistake_in_the_hook_ends_the_ranks_by_its_own_error() -> None:
+    for code, output in Ranks(2, mistaken).join(30):
+        assert code == 1, output  # no abort by a thread inside gloo
+        assert "ArithmeticError: the caller's own mistake" in output
+
+
 def die(how: str) -> str:
     made, own = prepared(how)
     batches = parts(token_batches(200, 12), own)

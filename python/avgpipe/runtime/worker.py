@@ -35,6 +35,8 @@ from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import RemoteUpdates, Update
 from avgpipe.schedule import Schedule
 
+_PATIENCE_S = 0.5  # for which others may need what was sent by a worker that is not made after all
+
 
 class Worker:
     """What a process holds of a pipeline, ready to run.
@@ -80,11 +82,17 @@ class Worker:
         self.lanes: dict[tuple[int, int], Lane] = {}
         self._group_sums: list[GroupSum] = []
         groups = self._replica_groups()
-        for replica in self.held:
-            self._build(replica, layers)
-            for i in placement.pipelines_of(replica):
-                self.lanes[replica, i] = self._lane(self._route(replica, i), groups)
-        self.is_sharded = options.prepare is not None and self._agree_on_forms()
+        try:
+            for replica in self.held:
+                self._build(replica, layers)
+                for i in placement.pipelines_of(replica):
+                    self.lanes[replica, i] = self._lane(self._route(replica, i), groups)
+            self.is_sharded = options.prepare is not None and self._agree_on_forms()
+        except (
+            BaseException
+        ):  # of the caller's functions, too; threads inside gloo would abort the process at its end
+            self._links.close(_PATIENCE_S)
+            raise
         self.rows = self._rows(plan.build_schedule())
         self.scheduler = Scheduler(
             list(self.lanes.values()),
