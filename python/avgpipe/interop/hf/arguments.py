@@ -1,0 +1,90 @@
+"""What transformers' TrainingArguments mean to a pipeline, and those that it cannot follow."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from avgpipe.plan import Plan
+
+# untyped on purpose: types would be checked against whichever release is installed
+_optimization: Any = importlib.import_module("transformers.optimization")
+
+# By name of an argument that must not be set: the way out.
+_REFUSED: Mapping[str, str] = {
+    "fsdp": "stages share out the weights: leave it out",
+    "deepspeed": "stages share out the weights: leave it out",
+    "parallelism_config": "the plan says how ranks work together: leave it out",
+    "activation_checkpointing": "use Plan(recompute='always')",
+    "gradient_checkpointing": "use Plan(recompute='always')",
+    "auto_find_batch_size": "raise the plan's micro_batches, which holds down memory for the same batch",
+    "fp16_full_eval": "use fp16, under whose autocast evaluation runs too",
+    "bf16_full_eval": "use bf16, under whose autocast evaluation runs too",
+    "neftune_noise_alpha": "its noise is added by a hook on the model, of which stages hold copies: leave it out",
+    "use_liger_kernel": "it makes the loss inside the model: leave it out",
+}
+_NEEDS_METRIC = ("reduce_lr_on_plateau", "greedy")
+
+
+def check_arguments(args: Any) -> None:
+    """Raise ValueError for arguments that a pipeline cannot follow."""
+    for name, way_out in _REFUSED.items():
+        if value := getattr(args, name, None):
+            raise ValueError(f"TrainingArguments({name}={value!r}) cannot train stages: {way_out}")
+    kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if kind in _NEEDS_METRIC:
+        raise ValueError(
+            f"TrainingArguments(lr_scheduler_type={kind!r}) waits for metrics, and stages step their schedules after "
+            "every update: use another schedule, such as 'cosine'"
+        )
+    if args.label_names not in (None, ["labels"]):
+        raise ValueError(
+            f"TrainingArguments(label_names={args.label_names!r}): a pipeline's batches have their targets as 'labels'"
+        )
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise for what is no plan whose pipelines end each batch together."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be an avgpipe.Plan, not {plan!r}")
+    if not plan.build_schedule().flush:
+        raise ValueError(
+            f"the schedule {plan.schedule!r} gains by never running dry, and a trainer ends every update before the "
+            "next: use one that flushes, such as '1f1b', or Pipeline.train"
+        )
+    if plan.batches_per_round > 1:
+        raise ValueError(
+            f"batch={plan.batch!r} has {plan.pipelines} pipelines take turns, and a trainer ends every batch before the "
+            "next: use Plan(batch='global'), or Pipeline.train"
+        )
+
+
+def pipeline_options_of(args: Any) -> dict[str, Any]:
+    """Return the keyword arguments of a Pipeline that say the same as ``args``."""
+    options: dict[str, Any] = {
+        "device": "cpu" if args.device.type == "cpu" else args.device,
+        "seed": args.seed,
+        "timeout_s": args.ddp_timeout,
+        "clip_grad_norm": args.max_grad_norm if args.max_grad_norm > 0 else None,
+        "accumulate": args.gradient_accumulation_steps,
+        "autocast": torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+    }
+    if args.torch_compile:
+        asked = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+        options["compile"] = {name: value for name, value in asked.items() if value is not None} or True
+    return options
+
+
+def scheduler_of(args: Any, steps: int) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return what makes the learning-rate schedule of a stage's optimizer, of so many updates."""
+    return partial(
+        _optimization.get_scheduler,
+        args.lr_scheduler_type,
+        num_warmup_steps=args.get_warmup_steps(steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )

@@ -1,0 +1,197 @@
+"""The loss of a model of transformers, for micro-batches whose losses make up that of the batch.
+
+A model's forward makes its loss of labels that only the last stage has. What most heads make is one of three: the cross
+entropy of the next tokens, of tokens, or a mean over samples. Which one it is follows from the model's ``loss_type``;
+that it is this one is proved on a tiny input.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from avgpipe.interop.transformers import call_of
+from avgpipe.runtime.blocks import evaluating
+
+# untyped on purpose: types would be checked against whichever release is installed
+_losses: Any = importlib.import_module("transformers.loss.loss_utils")
+_outputs: Any = importlib.import_module("transformers.modeling_outputs")
+_utils: Any = importlib.import_module("transformers.utils")
+
+IGNORED = -100  # a label that counts for nothing
+
+# Of (outputs, labels, num_items_in_batch): the loss of some samples, divided by the items of all the batch.
+ItemLoss = Callable[[Any, Tensor, Tensor], Tensor]
+Count = Callable[[Tensor], Tensor]  # of labels, those that are items
+
+
+class TrainerLoss:
+    """A loss as transformers' Trainer takes it, as ``loss_fn(output, labels)`` of a Pipeline: ``(sum, count)``.
+
+    Args:
+        function: ``function(outputs, labels, num_items_in_batch)``, where ``outputs`` is an output object of
+            transformers.
+        count: how many items labels are.
+        divides: whether ``function`` divides by its last argument; None: the first micro-batch tells. One that does not
+            is taken for a mean over samples.
+    """
+
+    def __init__(self, function: ItemLoss, count: Count, divides: bool | None = True) -> None:
+        self._function, self._count, self._divides = function, count, divides
+
+    def __call__(self, output: Any, labels: Tensor) -> Any:
+        outputs, count = _as_outputs(output), self._count(labels)
+        one = torch.ones_like(count)
+        value = self._function(outputs, labels, one)
+        if self._divides is None:
+            with torch.no_grad():
+                halved = self._function(outputs, labels, 2 * one)
+            self._divides = math.isclose(2 * float(halved), float(value), rel_tol=1e-2, abs_tol=1e-12)
+        return (value, count) if self._divides else value
+
+    def mean(self, output: Any, labels: Tensor) -> Tensor:
+        """Return the loss of all of ``labels``."""
+        found = self(output, labels)
+        return found[0] / found[1] if isinstance(found, tuple) else found
+
+
+def counted(labels: Tensor) -> Tensor:
+    """Count the labels that are not ignored."""
+    return (labels != IGNORED).sum()
+
+
+def counted_behind_first(labels: Tensor) -> Tensor:
+    """Count as :func:`counted`, without the first position, which nothing predicts."""
+    return counted(labels[..., 1:])
+
+
+def trainer_loss(
+    model: nn.Module,
+    compute_loss_func: Callable[..., Any] | None = None,
+    smoother: Any = None,
+    count: Count | None = None,
+) -> TrainerLoss:
+    """Return the loss that transformers' Trainer would train ``model`` with.
+
+    Args:
+        model: of transformers, or a PeftModel around one; any module where there is a ``compute_loss_func``.
+        compute_loss_func: that of the Trainer: ``compute_loss_func(outputs, labels, num_items_in_batch=)``.
+        smoother: transformers' LabelSmoother, if labels are smoothed.
+        count: the Trainer's rule of what an item of a sequence is, by default that of the model's own loss.
+
+    Raises:
+        ValueError: for a model whose loss is another one than those that are known here.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = getattr(base, "loss_function", None)
+    shifts = head is _losses.ForCausalLMLoss and not base.config.is_encoder_decoder
+    own_count = counted_behind_first if shifts else counted
+    if compute_loss_func is not None:
+        return TrainerLoss(
+            lambda outputs, labels, items: compute_loss_func(outputs, labels, num_items_in_batch=items),
+            count or own_count,
+            divides=None,
+        )
+    if head not in _OF_HEADS:
+        raise ValueError(
+            f"the loss of {type(base).__name__} is not known to a pipeline, whose last stage alone has labels: give "
+            "compute_loss_func(outputs, labels, num_items_in_batch)"
+        )
+    function = _OF_HEADS[head](base.config, shifts)
+    _prove(base, TrainerLoss(function, own_count))
+    if smoother is not None:
+
+        def smoothed(outputs: Any, labels: Tensor, items: Tensor) -> Any:
+            return smoother(outputs, labels, shift_labels=shifts, num_items_in_batch=items)
+
+        return TrainerLoss(smoothed, own_count)
+    is_of_samples = _OF_HEADS[head] is _of_samples
+    return TrainerLoss(function, own_count if is_of_samples else count or own_count)
+
+
+def _as_outputs(output: Any) -> Any:
+    """Return an output object: a pipeline returns a tensor where it would hold nothing else."""
+    return _outputs.CausalLMOutput(logits=output) if isinstance(output, Tensor) else output
+
+
+# ---- what heads make -----------------------------------------------------------------------------------------------
+
+
+def _of_tokens(config: Any, shifts: bool) -> ItemLoss:
+    function = _losses.ForCausalLMLoss if shifts else _losses.ForMaskedLMLoss
+    count = counted_behind_first if shifts else counted
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+
+    def loss(outputs: Any, labels: Tensor, items: Tensor) -> Tensor:
+        logits = outputs["logits"]
+        value: Tensor = function(logits, labels, logits.shape[-1], num_items_in_batch=items)
+        if (routing := outputs.get("aux_loss")) is not None:  # a mean of its own, which weighs as the tokens do
+            value = value + coefficient * routing * count(labels) / items
+        return value
+
+    return loss
+
+
+def _of_samples(config: Any, shifts: bool) -> ItemLoss:
+    def loss(outputs: Any, labels: Tensor, items: Tensor) -> Tensor:
+        mean: Tensor = _losses.ForSequenceClassificationLoss(
+            labels=labels, pooled_logits=outputs["logits"], config=config
+        )
+        return mean * counted(labels) / items
+
+    return loss
+
+
+_OF_HEADS: dict[Any, Callable[[Any, bool], ItemLoss]] = {
+    _losses.ForCausalLMLoss: _of_tokens,
+    _losses.ForMaskedLMLoss: _of_tokens,
+    _losses.ForTokenClassification: _of_tokens,
+    _losses.ForSequenceClassificationLoss: _of_samples,
+}
+
+
+# ---- the proof -----------------------------------------------------------------------------------------------------
+
+
+def _prove(model: Any, loss: TrainerLoss) -> None:
+    """Raise ValueError unless the model's forward makes this loss of a tiny input."""
+    tensor = next(iter(model.parameters()))
+    if tensor.is_meta:
+        return
+    inputs = dict(call_of(model).trials[0])
+    kind = getattr(model.config, "problem_type", None)
+    try:
+        with torch.no_grad(), evaluating(model):
+            labels = _labels(model.config, inputs, model(**inputs)["logits"])
+            returned = model(**inputs, labels=labels)
+            expected, found = float(returned["loss"]), float(loss.mean(returned, labels))
+    finally:
+        if hasattr(model.config, "problem_type"):
+            model.config.problem_type = kind  # which a first look at labels fixes
+    if not math.isclose(expected, found, rel_tol=math.sqrt(torch.finfo(tensor.dtype).eps)):
+        raise ValueError(
+            f"{type(model).__name__} makes the loss {expected:.6g} of a tiny input, where its kind of head makes "
+            f"{found:.6g}: give compute_loss_func(outputs, labels, num_items_in_batch)"
+        )
+
+
+def _labels(config: Any, inputs: dict[str, Any], logits: Tensor) -> Tensor:
+    """Make labels for ``logits``."""
+    if logits.dim() == 3:
+        labels = torch.arange(logits[..., 0].numel(), device=logits.device).reshape(logits.shape[:2])
+        labels = labels % logits.shape[-1]
+        labels[0, :2] = IGNORED
+        return labels
+    kind = getattr(config, "problem_type", None)
+    if kind == "regression" or (kind is None and logits.shape[-1] == 1):
+        return torch.linspace(0, 1, logits.numel(), dtype=logits.dtype, device=logits.device).reshape(
+            logits.shape
+        )
+    if kind == "multi_label_classification":
+        return (torch.arange(logits.numel(), device=logits.device) % 2).reshape(logits.shape).to(logits.dtype)
+    return torch.arange(len(logits), device=logits.device) % logits.shape[-1]

@@ -1,0 +1,297 @@
+"""A Trainer of transformers whose steps a Pipeline makes."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from avgpipe.interop.hf.arguments import check_arguments, check_plan, pipeline_options_of, scheduler_of
+from avgpipe.interop.hf.loss import TrainerLoss, counted, counted_behind_first, trainer_loss
+from avgpipe.interop.stage_optimizers import StageOptimizers
+from avgpipe.pipeline import Pipeline
+from avgpipe.plan import Plan
+from avgpipe.runtime.feed import BatchResult
+
+# untyped on purpose: types would be checked against whichever release is installed
+_transformers: Any = importlib.import_module("transformers")
+_accelerate: Any = importlib.import_module("accelerate.utils")
+
+_log = logging.getLogger("avgpipe")
+_LABELS = "labels"
+_STATE = "pipeline"  # a checkpoint's folder for what the model's own files do not have
+
+
+class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its base is untyped here
+    """transformers' Trainer, whose model is trained as pipelines of stages.
+
+    It takes the arguments of ``transformers.Trainer``, all but ``model`` and ``args`` by name, and trains to the same
+    losses and weights. Forward, backward, clipping, the optimizer's step and the schedule's run inside the stages, so
+    callbacks such as ``on_pre_optimizer_step`` come after the step. Every update ends before the next begins:
+    evaluation, callbacks and checkpoints see exactly the weights of ``state.global_step`` updates.
+
+    Every rank has the whole of each batch and the same data loader. To accelerate, and to whatever else asks for it, a
+    rank is from then on the only process, but that rank 0 alone logs and saves. ``model`` holds the trained weights,
+    on every rank, after :meth:`train` and each save.
+
+    Args:
+        model: as of Trainer; a PeftModel trains, and saves, its adapters alone. It stays on its device: stages are
+            copies on the devices of the ranks.
+        args: as of Trainer. What a pipeline cannot follow is refused.
+        plan: how to cut, schedule and average, of a schedule that flushes. Several pipelines share each batch.
+        optimizers: two functions as of :class:`avgpipe.Pipeline`, ``optimizer(params)`` or
+            ``optimizer(named_params)``, and ``lr_scheduler(optimizer)``; None: those of ``args``.
+        pipeline_options: further arguments of :class:`avgpipe.Pipeline`, such as ``wire_dtype`` or ``ema_decay``, which
+            go before those that follow from ``args``.
+        compute_loss_func: as of Trainer. ``num_items_in_batch`` is 1, and what the function returns is divided by the
+            batch's labels that count; a function that does not divide by it is taken for a mean over samples.
+
+    Raises:
+        ValueError: for arguments that a pipeline cannot follow, and for a model whose loss is not known.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *,
+        plan: Plan,
+        optimizers: tuple[Callable[..., Any] | None, Callable[..., Any] | None] = (None, None),
+        pipeline_options: Mapping[str, Any] | None = None,
+        **trainer_arguments: Any,
+    ) -> None:
+        check_plan(plan)
+        _check_functions(optimizers)
+        args = args or _transformers.TrainingArguments(output_dir="tmp_trainer")
+        check_arguments(args)
+        _work_alone(args)
+        self.plan = plan
+        self._functions, self._pipeline_options = optimizers, dict(pipeline_options or {})
+        self._pipeline: Pipeline | None = None
+        self._loss: TrainerLoss | None = None
+        self._parts: list[Any] = []  # batches that make an update with others
+        self._result: BatchResult | None = None
+        super().__init__(model, args, **trainer_arguments)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "accelerate was started with FSDP or DeepSpeed, and stages share out the weights: run accelerate config "
+                "without them"
+            )
+        # Stages take what they need to their devices, and nothing calls the model itself.
+        self.accelerator.device_placement = False
+        self.accelerator.prepare_model = _as_it_is
+
+    # ---- the pipeline --------------------------------------------------------------------------------------------
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What trains; made when it is needed first, and anew by every :meth:`train`, on all ranks together."""
+        return self._pipeline or self._open(1)
+
+    def close(self) -> None:
+        """Close the pipeline; weights that ``model`` does not have are lost."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self._pipeline = None
+
+    def end(self) -> None:
+        self.close()
+        super().end()
+
+    def _open(self, steps: int) -> Pipeline:
+        """Make a pipeline that trains ``model`` for so many updates."""
+        self.close()
+        # the Trainer's own rule, so that losses are divided by the same
+        count = {True: counted_behind_first, False: counted}.get(getattr(self, "_loss_shifts_labels", None))
+        self._loss = trainer_loss(self.model, self.compute_loss_func, self.label_smoother, count)
+        optimizer, lr_scheduler = self._functions
+        options: dict[str, Any] = {
+            **pipeline_options_of(self.args),
+            "optimizer": optimizer or self._optimizer_function(),
+            "lr_scheduler": lr_scheduler or scheduler_of(self.args, steps),
+            **self._pipeline_options,
+        }
+        self._pipeline = Pipeline(self.model, self.plan, loss_fn=self._loss, **options)
+        return self._pipeline
+
+    def _optimizer_function(self) -> Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
+        """Return what makes a stage's optimizer as ``args`` say, by the Trainer's rule of what decays."""
+        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        whole = {"params", "model", "optimizer_dict"} & options.keys()
+        if whole or not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise ValueError(
+                f"optim={str(getattr(self.args.optim, 'value', self.args.optim))!r} is made of the whole model, of which "
+                "a stage has a part: use another one, or optimizers=(function, None), whose function gets a stage's "
+                "named_params"
+            )
+        decaying = set(self.get_decay_parameter_names(self.model))
+        decay = self.args.weight_decay
+
+        def optimizer(named_params: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+            groups = [
+                {"params": [p for name, p in named_params if name in decaying], "weight_decay": decay},
+                {"params": [p for name, p in named_params if name not in decaying], "weight_decay": 0.0},
+            ]
+            made: torch.optim.Optimizer = kind(groups, **options)
+            return made
+
+        return optimizer
+
+    def _take_weights(self) -> None:
+        """Give ``model`` the trained weights, on every rank."""
+        if self._pipeline is not None:
+            self.model.load_state_dict(self._pipeline.state_dict())
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As of Trainer; ``model`` has the weights afterwards. A second call begins with fresh optimizers."""
+        output = super().train(*args, **kwargs)
+        self._take_weights()
+        return output
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[Any, Any]:
+        pipeline = self._open(max_steps)
+        if resume_from_checkpoint is not None:
+            self._resume(pipeline, Path(resume_from_checkpoint))
+        self.optimizer = StageOptimizers(pipeline.optimizers)
+        self.lr_scheduler = _StageSchedules(self.optimizer)
+        self.model_wrapped = self.model
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model, train_dataloader
+
+    def _resume(self, pipeline: Pipeline, folder: Path) -> None:
+        if (folder / _STATE).is_dir():
+            pipeline.load(folder / _STATE)
+        elif not pipeline.world.rank:
+            _log.warning(
+                "%s has a model's weights and no folder %r: optimizers and schedules begin anew",
+                folder,
+                _STATE,
+            )
+
+    def _wrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
+        return model
+
+    def _move_model_to_device(self, *_: Any) -> None:
+        pass
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        self._parts = []  # what the end of a loader without a length has left makes no update, as in Trainer
+        return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Train on the batches of an update with the last of them; return their loss, and 0 before."""
+        self._parts.append(inputs)
+        loss = 0.0
+        if self.accelerator.sync_gradients:
+            for self._result in self.pipeline.train(self._parts):
+                loss = self._result.loss
+        return torch.tensor(loss, device=self.args.device)
+
+    def _clip_grad_norm(self, model: Any) -> float | None:
+        return self._get_grad_norm(model)
+
+    def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float | None:
+        return None if self._result is None else self._result.grad_norm
+
+    def _get_learning_rate(self) -> float | None:
+        return None if self._result is None else self._result.lr
+
+    # ---- evaluation ----------------------------------------------------------------------------------------------
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Return loss, logits and labels of a batch, on every rank."""
+        labels = inputs.get(_LABELS)
+        if prediction_loss_only and labels is not None:
+            loss = self.pipeline.evaluate([inputs]).loss
+            return torch.tensor(loss, device=self.args.device), None, None
+        output = self.pipeline.predict({name: value for name, value in inputs.items() if name != _LABELS})
+        loss = None
+        if labels is not None and self._loss is not None:
+            labels = labels.to(self.args.device)
+            loss = self._loss.mean(output, labels).detach()
+        if prediction_loss_only:
+            return loss, None, None
+        if isinstance(output, Mapping):
+            ignored = ignore_keys or getattr(self.model.config, "keys_to_ignore_at_inference", [])
+            kept = tuple(value for name, value in output.items() if name not in ignored)
+            output = kept[0] if len(kept) == 1 else kept
+        return loss, output, labels
+
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, or a PeftModel's adapters, as ``save_pretrained`` does; all ranks call it."""
+        self._take_weights()
+        super().save_model(output_dir, _internal_call)
+        if self._pipeline is not None:
+            self._pipeline.world.barrier()  # whoever goes on finds the files
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.pipeline.save(Path(output_dir, _STATE))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        pass  # the pipeline's checkpoint has the scale of losses
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:  # all ranks draw alike, so one file is for all
+            super()._save_rng_state(output_dir)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.pipeline.load_state_dict(self.model.state_dict())
+
+
+class _StageSchedules:
+    """What stands for the schedule of the learning rate: the stages step theirs."""
+
+    def __init__(self, optimizer: StageOptimizers) -> None:
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        pass
+
+    def get_last_lr(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+
+def _as_it_is(model: Any, *_: Any, **__: Any) -> Any:
+    return model
+
+
+def _check_functions(optimizers: Any) -> None:
+    if not (
+        isinstance(optimizers, tuple | list)
+        and len(optimizers) == 2
+        and all(o is None or callable(o) for o in optimizers)
+    ):
+        raise TypeError(
+            "optimizers must be two functions, optimizer(named_params) and lr_scheduler(optimizer), or None for those of "
+            "args: stages have parameters of their own, which an optimizer of the model's does not step"
+        )
+
+
+def _work_alone(args: Any) -> None:
+    """Let accelerate neither share out batches over the ranks nor wrap the model: every rank has all of a batch."""
+    state = args.distributed_state  # made by the arguments; there is one in a process
+    state.distributed_type, state.num_processes = _accelerate.DistributedType.NO, 1
+    args._n_gpu = min(args.n_gpu, 1)  # nor over the GPUs of a process

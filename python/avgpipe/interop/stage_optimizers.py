@@ -1,0 +1,44 @@
+"""The optimizers of stages for a library that steps optimizers itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class StageOptimizers(torch.optim.Optimizer):
+    """What a trainer holds as its optimizer: the optimizers of a rank's stages, which the pipeline has stepped already.
+
+    ``param_groups`` are theirs, so rates can be read. ``step`` and ``zero_grad`` do nothing. ``state_dict`` is empty:
+    the pipeline's own checkpoints have the state.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self.members = list(optimizers)
+        self.defaults = {}
+        self.state = defaultdict(dict)
+        super().__setstate__({})  # the base class's __init__ would build groups of its own
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # read-only: the members' own
+        return [group for member in self.members for group in member.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Run the closure, if there is one."""
+        if closure is not None:
+            closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"StageOptimizers({self.members!r})"
