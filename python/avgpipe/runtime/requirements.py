@@ -207,7 +207,8 @@ def checked_optimizer(made: Any) -> torch.optim.Optimizer:
             "optimizer must return a torch.optim.Optimizer, or a list of them for different parameters, not "
             f"{_kind(made)}"
         )
-    if _required(made.step):
+    # the class's own: a schedule puts another on the object, whose signature has self
+    if _required(type(made).step.__get__(made)):
         raise TypeError(
             f"{type(made).__name__} evaluates the loss anew in each step (step needs a closure), which a pipeline "
             "cannot: use an optimizer whose step() does with the gradients that are there"

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from avgpipe.plan import Plan
-
 # untyped on purpose: types would be checked against whichever release is installed
 _optimization: Any = importlib.import_module("transformers.optimization")
 
@@ -44,22 +42,6 @@ def check_arguments(args: Any) -> None:
     if args.label_names not in (None, ["labels"]):
         raise ValueError(
             f"TrainingArguments(label_names={args.label_names!r}): a pipeline's batches have their targets as 'labels'"
-        )
-
-
-def check_plan(plan: Plan) -> None:
-    """Raise for what is no plan whose pipelines end each batch together."""
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be an avgpipe.Plan, not {plan!r}")
-    if not plan.build_schedule().flush:
-        raise ValueError(
-            f"the schedule {plan.schedule!r} gains by never running dry, and a trainer ends every update before the "
-            "next: use one that flushes, such as '1f1b', or Pipeline.train"
-        )
-    if plan.batches_per_round > 1:
-        raise ValueError(
-            f"batch={plan.batch!r} has {plan.pipelines} pipelines take turns, and a trainer ends every batch before the "
-            "next: use Plan(batch='global'), or Pipeline.train"
         )
 
 

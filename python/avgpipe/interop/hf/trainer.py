@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from avgpipe.interop.hf.arguments import check_arguments, check_plan, pipeline_options_of, scheduler_of
+from avgpipe.interop.hf.arguments import check_arguments, pipeline_options_of, scheduler_of
 from avgpipe.interop.hf.loss import TrainerLoss, counted, counted_behind_first, trainer_loss
-from avgpipe.interop.stage_optimizers import StageOptimizers
+from avgpipe.interop.stepwise import StageOptimizers, check_plan
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.runtime.feed import BatchResult

@@ -1,4 +1,4 @@
-"""The optimizers of stages for a library that steps optimizers itself."""
+"""What trainers of other libraries need that go through training batch by batch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,24 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from avgpipe.plan import Plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise for what is no plan whose pipelines end each batch together, before the next one begins."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be an avgpipe.Plan, not {plan!r}")
+    if not plan.build_schedule().flush:
+        raise ValueError(
+            f"the schedule {plan.schedule!r} gains by never running dry, and a trainer ends every update before the "
+            "next: use one that flushes, such as '1f1b', or Pipeline.train"
+        )
+    if plan.batches_per_round > 1:
+        raise ValueError(
+            f"batch={plan.batch!r} has {plan.pipelines} pipelines take turns, and a trainer ends every batch before the "
+            "next: use Plan(batch='global'), or Pipeline.train"
+        )
 
 
 class StageOptimizers(torch.optim.Optimizer):

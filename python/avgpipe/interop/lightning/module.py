@@ -1,0 +1,157 @@
+"""A LightningModule that owns a Pipeline."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from avgpipe.interop.lightning.configured import Configured
+from avgpipe.interop.stepwise import check_plan
+from avgpipe.pipeline import Pipeline
+from avgpipe.plan import Plan
+from avgpipe.runtime.batch import pair, plain
+from avgpipe.runtime.feed import BatchResult
+
+# untyped on purpose: types would be checked against whichever release is installed
+_lightning: Any = importlib.import_module("lightning.pytorch")
+
+
+class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as its base is untyped here
+    """A LightningModule whose model is trained as pipelines of stages.
+
+    A subclass has ``configure_optimizers``, as usual. It is called for each stage of the model, and there
+    ``self.parameters()`` and ``self.named_parameters()`` are that stage's own. Schedules of the learning rate have the
+    interval "step".
+
+    ``training_step`` trains on a batch, logs "train_loss", and returns the loss; ``validation_step`` and ``test_step`` log
+    "val_loss" and "test_loss"; ``predict_step`` returns the model's output. Each may be overridden and use
+    ``self.pipeline``. Every update ends before the next begins, so all that Lightning does between batches sees exactly
+    the weights of ``trainer.global_step`` updates.
+
+    Gradients are clipped by ``clip_grad_norm=``, and 16 bits come by ``autocast=``, not by the Trainer's arguments.
+
+    Args:
+        model: as of :class:`avgpipe.Pipeline`. ``self.model`` has the trained weights when they are saved and when
+            training has ended; what ``state_dict()`` returns meanwhile is older.
+        plan: how to cut, schedule and average, of a schedule that flushes. Several pipelines share each batch.
+        loss_fn: as of :class:`avgpipe.Pipeline`.
+        pipeline_options: further arguments of :class:`avgpipe.Pipeline`, such as ``seed`` or ``clip_grad_norm``.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, loss_fn: Any, **pipeline_options: Any) -> None:
+        super().__init__()
+        check_plan(plan)
+        if "accumulate" in pipeline_options:
+            raise TypeError(
+                "a PipelineModule makes an update of every batch: leave accumulate out, and make batches larger and the "
+                "plan's micro_batches more"
+            )
+        self.automatic_optimization = False  # the pipeline steps by itself
+        self.model, self.plan, self.loss_fn = model, plan, loss_fn
+        self._pipeline_options = pipeline_options
+        self._pipeline: Pipeline | None = None
+        self._stage: Sequence[tuple[str, nn.Parameter]] | None = None  # that is asked for its optimizer
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What trains, from the beginning of ``fit``, ``validate``, ``test`` or ``predict`` to its end."""
+        if self._pipeline is None:
+            raise RuntimeError(
+                "the pipeline is there while a Trainer runs: use lightning.Trainer(strategy=PipelineStrategy(), ...)"
+            )
+        return self._pipeline
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of ``nn.Module``; in ``configure_optimizers``, the parameters of one stage."""
+        if self._stage is None:
+            return super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
+        return iter([(f"{prefix}model.{name}", p) for name, p in self._stage])
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = self.train_on(batch)
+        self._log("train_loss", result.loss, result.samples)
+        return torch.tensor(result.loss)
+
+    def train_on(self, batch: Any) -> BatchResult:
+        """Make an update of a batch, a pair (inputs, targets) or a mapping with "labels", and return what it tells."""
+        (result,) = self.pipeline.train([batch])
+        self.optimizers().step()  # which counts it
+        return result
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "val_loss")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "test_loss")
+
+    def _evaluate(self, batch: Any, name: str) -> None:
+        with torch.inference_mode(False):
+            found = self.pipeline.evaluate([_plain_tensors(batch)])
+        self._log(name, found.loss, found.samples)
+
+    def _log(self, name: str, loss: float, samples: int) -> None:
+        # "synchronised" as all ranks have the same, which Lightning would warn of else
+        self.log(name, loss, prog_bar=True, batch_size=samples, sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the output for a batch as for training, or for inputs alone."""
+        try:
+            inputs, _ = pair(batch)
+        except TypeError:
+            inputs = plain(batch)
+        with torch.inference_mode(False):
+            return self.pipeline.predict(_plain_tensors(inputs))
+
+    # ---- for the strategy ----------------------------------------------------------------------------------------
+
+    def open_pipeline(self, device: torch.device, trains: bool) -> Pipeline:
+        """Make the pipeline of ``self.model``. ``trains``: whether optimizers are wanted."""
+        configured = Configured(self._ask if trains else _resting)
+        self._pipeline = Pipeline(
+            self.model,
+            self.plan,
+            loss_fn=self.loss_fn,
+            **{
+                "device": device,
+                "optimizer": configured.optimizer,
+                "lr_scheduler": configured.lr_scheduler,
+                **self._pipeline_options,
+            },
+        )
+        return self._pipeline
+
+    def _ask(self, named_params: Sequence[tuple[str, nn.Parameter]]) -> Any:
+        self._stage = named_params
+        try:
+            return self.configure_optimizers()
+        finally:
+            self._stage = None
+
+    def take_weights(self) -> None:
+        """Give ``self.model`` the trained weights, on every rank; all call it."""
+        self.model.load_state_dict(self.pipeline.state_dict())
+
+    def close_pipeline(self) -> None:
+        """Close the pipeline, if it is open."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self._pipeline = None
+
+
+def _plain_tensors(batch: Any) -> Any:
+    """Copy tensors that were made in inference mode, in which Lightning evaluates, and a pipeline, which trains, not."""
+    return tree_map_only(torch.Tensor, lambda t: t.clone() if t.is_inference() else t, batch)
+
+
+def _resting(named_params: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Make an optimizer that is never stepped."""
+    return torch.optim.SGD(named_params, lr=0.0)

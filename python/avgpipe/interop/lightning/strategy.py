@@ -1,0 +1,143 @@
+"""How Lightning's Trainer runs a PipelineModule on several ranks, and what its checkpoints have."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from avgpipe.device import own_device
+from avgpipe.interop.lightning.module import PipelineModule
+from avgpipe.interop.stepwise import StageOptimizers
+from avgpipe.ranks.world import World
+
+# untyped on purpose: types would be checked against whichever release is installed
+_accelerators: Any = importlib.import_module("lightning.pytorch.accelerators")
+_precision: Any = importlib.import_module("lightning.pytorch.plugins.precision")
+_strategies: Any = importlib.import_module("lightning.pytorch.strategies")
+_states: Any = importlib.import_module("lightning.pytorch.trainer.states")
+
+_log = logging.getLogger("avgpipe")
+
+
+class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]  # as its base is untyped here
+    """Runs a :class:`PipelineModule`: every rank has the whole of each batch, and the first alone logs and saves.
+
+    ``lightning.Trainer(strategy=PipelineStrategy(), devices=1, ...)`` on every rank; of CUDA devices each takes its own.
+    A checkpoint has the model's weights as a LightningModule's has, under "state_dict", and beside it, in the folder
+    "NAME.ckpt.pipeline", what training goes on with: ``trainer.fit(module, ckpt_path="NAME.ckpt")`` goes on bit for
+    bit, or under another plan.
+
+    Args:
+        timeout_s: no wait for another rank lasts longer, but for those of the pipeline, which has its own.
+    """
+
+    def __init__(self, timeout_s: float = 300) -> None:
+        super().__init__()
+        self.global_rank = int(os.environ.get("RANK", "0"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._timeout_s = timeout_s
+        self._world: World | None = None
+        self._restored: Path | None = None  # the checkpoint that training goes on from
+
+    @property
+    def root_device(self) -> torch.device:
+        return own_device("cuda" if isinstance(self.accelerator, _accelerators.CUDAAccelerator) else "cpu")
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    # ---- ranks ---------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._world = self._world or World(self._timeout_s)
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        if self._world is not None:
+            self._world.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return what rank ``src`` has, of values that JSON carries."""
+        return obj if self._world is None or self._world.size == 1 else self._world.gather(obj)[src]
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        if not isinstance(module, PipelineModule):
+            raise TypeError(
+                f"PipelineStrategy runs a PipelineModule, not {type(module).__name__}: its model must be known apart "
+                "from its loss to be cut"
+            )
+        if type(self.precision_plugin) is not _precision.Precision:
+            raise ValueError(
+                f"precision={self.precision_plugin.precision!r} is the pipeline's business: leave it out, and give the "
+                "module autocast=torch.bfloat16 or torch.float16"
+            )
+        trains = trainer.state.fn == _states.TrainerFn.FITTING
+        pipeline = module.open_pipeline(self.root_device, trains)
+        self.optimizers = [StageOptimizers(pipeline.optimizers)] if trains else []
+        self.lr_scheduler_configs = []
+
+    def batch_to_device(self, batch: Any, *_: Any, **__: Any) -> Any:
+        return batch  # each stage takes what it needs
+
+    def model_to_device(self) -> None:
+        pass
+
+    def on_train_end(self) -> None:
+        self._module.take_weights()
+
+    def teardown(self) -> None:
+        self._module.close_pipeline()
+        super().teardown()
+
+    @property
+    def _module(self) -> PipelineModule:
+        module: PipelineModule = self.lightning_module
+        return module
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._module.take_weights()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if "optimizer_states" in checkpoint:  # and not the weights alone
+            self._module.pipeline.save(_beside(filepath))
+        self.barrier()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(_beside(filepath), ignore_errors=True)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._restored = _beside(os.path.realpath(checkpoint_path))  # the last one may be a link to the best
+        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        return found
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._restored is not None and self._restored.is_dir():
+            self._module.pipeline.load(self._restored)
+        elif self.is_global_zero:
+            _log.warning("%s is not there: optimizers and schedules begin anew", self._restored)
+
+
+def _beside(checkpoint: Any) -> Path:
+    """Return the folder of what a checkpoint's own file does not have."""
+    return Path(f"{checkpoint}.pipeline")
