@@ -21,7 +21,8 @@ class Classifier(PipelineModule):
 
 lightning.seed_everything(0)  # every rank builds the same model and data
 model = nn.Sequential(
-    *(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()), *(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+    *(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()),
+    *(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)),
 )
 x = torch.randn(1280, 8)
 data = TensorDataset(x, x[:, :4].argmax(1))

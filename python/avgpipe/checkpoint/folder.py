@@ -57,6 +57,11 @@ class _FolderLock:
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self.saving = descriptor, threading.Lock()
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the folder has been deleted."""
+        return os.fstat(self._descriptor).st_nlink == 0
+
     def __del__(self) -> None:
         os.close(self._descriptor)
 
@@ -84,7 +89,9 @@ class FolderLocks:
             raise CheckpointError(f"another Pipeline of this process saves into {folder} at this moment")
         try:
             yield
-            self._kept.add(lock)
+            with _guard:
+                # folders that somebody has deleted would each keep a file open
+                self._kept = {kept for kept in self._kept if not kept.is_gone} | {lock}
         finally:
             lock.saving.release()
             with _guard:

@@ -22,8 +22,8 @@ def check_plan(plan: Plan) -> None:
         )
     if plan.batches_per_round > 1:
         raise ValueError(
-            f"batch={plan.batch!r} has {plan.pipelines} pipelines take turns, and a trainer ends every batch before the "
-            "next: use Plan(batch='global'), or Pipeline.train"
+            f"batch={plan.batch!r} has {plan.pipelines} pipelines take turns, and a trainer ends every batch before "
+            "the next: use Plan(batch='global'), or Pipeline.train"
         )
 
 

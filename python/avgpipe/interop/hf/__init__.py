@@ -6,8 +6,8 @@
     trainer.train()
     trainer.save_model("fine-tuned")
 
-Every rank runs the whole script, started by ``avgpipe run``, torchrun or ``accelerate launch``; a single process runs all
-stages. ``per_device_train_batch_size`` is the batch that all ranks train on together.
+Every rank runs the whole script, started by ``avgpipe run``, torchrun or ``accelerate launch``; a single process runs
+all stages. ``per_device_train_batch_size`` is the batch that all ranks train on together.
 """
 
 from __future__ import annotations

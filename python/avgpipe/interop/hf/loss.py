@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from avgpipe.errors import reason
 from avgpipe.interop.transformers import call_of
 from avgpipe.runtime.blocks import evaluating
 
@@ -51,13 +52,16 @@ class TrainerLoss:
         if self._divides is None:
             with torch.no_grad():
                 halved = self._function(outputs, labels, 2 * one)
-            self._divides = math.isclose(2 * float(halved), float(value), rel_tol=1e-2, abs_tol=1e-12)
+            self._divides = math.isclose(
+                2 * float(halved), float(value.detach()), rel_tol=1e-2, abs_tol=1e-12
+            )
         return (value, count) if self._divides else value
 
     def mean(self, output: Any, labels: Tensor) -> Tensor:
         """Return the loss of all of ``labels``."""
         found = self(output, labels)
-        return found[0] / found[1] if isinstance(found, tuple) else found
+        mean: Tensor = found[0] / found[1] if isinstance(found, tuple) else found
+        return mean
 
 
 def counted(labels: Tensor) -> Tensor:
@@ -87,7 +91,8 @@ def trainer_loss(
     Raises:
         ValueError: for a model whose loss is another one than those that are known here.
     """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    given: Any = model
+    base = given.get_base_model() if hasattr(given, "get_base_model") else given
     head = getattr(base, "loss_function", None)
     shifts = head is _losses.ForCausalLMLoss and not base.config.is_encoder_decoder
     own_count = counted_behind_first if shifts else counted
@@ -130,7 +135,9 @@ def _of_tokens(config: Any, shifts: bool) -> ItemLoss:
     def loss(outputs: Any, labels: Tensor, items: Tensor) -> Tensor:
         logits = outputs["logits"]
         value: Tensor = function(logits, labels, logits.shape[-1], num_items_in_batch=items)
-        if (routing := outputs.get("aux_loss")) is not None:  # a mean of its own, which weighs as the tokens do
+        if (
+            routing := outputs.get("aux_loss")
+        ) is not None:  # a mean of its own, which weighs as the tokens do
             value = value + coefficient * routing * count(labels) / items
         return value
 
@@ -167,9 +174,14 @@ def _prove(model: Any, loss: TrainerLoss) -> None:
     kind = getattr(model.config, "problem_type", None)
     try:
         with torch.no_grad(), evaluating(model):
-            labels = _labels(model.config, inputs, model(**inputs)["logits"])
+            labels = _labels(model.config, model(**inputs)["logits"])
             returned = model(**inputs, labels=labels)
             expected, found = float(returned["loss"]), float(loss.mean(returned, labels))
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"the loss of {type(model).__name__} cannot be tried on a tiny input ({type(error).__name__}: "
+            f"{reason(error)}): give compute_loss_func(outputs, labels, num_items_in_batch)"
+        ) from error
     finally:
         if hasattr(model.config, "problem_type"):
             model.config.problem_type = kind  # which a first look at labels fixes
@@ -180,7 +192,7 @@ def _prove(model: Any, loss: TrainerLoss) -> None:
         )
 
 
-def _labels(config: Any, inputs: dict[str, Any], logits: Tensor) -> Tensor:
+def _labels(config: Any, logits: Tensor) -> Tensor:
     """Make labels for ``logits``."""
     if logits.dim() == 3:
         labels = torch.arange(logits[..., 0].numel(), device=logits.device).reshape(logits.shape[:2])

@@ -82,8 +82,8 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(
-                "accelerate was started with FSDP or DeepSpeed, and stages share out the weights: run accelerate config "
-                "without them"
+                "accelerate was started with FSDP or DeepSpeed, and stages share out the weights: run accelerate "
+                "config without them"
             )
         # Stages take what they need to their devices, and nothing calls the model itself.
         self.accelerator.device_placement = False
@@ -110,7 +110,8 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         """Make a pipeline that trains ``model`` for so many updates."""
         self.close()
         # the Trainer's own rule, so that losses are divided by the same
-        count = {True: counted_behind_first, False: counted}.get(getattr(self, "_loss_shifts_labels", None))
+        shifts = getattr(self, "_loss_shifts_labels", None)
+        count = None if shifts is None else counted_behind_first if shifts else counted
         self._loss = trainer_loss(self.model, self.compute_loss_func, self.label_smoother, count)
         optimizer, lr_scheduler = self._functions
         options: dict[str, Any] = {
@@ -124,13 +125,15 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
 
     def _optimizer_function(self) -> Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
         """Return what makes a stage's optimizer as ``args`` say, by the Trainer's rule of what decays."""
-        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+            self.args, self.model
+        )
         whole = {"params", "model", "optimizer_dict"} & options.keys()
         if whole or not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ValueError(
-                f"optim={str(getattr(self.args.optim, 'value', self.args.optim))!r} is made of the whole model, of which "
-                "a stage has a part: use another one, or optimizers=(function, None), whose function gets a stage's "
-                "named_params"
+                f"optim={str(getattr(self.args.optim, 'value', self.args.optim))!r} is made of the whole model, of "
+                "which a stage has a part: use another one, or optimizers=(function, None), whose function gets a "
+                "stage's named_params"
             )
         decaying = set(self.get_decay_parameter_names(self.model))
         decay = self.args.weight_decay
@@ -197,8 +200,8 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         self._parts.append(inputs)
         loss = 0.0
         if self.accelerator.sync_gradients:
-            for self._result in self.pipeline.train(self._parts):
-                loss = self._result.loss
+            for result in self.pipeline.train(self._parts):
+                self._result, loss = result, result.loss
         return torch.tensor(loss, device=self.args.device)
 
     def _clip_grad_norm(self, model: Any) -> float | None:
@@ -222,10 +225,9 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         """Return loss, logits and labels of a batch, on every rank."""
         labels = inputs.get(_LABELS)
         if prediction_loss_only and labels is not None:
-            loss = self.pipeline.evaluate([inputs]).loss
-            return torch.tensor(loss, device=self.args.device), None, None
+            return torch.tensor(self.pipeline.evaluate([inputs]).loss, device=self.args.device), None, None
         output = self.pipeline.predict({name: value for name, value in inputs.items() if name != _LABELS})
-        loss = None
+        loss: torch.Tensor | None = None
         if labels is not None and self._loss is not None:
             labels = labels.to(self.args.device)
             loss = self._loss.mean(output, labels).detach()
@@ -285,8 +287,8 @@ def _check_functions(optimizers: Any) -> None:
         and all(o is None or callable(o) for o in optimizers)
     ):
         raise TypeError(
-            "optimizers must be two functions, optimizer(named_params) and lr_scheduler(optimizer), or None for those of "
-            "args: stages have parameters of their own, which an optimizer of the model's does not step"
+            "optimizers must be two functions, optimizer(named_params) and lr_scheduler(optimizer), or None for those "
+            "of args: stages have parameters of their own, which an optimizer of the model's does not step"
         )
 
 

@@ -28,8 +28,8 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
     ``self.parameters()`` and ``self.named_parameters()`` are that stage's own. Schedules of the learning rate have the
     interval "step".
 
-    ``training_step`` trains on a batch, logs "train_loss", and returns the loss; ``validation_step`` and ``test_step`` log
-    "val_loss" and "test_loss"; ``predict_step`` returns the model's output. Each may be overridden and use
+    ``training_step`` trains on a batch, logs "train_loss", and returns the loss; ``validation_step`` and ``test_step``
+    log "val_loss" and "test_loss"; ``predict_step`` returns the model's output. Each may be overridden and use
     ``self.pipeline``. Every update ends before the next begins, so all that Lightning does between batches sees exactly
     the weights of ``trainer.global_step`` updates.
 
@@ -48,8 +48,8 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
         check_plan(plan)
         if "accumulate" in pipeline_options:
             raise TypeError(
-                "a PipelineModule makes an update of every batch: leave accumulate out, and make batches larger and the "
-                "plan's micro_batches more"
+                "a PipelineModule makes an update of every batch: leave accumulate out, and make batches larger and "
+                "the plan's micro_batches more"
             )
         self.automatic_optimization = False  # the pipeline steps by itself
         self.model, self.plan, self.loss_fn = model, plan, loss_fn
@@ -129,7 +129,7 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
         )
         return self._pipeline
 
-    def _ask(self, named_params: Sequence[tuple[str, nn.Parameter]]) -> Any:
+    def _ask(self, named_params: Any) -> Any:
         self._stage = named_params
         try:
             return self.configure_optimizers()
@@ -148,10 +148,10 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
 
 
 def _plain_tensors(batch: Any) -> Any:
-    """Copy tensors that were made in inference mode, in which Lightning evaluates, and a pipeline, which trains, not."""
+    """Copy tensors of inference mode, in which Lightning evaluates; a pipeline, which trains as well, takes none."""
     return tree_map_only(torch.Tensor, lambda t: t.clone() if t.is_inference() else t, batch)
 
 
-def _resting(named_params: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def _resting(named_params: Any) -> torch.optim.Optimizer:
     """Make an optimizer that is never stepped."""
     return torch.optim.SGD(named_params, lr=0.0)

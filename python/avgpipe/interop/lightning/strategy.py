@@ -29,7 +29,8 @@ _log = logging.getLogger("avgpipe")
 class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]  # as its base is untyped here
     """Runs a :class:`PipelineModule`: every rank has the whole of each batch, and the first alone logs and saves.
 
-    ``lightning.Trainer(strategy=PipelineStrategy(), devices=1, ...)`` on every rank; of CUDA devices each takes its own.
+    ``lightning.Trainer(strategy=PipelineStrategy(), devices=1, ...)`` on every rank; of CUDA devices each takes its
+    own.
     A checkpoint has the model's weights as a LightningModule's has, under "state_dict", and beside it, in the folder
     "NAME.ckpt.pipeline", what training goes on with: ``trainer.fit(module, ckpt_path="NAME.ckpt")`` goes on bit for
     bit, or under another plan.
@@ -86,7 +87,7 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
         trains = trainer.state.fn == _states.TrainerFn.FITTING
         pipeline = module.open_pipeline(self.root_device, trains)
         self.optimizers = [StageOptimizers(pipeline.optimizers)] if trains else []
-        self.lr_scheduler_configs = []
+        self.lr_scheduler_configs: list[Any] = []
 
     def batch_to_device(self, batch: Any, *_: Any, **__: Any) -> Any:
         return batch  # each stage takes what it needs
