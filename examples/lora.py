@@ -18,7 +18,7 @@ from avgpipe.interop.hf import PipelineTrainer
 set_seed(0)  # every rank builds the same model
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 base = LlamaForCausalLM(LlamaConfig(vocab_size=256, pad_token_id=0, **sizes))
-adapters = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+adapters = LoraConfig(r=8, target_modules="all-linear", modules_to_save=["lm_head"], task_type="CAUSAL_LM")
 model = get_peft_model(base, adapters)
 tokens = torch.tensor(list(inspect.getsource(argparse).encode()[: 64 * 480]))  # a byte each
 texts = [{"input_ids": x, "labels": x} for x in tokens.view(-1, 64)]

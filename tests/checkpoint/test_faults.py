@@ -25,6 +25,7 @@ from torch import nn
 
 from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.checkpoint import verify_checkpoint
+from avgpipe.checkpoint.folder import FolderLocks
 from avgpipe.checkpoint.manifest import Manifest, crc_of
 from tests.runner import Ranks, run, touch
 from tests.runtime.cases import adamw, language_model, token_batches
@@ -303,6 +304,17 @@ def test_a_second_run_is_refused(saved: Path, tmp_path: Path) -> None:
         p.save(tmp_path / "other")
         holder.communicate("")
         p.save(saved)
+
+
+def test_folders_that_were_deleted_keep_no_file_open(tmp_path: Path) -> None:
+    locks, opened = FolderLocks(), []
+    for number in range(5):  # as a trainer does that keeps the newest checkpoints
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with locks.saving(folder):
+            opened.append(len(os.listdir("/proc/self/fd")))
+        shutil.rmtree(folder)
+    assert opened[1:] == opened[1:2] * 4
 
 
 def test_a_run_that_ends_lets_the_next_one_save(saved: Path) -> None:

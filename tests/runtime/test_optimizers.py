@@ -196,6 +196,20 @@ def test_rates_by_layer_and_their_schedules_go_on_under_other_stages(
     assert_same_state(state, expected[1])
 
 
+def test_a_schedule_may_be_made_beside_its_optimizer() -> None:
+    made = []
+
+    def optimizer(params: Any) -> Any:
+        found = torch.optim.SGD(params, lr=1.0)
+        made.append(torch.optim.lr_scheduler.ExponentialLR(found, 0.5))
+        return found
+
+    batches = [(torch.ones(2, 3), torch.zeros(2, dtype=torch.long))] * 2
+    options: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": optimizer}
+    with Pipeline(nn.Linear(3, 2), Plan(), **options, lr_scheduler=lambda _: made[-1]) as p:
+        assert [result.lr for result in p.train(batches)] == [1.0, 0.5]
+
+
 def test_every_parameter_is_in_one_of_the_optimizers() -> None:
     def refused(optimizer: Any, match: str, kind: type[Exception] = ValueError) -> None:
         with pytest.raises(kind, match=match):

@@ -87,10 +87,10 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
         self.optimizers().step()  # which counts it
         return result
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._evaluate(batch, "val_loss")
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._evaluate(batch, "test_loss")
 
     def _evaluate(self, batch: Any, name: str) -> None:
@@ -102,7 +102,7 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
         # "synchronised" as all ranks have the same, which Lightning would warn of else
         self.log(name, loss, prog_bar=True, batch_size=samples, sync_dist=True)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Return the output for a batch as for training, or for inputs alone."""
         try:
             inputs, _ = pair(batch)

@@ -99,7 +99,8 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
         self._module.take_weights()
 
     def teardown(self) -> None:
-        self._module.close_pipeline()
+        if isinstance(self.lightning_module, PipelineModule):  # and not one that was refused
+            self.lightning_module.close_pipeline()
         super().teardown()
 
     @property
