@@ -1,0 +1,3 @@
+import pytest
+
+pytest.importorskip("lightning", reason="the trainer is Lightning's")

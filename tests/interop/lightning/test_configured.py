@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lightning", reason="its package cannot be imported without")
-
-from avgpipe.interop.lightning.configured import Configured  # noqa: E402  # as above
+from avgpipe.interop.lightning.configured import Configured
 
 SGD = torch.optim.SGD
 
