@@ -232,6 +232,23 @@ def test_it_evaluates_and_saves_without_training(tmp_path: Path) -> None:
     trainer.close()
 
 
+def test_a_model_on_the_meta_device_gets_values_when_it_is_saved(tmp_path: Path) -> None:
+    tied = llama(tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path / "given")
+    with torch.device("meta"):
+        empty = transformers.LlamaForCausalLM(tied.config)
+    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    options = {"weights_from": str(tmp_path / "given")}
+    trainer = pipelined(empty, arguments(tmp_path / "meta", **settings), texts(), pipeline_options=options)
+    trainer.train()
+    expected = pipelined(tied, arguments(tmp_path / "here", **settings), texts())
+    expected.train()
+    assert_same_weights(trainer.model, expected.model)
+    assert trainer.model.lm_head.weight is trainer.model.model.embed_tokens.weight
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "meta" / "checkpoint-2")
+    assert all(p.isfinite().all() for p in saved.parameters())
+
+
 # ---- adapters ------------------------------------------------------------------------------------------------------
 
 

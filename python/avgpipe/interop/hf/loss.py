@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from avgpipe.errors import reason
-from avgpipe.interop.transformers import call_of
+from avgpipe.interop.transformers import call_of, twin_of
 from avgpipe.runtime.blocks import evaluating
 
 # untyped on purpose: types would be checked against whichever release is installed
@@ -167,9 +167,9 @@ _OF_HEADS: dict[Any, Callable[[Any, bool], ItemLoss]] = {
 
 def _prove(model: Any, loss: TrainerLoss) -> None:
     """Raise ValueError unless the model's forward makes this loss of a tiny input."""
-    tensor = next(iter(model.parameters()))
-    if tensor.is_meta:
-        return
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model = twin_of(model)
+    dtype = next(iter(model.parameters())).dtype
     inputs = dict(call_of(model).trials[0])
     kind = getattr(model.config, "problem_type", None)
     try:
@@ -185,7 +185,7 @@ def _prove(model: Any, loss: TrainerLoss) -> None:
     finally:
         if hasattr(model.config, "problem_type"):
             model.config.problem_type = kind  # which a first look at labels fixes
-    if not math.isclose(expected, found, rel_tol=math.sqrt(torch.finfo(tensor.dtype).eps)):
+    if not math.isclose(expected, found, rel_tol=math.sqrt(torch.finfo(dtype).eps)):
         raise ValueError(
             f"{type(model).__name__} makes the loss {expected:.6g} of a tiny input, where its kind of head makes "
             f"{found:.6g}: give compute_loss_func(outputs, labels, num_items_in_batch)"

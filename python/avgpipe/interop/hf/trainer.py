@@ -41,7 +41,8 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
 
     Args:
         model: as of Trainer; a PeftModel trains, and saves, its adapters alone. It stays on its device: stages are
-            copies on the devices of the ranks.
+            copies on the devices of the ranks. One on the meta device needs ``weights_from`` in ``pipeline_options``,
+            and is given values when it is saved and at the end.
         args: as of Trainer. What a pipeline cannot follow is refused.
         plan: how to cut, schedule and average, of a schedule that flushes. Several pipelines share each batch.
         optimizers: two functions as of :class:`avgpipe.Pipeline`, ``optimizer(params)`` or
@@ -150,8 +151,12 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
 
     def _take_weights(self) -> None:
         """Give ``model`` the trained weights, on every rank."""
-        if self._pipeline is not None:
-            self.model.load_state_dict(self._pipeline.state_dict())
+        if self._pipeline is None:
+            return
+        on_meta = any(p.is_meta for p in self.model.parameters())
+        self.model.load_state_dict(self._pipeline.state_dict(), assign=on_meta)
+        if on_meta and hasattr(self.model, "tie_weights"):
+            self.model.tie_weights()
 
     # ---- training ------------------------------------------------------------------------------------------------
 
