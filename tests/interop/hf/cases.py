@@ -88,7 +88,9 @@ def arguments(folder: Path, **settings: Any) -> Any:
 
 def pipelined(model: Any, args: Any, data: Any, plan: Plan | None = None, **settings: Any) -> Any:
     """Make a trainer of two stages."""
-    given = {"train_dataset": data, "eval_dataset": data[:10]} | settings
+    if "eval_dataset" not in settings:
+        settings["eval_dataset"] = data[:10]
+    given = {"train_dataset": data} | settings
     return PipelineTrainer(model, args, plan=plan or Plan(stages=2, micro_batches=2), **given)
 
 

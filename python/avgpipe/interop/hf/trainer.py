@@ -77,6 +77,7 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         self._loss: TrainerLoss | None = None
         self._parts: list[Any] = []  # batches that make an update with others
         self._result: BatchResult | None = None
+        self._all_have_rates = True  # whether no rank has frozen parameters only
         super().__init__(model, args, **trainer_arguments)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -170,6 +171,7 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[Any, Any]:
         pipeline = self._open(max_steps)
+        self._all_have_rates = all(pipeline.world.gather(bool(pipeline.optimizers)))
         if resume_from_checkpoint is not None:
             self._resume(pipeline, Path(resume_from_checkpoint))
         self.optimizer = StageOptimizers(pipeline.optimizers)
@@ -181,7 +183,9 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         return self.model, train_dataloader
 
     def _resume(self, pipeline: Pipeline, folder: Path) -> None:
-        if (folder / _STATE).is_dir():
+        if any(
+            pipeline.world.gather((folder / _STATE).is_dir())
+        ):  # a rank that cannot see it is named by load
             pipeline.load(folder / _STATE)
         elif not pipeline.world.rank:
             _log.warning(
@@ -197,7 +201,7 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         pass
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        self._parts = []  # what the end of a loader without a length has left makes no update, as in Trainer
+        self._parts = []  # too few batches for an update, which the end of a loader without a length has left
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -216,7 +220,10 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         return None if self._result is None else self._result.grad_norm
 
     def _get_learning_rate(self) -> float | None:
-        return None if self._result is None else self._result.lr
+        if self._result is None or self._all_have_rates:
+            return None if self._result is None else self._result.lr
+        rates: list[float | None] = self.pipeline.world.gather(self._result.lr)
+        return next((rate for rate in rates if rate is not None), None)
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
@@ -239,7 +246,8 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         if prediction_loss_only:
             return loss, None, None
         if isinstance(output, Mapping):
-            ignored = ignore_keys or getattr(self.model.config, "keys_to_ignore_at_inference", [])
+            config = getattr(self.model, "config", None)
+            ignored = ignore_keys or getattr(config, "keys_to_ignore_at_inference", [])
             kept = tuple(value for name, value in output.items() if name not in ignored)
             output = kept[0] if len(kept) == 1 else kept
         return loss, output, labels

@@ -134,8 +134,10 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
         return found
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._restored is not None and self._restored.is_dir():
-            self._module.pipeline.load(self._restored)
+        pipeline = self._module.pipeline
+        is_there = self._restored is not None and self._restored.is_dir()
+        if self._restored is not None and any(pipeline.world.gather(is_there)):
+            pipeline.load(self._restored)  # which names a rank that cannot see it
         elif self.is_global_zero:
             _log.warning("%s is not there: optimizers and schedules begin anew", self._restored)
 
