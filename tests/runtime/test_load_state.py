@@ -76,6 +76,16 @@ def test_training_goes_on_from_them_on_ranks(ranks: int, plan: dict[str, Any]) -
     assert found == found[:1] * ranks
 
 
+def test_how_a_state_is_loaded_is_forgotten_by_the_next_one() -> None:
+    with torch.device("meta"):
+        other = nn.Linear(3, 2)
+    with Pipeline(nn.Linear(3, 2), Plan(), loss_fn=LOSS, optimizer=sgd) as p:
+        other.load_state_dict(p.state_dict(), assign=True)
+        weight = other.weight
+        other.load_state_dict(p.state_dict())
+    assert other.weight is weight
+
+
 def test_a_period_under_way_begins_at_them() -> None:
     plan = Plan(stages=2, pipelines=2, micro_batches=4, rule="avgpipe", staleness=0, period=2)
     state = other_weights()

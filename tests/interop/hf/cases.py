@@ -52,6 +52,27 @@ def masked() -> Any:
     return bert("BertForMaskedLM")
 
 
+def mixture() -> Any:
+    """Experts, whose router has a loss of its own."""
+    experts = {"num_key_value_heads": 1, "num_local_experts": 4}
+    router = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_SIZES, **experts, **router))
+
+
+def translator() -> Any:
+    sizes = {"d_model": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2, "d_kv": 8, "vocab_size": WORDS}
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, dropout_rate=0))
+
+
+def images() -> Any:
+    sizes = {name: _SIZES[name] for name in list(_SIZES)[:4]}
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3)
+    return transformers.ViTForImageClassification(config)
+
+
 def texts(count: int = 26) -> list[dict[str, torch.Tensor]]:
     """Tokens as their own labels, of which some at the beginning count for nothing."""
     draw = torch.Generator().manual_seed(1)
@@ -67,6 +88,24 @@ def texts(count: int = 26) -> list[dict[str, torch.Tensor]]:
 def sentences(count: int = 26) -> list[dict[str, torch.Tensor]]:
     """Tokens with a class."""
     return [{"input_ids": t["input_ids"], "labels": t["input_ids"][0] % 3} for t in texts(count)]
+
+
+def pictures(count: int = 26) -> list[dict[str, torch.Tensor]]:
+    """Pictures with a class."""
+    draw = torch.Generator().manual_seed(1)
+    return [
+        {"pixel_values": torch.randn(3, 8, 8, generator=draw), "labels": torch.tensor(n % 3)}
+        for n in range(count)
+    ]
+
+
+def translations(count: int = 26) -> list[dict[str, torch.Tensor]]:
+    """Texts with what the decoder is given, as DataCollatorForSeq2Seq makes it of labels."""
+    found = []
+    for text in texts(count):
+        before = torch.cat([torch.zeros(1, dtype=torch.long), text["input_ids"][:-1]])
+        found.append({**text, "decoder_input_ids": before})
+    return found
 
 
 def arguments(folder: Path, **settings: Any) -> Any:

@@ -9,33 +9,18 @@ import pytest
 import torch
 
 from avgpipe.interop.hf.loss import trainer_loss
-from tests.interop.hf.cases import WORDS, bert, causal, classifier, llama, masked, texts, transformers
-
-_TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def mixture() -> Any:
-    config = transformers.MixtralConfig(
-        **_TINY,
-        vocab_size=WORDS,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        output_router_logits=True,
-        router_aux_loss_coef=0.1,
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-def translator() -> Any:
-    sizes = {"d_model": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2, "d_kv": 8, "vocab_size": WORDS}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
-
-
-def images() -> Any:
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(**_TINY, image_size=8, patch_size=4, num_labels=3)
-    )
-
+from tests.interop.hf.cases import (
+    bert,
+    causal,
+    classifier,
+    images,
+    llama,
+    masked,
+    mixture,
+    texts,
+    transformers,
+    translator,
+)
 
 KNOWN: dict[str, Callable[[], Any]] = {
     "causal": causal,

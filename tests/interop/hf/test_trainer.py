@@ -17,13 +17,18 @@ from tests.interop.hf.cases import (
     assert_same_weights,
     causal,
     classifier,
+    images,
     llama,
     masked,
+    mixture,
     numbers,
+    pictures,
     pipelined,
     sentences,
     texts,
     transformers,
+    translations,
+    translator,
 )
 from tests.runner import run
 
@@ -72,6 +77,22 @@ def test_language_models_train_to_the_same_losses_and_weights(make: Any, tmp_pat
 
 def test_masked_language_models_train_to_the_same(tmp_path: Path) -> None:
     assert_near(*both(masked(), tmp_path, texts(), settings={"max_steps": 5, "optim": "sgd"}))
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "micro_batches"),
+    [
+        (images, pictures, 4),
+        (translator, translations, 2),
+        (mixture, texts, 1),
+    ],  # a router's loss is of a micro-batch
+)
+def test_other_kinds_of_models_train_to_the_same(
+    make: Any, data: Any, micro_batches: int, tmp_path: Path
+) -> None:
+    settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    plan = Plan(stages=2, micro_batches=micro_batches)
+    assert_near(*both(make(), tmp_path, data(), settings=settings, plan=plan))
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
