@@ -26,7 +26,7 @@ def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, to
     state: Any = OrderedDict(
         (name, found[name] if name in found else model.unused[name].clone()) for name in model.names
     )
-    # Some modules refuse to load what does not say of which version it is. A copy, as torch's load_state_dict writes in it.
+    # Some modules refuse to load what does not say of which version it is. A copy, as load_state_dict writes in it.
     state._metadata = {name: dict(version) for name, version in model.versions.items()}
     return state  # type: ignore[no-any-return]
 
