@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -34,7 +35,7 @@ class Logger(Protocol):
         """Write what is left."""
 
 
-class _Closing:
+class _Closing(ABC):
     """A logger that is a context manager, too."""
 
     def __enter__(self: _L) -> _L:
@@ -43,8 +44,9 @@ class _Closing:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """Write what is left."""
 
 
 class CSV(_Closing):
