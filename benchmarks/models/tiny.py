@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from avgpipe.interop.shrink import shrunk
-from avgpipe.interop.transformers import output_of
+from avgpipe.model.shrink import shrunk
+from avgpipe.model.transformers import output_of
 from benchmarks.models.catalogue import Family, class_of
 
 LAYERS, SAMPLES, POSITIONS, MICRO_BATCHES, STEPS = 4, 4, 9, 2, 3

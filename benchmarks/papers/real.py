@@ -32,14 +32,14 @@ import avgpipe
 from avgpipe import Plan
 from avgpipe.links.message import tensors_of
 from avgpipe.measure.forecast import Forecast, OnCluster
+from avgpipe.model.batch import sample_count
+from avgpipe.model.model import Model, layers_of
 from avgpipe.planning import LinkProfile, Profile
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.cuts import CutSearch
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
-from avgpipe.runtime.batch import sample_count
-from avgpipe.runtime.model import Model, layers_of
 from avgpipe.workloads import BuildOptions
 from benchmarks.common.namespaces import check_namespaces, network
 from benchmarks.common.record import say, write_record

@@ -31,7 +31,7 @@ _HOME = {
     "Pipeline": "pipeline",
     "Reference": "elastic",
     "ElasticAveraging": "elastic",
-    "Carry": "runtime.context",
+    "Carry": "model.context",
     "PipelineError": "errors",
     "ScheduleError": "errors",
     "StageError": "errors",

@@ -25,21 +25,21 @@ from avgpipe.checkpoint.folder import FolderLocks
 from avgpipe.checkpoint.sharded import load_sharded_state, sharded_state
 from avgpipe.device import has_streams, own_device, select
 from avgpipe.errors import CheckpointError
+from avgpipe.model.batch import LossFn, pair, plain, sample_count, split
+from avgpipe.model.compiled import Compiler, compile_options, described
+from avgpipe.model.cut import Cut, expected_traffic, sent
+from avgpipe.model.cut_picture import plot_cut
+from avgpipe.model.model import Model, layers_of
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, choose_advance
 from avgpipe.ranks.mesh import members_of
 from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
 from avgpipe.ranks.world import World
-from avgpipe.runtime.batch import LossFn, pair, plain, sample_count, split
-from avgpipe.runtime.compiled import Compiler, compile_options, described
-from avgpipe.runtime.cut import Cut, expected_traffic, sent
-from avgpipe.runtime.cut_picture import plot_cut
 from avgpipe.runtime.distances import Distances, gather_distances
 from avgpipe.runtime.evaluate import MetricFn, MetricSums, OutputCollector, run_evaluation
 from avgpipe.runtime.feed import BatchResult, Feed, Prefetch
 from avgpipe.runtime.initial import InitialWeights
 from avgpipe.runtime.measure import gather_busy, gather_timeline, measured_costs
-from avgpipe.runtime.model import Model, layers_of
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions, preparing
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.requirements import (
@@ -92,7 +92,7 @@ class Pipeline:
 
     Args:
         model: ``nn.Sequential``, a list of modules, a model of most families of transformers as it is (see
-            ``avgpipe.interop.transformers``), a module that torch.fx can trace, or, with ``example_inputs``, one that
+            ``avgpipe.model.transformers``), a module that torch.fx can trace, or, with ``example_inputs``, one that
             torch.export can; or one of these in a PeftModel whose adapters are in the layers, such as LoRA's: what is
             frozen stays so, and names are the PeftModel's.
         plan: how to cut, schedule and average.

@@ -14,7 +14,7 @@ from torch import nn
 from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.checkpoint import Manifest, verify_checkpoint
 from avgpipe.checkpoint.manifest import crc_of
-from avgpipe.runtime.context import Carry
+from avgpipe.model.context import Carry
 from tests.runner import run
 from tests.runtime.cases import adamw, language_model, momentum, token_batches
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.model import layers_of, stage_layers
+from avgpipe.model.model import layers_of, stage_layers
 from tests.workloads.equality import sgd
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 transformers = pytest.importorskip("transformers")
-from avgpipe.interop.transformers import output_of  # noqa: E402  where the library is
+from avgpipe.model.transformers import output_of  # noqa: E402  where the library is
 
 VOCABULARY, B, T = 50, 6, 9
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from avgpipe.interop.shrink import shrunk
-from avgpipe.interop.transformers import output_of
-from avgpipe.runtime.model import layers_of
+from avgpipe.model.model import layers_of
+from avgpipe.model.shrink import shrunk
+from avgpipe.model.transformers import output_of
 from tests.interop.families import FAMILIES, batch, tiny
 from tests.interop.models import pipeline_of, transformers
 

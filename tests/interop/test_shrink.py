@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from avgpipe.interop.shrink import shrunk
+from avgpipe.model.shrink import shrunk
 from tests.interop.models import transformers
 
 _WORDS = torch.tensor([[5, 6, 7, 8, 9, 10]])

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from avgpipe import StageError
-from avgpipe.runtime.model import layers_of, stage_bounds
-from avgpipe.runtime.tracing import TracedLayer
+from avgpipe.model.model import layers_of, stage_bounds
+from avgpipe.model.tracing import TracedLayer
 from tests.interop.models import (
     CLASSES,
     LANGUAGE_MODELS,

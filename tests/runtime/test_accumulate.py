@@ -162,7 +162,7 @@ def test_a_loaders_state_is_that_before_what_was_fetched_ahead() -> None:
     with Pipeline(language_model(), Plan(), loss_fn=LOSS, optimizer=adamw, accumulate=3) as p:
         for result in p.train(loader):
             assert p.loader_state(loader) == 3 * p.batches
-            assert p.batches == result.batch + 1
+            assert p.batches > result.batch  # on a device with streams results come later
 
 
 def test_a_step_makes_an_update_of_the_batch_that_it_is_given() -> None:

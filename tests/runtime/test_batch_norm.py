@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from avgpipe import Pipeline, Plan
 from avgpipe.elastic import Arena
 from avgpipe.errors import StageError
+from avgpipe.model.context import Position
 from avgpipe.runtime.batch_norm import DeferredBatchNorm, DeferredBatchNorm2d, defer_batch_norms
-from avgpipe.runtime.context import Position
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage

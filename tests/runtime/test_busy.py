@@ -47,6 +47,7 @@ def test_all_ranks_learn_them() -> None:
     assert all(0 < share <= 1 for share in first)
 
 
+@pytest.mark.host  # the stand-in of a device has another name
 def test_a_notebook_shows_plan_cut_and_device_as_text() -> None:
     with trained(SHAPES[0], language_model()) as pipeline:
         shown = pipeline._repr_html_()

@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from avgpipe import Pipeline, Plan, StageError
-from avgpipe.runtime.compiled import Compiler, compile_options, described, is_compiled
-from avgpipe.runtime.context import Carry
-from avgpipe.runtime.model import layers_of
-from avgpipe.runtime.tracing import TracedLayer
+from avgpipe.model.compiled import Compiler, compile_options, described, is_compiled
+from avgpipe.model.context import Carry
+from avgpipe.model.model import layers_of
+from avgpipe.model.tracing import TracedLayer
 from tests.runner import run
 from tests.runtime.capture_rules import capture_rules
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from avgpipe.runtime.context import CallerGenerators, Carry, Position, mix, seed_generators, set_position
+from avgpipe.model.context import CallerGenerators, Carry, Position, mix, seed_generators, set_position
 
 
 def test_keys_of_neighbouring_places_differ() -> None:

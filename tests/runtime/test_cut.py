@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.cut import Cut, expected_traffic
-from avgpipe.runtime.cut_picture import plot_cut
-from avgpipe.runtime.model import Model, layers_of
+from avgpipe.model.cut import Cut, expected_traffic
+from avgpipe.model.cut_picture import plot_cut
+from avgpipe.model.model import Model, layers_of
 from tests.runner import run
 from tests.runtime.cases import momentum, train_on_one_device
 from tests.runtime.test_skips import BOUNDS, Skipping
@@ -64,6 +64,7 @@ def words(line: str) -> str:
 # ---- the table -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.host  # the stand-in of a device has another name
 def test_the_table_names_layers_and_says_what_travels() -> None:
     with pipeline_of(Language(), 2, example_inputs=TOKENS) as pipeline:
         lines = str(pipeline).splitlines()

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime import batch, evaluate
-from avgpipe.runtime.batch import LossWeights, loss_weights
+from avgpipe.model import batch
+from avgpipe.model.batch import LossWeights, loss_weights
+from avgpipe.runtime import evaluate
 from avgpipe.runtime.evaluate import MetricSums, OutputCollector
 from avgpipe.runtime.options import TrainingOptions
 from tests.runtime.cases import momentum

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from avgpipe import Carry, Pipeline, Plan, StageError
-from avgpipe.runtime.model import layers_of
+from avgpipe.model.model import layers_of
 from tests.runner import run
 from tests.runtime.cases import assert_same_state, momentum, train_on_one_device, unequal
 from tests.runtime.exports import GPT, Checked, transformer

@@ -12,8 +12,8 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.device import captured
 from avgpipe.errors import StageError
+from avgpipe.model.context import Carry, Position
 from avgpipe.runtime.compute import SavedBytes
-from avgpipe.runtime.context import Carry, Position
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.stage import Stage
 from tests.happens_before.on_cpu import on_streams

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from avgpipe import Pipeline, Plan, StageError
-from avgpipe.runtime.context import Position
+from avgpipe.model.context import Position
 from avgpipe.runtime.stage import Stage
 from tests.links.ends import LINKS
 from tests.runner import run

@@ -12,12 +12,12 @@ from avgpipe import Plan
 from avgpipe.elastic import Arena
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message
+from avgpipe.model.batch import LossWeights, split
+from avgpipe.model.model import trainable_parameters
 from avgpipe.ranks.world import World
-from avgpipe.runtime.batch import LossWeights, split
 from avgpipe.runtime.compute import Compute, Port, Work
 from avgpipe.runtime.lane import Lane, PipelineRow, Queue
 from avgpipe.runtime.loss import NonfiniteNotice
-from avgpipe.runtime.model import trainable_parameters
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.context import Carry
+from avgpipe.model.context import Carry
 from avgpipe.runtime.weights import average
 from tests.runner import Ranks, run
 from tests.runtime.cases import adamw, assert_same_state, momentum, train_on_one_device

@@ -15,7 +15,7 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.links.link import Mailbox
 from avgpipe.links.shared import SharedLink
-from avgpipe.runtime.context import Carry
+from avgpipe.model.context import Carry
 from avgpipe.runtime.lane import Lane
 from tests.links.ends import LINKS
 from tests.runner import run

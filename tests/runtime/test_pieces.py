@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe.interop.call import Call
-from avgpipe.runtime.context import Position
-from avgpipe.runtime.pieces import BlockChain
+from avgpipe.model.call import Call
+from avgpipe.model.context import Position
+from avgpipe.model.pieces import BlockChain
 from avgpipe.runtime.stage import Stage
 
 D = 4

@@ -19,7 +19,7 @@ from avgpipe.links import choose
 from avgpipe.links.group import GroupLink
 from avgpipe.links.message import Key
 from avgpipe.links.shared import SharedLink
-from avgpipe.runtime.model import (
+from avgpipe.model.model import (
     NO_SKIPS,
     Model,
     SkipRoute,
@@ -29,8 +29,8 @@ from avgpipe.runtime.model import (
     layers_of,
     skips_of,
 )
+from avgpipe.model.tracing import Values
 from avgpipe.runtime.scheduler import Scheduler
-from avgpipe.runtime.tracing import Values
 from tests.links.ends import LINKS
 from tests.runner import run
 from tests.runtime.cases import (

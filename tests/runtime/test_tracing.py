@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.example import prove
-from avgpipe.runtime.model import layers_of
-from avgpipe.runtime.tracing import TracedLayer
+from avgpipe.model.example import prove
+from avgpipe.model.model import layers_of
+from avgpipe.model.tracing import TracedLayer
 from tests.runtime.cases import momentum, unequal
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from avgpipe.device import own_device
-from avgpipe.runtime.context import CallerGenerators, seed_generators
+from avgpipe.model.context import CallerGenerators, seed_generators
 from tests.simulated_device import POLICIES, Simulation, simulate
 
 SIM, OTHER = "sim:0", "sim:1"  # names that the process of pytest itself does not know

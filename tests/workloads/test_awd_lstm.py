@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from avgpipe.runtime.context import Position, set_position
-from avgpipe.runtime.model import stage_bounds
+from avgpipe.model.context import Position, set_position
+from avgpipe.model.model import stage_bounds
 from avgpipe.workloads import build_workload
 from avgpipe.workloads.awd_lstm import (
     PRESETS,

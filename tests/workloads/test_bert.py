@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="the workload bert needs transformers
 pytest.importorskip("tokenizers", reason="the workload bert needs tokenizers")
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.model import layers_of, stage_bounds
+from avgpipe.model.model import layers_of, stage_bounds
 from avgpipe.workloads import DataNotFound, LibraryNotFound, bert, build_workload, check_workload
 from avgpipe.workloads.batches import SampleBatches, TensorRows, generator
 from avgpipe.workloads.bert import (

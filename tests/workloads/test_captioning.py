@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.model import Model
+from avgpipe.model.model import Model
 from avgpipe.workloads import build_workload, captioning, check_workload
 from avgpipe.workloads.batches import generator
 from avgpipe.workloads.captioning import (

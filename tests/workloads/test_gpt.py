@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.model import layers_of, stage_bounds
+from avgpipe.model.model import layers_of, stage_bounds
 from avgpipe.workloads import DataNotFound, build_workload, check_workload
 from avgpipe.workloads.data import load_text, read_text
 from avgpipe.workloads.gpt import (

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.model import stage_bounds
+from avgpipe.model.model import stage_bounds
 from avgpipe.workloads import build_workload, check_workload
 from avgpipe.workloads.images import (
     PRESETS,

@@ -24,8 +24,8 @@ from avgpipe.checkpoint.manifest import Gone, Manifest, read_text
 from avgpipe.checkpoint.save import carries, parameter_names
 from avgpipe.elastic import Layout
 from avgpipe.errors import CheckpointError, reason
+from avgpipe.model.model import Model
 from avgpipe.plan import Plan
-from avgpipe.runtime.model import Model
 from avgpipe.runtime.optimizers import rescheduled
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker

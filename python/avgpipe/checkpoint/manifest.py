@@ -45,7 +45,7 @@ class Manifest:
     Attributes:
         plan: The options of the plan that wrote it.
         batches: Begun so far.
-        bounds: See :class:`avgpipe.runtime.model.Model`.
+        bounds: See :class:`avgpipe.model.model.Model`.
         signature: Shape and dtype by tensor name.
         files: One per replica of each stage, with size in bytes and CRC-32.
     """

@@ -15,9 +15,9 @@ import torch
 from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
 from avgpipe.checkpoint.manifest import NAME, Manifest, crc_of, file_name
 from avgpipe.errors import CheckpointError
+from avgpipe.model.context import Carry
+from avgpipe.model.model import Model
 from avgpipe.plan import Plan
-from avgpipe.runtime.context import Carry
-from avgpipe.runtime.model import Model
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.weights import stage_state
 from avgpipe.runtime.worker import Worker

@@ -20,7 +20,7 @@ from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.load import OF_STAGE
 from avgpipe.checkpoint.save import parameter_names
 from avgpipe.errors import CheckpointError, reason
-from avgpipe.runtime.model import Model
+from avgpipe.model.model import Model
 from avgpipe.runtime.optimizers import rescheduled
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker

@@ -19,6 +19,7 @@ from avgpipe.measure.forecast import Forecast
 from avgpipe.measure.profiler import profile, with_workers
 from avgpipe.measure.tune import ROUNDS, Trial, batches_of_round, rounds_of
 from avgpipe.measure.workers import WorkerCosts, costs_here
+from avgpipe.model.batch import plain
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
@@ -26,7 +27,6 @@ from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import peak_memory_bytes
 from avgpipe.ranks.rendezvous import open_store
-from avgpipe.runtime.batch import plain
 from avgpipe.workloads import Workload, build_workload
 
 _BATCHES = 16  # among which a typical one is looked for

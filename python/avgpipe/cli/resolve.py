@@ -221,7 +221,7 @@ def check_run(config: TrainConfig) -> None:
     check_folder(config)
     check_device(config.device)
     check_loggers(config.logger)
-    from avgpipe.runtime.model import Model
+    from avgpipe.model.model import Model
 
     workload, plan = prepare(config)
     if config.target is not None and workload.valid_batches is None:
@@ -235,7 +235,7 @@ def check_run(config: TrainConfig) -> None:
 
 def prepare(config: TrainConfig) -> tuple[Workload, Plan]:
     """The workload, and the plan with the stages' layers: as configured, else balanced by what layers cost."""
-    from avgpipe.runtime.model import stage_bounds
+    from avgpipe.model.model import stage_bounds
     from avgpipe.workloads import build_workload
 
     plan = config.to_plan()

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgpipe.links.message import tensors_of
 from avgpipe.measure.sweep import Example, Sweep
+from avgpipe.model.model import Skips
+from avgpipe.model.pieces import Piece
+from avgpipe.model.tracing import TracedLayer
 from avgpipe.runtime.compute import SavedBytes
-from avgpipe.runtime.model import Skips
-from avgpipe.runtime.pieces import Piece
-from avgpipe.runtime.tracing import TracedLayer
 
 
 class LayerBytes(NamedTuple):

@@ -19,12 +19,12 @@ from avgpipe.measure.memory import measure_bytes
 from avgpipe.measure.sweep import Example, Sweep, Times, examples, lane_gain, repeat, typical, undisturbed
 from avgpipe.measure.updates import Updates
 from avgpipe.measure.workers import WorkerCosts, measure_workers
+from avgpipe.model.batch import LossFn
+from avgpipe.model.context import CallerGenerators
+from avgpipe.model.model import Model, Skips, layers_of
 from avgpipe.planning.costs import MOST_JITTER
 from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile, Skip, Tie
 from avgpipe.ranks.process import cpu_model, keep_freed_memory
-from avgpipe.runtime.batch import LossFn
-from avgpipe.runtime.context import CallerGenerators
-from avgpipe.runtime.model import Model, Skips, layers_of
 from avgpipe.runtime.options import OptimizerFn
 from avgpipe.runtime.stage import Stage
 

@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from avgpipe.device import current_stream, has_streams, own_stream, timed_event
 from avgpipe.errors import StageError, reason
 from avgpipe.links.message import tensors_of, wanting_gradients
-from avgpipe.runtime.batch import LossFn, plain, sample_count, to_device
-from avgpipe.runtime.context import Position, mix, seed_generators, set_position
+from avgpipe.model.batch import LossFn, plain, sample_count, to_device
+from avgpipe.model.context import Position, mix, seed_generators, set_position
 from avgpipe.runtime.loss import loss_of
 from avgpipe.runtime.split_backward import input_backward, run_backward
 from avgpipe.runtime.stage import Stage, writes_to_a_leaf

@@ -19,13 +19,13 @@ from avgpipe.measure import profiler
 from avgpipe.measure.forecast import Forecast
 from avgpipe.measure.search import PIPELINES, Space, extremes, profiled_sizes, search, settings
 from avgpipe.measure.workers import measure_workers
+from avgpipe.model.batch import LossFn, plain, sample_count
+from avgpipe.model.model import layers_of
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.ranks.world import World
-from avgpipe.runtime.batch import LossFn, plain, sample_count
-from avgpipe.runtime.model import layers_of
 from avgpipe.runtime.options import OptimizerFn
 
 ONE_DEVICE, DATA_PARALLEL, PIPELINE = "one device", "data parallel", "pipeline"

@@ -27,6 +27,7 @@ from avgpipe import systems as known_systems
 from avgpipe.errors import check_count, nearest
 from avgpipe.measure.of_system import best_of_system
 from avgpipe.measure.tune import profile_together
+from avgpipe.model.batch import LossFn, sample_count
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
@@ -45,7 +46,6 @@ from avgpipe.report.compare import (
     SystemResult,
 )
 from avgpipe.report.course import VALIDATIONS, Totals, Validations
-from avgpipe.runtime.batch import LossFn, sample_count
 from avgpipe.runtime.options import OptimizerFn
 from avgpipe.systems import SYSTEMS
 from avgpipe.units import format_bytes

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from avgpipe.runtime.context import Position, position
+from avgpipe.model.context import Position, position
 
 
 class Moments(NamedTuple):

@@ -18,12 +18,12 @@ from avgpipe.elastic import Version
 from avgpipe.errors import StageError
 from avgpipe.links.link import Link, Mailbox
 from avgpipe.links.message import Key, Message, tensors_of, wanting_gradients
-from avgpipe.runtime.batch import LossWeights, batch_size, to_device
-from avgpipe.runtime.context import Position
+from avgpipe.model.batch import LossWeights, batch_size, to_device
+from avgpipe.model.context import Position
+from avgpipe.model.model import extract_skips, insert_skips
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.loss import MeanCheck, loss_of
-from avgpipe.runtime.model import extract_skips, insert_skips
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import Metrics, told, untold
 from avgpipe.runtime.route import Route, StepKind
@@ -82,7 +82,7 @@ class SavedForward(NamedTuple):
         inputs: inputs that want gradients.
         outputs: where the gradients of the outputs go in.
         grads: of the outputs, where this stage knows them, as the last one does.
-        arrived: inputs that skipped stages, by arrival; see :class:`avgpipe.runtime.model.Skips`.
+        arrived: inputs that skipped stages, by arrival; see :class:`avgpipe.model.model.Skips`.
         departed: where the gradients of outputs that skip stages go in, in the order of departures.
     """
 

@@ -11,7 +11,7 @@ from itertools import chain, combinations
 import torch
 
 from avgpipe.elastic import Layout
-from avgpipe.runtime.model import Model
+from avgpipe.model.model import Model
 from avgpipe.runtime.worker import Worker
 
 _PIECE = 2**18  # elements of which there are copies in float64 at once

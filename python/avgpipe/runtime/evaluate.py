@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from avgpipe.device import current_stream, on_accelerator, used_on
-from avgpipe.runtime.batch import concatenate, loss_weights, sample_count, split
+from avgpipe.model.batch import concatenate, loss_weights, sample_count, split
 from avgpipe.runtime.compute import Collector, Work
 from avgpipe.runtime.loss import loss_of
 from avgpipe.runtime.options import TrainingOptions

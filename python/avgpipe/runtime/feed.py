@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from avgpipe.device import ReadyOnEvent
-from avgpipe.plan import Plan
-from avgpipe.runtime.batch import (
+from avgpipe.model.batch import (
     LossWeights,
     loss_weights,
     pair,
@@ -25,8 +24,9 @@ from avgpipe.runtime.batch import (
     sizes_of,
     split,
 )
+from avgpipe.model.context import CallerGenerators, Position
+from avgpipe.plan import Plan
 from avgpipe.runtime.compute import BatchState, Work
-from avgpipe.runtime.context import CallerGenerators, Position
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.route import loss_key

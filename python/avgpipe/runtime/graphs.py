@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from avgpipe.device import captured, free_cached, generators_of
 from avgpipe.elastic import Layout
 from avgpipe.errors import StageError, reason
-from avgpipe.runtime.context import Position, position, set_position
+from avgpipe.model.context import Position, position, set_position
 from avgpipe.runtime.stage import Stage
 
 _log = logging.getLogger("avgpipe")

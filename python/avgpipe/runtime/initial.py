@@ -14,7 +14,7 @@ from torch import nn
 
 from avgpipe.elastic import Layout
 from avgpipe.errors import reason
-from avgpipe.runtime.model import Entry, Model, named_tensors, trainable_parameters
+from avgpipe.model.model import Entry, Model, named_tensors, trainable_parameters
 
 Fill: TypeAlias = Callable[[nn.Module], Any]
 

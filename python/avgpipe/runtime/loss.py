@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.errors import StageError
 from avgpipe.links.message import tensors_of
+from avgpipe.model.batch import LossFn, concatenate, split
 from avgpipe.ranks.world import World
-from avgpipe.runtime.batch import LossFn, concatenate, split
 from avgpipe.runtime.placement import Placement
 
 _log = logging.getLogger("avgpipe")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from avgpipe.model.batch import LossFn
+from avgpipe.model.compiled import Compiler
 from avgpipe.ranks.mesh import whole_mesh
-from avgpipe.runtime.batch import LossFn
-from avgpipe.runtime.compiled import Compiler
 from avgpipe.runtime.loss import is_mean_by_kind
 
 if TYPE_CHECKING:

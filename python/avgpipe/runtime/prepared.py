@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from avgpipe.elastic import Arena
 from avgpipe.elastic.sharded import ShardedArena
 from avgpipe.errors import StageError
-from avgpipe.runtime.model import trainable_parameters
+from avgpipe.model.model import trainable_parameters
 from avgpipe.runtime.options import WHOLE
 from avgpipe.runtime.stage import Stage
 

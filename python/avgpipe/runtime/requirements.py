@@ -18,8 +18,8 @@ from avgpipe.device import has_graphs, has_streams
 from avgpipe.errors import nearest
 from avgpipe.links import NAMES as LINKS
 from avgpipe.links import refuse_elsewhere
+from avgpipe.model.context import Carry
 from avgpipe.plan import Plan
-from avgpipe.runtime.context import Carry
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.schedule import Kind
 

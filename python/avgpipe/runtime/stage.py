@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from avgpipe.errors import StageError
 from avgpipe.links.message import tensors_of
+from avgpipe.model.compiled import Compiler, compiler_error, reason_of
+from avgpipe.model.context import Carry, Position, key_layers, mix, mix_more, seed_generators, set_position
 from avgpipe.runtime.batch_norm import defer_batch_norms
-from avgpipe.runtime.compiled import Compiler, compiler_error, reason_of
-from avgpipe.runtime.context import Carry, Position, key_layers, mix, mix_more, seed_generators, set_position
 
 
 class Stage(nn.Module):

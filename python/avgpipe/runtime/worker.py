@@ -16,6 +16,7 @@ from avgpipe.elastic import Arena, Layout, MovingAverage, Reference
 from avgpipe.errors import PeerLost, PipelineError, StageError
 from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
+from avgpipe.model.model import Model, stage_layers, trainable_parameters
 from avgpipe.plan import Plan
 from avgpipe.ranks.world import Watchdog, World, is_of_transport, transport_reason
 from avgpipe.rules import CORRECTIONS, RULES
@@ -24,7 +25,6 @@ from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.initial import InitialWeights
 from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import LossScale, NonfiniteNotice
-from avgpipe.runtime.model import Model, stage_layers, trainable_parameters
 from avgpipe.runtime.optimizers import Maker, maker_of
 from avgpipe.runtime.options import WHOLE, TrainingOptions
 from avgpipe.runtime.placement import Placement

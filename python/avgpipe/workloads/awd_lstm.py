@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from avgpipe.runtime.context import Carry
+from avgpipe.model.context import Carry
 from avgpipe.workloads import BuildOptions, tokens
 from avgpipe.workloads.batches import continued_batches, segment_lengths
 from avgpipe.workloads.data import find_text, load_text

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
-from avgpipe.runtime.context import mix
+from avgpipe.model.context import mix
 
 MakeBatch = Callable[[Tensor, torch.Generator], tuple[Any, Any]]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from avgpipe.runtime.batch import pair
-from avgpipe.runtime.context import mix
+from avgpipe.model.batch import pair
+from avgpipe.model.context import mix
 
 # Batches to go through once an epoch, or what makes those of an epoch (from 0).
 Loader = Iterable[Any] | Callable[[int], Iterable[Any]]

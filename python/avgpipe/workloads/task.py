@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from avgpipe.errors import check_count
-from avgpipe.runtime.batch import LossFn, sample_count
+from avgpipe.model.batch import LossFn, sample_count
 from avgpipe.runtime.evaluate import MetricFn
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn
 from avgpipe.workloads import BuildOptions, Workload

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from avgpipe.errors import reason
-from avgpipe.interop.transformers import call_of, twin_of
-from avgpipe.runtime.blocks import evaluating
+from avgpipe.model.blocks import evaluating
+from avgpipe.model.transformers import call_of, twin_of
 
 # untyped on purpose: types would be checked against whichever release is installed
 _losses: Any = importlib.import_module("transformers.loss.loss_utils")

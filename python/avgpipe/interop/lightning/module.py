@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 from avgpipe.interop.lightning.configured import Configured
 from avgpipe.interop.stepwise import check_plan
+from avgpipe.model.batch import pair, plain
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
-from avgpipe.runtime.batch import pair, plain
 from avgpipe.runtime.feed import BatchResult
 
 # untyped on purpose: types would be checked against whichever release is installed

@@ -12,21 +12,21 @@ import torch
 from torch import nn
 
 from avgpipe.errors import reason
-from avgpipe.interop.call import Call
-from avgpipe.runtime.anatomy import Anatomy
-from avgpipe.runtime.blocks import evaluating
-from avgpipe.runtime.dissect import anatomy_of
-from avgpipe.runtime.outline import Exchange, OwnBlock, Reached
-from avgpipe.runtime.proof import difference
-from avgpipe.runtime.shell import Shells
-from avgpipe.runtime.tracing import Values
+from avgpipe.model.anatomy import Anatomy
+from avgpipe.model.blocks import evaluating
+from avgpipe.model.call import Call
+from avgpipe.model.dissect import anatomy_of
+from avgpipe.model.outline import Exchange, OwnBlock, Reached
+from avgpipe.model.proof import difference
+from avgpipe.model.shell import Shells
+from avgpipe.model.tracing import Values
 
 _ELSEWHERE = "cut it elsewhere, with Plan(partition=...), or pass a list of layers, with names_of=model"
 _INPUTS = "inputs"  # the name of what every piece hands on beside the values of blocks
 
 
 class Piece(nn.Module):
-    """Some units of a model, one after another; see ``avgpipe.runtime.blocks``.
+    """Some units of a model, one after another; see ``avgpipe.model.blocks``.
 
     The first takes the model's input, a tensor or a dict of arguments, and the last returns the model's output. Between
     them travel the values of blocks and, in a dict, the inputs; of those that no later unit looks at, dtype and sizes.

@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from avgpipe.errors import reason
-from avgpipe.runtime.batch import batch_size, to_device
-from avgpipe.runtime.context import CallerGenerators, seed_generators
-from avgpipe.runtime.modes import in_mode
-from avgpipe.runtime.proof import difference
-from avgpipe.runtime.tracing import arguments
+from avgpipe.model.batch import batch_size, to_device
+from avgpipe.model.context import CallerGenerators, seed_generators
+from avgpipe.model.modes import in_mode
+from avgpipe.model.proof import difference
+from avgpipe.model.tracing import arguments
 
 _PROVED = (3, 1)  # samples: some, and one alone, as a last batch may be
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from avgpipe.errors import reason
-from avgpipe.interop.call import Call
-from avgpipe.interop.shrink import shrunk
+from avgpipe.model.call import Call
+from avgpipe.model.shrink import shrunk
 
 # untyped on purpose: types would be checked against whichever release is installed
 _layers: Any = importlib.import_module("transformers.modeling_layers")

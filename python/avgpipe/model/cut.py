@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from avgpipe.runtime.batch import batch_size, split, to_device
-from avgpipe.runtime.example import device_of
-from avgpipe.runtime.model import Model, Skips, estimated_cost, extract_skips, insert_skips
-from avgpipe.runtime.modes import in_mode
+from avgpipe.model.batch import batch_size, split, to_device
+from avgpipe.model.example import device_of
+from avgpipe.model.model import Model, Skips, estimated_cost, extract_skips, insert_skips
+from avgpipe.model.modes import in_mode
 from avgpipe.units import format_bytes, format_count
 
 Traffic = dict[tuple[int, int], int]  # bytes of a micro-batch, by the stages that give and get it

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from avgpipe.interop.call import Call
-from avgpipe.runtime.blocks import Observed, Slot
+from avgpipe.model.blocks import Observed, Slot
+from avgpipe.model.call import Call
 
 
 class Collected(NamedTuple):
@@ -24,7 +24,7 @@ class Collected(NamedTuple):
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A model as a chain of units; see ``avgpipe.runtime.blocks``.
+    """A model as a chain of units; see ``avgpipe.model.blocks``.
 
     Attributes:
         model: the whole.

@@ -6,7 +6,7 @@ import os
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from avgpipe.runtime.cut import Cut
+from avgpipe.model.cut import Cut
 from avgpipe.timeline.plot import HUES, INK, dress, picture
 from avgpipe.units import format_bytes, format_count
 

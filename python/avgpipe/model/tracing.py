@@ -1,7 +1,7 @@
 """Traced models: the graph of a module, cut into pieces that run one after another.
 
 Pieces take and give tuples of all values that they or later pieces need. The graph is what ``torch.fx`` makes of a
-module; :mod:`avgpipe.runtime.exported` makes one with ``torch.export``.
+module; :mod:`avgpipe.model.exported` makes one with ``torch.export``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import fx, nn
 
 from avgpipe.errors import reason
-from avgpipe.runtime.compiled import is_compiled
-from avgpipe.runtime.in_place import joined
-from avgpipe.runtime.modes import CHOICE, Choice, Differs, in_mode, merged, reads_mode
+from avgpipe.model.compiled import is_compiled
+from avgpipe.model.in_place import joined
+from avgpipe.model.modes import CHOICE, Choice, Differs, in_mode, merged, reads_mode
 
 
 class Values(NamedTuple):

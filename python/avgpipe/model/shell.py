@@ -7,8 +7,8 @@ import copy
 import torch
 from torch import nn
 
-from avgpipe.runtime.anatomy import Anatomy
-from avgpipe.runtime.outline import (
+from avgpipe.model.anatomy import Anatomy
+from avgpipe.model.outline import (
     EarlierBlock,
     Exchange,
     LaterBlock,

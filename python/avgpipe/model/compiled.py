@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 
 from avgpipe.errors import nearest, reason
-from avgpipe.runtime.context import Carry
+from avgpipe.model.context import Carry
 
 # What makes a compiled function of a function, with the options it was made with.
 _Context: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from avgpipe.interop.call import Call
-from avgpipe.runtime.anatomy import Anatomy, Collected
-from avgpipe.runtime.blocks import Observed, Slot, evaluating, is_same, observe
-from avgpipe.runtime.outline import Exchange, Seen
-from avgpipe.runtime.shell import Shells
+from avgpipe.model.anatomy import Anatomy, Collected
+from avgpipe.model.blocks import Observed, Slot, evaluating, is_same, observe
+from avgpipe.model.call import Call
+from avgpipe.model.outline import Exchange, Seen
+from avgpipe.model.shell import Shells
 
 
 def anatomy_of(model: nn.Module, call: Call) -> Anatomy:

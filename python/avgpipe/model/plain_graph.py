@@ -11,9 +11,9 @@ from torch import fx, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from avgpipe.runtime.example import Call
-from avgpipe.runtime.tracing import attribute
-from avgpipe.runtime.units import module_of, submodule
+from avgpipe.model.example import Call
+from avgpipe.model.tracing import attribute
+from avgpipe.model.units import module_of, submodule
 
 _Check = Callable[..., Any]
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -24,12 +24,12 @@ import torch
 from torch import nn
 
 from avgpipe.errors import reason
+from avgpipe.model.batch import plain
+from avgpipe.model.compiled import is_compiled, original, unwrapped
+from avgpipe.model.example import prove
+from avgpipe.model.pieces import BlockChain, Piece
+from avgpipe.model.tracing import CannotTrace, TracedLayer, Values, traced
 from avgpipe.planning import balance
-from avgpipe.runtime.batch import plain
-from avgpipe.runtime.compiled import is_compiled, original, unwrapped
-from avgpipe.runtime.example import prove
-from avgpipe.runtime.pieces import BlockChain, Piece
-from avgpipe.runtime.tracing import CannotTrace, TracedLayer, Values, traced
 
 
 class SkipRoute(NamedTuple):
@@ -134,7 +134,7 @@ def _of_graph(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
                 f"{error}: give example_inputs=, one batch's inputs as the loader yields them, so that torch.export "
                 "can try, or pass nn.Sequential or a list of layers instead"
             ) from error
-        from avgpipe.runtime.exported import exported  # only now: torch.export takes seconds to import
+        from avgpipe.model.exported import exported  # only now: torch.export takes seconds to import
 
         return list(exported(model, example_inputs))
     if example_inputs is not None:
@@ -219,7 +219,7 @@ def _forward_module(model: nn.Module) -> str:
 
 
 def _of_transformers(model: nn.Module) -> Sequence[nn.Module]:
-    from avgpipe.interop.transformers import call_of, twin_of  # only now: the library takes seconds to import
+    from avgpipe.model.transformers import call_of, twin_of  # only now: the library takes seconds to import
 
     try:
         with torch.device(

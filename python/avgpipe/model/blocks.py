@@ -26,7 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from avgpipe.interop.call import Call
+from avgpipe.model.call import Call
 
 
 class Slot(NamedTuple):

@@ -1,7 +1,7 @@
 """Models that torch.fx cannot trace, exported by torch.export on an example of their inputs.
 
 The export records operators for sizes in general. It is made in training and in evaluation, and the two become one
-graph (:mod:`avgpipe.runtime.modes`), which is cut between the blocks of the model's lists of blocks, and otherwise
+graph (:mod:`avgpipe.model.modes`), which is cut between the blocks of the model's lists of blocks, and otherwise
 between the modules that its forward calls. BatchNorms stay modules, as their statistics are of the whole batch.
 """
 
@@ -16,14 +16,14 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from avgpipe.errors import reason
-from avgpipe.runtime.batch import batch_size, to_device
-from avgpipe.runtime.compiled import is_compiled
-from avgpipe.runtime.context import CallerGenerators, Carry
-from avgpipe.runtime.example import Call, device_of, first_samples, prove
-from avgpipe.runtime.modes import Differs, in_mode, merged
-from avgpipe.runtime.plain_graph import Guards, place_anew, plain_graph
-from avgpipe.runtime.tracing import TracedLayer, layers_of_graph, with_choice
-from avgpipe.runtime.units import pieces_of, take_sizes_from_near, units_of
+from avgpipe.model.batch import batch_size, to_device
+from avgpipe.model.compiled import is_compiled
+from avgpipe.model.context import CallerGenerators, Carry
+from avgpipe.model.example import Call, device_of, first_samples, prove
+from avgpipe.model.modes import Differs, in_mode, merged
+from avgpipe.model.plain_graph import Guards, place_anew, plain_graph
+from avgpipe.model.tracing import TracedLayer, layers_of_graph, with_choice
+from avgpipe.model.units import pieces_of, take_sizes_from_near, units_of
 
 _LEAST_SAMPLES = 2  # of an example: a size of 1 would be taken for one that never changes
 _LEAST_LENGTH = 3

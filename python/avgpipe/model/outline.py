@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from avgpipe.runtime.anatomy import Collected
-from avgpipe.runtime.blocks import BlockCall, Slot, Slots, replace_slots, slots_of
-from avgpipe.runtime.context import begin_layer
+from avgpipe.model.anatomy import Collected
+from avgpipe.model.blocks import BlockCall, Slot, Slots, replace_slots, slots_of
+from avgpipe.model.context import begin_layer
 
 
 class Reached(BaseException):  # not an Exception, which a model's forward may catch
