@@ -60,7 +60,7 @@ def tuned(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         words += ["--micro-batches", arguments.micro_batches]
         words += ["--baselines", "--traversal", "--json", "--out", f"{folder}/plan.json"]
-        command = [sys.executable, "-m", "avgpipe.cli.main", *words]
+        command = [sys.executable, "-m", "avgpipe", *words]
         ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(ran.stdout)
     return found

@@ -59,7 +59,7 @@ def run(parts: list[str]) -> dict[str, Any]:
     actual = [
         sys.executable,
         "-m",
-        "avgpipe.cli.main",
+        "avgpipe",
         *(p.replace("$AVGPIPE_DATA", data) for p in parts[1:]),
     ]
     load, begin = os.getloadavg()[0], time.perf_counter()

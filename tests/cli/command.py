@@ -40,7 +40,7 @@ def environment(**changes):
 def avgpipe(*arguments, **changes):
     """Start the command; its standard streams are pipes."""
     return subprocess.Popen(
-        [sys.executable, "-m", "avgpipe.cli.main", *arguments],
+        [sys.executable, "-m", "avgpipe", *arguments],
         env=environment(**changes),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

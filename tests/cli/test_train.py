@@ -249,7 +249,7 @@ def test_what_workers_do_is_not_in_their_command_line(tmp_path, monkeypatch):
 def test_it_joins_torchruns_workers(text, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "avgpipe.cli.main", "train", "awd-lstm", "--data", str(text), "--batch-size", "4"]
+    command += ["-m", "avgpipe", "train", "awd-lstm", "--data", str(text), "--batch-size", "4"]
     command += ["--max-batches", "4", "--out", str(out), "--json"]
     run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
@@ -261,7 +261,7 @@ def test_it_joins_torchruns_workers(text, tmp_path):
 def test_torchrun_starts_a_killed_run_again_from_its_checkpoint(text, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "1", "-m", "avgpipe.cli.main", "train", "awd-lstm", "--data", str(text)]
+    command += ["--max-restarts", "1", "-m", "avgpipe", "train", "awd-lstm", "--data", str(text)]
     command += ["--batch-size", "4", "--max-batches", "32", "--out", str(out)]
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -42,7 +42,7 @@ def own(page: Path) -> list[str]:
 
 def run(*command: str, cwd: Path) -> str:
     # A command of the page is that of this checkout.
-    words = [sys.executable, "-m", "avgpipe.cli.main"] if command[0] == "avgpipe" else [command[0]]
+    words = [sys.executable, "-m", "avgpipe"] if command[0] == "avgpipe" else [command[0]]
     words = [sys.executable] if command[0] == "python" else words
     done = subprocess.run(
         [*words, *command[1:]], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300

@@ -91,6 +91,7 @@ def test_several_runs_share_charts(tmp_path):
     runs = [Run.read(write_run(tmp_path / name, batches=8)) for name in ("one", "two")]
     page = report_page(runs)
     assert page.runs == ("one", "two")
+    assert table_of(page, "Summary")["busy"] == ("80 %, 60 %",) * 2
     assert [line.run for line in charts(page)["metric"].lines] == [0, 1]
     assert [t["name"] for t in charts(page)["timeline"].timelines] == ["one", "two"]
 

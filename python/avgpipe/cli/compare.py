@@ -48,7 +48,7 @@ _NO_MEMORY = re.compile(
 )
 _RAISED = re.compile(r"[\w.]*(Error|Exception)\b")  # the last line of a traceback
 _REASON_LETTERS = 200
-_PROGRAM = (sys.executable, "-m", "avgpipe.cli.main")
+_PROGRAM = (sys.executable, "-m", "avgpipe")
 
 Caught = list[signal.Signals]
 # Runs the words after ``avgpipe`` to their end, or to that of a signal, and writes what the run says to the file; calls

@@ -71,7 +71,3 @@ def _common(
 
 def main() -> None:
     app()
-
-
-if __name__ == "__main__":
-    main()

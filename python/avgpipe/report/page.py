@@ -60,19 +60,12 @@ def _compared(comparison: Comparison) -> Section:
 
 
 def _summary(runs: Sequence[Run]) -> Table:
-    """A row for each run; of a single run, a row for each fact."""
-    if len(runs) == 1:
-        facts = ((name, _cell(fact, runs[0])) for name, fact in _FACTS.items())
-        return Table(("run", runs[0].name), tuple(fact for fact in facts if fact[1] != "-"))
-    headings = ("run", *_FACTS)
-    rows = tuple((run.name, *(_cell(fact, run) for fact in _FACTS.values())) for run in runs)
-    known = [n for n in range(len(headings)) if n == 0 or any(row[n] != "-" for row in rows)]
-    kept = tuple(tuple(row[n] for n in known) for row in rows)
-    return Table(tuple(headings[n] for n in known), kept, "", tuple(range(len(runs))))
+    facts = [{name: fact(run) for name, fact in _FACTS.items()} for run in runs]
+    known = [name for name in _FACTS if any(of_run[name] not in (None, "") for of_run in facts)]
+    return _beside(runs, "run", [{name: _cell(of_run[name]) for name in known} for of_run in facts])
 
 
-def _cell(fact: Callable[[Run], Any], run: Run) -> str:
-    value = fact(run)
+def _cell(value: Any) -> str:
     return "-" if value is None or value == "" else str(value)
 
 
@@ -145,7 +138,7 @@ _FACTS: dict[str, Callable[[Run], Any]] = {
 
 
 def _plans(runs: Sequence[Run]) -> Table:
-    """A row for each field of the plans, what was asked and what it ran with."""
+    """The plans, field by field, and what they ran with."""
     return _beside(runs, "plan", [{**_words(run.plan), **_versions(run)} for run in runs])
 
 
@@ -155,9 +148,10 @@ def _options(runs: Sequence[Run]) -> list[Table]:
 
 
 def _beside(runs: Sequence[Run], what: str, columns: Sequence[Mapping[str, str]]) -> Table:
+    """A column for each run."""
     names = dict.fromkeys(name for column in columns for name in column)
     rows = tuple((name, *(column.get(name, "-") for column in columns)) for name in names)
-    return Table((what, *(run.name for run in runs)), rows)
+    return Table((what, *(run.name for run in runs)), rows, "", (None, *range(len(runs))))
 
 
 def _words(values: Mapping[str, Any]) -> dict[str, str]:

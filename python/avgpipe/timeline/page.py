@@ -114,7 +114,7 @@ class Timelines:
 
 @dataclass(frozen=True)
 class Table:
-    """Texts in rows; ``runs``: by row, the index of its run, where rows are of runs."""
+    """Texts in rows; ``runs``: by column, the index of its run, or None."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
