@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,11 +36,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", help="default: all of them")
-    parser.add_argument("--after", help="a record whose rows stay, but for those of the names")
     parser.add_argument("--out", help="file of the record; default: a dated one in benchmarks/results")
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rows = json.loads(Path(arguments.after).read_text())["rows"] if arguments.after else {}
+    rows = {}
     for name in arguments.names or NETWORKS:
         rows[name] = tried(name)
         say(f"{name}: {rows[name]}")

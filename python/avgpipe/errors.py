@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import traceback
+from pathlib import PurePath
 from typing import Any
 
 
@@ -59,6 +61,10 @@ def nearest(name: str, valid: list[str] | tuple[str, ...]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error's text that says something, or else what kind of error it is."""
+    """The first line of an error's text that says something, or else what kind of error it is, and of which function."""
     lines = (line.strip() for line in str(error).splitlines())
-    return next((line for line in lines if line), type(error).__name__)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = (
+        f" in {frames[-1].name}, {PurePath(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    )
+    return next((line for line in lines if line), f"{type(error).__name__}{where}")
