@@ -26,7 +26,7 @@ from avgpipe.ranks.launch import rank_environment
 from tests.happens_before import plugin
 
 ROOT = Path(__file__).parent.parent
-_LONG_S = 45  # a rank that runs longer shows where all its threads are
+_TELLS_S = 5  # in which a rank that outlasts its limit shows where all its threads are
 
 _context: Any = multiprocessing.get_context("forkserver")
 # The first optimizer of a process would import torch._dynamo, which takes a second.
@@ -73,11 +73,13 @@ class Ranks:
         return [file.read_text(errors="replace") if file.exists() else "" for file in files]
 
     def join(self, timeout_s: float = 100) -> list[tuple[int, str]]:
-        """Exit code and output of every rank; those that outlast the limit are killed."""
+        """Exit code and output of every rank; those that outlast the limit show where they are, and end."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             process.join(max(0.05, deadline - time.monotonic()))
             if process.exitcode is None:
+                os.kill(process.pid or 0, signal.SIGUSR1)
+                process.join(_TELLS_S)
                 process.kill()
                 process.join()
         return [(p.exitcode or 0, text) for p, text in zip(self.processes, self.outputs())]
@@ -105,7 +107,8 @@ def _run(function: Callable[..., Any], arguments: dict[str, Any], environment: d
     os.dup2(output, 2)
     os.environ.update(environment)
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(_LONG_S)
+    # Not by faulthandler.dump_traceback_later: its thread reads frames that change meanwhile, and can crash the process.
+    faulthandler.register(signal.SIGUSR1, chain=True)  # which ends the process afterwards
     with plugin.reporting():
         result = function(**arguments)
     torch.save(result, f"{folder}/{rank}.pt")

@@ -198,6 +198,19 @@ def meta_memory(record: Record) -> str:
     return table("| its stage | growth to the peak | the peak itself | largest growth (bar 0.35):", rows)
 
 
+def report_page(record: Record) -> str:
+    """Size of the page of a report, and how soon it is drawn."""
+
+    def seconds(key: str, most: float | None = None) -> str:
+        found = [row[key] for row in record["rows"]]
+        return f"{against(statistics.median(found), most=most)} ({min(found):.2f} to {max(found):.2f})"
+
+    requests = sum(len(row["requests"]) for row in record["rows"])
+    size = against(record["bytes"] / 1e6, most=record["most_bytes"] / 1e6)
+    row = (f"{record['batches']:,}", size, f"{requests}", seconds("wall_s", record["most_s"]), seconds("work_s"))
+    return table("batches: | MB: | requests: | s until all is drawn: | s of processor time:", [row])
+
+
 def _mib(rows: list[Record], key: str, digits: int) -> str:
     return ", ".join(f"{row[key] / MIB:.{digits}f}" for row in rows)
 

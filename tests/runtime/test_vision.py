@@ -36,10 +36,9 @@ def test_networks_are_equal(name: str) -> None:
     assert row["equal"], row
 
 
+# It is exported for images of any size, which its code forbids, and then of this one.
 @pytest.mark.slow
-@pytest.mark.timeout(
-    600
-)  # it is exported for images of any size, which its code forbids, and then of this one
+@pytest.mark.timeout(600)
 def test_a_network_that_only_torch_export_can_trace_is_equal() -> None:
     (row,) = run(1, check, name="timm mobilevit_xxs", timeout_s=580)
     assert row["equal"], row
