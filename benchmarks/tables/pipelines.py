@@ -207,7 +207,13 @@ def report_page(record: Record) -> str:
 
     requests = sum(len(row["requests"]) for row in record["rows"])
     size = against(record["bytes"] / 1e6, most=record["most_bytes"] / 1e6)
-    row = (f"{record['batches']:,}", size, f"{requests}", seconds("wall_s", record["most_s"]), seconds("work_s"))
+    row = (
+        f"{record['batches']:,}",
+        size,
+        f"{requests}",
+        seconds("wall_s", record["most_s"]),
+        seconds("work_s"),
+    )
     return table("batches: | MB: | requests: | s until all is drawn: | s of processor time:", [row])
 
 

@@ -61,7 +61,7 @@ def nearest(name: str, valid: list[str] | tuple[str, ...]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error's text that says something, or else what kind of error it is, and of which function."""
+    """The first line of an error's text that says something, or else what kind of error it is, and where it is from."""
     lines = (line.strip() for line in str(error).splitlines())
     frames = traceback.extract_tb(error.__traceback__)
     where = (

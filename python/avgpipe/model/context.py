@@ -119,9 +119,8 @@ def mix_more(key: int, *words: int) -> int:
     return key
 
 
-_layers: tuple[torch.device, int] | None = (
-    None  # where layers draw, and the key of a stage's forward, if it trains
-)
+# Where layers draw, and the key of a stage's forward, if it trains.
+_layers: tuple[torch.device, int] | None = None
 
 
 def key_layers(device: torch.device, key: int | None) -> None:

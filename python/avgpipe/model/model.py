@@ -222,9 +222,8 @@ def _of_transformers(model: nn.Module) -> Sequence[nn.Module]:
     from avgpipe.model.transformers import call_of, twin_of  # only now: the library takes seconds to import
 
     try:
-        with torch.device(
-            "cpu"
-        ):  # whatever the caller's default is, as while a model is built on the meta device
+        # Whatever the caller's default is, as while a model is built on the meta device.
+        with torch.device("cpu"):
             sample = twin_of(model) if any(p.is_meta for p in model.parameters()) else model
             return BlockChain(sample, call_of(sample), model)
     except Exception as error:

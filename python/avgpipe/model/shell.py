@@ -50,9 +50,8 @@ class _Shell:
             if not tensors or any(self._anatomy.needs(tensor, self._units) for tensor in tensors):
                 return module
             if not any(True for _ in module.parameters()) and not module.state_dict():
-                return (
-                    module  # what is not saved costs little, and may be what masks and positions are made of
-                )
+                # what is not saved costs little, and may be what masks and positions are made of
+                return module
             if name in self._anatomy.observed.called:
                 return Outline(self._shape(module), self._exchange)
         return self._opened(module, inside)
