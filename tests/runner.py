@@ -107,7 +107,7 @@ def _run(function: Callable[..., Any], arguments: dict[str, Any], environment: d
     os.dup2(output, 2)
     os.environ.update(environment)
     torch.set_num_threads(1)
-    # Not by faulthandler.dump_traceback_later: its thread reads frames that change meanwhile, and can crash the process.
+    # Not by faulthandler.dump_traceback_later: its thread reads frames that change meanwhile, which can crash.
     faulthandler.register(signal.SIGUSR1, chain=True)  # which ends the process afterwards
     with plugin.reporting():
         result = function(**arguments)

@@ -275,9 +275,8 @@ class Compute:
         self._port, self._group_sum = port, group_sum
         self._device, self._on_cpu = trained.stage.device, not has_streams(trained.stage.device)
         self._prepared = trained.prepared
-        run = (
-            trained.stage.forward if self._prepared is None else trained.stage
-        )  # with the hooks that it was given
+        # A prepared stage is called with the hooks that it was given.
+        run = trained.stage.forward if self._prepared is None else trained.stage
         self._layers = StageGraphs(trained.stage) if options.cuda_graphs else run
         self._arrivals, self._departures = route.skips
         self._check = MeanCheck(options.loss_fn) if route.last and options.may_be_no_mean else None
