@@ -97,10 +97,16 @@ def tracer(model: nn.Module, inputs: Any) -> tuple[str, Sequence[nn.Module]]:
         return "nothing", []
 
 
-def plain(model: nn.Module, data: list[Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def plain(
+    model: nn.Module, data: list[Any], optimizer: Any = momentum
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final weights of training on one device, each micro-batch normalised by itself."""
     model = copy.deepcopy(model).train()
-    optimizer = momentum(model.parameters())
+    optimizer = optimizer(model.parameters())
     losses = []
     for x, y in data:
         optimizer.zero_grad()
@@ -112,10 +118,6 @@ def plain(model: nn.Module, data: list[Any]) -> tuple[list[float], dict[str, tor
         optimizer.step()
         losses.append(total)
     return losses, {name: p.detach() for name, p in model.named_parameters()}
-
-
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
 def difference(

@@ -12,14 +12,6 @@ from tests.interop.families import FAMILIES, batch, tiny
 from tests.interop.models import pipeline_of, transformers
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def loss_of(output, target):
     """A mean over samples of whatever the model returns, with the auxiliary loss of experts if there is one."""
     logits = output if isinstance(output, torch.Tensor) else output["logits"]

@@ -30,15 +30,6 @@ from tests.interop.models import (
 )
 from tests.workloads.equality import assert_equal_to_one_device
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- one device ----------------------------------------------------------------------------------------------------
 
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from avgpipe import Pipeline, Plan
+
+Trained = tuple[list[float], dict[str, torch.Tensor]]  # losses, and the final state
 
 
 class Tied(nn.Module):
@@ -90,23 +97,80 @@ def train_on_one_device(
     optimizer: Any,
     clip: float | None = None,
     lr_scheduler: Any = None,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and final state of plain training."""
-    model = copy.deepcopy(model)
-    opt = optimizer([p for p in model.parameters() if p.requires_grad])
-    scheduler = lr_scheduler(opt) if lr_scheduler else None
+    copies: bool = True,
+) -> Trained:
+    """Losses and final state of plain training. ``optimizer``: as a Pipeline takes it.
+
+    ``copies``: whether the model stays as it is; a copy lacks the hooks of parameters.
+    """
+    model = copy.deepcopy(model) if copies else model
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    wants_names = "named_params" in inspect.signature(optimizer).parameters
+    made = optimizer(list(named.items() if wants_names else named.values()))
+    steppers = [*made] if isinstance(made, list) else [made]
+    with_modes = [opt for opt in steppers if hasattr(opt, "train")]
+    steppers += [lr_scheduler(opt) for opt in steppers] if lr_scheduler else []
+    for opt in with_modes:
+        opt.train()
     losses = []
     for x, y in batches:
-        opt.zero_grad()
+        model.zero_grad()
         loss = loss_fn(model(x), y)
         loss.backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        opt.step()
-        if scheduler:
-            scheduler.step()
+        for one in steppers:
+            one.step()
         losses.append(float(loss.detach()))
+    for opt in with_modes:
+        opt.eval()
     return losses, model.state_dict()
+
+
+def train_pipeline(
+    model: Any, plan: Plan, batches: list[Any], loss_fn: Any, optimizer: Any, **options: Any
+) -> Trained:
+    """Losses and final state of a pipeline's training."""
+    with Pipeline(model, plan, loss_fn=loss_fn, optimizer=optimizer, **options) as pipeline:
+        losses = [r.loss for r in pipeline.train(batches)]
+        return losses, pipeline.state_dict()
+
+
+def assert_same_training(ours: Trained, theirs: Trained, bound: float = 1e-10) -> None:
+    assert unequal(ours[0], theirs[0]) <= bound
+    assert_same_state(ours[1], theirs[1], bound)
+
+
+def assert_trains_as_one_device(
+    model: nn.Module,
+    plan: Plan,
+    batches: list[Any],
+    loss_fn: Any,
+    optimizer: Any,
+    clip: float | None = None,
+    lr_scheduler: Any = None,
+    **options: Any,
+) -> Trained:
+    """Return a pipeline's losses and final state, if they are those of plain training."""
+    options |= {"clip_grad_norm": clip, "lr_scheduler": lr_scheduler}
+    ours = train_pipeline(model, plan, batches, loss_fn, optimizer, **options)
+    assert_same_training(ours, train_on_one_device(model, batches, loss_fn, optimizer, clip, lr_scheduler))
+    return ours
+
+
+def assert_goes_on(pipeline: Callable[[int], Pipeline], K: int, batches: list[Any], folder: Path) -> None:
+    """Under ``K`` stages, from a checkpoint of two stages in the middle of the batches: in every bit if ``K`` is 2."""
+    half = len(batches) // 2
+    with pipeline(2) as p:
+        list(p.train(batches[:half]))
+        p.save(folder)
+        middle = p.state_dict()
+        expected = [r.loss for r in p.train(batches[half:])], p.state_dict()
+    with pipeline(K) as p:
+        p.load(folder)
+        assert_same_state(p.state_dict(), middle)
+        ours = [r.loss for r in p.train(batches[half:])], p.state_dict()
+    assert_same_training(ours, expected, 0 if K == 2 else 1e-10)
 
 
 def assert_same_state(

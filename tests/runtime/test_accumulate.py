@@ -13,10 +13,11 @@ from tests.runner import run
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
+    assert_same_training,
     language_model,
     token_batches,
     train_on_one_device,
-    unequal,
+    train_pipeline,
 )
 from tests.runtime.test_loss import IGNORED, as_one_number, ignoring
 from tests.runtime.test_steps import Sum, mean
@@ -56,8 +57,7 @@ def check(plan: dict[str, Any], name: str = "counted elements", **options: Any) 
     )
     assert [r.samples for r in results] == [15, 13, 10]
     assert [r.batch for r in results] == [0, 1, 2]
-    assert unequal([r.loss for r in results], losses) < 1e-10
-    assert_same_state(state, expected)
+    assert_same_training(([r.loss for r in results], state), (losses, expected))
     return [r.loss for r in results]
 
 
@@ -104,8 +104,7 @@ def test_any_plan_sees_what_one_batch_of_all_would_be(plan: dict[str, Any]) -> N
             return [r.loss for r in p.train(given)], p.state_dict()
 
     once, parts = trained(3, 1), trained(1, 3)
-    assert unequal(parts[0], once[0]) < 1e-10
-    assert_same_state(parts[1], once[1])
+    assert_same_training(parts, once)
 
 
 class Rows(nn.Module):
@@ -122,12 +121,10 @@ def test_batches_may_be_padded_to_different_lengths() -> None:
         (torch.randint(1, 11, (4, n), generator=generator), torch.randint(11, (4,), generator=generator))
         for n in (5, 3, 8, 2)
     ]
-    with Pipeline(model, Plan(stages=2, micro_batches=2), loss_fn=LOSS, optimizer=adamw, accumulate=2) as p:
-        losses, state = [r.loss for r in p.train(batches)], p.state_dict()
+    ours = train_pipeline(model, Plan(stages=2, micro_batches=2), batches, LOSS, adamw, accumulate=2)
     padded = [(nn.functional.pad(x, (0, 8 - x.shape[1])), y) for x, y in batches]
-    expected_losses, expected = train_on_one_device(model, unions(padded, 2), LOSS, adamw)
-    assert unequal(losses, expected_losses) < 1e-10
-    assert_same_state(state, expected)
+    expected = train_on_one_device(model, unions(padded, 2), LOSS, adamw)
+    assert_same_training(ours, expected)
 
 
 def test_metrics_are_over_all_batches_of_an_update() -> None:

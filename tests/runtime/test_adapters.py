@@ -15,7 +15,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from tests.runner import run
-from tests.runtime.cases import assert_same_state, unequal
+from tests.runtime.cases import assert_same_training, train_on_one_device, train_pipeline
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -81,19 +81,8 @@ def train(K: int, N: int = 1) -> Any:
     before = copy.deepcopy(model.state_dict())
     batches = [(batch["input_ids"], batch["labels"]) for batch in dict_batches(5)]
     plan = Plan(stages=K, pipelines=N, micro_batches=2, staleness=0)
-    with Pipeline(model, plan, loss_fn=LOSS, optimizer=adamw) as p:
-        losses = [r.loss for r in p.train(batches)]
-        state = p.state_dict()
-    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
-    expected = []
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = LOSS(model(x), y)
-        loss.backward()
-        optimizer.step()
-        expected.append(float(loss.detach()))
-    assert unequal(losses, expected) < 1e-10
-    assert_same_state(state, model.state_dict())
+    losses, state = train_pipeline(model, plan, batches, LOSS, adamw)
+    assert_same_training((losses, state), train_on_one_device(model, batches, LOSS, adamw))
     model.load_state_dict(state)
     moved = {name for name, value in state.items() if not torch.equal(value, before[name])}
     assert moved == {name for name in state if ".a." in name or ".b." in name}
@@ -165,19 +154,10 @@ def test_lora_of_the_library(K: int, tmp_path: Any) -> None:
     def loss_fn(output: Any, target: Any) -> Any:
         return nn.functional.cross_entropy(output[:, :-1].reshape(-1, 11), target[:, 1:].reshape(-1))
 
-    with Pipeline(model, Plan(stages=K, micro_batches=2), loss_fn=loss_fn, optimizer=adamw) as p:
-        losses = [r.loss for r in p.train(batches)]
-        state = p.state_dict()
-    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
-    expected = []
-    for x in ids:
-        optimizer.zero_grad()
-        loss = loss_fn(model(input_ids=x).logits, x)
-        loss.backward()
-        optimizer.step()
-        expected.append(float(loss.detach()))
-    assert unequal(losses, expected) < 1e-10
-    assert_same_state(state, model.state_dict())
+    losses, state = train_pipeline(model, Plan(stages=K, micro_batches=2), batches, loss_fn, adamw)
+    pairs = [(x, x) for x in ids]
+    whole = lambda output, target: loss_fn(output.logits, target)  # noqa: E731
+    assert_same_training((losses, state), train_on_one_device(model, pairs, whole, adamw))
     model.load_state_dict(state)
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(untouched, tmp_path).double()

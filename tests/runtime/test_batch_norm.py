@@ -21,7 +21,14 @@ from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
 from tests.runner import run
 from tests.runtime.capture_rules import capture_rules
-from tests.runtime.cases import adamw, assert_same_state, momentum, train_on_one_device, unequal
+from tests.runtime.cases import (
+    adamw,
+    assert_same_state,
+    assert_same_training,
+    momentum,
+    train_on_one_device,
+    train_pipeline,
+)
 from tests.runtime.norms import LOSS, image_batches, image_model, slow_norms, slow_training
 
 SCHEDULES = ["all-forward-all-backward", "1f1b", "advance-forward"]
@@ -33,16 +40,11 @@ def pipeline(model: nn.Module, plan: Plan, **options: Any) -> Pipeline:
 
 def compare(model: nn.Module, plan: Plan, **options: Any) -> Any:
     batches = image_batches(3, last=11)
-    with pipeline(model, plan, **options) as p:
-        losses = [r.loss for r in p.train(batches)]
-        state = p.state_dict()
-    expected_losses, expected = slow_training(
-        model, batches, plan.micro_batches, clip=options.get("clip_grad_norm")
-    )
-    assert unequal(losses, expected_losses) < 1e-10
-    assert_same_state(state, expected)
-    image_model().load_state_dict(state, strict=True)
-    return state
+    ours = train_pipeline(model, plan, batches, LOSS, momentum, **options)
+    clip = options.get("clip_grad_norm")
+    assert_same_training(ours, slow_training(model, batches, plan.micro_batches, clip=clip))
+    image_model().load_state_dict(ours[1], strict=True)
+    return ours[1]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -77,13 +79,9 @@ def test_the_statistics_do_not_depend_on_schedule_or_recomputation_by_a_bit() ->
 @pytest.mark.parametrize("K", [1, 3])
 def test_one_micro_batch_is_plain_training(K: int, options: Any) -> None:
     model, batches = image_model(twice=True, **options), image_batches(4, last=7)
-    with pipeline(model, Plan(stages=K, micro_batches=1)) as p:
-        losses = [r.loss for r in p.train(batches)]
-        state = p.state_dict()
-    expected_losses, expected = train_on_one_device(model, batches, LOSS, momentum)
-    assert unequal(losses, expected_losses) < 1e-12
-    assert_same_state(state, expected, 1e-12)
-    assert int(state["3.inner.1.num_batches_tracked"]) == 8
+    ours = train_pipeline(model, Plan(stages=K, micro_batches=1), batches, LOSS, momentum)
+    assert_same_training(ours, train_on_one_device(model, batches, LOSS, momentum), 1e-12)
+    assert int(ours[1]["3.inner.1.num_batches_tracked"]) == 8
 
 
 def check_on_ranks() -> bool:

@@ -19,11 +19,13 @@ from avgpipe.links.message import Key
 from avgpipe.runtime.lane import Queue
 from avgpipe.runtime.scheduler import Scheduler
 from tests.runtime.cases import (
-    assert_same_state,
+    Trained,
+    assert_same_training,
     language_model,
     momentum,
     token_batches,
     train_on_one_device,
+    train_pipeline,
     unequal,
 )
 from tests.systems import emulation
@@ -89,6 +91,11 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 def train(plan: Plan, count: int) -> list[float]:
     with Pipeline(layers(), plan, loss_fn=LOSS, optimizer=sgd, timeout_s=20) as p:
         return [r.loss for r in p.train(batches(count))]
+
+
+def train_shuffled(model: nn.Module, plan: Plan, data: list[Any]) -> Trained:
+    loss_fn = nn.CrossEntropyLoss()
+    return train_pipeline(model, plan, data, loss_fn, momentum, timeout_s=20, clip_grad_norm=0.05)
 
 
 @cache
@@ -196,31 +203,14 @@ def test_overlapping_batches_in_any_order(options: dict[str, Any], shuffled: Non
             whole = emulation.two_buffered(case, data, K)
         for seed in range(4):
             Shuffled.dice.seed(seed)
-            with Pipeline(
-                model,
-                Plan(stages=K, partition=bounds[1:-1], **options),
-                loss_fn=nn.CrossEntropyLoss(),
-                optimizer=momentum,
-                timeout_s=20,
-                clip_grad_norm=0.05,
-            ) as p:
-                assert unequal([r.loss for r in p.train(data)], whole.losses) < 1e-10
-                assert_same_state(p.state_dict(), whole.state)
+            plan = Plan(stages=K, partition=bounds[1:-1], **options)
+            assert_same_training(train_shuffled(model, plan, data), (whole.losses, whole.state))
 
 
 @pytest.mark.parametrize("options", FLUSHING, ids=str)
 def test_other_flushing_schedules_and_replicas_in_any_order(options: dict[str, Any], shuffled: None) -> None:
     model, data = language_model(), token_batches(5, 9, last=5)
-    whole, state = train_on_one_device(model, data, nn.CrossEntropyLoss(), momentum, 0.05)
+    expected = train_on_one_device(model, data, nn.CrossEntropyLoss(), momentum, 0.05)
     for seed in range(4):
         Shuffled.dice.seed(seed)
-        with Pipeline(
-            model,
-            Plan(**options),
-            loss_fn=nn.CrossEntropyLoss(),
-            optimizer=momentum,
-            timeout_s=20,
-            clip_grad_norm=0.05,
-        ) as p:
-            assert unequal([r.loss for r in p.train(data)], whole) < 1e-10
-            assert_same_state(p.state_dict(), state)
+        assert_same_training(train_shuffled(model, Plan(**options), data), expected)

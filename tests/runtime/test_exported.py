@@ -14,7 +14,14 @@ from torch import nn
 from avgpipe import Carry, Pipeline, Plan, StageError
 from avgpipe.model.model import layers_of
 from tests.runner import run
-from tests.runtime.cases import assert_same_state, momentum, train_on_one_device, unequal
+from tests.runtime.cases import (
+    Trained,
+    assert_same_training,
+    momentum,
+    train_on_one_device,
+    train_pipeline,
+    unequal,
+)
 from tests.runtime.exports import GPT, Checked, transformer
 
 
@@ -67,8 +74,7 @@ class Made(NamedTuple):
 
     model: nn.Module
     layers: list[nn.Module]
-    losses: list[float]
-    state: dict[str, torch.Tensor]
+    trained: Trained
 
 
 @cache
@@ -78,12 +84,12 @@ def made(name: str) -> Made:
     model = make().double()
     losses, state = train_on_one_device(Spread(model), batches, loss_fn, momentum)
     layers = layers_of(model, batches[0][0])
-    return Made(model, layers, losses, {key.removeprefix("model."): t for key, t in state.items()})
+    return Made(model, layers, (losses, {key.removeprefix("model."): t for key, t in state.items()}))
 
 
 def check_case(name: str, K: int, recompute: str = "never", exports: bool = False) -> bool:
     _, batches, loss_fn = CASES[name]
-    model, layers, expected_losses, expected = made(name)
+    model, layers, expected = made(name)
     plan = Plan(stages=K, micro_batches=4, recompute=recompute)
     how: dict[str, Any] = {"example_inputs": batches[0][0]} if exports else {"names_of": model}
     with Pipeline(
@@ -92,8 +98,7 @@ def check_case(name: str, K: int, recompute: str = "never", exports: bool = Fals
         losses = [result.loss for result in pipeline.train(batches)]
         state = pipeline.state_dict()
         predicted = pipeline.predict(batches[-1][0])
-    assert unequal(losses, expected_losses) < 1e-10
-    assert_same_state(state, expected)
+    assert_same_training((losses, state), expected)
     whole = copy.deepcopy(model).eval()
     whole.load_state_dict(state)
     torch.testing.assert_close(predicted, Spread(whole)(batches[-1][0]), rtol=1e-10, atol=1e-10)
@@ -149,19 +154,12 @@ def test_asserts_on_values_still_hold_and_norms_see_whole_batches() -> None:
         (torch.randn(8, 6, dtype=torch.float64, generator=draw), torch.randint(3, (8,), generator=draw))
         for _ in range(3)
     ]
-    states = []
+    expected = train_on_one_device(model, batches, nn.CrossEntropyLoss(), momentum)
     layers = nn.ModuleList(layers_of(model, batches[0][0]))
     for K in (1, 2, 4):
         plan = Plan(stages=K, micro_batches=1)
-        with Pipeline(
-            layers, plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum, names_of=model
-        ) as pipeline:
-            losses = [result.loss for result in pipeline.train(batches)]
-            states.append(pipeline.state_dict())
-    expected_losses, expected = train_on_one_device(model, batches, nn.CrossEntropyLoss(), momentum)
-    assert unequal(losses, expected_losses) < 1e-10
-    for state in states:
-        assert_same_state(state, expected)
+        ours = train_pipeline(layers, plan, batches, nn.CrossEntropyLoss(), momentum, names_of=model)
+        assert_same_training(ours, expected)
     assert sum(isinstance(m, nn.BatchNorm1d) for m in layers.modules()) == 4
     with pytest.raises(RuntimeError, match="values explode"):
         _run(layers[:4], batches[0][0] * 1e9)

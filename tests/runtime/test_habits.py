@@ -18,11 +18,12 @@ from tests.runner import run
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
+    assert_same_training,
     language_model,
     momentum,
     token_batches,
     train_on_one_device,
-    unequal,
+    train_pipeline,
 )
 
 LOSS = nn.CrossEntropyLoss()
@@ -51,9 +52,8 @@ def test_the_first_batch_may_be_as_short_as_any(first: int, weights: dict[str, A
         "larger batches or fewer micro_batches if the others are as short"
     ]
     if plan.weights == "flush":
-        expected_losses, expected = train_on_one_device(language_model(), batches, LOSS, momentum)
-        assert unequal(losses, expected_losses) < 1e-10
-        assert_same_state(state, expected)
+        expected = train_on_one_device(language_model(), batches, LOSS, momentum)
+        assert_same_training((losses, state), expected)
 
 
 def test_a_step_needs_a_sample_for_each_pipeline() -> None:
@@ -108,9 +108,8 @@ def test_a_traced_model_may_take_its_whole_batch_as_one_argument(kind: type[Take
         predicted = p.predict(given[0][0])
     same = TakesADict().double()
     same.load_state_dict(model.state_dict())
-    expected_losses, expected = train_on_one_device(same, batches, LOSS, momentum)
-    assert unequal(losses, expected_losses) < 1e-10
-    assert_same_state(state, expected)
+    expected = train_on_one_device(same, batches, LOSS, momentum)
+    assert_same_training((losses, state), expected)
     same.load_state_dict(state)
     torch.testing.assert_close(predicted, same(batches[0][0]), rtol=1e-10, atol=1e-10)
 
@@ -130,34 +129,17 @@ def hooked(seen: list[torch.Tensor]) -> nn.Sequential:
     return model
 
 
-def _train_hooked(batches: list[Any], clip: float | None) -> Any:
-    """Plain training. The hooks are made anew, as a copy of a model has none."""
-    seen: list[torch.Tensor] = []
-    model = hooked(seen)
-    opt = adamw(model.parameters())
-    losses = []
-    for x, y in batches:
-        opt.zero_grad()
-        loss = LOSS(model(x), y)
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        opt.step()
-        losses.append(float(loss.detach()))
-    return losses, model.state_dict(), seen
-
-
 def train_with_hooks(plan: dict[str, Any], clip: float | None) -> bool:
-    batches, seen = token_batches(4, 9), []  # type: ignore[var-annotated]
-    with Pipeline(hooked(seen), Plan(**plan), loss_fn=LOSS, optimizer=adamw, clip_grad_norm=clip) as p:
-        losses = [r.loss for r in p.train(batches)]
-        state = p.state_dict()
-    expected_losses, expected, expected_seen = _train_hooked(batches, clip)
-    assert unequal(losses, expected_losses) < 1e-10
-    assert_same_state(state, expected)
+    batches = token_batches(4, 9)
+    seen: list[torch.Tensor] = []
+    ours = train_pipeline(hooked(seen), Plan(**plan), batches, LOSS, adamw, clip_grad_norm=clip)
+    expected_seen: list[torch.Tensor] = []
+    assert_same_training(
+        ours, train_on_one_device(hooked(expected_seen), batches, LOSS, adamw, clip, copies=False)
+    )
     assert len(seen) in (0, 4)  # on ranks, the last stage's alone
-    for ours, theirs in zip(seen, expected_seen):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    for mine, theirs in zip(seen, expected_seen):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
     return True
 
 

@@ -18,9 +18,10 @@ from torch.nn import functional
 from avgpipe import Pipeline, Plan, StageError
 from avgpipe.model.context import Position
 from avgpipe.runtime.stage import Stage
+from benchmarks.models.vision import PARTS, plain
 from tests.links.ends import LINKS
 from tests.runner import run
-from tests.runtime.cases import assert_same_state, momentum, unequal
+from tests.runtime.cases import assert_same_training, momentum
 from tests.runtime.vision import FOLDER, NAMES, vision_model
 
 CPU = torch.device("cpu")
@@ -139,50 +140,26 @@ HAND_MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _train_in_micro_batches(
-    model: nn.Module, batches: list[Any], parts: int
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Plain training that adds up the gradients of ``parts`` micro-batches, each normalised by itself."""
-    model = copy.deepcopy(model)
-    optimizer = momentum([p for p in model.parameters() if p.requires_grad])
-    losses = []
-    for x, y in copy.deepcopy(batches):
-        optimizer.zero_grad()
-        total = 0.0
-        for part, answer in zip(x.tensor_split(parts), y.tensor_split(parts)):
-            loss = functional.cross_entropy(model(part), answer) * (len(part) / len(x))
-            loss.backward()
-            total += float(loss.detach())
-        optimizer.step()
-        losses.append(total)
-    return losses, model.state_dict()
-
-
 def _check(
     make: Callable[[], nn.Module],
     batches: list[Any],
     K: int,
     bound: float,
-    statistics: bool = True,
     **how: Any,
 ) -> None:
     torch.manual_seed(3)
     model = make()
     model = model.double() if bound < 1e-8 else model
     link = how.pop("link", "auto")
-    plan = Plan(stages=K, micro_batches=2, **how)
+    plan = Plan(stages=K, micro_batches=PARTS, **how)
     given = copy.deepcopy(batches)
     with Pipeline(model, plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum, link=link) as pipeline:
         losses = [result.loss for result in pipeline.train(given)]
         state = pipeline.state_dict()
         pipeline.evaluate(given)
-    expected_losses, expected = _train_in_micro_batches(model, batches, 2)
-    assert unequal(losses, expected_losses) < bound
-    if not statistics:  # running statistics move by whole batches, not by micro-batches
-        names = {name for name, _ in model.named_parameters()}
-        state = {name: t for name, t in state.items() if name in names}
-        expected = {name: t for name, t in expected.items() if name in names}
-    assert_same_state(state, expected, bound)
+    expected = plain(model, copy.deepcopy(batches), momentum)
+    # running statistics, which move by whole batches and not by micro-batches, are not looked at
+    assert_same_training((losses, {name: state[name] for name in expected[1]}), expected, bound)
 
 
 def _rows(dtype: torch.dtype = torch.float64) -> list[Any]:
@@ -211,7 +188,7 @@ def check_vision_model(name: str) -> bool:
         for _ in range(2)
     ]
     for K in (2, 3, 4):
-        _check(lambda: vision_model(name), batches, K, 1e-10, statistics=False)
+        _check(lambda: vision_model(name), batches, K, 1e-10)
     return True
 
 

@@ -14,11 +14,12 @@ from tests.runner import run
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
+    assert_same_training,
     language_model,
     momentum,
     token_batches,
     train_on_one_device,
-    unequal,
+    train_pipeline,
 )
 
 LOSS = nn.CrossEntropyLoss()
@@ -37,16 +38,14 @@ def check(plan: dict[str, Any], optimizer: Any = sgd) -> Any:
     batches, state = token_batches(8, 9), other_weights()
     model = language_model()
     model.load_state_dict(state)
-    with Pipeline(model, Plan(**plan), loss_fn=LOSS, optimizer=optimizer) as p:
-        expected = [r.loss for r in p.train(batches)], p.state_dict()
+    expected = train_pipeline(model, Plan(**plan), batches, LOSS, optimizer)
     with Pipeline(language_model(), Plan(**plan), loss_fn=LOSS, optimizer=optimizer) as p:
         list(p.train(batches[:4]))
         assert p.load_state_dict(state) == ([], [])
         for weights in ("reference", *range(p.plan.pipelines)):
             assert_same_state(p.state_dict(weights), state, 0)
         losses = [r.loss for r in p.train(batches)]
-        assert unequal(losses, expected[0]) < 1e-10
-        assert_same_state(p.state_dict(), expected[1])
+        assert_same_training((losses, p.state_dict()), expected)
     return losses
 
 

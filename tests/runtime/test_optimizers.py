@@ -17,13 +17,17 @@ from avgpipe import Pipeline, Plan
 from avgpipe.runtime.optimizers import Optimizers, maker_of
 from tests.runner import run
 from tests.runtime.cases import (
+    Trained,
     adamw,
+    assert_goes_on,
     assert_same_state,
+    assert_same_training,
+    assert_trains_as_one_device,
     language_model,
     momentum,
     token_batches,
     train_on_one_device,
-    unequal,
+    train_pipeline,
 )
 
 LOSS = nn.CrossEntropyLoss()
@@ -45,36 +49,9 @@ def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: rate**step)
 
 
-class Plain:
-    """The same optimizers by hand, as a loop on one device has them."""
-
-    def __init__(self, params: Any) -> None:
-        self.members = two_kinds(params)
-
-    def zero_grad(self) -> None:
-        for member in self.members:
-            member.zero_grad()
-
-    def step(self) -> None:
-        for member in self.members:
-            member.step()
-
-
-class PlainSchedules:
-    def __init__(self, plain: Plain) -> None:
-        self.schedules = [halving(member) for member in plain.members]
-
-    def step(self) -> None:
-        for schedule in self.schedules:
-            schedule.step()
-
-
-def trained(
-    plan: dict[str, Any], batches: list[Any], **options: Any
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    settings = {"optimizer": two_kinds, "lr_scheduler": halving, **options}
-    with Pipeline(language_model(), Plan(**plan), loss_fn=LOSS, **settings) as p:
-        return [r.loss for r in p.train(batches)], p.state_dict()
+def trained(plan: dict[str, Any], batches: list[Any]) -> Trained:
+    model = language_model()
+    return train_pipeline(model, Plan(**plan), batches, LOSS, two_kinds, lr_scheduler=halving)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +68,9 @@ def test_several_optimizers_train_as_on_one_device(plan: dict[str, Any]) -> None
     batches = token_batches(6, 9)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as torch's of schedules that go before their optimizers
-        losses, state = trained(plan, batches)
-    expected_losses, expected = train_on_one_device(
-        language_model(), batches, LOSS, Plain, lr_scheduler=PlainSchedules
-    )
-    assert unequal(losses, expected_losses) < 1e-10
-    assert_same_state(state, expected)
+        assert_trains_as_one_device(
+            language_model(), Plan(**plan), batches, LOSS, two_kinds, lr_scheduler=halving
+        )
 
 
 @pytest.mark.parametrize(
@@ -108,8 +82,7 @@ def test_several_optimizers_are_averaged_whatever_the_number_of_stages(rule: dic
         trained({"stages": K, "pipelines": 2, "micro_batches": 4, "staleness": 1, **rule}, batches)
         for K in (1, 3)
     )
-    assert unequal(two[0], one[0]) < 1e-10
-    assert_same_state(two[1], one[1])
+    assert_same_training(two, one)
 
 
 @pytest.mark.parametrize("schedule", ["pipedream-2bw", "pipedream"])
@@ -128,16 +101,7 @@ def muon_and_adamw(named_params: Any) -> list[torch.optim.Optimizer]:
 def test_muon_for_matrices_and_adamw_for_the_rest(K: int) -> None:
     """Micro-batches of one: gradients are then the same bits, which Muon's steps in bfloat16 would not forgive."""
     batches, model = token_batches(5, 6), language_model()
-    losses, state = trained({"stages": K}, batches, optimizer=muon_and_adamw, lr_scheduler=None)
-    both = muon_and_adamw(list(model.named_parameters()))
-    for (x, y), ours in zip(batches, losses):
-        model.zero_grad()
-        loss = LOSS(model(x), y)
-        loss.backward()
-        for optimizer in both:
-            optimizer.step()
-        assert abs(ours - float(loss.detach())) < 1e-10
-    assert_same_state(state, model.state_dict())
+    assert_trains_as_one_device(model, Plan(stages=K), batches, LOSS, muon_and_adamw)
 
 
 @pytest.mark.parametrize("N", [1, 2])
@@ -151,16 +115,7 @@ def test_a_checkpoint_of_several_optimizers_goes_on_under_other_stages(
         plan = Plan(stages=stages, pipelines=N, micro_batches=4)
         return Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=two_kinds, lr_scheduler=halving)
 
-    with pipeline(2) as p:
-        list(p.train(batches[:4]))
-        p.save(tmp_path / "c")
-        expected = [r.loss for r in p.train(batches[4:])], p.state_dict()
-    with pipeline(K) as p:
-        p.load(tmp_path / "c")
-        losses, state = [r.loss for r in p.train(batches[4:])], p.state_dict()
-    bound = 0 if K == 2 else 1e-10
-    assert unequal(losses, expected[0]) <= bound
-    assert_same_state(state, expected[1], bound)
+    assert_goes_on(pipeline, K, batches, tmp_path / "c")
 
 
 def by_layer(named_params: Any) -> torch.optim.Optimizer:
@@ -185,15 +140,7 @@ def test_rates_by_layer_and_their_schedules_go_on_under_other_stages(
         plan = Plan(stages=stages, micro_batches=4)
         return Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=by_layer, lr_scheduler=schedule)
 
-    with pipeline(2) as p:
-        list(p.train(batches[:4]))
-        p.save(tmp_path / "c")
-        expected = [r.loss for r in p.train(batches[4:])], p.state_dict()
-    with pipeline(K) as p:
-        p.load(tmp_path / "c")
-        losses, state = [r.loss for r in p.train(batches[4:])], p.state_dict()
-    assert unequal(losses, expected[0]) < 1e-10
-    assert_same_state(state, expected[1])
+    assert_goes_on(pipeline, K, batches, tmp_path / "c")
 
 
 def test_a_schedule_may_be_made_beside_its_optimizer() -> None:
@@ -288,21 +235,6 @@ class ScheduleFree(torch.optim.Optimizer):
             group["k"] += 1
 
 
-def on_one_device(optimizer: Any, batches: list[Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = language_model()
-    opt = optimizer(model.parameters())
-    opt.train()
-    losses = []
-    for x, y in batches:
-        opt.zero_grad()
-        loss = LOSS(model(x), y)
-        loss.backward()
-        opt.step()
-        losses.append(float(loss.detach()))
-    opt.eval()
-    return losses, model.state_dict()
-
-
 def check_modes(plan: dict[str, Any], optimizer: Any = ScheduleFree) -> None:
     batches = token_batches(8, 9)
     with Pipeline(language_model(), Plan(**plan), loss_fn=LOSS, optimizer=optimizer) as p:
@@ -312,7 +244,7 @@ def check_modes(plan: dict[str, Any], optimizer: Any = ScheduleFree) -> None:
         evaluated = p.evaluate(batches[:2]).loss
         after = [flat for t in p._worker.trained.values() for flat in t.arena.weights]
         assert all(torch.equal(a, b) for a, b in zip(before, after))  # in every bit
-        _, expected = on_one_device(optimizer, batches[:4])
+        _, expected = train_on_one_device(language_model(), batches[:4], LOSS, optimizer)
         assert_same_state(p.state_dict(), expected)
         model = language_model()
         model.load_state_dict(expected)
@@ -323,9 +255,7 @@ def check_modes(plan: dict[str, Any], optimizer: Any = ScheduleFree) -> None:
             torch.testing.assert_close(p.predict(x), model(x), rtol=1e-10, atol=1e-10)
         losses += [r.loss for r in p.train(batches[4:])]
         state = p.state_dict()
-    expected_losses, expected = on_one_device(optimizer, batches)
-    assert unequal(losses, expected_losses) < 1e-10
-    assert_same_state(state, expected)
+    assert_same_training((losses, state), train_on_one_device(language_model(), batches, LOSS, optimizer))
 
 
 PLANS = [
@@ -352,18 +282,8 @@ def test_one_of_several_optimizers_may_have_modes() -> None:
         free, rest = ([p for p in params if (p.dim() > 1) == big] for big in (True, False))
         return [ScheduleFree([{"params": free}]), SGD([{"params": rest}], lr=0.1)]
 
-    class Mixed(Optimizers):
-        def train(self) -> None:
-            self.members[0].train()  # type: ignore[attr-defined]
-
-        def eval(self) -> None:
-            self.members[0].eval()  # type: ignore[attr-defined]
-
-    batches = token_batches(5, 9)
-    losses, state = trained({"stages": 2, "micro_batches": 3}, batches, optimizer=mixed, lr_scheduler=None)
-    expected_losses, expected = on_one_device(lambda params: Mixed(mixed(params)), batches)
-    assert unequal(losses, expected_losses) < 1e-10
-    assert_same_state(state, expected)
+    plan = Plan(stages=2, micro_batches=3)
+    assert_trains_as_one_device(language_model(), plan, token_batches(5, 9), LOSS, mixed)
 
 
 def test_the_real_ones_where_they_are_installed() -> None:
@@ -382,21 +302,11 @@ def test_a_checkpoint_keeps_the_weights_for_training_and_those_for_evaluation(K:
             language_model(), Plan(stages=stages, micro_batches=2), loss_fn=LOSS, optimizer=optimizer
         )
 
-    with pipeline(2) as p:
-        list(p.train(batches[:4]))
-        p.save(tmp_path / "c")
-        middle = p.state_dict()
-        expected = [r.loss for r in p.train(batches[4:])], p.state_dict()
-    with pipeline(K) as p:
+    assert_goes_on(pipeline, K, batches, tmp_path / "c")
+    with pipeline(2) as p, pipeline(K, momentum) as other:
         p.load(tmp_path / "c")
-        assert_same_state(p.state_dict(), middle)
-        losses, state = [r.loss for r in p.train(batches[4:])], p.state_dict()
-    bound = 0 if K == 2 else 1e-10
-    assert unequal(losses, expected[0]) <= bound
-    assert_same_state(state, expected[1], bound)
-    with pipeline(K, momentum) as p:
-        p.load(tmp_path / "c")
-        assert_same_state(p.state_dict(), middle)
+        other.load(tmp_path / "c")
+        assert_same_state(other.state_dict(), p.state_dict())
 
 
 @pytest.mark.parametrize(

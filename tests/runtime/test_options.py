@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime.options import with_names
-from tests.runtime.cases import assert_same_state, language_model, momentum, token_batches, unequal
+from tests.runtime.cases import assert_trains_as_one_device, language_model, momentum, token_batches
 
 LOSS = nn.CrossEntropyLoss()
 PAIRS = [("a", "first"), ("b", "second")]
@@ -140,20 +139,7 @@ def by_name(named_params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("K", [1, 2, 4])
 def test_parameters_may_be_treated_by_name(K: int) -> None:
     model, batches = language_model(), token_batches(5, 6)
-    whole = copy.deepcopy(model)
-    names = first_names(whole)
-    optimizer = by_name([(names[id(p)], p) for p in whole.parameters()])
-    expected = []
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = LOSS(whole(x), y)
-        loss.backward()
-        optimizer.step()
-        expected.append(float(loss.detach()))
-    with Pipeline(model, Plan(stages=K, micro_batches=3), loss_fn=LOSS, optimizer=by_name) as pipeline:
-        losses = [r.loss for r in pipeline.train(batches)]
-        assert unequal(losses, expected) < 1e-10
-        assert_same_state(pipeline.state_dict(), whole.state_dict())
+    assert_trains_as_one_device(model, Plan(stages=K, micro_batches=3), batches, LOSS, by_name)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])

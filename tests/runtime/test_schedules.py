@@ -13,14 +13,13 @@ from tests.links.ends import LINKS
 from tests.runner import run
 from tests.runtime.cases import (
     adamw,
-    assert_same_state,
+    assert_same_training,
+    assert_trains_as_one_device,
     language_model,
     momentum,
     token_batches,
-    train_on_one_device,
-    unequal,
+    train_pipeline,
 )
-from tests.runtime.test_equality import train_pipeline
 
 LOSS = nn.CrossEntropyLoss()
 SPLIT = [
@@ -73,11 +72,7 @@ def compare(options: dict[str, Any], M: int, variant: dict[str, Any], **others: 
     )
     optimizer, clip = (adamw if variant.get("adamw") else momentum), variant.get("clip")
     plan = Plan(micro_batches=M, recompute=variant.get("recompute", "never"), **options)
-    losses, state = train_pipeline(model, plan, batches, loss_fn, optimizer, clip_grad_norm=clip, **others)
-    expected_losses, expected = train_on_one_device(model, batches, loss_fn, optimizer, clip)
-    assert unequal(losses, expected_losses) < 1e-10
-    assert_same_state(state, expected)
-    return losses, state
+    return assert_trains_as_one_device(model, plan, batches, loss_fn, optimizer, clip, **others)
 
 
 @pytest.mark.parametrize("options", [*SPLIT, *REPLICATED, *PLACED[:4]], ids=str)
@@ -113,8 +108,7 @@ def test_equals_one_device_on_ranks(options: dict[str, Any]) -> None:
 
 def elastic(options: dict[str, Any], M: int, N: int) -> Any:
     plan = Plan(micro_batches=M, pipelines=N, batch="per-pipeline", **options)
-    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, clip_grad_norm=0.5) as p:
-        return [r.loss for r in p.train(token_batches(7, 9))], p.state_dict()
+    return train_pipeline(language_model(), plan, token_batches(7, 9), LOSS, adamw, clip_grad_norm=0.5)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +117,7 @@ def elastic(options: dict[str, Any], M: int, N: int) -> Any:
     ids=str,
 )
 def test_several_pipelines_do_what_they_do_on_one_stage(options: dict[str, Any]) -> None:
-    losses, state = elastic(options, 3, 2)
-    expected_losses, expected = elastic({"stages": 1}, 1, 2)
-    assert unequal(losses, expected_losses) < 1e-10
-    assert_same_state(state, expected)
+    assert_same_training(elastic(options, 3, 2), elastic({"stages": 1}, 1, 2))
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,13 @@ from avgpipe import Pipeline, Plan
 from tests import runner
 from tests.runtime.cases import (
     assert_same_state,
+    assert_same_training,
+    assert_trains_as_one_device,
     language_model,
     momentum,
     token_batches,
     train_on_one_device,
+    train_pipeline,
     unequal,
 )
 
@@ -219,11 +222,8 @@ def test_with_whole_elasticity_they_are_one_device(
     K: int, N: int, M: int, optimizer: str, loss_fn: Any
 ) -> None:
     batches, make = token_batches(12, 12, last=5), OPTIMIZERS[optimizer]
-    losses, state = train_on_one_device(language_model(), batches, loss_fn, make)
     plan = Plan(stages=K, pipelines=N, micro_batches=M, alpha=1.0, staleness=0)
-    with Pipeline(language_model(), plan, loss_fn=loss_fn, optimizer=make, timeout_s=60) as p:
-        assert unequal([r.loss for r in p.train(batches)], losses) < 1e-10
-        assert_same_state(p.state_dict(), state)
+    assert_trains_as_one_device(language_model(), plan, batches, loss_fn, make, timeout_s=60)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -232,11 +232,8 @@ def test_with_one_optimizer_that_nobody_is_ahead_of_they_are_one_device(
     K: int, N: int, M: int, optimizer: str
 ) -> None:
     batches, make = token_batches(12, 12, last=5), OPTIMIZERS[optimizer]
-    losses, state = train_on_one_device(language_model(), batches, LOSS, make)
     plan = Plan(stages=K, pipelines=N, micro_batches=M, rule="mean-gradient", staleness=0)
-    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=make, timeout_s=60) as p:
-        assert unequal([r.loss for r in p.train(batches)], losses) < 1e-10
-        assert_same_state(p.state_dict(), state)
+    assert_trains_as_one_device(language_model(), plan, batches, LOSS, make, timeout_s=60)
 
 
 def test_they_draw_what_one_pipeline_draws() -> None:
@@ -245,14 +242,11 @@ def test_they_draw_what_one_pipeline_draws() -> None:
 
     def trained(**options: Any) -> Any:
         plan = Plan(micro_batches=6, **options)
-        with Pipeline(language_model(dropout=0.3), plan, loss_fn=LOSS, optimizer=momentum) as p:
-            return [r.loss for r in p.train(batches)], p.state_dict()
+        return train_pipeline(language_model(dropout=0.3), plan, batches, LOSS, momentum)
 
-    losses, one = trained()
+    one = trained()
     for K, N in ((1, 2), (2, 3)):
-        ours, state = trained(stages=K, pipelines=N, alpha=1.0, staleness=0)
-        assert unequal(losses, ours) < 1e-10
-        assert_same_state(state, one)
+        assert_same_training(trained(stages=K, pipelines=N, alpha=1.0, staleness=0), one)
 
 
 def test_a_loss_of_sum_and_count_weighs_shares_by_samples() -> None:
@@ -261,13 +255,8 @@ def test_a_loss_of_sum_and_count_weighs_shares_by_samples() -> None:
 
     batches = token_batches(5, 12, last=7)
     plan = Plan(stages=2, pipelines=2, micro_batches=4, alpha=1.0, staleness=0)
-    with Pipeline(language_model(), plan, loss_fn=counting, optimizer=momentum) as p:
-        losses = [r.loss for r in p.train(batches)]
-        state = p.state_dict()
-    with Pipeline(language_model(), Plan(), loss_fn=LOSS, optimizer=momentum) as one:
-        expected = [r.loss for r in one.train(batches)]
-        assert_same_state(state, one.state_dict())
-    assert unequal(losses, expected) < 1e-10
+    ours = train_pipeline(language_model(), plan, batches, counting, momentum)
+    assert_same_training(ours, train_pipeline(language_model(), Plan(), batches, LOSS, momentum))
 
 
 # ---- other things that know of batches ----------------------------------------------------------------------------

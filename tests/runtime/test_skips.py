@@ -36,6 +36,7 @@ from tests.runner import run
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
+    assert_same_training,
     language_model,
     momentum,
     train_on_one_device,
@@ -220,13 +221,10 @@ def trained(plan: Plan, data: list[Any], optimizer: Any = momentum, **options: A
 def compare(plan: Plan, **options: Any) -> None:
     data = batches(4)
     losses, state, evaluated, predicted = trained(plan, data, **options)
-    expected_losses, expected = train_on_one_device(
-        model(), data, LOSS, momentum, options.get("clip_grad_norm")
-    )
-    assert unequal(losses, expected_losses) < 1e-10
-    assert_same_state(state, expected)
+    expected = train_on_one_device(model(), data, LOSS, momentum, options.get("clip_grad_norm"))
+    assert_same_training((losses, state), expected)
     whole = copy.deepcopy(model())
-    whole.load_state_dict(expected)
+    whole.load_state_dict(expected[1])
     with torch.no_grad():
         torch.testing.assert_close(predicted, whole(data[0][0]), rtol=1e-10, atol=1e-10)
         means = [float(LOSS(whole(x), y)) for x, y in data[:2]]
@@ -305,8 +303,7 @@ def test_several_pipelines_do_what_they_do_on_one_stage(options: dict[str, Any],
     plan = plan_of(4, 3, pipelines=2, batch="per-pipeline", spread=spread, **options)
     losses, state, evaluated, predicted = trained(plan, data, adamw)
     whole = trained(Plan(stages=1, micro_batches=1, pipelines=2, batch="per-pipeline"), data, adamw)
-    assert unequal(losses, whole[0]) < 1e-10
-    assert_same_state(state, whole[1])
+    assert_same_training((losses, state), whole[:2])
     assert abs(evaluated - whole[2]) < 1e-10
     torch.testing.assert_close(predicted, whole[3], rtol=1e-10, atol=1e-10)
 
@@ -406,11 +403,10 @@ def check_crossing(**options: Any) -> None:
     torch.manual_seed(0)
     crossing = Crossing().double()
     data = [(torch.randn(5, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])) for _ in range(3)]
-    losses, state = train_on_one_device(crossing, data, LOSS, momentum)
+    expected = train_on_one_device(crossing, data, LOSS, momentum)
     plan = Plan(stages=4, micro_batches=2, partition=[1, 2, 3])
     with Pipeline(crossing, plan, loss_fn=LOSS, optimizer=momentum, timeout_s=30, **options) as p:
-        assert unequal([r.loss for r in p.train(data)], losses) < 1e-10
-        assert_same_state(p.state_dict(), state)
+        assert_same_training(([r.loss for r in p.train(data)], p.state_dict()), expected)
         p.predict(data[0][0])
 
 

@@ -18,7 +18,15 @@ from avgpipe.workloads import BuildOptions, build_workload
 from avgpipe.workloads.gnmt import GNMTConfig, gnmt_layers
 from avgpipe.workloads.images import VGG, ResNet
 from avgpipe.workloads.training import MuonAdamW, Recipe, hidden_matrices
-from tests.runtime.cases import assert_same_state, language_model, token_batches, unequal
+from tests.runtime.cases import (
+    Trained,
+    assert_goes_on,
+    assert_same_training,
+    language_model,
+    token_batches,
+    train_on_one_device,
+    train_pipeline,
+)
 
 LOSS = nn.CrossEntropyLoss()
 RECIPE = Recipe(8, 1, "muon", lr=0.02, weight_decay=0.1, betas=(0.9, 0.95))
@@ -269,42 +277,28 @@ def optimizer_of(model: Any) -> partial[torch.optim.Optimizer]:
     return RECIPE.optimizer_for(BuildOptions(), model)
 
 
-def separately(model: nn.Module, batches: list[Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Plain training with torch's two optimizers."""
-    model = copy.deepcopy(model)
-    named = list(model.named_parameters())
-    muon = [p for name, p in named if name in HIDDEN]
-    rest = [p for name, p in named if name not in HIDDEN]
+def separately(named_params: Any) -> list[torch.optim.Optimizer]:
+    """Torch's two optimizers."""
+    muon = [p for name, p in named_params if name in HIDDEN]
+    rest = [p for name, p in named_params if name not in HIDDEN]
     options = {"lr": RECIPE.lr, "weight_decay": RECIPE.weight_decay}
     decayed, plain = ([p for p in rest if (p.dim() > 1) == matrix] for matrix in (True, False))
-    both = [
+    return [
         Muon(muon, **options, adjust_lr_fn="match_rms_adamw"),
         AdamW([{"params": decayed}, {"params": plain, "weight_decay": 0.0}], betas=RECIPE.betas, **options),
     ]
-    losses = []
-    for x, y in batches:
-        model.zero_grad()
-        loss = LOSS(model(x), y)
-        loss.backward()
-        for optimizer in both:
-            optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, model.state_dict()
 
 
-def trained(plan: Plan, batches: list[Any], model: nn.Module) -> tuple[list[float], dict[str, torch.Tensor]]:
-    with Pipeline(model, plan, loss_fn=LOSS, optimizer=optimizer_of(model)) as pipeline:
-        return [r.loss for r in pipeline.train(batches)], pipeline.state_dict()
+def trained(plan: Plan, batches: list[Any], model: nn.Module) -> Trained:
+    return train_pipeline(model, plan, batches, LOSS, optimizer_of(model))
 
 
 @pytest.mark.parametrize("K", [1, 2, 3])
 def test_a_pipeline_trains_as_torchs_two_optimizers(K: int) -> None:
     """Micro-batches of one: gradients are then the same bits, which Muon's steps in bfloat16 would not forgive."""
     batches, model = token_batches(6, 6), language_model()
-    losses, state = trained(Plan(stages=K, micro_batches=1), batches, model)
-    expected_losses, expected = separately(model, batches)
-    assert unequal(losses, expected_losses) < 1e-10
-    assert_same_state(state, expected)
+    ours = trained(Plan(stages=K, micro_batches=1), batches, model)
+    assert_same_training(ours, train_on_one_device(model, batches, LOSS, separately))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -315,8 +309,7 @@ def test_the_number_of_stages_changes_nothing(N: int, staleness: int) -> None:
         trained(Plan(stages=K, pipelines=N, micro_batches=3, staleness=staleness), batches, model)
         for K in (1, 2)
     )
-    assert unequal(two[0], one[0]) < 1e-10
-    assert_same_state(two[1], one[1])
+    assert_same_training(two, one)
 
 
 @pytest.mark.parametrize("correction", [None, "error-feedback"])
@@ -329,8 +322,7 @@ def test_late_gradients_are_corrected_after_its_step_as_after_any(correction: st
         )
         for K in (1, 2)
     )
-    assert unequal(two[0], one[0]) < 1e-10
-    assert_same_state(two[1], one[1])
+    assert_same_training(two, one)
 
 
 def test_its_state_tells_no_weights_in_advance() -> None:
@@ -359,12 +351,4 @@ def test_a_checkpoint_goes_on_under_other_stages(K: int, N: int, tmp_path: Path)
         plan = Plan(stages=stages, pipelines=N, micro_batches=2)
         return Pipeline(model, plan, loss_fn=LOSS, optimizer=optimizer_of(model), lr_scheduler=schedule)
 
-    with pipeline(2) as p:
-        list(p.train(batches[:4]))
-        p.save(tmp_path / "c")
-        expected = [r.loss for r in p.train(batches[4:])], p.state_dict()
-    with pipeline(K) as p:
-        p.load(tmp_path / "c")
-        losses, state = [r.loss for r in p.train(batches[4:])], p.state_dict()
-    assert unequal(losses, expected[0]) < 1e-10
-    assert_same_state(state, expected[1])
+    assert_goes_on(pipeline, K, batches, tmp_path / "c")

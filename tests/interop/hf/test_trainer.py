@@ -33,14 +33,6 @@ from tests.interop.hf.cases import (
 from tests.runner import run
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def both(model: Any, folder: Path, data: Any, *, settings: Any = None, **given: Any) -> tuple[Any, Any]:
     """Train with both trainers; return ours and theirs."""
     other = copy.deepcopy(model)
