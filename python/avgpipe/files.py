@@ -39,9 +39,8 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    with suppress(
-        OSError
-    ):  # some network file systems refuse to sync a folder; the content is safe all the same
+    # some network file systems refuse to sync a folder; the content is safe all the same
+    with suppress(OSError):
         descriptor = os.open(target.parent, os.O_RDONLY)  # so that the new name survives a power cut too
         try:
             os.fsync(descriptor)

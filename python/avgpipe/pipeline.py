@@ -9,7 +9,8 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
 from functools import partial
 from html import escape
 from itertools import chain, pairwise
@@ -36,7 +37,14 @@ from avgpipe.ranks.mesh import members_of
 from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
 from avgpipe.ranks.world import World
 from avgpipe.runtime.distances import Distances, gather_distances
-from avgpipe.runtime.evaluate import MetricFn, MetricSums, OutputCollector, run_evaluation
+from avgpipe.runtime.evaluate import (
+    EvaluationResult,
+    MetricFn,
+    MetricSums,
+    OutputCollector,
+    result_of,
+    run_evaluation,
+)
 from avgpipe.runtime.feed import BatchResult, Feed, Prefetch
 from avgpipe.runtime.initial import InitialWeights
 from avgpipe.runtime.measure import gather_busy, gather_timeline, measured_costs
@@ -64,23 +72,6 @@ if TYPE_CHECKING:  # they take long to import, and who uses them has done so
 
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
 _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """What an evaluation found.
-
-    Attributes:
-        loss: mean over the evaluated samples; for a sum loss, the sum.
-        metric: mean over the samples of what ``metric_fn`` returned: of one number, or of each in a dict; None without.
-        samples: how many were evaluated.
-        metrics: what the loss function returned beside the loss, by name, over all samples as the loss is.
-    """
-
-    loss: float
-    metric: float | dict[str, float] | None
-    samples: int
-    metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 class Pipeline:
@@ -366,14 +357,18 @@ class Pipeline:
         """Finish the batches that are in flight."""
         self._feed.drain()
 
+    def _idle(self, harmless: type[Exception] | tuple[()] = ()) -> AbstractContextManager[None]:
+        """Finish the batches that are in flight. What fails inside ends the pipeline, but for what is ``harmless``."""
+        self.drain()
+        return self._worker.running(harmless)
+
     def _choose_advance(self) -> None:
         """Choose the advance once, after the first batches, where the plan says "auto": all ranks choose alike."""
         if self._choose_at is None or self._feed.begun < self._choose_at:
             return
         self._choose_at = None
-        self.drain()
         plan = self._running_plan
-        with self._worker.running():
+        with self._idle():
             costs = measured_costs(self._worker)
         chosen = choose_advance(
             plan.stages,
@@ -410,7 +405,7 @@ class Pipeline:
         with self._worker.running():
             sums = partial(MetricSums, self._options, metric_fn)
             parts = list(run_evaluation(self._worker, self.plan.micro_batches, which, batches, sums))
-        return _evaluated(parts, self._options.sums_loss, metric_fn is not None)
+        return result_of(parts, self._options.sums_loss, metric_fn is not None)
 
     def predict(self, inputs: Any, *, weights: str | int = "reference") -> Any:
         """Return the model's output for a batch of any size, in evaluation mode, on every rank.
@@ -418,11 +413,9 @@ class Pipeline:
         ``inputs`` are those of a pair, so of a collator's mapping all but its "labels". ``weights``: as in
         :meth:`evaluate`.
         """
-        self.drain()
-        which = self._which(weights)
-        inputs = plain(inputs)
+        which, inputs = self._which(weights), plain(inputs)
         sample_count(inputs)  # raises what is wrong with them before the pipeline is at it
-        with self._worker.running():
+        with self._idle():
             (output,) = run_evaluation(
                 self._worker, self.plan.micro_batches, which, [(inputs, None)], OutputCollector
             )
@@ -433,9 +426,8 @@ class Pipeline:
 
         ``weights``: as in :meth:`evaluate`. Buffers are not averaged over time: with "ema" they are the reference's.
         """
-        self.drain()
         which = self._which(weights)
-        with self._worker.running():
+        with self._idle():
             return gather_state(self._model, self._worker, which)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> LoadedKeys:
@@ -456,11 +448,9 @@ class Pipeline:
             ValueError: on every rank, with nothing changed, for names or shapes that are not the model's, and for
                 optimizers that keep weights in their state.
         """
-        self.drain()
-        with self._worker.running(ValueError):
+        with self._idle(ValueError):
             found = load_state(self._model, self._worker, state_dict, strict)
-        for row in self._worker.rows:
-            row.resume(self._feed.next_batch)
+        self._resume()
         return found
 
     def distances(self) -> Distances:
@@ -469,8 +459,7 @@ class Pipeline:
         It reads the weights of all replicas once or twice and copies none. With one pipeline all distances are 0.
         """
         self._refuse_sharded("distances", "they have one replica, whose distances are 0")
-        self.drain()
-        with self._worker.running():
+        with self._idle():
             return gather_distances(self._model, self._worker)
 
     def save(self, directory: str | Path) -> None:
@@ -484,8 +473,7 @@ class Pipeline:
             "save",
             "use torch.distributed.checkpoint.save(pipeline.sharded_state_dict(), checkpoint_id=folder)",
         )
-        self.drain()
-        with self._worker.running(CheckpointError):
+        with self._idle(CheckpointError):
             batches = self._feed.next_batch
             save_checkpoint(Path(directory), self._model, self._worker, self.plan, batches, self._folders)
 
@@ -499,13 +487,11 @@ class Pipeline:
             "load",
             "have torch.distributed.checkpoint.load fill sharded_state_dict(); load_sharded_state_dict() takes it",
         )
-        self.drain()
-        with self._worker.running(CheckpointError):
+        with self._idle(CheckpointError):
             found = read_checkpoint(Path(directory), self._model, self._worker, self.plan)
         with self._worker.running():
             self._feed.next_batch = restore_checkpoint(found, self._model, self._worker)
-            for row in self._worker.rows:
-                row.resume(self._feed.next_batch)
+            self._resume()
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state for ``torch.distributed.checkpoint``, under any sharding.
@@ -520,8 +506,7 @@ class Pipeline:
             CheckpointError: for optimizers with ``train()`` and ``eval()`` modes: use :meth:`save`.
         """
         self._refuse_several("sharded_state_dict")
-        self.drain()
-        with self._worker.running(CheckpointError):
+        with self._idle(CheckpointError):
             return sharded_state(self._model, self._worker, self._feed.next_batch)
 
     def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -530,12 +515,14 @@ class Pipeline:
         CheckpointError for what is no such state; the pipeline may have a part of it then.
         """
         self._refuse_several("load_sharded_state_dict")
-        self.drain()
-        with self._worker.running():
+        with self._idle():
             self._feed.next_batch = load_sharded_state(state, self._model, self._worker)
             self.world.barrier()
-            for row in self._worker.rows:
-                row.resume(self._feed.next_batch)
+            self._resume()
+
+    def _resume(self) -> None:
+        for row in self._worker.rows:
+            row.resume(self._feed.next_batch)
 
     def _refuse_several(self, method: str) -> None:
         if self.plan.pipelines > 1:
@@ -573,8 +560,7 @@ class Pipeline:
                 "cuda_graphs=True has captured which gradients are wanted: leave cuda_graphs out"
             )
         indices = find_parameters(self._model, names)
-        self.drain()
-        with self._worker.running():
+        with self._idle():
             self.world.require_same("argument of requires_grad_", json.dumps([names, flag]))
             set_requires_grad(self._worker, indices, flag)
 
@@ -609,8 +595,7 @@ class Pipeline:
 
     def timeline(self) -> Timeline:
         """Return what ran when in the last steps, on all ranks; times in seconds from the first of them."""
-        self.drain()
-        with self._worker.running():
+        with self._idle():
             return gather_timeline(self._worker)
 
     def busy_fractions(self, first_batch: int = 0) -> list[float]:
@@ -618,8 +603,7 @@ class Pipeline:
 
         Cheaper than :meth:`timeline`: a number of each worker travels.
         """
-        self.drain()
-        with self._worker.running():
+        with self._idle():
             return gather_busy(self._worker, first_batch)
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -686,29 +670,6 @@ def _close(pipeline: weakref.ref[Pipeline]) -> None:
     alive = pipeline()
     if alive is not None:
         alive.close()
-
-
-def _evaluated(
-    parts: Sequence[tuple[torch.Tensor, list[str], list[str]]], sums_loss: bool, has_metric: bool
-) -> EvaluationResult:
-    """Return the result of batches, each told as by :class:`MetricSums`."""
-    total = weighed = samples = 0.0
-    metrics: dict[str, float] = {}
-    of_loss: dict[str, float] = {}
-    for numbers, names, loss_names in parts:
-        loss, weight, count, *values = numbers.tolist()
-        total, weighed, samples = total + loss, weighed + weight, samples + count
-        for sums, named in ((metrics, names), (of_loss, loss_names)):
-            for name in named:
-                sums[name] = sums.get(name, 0.0) + values.pop(0)
-    divisor = 1.0 if sums_loss else weighed or math.nan
-    means = {name: value / samples for name, value in metrics.items()}
-    return EvaluationResult(
-        total / divisor,
-        None if not has_metric else means[""] if list(means) == [""] else means,
-        int(samples),
-        {name: value / divisor for name, value in of_loss.items()},
-    )
 
 
 def _not_empty(loader: Iterable[Any]) -> Iterator[Any]:

@@ -168,9 +168,8 @@ class Elasticity:
 
     def warn_of_overshooting(self) -> None:
         """Warn of an elasticity with which z moves beyond the replicas."""
-        reach = (
-            self.replicas * self.scale * self.coefficients.from_force
-        )  # of all updates together, times alpha
+        # of all updates together, times alpha
+        reach = self.replicas * self.scale * self.coefficients.from_force
         if reach * self.alpha > 1 + 1e-9:
             warnings.warn(
                 f"{self.rule} with alpha {self.alpha} and {self.replicas} replicas: z overshoots where alpha is above "

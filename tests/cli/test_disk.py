@@ -10,8 +10,9 @@ import torch
 
 from avgpipe.checkpoint import verify_checkpoint
 from avgpipe.cli import resolve, training
-from avgpipe.cli.folder import RunFolder, read_metrics
+from avgpipe.cli.folder import RunFolder
 from avgpipe.pipeline import Pipeline
+from avgpipe.report.runs import read_metrics
 from tests.cli.command import invoke
 
 

@@ -2,8 +2,10 @@
 
 import math
 
-from avgpipe.cli.folder import RunFolder, duration, read_metrics
+from avgpipe.cli.folder import RunFolder
 from avgpipe.cli.output import strict_json
+from avgpipe.report.runs import read_metrics
+from avgpipe.units import duration
 
 
 def train_row(batch, epoch, seconds):

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.folder import read_metrics
 from avgpipe.cli.resolve import resolve
 from avgpipe.cli.training import Pace, TrainingRun
 from avgpipe.pipeline import Pipeline
+from avgpipe.report.runs import read_metrics
 from avgpipe.workloads import awd_lstm
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe.model.call import Call
+from avgpipe.model.blocks import Call
 from avgpipe.model.context import Position
 from avgpipe.model.pieces import BlockChain
 from avgpipe.runtime.stage import Stage

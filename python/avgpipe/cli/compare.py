@@ -20,7 +20,6 @@ import typer
 
 from avgpipe import systems
 from avgpipe.cli.config import CompareConfig, LearningOptions, TrainConfig
-from avgpipe.cli.folder import duration, read_metrics
 from avgpipe.cli.options import words
 from avgpipe.cli.output import FAILED, WRONG_ARGUMENTS, arguments, running, say, show, strict_json, tell
 from avgpipe.cli.plans import tuned_plans
@@ -32,9 +31,10 @@ from avgpipe.report import compare as report
 from avgpipe.report import text as text_of
 from avgpipe.report.compare import OK, Comparison, Figures, SystemResult
 from avgpipe.report.pictures import Curve, plot_curves, plot_timelines
+from avgpipe.report.runs import read_metrics
 from avgpipe.systems import SYSTEMS
 from avgpipe.timeline.timeline import Timeline
-from avgpipe.units import format_bytes
+from avgpipe.units import duration, format_bytes
 from avgpipe.workloads import find_workload
 
 _FILE_COLUMNS = 140  # of a table that is not for a terminal

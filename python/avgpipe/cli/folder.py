@@ -14,9 +14,8 @@ from avgpipe.cli.resolve import RUN_FILE
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
 from avgpipe.report.course import target_text
-from avgpipe.report.runs import read_metrics as read_metrics
-from avgpipe.units import duration as duration
-from avgpipe.units import format_bytes
+from avgpipe.report.runs import read_metrics
+from avgpipe.units import duration, format_bytes
 
 
 class RunFolder:

@@ -75,9 +75,8 @@ def _table(found: Profile, size: int) -> Table:
     }
     for values in columns.values():
         values.append(sum(values))
-    columns["weights MiB"][-1] = (
-        Chain(found, size).parameter_bytes(0, len(layers)) / _MIB
-    )  # tied ones count once
+    # tied ones count once
+    columns["weights MiB"][-1] = Chain(found, size).parameter_bytes(0, len(layers)) / _MIB
     columns["sent MiB"].pop()  # it does not add up
 
     def cells(n: int) -> dict[str, str]:

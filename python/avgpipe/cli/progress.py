@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from avgpipe.cli.folder import duration
 from avgpipe.links.choose import LINK_MESSAGE
+from avgpipe.units import duration
 from avgpipe.workloads import BatchLoader
 
 _LINE_EVERY_S = 10.0

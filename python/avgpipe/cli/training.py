@@ -19,7 +19,7 @@ from torch import nn
 from avgpipe import __version__
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.folder import RunFolder, number, read_metrics
+from avgpipe.cli.folder import RunFolder, number
 from avgpipe.cli.output import CommandFailed, arguments, running, say, strict_json
 from avgpipe.cli.progress import ProgressBar, links_line, links_of, log_records, warnings_of
 from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
@@ -29,7 +29,7 @@ from avgpipe.ranks.process import PEER_LOST, peak_memory_bytes
 from avgpipe.report.course import Totals, Validations, parse_target, target_text
 from avgpipe.report.loggers import Loggers
 from avgpipe.report.pictures import Curve, plot_curves
-from avgpipe.report.runs import unbroken
+from avgpipe.report.runs import read_metrics, unbroken
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.workloads.training import NTASGD
 

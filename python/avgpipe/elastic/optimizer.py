@@ -255,9 +255,8 @@ class ElasticAveraging(torch.optim.Optimizer):
         if found_inf is None:
             return step()
         inner: Any = self.inner
-        if getattr(
-            inner, "_step_supports_amp_scaling", False
-        ):  # it unscales and skips without waiting for a device
+        # such a one unscales and skips without waiting for a device
+        if getattr(inner, "_step_supports_amp_scaling", False):
             inner.grad_scale, inner.found_inf = scale, found_inf
             try:
                 return step()

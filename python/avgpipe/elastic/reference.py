@@ -116,9 +116,7 @@ class Reference:
         with torch.no_grad():
             for i, z in zip(self.averaged, zs):
                 z.copy_(given[i].to_dense() if given[i].is_sparse else given[i])
-            for flat in (
-                self.z.flats if self._spans_ranks else ()
-            ):  # one z, whatever the ranks' initial weights
+            for flat in self.z.flats if self._spans_ranks else ():  # one z for all ranks
                 dist.broadcast(flat, group_src=0, group=group)
             places = dict(zip(self.averaged, zs))
             self.parameters = [places[i] if i in places else p.detach().clone() for i, p in enumerate(given)]

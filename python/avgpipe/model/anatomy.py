@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from avgpipe.model.blocks import Observed, Slot
-from avgpipe.model.call import Call
+from avgpipe.model.blocks import Call, Observed, Slot
 
 
 class Collected(NamedTuple):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,30 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from avgpipe.model.call import Call
+from avgpipe.model.modes import in_mode
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a model is called whose forward stays its own.
+
+    Attributes:
+        trials: small inputs to try it with, each by argument; the first has all that the model is likely to be given.
+        main: the argument that a tensor alone is meant for.
+        accepts: the names of arguments.
+        is_block: whether a module of the model is one of the blocks that it calls one after another.
+        fixed: further arguments, the same in every call.
+        fill: by argument, an integer without a meaning of its own, such as a word that ends nothing; by default 0.
+        output: makes what a pipeline returns of what the model returns.
+    """
+
+    trials: Sequence[Mapping[str, Any]]
+    main: str
+    accepts: frozenset[str]
+    is_block: Callable[[nn.Module], bool]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fill: Mapping[str, int] = field(default_factory=dict)
+    output: Callable[[Any], Any] = lambda returned: returned
 
 
 class Slot(NamedTuple):
@@ -99,7 +122,9 @@ def is_same(a: Any, b: Any) -> bool:
 def _is_same_leaf(a: Any, b: Any) -> bool:
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor)
-    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())
 
 
 # ---- the run -------------------------------------------------------------------------------------------------------
@@ -142,18 +167,12 @@ def observe(model: nn.Module, call: Call) -> Observed:
     if not blocks:
         raise ValueError("it has no list of blocks")
     watch = _Watch(model, blocks)
-    with evaluating(model), watch.watching(), torch.no_grad():
+    with in_mode(model, False), watch.watching(), torch.no_grad():
         output = model(**call.trials[0], **call.fixed)
     if watch.never or watch.again:
         name, count = (watch.never[0], "never") if watch.never else (watch.again[0], "more than once")
         raise ValueError(f"its forward calls the block {name} {count}")
-    return Observed(
-        watch.calls,
-        watch.units_of(),
-        frozenset(watch.entered),
-        output,
-        watch.inside,
-    )
+    return Observed(watch.calls, watch.units_of(), frozenset(watch.entered), output, watch.inside)
 
 
 def _outermost(
@@ -166,18 +185,6 @@ def _outermost(
         else:
             found |= _outermost(child, is_block, f"{prefix}{name}.")
     return found
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Have every module in evaluation mode inside the block, and afterwards as it was."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
 
 
 class _Watch:
@@ -229,10 +236,8 @@ class _Watch:
                 self.again.append(name)
             slots = slots_of(args, kwargs)
             self.uses.unit = len(self.calls) + 1
-            for tensor in slots.values():
-                self.uses.note(
-                    tensor
-                )  # a parameter that a block is given is used there, wherever it comes from
+            for tensor in slots.values():  # a parameter that a block is given is used there
+                self.uses.note(tensor)
             self.calls[name] = BlockCall(slots)
 
         return enter

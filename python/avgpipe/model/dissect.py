@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from avgpipe.model.anatomy import Anatomy, Collected
-from avgpipe.model.blocks import Observed, Slot, evaluating, is_same, observe
-from avgpipe.model.call import Call
+from avgpipe.model.blocks import Call, Observed, Slot, Slots, is_same, observe
+from avgpipe.model.modes import in_mode
 from avgpipe.model.outline import Exchange, Seen
 from avgpipe.model.shell import Shells
 
@@ -27,7 +27,7 @@ def anatomy_of(model: nn.Module, call: Call) -> Anatomy:
         ValueError: its forward is no chain of blocks.
     """
     anatomy = Anatomy(model, call, observe(model, call))
-    with evaluating(model), torch.no_grad():
+    with in_mode(model, False), torch.no_grad():
         try:
             seen = _made_up(anatomy, call.trials[0])
         except RuntimeError:  # as torch's of a tensor whose elements share their memory
@@ -41,16 +41,16 @@ def anatomy_of(model: nn.Module, call: Call) -> Anatomy:
 
 def _made_up(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Seen:
     """Run a shell in which nothing has weights; what depends on any becomes NaN."""
-    exchange = Exchange(anatomy.writes)
-    exchange.filling, exchange.seen = math.nan, Seen()
+    seen = Seen()
+    exchange = Exchange(anatomy.writes, math.nan, seen)
     shell = Shells(anatomy).shell(anatomy.units, anatomy.units, exchange)
     try:
         shell(**inputs, **anatomy.call.fixed)
     except Exception:
-        if len(exchange.seen.blocks) < len(anatomy.blocks):
+        if len(seen.blocks) < len(anatomy.blocks):
             raise
         # The model's end may want what nobody has made up, and all that is asked for here has been seen.
-    return exchange.seen
+    return seen
 
 
 def _with_values(anatomy: Anatomy, seen: Seen) -> Anatomy:
@@ -81,19 +81,18 @@ def _with_values(anatomy: Anatomy, seen: Seen) -> Anatomy:
 
 def _early(anatomy: Anatomy) -> frozenset[str]:
     """Find the values that are lost where unit 0 makes nothing, though all that earlier blocks are given is right."""
-    calls, exchange = list(anatomy.observed.calls.values()), Exchange(anatomy.writes)
-    exchange.filling, exchange.seen = math.nan, Seen()
+    calls, blocks = list(anatomy.observed.calls.values()), dict[int, Slots]()
     places = [
         (number, slot, value)
         for number, taken in enumerate(anatomy.takes[1:-1])
         for slot, value in taken.items()
     ]
-    exchange.arrived = {value: calls[number].slots[slot] for number, slot, value in places}
+    arrived = {value: calls[number].slots[slot] for number, slot, value in places}
+    exchange = Exchange(anatomy.writes, math.nan, Seen(blocks), arrived)
     shell = Shells(anatomy).shell(1, anatomy.units, exchange)
     # A head that misses something is no matter here: the blocks have been called.
     with suppress(Exception):
         shell(**anatomy.call.trials[0], **anatomy.call.fixed)
-    blocks = exchange.seen.blocks
     lost = {
         value
         for number, slot, value in places
@@ -139,8 +138,7 @@ def _needed_returns(anatomy: Anatomy) -> dict[int, str]:
 
 def _head(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Any:
     """Return the model's output, by a shell of the last unit alone."""
-    exchange = Exchange(anatomy.writes)
-    exchange.filling = math.nan
+    exchange = Exchange(anatomy.writes, math.nan)
     shell = Shells(anatomy).shell(anatomy.units - 1, anatomy.units, exchange)
     calls = list(anatomy.observed.calls.values())
     leaves = tree_leaves(calls[-1].returned)

@@ -22,15 +22,15 @@ from avgpipe.model.tracing import arguments
 _PROVED = (3, 1)  # samples: some, and one alone, as a last batch may be
 
 
-class Call(NamedTuple):
-    """How a model is called on a batch: arguments by the names that the signature of its forward gives them."""
+class Arguments(NamedTuple):
+    """What a model is called with on a batch; ``named``: as the signature of its forward names them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     named: dict[str, Any]
 
     @classmethod
-    def on(cls, model: nn.Module, inputs: Any) -> Call:
+    def on(cls, model: nn.Module, inputs: Any) -> Arguments:
         """Call ``model`` on the inputs of a batch, as the first layer of a traced model would be."""
         signature = inspect.signature(model.forward)
         stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
@@ -104,7 +104,7 @@ def first_samples(size: int, value: Any) -> Any:
 
 
 def _called(model: nn.Module, inputs: Any, device: torch.device) -> Any:
-    call = Call.on(model, _copied(inputs))
+    call = Arguments.on(model, _copied(inputs))
     seed_generators(device, 0)  # for what draws in evaluation too
     return model(*call.args, **call.kwargs)
 

@@ -19,7 +19,7 @@ from avgpipe.errors import reason
 from avgpipe.model.batch import batch_size, to_device
 from avgpipe.model.compiled import is_compiled
 from avgpipe.model.context import CallerGenerators, Carry
-from avgpipe.model.example import Call, device_of, first_samples, prove
+from avgpipe.model.example import Arguments, device_of, first_samples, prove
 from avgpipe.model.modes import Differs, in_mode, merged
 from avgpipe.model.plain_graph import Guards, place_anew, plain_graph
 from avgpipe.model.tracing import TracedLayer, layers_of_graph, with_choice
@@ -60,9 +60,9 @@ def _exported_on(
     model: nn.Module, inputs: Any, sizes: Any, example: Any, device: torch.device
 ) -> list[TracedLayer]:
     """Export on ``inputs``, for any number of samples and other ``sizes`` of torch.export.Dim; prove the layers."""
-    call = Call.on(model, inputs)
+    call = Arguments.on(model, inputs)
     with CallerGenerators(device), torch.enable_grad():
-        graph, root = _in_both_modes(model, call, sizes, Call.on(model, example))
+        graph, root = _in_both_modes(model, call, sizes, Arguments.on(model, example))
     _refuse_few_samples(root["_guards"], model, example)
     place_anew(graph, root, device)
     whole = fx.GraphModule(with_choice(root, graph), graph, type(model).__name__)
@@ -81,7 +81,7 @@ def _refuse_few_samples(guards: Guards, model: nn.Module, example: Any) -> None:
         guards.train(training)
         # One sample alone, BatchNorm refuses to train on.
         for size in range(1 + training, min(most, _MOST_SAMPLES) + 1):
-            guards(*Call.on(model, pytree.tree_map(partial(first_samples, size), example)).leaves)
+            guards(*Arguments.on(model, pytree.tree_map(partial(first_samples, size), example)).leaves)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -126,7 +126,7 @@ def _sizes_of(inputs: Any) -> list[torch.Size]:
 
 
 def _runs_on(model: nn.Module, inputs: Any, device: torch.device) -> bool:
-    call = Call.on(model, inputs)
+    call = Arguments.on(model, inputs)
     try:
         with in_mode(model, False), CallerGenerators(device), torch.no_grad():
             model(*call.args, **call.kwargs)
@@ -139,7 +139,7 @@ def _runs_on(model: nn.Module, inputs: Any, device: torch.device) -> bool:
 
 
 def _in_both_modes(
-    model: nn.Module, call: Call, sizes: Any, example: Call
+    model: nn.Module, call: Arguments, sizes: Any, example: Arguments
 ) -> tuple[fx.Graph, dict[str, Any]]:
     """Return the graph, and what it names."""
     graphs: list[tuple[fx.Graph, dict[str, Any]]] = []
@@ -149,14 +149,8 @@ def _in_both_modes(
         graphs.append(plain_graph(model, program, call))
     (graph, root), (other, root_of_other) = graphs
 
-    def same(a: str, b: str) -> bool:
-        x, y = root[a], root_of_other[b]
-        if isinstance(x, fx.GraphModule) and isinstance(y, fx.GraphModule):
-            return x.code == y.code  # a region under no_grad, or the like
-        return x is y or (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and torch.equal(x, y))
-
     try:
-        merged(graph, other, same)
+        merged(graph, other, root.__getitem__, root_of_other.__getitem__)
     except Differs as error:
         raise ValueError(
             f"{type(model).__name__} does other things in training than in evaluation ({error}), and a cut model does "
@@ -166,7 +160,7 @@ def _in_both_modes(
     return graph, root
 
 
-def _export(model: nn.Module, call: Call, sizes: Any) -> Any:
+def _export(model: nn.Module, call: Arguments, sizes: Any) -> Any:
     """Export by running the Python code of the model, or else by compiling it; ValueError where neither can be.
 
     Compiled, an assert about values is an operator.
@@ -185,7 +179,7 @@ def _export(model: nn.Module, call: Call, sizes: Any) -> Any:
     ) from failures[0]
 
 
-def _sizes(call: Call, rest: Any) -> dict[str, Any]:
+def _sizes(call: Arguments, rest: Any) -> dict[str, Any]:
     """Leave sizes open: of the samples in any case, ``rest`` says of the other dimensions."""
 
     def of(value: Any) -> Any:

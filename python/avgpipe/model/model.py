@@ -260,7 +260,7 @@ class Entry(NamedTuple):
 
     names: list[str]
     local: str
-    arena: int | None  # None: a frozen parameter or a buffer
+    arena: int | None
     shape: torch.Size
     dtype: torch.dtype
 

@@ -16,9 +16,8 @@ import torch
 from torch import fx, nn
 from torch._ops import OpOverload
 
-_SAME_VALUES = (
-    torch.ops.aten.contiguous.default
-)  # recorded where it copies, which follows from the operators before
+# Recorded where it copies, which follows from the operators before.
+_SAME_VALUES = torch.ops.aten.contiguous.default
 
 
 class Choice(nn.Module):
@@ -54,13 +53,16 @@ def reads_mode(module: nn.Module) -> bool:
     return code is not None and "training" in code.co_names
 
 
-def merged(training: fx.Graph, evaluation: fx.Graph, same: Callable[[str, str], bool]) -> bool:
+Value = Callable[[str], Any]  # of a name in a graph
+
+
+def merged(training: fx.Graph, evaluation: fx.Graph, value: Value, value_of_other: Value) -> bool:
     """Have ``training`` choose constants by the mode where ``evaluation`` has others; return whether there are any.
 
     Args:
         training: what was recorded in training; changed.
         evaluation: what was recorded in evaluation.
-        same: whether two names of attributes that the graphs read stand for the same.
+        value, value_of_other: what stands at a name that the first, or the other, graph reads.
 
     Raises:
         Differs: the graphs differ in more.
@@ -75,7 +77,7 @@ def merged(training: fx.Graph, evaluation: fx.Graph, same: Callable[[str, str], 
         if node.target is _SAME_VALUES and (mine is None or mine.target is not _SAME_VALUES):
             twins[node] = _copied(training, twins[node.all_input_nodes[0]])
             continue
-        if mine is None or not _alike(mine, node, same):
+        if mine is None or not _alike(mine, node, value, value_of_other):
             raise Differs(f"{_said(mine)} in training and {_said(node)} in evaluation")
         chosen |= _choose(mine, node, twins)
         twins[node] = mine
@@ -93,10 +95,13 @@ def _copied(graph: fx.Graph, value: fx.Node) -> fx.Node:
     return copied
 
 
-def _alike(a: fx.Node, b: fx.Node, same: Callable[[str, str], bool]) -> bool:
-    if a.op == b.op == "get_attr":
-        return same(str(a.target), str(b.target))
-    return a.op == b.op and a.target == b.target
+def _alike(a: fx.Node, b: fx.Node, value: Value, value_of_other: Value) -> bool:
+    if not a.op == b.op == "get_attr":
+        return a.op == b.op and a.target == b.target
+    x, y = value(str(a.target)), value_of_other(str(b.target))
+    if isinstance(x, fx.GraphModule) and isinstance(y, fx.GraphModule):
+        return x.code == y.code  # a region under no_grad, or the like
+    return x is y or (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and torch.equal(x, y))
 
 
 def _choose(mine: fx.Node, other: fx.Node, twins: dict[fx.Node, fx.Node]) -> bool:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,31 +28,29 @@ class Reached(BaseException):  # not an Exception, which a model's forward may c
     """The forward has come to the end of the stage."""
 
 
+@dataclass
+class Seen:
+    """What a forward has called: the slots of each block, and by unit the arguments of outlines of all else."""
+
+    blocks: dict[int, Slots] = field(default_factory=dict)
+    others: list[tuple[int, Any]] = field(default_factory=list)
+
+
+@dataclass
 class Exchange:
     """What a stage has been given for the forward that runs, and what the next one gets. By the names of values.
 
-    Args:
-        whole: whether made-up tensors get memory of their own, for a forward that writes to them.
-
     Attributes:
+        whole: whether made-up tensors get memory of their own, for a forward that writes to them.
         filling: the number that made-up tensors are filled with.
         seen: where it is asked for, what blocks and outlines were called with.
     """
 
-    def __init__(self, whole: bool = False) -> None:
-        self.whole = whole
-        self.arrived: dict[str, torch.Tensor] = {}
-        self.taken: dict[str, torch.Tensor] = {}
-        self.filling = 0.0
-        self.seen: Seen | None = None
-
-
-class Seen:
-    """What a forward has called: the slots of each block, and by unit the arguments of outlines of all else."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[int, Slots] = {}
-        self.others: list[tuple[int, Any]] = []
+    whole: bool = False
+    filling: float = 0.0
+    seen: Seen | None = None
+    arrived: dict[str, torch.Tensor] = field(default_factory=dict)
+    taken: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def without_weights(module: nn.Module) -> nn.Module:
@@ -111,14 +110,19 @@ def _emptied(value: Any) -> Any:
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
-class EarlierBlock(Outline):
-    """Stands for a block of an earlier stage: returns what it was given, in the structure that the block returns.
+class OtherBlock(Outline):
+    """Stands for a block of another stage: returns what it was given, in the structure that the block returns.
+
+    One of a later stage takes what it is called with, and ends the forward; where the first stage makes something for
+    one that comes later, the forward goes on as far as that.
 
     Args:
         number: of the block.
         call: an earlier one of the block itself.
         arriving: of the model's last block, the values that the head is given instead, by the leaf that they are.
         collected: what the model collects of the block's inside, by hooks, which are called with what has arrived.
+        takes: what the next stage is given of what it is called with.
+        ends: whether the forward has nothing else to give.
     """
 
     def __init__(
@@ -127,17 +131,22 @@ class EarlierBlock(Outline):
         exchange: Exchange,
         number: int,
         call: BlockCall,
-        arriving: Mapping[int, str],
-        collected: Sequence[Collected],
+        arriving: Mapping[int, str] | None = None,
+        collected: Sequence[Collected] = (),
+        takes: Mapping[Slot, str] | None = None,
+        ends: bool = False,
     ) -> None:
         super().__init__(shape, exchange)
-        self._number, self._collected = number, collected
+        self._number, self._collected, self._takes, self._ends = number, collected, takes or {}, ends
         leaves, structure = tree_flatten(call.returned)
-        made = [_Made(_like(leaf, call.slots), arriving.get(n)) for n, leaf in enumerate(leaves)]
+        made = [_Made(_like(leaf, call.slots), (arriving or {}).get(n)) for n, leaf in enumerate(leaves)]
         self._returned = tree_unflatten(made, structure)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         exchange, slots = self._exchange, slots_of(args, kwargs)
+        exchange.taken |= {value: slots[slot] for slot, value in self._takes.items()}
+        if self._ends:
+            raise Reached
         if exchange.seen is not None:
             exchange.seen.blocks[self._number] = slots
         for one in self._collected:
@@ -180,36 +189,6 @@ def _like(leaf: Any, slots: Slots) -> Any:
         if tensor.shape == leaf.shape and tensor.dtype == leaf.dtype and tensor.is_floating_point():
             return slot
     return torch.empty_like(leaf, device="meta")
-
-
-class LaterBlock(EarlierBlock):
-    """Stands for a block of a later stage: takes what it is called with, and ends the forward.
-
-    Where the first stage makes something for one that comes later, the forward goes on as far as that.
-
-    Args:
-        takes: what the next stage is given of what it is called with.
-        ends: whether the forward has nothing else to give.
-    """
-
-    def __init__(
-        self,
-        shape: nn.Module,
-        exchange: Exchange,
-        number: int,
-        call: BlockCall,
-        takes: Mapping[Slot, str],
-        ends: bool,
-    ) -> None:
-        super().__init__(shape, exchange, number, call, {}, ())
-        self._takes, self._ends = takes, ends
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        slots = slots_of(args, kwargs)
-        self._exchange.taken |= {value: slots[slot] for slot, value in self._takes.items()}
-        if self._ends:
-            raise Reached
-        return super().forward(*args, **kwargs)
 
 
 class OwnBlock(nn.Module):
@@ -264,12 +243,11 @@ class OwnBlock(nn.Module):
 
     @contextmanager
     def _collecting(self) -> Iterator[None]:
-        def collect(one: Collected, output: Any) -> None:
+        def collect(one: Collected, module: nn.Module, args: Any, output: Any) -> None:
             self._exchange.taken[one.value] = tree_leaves(output)[one.leaf]
 
         with ExitStack() as hooks:
             for one in self._collected:
                 module = self.block.get_submodule(one.module)
-                hook = module.register_forward_hook(lambda _, args, output, one=one: collect(one, output))
-                hooks.enter_context(hook)
+                hooks.enter_context(module.register_forward_hook(partial(collect, one)))
             yield

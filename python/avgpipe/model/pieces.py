@@ -13,9 +13,9 @@ from torch import nn
 
 from avgpipe.errors import reason
 from avgpipe.model.anatomy import Anatomy
-from avgpipe.model.blocks import evaluating
-from avgpipe.model.call import Call
+from avgpipe.model.blocks import Call
 from avgpipe.model.dissect import anatomy_of
+from avgpipe.model.modes import in_mode
 from avgpipe.model.outline import Exchange, OwnBlock, Reached
 from avgpipe.model.proof import difference
 from avgpipe.model.shell import Shells
@@ -163,7 +163,7 @@ class BlockChain(Sequence[nn.Module]):
         shells, model = Shells(self._sample), self._sample.model
         pieces = [Piece(self._sample, shells, begin, end) for begin, end in pairwise(bounds)]
         where = f"when it is cut at {', '.join(piece.calls for piece in pieces[1:])}"
-        with evaluating(model):
+        with in_mode(model, False):
             for inputs in self._sample.call.trials:
                 stages = partial(_run, pieces, dict(inputs))
                 try:

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from avgpipe.model.example import Call
+from avgpipe.model.example import Arguments
 from avgpipe.model.tracing import attribute
 from avgpipe.model.units import module_of, submodule
 
@@ -91,7 +91,7 @@ class Guards(nn.Module):
             raise ValueError(f"{_NOT_MET}: it needs {broken}") from error
 
 
-def plain_graph(model: nn.Module, program: Any, call: Call) -> tuple[fx.Graph, dict[str, Any]]:
+def plain_graph(model: nn.Module, program: Any, call: Arguments) -> tuple[fx.Graph, dict[str, Any]]:
     """Return a program's graph with the model's arguments and output as they are, and what it names."""
     module = program.module()
     graph, root = fx.Graph(), dict[str, Any]()
@@ -169,7 +169,7 @@ def _only_the_norm(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     return norm
 
 
-def _take_arguments(graph: fx.Graph, root: dict[str, Any], call: Call) -> None:
+def _take_arguments(graph: fx.Graph, root: dict[str, Any], call: Arguments) -> None:
     """Have the graph take what the model takes, rather than the tensors in it."""
     old = [n for n in graph.nodes if n.op == "placeholder"]
     given = [*zip(_names_of_args(call), call.args), *call.kwargs.items()]
@@ -192,7 +192,7 @@ def _take_arguments(graph: fx.Graph, root: dict[str, Any], call: Call) -> None:
         graph.erase_node(before)
 
 
-def _names_of_args(call: Call) -> list[str]:
+def _names_of_args(call: Arguments) -> list[str]:
     names = list(call.named)[: len(call.args)]
     return names if len(names) == len(call.args) else [f"args_{n}" for n in range(len(call.args))]
 

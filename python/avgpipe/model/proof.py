@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-_MOST = (
-    1 << 20
-)  # elements of a parameter whose gradient is looked at: those of a large model would be as large as itself
+# Elements of a parameter whose gradient is looked at: those of a large model would be as large as itself.
+_MOST = 1 << 20
 _TOLERANCE, _TOLERANCE_16 = 1e-5, 2e-2  # of the largest number in what is compared; of 16 bits
 
 

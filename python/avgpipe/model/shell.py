@@ -9,9 +9,8 @@ from torch import nn
 
 from avgpipe.model.anatomy import Anatomy
 from avgpipe.model.outline import (
-    EarlierBlock,
     Exchange,
-    LaterBlock,
+    OtherBlock,
     Outline,
     OwnBlock,
     made_up,
@@ -94,12 +93,12 @@ class _Shell:
         if unit < self._units.start:
             arriving = anatomy.returns if is_last else {}
             found = anatomy.collected.get(number, ())
-            return EarlierBlock(shape, self._exchange, number, call, arriving, found)
+            return OtherBlock(shape, self._exchange, number, call, arriving, found)
         until = max(self._units.stop, anatomy.early_until()) if self._units.start == 0 else self._units.stop
         takes = anatomy.takes[unit]
         if unit > self._units.stop:
             takes = {slot: value for slot, value in takes.items() if value in anatomy.early}
-        return LaterBlock(shape, self._exchange, number, call, takes, unit >= until)
+        return OtherBlock(shape, self._exchange, number, call, takes=takes, ends=unit >= until)
 
     def _shape(self, module: nn.Module) -> nn.Module:
         if id(module) not in self._shapes:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx, nn
 
 from avgpipe.errors import reason
@@ -143,15 +143,8 @@ def _in_both_modes(model: nn.Module, leaves: frozenset[nn.Module]) -> fx.GraphMo
         with in_mode(model, training):
             tracer = _Tracer(leaves)
             graphs.append(tracer.trace(model))
-    root: Any = tracer.root  # also of constants that it met
-
-    def same(a: str, b: str) -> bool:
-        if a == b:
-            return True
-        x, y = attribute(root, a), attribute(root, b)
-        return x is y or (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and torch.equal(x, y))
-
-    chosen = merged(graphs[0], graphs[1], same)
+    value = partial(attribute, tracer.root)  # also of constants that it met
+    chosen = merged(graphs[0], graphs[1], value, value)
     if not chosen:
         return fx.GraphModule(model, graphs[0], type(model).__name__)
     return fx.GraphModule(with_choice(model, graphs[0]), graphs[0], type(model).__name__)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from avgpipe.errors import reason
-from avgpipe.model.call import Call
+from avgpipe.model.blocks import Call
 from avgpipe.model.shrink import shrunk
 
 # untyped on purpose: types would be checked against whichever release is installed

@@ -91,12 +91,11 @@ def take_sizes_from_near(graph: fx.Graph, pieces: Sequence[list[fx.Node]]) -> No
             and any(piece_of.get(user) == s for user in node.users)
         ]
         found: dict[fx.Node, fx.Node | None] = {}
-        start, own = piece[0], list(piece)
-        with graph.inserting_before(start):
-            for node in own:
+        with graph.inserting_before(piece[0]):
+            for node in piece:
                 for source in node.all_input_nodes:
                     if piece_of[source] < s and _is_size(source):
-                        near = _near(source, tensors, graph, found)
+                        near = _near(source, tensors, found)
                         if near is not None:
                             node.replace_input_with(source, near)
         made = [node for node in graph.nodes if node not in piece_of and node.op != "output"]
@@ -108,40 +107,32 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt)
 
 
-def _near(
-    size: fx.Node,
-    tensors: Sequence[fx.Node],
-    graph: fx.Graph,
-    found: dict[fx.Node, fx.Node | None],
-) -> fx.Node | None:
+def _near(size: fx.Node, tensors: Sequence[fx.Node], found: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
     """Return a node that computes ``size`` from ``tensors``; None where there is no way."""
     if size not in found:
-        made = _by_a_dimension(size, tensors, graph) or _by_the_same_formula(size, tensors, graph, found)
+        made = _by_a_dimension(size, tensors) or _by_the_same_formula(size, tensors, found)
         if made is not None:
             made.meta = dict(size.meta)
         found[size] = made
     return found[size]
 
 
-def _by_a_dimension(size: fx.Node, tensors: Sequence[fx.Node], graph: fx.Graph) -> fx.Node | None:
+def _by_a_dimension(size: fx.Node, tensors: Sequence[fx.Node]) -> fx.Node | None:
     wanted = size.meta["val"].node.expr
     for tensor in tensors:
         for n, dimension in enumerate(tensor.meta["val"].shape):
             if isinstance(dimension, torch.SymInt) and dimension.node.expr == wanted:
-                return graph.call_function(torch.ops.aten.sym_size.int, (tensor, n))
+                return size.graph.call_function(torch.ops.aten.sym_size.int, (tensor, n))
     return None
 
 
 def _by_the_same_formula(
-    size: fx.Node,
-    tensors: Sequence[fx.Node],
-    graph: fx.Graph,
-    found: dict[fx.Node, fx.Node | None],
+    size: fx.Node, tensors: Sequence[fx.Node], found: dict[fx.Node, fx.Node | None]
 ) -> fx.Node | None:
     sources = size.all_input_nodes
     if size.op != "call_function" or not sources or not all(map(_is_size, sources)):
         return None
-    near = {source: _near(source, tensors, graph, found) for source in sources}
+    near = {source: _near(source, tensors, found) for source in sources}
     if None in near.values():
         return None
-    return graph.node_copy(size, lambda source: near[source] or source)
+    return size.graph.node_copy(size, lambda source: near[source] or source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import deque
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.checkpoint.folder import is_saved_into
-from avgpipe.report.runs import number, numbers, parse_row
+from avgpipe.report.runs import number, numbers, parse_row, read_object
 
 _RECENT = 200  # batches that the speed is of
 _KEPT = 400  # losses that the picture is of
@@ -109,8 +108,8 @@ class LiveRun:
             what = "holds no run" if path.is_dir() else "no such folder"
             raise ValueError(f"{path}: {what}; give the folder that avgpipe train writes")
         self.path = path
-        self.plan = _object(path / "plan.json")
-        self.options = _object(path / "run.json")
+        self.plan = read_object(path / "plan.json", [])
+        self.options = read_object(path / "run.json", [])
         self.status = "running"
         self._read, self._inode, self._torn = 0, 0, b""
         self.progress = Progress()
@@ -177,11 +176,3 @@ def _modified(path: Path) -> float | None:
         return path.stat().st_mtime
     except OSError:
         return None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -219,9 +219,8 @@ def _plan(
     if "pipelines" not in row:
         chosen["pipelines"] = given.get("pipelines", _PIPELINES)
     if "micro_batches" not in row:
-        wanted = given.get(
-            "micro_batches", 1 if "stages" in row else _MICRO_BATCHES
-        )  # which serve to fill stages
+        # micro-batches serve to fill stages
+        wanted = given.get("micro_batches", 1 if "stages" in row else _MICRO_BATCHES)
         replication = known_systems.row(system, workers).get("replication")
         chosen["micro_batches"] = known_systems.micro_batches(system, workers, replication, wanted)
     return Plan.for_system(system, **chosen)

@@ -179,32 +179,22 @@ def _told(runs: Sequence[Run]) -> Section:
 
 
 def _learning(runs: Sequence[Run]) -> list[Chart]:
-    curves = [Curve.of(run.rows) for run in runs]
-    loss = [
-        line
-        for place, curve in enumerate(curves)
-        for line in (
-            _line(place, 0, "each batch", curve.loss, "faint"),
-            _line(place, 0, "smoothed", curve.smoothed()),
-        )
-    ]
-    names = dict.fromkeys(str(run.summary.get("metric_name", "metric")) for run in runs)
-    metric = [
-        _line(place, 0, str(run.summary.get("metric_name", "metric")), curve.metric, "marks")
-        for place, (run, curve) in enumerate(zip(runs, curves))
-    ]
-    valid = [_line(place, 0, "validation loss", c.valid_loss, "marks") for place, c in enumerate(curves)]
-    drift = [
-        line
-        for place, curve in enumerate(curves)
-        for line in (
-            _line(place, 0, "from the reference", curve.to_reference, "marks"),
-            _line(place, 1, "between replicas", curve.between, "marks"),
-        )
-    ]
+    loss: list[Line] = []
+    metric: list[Line] = []
+    valid: list[Line] = []
+    drift: list[Line] = []
+    for place, run in enumerate(runs):
+        curve, judged = Curve.of(run.rows), str(run.summary.get("metric_name", "metric"))
+        loss.append(_line(place, 0, "each batch", curve.loss, "faint"))
+        loss.append(_line(place, 0, "smoothed", curve.smoothed()))
+        metric.append(_line(place, 0, judged, curve.metric, "marks"))
+        valid.append(_line(place, 0, "validation loss", curve.valid_loss, "marks"))
+        drift.append(_line(place, 0, "from the reference", curve.to_reference, "marks"))
+        drift.append(_line(place, 1, "between replicas", curve.between, "marks"))
+    names = ", ".join(dict.fromkeys(line.name for line in metric))
     found = [
         _chart("loss", "Training loss", "loss", loss),
-        _chart("metric", "Validation metric", ", ".join(names), metric),
+        _chart("metric", "Validation metric", names, metric),
         _chart("valid-loss", "Validation loss", "loss", valid),
         _chart("rate", "Learning rate", "learning rate", _of_rows(runs, "lr", "learning rate"), scale="zero"),
         _chart("norm", "Norm of the gradients", "norm", _of_rows(runs, "grad_norm", "gradient norm")),

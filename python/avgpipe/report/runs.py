@@ -70,7 +70,7 @@ class Run:
             problems.append(
                 f"metrics.jsonl: {len(found) - len(rows)} of {len(found)} rows are damaged and left out"
             )
-        files = {part: _object(path / f"{part}.json", problems) for part in ("summary", "plan", "run")}
+        files = {part: read_object(path / f"{part}.json", problems) for part in ("summary", "plan", "run")}
         timeline = None
         if (path / "timeline.json").is_file():
             try:
@@ -148,7 +148,8 @@ def parse_row(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and "kind" in row and "batch" in row else None
 
 
-def _object(path: Path, problems: list[str]) -> dict[str, Any]:
+def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Return what a file of JSON holds; nothing where it is damaged, which ``problems`` then tell, or not there."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -249,7 +250,7 @@ def _no_run(path: Path) -> str:
 
 def read_comparison(path: Path) -> Comparison:
     """Read what compare.json says; ValueError where it is damaged."""
-    content = _object(path / _COMPARISON, [])
+    content = read_object(path / _COMPARISON, [])
     limit = number(content.get("memory_limit_bytes"))
     try:
         return Comparison(

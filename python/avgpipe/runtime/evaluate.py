@@ -6,8 +6,10 @@ the result of an earlier batch, which all receive anyway, before it begins the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +18,7 @@ from torch.utils import _pytree as pytree
 from avgpipe.device import current_stream, on_accelerator, used_on
 from avgpipe.model.batch import concatenate, loss_weights, sample_count, split
 from avgpipe.runtime.compute import Collector, Work
-from avgpipe.runtime.loss import loss_of
+from avgpipe.runtime.loss import loss_of, wide
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.route import result_key
 from avgpipe.runtime.weights import average_buffers
@@ -25,6 +27,23 @@ from avgpipe.runtime.worker import Worker
 MetricFn = Callable[[Any, Any], Any]
 
 _AHEAD = 4  # batches that the first stage may be ahead of the last one's results
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What an evaluation found.
+
+    Attributes:
+        loss: mean over the evaluated samples; for a sum loss, the sum.
+        metric: mean over the samples of what ``metric_fn`` returned: of one number, or of each in a dict; None without.
+        samples: how many were evaluated.
+        metrics: what the loss function returned beside the loss, by name, over all samples as the loss is.
+    """
+
+    loss: float
+    metric: float | dict[str, float] | None
+    samples: int
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 def run_evaluation(
@@ -144,7 +163,30 @@ class MetricSums:
         tensors = [n for n in numbers if isinstance(n, torch.Tensor)]
         device = next((t.device for t in tensors if on_accelerator(t)), torch.device("cpu"))
         _read_here(tensors)
-        return torch.stack([_on(n, device) for n in numbers]), list(self._means), list(self._of_loss)
+        return torch.stack([wide(n, device) for n in numbers]), list(self._means), list(self._of_loss)
+
+
+def result_of(
+    parts: Sequence[tuple[torch.Tensor, list[str], list[str]]], sums_loss: bool, has_metric: bool
+) -> EvaluationResult:
+    """Return the result of batches, each told as by :class:`MetricSums`."""
+    total = weighed = samples = 0.0
+    metrics: dict[str, float] = {}
+    of_loss: dict[str, float] = {}
+    for numbers, names, loss_names in parts:
+        loss, weight, count, *values = numbers.tolist()
+        total, weighed, samples = total + loss, weighed + weight, samples + count
+        for sums, named in ((metrics, names), (of_loss, loss_names)):
+            for name in named:
+                sums[name] = sums.get(name, 0.0) + values.pop(0)
+    divisor = 1.0 if sums_loss else weighed or math.nan
+    means = {name: value / samples for name, value in metrics.items()}
+    return EvaluationResult(
+        total / divisor,
+        None if not has_metric else means[""] if list(means) == [""] else means,
+        int(samples),
+        {name: value / divisor for name, value in of_loss.items()},
+    )
 
 
 def _read_here(tensors: Iterable[Any]) -> None:
@@ -160,9 +202,3 @@ _Sum: TypeAlias = "torch.Tensor | float"  # float64
 def _wide(value: Any) -> _Sum:
     """A number, or a tensor of one element, to be added up."""
     return value.detach().double().reshape(()) if isinstance(value, torch.Tensor) else float(value)
-
-
-def _on(number: _Sum, device: torch.device) -> torch.Tensor:
-    if isinstance(number, torch.Tensor):
-        return number.to(device)
-    return torch.full((), number, dtype=torch.float64, device=device)  # filled there, without a copy

@@ -21,11 +21,6 @@ Fill: TypeAlias = Callable[[nn.Module], Any]
 _INDEX = "model.safetensors.index.json"
 
 
-def is_on_meta(layers: Sequence[nn.Module]) -> bool:
-    """Whether something in a model has no values yet."""
-    return any(t.is_meta for layer in layers for of in (layer.parameters(), layer.buffers()) for t in of)
-
-
 class InitialWeights:
     """Where the values of a model on the meta device come from.
 

@@ -432,9 +432,8 @@ def _shelve(node: Node, shelf: list[torch.Tensor]) -> None:
     for name, given in _saved_names(type(node)):
         # Giving out refuses a tensor that was overwritten since, as the engine does unless there are hooks.
         for kept, tensor in zip(_several(getattr(node, name)), _several(getattr(node, given))):
-            if (
-                tensor is not None and tensor.dim()
-            ):  # scalars may stand for Python's numbers, and free nothing
+            # scalars may stand for Python's numbers, and free nothing
+            if tensor is not None and tensor.dim():
                 kept.register_hooks(put, shelf.__getitem__)
 
 

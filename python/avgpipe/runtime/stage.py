@@ -115,9 +115,8 @@ class Inputs:
         if written is None or written or again:
             return self._checked(layers, value, place, training, again)
         try:
-            return layers(
-                value, place
-            )  # the common case, and no look at it: torch itself refuses to change a leaf
+            # the common case, and no look at it: torch itself refuses to change a leaf
+            return layers(value, place)
         except StageError as error:
             if not writes_to_a_leaf(error):
                 raise

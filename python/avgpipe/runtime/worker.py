@@ -88,9 +88,8 @@ class Worker:
                 for i in placement.pipelines_of(replica):
                     self.lanes[replica, i] = self._lane(self._route(replica, i), groups)
             self.is_sharded = options.prepare is not None and self._agree_on_forms()
-        except (
-            BaseException
-        ):  # of the caller's functions, too; threads inside gloo would abort the process at its end
+        except BaseException:  # of the caller's functions, too
+            # threads inside gloo would abort the process at its end
             self._links.close(_PATIENCE_S)
             raise
         self.rows = self._rows(plan.build_schedule())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from avgpipe.errors import reason
-from avgpipe.model.blocks import evaluating
+from avgpipe.model.modes import in_mode
 from avgpipe.model.transformers import call_of, twin_of
 
 # untyped on purpose: types would be checked against whichever release is installed
@@ -135,9 +135,8 @@ def _of_tokens(config: Any, shifts: bool) -> ItemLoss:
     def loss(outputs: Any, labels: Tensor, items: Tensor) -> Tensor:
         logits = outputs["logits"]
         value: Tensor = function(logits, labels, logits.shape[-1], num_items_in_batch=items)
-        if (
-            routing := outputs.get("aux_loss")
-        ) is not None:  # a mean of its own, which weighs as the tokens do
+        routing = outputs.get("aux_loss")  # a mean of its own, which weighs as the tokens do
+        if routing is not None:
             value = value + coefficient * routing * count(labels) / items
         return value
 
@@ -173,7 +172,7 @@ def _prove(model: Any, loss: TrainerLoss) -> None:
     inputs = dict(call_of(model).trials[0])
     kind = getattr(model.config, "problem_type", None)
     try:
-        with torch.no_grad(), evaluating(model):
+        with torch.no_grad(), in_mode(model, False):
             labels = _labels(model.config, model(**inputs)["logits"])
             returned = model(**inputs, labels=labels)
             expected, found = float(returned["loss"]), float(loss.mean(returned, labels))

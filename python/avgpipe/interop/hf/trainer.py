@@ -183,10 +183,8 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         return self.model, train_dataloader
 
     def _resume(self, pipeline: Pipeline, folder: Path) -> None:
-        if any(
-            pipeline.world.gather((folder / _STATE).is_dir())
-        ):  # a rank that cannot see it is named by load
-            pipeline.load(folder / _STATE)
+        if any(pipeline.world.gather((folder / _STATE).is_dir())):
+            pipeline.load(folder / _STATE)  # which names a rank that cannot see it
         elif not pipeline.world.rank:
             _log.warning(
                 "%s has a model's weights and no folder %r: optimizers and schedules begin anew",
