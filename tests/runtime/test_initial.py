@@ -2,6 +2,7 @@
 
 import copy
 import os
+from functools import partial
 from itertools import count
 
 import pytest
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Plan
 from tests.interop.models import batches, build, loss_of, transformers
 from tests.runner import run
+from tests.runtime.cases import assert_same_training, train_pipeline
 from tests.workloads.equality import sgd
 
 
@@ -41,16 +43,10 @@ def data():
 
 def trained(model, loss_fn=F.mse_loss, loader=None, *, stages=2, pipelines=1, **options):
     plan = Plan(stages=stages, pipelines=pipelines, micro_batches=2 * pipelines)
-    with Pipeline(model, plan, loss_fn=loss_fn, optimizer=sgd, **options) as pipeline:
-        losses = [result.loss for result in pipeline.train(loader or data())]
-        return losses, pipeline.state_dict()
+    return train_pipeline(model, plan, loader or data(), loss_fn, sgd, **options)
 
 
-def assert_same(got, expected):
-    assert got[0] == expected[0]
-    assert got[1].keys() == expected[1].keys()
-    for name, tensor in expected[1].items():
-        assert torch.equal(got[1][name], tensor), name
+assert_same = partial(assert_same_training, bound=0)
 
 
 def fill(modules):

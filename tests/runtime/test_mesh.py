@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from avgpipe import Pipeline, PipelineError, Plan
 from avgpipe.errors import CheckpointError
 from tests.runner import Ranks, run, touch
-from tests.runtime.cases import Tied, adamw, assert_same_state, token_batches, train_on_one_device
+from tests.runtime.cases import (
+    Tied,
+    adamw,
+    assert_same_state,
+    assert_same_training,
+    token_batches,
+    train_on_one_device,
+    train_pipeline,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -316,25 +325,15 @@ def along_the_sequence(module: Any, stage: int, mesh: Any) -> None:
 def learn_sequences() -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
     model, batches = sequences()
-    with Pipeline(
-        model,
-        Plan(stages=2, micro_batches=2),
-        loss_fn=nn.MSELoss(),
-        optimizer=adamw,
-        mesh=mesh["pp"],
-        prepare_stage=along_the_sequence,
-        clip_grad_norm=0.01,
-        timeout_s=30,
-    ) as p:
-        return [r.loss for r in p.train(batches)], p.state_dict()
+    how = {"mesh": mesh["pp"], "prepare_stage": along_the_sequence, "clip_grad_norm": 0.01, "timeout_s": 30}
+    return train_pipeline(model, Plan(stages=2, micro_batches=2), batches, nn.MSELoss(), adamw, **how)
 
 
 @pytest.mark.slow
 def test_gradients_that_layers_leave_as_sums_to_be_added_up_are() -> None:
-    losses, state = train_on_one_device(*sequences(), nn.MSELoss(), adamw, clip=0.01)
-    for own, theirs in run(4, learn_sequences):
-        assert own == pytest.approx(losses, abs=BOUND)
-        assert_same_state(theirs, state, BOUND)
+    expected = train_on_one_device(*sequences(), nn.MSELoss(), adamw, clip=0.01)
+    for found in run(4, learn_sequences):
+        assert_same_training(found, expected, BOUND)
 
 
 def train_apart() -> Any:
@@ -346,35 +345,22 @@ def train_apart() -> Any:
     batches = token_batches(2, 12) if number else sequences()[1][:2]
     loss_fn = LOSS if number else nn.MSELoss()
     plan = Plan(stages=2, pipelines=1 + number, micro_batches=2, partition=[1 + number])
-    found = []
-    for link in ("auto", "gloo"):
-        options = {
-            "loss_fn": loss_fn,
-            "optimizer": adamw,
-            "group": groups[number],
-            "link": link,
-            "timeout_s": 30,
-        }
-        with Pipeline(model, plan, **options) as p:
-            found.append(([r.loss for r in p.train(batches)], p.state_dict()))
-    return found
+    how = {"group": groups[number], "timeout_s": 30}
+    return [
+        train_pipeline(model, plan, batches, loss_fn, adamw, link=link, **how) for link in ("auto", "gloo")
+    ]
 
 
 def test_groups_train_pipelines_of_their_own() -> None:
     ranks = run(4, train_apart)
-    losses, state = train_on_one_device(*(sequences()[0], sequences()[1][:2]), nn.MSELoss(), adamw)
-    for found in ranks[::2]:
-        for own, theirs in found:
-            assert own == pytest.approx(losses, abs=BOUND)
-            assert_same_state(theirs, state, BOUND)
+    expected = train_on_one_device(*(sequences()[0], sequences()[1][:2]), nn.MSELoss(), adamw)
+    for found in chain.from_iterable(ranks[::2]):
+        assert_same_training(found, expected, BOUND)
     plan = Plan(stages=2, pipelines=2, micro_batches=2, partition=[2])
-    with Pipeline(model_of_blocks(), plan, loss_fn=LOSS, optimizer=adamw) as p:
-        losses = [r.loss for r in p.train(token_batches(2, 12))]
-        state = p.state_dict()
-    for found in ranks[1::2]:
-        for own, theirs in found:
-            assert own == losses
-            assert_same_state(theirs, state)
+    expected = train_pipeline(model_of_blocks(), plan, token_batches(2, 12), LOSS, adamw)
+    for found in chain.from_iterable(ranks[1::2]):
+        assert found[0] == expected[0]
+        assert_same_state(found[1], expected[1])
 
 
 def refusals() -> list[str]:

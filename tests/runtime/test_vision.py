@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from benchmarks.models.networks import FOLDER
@@ -19,12 +17,8 @@ pytestmark = [
 ]
 
 
-def check(name: str) -> dict[str, Any]:
-    return tried(name)
-
-
 def test_a_network_with_statistics_in_modules_of_its_own_is_equal() -> None:
-    (row,) = run(1, check, name="timm mobilenetv3_small_050", timeout_s=110)
+    (row,) = run(1, tried, name="timm mobilenetv3_small_050", timeout_s=110)
     assert row["equal"], row
     assert row["by"] == "torch.fx"
 
@@ -32,7 +26,7 @@ def test_a_network_with_statistics_in_modules_of_its_own_is_equal() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torchvision swin_t", "timm vit_tiny_patch16_224", "timm ghostnet_050"])
 def test_networks_are_equal(name: str) -> None:
-    (row,) = run(1, check, name=name, timeout_s=110)
+    (row,) = run(1, tried, name=name, timeout_s=110)
     assert row["equal"], row
 
 
@@ -40,6 +34,6 @@ def test_networks_are_equal(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_network_that_only_torch_export_can_trace_is_equal() -> None:
-    (row,) = run(1, check, name="timm mobilevit_xxs", timeout_s=580)
+    (row,) = run(1, tried, name="timm mobilevit_xxs", timeout_s=580)
     assert row["equal"], row
     assert row["by"] == "torch.export"

@@ -123,7 +123,7 @@ def expected_traffic(model: Model, layers: Sequence[nn.Module], example_inputs: 
     there = to_device(example_inputs, device_of(nn.ModuleList(layers)))
     first = split(there, min(parts, batch_size(there)))[0]
     try:
-        value = pytree.tree_map(lambda t: fake.from_tensor(t) if isinstance(t, torch.Tensor) else t, first)
+        value = pytree.tree_map_only(torch.Tensor, fake.from_tensor, first)
         with ExitStack() as modes, torch.no_grad(), fake:
             for layer in layers:
                 modes.enter_context(in_mode(layer, False))

@@ -70,7 +70,7 @@ def prove(layers: Sequence[nn.Module], model: nn.Module, example_inputs: Any) ->
         for module in (model, *layers):
             modes.enter_context(in_mode(module, False))
         for size in sizes:
-            inputs = pytree.tree_map(partial(first_samples, size), example)
+            inputs = first_samples(size, example)
             if not _computes(model, inputs, device, must=size == next(iter(sizes))):
                 return  # the model itself cannot do with fewer
             whole = partial(_called, model, inputs, device)
@@ -98,9 +98,9 @@ def _computes(model: nn.Module, inputs: Any, device: torch.device, must: bool) -
     return True
 
 
-def first_samples(size: int, value: Any) -> Any:
-    """Return the first ``size`` samples of a tensor, and anything else as it is."""
-    return value[:size] if isinstance(value, torch.Tensor) and value.dim() else value
+def first_samples(size: int, inputs: Any) -> Any:
+    """Return the first ``size`` samples of all tensors."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: t[:size] if t.dim() else t, inputs)
 
 
 def _called(model: nn.Module, inputs: Any, device: torch.device) -> Any:
@@ -119,4 +119,4 @@ def _chained(layers: Sequence[Callable[[Any], Any]], inputs: Any, device: torch.
 
 def _copied(inputs: Any) -> Any:
     """Copy what the model may write to."""
-    return pytree.tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, inputs)
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)

@@ -81,7 +81,7 @@ def _refuse_few_samples(guards: Guards, model: nn.Module, example: Any) -> None:
         guards.train(training)
         # One sample alone, BatchNorm refuses to train on.
         for size in range(1 + training, min(most, _MOST_SAMPLES) + 1):
-            guards(*Arguments.on(model, pytree.tree_map(partial(first_samples, size), example)).leaves)
+            guards(*Arguments.on(model, first_samples(size, example)).leaves)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -102,23 +102,23 @@ def _at_least_two(inputs: Any) -> Any:
     """Repeat the samples of an example of one."""
     if batch_size(inputs) >= _LEAST_SAMPLES:
         return inputs
-    return pytree.tree_map(
-        lambda t: torch.cat([t] * _LEAST_SAMPLES) if isinstance(t, torch.Tensor) and t.dim() else t, inputs
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: torch.cat([t] * _LEAST_SAMPLES) if t.dim() else t, inputs
     )
 
 
 def _shorter(example: Any) -> Any:
     """Make whole numbers and masks a step shorter in every dimension but that of the samples, where they have some."""
 
-    def of(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+    def of(value: torch.Tensor) -> torch.Tensor:
+        if value.is_floating_point() or value.is_complex():
             return value
         for n in range(1, value.dim()):
             if value.shape[n] >= _LEAST_LENGTH:
                 value = value.narrow(n, 0, value.shape[n] - 1)
         return value.contiguous()
 
-    return pytree.tree_map(of, example)
+    return pytree.tree_map_only(torch.Tensor, of, example)
 
 
 def _sizes_of(inputs: Any) -> list[torch.Size]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from avgpipe.model.anatomy import Collected
 from avgpipe.model.blocks import BlockCall, Slot, Slots, replace_slots, slots_of
@@ -87,13 +87,11 @@ class Outline(nn.Module):
         if isinstance(shape, nn.Embedding) and len(given) == 1:  # the commonest by far
             weight = shape.weight
             return made_up((*given[0].shape, weight.shape[1]), weight.dtype, given[0].device, exchange)
+        args, kwargs = tree_map_only(torch.Tensor, partial(torch.empty_like, device="meta"), (args, kwargs))
         with torch.no_grad():
-            returned = shape(*tree_map(_emptied, args), **tree_map(_emptied, kwargs))
+            returned = shape(*args, **kwargs)
         device = given[0].device if given else torch.device("cpu")
-        return tree_map(
-            lambda t: made_up(t.shape, t.dtype, device, exchange) if isinstance(t, torch.Tensor) else t,
-            returned,
-        )
+        return tree_map_only(torch.Tensor, lambda t: made_up(t.shape, t.dtype, device, exchange), returned)
 
 
 def made_up(
@@ -104,10 +102,6 @@ def made_up(
     if exchange.whole:
         return torch.full(shape, number, dtype=dtype, device=device)
     return torch.full((), number, dtype=dtype, device=device).expand(shape)
-
-
-def _emptied(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
 class OtherBlock(Outline):

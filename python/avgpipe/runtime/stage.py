@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ class Inputs:
         found = {n for n in tensors if leaves[n]._version != versions[n]}
         if written is None:
             self._written[training] = found
-            self.output = pytree.tree_map(_without_values, output)
+            self.output = pytree.tree_map_only(torch.Tensor, partial(torch.empty_like, device="meta"), output)
         elif late := found - written:
             written |= late
             if again:
@@ -152,10 +153,6 @@ class Inputs:
                     "one did, and recomputation needs it as it was: change a clone() of it in the layer"
                 )
         return output
-
-
-def _without_values(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
 def writes_to_a_leaf(error: StageError) -> bool:
