@@ -251,7 +251,8 @@ def test_the_tracer_tells_who_uses_what() -> None:
         (1, 5): [state],
         (2, 5): [nothing],
     }
-    assert Model.split(language_model(), 3, None).skips == [NO_SKIPS] * 3
+    layers = language_model()
+    assert Model.cut(layers, layers, 3, None).skips == [NO_SKIPS] * 3
 
 
 def test_the_models_output_uses_what_it_holds() -> None:

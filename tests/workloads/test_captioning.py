@@ -279,7 +279,7 @@ def test_paper_size_is_cut_and_goes_forward_and_back_on_the_meta_device(stages):
     embeddings = 4096 * 500 + 500 + 12_594 * 500
     lstms = 4 * 1000 * (500 + 1000 + 1) + 4 * 1000 * (1000 + 500 + 1000 + 1)
     assert counted == embeddings + lstms + 12_594 * 1001 == 36_960_094
-    cut = Model.split(layers, stages, None)
+    cut = Model.cut(layers, layers, stages, None)
     for k in range(stages):
         value = nn.Sequential(*layers[cut.bounds[k] : cut.bounds[k + 1]])(value)
     assert value.shape == (4, 5, 12_594)

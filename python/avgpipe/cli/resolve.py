@@ -221,14 +221,14 @@ def check_run(config: TrainConfig) -> None:
     check_folder(config)
     check_device(config.device)
     check_loggers(config.logger)
-    from avgpipe.model.model import Model
+    from avgpipe.model.model import Model, layers_of
 
     workload, plan = prepare(config)
     if config.target is not None and workload.valid_batches is None:
         raise ValueError(
             f"target {config.target}: {workload.label} has nothing to validate on: give it held_out"
         )
-    model = Model.split(workload.layers, plan.stages, plan.partition)
+    model = Model.cut(workload.layers, layers_of(workload.layers), plan.stages, plan.partition)
     if config.resume:
         verify_checkpoint(config.last_checkpoint, model.signature())
 

@@ -293,12 +293,6 @@ class Model:
     versions: dict[str, dict[str, Any]]
 
     @classmethod
-    def split(
-        cls, model: nn.Module | Sequence[nn.Module], stages: int, partition: Sequence[Any] | None
-    ) -> Model:
-        return cls.cut(model, layers_of(model), stages, partition)
-
-    @classmethod
     def cut(
         cls,
         model: nn.Module | Sequence[nn.Module],

@@ -172,4 +172,4 @@ def _said(node: fx.Node | None) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     is_inside = node.op != "call_module" and stack
     where = stack[-1][0] if is_inside and isinstance(stack[-1][0], str) else ""
-    return f"{name}" + (f" of {where!r}" if where else "")
+    return name + (f" of {where!r}" if where else "")

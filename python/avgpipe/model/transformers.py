@@ -84,12 +84,11 @@ def output_of(returned: Any) -> Any:
 
 
 def _is_kept(name: str) -> bool:
-    if name.startswith("encoder_") or name.endswith("attentions"):
-        return False
-    return (
-        "cache" not in name
-        and "key_values" not in name
-        and not (name != "last_hidden_state" and "hidden_state" in name)
+    if name == "last_hidden_state":
+        return True
+    left_out = ("cache", "key_values", "hidden_state")
+    return not (
+        name.startswith("encoder_") or name.endswith("attentions") or any(n in name for n in left_out)
     )
 
 
@@ -205,7 +204,7 @@ def twin_of(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} is on the meta device, and no tiny model like it can be made to see what it does "
             f"({reason(error)}): build it with values"
         ) from error
-    mine, other = set(dict(model.named_parameters())), set(dict(twin.named_parameters()))
+    mine, other = ({name for name, _ in of.named_parameters()} for of in (model, twin))
     if mine != other:
         raise ValueError(
             f"{type(model).__name__} is on the meta device, and a tiny model like it has other parameters, such as "

@@ -34,12 +34,8 @@ def pieces_of(graph: fx.Graph, units: Mapping[fx.Node, str]) -> list[list[fx.Nod
 
 def _lists_of_blocks(model: nn.Module) -> set[str]:
     """Return the names of lists, of two entries at least, all of one class."""
-    found = set()
-    for name, module in model.named_modules():
-        kinds = {type(child) for child in module.children()}
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len(kinds) == 1:
-            found.add(name)
-    return found
+    lists = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential))
+    return {name for name, found in lists if len(found) > 1 and len(set(map(type, found.children()))) == 1}
 
 
 def _unit(node: fx.Node, model: nn.Module, lists: set[str]) -> str:
