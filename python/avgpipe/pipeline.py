@@ -54,6 +54,7 @@ from avgpipe.runtime.requirements import (
     check_carries,
     check_correction,
     check_device,
+    check_dtypes,
     check_model,
     check_names,
     check_options,
@@ -245,6 +246,7 @@ class Pipeline:
         initial = None if weights_from is None else InitialWeights.of(weights_from, named, self._model)
         self._device = _device(device, layers)
         check_carries(options, layers)
+        check_dtypes(options, layers)
         check_device(options, plan.weights, self._device, layers)
         if not has_streams(self._device):
             keep_freed_memory()

@@ -62,6 +62,7 @@ class Setup:
     """What is trained, and how, whatever the plan is.
 
     Attributes:
+        output: makes of what the whole model returns what a pipeline does.
         convert: changes the model before it is given away.
         backend: of torch.compile, for every layer; None: nothing is compiled.
     """
@@ -69,6 +70,7 @@ class Setup:
     model: Callable[[], nn.Module] = blocks
     batches: Callable[[], list[Any]] = labelled
     loss_fn: Any = LOSS
+    output: Callable[[Any], Any] = lambda output: output
     dtype: torch.dtype = torch.float32
     convert: Callable[[nn.Module], nn.Module] = lambda model: model
     optimizer: Callable[[Any], Any] = adamw
@@ -169,8 +171,11 @@ class _Replica:
     def forward(self, x: Any, y: Any) -> torch.Tensor:
         autocast = self.setup.autocast
         with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-            loss: torch.Tensor = self.setup.loss_fn(self.model(x), y)
+            loss: torch.Tensor = self.setup.loss_fn(self.output(x), y)
         return loss
+
+    def output(self, x: Any) -> Any:
+        return self.setup.output(self.model(x))
 
     def add_gradients(self, parts: Sequence[Any], samples: int) -> float:
         total = 0.0
@@ -193,7 +198,7 @@ def on_one_device(setup: Setup, ways: Ways) -> Result:
     reference = Reference(trainable, replicas=ways.shares, staleness=0) if ways.elastic else None
     replicas = [_Replica(setup, reference, i, like) for i in range(ways.shares if ways.elastic else 1)]
     first = replicas[0]
-    ema = AveragedModel(first.model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)) if setup.ema else None
+    ema = AveragedModel(_in_float32(first), multi_avg_fn=get_ema_multi_avg_fn(DECAY)) if setup.ema else None
     history: list[list[torch.Tensor]] = []
     losses = []
     for x, y in batches:
@@ -221,14 +226,14 @@ def on_one_device(setup: Setup, ways: Ways) -> Result:
             first.step()
         if ema is not None:
             with reference.applied_to(first.model) if reference is not None else nullcontext():
-                ema.update_parameters(first.model)
+                ema.update_parameters(_in_float32(first))
         losses.append(total)
     with reference.applied_to(first.model) if reference is not None else nullcontext(), torch.no_grad():
         first.model.eval()
         state = copy.deepcopy(first.model.state_dict())
         values = [_evaluated(first, _micro_batches(x, y, ways)) for x, y in batches]
-        predicted = torch.cat([first.model(part) for part, _ in _micro_batches(*batches[0], ways)])
-    averaged = None if ema is None else ema.module.state_dict()
+        predicted = torch.cat([first.output(part) for part, _ in _micro_batches(*batches[0], ways)])
+    averaged = None if ema is None else ema.module.to(setup.dtype).state_dict()
     return Result(losses, state, averaged, sum(values) / len(values), predicted)
 
 
@@ -239,8 +244,13 @@ def _micro_batches(x: Any, y: Any, ways: Ways) -> list[Any]:
 def _evaluated(replica: _Replica, parts: Sequence[Any]) -> float:
     """In full precision, without autocast, as a pipeline evaluates."""
     samples = sum(len(answer) for _, answer in parts)
-    losses = [replica.setup.loss_fn(replica.model(part), answer) for part, answer in parts]
+    losses = [replica.setup.loss_fn(replica.output(part), answer) for part, answer in parts]
     return sum(float(loss) * len(answer) for loss, (_, answer) in zip(losses, parts)) / samples
+
+
+def _in_float32(replica: _Replica) -> nn.Module:
+    """What is averaged: a pipeline averages weights of 16 bits in 32."""
+    return copy.deepcopy(replica.model).float()
 
 
 def _fill(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -22,6 +22,7 @@ from avgpipe.checkpoint.content import check_content
 from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.manifest import Gone, Manifest, read_text
 from avgpipe.checkpoint.save import carries, parameter_names
+from avgpipe.checkpoint.subclasses import put_together
 from avgpipe.elastic import Layout
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.model import Model
@@ -317,11 +318,12 @@ def _restore_schedule(trained: TrainedStage, saved: SavedStages, source: int) ->
 def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStages, source: int) -> None:
     if trained.optimizer is None:
         return
+    inner = trained.elastic.inner if trained.elastic is not None else trained.optimizer
     if saved.exactly:
-        trained.optimizer.load_state_dict(saved.first(source, "optimizer")["state"])
+        whole = saved.first(source, "optimizer")["state"]
+        trained.optimizer.load_state_dict({**whole, "state": put_together(whole["state"], inner)})
         return
     stages = [replica["optimizer"] for replica in saved.replicas(source) if replica["optimizer"] is not None]
-    inner = trained.elastic.inner if trained.elastic is not None else trained.optimizer
     current = inner.state_dict()
     order = parameter_names(trained, trained.optimizer, names)
     by_name = {
@@ -332,10 +334,19 @@ def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStag
     }
     for mine in current["param_groups"]:  # a group's settings are those that its parameters had
         theirs: dict[str, Any] = next((by_name[order[n]] for n in mine["params"] if order[n] in by_name), {})
-        mine.update({key: value for key, value in theirs.items() if key not in OF_STAGE})
+        set_group(mine, {key: value for key, value in theirs.items() if key not in OF_STAGE})
     states = {stage["names"][n]: value for stage in stages for n, value in stage["state"]["state"].items()}
     # Copies: a tied parameter's state goes to several stages, and a saved pipeline's to several new ones.
-    current["state"] = {n: copy.deepcopy(states[name]) for n, name in enumerate(order) if name in states}
+    current["state"] = {
+        n: put_together(copy.deepcopy(states[name]), inner) for n, name in enumerate(order) if name in states
+    }
     inner.load_state_dict(current)
     if trained.elastic is not None:
         trained.elastic.restored()
+
+
+def set_group(mine: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Give a group of an optimizer other settings. A rate that is a tensor, as torchao's optimizers want, stays one."""
+    for key, value in settings.items():
+        now = mine.get(key)
+        mine[key] = torch.as_tensor(value).to(now) if isinstance(now, torch.Tensor) else value

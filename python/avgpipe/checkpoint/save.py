@@ -14,6 +14,7 @@ import torch
 
 from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
 from avgpipe.checkpoint.manifest import NAME, Manifest, crc_of, file_name
+from avgpipe.checkpoint.subclasses import taken_apart
 from avgpipe.errors import CheckpointError
 from avgpipe.model.context import Carry
 from avgpipe.model.model import Model
@@ -143,7 +144,8 @@ def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
         state["older"] = {behind: by_name(flats) for behind, flats in trained.versions.older().items()}
     if optimizer is not None:
         order = parameter_names(trained, optimizer, names)
-        state["optimizer"] = {"state": optimizer.state_dict(), "names": order}
+        of_all = optimizer.state_dict()
+        state["optimizer"] = {"state": {**of_all, "state": taken_apart(of_all["state"])}, "names": order}
     return state
 
 

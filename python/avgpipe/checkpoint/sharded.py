@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from avgpipe.checkpoint.folder import agreed
-from avgpipe.checkpoint.load import OF_STAGE
+from avgpipe.checkpoint.load import OF_STAGE, set_group
 from avgpipe.checkpoint.save import parameter_names
+from avgpipe.checkpoint.subclasses import copied, is_subclass
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.model import Model
 from avgpipe.runtime.optimizers import rescheduled
@@ -133,11 +134,20 @@ def _first_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
     for group, rate in zip(optimizer.param_groups, rates):
         group["lr"] = rate
     found = {
-        p: {key: torch.zeros_like(torch.as_tensor(v)) for key, v in of.items() if v is not None}
+        p: {key: _zeroed(torch.as_tensor(v)) for key, v in of.items() if v is not None}
         for p, of in optimizer.state.items()
     }
     optimizer.state.clear()
     return found
+
+
+@torch.no_grad()
+def _zeroed(value: torch.Tensor) -> torch.Tensor:
+    part: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+    if not is_subclass(part):
+        return torch.zeros_like(value)
+    part.copy_(torch.zeros(part.shape, dtype=part.dtype, device=part.device))  # its class has no zeros_like
+    return value
 
 
 def _restore_optimizer(
@@ -153,10 +163,10 @@ def _restore_optimizer(
     order = parameter_names(trained, optimizer, names)
     settings = {name: of for members, of in groups for name in members}
     for mine in current["param_groups"]:  # a group's settings are those that its parameters had
-        mine.update(next((settings[order[n]] for n in mine["params"] if order[n] in settings), {}))
+        set_group(mine, next((settings[order[n]] for n in mine["params"] if order[n] in settings), {}))
     # Copies: a tied parameter's state goes to several stages.
     current["state"] = {
-        n: {key: value.clone() for key, value in optimizers[name].items()}
+        n: {key: copied(value) for key, value in optimizers[name].items()}
         for n, name in enumerate(order)
         if name in optimizers
     }

@@ -68,6 +68,13 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
                 "initialisation"
             )
     for name, parameter in whole.named_parameters():
+        if parameter.requires_grad and type(parameter.data) is not torch.Tensor:
+            # It would go on training in memory of its own, and flat buffers would keep its first values.
+            raise ValueError(
+                f"parameter {name!r} trains, and its values are a {type(parameter.data).__name__}, a tensor made of "
+                "others: freeze it, or leave such weights out; for torchao's fp8 layers leave "
+                "enable_fsdp_float8_all_gather out"
+            )
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"parameter {name!r} has a hook that runs after gradients are accumulated; a Pipeline accumulates "
@@ -119,6 +126,18 @@ def check_carries(options: TrainingOptions, layers: Sequence[nn.Module]) -> None
             f"accumulate={options.accumulate} trains on several batches as one, and the model has a Carry, which goes "
             "from each batch to the next: use accumulate=1 and larger batches"
         )
+
+
+def check_dtypes(options: TrainingOptions, layers: Sequence[nn.Module]) -> None:
+    """Refuse trained weights in the other 16 bits than those of autocast."""
+    halves = {torch.bfloat16, torch.float16}
+    for layer in layers if options.autocast in halves else ():
+        for name, p in layer.named_parameters():
+            if p.requires_grad and p.dtype in halves - {options.autocast}:
+                raise ValueError(
+                    f"autocast={options.autocast} with weights in {p.dtype} ({name!r} of {type(layer).__name__}): use "
+                    f"autocast={p.dtype}, or weights in torch.float32"
+                )
 
 
 def check_device(

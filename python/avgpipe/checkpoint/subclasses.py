@@ -1,0 +1,79 @@
+"""Optimizer states that are tensors of other classes than torch's own, such as torchao's in 8 bits.
+
+A file has them as plain containers and tensors, as ``__tensor_flatten__`` takes them apart: it loads with
+``weights_only=True`` wherever it is read, and by name into stages that are cut elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from avgpipe.errors import CheckpointError
+from avgpipe.runtime.optimizers import members_of
+
+_CLASS = "class of a tensor"  # the key that tells a tensor in its plain form from other containers
+
+
+def is_subclass(value: Any) -> bool:
+    """Whether a tensor is made of others."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__")
+
+
+def taken_apart(value: Any) -> Any:
+    """Return an optimizer's state in plain containers and tensors; CheckpointError for what has no such form."""
+    if isinstance(value, Mapping):
+        return {key: taken_apart(part) for key, part in value.items()}
+    if not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if not is_subclass(value):
+        raise CheckpointError(
+            f"the optimizer's state has a tensor of {kind}, which has no plain form (__tensor_flatten__) to be saved "
+            "in: use another optimizer"
+        )
+    names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: taken_apart(getattr(value, name)) for name in names}
+    shape = [list(value.shape), list(value.stride())]
+    return {_CLASS: kind, "parts": parts, "context": context, "shape": shape}
+
+
+def put_together(value: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Return what :func:`taken_apart` was given, for ``optimizer``.
+
+    Raises:
+        ValueError: for a class that is not of its package: a file is not believed what to import.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    if _CLASS not in value:
+        return {key: put_together(part, optimizer) for key, part in value.items()}
+    module, _, name = value[_CLASS].rpartition(".")
+    kinds = [kind for member in members_of(optimizer) for kind in type(member).__mro__]
+    found = getattr(sys.modules.get(module), name, None)
+    if found is None or _package(module) not in {_package(kind.__module__) for kind in kinds}:
+        raise ValueError(
+            f"the optimizer that was saved keeps {name} of {_package(module)}, and {type(optimizer).__name__} knows no "
+            "such tensors"
+        )
+    parts = {key: put_together(part, optimizer) for key, part in value["parts"].items()}
+    return found.__tensor_unflatten__(parts, value["context"], *map(torch.Size, value["shape"]))
+
+
+def copied(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy, of tensors too whose class cannot be cloned."""
+    if not is_subclass(value):
+        return value.clone()
+    kind: Any = type(value)
+    names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: copied(getattr(value, name)) for name in names}
+    copy_: torch.Tensor = kind.__tensor_unflatten__(parts, copy.copy(context), value.shape, value.stride())
+    return copy_
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
