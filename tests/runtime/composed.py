@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,30 +20,30 @@ from avgpipe import ElasticAveraging, Pipeline, Plan, Reference
 from tests.runtime.capture_rules import capture_rules
 
 LOSS = nn.CrossEntropyLoss()
-WIDTH, SAMPLES, CUT = 64, 16, 2  # matrices of 64 x 64 are just large enough for 8-bit states
+WIDTH, SAMPLES, CUT = 64, 16, 2  # matrices of 64 x 64 are just large enough for states of 8 bits
 DECAY = 0.7
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.lin = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.lin = nn.LayerNorm(width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tanh(self.lin(self.norm(x)))
 
 
-def blocks() -> nn.Module:
+def blocks(width: int = WIDTH) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(Block(), Block(), Block(), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(*(Block(width) for _ in range(3)), nn.Linear(width, width))
 
 
-def labelled(count: int = 4) -> list[Any]:
+def labelled(width: int = WIDTH, count: int = 4) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     return [
         (
-            torch.randn(SAMPLES, WIDTH, generator=generator),
-            torch.randint(WIDTH, (SAMPLES,), generator=generator),
+            torch.randn(SAMPLES, width, generator=generator),
+            torch.randint(width, (SAMPLES,), generator=generator),
         )
         for _ in range(count)
     ]
@@ -79,7 +79,6 @@ class Setup:
     comes_compiled: bool = False
     graphs: bool = False
     ema: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
 
     def made(self) -> nn.Module:
         model = self.convert(self.model().to(self.dtype))
@@ -100,7 +99,6 @@ class Setup:
             "compile": {"backend": self.backend} if compiles else False,
             "cuda_graphs": self.graphs,
             "ema_decay": DECAY if self.ema else None,
-            **self.options,
             **more,
         }
         return Pipeline(self.made(), plan, **settings)
@@ -120,15 +118,24 @@ class Result(NamedTuple):
 
 def in_a_pipeline(setup: Setup, plan: Plan, **more: Any) -> Result:
     batches = setup.data()
-    with setup.device(), setup.pipeline(plan, **more) as p:
-        losses = [r.loss for r in p.train(batches)]
-        return Result(
-            losses,
-            p.state_dict(),
-            p.state_dict("ema") if setup.ema else None,
-            p.evaluate(batches).loss,
-            p.predict(batches[0][0]),
-        )
+    with setup.pipeline(plan, **more) as p:
+        return result_of(p, setup, [r.loss for r in p.train(batches)], batches)
+
+
+def result_of(p: Pipeline, setup: Setup, losses: list[float], batches: list[Any]) -> Result:
+    averaged = p.state_dict("ema") if setup.ema else None
+    return Result(losses, p.state_dict(), averaged, p.evaluate(batches).loss, p.predict(batches[0][0]))
+
+
+def assert_equal(ours: Result, theirs: Result) -> None:
+    """In every bit."""
+    assert ours.losses == theirs.losses
+    for mine, other in ((ours.state, theirs.state), (ours.averaged or {}, theirs.averaged or {})):
+        assert list(mine) == list(other)
+        assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
+    assert ours.evaluated == theirs.evaluated
+    assert ours.predicted is not None
+    assert torch.equal(ours.predicted, theirs.predicted)
 
 
 # ---- one device ------------------------------------------------------------------------------------------------------

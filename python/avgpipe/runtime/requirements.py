@@ -72,8 +72,8 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
             # It would go on training in memory of its own, and flat buffers would keep its first values.
             raise ValueError(
                 f"parameter {name!r} trains, and its values are a {type(parameter.data).__name__}, a tensor made of "
-                "others: freeze it, or leave such weights out; for torchao's fp8 layers leave "
-                "enable_fsdp_float8_all_gather out"
+                "others, which cannot lie in flat memory: leave it plain. Layers for fp8 with "
+                "enable_fsdp_float8_all_gather are made in Pipeline(prepare_stage=...), before fully_shard"
             )
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
