@@ -112,7 +112,7 @@ class Pipeline:
         skip_nonfinite: a batch whose gradients have infinities or NaN, on whichever stage, changes neither weights nor
             statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for the device, as
             it does where losses are scaled.
-        autocast: dtype for ``torch.autocast``.
+        autocast: dtype for ``torch.autocast`` in training; evaluation and prediction are in the dtype of the weights.
         loss_scale: what losses are multiplied with for the backward, so that small gradients of float16 are not lost:
             "dynamic", by the rule and the defaults of ``torch.amp.GradScaler``, for each pipeline; a number; None:
             "dynamic" under ``autocast=torch.float16``, else none. An update whose scaled gradients overflow on

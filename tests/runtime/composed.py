@@ -202,7 +202,7 @@ def on_one_device(setup: Setup, ways: Ways) -> Result:
     torch.compiler.reset()
     batches, like = setup.data(), setup.made()
     trainable = [p for p in like.parameters() if p.requires_grad]
-    reference = Reference(trainable, replicas=ways.shares, staleness=0) if ways.elastic else None
+    reference = Reference(trainable, replicas=ways.shares, staleness=1) if ways.elastic else None
     replicas = [_Replica(setup, reference, i, like) for i in range(ways.shares if ways.elastic else 1)]
     first = replicas[0]
     ema = AveragedModel(_in_float32(first), multi_avg_fn=get_ema_multi_avg_fn(DECAY)) if setup.ema else None

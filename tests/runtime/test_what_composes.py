@@ -74,9 +74,7 @@ COLUMNS: dict[str, list[dict[str, Any]]] = {  # what they set; the first of seve
     COMPILE: [{"backend": "aot_eager"}, {"backend": "aot_eager", "comes_compiled": True}],
     GRAPHS: [{"graphs": True}],
     FP8: [{"convert": to_fp8}],
-    BITS: [
-        {"optimizer": partial(few_bits, kind=kind)} for kind in ("AdamW8bit", "AdamW4bit", "AdamWFp8")
-    ],
+    BITS: [{"optimizer": partial(few_bits, kind=kind)} for kind in ("AdamW8bit", "AdamW4bit", "AdamWFp8")],
     EMA: [{"ema": True}],
 }
 
@@ -89,7 +87,7 @@ DREAM = {**TWO, "micro_batches": 1, "schedule": "pipedream"}
 SEVERAL = {"stages": 4, "micro_batches": 2, "schedule": "interleaved-1f1b", "stages_per_worker": 2}
 REPLICAS = {**TWO, "micro_batches": 4, "schedule": "1f1b", "replication": (2, 2)}
 PLANS: dict[str, tuple[dict[str, Any], Ways]] = {
-    "pipelines, elastic averaging": ({**HALVES, "rule": "avgpipe"}, Ways(4, 2, elastic=True)),
+    "pipelines, elastic averaging": ({**HALVES, "rule": "avgpipe", "staleness": 1}, Ways(4, 2, elastic=True)),
     "pipelines, shared batches": ({**HALVES, "rule": "mean-gradient"}, Ways(4, 2)),
     "weights stashed": ({**DREAM, "weights": "stash"}, Ways(1, delays=(1, 0))),
     "weights double-buffered": ({**TWO, "schedule": "pipedream-2bw"}, Ways(delays=(1, 1))),
@@ -109,6 +107,17 @@ def check_plan(setup: Setup, plan: dict[str, Any], ways: Ways) -> None:
     assert_equal(ours, on_one_device(setup, ways))
 
 
+def check_shared(setup: Setup) -> None:
+    """With gradients of a round before, one device is a pipeline of one stage."""
+    check_plan(setup, *PLANS["pipelines, shared batches"])
+    late = {**HALVES, "rule": "mean-gradient", "staleness": 1}
+    with setup.device():
+        ours, theirs = (
+            in_a_pipeline(setup, Plan(**plan)) for plan in (late, {**late, "stages": 1, "partition": None})
+        )
+    assert_equal(ours, theirs)
+
+
 def check_evaluation(setup: Setup, folder: Path) -> None:
     """Between batches, with another number of samples than those have."""
     batches = setup.data()
@@ -124,8 +133,12 @@ def check_evaluation(setup: Setup, folder: Path) -> None:
 
 LAYOUTS = [
     (TWO, {"stages": 4, "micro_batches": 2}),
-    ({**TWO, "schedule": "zero-bubble-h1"}, {"stages": 3, **{k: HALVES[k] for k in ("pipelines", "staleness")}}),
+    (
+        {**TWO, "schedule": "zero-bubble-h1"},
+        {"stages": 3, "pipelines": 2, "micro_batches": 2, "staleness": 0},
+    ),
     ({**HALVES, "micro_batches": 2}, {"stages": 1, "micro_batches": 2}),
+    ({**HALVES, "micro_batches": 2}, {**HALVES, "micro_batches": 2}),
 ]
 
 
@@ -197,32 +210,43 @@ def sharded(setup: Setup, hook: Any = shard) -> tuple[Pipeline, list[Any]]:
     return p, [(x.tensor_split(2)[own], y.tensor_split(2)[own]) for x, y in setup.data()]
 
 
-def train_shards(options: dict[str, Any], hook: Any = shard) -> Result:
+def train_shards(options: dict[str, Any], hook: Any = shard) -> Result | str:
+    """Or what a refusal says, on every rank alike."""
     setup = replace(Setup(), **WIDE, **options)
+    with setup.device():
+        try:
+            p, batches = sharded(setup, hook)
+        except ValueError as error:
+            return str(error)
+        with p:
+            return Result([r.loss for r in p.train(batches)], p.state_dict())
+
+
+def resume_shards(options: dict[str, Any], folder: str, hook: Any) -> Result:
+    """Train on two batches and save, in shards; go on with two more, with ``hook``."""
+    setup = replace(Setup(), **WIDE, **options)
+    p, batches = sharded(setup)
+    with p:
+        losses = [r.loss for r in p.train(batches[:2])]
+        dcp.save(p.sharded_state_dict(), checkpoint_id=folder)
     p, batches = sharded(setup, hook)
     with p:
-        return Result([r.loss for r in p.train(batches)], p.state_dict())
+        state = p.sharded_state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        p.load_sharded_state_dict(state)
+        losses += [r.loss for r in p.train(batches[2:])]
+        return Result(losses, p.state_dict())
 
 
 def check_shards(options: dict[str, Any], hook: Any = shard, alike: Any = None) -> None:
-    expected = on_one_device(replace(Setup(), **WIDE, **(alike or options)), Ways(4, 2))
     found = run(4, train_shards, options=options, hook=hook)
+    if isinstance(found[0], str):
+        raise ValueError(found[0])
+    expected = on_one_device(replace(Setup(), **WIDE, **(alike or options)), Ways(4, 2))
     for ours in found:
         assert [n for n, value in expected.state.items() if not torch.equal(value, ours.state[n])] == []
     halves = zip(found[0].losses, found[2].losses)
     assert [(a + b) / 2 for a, b in halves] == pytest.approx(expected.losses, abs=1e-6)
-
-
-def check_mesh(setup: Setup, column: str) -> None:
-    options = COLUMNS[column][0]
-    if ("FSDP2 inside a stage", column) in REFUSED:  # before any rank is asked
-        mesh: Any = object()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("avgpipe.pipeline.members_of", lambda *_: None)
-            patch.setattr("avgpipe.pipeline.preparing", lambda *_: shard)
-            with setup.device():
-                setup.pipeline(Plan(**TWO), mesh=mesh, prepare_stage=shard)
-    check_shards(options)
 
 
 # ---- the cells -------------------------------------------------------------------------------------------------------
@@ -233,14 +257,18 @@ SITUATIONS: dict[str, Callable[[Setup, Path, str], None]] = {
         row: (lambda setup, folder, column, of=of: check_plan(setup, *of))  # type: ignore[misc]
         for row, of in PLANS.items()
     },
-    "FSDP2 inside a stage": lambda setup, folder, column: check_mesh(setup, column),
+    "pipelines, shared batches": lambda setup, folder, column: check_shared(setup),
+    "FSDP2 inside a stage": lambda setup, folder, column: check_shards(COLUMNS[column][0]),
     "evaluate, predict": lambda setup, folder, column: check_evaluation(setup, folder),
     "save, load in another layout": lambda setup, folder, column: check_checkpoint(setup, folder),
     "models of transformers": lambda setup, folder, column: check_transformers(setup, folder),
 }
 ONCE = ("a process for each stage", "FSDP2 inside a stage")  # with the first of several
 REFUSED = {  # the note in the guide, and what the error says
-    (FP16, WEIGHTS): ("a", r"autocast=torch.float16 with weights in torch.bfloat16 .* use autocast=torch.bfloat16"),
+    (FP16, WEIGHTS): (
+        "a",
+        r"autocast=torch.float16 with weights in torch.bfloat16 .* use autocast=torch.bfloat16",
+    ),
     ("weights stashed", GRAPHS): ("b", "cuda_graphs=True cannot follow weights='stash'.*flushes"),
     ("weights double-buffered", GRAPHS): ("b", "cuda_graphs=True cannot follow weights='double-buffer'"),
     ("weights predicted", GRAPHS): ("b", "cuda_graphs=True cannot follow weights='predicted'"),
@@ -306,7 +334,9 @@ def test_the_table_of_the_guide_has_these_cells() -> None:
         if line.startswith("|")
     ]
     head, _, *body = rows
-    found = {(name, column): mark for name, *marks in body for column, mark in zip(head[1:], marks, strict=True)}
+    found = {
+        (name, column): mark for name, *marks in body for column, mark in zip(head[1:], marks, strict=True)
+    }
     assert found == CELLS
     notes = set(re.findall(r"^- \((\w)\) ", text, re.MULTILINE))
     assert notes == {letter for letter, _ in REFUSED.values()}
@@ -391,10 +421,43 @@ def test_a_hook_compiles_and_converts_what_it_shards() -> None:
     check_shards({}, shard_fp8, {"convert": to_fp8_in_blocks})
 
 
+def replicate(module: Any, stage: int, mesh: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(module, process_group=mesh["dp"].get_group())
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("hook", [shard, replicate])
+def test_states_of_8_bits_go_on_from_shards(hook: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    options = COLUMNS[BITS][0]
+    expected = on_one_device(replace(Setup(), **WIDE, **options), Ways(4, 2))
+    for ours in run(4, resume_shards, options=options, folder=str(tmp_path), hook=hook):
+        assert [n for n, value in expected.state.items() if not torch.equal(value, ours.state[n])] == []
+
+
 def test_fp8_weights_that_only_shards_can_hold_are_refused() -> None:
     setup = replace(Setup(), convert=partial(to_fp8, enable_fsdp_float8_all_gather=True))
     with pytest.raises(ValueError, match=r"'0.lin.weight' trains, .*\(prepare_stage=.*, before fully_shard"):
         setup.pipeline(Plan(**TWO))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("rule", ["mean-gradient", "avgpipe"])
+def test_a_rate_that_is_a_tensor_follows_its_schedule(rule: str, staleness: int) -> None:
+    """As optimizers with a compiled step want it; a schedule changes it in place."""
+    halving = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    plan = Plan(**{**HALVES, "rule": rule, "staleness": staleness})
+
+    def trained(rate: Callable[[], Any]) -> Result:
+        def optimizer(params: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(params, lr=rate(), foreach=False)
+
+        return in_a_pipeline(replace(Setup(), optimizer=optimizer), plan, lr_scheduler=halving)
+
+    plain, ours = trained(lambda: 0.01), trained(lambda: torch.tensor(0.01))
+    assert ours.losses == pytest.approx(plain.losses, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -418,6 +481,13 @@ def test_states_of_8_bits_go_with_their_optimizer(tmp_path: Path) -> None:
             dcp.load(state, checkpoint_id=tmp_path / "d", no_dist=True)
             p.load_sharded_state_dict(state)
             assert [r.loss for r in p.train(batches[2:])] == expected
+    known = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:  # where nobody has heard of torchao
+        for file in (tmp_path / "c").glob("*.pt"):
+            torch.load(file, weights_only=True)
+    finally:
+        torch.serialization.add_safe_globals(known)
     with Setup().pipeline(Plan(**TWO)) as p:
         with pytest.raises(CheckpointError, match="keeps OptimState8bit of torchao, and AdamW knows no such"):
             p.load(tmp_path / "c")

@@ -236,7 +236,10 @@ def _restore_reference(saved: SavedStages, model: Model, worker: Worker, number:
     layout = _layout_of(worker, number)
     if saved.exactly:
         _put_in_place(saved, layout)
-        reference.load_state_dict(saved.averaging)
+        state = saved.averaging
+        if reference.outer is not None:
+            state["outer"] = put_together(state["outer"], reference.outer)
+        reference.load_state_dict(state)
     else:
         _copy(saved.reference(), model.trainable[k], layout.tensors(reference.parameters))
 

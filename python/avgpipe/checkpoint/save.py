@@ -110,7 +110,8 @@ def _content_of(model: Model, worker: Worker, number: int) -> dict[str, Any]:
     if reference is not None:
         views = next(iter(replicas.values())).arena.layout.tensors(reference.parameters)
         weights = dict(zip(model.trainable[k], views))
-        content["reference"] = {"weights": weights, "state": reference.state_dict()}
+        state = reference.state_dict()
+        content["reference"] = {"weights": weights, "state": {**state, "outer": taken_apart(state["outer"])}}
     if (ema := worker.emas.get(number)) is not None:
         views = next(iter(replicas.values())).arena.layout.tensors(ema.flats)
         content["ema"] = {"weights": dict(zip(model.trainable[k], views)), "updates": ema.updates}

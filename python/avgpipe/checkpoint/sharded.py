@@ -19,7 +19,7 @@ import torch
 from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.load import OF_STAGE, set_group
 from avgpipe.checkpoint.save import parameter_names
-from avgpipe.checkpoint.subclasses import copied, is_subclass
+from avgpipe.elastic import copied, is_made_of_others, local_part
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.model import Model
 from avgpipe.runtime.optimizers import rescheduled
@@ -143,8 +143,8 @@ def _first_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
 
 @torch.no_grad()
 def _zeroed(value: torch.Tensor) -> torch.Tensor:
-    part: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
-    if not is_subclass(part):
+    part = local_part(value)
+    if not is_made_of_others(part):
         return torch.zeros_like(value)
     part.copy_(torch.zeros(part.shape, dtype=part.dtype, device=part.device))  # its class has no zeros_like
     return value

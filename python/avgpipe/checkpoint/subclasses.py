@@ -6,22 +6,17 @@ A file has them as plain containers and tensors, as ``__tensor_flatten__`` takes
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from avgpipe.elastic import is_made_of_others
 from avgpipe.errors import CheckpointError
 from avgpipe.runtime.optimizers import members_of
 
 _CLASS = "class of a tensor"  # the key that tells a tensor in its plain form from other containers
-
-
-def is_subclass(value: Any) -> bool:
-    """Whether a tensor is made of others."""
-    return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__")
 
 
 def taken_apart(value: Any) -> Any:
@@ -31,7 +26,7 @@ def taken_apart(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter):
         return value
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if not is_subclass(value):
+    if not is_made_of_others(value):
         raise CheckpointError(
             f"the optimizer's state has a tensor of {kind}, which has no plain form (__tensor_flatten__) to be saved "
             "in: use another optimizer"
@@ -62,17 +57,6 @@ def put_together(value: Any, optimizer: torch.optim.Optimizer) -> Any:
         )
     parts = {key: put_together(part, optimizer) for key, part in value["parts"].items()}
     return found.__tensor_unflatten__(parts, value["context"], *map(torch.Size, value["shape"]))
-
-
-def copied(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy, of tensors too whose class cannot be cloned."""
-    if not is_subclass(value):
-        return value.clone()
-    kind: Any = type(value)
-    names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
-    parts = {name: copied(getattr(value, name)) for name in names}
-    copy_: torch.Tensor = kind.__tensor_unflatten__(parts, copy.copy(context), value.shape, value.stride())
-    return copy_
 
 
 def _package(module: str) -> str:

@@ -5,6 +5,7 @@ from avgpipe.elastic.ema import MovingAverage
 from avgpipe.elastic.flat import Arena, Layout
 from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
+from avgpipe.elastic.subclasses import copied, is_made_of_others, local_part
 from avgpipe.elastic.versions import Version, Versions, refuse_hidden_weights
 
 __all__ = [
@@ -17,5 +18,8 @@ __all__ = [
     "Version",
     "Versions",
     "WeightPrediction",
+    "copied",
+    "is_made_of_others",
+    "local_part",
     "refuse_hidden_weights",
 ]

@@ -19,6 +19,7 @@ import avgpipe_ext
 from avgpipe.elastic.flat import FlatBuffers, Region
 from avgpipe.elastic.reference import Reference
 from avgpipe.elastic.replica import STATE, Replica, region_of, same_strides
+from avgpipe.elastic.subclasses import copied
 
 State = dict[str, Any]
 
@@ -185,12 +186,10 @@ class TrialSteps:
             known = own.get(name)
             if not isinstance(value, torch.Tensor):
                 own[name] = value
-            elif (
-                isinstance(known, torch.Tensor) and known.shape == value.shape and known.dtype == value.dtype
-            ):
+            elif type(known) is type(value) and known.shape == value.shape and known.dtype == value.dtype:
                 known.copy_(value)
             else:
-                own[name] = value.clone()
+                own[name] = copied(value)
         return own
 
 

@@ -18,7 +18,7 @@ from tests.interop.hf.cases import arguments, causal, pipelined, texts
     [
         ({"gradient_checkpointing": True}, r"use Plan\(recompute='always'\)"),
         ({"auto_find_batch_size": True}, "raise the plan's micro_batches"),
-        ({"bf16_full_eval": True}, "use bf16, under whose autocast"),
+        ({"bf16_full_eval": True}, "evaluation is in the dtype of the weights"),
         ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0\) cannot train stages: its noise"),
         (
             {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"},

@@ -20,8 +20,8 @@ _REFUSED: Mapping[str, str] = {
     "activation_checkpointing": "use Plan(recompute='always')",
     "gradient_checkpointing": "use Plan(recompute='always')",
     "auto_find_batch_size": "raise the plan's micro_batches, which holds down memory for the same batch",
-    "fp16_full_eval": "use fp16, under whose autocast evaluation runs too",
-    "bf16_full_eval": "use bf16, under whose autocast evaluation runs too",
+    "fp16_full_eval": "evaluation is in the dtype of the weights: leave it out",
+    "bf16_full_eval": "evaluation is in the dtype of the weights: leave it out",
     "neftune_noise_alpha": "its noise is added by a hook on the model, of which stages hold copies: leave it out",
     "use_liger_kernel": "it makes the loss inside the model: leave it out",
 }
