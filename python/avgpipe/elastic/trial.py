@@ -186,7 +186,11 @@ class TrialSteps:
             known = own.get(name)
             if not isinstance(value, torch.Tensor):
                 own[name] = value
-            elif type(known) is type(value) and known.shape == value.shape and known.dtype == value.dtype:
+            elif (
+                isinstance(known, torch.Tensor)
+                and type(known) is type(value)
+                and (known.shape, known.dtype) == (value.shape, value.dtype)
+            ):
                 known.copy_(value)
             else:
                 own[name] = copied(value)
