@@ -188,7 +188,7 @@ def on_ranks(column: str) -> Result:
 
 def check_on_ranks(column: str) -> None:
     expected = on_one_device(replace(Setup(), **COLUMNS[column][0]), Ways())
-    for ours in run(2, on_ranks, column=column):
+    for ours in run(2, on_ranks, 400, column=column):
         assert_equal(ours, expected)
 
 
@@ -239,7 +239,7 @@ def resume_shards(options: dict[str, Any], folder: str, hook: Any) -> Result:
 
 
 def check_shards(options: dict[str, Any], hook: Any = shard, alike: Any = None) -> None:
-    found = run(4, train_shards, options=options, hook=hook)
+    found = run(4, train_shards, 400, options=options, hook=hook)
     if isinstance(found[0], str):
         raise ValueError(found[0])
     expected = on_one_device(replace(Setup(), **WIDE, **(alike or options)), Ways(4, 2))
@@ -343,6 +343,7 @@ def test_the_table_of_the_guide_has_these_cells() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_each_column_is_felt() -> None:
     """An option that changed nothing would compose with everything."""
     plain = on_one_device(Setup(), Ways())
@@ -361,6 +362,7 @@ def test_each_column_is_felt() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_many_at_once() -> None:
     together = {"autocast": torch.bfloat16, "backend": "aot_eager", "ema": True}
     for options in (together, together | COLUMNS[FP8][0] | COLUMNS[BITS][0]):
@@ -369,6 +371,7 @@ def test_many_at_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_default_backend_computes_the_same_in_stages() -> None:
     from torch._inductor import config, cpp_builder, exc
 
@@ -414,7 +417,7 @@ def to_fp8_in_blocks(model: nn.Module) -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_hook_compiles_and_converts_what_it_shards() -> None:
     check_shards({}, shard_compiled, {"backend": "aot_eager"})
     pytest.importorskip("torchao", reason="torchao is not installed")
@@ -433,7 +436,7 @@ def test_states_of_8_bits_go_on_from_shards(hook: Any, tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
     options = COLUMNS[BITS][0]
     expected = on_one_device(replace(Setup(), **WIDE, **options), Ways(4, 2))
-    for ours in run(4, resume_shards, options=options, folder=str(tmp_path), hook=hook):
+    for ours in run(4, resume_shards, 400, options=options, folder=str(tmp_path), hook=hook):
         assert [n for n, value in expected.state.items() if not torch.equal(value, ours.state[n])] == []
 
 
@@ -461,7 +464,7 @@ def test_a_rate_that_is_a_tensor_follows_its_schedule(rule: str, staleness: int)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_states_of_8_bits_go_with_their_optimizer(tmp_path: Path) -> None:
     setup = replace(Setup(), **COLUMNS[BITS][0])
     batches = setup.data()
