@@ -9,6 +9,8 @@ TORCH ?= torch==2.13.0
 # where nobody else finds them: without such a build they cannot be imported as they are.
 VISION ?= torchvision==0.28.0
 TIMM ?= timm==1.0.31
+# In a folder of its own, too: transformers imports it, with warnings, wherever it is found.
+TORCHAO ?= torchao==0.18.0
 BIN := $(VENV)/bin
 # Where nvcc is, CUDA code is compiled, so its machine code and the run-time compilation are checked too.
 comma := ,
@@ -104,6 +106,7 @@ $(VENV)/installed: $(NATIVE)
 	$(BIN)/pip install -q "setuptools>=77" wheel "cmake>=3.25.2" ninja "pybind11>=3"
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install -q --no-build-isolation -e '.[$(EXTRAS)]'
 	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/vision "$(VISION)" "$(TIMM)"
+	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/torchao "$(TORCHAO)"
 	touch $@
 
 # With the torch of PYTHON, and nothing installed: on a machine with a GPU, everything that needs it, half an hour in six

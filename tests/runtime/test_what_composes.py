@@ -6,6 +6,7 @@ Equal means equal in every bit to one device that does the same: same autocast, 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -40,15 +41,24 @@ from tests.runtime.composed import blocks as model_of_blocks
 # torch.compile does not work where operators are noted, and graphs have a device of their own.
 pytestmark = [pytest.mark.host, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "what-composes.md"
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "guides" / "what-composes.md"
+TORCHAO = ROOT / ".venv" / "torchao"  # where make puts it: transformers imports it wherever it sees it
 
 
 # ---- the columns -----------------------------------------------------------------------------------------------------
 
 
+def torchao(part: str) -> Any:
+    """Import a part of the library."""
+    if str(TORCHAO) not in sys.path:
+        sys.path.append(str(TORCHAO))
+    return pytest.importorskip(f"torchao.{part}", reason="torchao is not installed")
+
+
 def to_fp8(model: nn.Module, **settings: Any) -> nn.Module:
     """Have linear layers multiply in 8 bits, computed as a device without such products can."""
-    float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    float8 = torchao("float8")
     converted: nn.Module = float8.convert_to_float8_training(
         model, config=float8.Float8LinearConfig(emulate=True, **settings)
     )
@@ -57,7 +67,7 @@ def to_fp8(model: nn.Module, **settings: Any) -> nn.Module:
 
 def few_bits(params: Any, kind: str) -> torch.optim.Optimizer:
     """An optimizer of torchao. Each has its step compiled."""
-    optim = pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    optim = torchao("optim")
     from torch._inductor import config
 
     config.compile_threads = 1
@@ -420,7 +430,7 @@ def to_fp8_in_blocks(model: nn.Module) -> nn.Module:
 @pytest.mark.timeout(600)
 def test_a_hook_compiles_and_converts_what_it_shards() -> None:
     check_shards({}, shard_compiled, {"backend": "aot_eager"})
-    pytest.importorskip("torchao", reason="torchao is not installed")
+    torchao("float8")
     check_shards({}, shard_fp8, {"convert": to_fp8_in_blocks})
 
 
@@ -433,7 +443,7 @@ def replicate(module: Any, stage: int, mesh: Any) -> nn.Module:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hook", [shard, replicate])
 def test_states_of_8_bits_go_on_from_shards(hook: Any, tmp_path: Path) -> None:
-    pytest.importorskip("torchao", reason="torchao is not installed")
+    torchao("optim")
     options = COLUMNS[BITS][0]
     expected = on_one_device(replace(Setup(), **WIDE, **options), Ways(4, 2))
     for ours in run(4, resume_shards, 400, options=options, folder=str(tmp_path), hook=hook):

@@ -76,6 +76,7 @@ class Scheduler:
         mailbox, clock, note = self._mailbox, time.perf_counter, self._events.append
         if recorded:
             self._note_caller()
+        profiled = _profiler_enabled()  # by the caller, who is not at it meanwhile
         while not done():
             mailbox.collect()
             queue = self._most_urgent()
@@ -85,7 +86,7 @@ class Scheduler:
                 continue
             lane, step = self._running = queue.next
             start = clock()
-            if _profiler_enabled():
+            if profiled:
                 with record_function(self._range_name(lane, step)):
                     lane.advance(step)
             else:
