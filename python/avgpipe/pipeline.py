@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from torch import nn
 
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
 from avgpipe.checkpoint.folder import FolderLocks
+from avgpipe.checkpoint.handover import give_state, take_state
 from avgpipe.checkpoint.sharded import load_sharded_state, sharded_state
 from avgpipe.device import has_streams, own_device, select
 from avgpipe.errors import CheckpointError
@@ -33,6 +35,7 @@ from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.model import Model, layers_of
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, choose_advance
+from avgpipe.ranks.membership import pipeline_here
 from avgpipe.ranks.mesh import members_of
 from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
 from avgpipe.ranks.world import World
@@ -61,6 +64,7 @@ from avgpipe.runtime.requirements import (
     check_prepared,
     warn_of_waits,
 )
+from avgpipe.runtime.turn_feed import TurnFeed
 from avgpipe.runtime.weights import LoadedKeys, find_parameters, gather_state, load_state, set_requires_grad
 from avgpipe.runtime.worker import Worker
 from avgpipe.timeline.timeline import Timeline
@@ -258,7 +262,8 @@ class Pipeline:
         if options.prepare is not None:
             check_prepared(options, plan, self.world.size)
         self.world.require_same("plan", plan.to_json())
-        placement = Placement.of(plan, self.world.size)
+        isolated = _isolated(plan)
+        placement = Placement.of(plan, self.world.size, isolated)
         self.world.describe([placement.describe(rank) for rank in range(self.world.size)])
         self.world.require_same(*options.shared_text())
         self.world.require_same("compile", described(compiling))
@@ -275,8 +280,9 @@ class Pipeline:
             warn_of_threads(torch.get_num_threads())
         # What is trained on as one batch has the micro-batches of all the loader's batches that it is made of.
         self._running_plan = running = replace(plan, micro_batches=plan.micro_batches * accumulate)
+        give = None if isolated is None else self._give
         self._worker = Worker(
-            self._model, layers, running, placement, self.world, self._device, seed, options, initial
+            self._model, layers, running, placement, self.world, self._device, seed, options, initial, give
         )
         if initial is not None:
             self._check_shared()
@@ -284,7 +290,11 @@ class Pipeline:
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
         self._choose_at = _MEASURED_BATCHES * plan.batches_per_round if plan.advance == "auto" else None
         self._loader = Prefetch(self._worker.copy_ahead, accumulate)
-        self._feed = Feed(self._worker, running, self._loader, options)
+        self._feed: Feed | TurnFeed
+        if isolated is None:
+            self._feed = Feed(self._worker, running, self._loader, options)
+        else:
+            self._feed = TurnFeed(self._worker, running, self._loader, options, self._enter)
         self._folders = FolderLocks()
         atexit.register(_close, weakref.ref(self))
 
@@ -334,7 +344,7 @@ class Pipeline:
 
         It makes an update by itself, whatever ``accumulate`` is.
         """
-        feed, n = self._feed, self.plan.batches_per_round
+        feed, n = self._feed, self.plan.batches_per_round if self._worker.exchange is None else 1
         self.drain()
         feed.results.clear()
         self._choose_advance()
@@ -383,6 +393,35 @@ class Pipeline:
         self._worker.follow(replace(plan, advance=chosen.advance).build_schedule())
         if self.world.rank == 0:
             print(f"avgpipe: {chosen}", file=sys.stderr)
+
+    # ---- pipelines that come and go ----------------------------------------------------------------------------------
+
+    def _enter(self) -> int:
+        """Become a member of a run of isolated pipelines; return how many batches it has had."""
+        worker, exchange = self._worker, self._worker.exchange
+        assert exchange is not None
+        with worker.running():
+            turn = exchange.enter(self._digests(exchange.membership.has_begun))
+            batches = self._feed.next_batch
+            if exchange.membership.is_late:
+                for number in worker.held:
+                    batches = take_state(exchange.received(number), worker, number)
+            for row in worker.rows:
+                row.resume(turn)
+        return batches
+
+    def _digests(self, has_begun: bool) -> list[str]:
+        """Return a digest of what all pipelines must have alike, and one of the weights with which all begin."""
+        made = self.plan.to_json(), *self._options.shared_text(), self._model.bounds, self._model.signature()
+        digest = hashlib.sha256(f"{self._feed.next_batch}".encode())
+        for number in () if has_begun else self._worker.held:
+            for flat in self._worker.weights(number, "reference"):
+                digest.update(flat.detach().cpu().view(torch.uint8).numpy())
+        return [hashlib.sha256(json.dumps(made).encode()).hexdigest(), digest.hexdigest()]
+
+    def _give(self, number: int, turn: int) -> bytes:
+        assert isinstance(self._feed, TurnFeed)
+        return give_state(self._worker, number, self._feed.batches_before(turn))
 
     # ---- using the model -----------------------------------------------------------------------------------------
 
@@ -665,6 +704,22 @@ class Pipeline:
         raise ValueError(
             f"weights must be 'reference'{average} or a pipeline from 0 to {self.plan.pipelines - 1}, not {weights!r}"
         )
+
+
+def _isolated(plan: Plan) -> int | None:
+    """Return which pipeline this process is a part of, where each has processes of its own."""
+    here = pipeline_here()
+    if plan.isolate and here is None:
+        raise ValueError(
+            "the plan has isolate=True, and this process was not started as one of such a pipeline: start it with "
+            "avgpipe run --isolate, or avgpipe train --isolate, or leave isolate out"
+        )
+    if here is not None and not plan.isolate:
+        raise ValueError(
+            f"this process was started as one of pipeline {here} of several isolated ones, and the plan has "
+            "isolate=False: give it isolate=True"
+        )
+    return here
 
 
 def _close(pipeline: weakref.ref[Pipeline]) -> None:

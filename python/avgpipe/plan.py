@@ -66,6 +66,8 @@ class Plan:
         stages_per_worker: of the schedules "interleaved-1f1b", "interleaved-zero-bubble" and "looped-bfs", see
             ``build_schedule``.
         spread: whether each pipeline has workers of its own, which average over the network, instead of sharing all.
+        isolate: whether each pipeline has processes of its own, one for each worker, on the workers that all share. One
+            that is lost then leaves the others to go on, and may come again: see ``avgpipe run --isolate``.
         placement: for each stage its workers, in ascending order: which rank runs what. None: workers are numbered
             stage after stage, or as the schedule has them.
         batch: what a batch of the loader is to several pipelines. "global": all of them share it, pipeline i trains on
@@ -96,6 +98,7 @@ class Plan:
     replication: Sequence[int] | None = None
     stages_per_worker: int | None = None
     spread: bool = False
+    isolate: bool = False
     placement: Sequence[Sequence[int]] | None = None
     batch: str = "global"
     correction: str | None = None
@@ -134,8 +137,21 @@ class Plan:
             self._check_replication(schedule, self.replication)
         if not isinstance(self.spread, bool):
             raise ValueError(f"spread must be True or False, not {self.spread!r}")
-        if self.spread and self.advance == "auto":
-            raise ValueError("spread=True cannot have advance 'auto': give numbers")
+        for name in ("spread", "isolate"):
+            if getattr(self, name) and self.advance == "auto":
+                raise ValueError(f"{name}=True cannot have advance 'auto': give numbers")
+        if self.isolate:
+            self._check_isolation()
+
+    def _check_isolation(self) -> None:
+        if not isinstance(self.isolate, bool):
+            raise ValueError(f"isolate must be True or False, not {self.isolate!r}")
+        if self.pipelines == 1:
+            raise ValueError("isolate=True with pipelines=1: there is no other one that could go on, use at least two")
+        if self.spread:
+            raise ValueError("isolate=True with spread=True: use one of the two, isolated pipelines have processes of their own")
+        if self.staleness == "asynchronous":
+            raise ValueError("isolate=True cannot have staleness 'asynchronous': use 0 or 1")
 
     def _check_partition(self) -> None:
         if self.partition is None:
@@ -218,8 +234,8 @@ class Plan:
 
     @property
     def micro_batches_each(self) -> int:
-        """The micro-batches that a pipeline has of a batch, at most."""
-        return -(-self.micro_batches // self.shares)
+        """The micro-batches that a pipeline has of a batch, at most: of isolated ones the last may have all."""
+        return self.micro_batches if self.isolate else -(-self.micro_batches // self.shares)
 
     @property
     def batches_per_round(self) -> int:

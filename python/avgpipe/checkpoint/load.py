@@ -272,7 +272,7 @@ def _restore(saved: SavedStages, model: Model, worker: Worker, number: int, pipe
     source, goes_on = pipeline, True
     if not saved.exactly:
         source = pipeline % len(saved.pipelines)
-        goes_on = placement.pipelines == len(saved.pipelines) and source in saved.finite
+        goes_on = len(placement.pipelines) == len(saved.pipelines) and source in saved.finite
         if source not in saved.finite:
             source = next(iter(saved.finite), source)
     # First: another optimizer than the saved one may refuse its state. One that all share is that of the same pipeline.
@@ -281,7 +281,7 @@ def _restore(saved: SavedStages, model: Model, worker: Worker, number: int, pipe
     _restore_schedule(trained, saved, source)
     if trained.loss_scale is not None and (scale := saved.first(source, "loss_scale")) is not None:
         trained.loss_scale.load_state_dict(scale)
-    own = goes_on and placement.pipelines > 1
+    own = goes_on and len(placement.pipelines) > 1
     weights = saved.replica(source, "weights") if own else saved.reference()
     _copy(weights, names, layout.tensors(trained.arena.weights))
     if trained.versions is not None:

@@ -17,7 +17,7 @@ With staleness 0 in one process a replica may contribute a step that is still to
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -82,6 +82,8 @@ class Reference:
         remote: Replicas of other processes that tell their updates in a way of the caller's: :meth:`accept` takes
             one in, when :meth:`ready` says that it may come.
         ema: An average of the flat z, which takes in every move of z.
+        open: Who has a part in a round is for the caller to say, who ends each by :meth:`complete`; the mean is over
+            those. ``replicas`` is how many there mostly are, for the default of alpha.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Reference:
         group: dist.ProcessGroup | None = None,
         remote: Collection[int] = (),
         ema: MovingAverage | None = None,
+        open: bool = False,
     ) -> None:
         given = list_tensors("parameters", parameters)
         self.elasticity = e = Elasticity.checked(replicas, alpha, rule, staleness, period, warmup_rounds)
@@ -137,7 +140,8 @@ class Reference:
         self._updates: dict[int, FlatBuffers] = {}
         self._contributed: set[int] = set()  # to the current round
         self._contributions = 0  # of this process, in all
-        self._per_round = 1 if self._spans_ranks else replicas
+        self._is_open = open
+        self._per_round = 1 if self._spans_ranks or open else replicas
         self._dropped = 0
         self._bad_counts: torch.Tensor | None = None  # bad updates on an accelerator, not waited for yet
         self._waiting: dict[int, tuple[FusedUpdate, Callable[[], None]]] = {}  # see _contribute_later
@@ -168,7 +172,8 @@ class Reference:
     ) -> Replica:
         """Make ``tensors`` (one for each of ``averaged``) replica ``replica``."""
         n = self.replicas
-        if isinstance(replica, bool) or not isinstance(replica, int) or not 0 <= replica < n:
+        is_number = isinstance(replica, int) and not isinstance(replica, bool) and replica >= 0
+        if not is_number or not (replica < n or self._is_open):
             raise ValueError(
                 f"replica must be from 0 to {n - 1} (the reference has {n} replicas), not {replica!r}"
             )
@@ -234,6 +239,29 @@ class Reference:
             for mine, told in zip(self._update_of(replica).flats, update, strict=True):
                 mine.copy_(told)
             self._count(replica)
+
+    def without_gradient(self, replica: int) -> list[int]:
+        """Return the parameters of the outer optimizer, by number, of which a replica has told no gradient this time."""
+        told = self.told.get(replica)
+        return [] if told is None else [n for n, (_, region) in enumerate(self.stepped) if region not in told]
+
+    def complete(self, updates: Sequence[Sequence[torch.Tensor]], without: Mapping[int, Sequence[int]]) -> None:
+        """End a round of an open reference.
+
+        Args:
+            updates: Of those who have a part in it, in an order that all find alike: as ``ElasticAveraging.update``.
+            without: By replica, what its :meth:`without_gradient` returned.
+        """
+        with self._lock, torch.no_grad():
+            for i, numbers in without.items() if self.stepped else ():
+                self.told[i] = {region for n, (_, region) in enumerate(self.stepped) if n not in numbers}
+            self.told = {i: self.told[i] for i in without if i in self.told}
+            scale = 1 / len(updates) if self.elasticity.coefficients.averages else 1.0
+            self._move([list(update) for update in updates], scale)
+            self._tell_ema()
+            self._contributions += 1
+            self._contributed.clear()
+            self._pull()
 
     @property
     def _joins(self) -> bool:
@@ -321,6 +349,9 @@ class Reference:
 
     def _count(self, i: int) -> None:
         """Replica i has contributed; the last one completes the round."""
+        if self._is_open:
+            self._contributed.add(i)
+            return
         self._contributions += 1
         if self.elasticity.asynchronous:
             self._apply([self._updates[i]])
@@ -378,15 +409,14 @@ class Reference:
             self._ema.update(self.z.flats)
 
     def _apply(self, updates: Iterable[FlatBuffers]) -> None:
-        self._move(updates)
+        self._move([update.flats for update in updates], self.elasticity.scale)
         self._tell_ema()
 
     @torch.no_grad()
-    def _move(self, updates: Iterable[FlatBuffers]) -> None:
+    def _move(self, updates: Sequence[list[torch.Tensor]], scale: float) -> None:
         """Move z by ``updates``, in the order given. They stay as they are: the next round overwrites them."""
-        scale = self.elasticity.scale
         target, scale = (self.z, scale) if self._grads is None else (self._grads, -scale)
-        for flat, us in zip(target.flats, zip(*(update.flats for update in updates))):
+        for flat, us in zip(target.flats, zip(*updates)):
             # Leaves out each element that would make z not finite; on an accelerator the only check there is.
             avgpipe_ext.reference_apply_(flat, list(us), scale, zero=False, check_finite=True)
         if self.outer is None or self._grads is None:

@@ -20,6 +20,7 @@ from avgpipe.links.link import Endpoint, Link, LocalLink, Mailbox, Transport
 from avgpipe.links.message import Channel, Message
 from avgpipe.links.nccl import nccl_device, nccl_joins
 from avgpipe.ranks.world import World
+from avgpipe_ext.ring import Bell, Memory
 
 LINK_MESSAGE = "%s to %s: %s"  # logged for each link: what is at its ends, and its name
 
@@ -64,7 +65,8 @@ class Links:
             world.connect(partial(_connect, transports.values(), agreed))
         shared = [(rank, transport) for rank, common in agreed.items() for transport in common]
         self.processes = {rank: t.processes[rank] for rank, t in shared if rank in t.processes}
-        bell = next((transport.bell for _, transport in shared if transport.bell), None)
+        self._belled = next((transport for _, transport in shared if transport.bell), None)
+        bell = None if self._belled is None else self._belled.bell
         self.mailbox = Mailbox(bell, len(self.processes) + 1, ranks)
         self._by_rank: dict[int, Link] = {me: LocalLink(self.mailbox, device)}
         for rank, (best, *others) in agreed.items():
@@ -99,6 +101,14 @@ class Links:
             for rank in everyone
         }
         return {rank: [transports[n] for n in reversed(opened[rank])] for rank in everyone if rank != me}
+
+    def bell_place(self) -> list[Any]:
+        """Return where processes that are no workers of this pipeline ring its mailbox: path, bytes, and an offset."""
+        if self._belled is not None:
+            return self._belled.bell_place()
+        memory = Memory.create(Bell.BYTES)
+        self.mailbox.bell = Bell(memory, 0)  # which nobody has rung yet
+        return [memory.path, memory.bytes, 0]
 
     def nccl_joins(self, ranks: Sequence[int]) -> bool:
         """Whether NCCL works between all of ``ranks``, which all workers find alike."""

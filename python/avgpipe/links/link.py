@@ -130,6 +130,10 @@ class Transport(ABC):
         OSError, ValueError or RuntimeError says why the link cannot be.
         """
 
+    def bell_place(self) -> list[Any]:
+        """Return where the bell is, if there is one: the path and bytes of its memory, and an offset."""
+        raise NotImplementedError
+
     def connect(self, ranks: Sequence[int]) -> None:
         """Connect to those ranks that this transport serves, while all ranks do the same."""
 

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,66 @@ def loopback_store() -> Iterator[dict[str, str]]:
     del store
 
 
+class Started:
+    """Processes that have been started together, by torch's launcher."""
+
+    def __init__(self, processes: Any, count: int, captures: bool) -> None:
+        self._processes, self._count, self._captures = processes, count, captures
+        self._first: int | None = None  # to fail, when the others were killed
+
+    def poll(self, wait_s: float = 0.0) -> RanksFailed | bool | None:
+        """Return None while they run; True once all have ended well; or the failure, after which all have ended."""
+        result = self._processes.wait(wait_s, wait_s)
+        if result is None or not (failed := result.failures):
+            return None if result is None else True
+        codes = [failed[rank].exitcode if rank in failed else 0 for rank in range(self._count)]
+        first = self._first
+        if first is None:
+            first = first_to_fail({rank: (end.exitcode, end.timestamp) for rank, end in failed.items()})
+        return RanksFailed(codes, first, _last_line(result.stderrs[first]) if self._captures else "")
+
+    def poll_or_kill(self) -> RanksFailed | bool | None:
+        """As :meth:`poll`, but once one has failed the others are killed: nobody waits for what they have to say."""
+        for rank, process in self._processes.pids().items():
+            with suppress(ChildProcessError):
+                end = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if end is not None and end.si_status != 0 and self._first is None:
+                    self._first = rank
+                    self.kill()
+        return self.poll()
+
+    def kill(self) -> None:
+        """End all at once."""
+        for process in self._processes.pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def close(self, number: int) -> None:
+        """End all by a signal, and wait."""
+        self._processes.close(signal.Signals(number))
+
+
+def start(
+    commands: Sequence[Sequence[str]], folder: Path, added: Mapping[str, str], captures: bool = False
+) -> Started:
+    """Start a command for each rank; they meet in ``folder``."""
+    from torch.distributed.elastic import multiprocessing as elastic
+
+    count = len(commands)
+    shared = {"OMP_NUM_THREADS": str(max(1, cores() // count)), **launch_environment()}
+    shared = {name: value for name, value in shared.items() if name not in os.environ}
+    environment = {**shared, **private_meeting(folder), **added}
+    _quieten_torch()
+    processes = elastic.start_processes(
+        "avgpipe",
+        commands[0][0],
+        {rank: tuple(command[1:]) for rank, command in enumerate(commands)},
+        {rank: {**environment, **rank_environment(rank, count)} for rank in range(count)},
+        elastic.DefaultLogsSpecs(str(folder), elastic.Std.ALL if captures else elastic.Std.NONE),
+    )
+    return Started(processes, count, captures)
+
+
 def _run(
     commands: Sequence[Sequence[str]],
     folder: Path,
@@ -155,23 +215,13 @@ def _run(
     """Run a command on each rank and wait for the end of all."""
     from torch.distributed.elastic import multiprocessing as elastic
 
-    count, said = len(commands), ""
-    shared = {"OMP_NUM_THREADS": str(max(1, cores() // count)), **launch_environment()}
-    shared = {name: value for name, value in shared.items() if name not in os.environ}
-    environment = {**shared, **private_meeting(folder), **added}
-    processes: elastic.PContext | None = None
-    _quieten_torch()
-    with _keeping_handlers():
+    said = ""
+    started: Started | None = None
+    with keeping_handlers():
         deadline = time.monotonic() + (timeout_s or float("inf"))
         try:
-            processes = elastic.start_processes(
-                "avgpipe",
-                commands[0][0],
-                {rank: tuple(command[1:]) for rank, command in enumerate(commands)},
-                {rank: {**environment, **rank_environment(rank, count)} for rank in range(count)},
-                elastic.DefaultLogsSpecs(str(folder), elastic.Std.ALL if captures else elastic.Std.NONE),
-            )
-            while (result := processes.wait(_POLL_S, _POLL_S)) is None:
+            started = start(commands, folder, added, captures)
+            while (end := started.poll(_POLL_S)) is None:
                 said = _pass_on(folder / PROGRESS, said, say)
                 if time.monotonic() > deadline:
                     late = f"the workers were not done after {timeout_s:.0f} s and were ended"
@@ -180,19 +230,17 @@ def _run(
             # A KeyboardInterrupt comes before torch's launcher has installed its handlers.
             interrupted = isinstance(error, (elastic.SignalException, KeyboardInterrupt))
             number = getattr(error, "sigval", signal.SIGINT) if interrupted else signal.SIGKILL
-            if processes is not None:
-                processes.close(number)
+            if started is not None:
+                started.close(number)
             if interrupted:
                 raise Interrupted(number) from error
             raise
         finally:
             if sys.stderr.isatty():  # a progress bar that was killed has left the cursor hidden
                 print("\x1b[?25h", end="", file=sys.stderr, flush=True)
-    if failed := result.failures:
+    if isinstance(end, RanksFailed):
         _pass_on(folder / PROGRESS, said, say)  # where it failed
-        codes = [failed[rank].exitcode if rank in failed else 0 for rank in range(count)]
-        first = first_to_fail({rank: (end.exitcode, end.timestamp) for rank, end in failed.items()})
-        raise RanksFailed(codes, first, _last_line(result.stderrs[first]) if captures else "")
+        raise end
 
 
 def _pass_on(path: Path, said: str, say: Callable[[str], None]) -> str:
@@ -225,7 +273,7 @@ def _signal_name(number: int) -> str:
 
 
 @contextmanager
-def _keeping_handlers() -> Iterator[None]:
+def keeping_handlers() -> Iterator[None]:
     """Give back the signal handlers that torch's launcher replaces in the main thread."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}

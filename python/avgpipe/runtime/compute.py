@@ -54,6 +54,8 @@ class Work:
         copied: inputs and targets, if they are on their way to a device.
         collector: takes an evaluation's outputs, on the last stage.
         draws: the place that the first micro-batch has for random numbers; None: as they are numbered here.
+        idles: whether the pipeline has nothing of this turn: isolated ones say so to each other.
+        names: what isolated pipelines are told that it is.
     """
 
     batch: int
@@ -65,6 +67,8 @@ class Work:
     trains: bool = True
     collector: Collector | None = None
     draws: Position | None = None
+    idles: bool = False
+    names: Any = None
 
     def place(self, pipeline: int, micro_batch: int) -> Position:
         """Return where a micro-batch of a ``pipeline`` stands in the run."""

@@ -50,7 +50,7 @@ def gather_distances(model: Model, worker: Worker) -> Distances:
     Squares are summed in float64. A parameter that several stages hold counts once, and so does a stage with replicas,
     which hold the same weights.
     """
-    placement, pipelines = worker.placement, range(worker.placement.pipelines)
+    placement, pipelines = worker.placement, worker.placement.pipelines
     total: dict[str, float] = defaultdict(float)
     for stages in worker.world.gather([_squares(model, worker, k) for k in range(placement.stages)]):
         for name, square in chain.from_iterable(found.items() for found in stages):
@@ -66,7 +66,7 @@ def _squares(model: Model, worker: Worker, k: int) -> dict[str, float]:
     """Return the squared distances on a stage by name, as far as this process holds what they are between."""
     found: dict[str, torch.Tensor] = {}
     held: dict[int, list[torch.Tensor]] = {}
-    for i in range(worker.placement.pipelines):
+    for i in worker.placement.pipelines:
         replica = worker.placement.replicas_of(k, i)[0]
         if replica not in worker.held:
             continue
@@ -74,7 +74,7 @@ def _squares(model: Model, worker: Worker, k: int) -> dict[str, float]:
         held[i] = _pieces(model, k, arena.layout, arena.weights)
         reference = _pieces(model, k, arena.layout, worker.weights(replica, "reference"))
         found[_name(i)] = _square(held[i], reference)
-        if i == 0:
+        if i == worker.placement.evaluates:
             found[_NORM] = _square(reference)
     found |= {_name(i, j): _square(held[i], held[j]) for i, j in combinations(held, 2)}
     return dict(zip(found, torch.stack(list(found.values())).tolist())) if found else {}

@@ -61,7 +61,7 @@ def run_evaluation(
         collector: makes what turns the outputs of a batch into its result.
     """
     placement = worker.placement
-    pipeline = which if isinstance(which, int) else 0
+    pipeline = which if isinstance(which, int) else placement.evaluates
     first_replicas = placement.first_replicas(pipeline)
     with ExitStack() as stack:
         for stage, replica in enumerate(first_replicas):

@@ -127,13 +127,13 @@ class Feed:
             )
         parts = [min(self._parts, samples) for samples in counts]  # as a short last batch does
         sizes = list(chain.from_iterable(map(sizes_of, counts, parts)))
-        answers = _cut([targets for _, targets in given], parts)
+        answers = cut([targets for _, targets in given], parts)
         loss_fn, loss_weight = self._options.loss_fn, self._options.loss_weight
         weights = loss_weights(loss_fn, answers, sizes, loss_weight)
         if copied is not None:
             given = copied.value
-            answers = _cut([targets for _, targets in given], parts)
-        inputs = _cut([inputs for inputs, _ in given], parts)
+            answers = cut([targets for _, targets in given], parts)
+        inputs = cut([inputs for inputs, _ in given], parts)
         work = Work(batch, len(sizes), inputs, answers, weights, copied)
         shares = (
             enumerate(self._share_out(work, weights))
@@ -259,7 +259,7 @@ def _end_of(states: list[BatchState], weight: float) -> BatchEnd:
     return BatchEnd.of(states[-1].outcome, states[-1].metrics, states[-1].norm, lr, weight)
 
 
-def _cut(values: list[Any], parts: list[int]) -> list[Any]:
+def cut(values: list[Any], parts: list[int]) -> list[Any]:
     """Cut each of several values into as many micro-batches as ``parts`` says, and return all in a row."""
     return [piece for value, count in zip(values, parts) for piece in split(value, count)]
 

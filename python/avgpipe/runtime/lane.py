@@ -20,6 +20,7 @@ from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
 from avgpipe.runtime.outcome import end_message
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
+from avgpipe.runtime.turns import Turns
 from avgpipe.runtime.update import RemoteUpdates, Update
 from avgpipe.schedule import Action, Kind, Row, RowCursor
 
@@ -31,7 +32,7 @@ class Lane:
 
     Args:
         overlaps: whether forwards and backwards may go on while an update waits, as no batch in flight needs it.
-        remote: dedicated pipelines of other processes; None without any.
+        remote: pipelines of other processes, dedicated or isolated; None without any.
         stream: where the steps run; None for a CPU.
     """
 
@@ -43,7 +44,7 @@ class Lane:
         compute: Compute,
         update: Update,
         overlaps: bool,
-        remote: RemoteUpdates | None = None,
+        remote: RemoteUpdates | Turns | None = None,
         stream: LaneStream | None = None,
     ) -> None:
         self.trained, self.route, self.port = trained, route, port
@@ -113,7 +114,10 @@ class Lane:
         if self.remote is not None:
             self.remote.collect()
         if step.micro_batch < 0:
-            return step.kind is not StepKind.UPDATE or (self.trained.settled and self.trained.ready)
+            if step.kind is not StepKind.UPDATE:
+                return True
+            may = self.remote is None or self.remote.may_step(step.batch)
+            return may and self.trained.settled and self.trained.ready
         due = self.updates.head
         if due is not None and due.batch < step.batch and not self._overlaps:
             return False  # the earlier batch's update goes first

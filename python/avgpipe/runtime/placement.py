@@ -29,17 +29,20 @@ class Placement:
         replicas: all of them, by their numbers.
         workers: the numbers that each worker holds.
         ranks: processes, one or as many as workers.
-        pipelines: N.
+        pipelines: those that these processes run: all of the plan, or one that is isolated.
     """
 
     replicas: tuple[StageReplica, ...]
     workers: tuple[tuple[int, ...], ...]
     ranks: int
-    pipelines: int
+    pipelines: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: Plan, ranks: int) -> Placement:
-        """Place ``plan`` on ``ranks`` processes; ValueError unless they are one, or as many as it has workers."""
+    def of(cls, plan: Plan, ranks: int, isolated: int | None = None) -> Placement:
+        """Place ``plan`` on ``ranks`` processes; ValueError unless they are one, or as many as it has workers.
+
+        ``isolated``: the pipeline that these processes run, where each has processes of its own.
+        """
         if ranks not in (1, plan.workers):
             raise ValueError(
                 f"the plan is for {plan.workers} workers and there are {ranks} ranks: start one rank per worker, "
@@ -54,7 +57,8 @@ class Placement:
                 for r, worker in enumerate(of_stage):
                     workers[g * schedule.workers + worker].append(len(replicas))
                     replicas.append(StageReplica(k, r, g))
-        return cls(tuple(replicas), tuple(map(tuple, workers)), ranks, plan.pipelines)
+        pipelines = tuple(range(plan.pipelines)) if isolated is None else (isolated,)
+        return cls(tuple(replicas), tuple(map(tuple, workers)), ranks, pipelines)
 
     @property
     def stages(self) -> int:
@@ -64,6 +68,11 @@ class Placement:
     def is_dedicated(self) -> bool:
         """Whether each pipeline has replicas, and workers, of its own."""
         return self.replicas[-1].group > 0
+
+    @property
+    def evaluates(self) -> int:
+        """The pipeline whose replicas evaluate the reference."""
+        return self.pipelines[0]
 
     @property
     def is_replicated(self) -> bool:
@@ -100,7 +109,7 @@ class Placement:
 
     def pipelines_of(self, replica: int) -> list[int]:
         """Return the pipelines that train on a replica."""
-        return [self.replicas[replica].group] if self.is_dedicated else list(range(self.pipelines))
+        return [self.replicas[replica].group] if self.is_dedicated else list(self.pipelines)
 
     def replicas_of(self, stage: int, pipeline: int = 0) -> list[int]:
         return self._by_stage[pipeline if self.is_dedicated else 0, stage]

@@ -134,7 +134,7 @@ class Route:
         if not placement.is_dedicated or placement.ranks == 1:
             return []
         stage, number, own = placement.replicas[self.replica]
-        return [(i, placement.replicas_of(stage, i)[number]) for i in range(placement.pipelines) if i != own]
+        return [(i, placement.replicas_of(stage, i)[number]) for i in placement.pipelines if i != own]
 
     @cached_property
     def update_steps(self) -> tuple[StepKind, ...]:
@@ -228,7 +228,7 @@ class Route:
             for message, source in self._sources(kind, m)
         ]
         found += [Channel(Message.REFERENCE_UPDATE, i, source, self.replica) for i, source in self.remote]
-        if self.evaluates and (self.placement.is_dedicated or self.pipeline == 0):
+        if self.evaluates and (self.placement.is_dedicated or self.pipeline == self.placement.evaluates):
             found += [Channel.of(key) for key in self.evaluation_needs(0, 0)]
         return list(dict.fromkeys(found))
 
@@ -247,14 +247,14 @@ def result_key(placement: Placement, rank: int, pipeline: int, batch: int) -> Ke
 
 def evaluation_pipeline(placement: Placement, pipeline: int) -> int:
     """Return the pipeline that an evaluation's messages name: one serves all that share their replicas."""
-    return pipeline if placement.is_dedicated else 0
+    return pipeline if placement.is_dedicated else placement.evaluates
 
 
 def channels_into(rank: int, placement: Placement, routes: Sequence[Route]) -> list[Channel]:
     """List the channels from other processes into ``rank``, whose routes are given; every rank finds the same order."""
     found = [channel for route in routes for channel in route.channels()]
-    evaluated = range(placement.pipelines if placement.is_dedicated else 1)
+    evaluated = placement.pipelines if placement.is_dedicated else [placement.evaluates]
     found += [Channel.of(result_key(placement, rank, i, 0)) for i in evaluated]
-    absent = [i for i in range(placement.pipelines) if not placement.has_part_in(rank, i)]
+    absent = [i for i in placement.pipelines if not placement.has_part_in(rank, i)]
     found += [Channel.of(loss_key(placement, rank, i, 0)) for i in absent]
     return [channel for channel in found if placement.rank_of(channel.source) != rank]

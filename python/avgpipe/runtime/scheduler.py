@@ -57,6 +57,8 @@ class Scheduler:
         self._running: tuple[Lane, Step] | None = None
         # As Event, but on the clock of time.perf_counter, and made by the ten thousand.
         self._events: deque[Row] = deque(maxlen=_KEPT_EVENTS)
+        # Where messages have not come in time: whether somebody else is told, who sees to it that they need not come.
+        self.complains: Callable[[Sequence[Key]], bool] = lambda keys: False
 
     def run_until(
         self,
@@ -225,11 +227,12 @@ class Scheduler:
         self._running = None
         self._rest(f"waiting for {self._awaited(keys)}")
         try:
-            if self._mailbox.wait_until(arrived, self._world.timeout_s, awaited):
-                return
+            while not self._mailbox.wait_until(arrived, self._world.timeout_s, awaited):
+                if not self.complains(keys):
+                    raise PipelineTimeout(self._describe(keys))
+            return
         except PeerLost as loss:
             raise self._final_loss(loss) from None
-        raise PipelineTimeout(self._describe(keys))
 
     def _final_loss(self, loss: PeerLost) -> PeerLost:
         """Prefer the first report: the first connection to break may belong to a rank that itself only follows."""

@@ -27,6 +27,7 @@ from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import Metrics
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
+from avgpipe.runtime.turns import Turns
 
 
 class Update:
@@ -36,6 +37,7 @@ class Update:
         shared: for every other stage, which of this stage's parameters it holds too: indices into its flat buffers'
             parameters, in an order that both agree on.
         group_sum: sums gradients over ranks; None where the stage's replicas are all in this process.
+        turns: tells pipelines of other processes, where they are isolated.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class Update:
         port: Port,
         group_sum: GroupSum | None,
         notice: NonfiniteNotice,
+        turns: Turns | None = None,
     ) -> None:
+        self._turns = turns
         self._trained, self._route, self._shared, self._port = trained, route, shared, port
         self._group_sum, self._notice = group_sum, notice
         limit = options.clip_grad_norm
@@ -199,6 +203,10 @@ class Update:
                 state.norm = self._port.take(step.needs[0])
             if not self._route.last:
                 self._send_to_stage(self._route.stage + 1, Message.TOTAL_NORM, step, state.norm)
+        if self._turns is not None and state.work.idles:
+            state.updated = True
+            self._turns.tell(state)
+            return
         weights = state.work.weights
         if weights is not None and weights.scale == 0:  # others have all that counts, yet momentum goes on
             self._trained.zero_grads()
@@ -217,6 +225,8 @@ class Update:
         for _, replica in self._route.remote:
             update = self._trained.reference_update
             self._port.send(Message.REFERENCE_UPDATE, replica, step.batch, step.micro_batch, update)
+        if self._turns is not None:
+            self._turns.tell(state)
 
     def _send_to_stage(self, stage: int, message: Message, step: Step, value: Any) -> None:
         for to in self._route.placement.receivers_of(self._route.replica, stage):
@@ -283,6 +293,10 @@ class RemoteUpdates:
                     if update is not None:  # else it was not the last batch of a period
                         self._reference.accept(i, update)
                 key = self._next[i] = key._replace(batch=key.batch + self._turns)
+
+    def may_step(self, batch: int) -> bool:
+        """Whether the step of a batch may be made, as far as messages go: the reference says more."""
+        return True
 
     def missing(self, batches: int | None = None) -> list[Key]:
         """Return what is awaited next of each pipeline, of the first ``batches`` alone if they are given."""

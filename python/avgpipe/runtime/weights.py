@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from avgpipe.runtime.worker import Worker
 def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, torch.Tensor]:
     """Copy all under the unsplit model's names, in its order, on every rank. Buffers of the reference are averages."""
     found: dict[str, torch.Tensor] = {}
-    pipeline = which if isinstance(which, int) else 0
+    pipeline = which if isinstance(which, int) else worker.placement.evaluates
     for k in range(model.stages):
         replica = worker.placement.replicas_of(k, pipeline)[0]
         with worker.trained[replica, pipeline].evaluated() if replica in worker.held else nullcontext():
@@ -40,8 +41,9 @@ def _gather_stage(
     held = replica in worker.held
     flats = worker.whole_weights(replica, which, layout) if held else layout.zeros().flats
     views = layout.tensors([worker.world.broadcast(flat, source) for flat in flats])
-    pipelines = [which] if isinstance(which, int) else range(placement.pipelines)
-    states = [_broadcast_state(worker, k, i) for i in pipelines]
+    pipelines = [which] if isinstance(which, int) else placement.pipelines
+    averaged = {} if isinstance(which, int) or worker.exchange is None else average_buffers(worker, k)
+    states = [_broadcast_state(worker, k, i, averaged) for i in pipelines]
     found: dict[str, torch.Tensor] = {}
     for entry in model.entries[k]:
         if entry.arena is not None:
@@ -52,11 +54,13 @@ def _gather_stage(
     return found
 
 
-def _broadcast_state(worker: Worker, k: int, pipeline: int) -> dict[str, torch.Tensor]:
-    """Return :func:`stage_state` of a stage of a pipeline, on every rank."""
+def _broadcast_state(
+    worker: Worker, k: int, pipeline: int, instead: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> dict[str, torch.Tensor]:
+    """Return :func:`stage_state` of a stage of a pipeline, on every rank; who holds it gives some ``instead``."""
     replica = worker.placement.replicas_of(k, pipeline)[0]
     if replica in worker.held:
-        own = stage_state(worker, replica, pipeline)
+        own = {**stage_state(worker, replica, pipeline), **instead}
     else:
         rest = [e for e in worker.model.entries[k] if e.arena is None]
         own = {e.local: torch.empty(e.shape, dtype=e.dtype, device=worker.device) for e in rest}
@@ -94,18 +98,27 @@ def average_buffers(worker: Worker, k: int) -> dict[str, torch.Tensor]:
     Empty where the stage is not. Every rank calls this: dedicated pipelines must tell each other.
     """
     placement = worker.placement
-    if placement.pipelines == 1:
+    if worker.exchange is not None:
+        replica = placement.replicas_of(k)[0]
+        return told_average(worker, replica) if replica in worker.held else {}
+    if len(placement.pipelines) == 1:
         return {}
     if placement.is_dedicated:
-        states = [_broadcast_state(worker, k, i) for i in range(placement.pipelines)]
+        states = [_broadcast_state(worker, k, i) for i in placement.pipelines]
     replica = placement.replicas_of(k)[0]
     if replica not in worker.held:
         return {}
-    own = worker.trained[replica, 0].buffers()
+    own = worker.trained[replica, placement.evaluates].buffers()
     if not placement.is_dedicated:
-        states = [worker.trained[replica, i].buffers() for i in range(placement.pipelines)]
+        states = [worker.trained[replica, i].buffers() for i in placement.pipelines]
     floating = [name for name, buffer in own.items() if buffer.is_floating_point()]
     return {name: average([buffers[name] for buffers in states]) for name in floating}
+
+
+def told_average(worker: Worker, replica: int) -> dict[str, torch.Tensor]:
+    """Return the averages of what isolated pipelines have told last of a stage's buffers, by their names in it."""
+    states = worker.told_buffers(replica)
+    return {name: average([told[name] for told in states]).to(worker.device) for name in states[0]}
 
 
 _DIFFERENCES = "missing", "unexpected"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,9 +18,11 @@ from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
 from avgpipe.model.model import Model, stage_layers, trainable_parameters
 from avgpipe.plan import Plan
+from avgpipe.ranks.membership import Membership
 from avgpipe.ranks.world import Watchdog, World, is_of_transport, transport_reason
 from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.runtime.compute import Compute, Port
+from avgpipe.runtime.exchange import Exchange
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.initial import InitialWeights
 from avgpipe.runtime.lane import Lane, PipelineRow
@@ -32,6 +34,7 @@ from avgpipe.runtime.route import Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
+from avgpipe.runtime.turns import Turns
 from avgpipe.runtime.update import RemoteUpdates, Update
 from avgpipe.schedule import Schedule
 
@@ -48,6 +51,7 @@ class Worker:
         references: by replica; None where a lone pipeline has nobody to agree with.
         emas: by replica, the average of its reference's weights, or a lone pipeline's; empty without ``ema_decay``.
         lanes: by replica and pipeline.
+        exchange: with other pipelines; None unless they are isolated.
         rows: one for each pipeline on each worker of the plan that this process is.
         is_sharded: whether some stage, of whichever process, has parameters that are DTensors.
     """
@@ -63,7 +67,9 @@ class Worker:
         seed: int,
         options: TrainingOptions,
         initial: InitialWeights | None = None,
+        give: Callable[[int, int], bytes] | None = None,
     ) -> None:
+        """``give``: of isolated pipelines, returns the state of a stage replica before a turn, for one that comes."""
         self.world, self.device, self.placement, self.model = world, device, placement, model
         self.held = placement.held_by(world.rank)
         self.failure: Exception | None = None
@@ -80,17 +86,23 @@ class Worker:
         self.references: dict[int, Reference | None] = {}
         self.emas: dict[int, MovingAverage] = {}
         self.lanes: dict[tuple[int, int], Lane] = {}
+        self._turns: dict[int, Turns] = {}
         self._group_sums: list[GroupSum] = []
+        self.exchange: Exchange | None = None
         groups = self._replica_groups()
         try:
             for replica in self.held:
                 self._build(replica, layers)
-                for i in placement.pipelines_of(replica):
-                    self.lanes[replica, i] = self._lane(self._route(replica, i), groups)
+            if give is not None:
+                self.exchange = self._join(give)
+            for replica, i in self.trained:
+                self.lanes[replica, i] = self._lane(self._route(replica, i), groups)
             self.is_sharded = options.prepare is not None and self._agree_on_forms()
         except BaseException:  # of the caller's functions, too
             # threads inside gloo would abort the process at its end
             self._links.close(_PATIENCE_S)
+            if self.exchange is not None:
+                self.exchange.close()
             raise
         self.rows = self._rows(plan.build_schedule())
         self.scheduler = Scheduler(
@@ -101,6 +113,9 @@ class Worker:
             placement,
             self.streams.clock if self.streams is not None else None,
         )
+        if self.exchange is not None:
+            self.exchange.membership.doing = self.scheduler.doing
+            self.scheduler.complains = self.exchange.complains
         self._watchdog = (
             Watchdog(world, self.mailbox, self.scheduler.doing, self._links.processes)
             if world.size > 1
@@ -147,7 +162,7 @@ class Worker:
             (stage, i): self._group(placement.replicas_of(stage, i))
             for stage in range(placement.stages)
             if placement.ranks > 1 and len(placement.replicas_of(stage)) > 1
-            for i in range(placement.pipelines)
+            for i in placement.pipelines
         }
 
     def _group(self, replicas: Sequence[int]) -> dist.ProcessGroup:
@@ -243,9 +258,24 @@ class Worker:
             period=plan.period,
             warmup_rounds=plan.warmup_rounds,
             outer=steps if RULES[rule].tries else None,
-            remote=() if self.placement.ranks == 1 else set(range(plan.pipelines)) - set(here),
+            remote=() if self.placement.ranks == 1 and not plan.isolate else set(range(plan.pipelines)) - set(here),
             ema=ema,
+            open=plan.isolate,
         )
+
+    def _join(self, give: Callable[[int, int], bytes]) -> Exchange:
+        """Connect with the coordinator of isolated pipelines."""
+        world, (pipeline,) = self.world, self.placement.pipelines
+        membership = Membership(
+            world.rank,
+            world.size,
+            len(self.placement.replicas),
+            self._plan.period,
+            self._links.bell_place(),
+            world.timeout_s,
+        )
+        like = {n: Turns.like(self.trained[n, pipeline], self.references[n]) for n in self.held}
+        return Exchange(membership, self.mailbox, like, give)
 
     def _lane(self, route: Route, groups: dict[tuple[int, int], dist.ProcessGroup]) -> Lane:
         options, plan = self._options, self._plan
@@ -258,8 +288,12 @@ class Worker:
             group_sum = GroupSum(trained.arena.parameters, group, self.mailbox, key, self.device)
             self._group_sums.append(group_sum)
         stream = self._stream(route)
-        remote = None
-        if reference is not None and route.remote:
+        turns, remote = None, None
+        if self.exchange is not None:
+            turns = self._turns[route.replica] = Turns(
+                trained, reference, route, self.mailbox, self.exchange, stream
+            )
+        elif reference is not None and route.remote:
             remote = RemoteUpdates(reference, self.mailbox, route, plan.batches_per_round, stream)
         shared = self.model.shared[route.stage]
         return Lane(
@@ -267,12 +301,16 @@ class Worker:
             route,
             port,
             Compute(trained, route, options, port, group_sum),
-            Update(trained, route, shared, options, port, group_sum, self.notice),
+            Update(trained, route, shared, options, port, group_sum, self.notice, turns),
             # A batch that runs on the newest version needs it at once; and sums of replicas use the same memory again.
             overlaps=plan.weights in ("vertical-sync", "double-buffer") and not route.peers,
-            remote=remote,
+            remote=turns or remote,
             stream=stream,
         )
+
+    def told_buffers(self, replica: int) -> list[dict[str, torch.Tensor]]:
+        """Return the buffers of a stage replica that are averaged, as each isolated pipeline has told them last."""
+        return self._turns[replica].buffers()
 
     def _stream(self, route: Route) -> LaneStream | None:
         if self.streams is None:
@@ -392,6 +430,8 @@ class Worker:
         self._closed = True
         if self._watchdog is not None:
             self._watchdog.close()
+        if self.exchange is not None:
+            self.exchange.close()
         self._links.close(patience_s)
         for group_sum in self._group_sums:
             group_sum.close()

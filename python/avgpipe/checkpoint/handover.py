@@ -1,0 +1,67 @@
+"""The state that an isolated pipeline begins with when it comes to others that train: the reference's, and a donor's."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+from avgpipe.checkpoint.subclasses import put_together, taken_apart
+from avgpipe.runtime.weights import stage_state, told_average
+from avgpipe.runtime.worker import Worker
+
+
+def give_state(worker: Worker, number: int, batches: int) -> bytes:
+    """Return the state of a stage replica between two turns, before which the run has had ``batches`` of its loader.
+
+    Of what the donor alone has: the optimizer's state, the learning-rate schedule's and the loss scale; neither its
+    weights nor what its layers carry from batch to batch.
+    """
+    (pipeline,) = worker.placement.pipelines
+    trained, reference, ema = worker.trained[number, pipeline], worker.references[number], worker.emas.get(number)
+    state: dict[str, Any] = {"batches": batches, "rest": stage_state(worker, number, pipeline)}
+    state["rest"] |= {name: value for name, value in told_average(worker, number).items() if name in state["rest"]}
+    if trained.lr_scheduler is not None:
+        state["lr_scheduler"] = trained.lr_scheduler.state_dict()
+    if trained.loss_scale is not None:
+        state["loss_scale"] = trained.loss_scale.state_dict()
+    if reference is not None and trained.optimizer is not None:
+        averaging = reference.state_dict()
+        state["reference"] = {**averaging, "outer": taken_apart(averaging["outer"])}
+        of_all = trained.optimizer.state_dict()
+        state["optimizer"] = {**of_all, "state": taken_apart(of_all["state"])}
+    if ema is not None:
+        state["ema"] = {"flats": list(ema.flats), "updates": ema.updates}
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+@torch.no_grad()
+def take_state(given: bytes, worker: Worker, number: int) -> int:
+    """Begin with a given state; return how many batches of the loader the run has had."""
+    (pipeline,) = worker.placement.pipelines
+    trained, reference, ema = worker.trained[number, pipeline], worker.references[number], worker.emas.get(number)
+    state = torch.load(io.BytesIO(given), map_location=worker.device, weights_only=True)
+    if reference is not None and trained.elastic is not None:
+        averaging, of_all = state["reference"], state["optimizer"]
+        if reference.outer is not None:
+            averaging["outer"] = put_together(averaging["outer"], reference.outer)
+        reference.load_state_dict(averaging)
+        trained.elastic.load_state_dict({**of_all, "state": put_together(of_all["state"], trained.elastic.inner)})
+        for mine, z in zip(trained.arena.weights, reference.z.flats):
+            mine.copy_(z)
+    if trained.lr_scheduler is not None:
+        trained.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    if trained.loss_scale is not None:
+        trained.loss_scale.load_state_dict(state["loss_scale"])
+    mine = trained.stage.layers.state_dict(keep_vars=True)
+    for name, value in state["rest"].items():
+        mine[name].data.copy_(value)
+    if ema is not None:
+        for flat, value in zip(ema.flats, state["ema"]["flats"]):
+            flat.copy_(value)
+        ema.updates = state["ema"]["updates"]
+    trained.replaced()
+    return int(state["batches"])

@@ -1,0 +1,417 @@
+"""Who is there, and from which turn on: what the launcher of isolated pipelines settles with their processes.
+
+Each process has one connection to it, which the ``multiprocessing.connection`` of Python authenticates by a token, both
+ways. Messages are JSON of a fixed version: nothing that comes is unpickled. A process that ends closes its connection, so
+its end is known at once, however it came about.
+
+A pipeline is whole or gone. When one is lost, or another one wants to come, the coordinator has all processes begin no turn
+(``freeze``) and say how many they have begun; the change then takes effect with a turn that nobody has begun::
+
+    coordinator    freeze ->            <- begun 7, 8, 7            roster: ... from turn 8 on ->
+    process        begins no turn, goes on with those that it has begun            begins turn 8 by the new roster
+
+In which turns a lost pipeline counts is decided by what its processes had told the others, in memory that this process
+holds, once all of them are dead: see :mod:`avgpipe.runtime.exchange`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, wait
+from typing import Any
+
+from avgpipe.ranks.roster import Roster, Stay
+from avgpipe_ext.ring import Bell, Memory
+
+VERSION = 1
+_MOST_BYTES = 2**20  # of a message
+
+
+def encoded(message: Sequence[Any]) -> bytes:
+    return json.dumps(message).encode()
+
+
+def received(connection: Connection) -> list[Any]:
+    """Read a message; OSError or EOFError for a closed connection, ValueError for what is none."""
+    message = json.loads(connection.recv_bytes(_MOST_BYTES))
+    if not isinstance(message, list) or not message:
+        raise ValueError(f"not a message: {message!r}")
+    return message
+
+
+@dataclass
+class Process:
+    """One process of a pipeline, as far as it has told.
+
+    Attributes:
+        heard_at: when it last said something, of the monotonic clock.
+        doing: what it was at then.
+        batches: of the loader, that it has begun.
+        begun: turns, as the answer to the newest freeze.
+        wants: "enter", or "leave" once it is done.
+    """
+
+    connection: Connection
+    heard_at: float
+    doing: str = "its start"
+    batches: int = 0
+    begun: int | None = None
+    wants: str = ""
+
+
+@dataclass
+class Group:
+    """The processes of a pipeline that were started together.
+
+    Attributes:
+        number: over the life of the run.
+        size: how many they are.
+        told: of each of its stage replicas (``places``), how many turns it has told since the pipeline entered.
+        period: the turns between two that tell an update.
+        bells: by rank, what others ring for it.
+        digests: by rank, of what all pipelines must have alike, and of the initial weights.
+        memory: by name, what its processes have asked for.
+        has_ended: whether none of them is there any more.
+    """
+
+    pipeline: int
+    number: int
+    size: int
+    told: Memory
+    places: int
+    period: int
+    bells: dict[int, Any] = field(default_factory=dict)
+    digests: dict[int, list[str]] = field(default_factory=dict)
+    processes: dict[int, Process] = field(default_factory=dict)
+    memory: dict[str, Memory] = field(default_factory=dict)
+    has_ended: bool = False
+
+    def all_want(self, what: str) -> bool:
+        return len(self.processes) == self.size and all(p.wants == what for p in self.processes.values())
+
+    def turns_told(self) -> int:
+        """Return how many turns all of it have told."""
+        return min(Bell(self.told, n * Bell.BYTES).count() for n in range(self.places))
+
+
+class Coordinator:
+    """Serves one run from one thread, which calls :meth:`serve` again and again.
+
+    Args:
+        address: a path for a Unix socket, or (host, port).
+        token: what a process must know.
+        wanted: how many pipelines begin the run together.
+        lost: is told the number of a group, and why, once a process of it is gone, hangs, or speaks nonsense. It
+            shall end the others, and call :meth:`gone` when all of them have ended.
+        say: is told a line for people.
+
+    Attributes:
+        groups: by number; those that have ended as long as somebody may read their memory.
+        members: pipelines by the number of their group, of those that live.
+    """
+
+    def __init__(
+        self,
+        address: str | tuple[str, int],
+        token: bytes,
+        wanted: int,
+        lost: Callable[[int, str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._listener = Listener(address, backlog=64, authkey=token)
+        self.wanted, self._lost, self._say = wanted, lost, say
+        self.roster = Roster()
+        self.groups: dict[int, Group] = {}
+        self.members: dict[int, int] = {}
+        self._unknown: set[Connection] = set()  # that have not said who they are
+        self._by_connection: dict[Connection, tuple[Group, int]] = {}
+        self._leaving: list[tuple[Group, int]] = []  # members that are gone, with the first turn that they lack
+        self._is_frozen = False
+        self._begun = 0  # turns, at the last change
+        self._clean = 0  # the turn by which what was lost has been trained on
+        self._once: dict[str, _Once] = {}
+        self._timeout_s = float("inf")
+
+    @property
+    def address(self) -> Any:
+        return self._listener.address
+
+    def close(self) -> None:
+        for connection in (*self._unknown, *self._by_connection):
+            connection.close()
+        self._listener.close()
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def serve(self, timeout_s: float) -> None:
+        """Hear what has come, and wait for it at most ``timeout_s``."""
+        listening = self._listener._listener._socket  # type: ignore[attr-defined]  # private: to wait for all at once
+        for one in wait([listening, *self._unknown, *self._by_connection], timeout_s):
+            if one is listening:
+                self._accept()
+            elif isinstance(one, Connection) and not one.closed:
+                self._hear(one)
+        self._find_silent()
+        self._change()
+
+    def _accept(self) -> None:
+        with suppress(OSError, EOFError, AuthenticationError):  # gone again, or does not know the token
+            self._unknown.add(self._listener.accept())
+
+    def _hear(self, connection: Connection) -> None:
+        known = self._by_connection.get(connection)
+        try:
+            kind, *values = received(connection)
+            if known is None:
+                self._greet(connection, kind, *values)
+            else:
+                group, rank = known
+                group.processes[rank].heard_at = time.monotonic()
+                self._answer(group, rank, kind, *values)
+        except (OSError, EOFError):
+            self._closed(connection)
+        except (ValueError, TypeError, KeyError) as error:
+            if known is not None:
+                self._lost(known[0].number, f"rank {known[1]} has said what makes no sense: {error}")
+            self._closed(connection)
+
+    def _closed(self, connection: Connection) -> None:
+        connection.close()
+        self._unknown.discard(connection)
+        known = self._by_connection.pop(connection, None)
+        if known is not None and known[0].processes[known[1]].wants != "leave":
+            self._lost(known[0].number, f"rank {known[1]} has ended")
+
+    def _find_silent(self) -> None:
+        """A process that stands still says nothing, and would keep the others waiting."""
+        latest = time.monotonic() - self._timeout_s
+        for group, rank in list(self._by_connection.values()):
+            process = group.processes[rank]
+            if process.heard_at < latest and process.wants != "leave":
+                process.heard_at = float("inf")
+                silence = f"rank {rank} has said nothing for {self._timeout_s:g} s"
+                self._lost(group.number, f"{silence}, when it was at {process.doing}")
+
+    # ---- what processes say ------------------------------------------------------------------------------------------
+
+    def _greet(self, connection: Connection, kind: str, version: int, about: dict[str, Any]) -> None:
+        if kind != "hello" or version != VERSION:
+            raise ValueError(f"{kind} {version}: all processes of a run must have one version of avgpipe")
+        number, rank = int(about["group"]), int(about["rank"])
+        if number not in self.groups:
+            pipeline, size, places, period = (int(about[n]) for n in ("pipeline", "size", "places", "period"))
+            told = Memory.create(places * Bell.BYTES)
+            self.groups[number] = Group(pipeline, number, size, told, places, period)
+        group = self.groups[number]
+        self._timeout_s = float(about["timeout_s"])
+        self._unknown.discard(connection)
+        group.processes[rank] = Process(connection, time.monotonic())
+        group.bells[rank] = about["bell"]
+        self._by_connection[connection] = group, rank
+        batches = max((p.batches for g in self._living() for p in g.processes.values()), default=0)
+        welcome = {"has_begun": bool(self.roster.stays), "batches": batches, "told": _place_of(group.told)}
+        self._send(connection, "welcome", welcome)
+
+    def _answer(self, group: Group, rank: int, kind: str, *values: Any) -> None:
+        process = group.processes[rank]
+        if kind == "alive":
+            process.doing, process.batches = str(values[0]), int(values[1])
+            self._send(process.connection, "heard")
+        elif kind == "begun":
+            process.begun, process.batches = int(values[0]), int(values[1])
+        elif kind == "enter":
+            self._let_enter(group, rank, *values)
+        elif kind == "leave":
+            process.wants = "leave"
+        elif kind == "memory":
+            self._give_memory(group, process, *values)
+        elif kind == "late":
+            self._hear_of_late(group, int(values[0]), float(values[1]))
+        elif kind == "once":
+            request, name = values
+            self._once.setdefault(name, _Once()).ask(group.number, request, partial(self._reply, process))
+        elif kind == "done":
+            self._once[values[0]].done(values[1])
+        elif kind == "hand over":
+            number, name, value = values
+            for receiver in self.groups[number].processes.values() if number in self.groups else ():
+                self._send(receiver.connection, "handed over", name, value)
+        else:
+            raise ValueError(f"unknown message {kind!r}")
+
+    def _reply(self, process: Process, request: int, value: Any) -> None:
+        self._send(process.connection, "reply", request, value)
+
+    def _let_enter(self, group: Group, rank: int, request: int, digests: list[str]) -> None:
+        """All pipelines must be made alike, and those that begin together start at the same weights."""
+        for other in self.groups.values():
+            theirs = other.digests.get(rank, digests)
+            if theirs[0] != digests[0] or (not self.roster.stays and theirs != digests):
+                what = "plan or model" if theirs[0] != digests[0] else "initial weights"
+                why = f"its {what} differs from pipeline {other.pipeline}'s; every rank must build the same"
+                self._reply(group.processes[rank], request, {"why": why})
+                return
+        group.digests[rank] = digests
+        group.processes[rank].wants = "enter"
+        self._reply(group.processes[rank], request, {})
+
+    def _give_memory(self, group: Group, process: Process, request: int, name: str, size: int) -> None:
+        try:
+            memory = group.memory.get(name)
+            if memory is None or memory.bytes < size:
+                memory = group.memory[name] = Memory.create(size)
+        except (MemoryError, OSError) as error:
+            self._reply(process, request, {"why": str(error) or "there is not as much"})
+        else:
+            self._reply(process, request, {"place": _place_of(memory)})
+
+    def _hear_of_late(self, group: Group, turn: int, waited_s: float) -> None:
+        """A member has waited for the others of a turn for as long as it may."""
+        counting = self.roster.counting(turn)
+        for pipeline, stay in counting.items() if group.pipeline in counting else ():
+            other = self.groups[stay.number]
+            if stay.number in self.members and stay.first + other.turns_told() <= turn:
+                doing = "; ".join(f"rank {r} was at {p.doing}" for r, p in sorted(other.processes.items()))
+                waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for pipeline {pipeline}'s part of turn {turn}"
+                self._lost(stay.number, f"{waited}; {doing}")
+
+    # ---- changes -----------------------------------------------------------------------------------------------------
+
+    def gone(self, number: int) -> None:
+        """Note that all processes of a group have ended."""
+        group = self.groups.get(number)
+        if group is None:
+            return
+        group.has_ended = True
+        for process in group.processes.values():
+            self._by_connection.pop(process.connection, None)
+            process.connection.close()
+        for once in self._once.values():
+            once.gone(number)
+        self._remove(group)
+        self._change()
+
+    def _remove(self, group: Group) -> None:
+        if self.members.pop(group.number, None) is not None:
+            self._leaving.append((group, self._stay_of(group).first + group.turns_told()))
+
+    def _stay_of(self, group: Group) -> Stay:
+        return next(stay for stay in self.roster.present if stay.number == group.number)
+
+    def _living(self) -> list[Group]:
+        return [self.groups[number] for number in self.members]
+
+    def _change(self) -> None:
+        """Do what is due, as soon as all have said how many turns they have begun."""
+        for group in self._living():
+            if group.all_want("leave"):
+                self._remove(group)
+        coming = [
+            g for g in self.groups.values() if g.number not in self.members and g.all_want("enter") and not g.has_ended
+        ]
+        is_due = bool(self._leaving or (coming and self.members))
+        if not self.roster.stays:
+            is_due = len(coming) >= self.wanted
+        if not is_due:
+            return
+        asked = [p for group in self._living() for p in group.processes.values() if p.wants != "leave"]
+        if not self._is_frozen:
+            self._is_frozen = True
+            for process in asked:
+                process.begun = None
+                self._send(process.connection, "freeze")
+        if all(process.begun is not None for process in asked):
+            self._is_frozen = False
+            self._begun = max([self._begun, *(process.begun or 0 for process in asked)])
+            self._apply(self._begun, coming)
+
+    def _apply(self, begun: int, coming: Sequence[Group]) -> None:
+        """Change the roster from the next turn on; nobody has begun turn ``begun``."""
+        begins = not self.roster.stays
+        for group, told in self._leaving:
+            stay = self.roster.leave(group.pipeline, told, begun)
+            self._clean = max(self._clean, begun) + stay.end - stay.told
+            self._say(f"pipeline {group.pipeline} counts in the turns before {stay.told}, and is gone from {stay.end} on")
+            for other in self.roster.present:
+                if other.donor == group.pipeline and not self.groups[other.number].turns_told():
+                    self._lost(other.number, f"pipeline {group.pipeline}, whose state it was to have, is gone")
+        self._leaving = []
+        donors = [stay.pipeline for stay in self.roster.present if stay.first < begun]
+        for group in sorted(coming, key=lambda group: group.pipeline):
+            if not begins and not donors:
+                break  # nobody is left whose state it could have
+            first = 0 if begins else -(-max(begun, self._clean) // group.period) * group.period
+            self.roster.enter(Stay(group.pipeline, group.number, first, None if begins else donors[0]))
+            self.members[group.number] = group.pipeline
+            if not begins:
+                self._say(f"pipeline {group.pipeline} comes with turn {first}")
+        self._forget(begun)
+        self._tell()
+
+    def _forget(self, begun: int) -> None:
+        """Give up what nobody can ask for any more: all have gone on from a turn once all have told the next one."""
+        told = [stay.first + self.groups[stay.number].turns_told() for stay in self.roster.present]
+        self.roster.forget(min(begun, *told, begun) - 2)
+        needed = {stay.number for stay in self.roster.stays}
+        self.groups = {n: group for n, group in self.groups.items() if n in needed or not group.has_ended}
+
+    def _tell(self) -> None:
+        about = {stay.number: self.groups[stay.number] for stay in self.roster.stays}
+        facts = {
+            number: {
+                "told": _place_of(group.told),
+                "places": group.places,
+                "memory": {name: _place_of(memory) for name, memory in group.memory.items()},
+                "bells": [bell for _, bell in sorted(group.bells.items())],
+            }
+            for number, group in about.items()
+        }
+        for group in self._living():
+            for process in group.processes.values():
+                self._send(process.connection, "roster", self.roster.to_json(), facts)
+
+    def _send(self, connection: Connection, *message: Any) -> None:
+        with suppress(OSError, ValueError):  # it is gone, as its end will tell
+            connection.send_bytes(encoded(message))
+
+
+def _place_of(memory: Memory) -> list[Any]:
+    return [memory.path, memory.bytes]
+
+
+class _Once:
+    """Something that one pipeline does, and all want to know."""
+
+    def __init__(self) -> None:
+        self._doer: int | None = None  # the number of a group
+        self._value: list[Any] = []
+        self._waiting: list[tuple[int, int, Callable[[int, Any], None]]] = []
+
+    def ask(self, number: int, request: int, reply: Callable[[int, Any], None]) -> None:
+        if self._value:
+            reply(request, {"value": self._value[0]})
+        elif self._doer is None:
+            self._doer = number
+            reply(request, {})
+        else:
+            self._waiting.append((number, request, reply))
+
+    def done(self, value: Any) -> None:
+        self._value = [value]
+        for _, request, reply in self._waiting:
+            reply(request, {"value": value})
+        self._waiting = []
+
+    def gone(self, number: int) -> None:
+        """Have another one do it, if who was at it is gone."""
+        self._waiting = [waiting for waiting in self._waiting if waiting[0] != number]
+        if self._doer == number and not self._value:
+            self._doer = None
+            if self._waiting:
+                self.ask(*self._waiting.pop(0))

@@ -1,0 +1,251 @@
+"""This process's place in a run whose pipelines come and go: its end of the connection to the coordinator."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from typing import Any
+
+from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout
+from avgpipe.ranks.coordinator import VERSION, encoded, received
+from avgpipe.ranks.roster import Roster
+from avgpipe_ext.ring import Memory
+
+RUN, TOKEN, GROUP, PIPELINE = "AVGPIPE_RUN", "AVGPIPE_TOKEN", "AVGPIPE_GROUP", "AVGPIPE_PIPELINE"
+_TELL_S = 1.0  # between two signs of life
+
+
+def environment(address: Any, token: str, group: int, pipeline: int) -> dict[str, str]:
+    """Return the variables by which a process finds its run."""
+    where = address if isinstance(address, str) else ":".join(map(str, address))
+    return {RUN: where, TOKEN: token, GROUP: str(group), PIPELINE: str(pipeline)}
+
+
+def pipeline_here() -> int | None:
+    """Return which pipeline this process is a part of, in a run of isolated ones; None elsewhere."""
+    return int(os.environ[PIPELINE]) if RUN in os.environ else None
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """What others know of the processes of a pipeline that were started together.
+
+    Attributes:
+        told: where each of its ``places`` stage replicas counts the turns that it has told.
+        memory: what they tell in, by name.
+        bells: of its processes, to be rung.
+    """
+
+    told: list[Any]
+    places: int
+    memory: Mapping[str, list[Any]]
+    bells: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Known:
+    """Who trains when, and by the number of a stay, whom it is of."""
+
+    roster: Roster
+    neighbours: Mapping[int, Neighbour]
+
+
+class Membership:
+    """Says hello, and hears what is settled, in a thread of its own.
+
+    Args:
+        rank, size: of this process in its pipeline.
+        places: how many stage replicas the pipeline has.
+        period: the turns between two that tell an update.
+        bell: where others ring for this process: a path, bytes, and an offset.
+        timeout_s: after which somebody who is silent is held to be lost.
+
+    Attributes:
+        pipeline: the number of this process's.
+        group: the number of its processes that were started together.
+        has_begun: whether others trained already when this process came.
+        batches: those of the loader that they had begun then.
+        told: the memory in which this pipeline counts what it tells.
+        known: what is settled; replaced as a whole.
+        begun: how many turns this process has begun; the next has this number.
+    """
+
+    def __init__(self, rank: int, size: int, places: int, period: int, bell: list[Any], timeout_s: float) -> None:
+        self.pipeline, self.group = int(os.environ[PIPELINE]), int(os.environ[GROUP])
+        self._timeout_s = timeout_s
+        self.known = Known(Roster(), {})
+        self.begun = 0
+        self.told_batches: Callable[[], int] = lambda: 0
+        self.doing: Callable[[], str] = lambda: "its start"
+        self.changed: Callable[[], None] = lambda: None  # called by the thread
+        self._is_frozen = False
+        self._failure: PipelineError | None = None
+        self._replies: dict[int, Any] = {}
+        self._handed: dict[str, Any] = {}
+        self._requests = 0
+        self._lock = threading.Condition()
+        self._sending = threading.Lock()
+        where = os.environ[RUN]
+        host, _, port = where.rpartition(":")
+        try:
+            self._connection = Client(
+                where if where.startswith("/") else (host, int(port)), authkey=os.environ[TOKEN].encode()
+            )
+            about = {"rank": rank, "size": size, "places": places, "period": period, "bell": bell}
+            self._send("hello", VERSION, about | {"pipeline": self.pipeline, "group": self.group, "timeout_s": timeout_s})
+            if not self._connection.poll(timeout_s):
+                raise PeerLost(f"the launcher at {where} has not answered within {timeout_s:g} s")
+            _, welcome = received(self._connection)
+        except (OSError, EOFError, ValueError, AuthenticationError) as error:
+            raise PeerLost(f"the launcher at {where} cannot be reached, or has refused this process: {error}") from error
+        self.has_begun, self.batches = welcome["has_begun"], welcome["batches"]
+        self.told = Memory.open(*welcome["told"])
+        self._heard_at = time.monotonic()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="avgpipe-membership", daemon=True)
+        self._thread.start()
+
+    # ---- for the main thread -----------------------------------------------------------------------------------------
+
+    def memory(self, name: str, size: int) -> Memory:
+        """Return memory of the launcher's, which outlives this process; the others of the pipeline may have asked first."""
+        reply = self._request("memory", name, size)
+        if "why" in reply:
+            raise MemoryError(f"{size} bytes of shared memory for {name}: {reply['why']}")
+        return Memory.open(*reply["place"])
+
+    def enter(self, digests: list[str]) -> int:
+        """Become a member, with the other processes of this pipeline; return the first turn.
+
+        ValueError where the pipeline is not made as the others are.
+        """
+        reply = self._request("enter", digests)
+        if "why" in reply:
+            raise ValueError(reply["why"])
+        with self._lock:
+            self._await(lambda: self._own_first() is not None, None)
+            return self.begun
+
+    def _own_first(self) -> int | None:
+        return next((stay.first for stay in self.known.roster.stays if stay.number == self.group), None)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether this pipeline, a member, has come when others trained already."""
+        return any(stay.donor is not None for stay in self.known.roster.stays if stay.number == self.group)
+
+    def begin(self) -> int:
+        """Begin the next turn, and return its number; waits while who trains in it is being settled."""
+        with self._lock:
+            self._await(lambda: not self._is_frozen, self._timeout_s)
+            self.begun += 1
+            return self.begun - 1
+
+    def leave(self) -> None:
+        """Say that this process is done."""
+        self._send_if_alive("leave")
+
+    def complain(self, turn: int) -> None:
+        """Say that this process has waited for the others of a turn for as long as it may."""
+        self._send_if_alive("late", turn, self._timeout_s)
+
+    def once(self, name: str) -> list[Any]:
+        """Return what another pipeline has found, in a list; empty where this one is to find it, and to tell by ``done``."""
+        reply = self._request("once", name, limit_s=None)
+        return [reply["value"]] if "value" in reply else []
+
+    def done(self, name: str, value: Any) -> None:
+        self._send_if_alive("done", name, value)
+
+    def hand_over(self, number: int, name: str, value: Any) -> None:
+        """Send something to the processes of another group."""
+        self._send_if_alive("hand over", number, name, value)
+
+    def received(self, name: str) -> Any:
+        """Return what another process has handed over, once it has come."""
+        with self._lock:
+            self._await(lambda: name in self._handed, None)
+            return self._handed.pop(name)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._connection.close()
+
+    def _request(self, kind: str, *values: Any, limit_s: float | None = -1.0) -> Any:
+        with self._lock:
+            number = self._requests = self._requests + 1
+            self._send_if_alive(kind, number, *values)
+            self._await(lambda: number in self._replies, self._timeout_s if limit_s == -1.0 else limit_s)
+            return self._replies.pop(number)
+
+    def _await(self, done: Callable[[], bool], limit_s: float | None) -> None:
+        """Wait with the lock. Without a limit, as long as the launcher gives signs of life."""
+        if not self._lock.wait_for(lambda: done() or self._failure is not None, limit_s):
+            raise PipelineTimeout(f"the launcher has not answered within {limit_s:g} s")
+        if self._failure is not None:
+            raise self._failure
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        told_at = 0.0
+        try:
+            while True:
+                if time.monotonic() >= told_at + _TELL_S:
+                    self._send("alive", self.doing()[:500], self.told_batches())
+                    told_at = time.monotonic()
+                if self._connection.poll(max(0.0, told_at + _TELL_S - time.monotonic())):
+                    self._heard_at = time.monotonic()
+                    self._hear(*received(self._connection))
+                elif time.monotonic() > self._heard_at + self._timeout_s:
+                    raise TimeoutError(f"it has said nothing for {self._timeout_s:g} s")
+        except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+            if not self._is_closed:
+                with self._lock:
+                    self._failure = PeerLost(f"the launcher is gone, or cut off: {str(error) or 'it has ended'}")
+                    self._lock.notify_all()
+                self.changed()
+
+    def _hear(self, kind: str, *values: Any) -> None:
+        with self._lock:
+            if kind == "freeze":
+                self._is_frozen = True
+                self._send("begun", self.begun, self.told_batches())
+            elif kind == "roster":
+                self._take_roster(*values)
+            elif kind == "reply":
+                self._replies[values[0]] = values[1]
+            elif kind == "handed over":
+                self._handed[values[0]] = values[1]
+            self._lock.notify_all()
+        if kind == "roster":
+            self.changed()
+
+    def _take_roster(self, stays: list[Any], neighbours: Mapping[str, Mapping[str, Any]]) -> None:
+        was_member = self._own_first() is not None
+        about = {int(number): Neighbour(**neighbour) for number, neighbour in neighbours.items()}
+        self.known = Known(Roster.from_json(stays), about)
+        first = self._own_first()
+        if not was_member and first is not None:
+            self.begun = first
+        self._is_frozen = False
+
+    @property
+    def failure(self) -> PipelineError | None:
+        """Why this process can have no part in the run any more."""
+        return self._failure
+
+    def _send(self, *message: Any) -> None:
+        with self._sending:
+            self._connection.send_bytes(encoded(message))
+
+    def _send_if_alive(self, *message: Any) -> None:
+        try:
+            self._send(*message)
+        except OSError:  # the thread finds out why
+            pass

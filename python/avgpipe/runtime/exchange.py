@@ -1,0 +1,241 @@
+"""What isolated pipelines tell each other, turn by turn: their updates of the reference, and how their batches ended.
+
+The processes of all pipelines that hold one stage lie on one host, and each has its own copy of the reference. What one
+tells lies in memory that the launcher holds, so it stays when its process dies; the others read it there::
+
+    step of turn t        the update, in one of two slots; then the count of turns told is raised, and all bells are rung
+    all have told turn t  what they told counts, in the order of pipelines, in every process alike
+
+A turn counts for a pipeline once all of its stages have told it, or its stages would differ in who has a part in the
+reference. Two slots are enough: nobody tells turn t + 2 before all have told t + 1, for which they have taken in turn t.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from avgpipe.errors import PipelineError
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import Key, Message, padded
+from avgpipe.ranks.membership import Membership, Neighbour
+from avgpipe.ranks.roster import Stay
+from avgpipe_ext.ring import Bell, Memory
+
+_TEXT_BYTES = 8192  # of a slot: how many bytes the text has, and the text
+_SLOTS = 2
+
+
+class Slot:
+    """Where one stage replica of a pipeline tells every other turn: a text, and tensors like those that it is made for."""
+
+    def __init__(self, memory: Memory, number: int, like: Sequence[torch.Tensor]) -> None:
+        self._memory = memory
+        offset = number * self.bytes_of(like)
+        self._head = memoryview(memory)[offset : offset + _TEXT_BYTES]
+        offset += _TEXT_BYTES
+        self.tensors: list[torch.Tensor] = []
+        for tensor in like:
+            size = tensor.numel() * tensor.element_size()
+            flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset) if size else tensor
+            self.tensors.append(flat.view(tensor.shape) if size else torch.empty_like(tensor, device="cpu"))
+            offset += padded(size)
+
+    @staticmethod
+    def bytes_of(like: Sequence[torch.Tensor]) -> int:
+        return _TEXT_BYTES + sum(padded(t.numel() * t.element_size()) for t in like)
+
+    def write(self, values: Any, tensors: Sequence[torch.Tensor]) -> None:
+        text = json.dumps(values).encode()
+        if len(text) > _TEXT_BYTES - 8:
+            raise PipelineError(f"how a batch has ended takes {len(text)} bytes to tell: return fewer metrics from loss_fn")
+        for mine, value in zip(self.tensors, tensors):
+            mine.copy_(value)
+        self._head[:8] = len(text).to_bytes(8, "little")
+        self._head[8 : 8 + len(text)] = text
+
+    def read(self) -> Any:
+        return json.loads(bytes(self._head[8 : 8 + int.from_bytes(self._head[:8], "little")]))
+
+
+@dataclass(frozen=True)
+class Told:
+    """What counts in a turn, at one stage replica.
+
+    Attributes:
+        pipelines: those that count, in ascending order.
+        values: what each has told beside tensors.
+        tensors: what each has told; they stay as they are until this process tells the next turn.
+    """
+
+    pipelines: list[int]
+    values: list[Any]
+    tensors: list[list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn that has ended: who counts in it, and with what, and who was lost."""
+
+    number: int
+    values: dict[int, Any]
+    lost: list[int]
+
+
+class Other:
+    """What another pipeline, or this one, tells while it stays: mapped when it is first asked for."""
+
+    def __init__(self, about: Neighbour, like: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        told = Memory.open(*about.told)
+        self._counts = [Bell(told, place * Bell.BYTES) for place in range(about.places)]
+        self._slots = {
+            place: [Slot(memory, n, tensors) for n in range(_SLOTS)]
+            for place, tensors in like.items()
+            for memory in [Memory.open(*about.memory[_name(place)])]
+        }
+        self._bells: list[Bell] = []
+        for path, size, offset in about.bells:
+            with suppress(OSError):  # of a process that has ended, and needs none
+                self._bells.append(Bell(Memory.open(path, size), offset))
+
+    def turns_told(self) -> int:
+        """Return how many turns all of its stages have told since it has entered."""
+        return min(count.count() for count in self._counts)
+
+    def slot(self, place: int, turn: int) -> Slot:
+        return self._slots[place][turn % _SLOTS]
+
+    def ring(self) -> None:
+        for bell in self._bells:
+            bell.ring()
+
+
+class Exchange:
+    """One process's part of it.
+
+    Args:
+        like: by stage replica held here, tensors like those that are told of it.
+        give: ``give(replica, turn)`` returns the bytes of its state before a turn, for a pipeline that comes with it.
+
+    Attributes:
+        turns: that have ended, until somebody has seen to it.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        mailbox: Mailbox,
+        like: Mapping[int, Sequence[torch.Tensor]],
+        give: Callable[[int, int], bytes],
+    ) -> None:
+        self.membership, self._mailbox, self._give = membership, mailbox, give
+        self._like = {place: list(tensors) for place, tensors in like.items()}
+        self._counts = {place: Bell(membership.told, place * Bell.BYTES) for place in like}
+        self._own: dict[int, list[Slot]] = {}
+        for place, tensors in self._like.items():
+            memory = membership.memory(_name(place), _SLOTS * Slot.bytes_of(tensors))
+            self._own[place] = [Slot(memory, n, tensors) for n in range(_SLOTS)]
+        self._others: dict[int, Other] = {}  # by the number of a stay
+        self._next = 0  # the first turn of which is not known who counts in it
+        self._complained = -1  # of this turn
+        self._last: list[Stay] = []  # those that counted in the turn before
+        self.turns: dict[int, Turn] = {}
+        self._given: set[tuple[int, int]] = set()  # stays that have got the state of a stage replica
+        mailbox.sources.append(self._collect)
+        membership.changed = self._changed
+
+    def enter(self, digests: list[str]) -> int:
+        """Become a member; return the first turn."""
+        self._next = self.membership.enter(digests)
+        return self._next
+
+    def _changed(self) -> None:
+        """Called in the membership's thread."""
+        if self.membership.failure is not None:
+            self._mailbox.fail(self.membership.failure)
+        self._mailbox.bell.ring()
+
+    # ---- telling -----------------------------------------------------------------------------------------------------
+
+    def tell(self, place: int, turn: int, values: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Tell of a stage replica's step; of each turn once, and in their order."""
+        self._own[place][turn % _SLOTS].write(values, tensors)
+        self._counts[place].ring()
+        for stay in self.membership.known.roster.present:
+            self._of(stay).ring()
+
+    def _of(self, stay: Stay) -> Other:
+        if stay.number not in self._others:
+            self._others[stay.number] = Other(self.membership.known.neighbours[stay.number], self._like)
+        return self._others[stay.number]
+
+    # ---- learning ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def key(pipeline: int, place: int, turn: int) -> Key:
+        """Name the message that a turn has ended, which each stage replica gets; it has a Told."""
+        return Key(Message.REFERENCE_UPDATE, pipeline, place, place, turn, -1)
+
+    def _collect(self) -> None:
+        """Find which turns have ended."""
+        while self._next < self.membership.begun:
+            turn, roster = self._next, self.membership.known.roster
+            stays = roster.counting(turn)
+            if any(stay.first + self._of(stay).turns_told() <= turn for stay in stays.values()):
+                return
+            values: list[Any] = []
+            for place in self._like:
+                slots = [self._of(stay).slot(place, turn) for stay in stays.values()]
+                values = [slot.read() for slot in slots]
+                told = Told(list(stays), values, [slot.tensors for slot in slots])
+                self._mailbox.put(self.key(self.membership.pipeline, place, turn), told)
+            self.turns[turn] = Turn(turn, dict(zip(stays, values)), roster.lost(turn))
+            self._last = list(stays.values())
+            self._next += 1
+            known = {stay.number for stay in roster.stays}
+            self._others = {number: other for number, other in self._others.items() if number in known}
+
+    def last_told(self, place: int) -> list[list[torch.Tensor]]:
+        """Return what was told in the last turn that has ended; empty before there is one. No turn may be under way."""
+        return [self._of(stay).slot(place, self._next - 1).tensors for stay in self._last]
+
+    def complains(self, keys: Sequence[Key]) -> bool:
+        """Tell the coordinator, once, of others that have not told a turn in time; whether that is what is awaited."""
+        late = [key.batch for key in keys[:1] if key.kind is Message.REFERENCE_UPDATE and key.source == key.target]
+        if not late or late[0] <= self._complained:
+            return False
+        self._complained = late[0]
+        self.membership.complain(late[0])
+        return True
+
+    # ---- those that come ---------------------------------------------------------------------------------------------
+
+    def hand_over(self, place: int, turn: int) -> None:
+        """Give the state of a stage replica before ``turn`` to those that come with it and have it from this pipeline."""
+        for stay in self.membership.known.roster.joining(turn):
+            if stay.donor == self.membership.pipeline and (stay.number, place) not in self._given:
+                self._given.add((stay.number, place))
+                state = self._give(place, turn)
+                name = f"state {place}"
+                memory = self.membership.memory(name, len(state))
+                memoryview(memory)[: len(state)] = state
+                self.membership.hand_over(stay.number, name, [memory.path, memory.bytes, len(state)])
+
+    def received(self, place: int) -> bytes:
+        """Return the state that this pipeline begins with, once it is there."""
+        path, size, length = self.membership.received(f"state {place}")
+        return bytes(memoryview(Memory.open(path, size))[:length])
+
+    def close(self) -> None:
+        self._mailbox.sources.remove(self._collect)
+        self.membership.leave()
+        self.membership.close()
+
+
+def _name(place: int) -> str:
+    return f"told by {place}"

@@ -1,0 +1,311 @@
+"""Which batch is whose among isolated pipelines, and what is trained on again when one of them was lost.
+
+Every process goes through all batches, so all know who has which, and a batch is kept until its turn has ended. What a
+lost pipeline had of a turn in which it does not count is trained on before the loader goes on, from the first turn on in
+which it is no member: every sample is trained on once. A batch is cut into the same micro-batches however many share it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from avgpipe.device import ReadyOnEvent
+from avgpipe.errors import PipelineError
+from avgpipe.model.batch import loss_weights, sample_count, share_out, sizes_of
+from avgpipe.model.context import CallerGenerators, Position
+from avgpipe.plan import Plan
+from avgpipe.runtime.compute import Work
+from avgpipe.runtime.exchange import Turn
+from avgpipe.runtime.feed import BatchResult, Pairs, Prefetch, cut
+from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.outcome import BatchEnd
+from avgpipe.runtime.worker import Worker
+
+_IN_FLIGHT = 2  # turns, so that a pipeline which is ahead of the others goes on
+
+
+@dataclass(frozen=True)
+class Part:
+    """Micro-batches of a batch of the loader, which has the number ``batch``.
+
+    Attributes:
+        first: the number of the first micro-batch in that batch.
+        sizes: of the micro-batches, in samples.
+        copied: as in :class:`avgpipe.runtime.compute.Work`.
+    """
+
+    batch: int
+    first: int
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    sizes: Sequence[int]
+    copied: ReadyOnEvent | None
+
+    @property
+    def samples(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def place(self) -> list[int]:
+        """What others are told that it is."""
+        return [self.batch, self.first, len(self.sizes)]
+
+    def shares(self, count: int) -> list[Part]:
+        """Cut into ``count`` parts; the last ones are empty where there are fewer micro-batches."""
+        found, first = [], 0
+        for size in sizes_of(len(self.sizes), count):
+            of = slice(first, first + size)
+            part = replace(self, first=self.first + first, inputs=self.inputs[of], targets=self.targets[of])
+            found.append(replace(part, sizes=self.sizes[of]))
+            first += size
+        return found
+
+
+class TurnFeed:
+    """As :class:`avgpipe.runtime.feed.Feed`, for one of several isolated pipelines.
+
+    Args:
+        enter: becomes a member of the run, and returns the number of the next batch by then.
+
+    Attributes:
+        next_batch: the number of the next batch of the loader, over the life of the run.
+    """
+
+    def __init__(
+        self, worker: Worker, plan: Plan, loader: Prefetch, options: TrainingOptions, enter: Callable[[], int]
+    ) -> None:
+        assert worker.exchange is not None
+        self._worker, self._plan, self._loader, self._options = worker, plan, loader, options
+        self._exchange, self._membership = worker.exchange, worker.exchange.membership
+        (self._pipeline,) = worker.placement.pipelines
+        self._is_shared = plan.shares > 1
+        self._micro_batches = plan.micro_batches // options.accumulate  # of a batch of the loader
+        self._enter = enter
+        self.next_batch = self._membership.batches
+        self._membership.told_batches = lambda: self.next_batch
+        self.begun = 0
+        self.results: deque[BatchResult] = deque()
+        self.weight = 0.0
+        self._in_flight: deque[int] = deque()  # turns
+        self._parts: dict[int, dict[int, Part]] = {}  # by turn and pipeline: what may be lost
+        self._seen_to: set[int] = set()  # stays that have ended, of which what was lost is in line
+        self._lost: deque[Part] = deque()  # in line
+        self._ahead: deque[Part] = deque()  # of the loader
+        self._before: dict[int, int] = {}  # batches before turns in flight
+        self._is_member = False
+        self._behind = 0  # batches of the loader that others have trained on while this pipeline was coming
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._in_flight or self._has_losses)
+
+    @property
+    def _has_losses(self) -> bool:
+        """Whether something that was lost has to be trained on, as far as turns have ended."""
+        return bool(self._lost) or any(turn not in self._in_flight for turn in self._parts)
+
+    def takes_more(self) -> bool:
+        return len(self._in_flight) < _IN_FLIGHT
+
+    def batches_before(self, turn: int) -> int:
+        """Return how many batches of the loader the turns before ``turn`` have."""
+        return self._before.get(turn, self.next_batch)
+
+    # ---- beginning ---------------------------------------------------------------------------------------------------
+
+    def fetch(self) -> bool:
+        """Begin the next turn, with what was lost or else the loader's next batches; False if there is nothing."""
+        start = time.perf_counter()
+        self._become_member()
+        while self._behind:
+            if self._loader.next() is None:
+                return False
+            self._behind -= 1
+        if not self._has_losses and not self._look_ahead():
+            self.end()
+            return False
+        self._worker.scheduler.note_host("loader", self._membership.begun, start, time.perf_counter())
+        self._begin_turn(self._look_ahead)
+        return True
+
+    def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
+        """Begin a turn with a batch that all share, or of which each has a part where they take turns."""
+        self._become_member()
+        self._ahead.append(self._part_of(given, copied))
+        self._begin_turn(lambda: False, is_cut=True)
+
+    def _become_member(self) -> None:
+        if not self._is_member:
+            there, self.next_batch = self.next_batch, self._enter()
+            self._behind, self._is_member = self.next_batch - there, True
+
+    def _look_ahead(self) -> bool:
+        """Whether the loader has another batch; it waits in line then."""
+        batch = self._loader.next()
+        if batch is None:
+            return False
+        self._ahead.append(self._part_of(*batch))
+        return True
+
+    def _part_of(self, given: Pairs, copied: ReadyOnEvent | None) -> Part:
+        counts = [sample_count(inputs, targets) for inputs, targets in given]
+        parts = [min(self._micro_batches, samples) for samples in counts]
+        if copied is not None:
+            given = copied.value
+        sizes = list(chain.from_iterable(map(sizes_of, counts, parts)))
+        inputs, targets = (cut([pair[n] for pair in given], parts) for n in (0, 1))
+        return Part(self.next_batch + len(self._ahead), 0, inputs, targets, sizes, copied)
+
+    def _begin_turn(self, look_ahead: Callable[[], bool], is_cut: bool = False) -> None:
+        """Begin a turn, of batches that are in line.
+
+        What was lost has turns of its own, so that who has what does not depend on when a loader is asked.
+        """
+        with self._worker.running():
+            turn = self._membership.begin()
+            self._put_into_line(turn)
+            members = self._membership.known.roster.members(turn)
+            self._before[turn] = self.next_batch
+            if self._lost:
+                line = self._lost
+                found = [line.popleft() for _ in range(1 if self._is_shared else min(len(line), len(members)))]
+            else:
+                wanted = 1 if self._is_shared or is_cut else len(members)
+                while len(self._ahead) < wanted and look_ahead():
+                    pass
+                found = [self._ahead.popleft() for _ in range(min(wanted, len(self._ahead)))]
+                self.next_batch += len(found)
+            if found and (self._is_shared or is_cut):
+                (whole,) = found
+                found = [part for part in whole.shares(len(members)) if part.sizes or self._is_shared]
+            parts = self._parts[turn] = dict(zip(members, found))
+            self._in_flight.append(turn)
+            self._start(turn, parts, members)
+        self.begun += 1
+
+    def _put_into_line(self, turn: int) -> None:
+        """Put into line what those had who are no members any more by this turn, and did not count."""
+        roster = self._membership.known.roster
+        ended = [stay for stay in roster.stays if stay.end <= turn and stay.number not in self._seen_to]
+        for stay in ended:
+            for lost in range(stay.told, stay.end):
+                part = self._parts.get(lost, {}).pop(stay.pipeline, None)
+                if part is not None:
+                    self._lost.append(part)
+        self._seen_to = {stay.number for stay in roster.stays if stay.end <= turn}
+        self._parts = {t: parts for t, parts in self._parts.items() if parts or t in self._in_flight}
+
+    def _start(self, turn: int, parts: dict[int, Part], members: Sequence[int]) -> None:
+        part = parts.get(self._pipeline)
+        if part is None:
+            work = Work(turn, 0, [], [], idles=True)
+        else:
+            loss_fn = self._options.loss_fn
+            if isinstance(loss_fn, nn.Module):
+                loss_fn.train()
+            work = Work(turn, len(part.sizes), part.inputs, part.targets, copied=part.copied, names=part.place)
+            if self._is_shared:
+                targets, sizes = ([x for p in parts.values() for x in getattr(p, n)] for n in ("targets", "sizes"))
+                weights = loss_weights(loss_fn, targets, sizes, self._options.loss_weight)
+                shares = share_out(weights, [len(p.sizes) for p in parts.values()], self._options.sums_loss)
+                work.weights = dict(zip(parts, shares))[self._pipeline]
+                work.draws = Position(0, turn, part.first)
+            else:
+                work.weights = loss_weights(loss_fn, part.targets, part.sizes, self._options.loss_weight)
+        for row in self._worker.rows:
+            row.start(work)
+
+    def end(self) -> None:
+        """Let the pipeline run dry, as no other batch comes for now."""
+        with self._worker.running():
+            for row in self._worker.rows:
+                row.drain()
+
+    # ---- ending ------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Finish all turns, and what was lost in them."""
+        self.end()
+        while not self.is_empty:
+            if not self._in_flight:
+                self._begin_turn(lambda: False)
+            self.finish_oldest()
+        with self._worker.running():
+            self._worker.settle(self._membership.begun)
+        self._worker.scheduler.pause()
+
+    def finish_oldest(self, prefetch: bool = False) -> None:
+        """Run until the oldest turn has ended. ``prefetch``: fetch the loader's next batch meanwhile."""
+        turn, worker = self._in_flight[0], self._worker
+        lanes = list(worker.lanes.values())
+        left = [*lanes]
+        awaited = [self._exchange.key(self._pipeline, worker.held[0], turn)]
+
+        def ended() -> bool:
+            while left and left[-1].has_ended(turn):
+                left.pop()
+            return not left and turn in self._exchange.turns
+
+        with worker.running(), CallerGenerators(worker.device) as generators:
+
+            def fetch() -> bool:
+                start = time.perf_counter()
+                fetched = self._loader.fetch(generators.given_back)
+                worker.scheduler.note_host("loader", self._membership.begun, start, time.perf_counter())
+                return fetched
+
+            worker.scheduler.run_until(ended, fetch if prefetch else lambda: False, awaited)
+            if prefetch:
+                fetch()
+            for lane in lanes:
+                lane.finish(turn)
+            self._note(self._exchange.turns.pop(turn))
+        self._in_flight.popleft()
+        del self._before[turn]
+
+    def _note(self, turn: Turn) -> None:
+        """Note how a turn has ended; what was lost stays known until it is in line."""
+        parts = self._parts[turn.number]
+        ends: list[tuple[int, Part, BatchEnd]] = []
+        for i, values in turn.values.items():
+            part, told = parts.pop(i, None), values["part"]
+            if told != (None if part is None else part.place):
+                raise PipelineError(
+                    f"pipeline {i} has trained on {_named(told)} in turn {turn.number}, which should have been "
+                    f"{_named(None if part is None else part.place)}: all must go through the same loader"
+                )
+            if part is not None:
+                ends.append((i, part, BatchEnd(*values["end"])))
+                self._worker.notice.loss(ends[-1][2].loss, part.batch, i)
+        if not parts:
+            del self._parts[turn.number]
+        if self._is_shared and ends:
+            whole = BatchEnd.whole([end for _, _, end in ends], self._options.sums_loss)
+            samples = sum(part.samples for _, part, _ in ends)
+            self._add(whole, ends[0][1].batch, None, samples)
+        else:
+            for i, part, end in ends:
+                self._add(end, part.batch, i, part.samples)
+
+    def _add(self, end: BatchEnd, batch: int, pipeline: int | None, samples: int) -> None:
+        norm = end.grad_norm
+        is_skipped = norm is not None and self._options.skips and not math.isfinite(norm)
+        self.weight = end.weight
+        self.results.append(
+            BatchResult(end.loss, batch, pipeline, samples, end.metrics, norm, end.lr, is_skipped)
+        )
+
+
+def _named(place: Any) -> str:
+    if place is None:
+        return "nothing"
+    batch, first, count = place
+    return f"micro-batches {first} to {first + count - 1} of batch {batch}"

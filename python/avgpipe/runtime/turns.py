@@ -1,0 +1,107 @@
+"""A stage's part in the turns of isolated pipelines: it tells what its step has added, and takes in what all have told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from avgpipe.device import LaneStream
+from avgpipe.elastic import Reference
+from avgpipe.links.link import Mailbox
+from avgpipe.links.message import Key
+from avgpipe.runtime.compute import BatchState
+from avgpipe.runtime.exchange import Exchange, Told
+from avgpipe.runtime.outcome import BatchEnd
+from avgpipe.runtime.route import Route
+from avgpipe.runtime.trained_stage import TrainedStage
+
+
+class Turns:
+    """Takes the part of one stage replica.
+
+    Args:
+        stream: of its lane; None on a CPU.
+    """
+
+    def __init__(
+        self,
+        trained: TrainedStage,
+        reference: Reference | None,
+        route: Route,
+        mailbox: Mailbox,
+        exchange: Exchange,
+        stream: LaneStream | None = None,
+    ) -> None:
+        self._trained, self._reference, self._route = trained, reference, route
+        self._mailbox, self._exchange = mailbox, exchange
+        self._next = exchange.key(route.pipeline, route.replica, 0)
+        self._told = 0  # turns, of which the next has this number
+        self._averaging: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if stream is None else stream.averaging
+        )
+
+    @staticmethod
+    def like(trained: TrainedStage, reference: Reference | None) -> list[torch.Tensor]:
+        """Return tensors like those that are told: of the reference's update, and the buffers that are averages."""
+        return [*([] if reference is None else reference.z.flats), *_averaged(trained).values()]
+
+    def resume(self, turn: int) -> None:
+        """Go on with a turn; those before have ended."""
+        self._next, self._told = self._next._replace(batch=turn), turn
+
+    def tell(self, state: BatchState) -> None:
+        """Tell what the step of a batch, which is the turn's, has come to; once for each turn."""
+        work, reference = state.work, self._reference
+        values: dict[str, Any] = {"part": work.names, "has_update": False, "without": []}
+        if not work.idles:
+            weight = 0.0 if work.weights is None else work.weights.total
+            values["end"] = BatchEnd.of(state.outcome, state.metrics, state.norm, state.lr, weight)
+        tensors: list[torch.Tensor] = []
+        if reference is not None:
+            update = None if work.idles else self._trained.reference_update
+            values["has_update"] = update is not None
+            tensors = reference.z.flats if update is None else update
+            values["without"] = reference.without_gradient(self._route.pipeline)
+        turn = self._told
+        assert turn == state.work.batch, "turns are told one after another"
+        self._told = turn + 1
+        self._exchange.tell(self._route.replica, turn, values, [*tensors, *_averaged(self._trained).values()])
+
+    def collect(self) -> None:
+        """Take in what all have told, once it is there and this stage has made its own step."""
+        if self._next.batch < self._told and self._next in self._mailbox:
+            with self._averaging():
+                self._take_in(self._mailbox.take(self._next))
+            self._next = self._next._replace(batch=self._told)
+        self._exchange.hand_over(self._route.replica, self._next.batch)
+
+    def _take_in(self, told: Told) -> None:
+        reference = self._reference
+        rows = zip(told.pipelines, told.values, told.tensors)
+        rows = [(i, values["without"], tensors) for i, values, tensors in rows if values["has_update"]]
+        if reference is not None and rows:
+            count = len(reference.z.flats)
+            updates = [tensors[:count] for _, _, tensors in rows]
+            reference.complete(updates, {i: without for i, without, _ in rows})
+
+    def may_step(self, turn: int) -> bool:
+        """Whether the step of a turn may be made: the others read the last one until all have told the one after it."""
+        return turn == self._next.batch
+
+    def missing(self, turns: int | None = None) -> list[Key]:
+        """Return what is awaited next, of the first ``turns`` alone if they are given."""
+        is_due = turns is None or self._next.batch < turns
+        return [self._next] if is_due and self._next not in self._mailbox else []
+
+    def buffers(self) -> list[dict[str, torch.Tensor]]:
+        """Return the buffers that are averaged as each has told them last, by name; no turn is under way."""
+        own = _averaged(self._trained)
+        told = self._exchange.last_told(self._route.replica)
+        return [dict(zip(own, tensors[len(tensors) - len(own) :])) for tensors in told] or [own]
+
+
+def _averaged(trained: TrainedStage) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, buffer in trained.buffers().items() if buffer.is_floating_point()}
