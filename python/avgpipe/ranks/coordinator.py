@@ -77,6 +77,7 @@ class Group:
         bells: by rank, what others ring for it.
         digests: by rank, of what all pipelines must have alike, and of the initial weights.
         memory: by name, what its processes have asked for.
+        is_done: whether it has left the run as it should.
         has_ended: whether none of them is there any more.
     """
 
@@ -90,6 +91,7 @@ class Group:
     digests: dict[int, list[str]] = field(default_factory=dict)
     processes: dict[int, Process] = field(default_factory=dict)
     memory: dict[str, Memory] = field(default_factory=dict)
+    is_done: bool = False
     has_ended: bool = False
 
     def all_want(self, what: str) -> bool:
@@ -137,6 +139,11 @@ class Coordinator:
         self._clean = 0  # the turn by which what was lost has been trained on
         self._once: dict[str, _Once] = {}
         self._timeout_s = float("inf")
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether pipelines train, or have."""
+        return self._begun > 0 or bool(self.roster.stays)
 
     @property
     def address(self) -> Any:
@@ -215,7 +222,7 @@ class Coordinator:
         group.bells[rank] = about["bell"]
         self._by_connection[connection] = group, rank
         batches = max((p.batches for g in self._living() for p in g.processes.values()), default=0)
-        welcome = {"has_begun": bool(self.roster.stays), "batches": batches, "told": _place_of(group.told)}
+        welcome = {"has_begun": self.has_begun, "batches": batches, "told": _place_of(group.told)}
         self._send(connection, "welcome", welcome)
 
     def _answer(self, group: Group, rank: int, kind: str, *values: Any) -> None:
@@ -252,7 +259,7 @@ class Coordinator:
         """All pipelines must be made alike, and those that begin together start at the same weights."""
         for other in self.groups.values():
             theirs = other.digests.get(rank, digests)
-            if theirs[0] != digests[0] or (not self.roster.stays and theirs != digests):
+            if theirs[0] != digests[0] or (not self.has_begun and theirs != digests):
                 what = "plan or model" if theirs[0] != digests[0] else "initial weights"
                 why = f"its {what} differs from pipeline {other.pipeline}'s; every rank must build the same"
                 self._reply(group.processes[rank], request, {"why": why})
@@ -311,12 +318,13 @@ class Coordinator:
         """Do what is due, as soon as all have said how many turns they have begun."""
         for group in self._living():
             if group.all_want("leave"):
+                group.is_done = True
                 self._remove(group)
         coming = [
             g for g in self.groups.values() if g.number not in self.members and g.all_want("enter") and not g.has_ended
         ]
         is_due = bool(self._leaving or (coming and self.members))
-        if not self.roster.stays:
+        if not self.has_begun:
             is_due = len(coming) >= self.wanted
         if not is_due:
             return
@@ -328,12 +336,13 @@ class Coordinator:
                 self._send(process.connection, "freeze")
         if all(process.begun is not None for process in asked):
             self._is_frozen = False
-            self._begun = max([self._begun, *(process.begun or 0 for process in asked)])
+            told = (turns for _, turns in self._leaving)  # none that all have told is begun by nobody
+            self._begun = max([self._begun, *told, *(process.begun or 0 for process in asked)])
             self._apply(self._begun, coming)
 
     def _apply(self, begun: int, coming: Sequence[Group]) -> None:
         """Change the roster from the next turn on; nobody has begun turn ``begun``."""
-        begins = not self.roster.stays
+        begins = not self.has_begun
         for group, told in self._leaving:
             stay = self.roster.leave(group.pipeline, told, begun)
             self._clean = max(self._clean, begun) + stay.end - stay.told

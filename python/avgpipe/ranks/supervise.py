@@ -142,13 +142,21 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         """Whether those that trained are done, and nobody is left whom a pipeline that comes could join."""
-        return bool(self._finished) and not self._coordinator.members
+        return bool(self._finished) and not self._training
+
+    @property
+    def _training(self) -> set[int]:
+        """The pipelines that train, or are about to end as they should."""
+        known = self._coordinator.groups.values()
+        return {g.pipeline for g in known if g.number in self._coordinator.members or (g.is_done and not g.has_ended)}
 
     def _failed(self) -> bool:
-        living = {group.pipeline for group in self._groups.values()}
-        if self._coordinator.roster.stays:
-            living = set(self._coordinator.members.values())
+        living = self._training if self._has_begun else {group.pipeline for group in self._groups.values()}
         return len(living | self._finished) < self._isolation.least
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._coordinator.has_begun
 
     def _replace(self, group: _Group, failure: RanksFailed) -> None:
         """Start a lost pipeline again, if it may be."""
@@ -157,11 +165,10 @@ class Supervisor:
         self._failure = failure
         rank, reason = failure.rank, failure.reason
         self._say(f"pipeline {group.pipeline}: rank {rank} {reason}" + f" ({group.why})" * bool(group.why))
-        has_begun = bool(self._coordinator.roster.stays)
         was_killed = failure.exit_codes[rank] < 0
-        is_hopeless = failure.exit_codes[rank] == WRONG_ARGUMENTS or not (has_begun or was_killed)
+        is_hopeless = failure.exit_codes[rank] == WRONG_ARGUMENTS or not (self._has_begun or was_killed)
         if self._left[group.pipeline] > 0 and not is_hopeless:
             self._left[group.pipeline] -= 1
             self._start(group.pipeline)
-        elif not has_begun:
+        elif not self._has_begun:
             self._coordinator.wanted -= 1
