@@ -14,7 +14,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,13 @@ class Ranks:
     """Runs ``function(**arguments)``, of a module, on every rank. ``port``: of a store that another process holds."""
 
     def __init__(
-        self, world_size: int, function: Callable[..., Any], *, port: int | None = None, **arguments: Any
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *,
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        **arguments: Any,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.folder = Path(self._folder.name)
@@ -50,14 +57,15 @@ class Ranks:
         shared |= {plugin.VARIABLE: os.environ[plugin.VARIABLE]} if plugin.checking() else {}
         self.processes: list[BaseProcess] = []
         for rank in range(world_size):
-            environment = {**shared, **rank_environment(rank, world_size)}
-            process = _context.Process(target=_run, args=(function, arguments, environment))
+            of_rank = {**shared, **rank_environment(rank, world_size), **(environment or {})}
+            process = _context.Process(target=_run, args=(function, arguments, of_rank))
             process.start()
             self.processes.append(process)
 
     def kill(self, *ranks: int) -> None:
         for rank in ranks:
-            os.kill(self.processes[rank].pid or 0, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(self.processes[rank].pid or 0, signal.SIGKILL)
 
     def wait_for(self, count: int, name: str, limit_s: float = 60) -> None:
         """Until ``count`` ranks have called ``touch(name)``."""

@@ -116,6 +116,7 @@ class Coordinator:
     Attributes:
         groups: by number; those that have ended as long as somebody may read their memory.
         members: pipelines by the number of their group, of those that live.
+        history: all stays by number, as they are known.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Coordinator:
     ) -> None:
         self._listener = Listener(address, backlog=64, authkey=token)
         self.wanted, self._lost, self._say = wanted, lost, say
-        self.roster = Roster()
+        self.roster, self.history = Roster(), dict[int, Stay]()
         self.groups: dict[int, Group] = {}
         self.members: dict[int, int] = {}
         self._unknown: set[Connection] = set()  # that have not said who they are
@@ -344,7 +345,7 @@ class Coordinator:
         """Change the roster from the next turn on; nobody has begun turn ``begun``."""
         begins = not self.has_begun
         for group, told in self._leaving:
-            stay = self.roster.leave(group.pipeline, told, begun)
+            stay = self.history[group.number] = self.roster.leave(group.pipeline, told, begun)
             self._clean = max(self._clean, begun) + stay.end - stay.told
             self._say(f"pipeline {group.pipeline} counts in the turns before {stay.told}, and is gone from {stay.end} on")
             for other in self.roster.present:
@@ -356,7 +357,9 @@ class Coordinator:
             if not begins and not donors:
                 break  # nobody is left whose state it could have
             first = 0 if begins else -(-max(begun, self._clean) // group.period) * group.period
-            self.roster.enter(Stay(group.pipeline, group.number, first, None if begins else donors[0]))
+            stay = Stay(group.pipeline, group.number, first, None if begins else donors[0])
+            self.history[group.number] = stay
+            self.roster.enter(stay)
             self.members[group.number] = group.pipeline
             if not begins:
                 self._say(f"pipeline {group.pipeline} comes with turn {first}")

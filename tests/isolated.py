@@ -1,0 +1,108 @@
+"""Isolated pipelines whose processes start in milliseconds: forked as in ``tests.runner``, with a coordinator here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from avgpipe.ranks.coordinator import Coordinator
+from avgpipe.ranks.membership import environment
+from avgpipe.ranks.roster import Stay
+from tests.runner import Ranks
+
+_TOKEN = "a token"
+_LIMIT_S = 100
+
+
+class Isolated:
+    """Runs ``function(**arguments)`` as ``size`` processes of each of several pipelines, until all have ended.
+
+    A pipeline of which a process fails is ended, and started again as long as ``restarts`` are left.
+
+    Attributes:
+        said: what the coordinator has said.
+        results: of every process that has ended well, by pipeline and rank.
+        failures: of those that have not: exit code and output by group and rank.
+    """
+
+    def __init__(
+        self, pipelines: int, size: int, function: Callable[..., Any], restarts: int = 1, **arguments: Any
+    ) -> None:
+        self._size, self._function, self._arguments, self._restarts = size, function, arguments, restarts
+        self.said: list[str] = []
+        self.results: dict[tuple[int, int], Any] = {}
+        self.failures: dict[tuple[int, int], tuple[int, str]] = {}
+        self._groups: dict[int, tuple[int, Ranks]] = {}
+        self._why: dict[int, str] = {}
+        self._started = 0
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            self.coordinator = Coordinator(
+                f"{folder}/coordinator", _TOKEN.encode(), pipelines, self._lose, self.said.append
+            )
+            stack.callback(self.coordinator.close)
+            for pipeline in range(pipelines):
+                self._start(pipeline)
+            deadline = time.monotonic() + _LIMIT_S
+            try:
+                while self._groups:
+                    self.coordinator.serve(0.02)
+                    self._look()
+                    assert time.monotonic() < deadline, self._outputs()
+            finally:
+                for _, ranks in self._groups.values():
+                    ranks.kill(*range(size))
+
+    def _start(self, pipeline: int) -> None:
+        number, self._started = self._started, self._started + 1
+        place = environment(self.coordinator.address, _TOKEN, number, pipeline)
+        ranks = Ranks(self._size, self._function, environment=place, **self._arguments)
+        self._groups[number] = pipeline, ranks
+
+    def _lose(self, number: int, why: str) -> None:
+        if number in self._groups and number not in self._why:
+            self._why[number] = why
+            self._groups[number][1].kill(*range(self._size))
+
+    def _look(self) -> None:
+        for number, (pipeline, ranks) in list(self._groups.items()):
+            codes = [process.exitcode for process in ranks.processes]
+            if any(codes):
+                self._lose(number, "a process has failed")
+            if None in codes:
+                continue
+            del self._groups[number]
+            self.coordinator.gone(number)
+            if any(codes):
+                for rank, end in enumerate(ranks.join()):
+                    self.failures[number, rank] = end
+                if self._restarts and self.coordinator.members:
+                    self._restarts -= 1
+                    self._start(pipeline)
+            else:
+                self.results |= {(pipeline, rank): r for rank, r in enumerate(ranks.results())}
+
+    def _outputs(self) -> str:
+        texts = [f"group {n}, rank {r}: {text[-2000:]}" for n, (_, ranks) in self._groups.items() for r, text in enumerate(ranks.outputs())]
+        return "\n".join([*self.said, *self._why.values(), *texts])
+
+    @property
+    def stays(self) -> list[Stay]:
+        return [stay for _, stay in sorted(self.coordinator.history.items())]
+
+    def counting(self, turn: int) -> list[int]:
+        return sorted(s.pipeline for s in self.stays if s.first <= turn < s.told)
+
+    def members(self, turn: int) -> list[int]:
+        return sorted(s.pipeline for s in self.stays if s.first <= turn < s.end)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,207 @@
+"""Isolated pipelines that come and go: the rules in float64, replica by replica, turn by turn."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from avgpipe import Pipeline, Plan
+from tests.isolated import Isolated, die
+from tests.runtime.cases import assert_same_state, language_model, token_batches
+from tests.runtime.test_shared_batch import OPTIMIZERS
+
+LOSS = nn.CrossEntropyLoss()
+BATCHES = 24
+
+
+def of(path: str, value: Any) -> bool:
+    return os.environ[path] == str(value)
+
+
+def train(
+    K: int, options: dict[str, Any], optimizer: str, dies: Any = None, waits_at: int | None = None, batches: int = BATCHES
+) -> Any:
+    """Results, and the states of the reference and of this pipeline.
+
+    Args:
+        dies: (pipeline, rank, call): who dies the first time that it lives, in which call of its first layer.
+        waits_at: the batch at whose result all wait until the pipeline that died is back.
+    """
+    model = language_model()
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == dies[2]:
+            die()
+
+    first_life = int(os.environ["AVGPIPE_GROUP"]) < options["pipelines"]
+    if dies is not None and of("AVGPIPE_PIPELINE", dies[0]) and of("RANK", dies[1]) and first_life:
+        for layer in model:
+            layer.register_forward_pre_hook(count)
+    plan = Plan(stages=K, isolate=True, **options)
+    data = token_batches(batches, 12, last=7)
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=OPTIMIZERS[optimizer], timeout_s=20) as p:
+        membership = p._worker.exchange.membership
+        results = []
+        for result in p.train(data[p.batches :]):
+            results.append((result.batch, result.pipeline, result.samples, result.loss))
+            if result.batch == waits_at:
+                with membership._lock:
+                    assert membership._lock.wait_for(
+                        lambda: any(stay.donor is not None for stay in membership.known.roster.stays), 20
+                    )
+        own = int(os.environ["AVGPIPE_PIPELINE"])
+        return results, p.state_dict(), p.state_dict(weights=own)
+
+
+def parts_of(samples: int, M: int) -> list[slice]:
+    M = min(M, samples)
+    sizes = [samples // M + (m < samples % M) for m in range(M)]
+    ends = [sum(sizes[: m + 1]) for m in range(M)]
+    return [slice(a, b) for a, b in zip([0, *ends], ends)]
+
+
+class Emulation:
+    """N replicas and their reference, with batches that all share: who counts in a turn is told by the run's history."""
+
+    def __init__(self, run: Isolated, options: dict[str, Any], optimizer: str, batches: int = BATCHES) -> None:
+        self.run, self.options, self.make = run, options, OPTIMIZERS[optimizer]
+        self.M, self.rule = options["micro_batches"], options.get("rule", "mean-gradient")
+        self.reference = copy.deepcopy(language_model())
+        self.outer = self.make(self.reference.parameters())
+        self.replicas: dict[int, nn.Module] = {}
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.results: list[Any] = []
+        data = token_batches(batches, 12, last=7)
+        line = [(j, x, y, parts_of(len(x), self.M)) for j, (x, y) in enumerate(data)]
+        lost: list[Any] = []
+        given: dict[int, dict[int, Any]] = {}
+        turn = 0
+        while line or lost or any(self._lost(given, turn)):
+            lost += self._lost(given, turn)
+            batch, x, y, slices = lost.pop(0) if lost else line.pop(0)
+            members, counting = run.members(turn), run.counting(turn)
+            counts = [len(slices) // len(members) + (n < len(slices) % len(members)) for n in range(len(members))]
+            shares, first = {}, 0
+            for i, count in zip(members, counts):
+                shares[i] = (batch, x, y, slices[first : first + count])
+                first += count
+            given[turn] = shares
+            self._enter(turn)
+            total = sum(s.stop - s.start for s in slices)
+            self._step(shares, counting, total, batch)
+            turn += 1
+
+    def _lost(self, given: dict[int, dict[int, Any]], turn: int) -> list[Any]:
+        """What those had who are no members any more from this turn on, and did not count."""
+        found = []
+        for stay in self.run.stays:
+            if stay.end == turn:
+                found += [given[t][stay.pipeline] for t in range(stay.told, stay.end) if t in given]
+        return [part for part in found if part[3]]
+
+    def _enter(self, turn: int) -> None:
+        for stay in self.run.stays:
+            if stay.first == turn:
+                self.replicas[stay.pipeline] = copy.deepcopy(self.reference)
+                mine = self.optimizers[stay.pipeline] = self.make(self.replicas[stay.pipeline].parameters())
+                if stay.donor is not None and self.rule != "mean-gradient":
+                    mine.load_state_dict(copy.deepcopy(self.optimizers[stay.donor].state_dict()))
+
+    def _step(self, shares: dict[int, Any], counting: list[int], total: int, batch: int) -> None:
+        N, losses, samples, gradients = len(shares), 0.0, 0, {}
+        for i in counting:
+            _, x, y, slices = shares[i]
+            own = sum(s.stop - s.start for s in slices)
+            model = self.replicas[i]
+            loss = sum((LOSS(model(x[s]), y[s]) * ((s.stop - s.start) / own) for s in slices), torch.zeros(()))
+            if own:
+                gradients[i] = torch.autograd.grad(loss * (N * own / total), list(model.parameters()))
+            else:
+                gradients[i] = [torch.zeros_like(p) for p in model.parameters()]
+            losses, samples = losses + float(loss.detach()) * own, samples + own
+        self.results.append((batch, None, samples, losses / samples))
+        if self.rule == "mean-gradient":
+            self._by_one_optimizer(gradients)
+        else:
+            self._by_force(gradients)
+
+    def _by_one_optimizer(self, gradients: dict[int, Any]) -> None:
+        trials = {}
+        for i, grads in gradients.items():
+            trial = copy.deepcopy(self.reference)
+            own = self.make(trial.parameters())
+            own.load_state_dict(copy.deepcopy(self.outer.state_dict()))
+            for p, g in zip(trial.parameters(), grads):
+                p.grad = g.clone()
+            own.step()
+            trials[i] = trial
+        for p, *gs in zip(self.reference.parameters(), *gradients.values()):
+            p.grad = sum(gs) / len(gs)
+        self.outer.step()
+        waits = self.options.get("staleness", 1) == 0
+        self.replicas |= {i: copy.deepcopy(self.reference) if waits else trial for i, trial in trials.items()}
+
+    @torch.no_grad()
+    def _by_force(self, gradients: dict[int, Any]) -> None:
+        alpha = self.options.get("alpha", 1 / self.options["pipelines"])
+        begin = {i: [p.clone() for p in self.replicas[i].parameters()] for i in gradients}
+        for i, grads in gradients.items():
+            for p, g in zip(self.replicas[i].parameters(), grads):
+                p.grad = g.clone()
+            self.optimizers[i].step()
+        for n, z in enumerate(self.reference.parameters()):
+            old = z.clone()
+            xs = {i: list(self.replicas[i].parameters())[n] for i in gradients}
+            z += sum(xs[i] - begin[i][n] for i in gradients) / len(gradients)
+            for i, x in xs.items():
+                x += alpha * ((z - x) if self.options.get("staleness", 1) == 0 else (old - begin[i][n]))
+
+
+def assert_as_emulated(run: Isolated, options: dict[str, Any], optimizer: str, K: int) -> None:
+    emulated = Emulation(run, options, optimizer)
+    last = len(emulated.results)
+    for (pipeline, _), (results, reference, own) in run.results.items():
+        expected = emulated.results[last - len(results) :]
+        assert [r[:3] for r in results] == [r[:3] for r in expected], run.said
+        assert max(abs(a[3] - b[3]) for a, b in zip(results, expected)) < 1e-10
+        assert_same_state(reference, emulated.reference.state_dict())
+        assert_same_state(own, emulated.replicas[pipeline].state_dict())
+    assert set(run.results) == {(i, k) for i in range(options["pipelines"]) for k in range(K)}
+
+
+CASES: list[Any] = [
+    (1, {"pipelines": 2, "micro_batches": 4}, "adamw"),
+    (2, {"pipelines": 3, "micro_batches": 6}, "momentum"),
+    (2, {"pipelines": 2, "micro_batches": 3, "staleness": 0}, "adamw"),
+    (2, {"pipelines": 3, "micro_batches": 4, "rule": "avgpipe"}, "adamw"),
+    (1, {"pipelines": 2, "micro_batches": 4, "rule": "avgpipe", "staleness": 0}, "momentum"),
+]
+
+
+@pytest.mark.parametrize(("K", "options", "optimizer"), CASES, ids=str)
+def test_while_all_are_there_they_follow_the_rules(K: int, options: dict[str, Any], optimizer: str) -> None:
+    run = Isolated(options["pipelines"], K, train, K=K, options=options, optimizer=optimizer)
+    assert not run.failures
+    assert_as_emulated(run, options, optimizer, K)
+
+
+@pytest.mark.parametrize(("K", "options", "optimizer"), CASES, ids=str)
+def test_one_is_lost_and_comes_again(K: int, options: dict[str, Any], optimizer: str) -> None:
+    calls = 9 * options["micro_batches"] // options["pipelines"] + 1
+    run = Isolated(
+        options["pipelines"], K, train, K=K, options=options, optimizer=optimizer, dies=(1, K - 1, calls), waits_at=14
+    )
+    assert {code for code, _ in run.failures.values()} == {-9}
+    assert [stay.donor for stay in run.stays] == [*[None] * options["pipelines"], 0]
+    assert run.stays[1].told < run.stays[1].end <= run.stays[-1].first, run.said
+    assert_as_emulated(run, options, optimizer, K)
+    samples = sum(r[2] for r in run.results[0, 0][0])
+    assert samples == sum(len(x) for x, _ in token_batches(BATCHES, 12, last=7))
