@@ -69,35 +69,42 @@ def parts_of(samples: int, M: int) -> list[slice]:
 
 
 class Emulation:
-    """N replicas and their reference, with batches that all share: who counts in a turn is told by the run's history."""
+    """N replicas and their reference, turn by turn: who counts is told by the run's history."""
 
     def __init__(self, run: Isolated, options: dict[str, Any], optimizer: str, batches: int = BATCHES) -> None:
         self.run, self.options, self.make = run, options, OPTIMIZERS[optimizer]
-        self.M, self.rule = options["micro_batches"], options.get("rule", "mean-gradient")
+        self.is_shared = options.get("batch") != "per-pipeline"
+        self.rule = options.get("rule", "mean-gradient" if self.is_shared else "avgpipe")
         self.reference = copy.deepcopy(language_model())
         self.outer = self.make(self.reference.parameters())
         self.replicas: dict[int, nn.Module] = {}
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self.results: list[Any] = []
         data = token_batches(batches, 12, last=7)
-        line = [(j, x, y, parts_of(len(x), self.M)) for j, (x, y) in enumerate(data)]
+        line = [(j, x, y, parts_of(len(x), options["micro_batches"])) for j, (x, y) in enumerate(data)]
         lost: list[Any] = []
         given: dict[int, dict[int, Any]] = {}
         turn = 0
-        while line or lost or any(self._lost(given, turn)):
-            lost += self._lost(given, turn)
-            batch, x, y, slices = lost.pop(0) if lost else line.pop(0)
-            members, counting = run.members(turn), run.counting(turn)
-            counts = [len(slices) // len(members) + (n < len(slices) % len(members)) for n in range(len(members))]
-            shares, first = {}, 0
-            for i, count in zip(members, counts):
-                shares[i] = (batch, x, y, slices[first : first + count])
-                first += count
-            given[turn] = shares
+        while True:
             self._enter(turn)
-            total = sum(s.stop - s.start for s in slices)
-            self._step(shares, counting, total, batch)
+            lost += self._lost(given, turn)
+            source = lost or line
+            if not source:
+                break
+            given[turn] = self._share_out(source, run.members(turn))
+            self._step(given[turn], [i for i in run.counting(turn) if i in given[turn]])
             turn += 1
+
+    def _share_out(self, source: list[Any], members: list[int]) -> dict[int, Any]:
+        if not self.is_shared:
+            return {i: source.pop(0) for i in members if source}
+        batch, x, y, slices = source.pop(0)
+        counts = [len(slices) // len(members) + (n < len(slices) % len(members)) for n in range(len(members))]
+        shares, first = {}, 0
+        for i, count in zip(members, counts):
+            shares[i] = batch, x, y, slices[first : first + count]
+            first += count
+        return shares
 
     def _lost(self, given: dict[int, dict[int, Any]], turn: int) -> list[Any]:
         """What those had who are no members any more from this turn on, and did not count."""
@@ -115,19 +122,25 @@ class Emulation:
                 if stay.donor is not None and self.rule != "mean-gradient":
                     mine.load_state_dict(copy.deepcopy(self.optimizers[stay.donor].state_dict()))
 
-    def _step(self, shares: dict[int, Any], counting: list[int], total: int, batch: int) -> None:
-        N, losses, samples, gradients = len(shares), 0.0, 0, {}
+    def _step(self, shares: dict[int, Any], counting: list[int]) -> None:
+        sizes = {i: sum(s.stop - s.start for s in slices) for i, (*_, slices) in shares.items()}
+        mean = sum(sizes.values()) / len(sizes)
+        losses, gradients = {}, {}
         for i in counting:
             _, x, y, slices = shares[i]
-            own = sum(s.stop - s.start for s in slices)
             model = self.replicas[i]
-            loss = sum((LOSS(model(x[s]), y[s]) * ((s.stop - s.start) / own) for s in slices), torch.zeros(()))
-            if own:
-                gradients[i] = torch.autograd.grad(loss * (N * own / total), list(model.parameters()))
-            else:
-                gradients[i] = [torch.zeros_like(p) for p in model.parameters()]
-            losses, samples = losses + float(loss.detach()) * own, samples + own
-        self.results.append((batch, None, samples, losses / samples))
+            loss = sum((LOSS(model(x[s]), y[s]) * ((s.stop - s.start) / sizes[i]) for s in slices), torch.zeros(()))
+            losses[i] = float(loss.detach())
+            gradients[i] = [torch.zeros_like(p) for p in model.parameters()]
+            if sizes[i]:
+                scale = sizes[i] / mean if self.is_shared else 1.0
+                gradients[i] = torch.autograd.grad(loss * scale, list(model.parameters()))
+        if self.is_shared:
+            samples = sum(sizes[i] for i in counting)
+            whole = sum(losses[i] * sizes[i] for i in counting) / samples
+            self.results.append((shares[counting[0]][0], None, samples, whole))
+        else:
+            self.results += [(shares[i][0], i, sizes[i], losses[i]) for i in counting]
         if self.rule == "mean-gradient":
             self._by_one_optimizer(gradients)
         else:
@@ -183,6 +196,8 @@ CASES: list[Any] = [
     (2, {"pipelines": 2, "micro_batches": 3, "staleness": 0}, "adamw"),
     (2, {"pipelines": 3, "micro_batches": 4, "rule": "avgpipe"}, "adamw"),
     (1, {"pipelines": 2, "micro_batches": 4, "rule": "avgpipe", "staleness": 0}, "momentum"),
+    (2, {"pipelines": 2, "micro_batches": 2, "batch": "per-pipeline"}, "momentum"),
+    (1, {"pipelines": 3, "micro_batches": 3, "batch": "per-pipeline", "staleness": 0}, "adamw"),
 ]
 
 
@@ -195,7 +210,8 @@ def test_while_all_are_there_they_follow_the_rules(K: int, options: dict[str, An
 
 @pytest.mark.parametrize(("K", "options", "optimizer"), CASES, ids=str)
 def test_one_is_lost_and_comes_again(K: int, options: dict[str, Any], optimizer: str) -> None:
-    calls = 9 * options["micro_batches"] // options["pipelines"] + 1
+    each = options["micro_batches"] // (options["pipelines"] if options.get("batch") is None else 1)
+    calls = (9 if options.get("batch") is None else 3) * each + 1
     run = Isolated(
         options["pipelines"], K, train, K=K, options=options, optimizer=optimizer, dies=(1, K - 1, calls), waits_at=14
     )
