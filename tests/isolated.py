@@ -30,6 +30,7 @@ class Isolated:
         said: what the coordinator has said.
         results: of every process that has ended well, by pipeline and rank.
         failures: of those that have not: exit code and output by group and rank.
+        why: a group was ended.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class Isolated:
         self.said: list[str] = []
         self.results: dict[tuple[int, int], Any] = {}
         self.failures: dict[tuple[int, int], tuple[int, str]] = {}
+        self.failed: list[int] = []  # pipelines
         self._groups: dict[int, tuple[int, Ranks]] = {}
-        self._why: dict[int, str] = {}
+        self.why: dict[int, str] = {}
         self._started = 0
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -67,8 +69,8 @@ class Isolated:
         self._groups[number] = pipeline, ranks
 
     def _lose(self, number: int, why: str) -> None:
-        if number in self._groups and number not in self._why:
-            self._why[number] = why
+        if number in self._groups and number not in self.why:
+            self.why[number] = why
             self._groups[number][1].kill(*range(self._size))
 
     def _look(self) -> None:
@@ -83,15 +85,20 @@ class Isolated:
             if any(codes):
                 for rank, end in enumerate(ranks.join()):
                     self.failures[number, rank] = end
+                self.failed.append(pipeline)
                 if self._restarts and self.coordinator.members:
                     self._restarts -= 1
                     self._start(pipeline)
             else:
                 self.results |= {(pipeline, rank): r for rank, r in enumerate(ranks.results())}
 
+        if self.coordinator.has_begun and not self.coordinator.training:
+            for number in self._groups:
+                self._lose(number, "the run is over")
+
     def _outputs(self) -> str:
         texts = [f"group {n}, rank {r}: {text[-2000:]}" for n, (_, ranks) in self._groups.items() for r, text in enumerate(ranks.outputs())]
-        return "\n".join([*self.said, *self._why.values(), *texts])
+        return "\n".join([*self.said, *self.why.values(), *texts])
 
     @property
     def stays(self) -> list[Stay]:

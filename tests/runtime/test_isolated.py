@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import random
+import signal
 from typing import Any
 
 import pytest
@@ -19,35 +21,31 @@ LOSS = nn.CrossEntropyLoss()
 BATCHES = 24
 
 
-def of(path: str, value: Any) -> bool:
-    return os.environ[path] == str(value)
-
-
 def train(
-    K: int, options: dict[str, Any], optimizer: str, dies: Any = None, waits_at: int | None = None, batches: int = BATCHES
+    K: int, options: dict[str, Any], optimizer: str, deaths: Any = (), waits_at: int | None = None, timeout_s: float = 20
 ) -> Any:
     """Results, and the states of the reference and of this pipeline.
 
     Args:
-        dies: (pipeline, rank, call): who dies the first time that it lives, in which call of its first layer.
-        waits_at: the batch at whose result all wait until the pipeline that died is back.
+        deaths: (pipeline, life, rank, call, how): who dies in which of its lives, in which call of one of its layers.
+        waits_at: the batch at whose result all wait until a pipeline that died is back.
     """
-    model = language_model()
-    calls = 0
+    pipeline, group, rank = (int(os.environ[n]) for n in ("AVGPIPE_PIPELINE", "AVGPIPE_GROUP", "RANK"))
+    model, calls = language_model(), 0
+    life = 0 if group < options["pipelines"] else group - options["pipelines"] + 1
 
     def count(*_: Any) -> None:
         nonlocal calls
         calls += 1
-        if calls == dies[2]:
-            die()
+        for of_pipeline, of_life, of_rank, call, how in deaths:
+            if (of_pipeline in (None, pipeline), of_life, of_rank, call) == (True, life, rank, calls):
+                ENDS[how]()
 
-    first_life = int(os.environ["AVGPIPE_GROUP"]) < options["pipelines"]
-    if dies is not None and of("AVGPIPE_PIPELINE", dies[0]) and of("RANK", dies[1]) and first_life:
-        for layer in model:
-            layer.register_forward_pre_hook(count)
+    for layer in model:
+        layer.register_forward_pre_hook(count)
     plan = Plan(stages=K, isolate=True, **options)
-    data = token_batches(batches, 12, last=7)
-    with Pipeline(model, plan, loss_fn=LOSS, optimizer=OPTIMIZERS[optimizer], timeout_s=20) as p:
+    data = token_batches(BATCHES, 12, last=7)
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=OPTIMIZERS[optimizer], timeout_s=timeout_s) as p:
         membership = p._worker.exchange.membership
         results = []
         for result in p.train(data[p.batches :]):
@@ -57,8 +55,14 @@ def train(
                     assert membership._lock.wait_for(
                         lambda: any(stay.donor is not None for stay in membership.known.roster.stays), 20
                     )
-        own = int(os.environ["AVGPIPE_PIPELINE"])
-        return results, p.state_dict(), p.state_dict(weights=own)
+        return results, p.state_dict(), p.state_dict(weights=pipeline)
+
+
+def fail() -> None:
+    raise ValueError("a layer that fails")
+
+
+ENDS = {"killed": die, "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP), "raised": fail}
 
 
 def parts_of(samples: int, M: int) -> list[slice]:
@@ -71,7 +75,7 @@ def parts_of(samples: int, M: int) -> list[slice]:
 class Emulation:
     """N replicas and their reference, turn by turn: who counts is told by the run's history."""
 
-    def __init__(self, run: Isolated, options: dict[str, Any], optimizer: str, batches: int = BATCHES) -> None:
+    def __init__(self, run: Isolated, options: dict[str, Any], optimizer: str) -> None:
         self.run, self.options, self.make = run, options, OPTIMIZERS[optimizer]
         self.is_shared = options.get("batch") != "per-pipeline"
         self.rule = options.get("rule", "mean-gradient" if self.is_shared else "avgpipe")
@@ -80,7 +84,7 @@ class Emulation:
         self.replicas: dict[int, nn.Module] = {}
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self.results: list[Any] = []
-        data = token_batches(batches, 12, last=7)
+        data = token_batches(BATCHES, 12, last=7)
         line = [(j, x, y, parts_of(len(x), options["micro_batches"])) for j, (x, y) in enumerate(data)]
         lost: list[Any] = []
         given: dict[int, dict[int, Any]] = {}
@@ -178,16 +182,16 @@ class Emulation:
                 x += alpha * ((z - x) if self.options.get("staleness", 1) == 0 else (old - begin[i][n]))
 
 
-def assert_as_emulated(run: Isolated, options: dict[str, Any], optimizer: str, K: int) -> None:
+def assert_as_emulated(run: Isolated, options: dict[str, Any], optimizer: str) -> None:
     emulated = Emulation(run, options, optimizer)
     last = len(emulated.results)
+    assert run.results, run.said
     for (pipeline, _), (results, reference, own) in run.results.items():
         expected = emulated.results[last - len(results) :]
         assert [r[:3] for r in results] == [r[:3] for r in expected], run.said
         assert max(abs(a[3] - b[3]) for a, b in zip(results, expected)) < 1e-10
         assert_same_state(reference, emulated.reference.state_dict())
         assert_same_state(own, emulated.replicas[pipeline].state_dict())
-    assert set(run.results) == {(i, k) for i in range(options["pipelines"]) for k in range(K)}
 
 
 CASES: list[Any] = [
@@ -205,19 +209,50 @@ CASES: list[Any] = [
 def test_while_all_are_there_they_follow_the_rules(K: int, options: dict[str, Any], optimizer: str) -> None:
     run = Isolated(options["pipelines"], K, train, K=K, options=options, optimizer=optimizer)
     assert not run.failures
-    assert_as_emulated(run, options, optimizer, K)
+    assert_as_emulated(run, options, optimizer)
+    assert set(run.results) == {(i, k) for i in range(options["pipelines"]) for k in range(K)}
 
 
 @pytest.mark.parametrize(("K", "options", "optimizer"), CASES, ids=str)
 def test_one_is_lost_and_comes_again(K: int, options: dict[str, Any], optimizer: str) -> None:
     each = options["micro_batches"] // (options["pipelines"] if options.get("batch") is None else 1)
     calls = (9 if options.get("batch") is None else 3) * each + 1
+    death = 1, 0, K - 1, calls, "killed"
     run = Isolated(
-        options["pipelines"], K, train, K=K, options=options, optimizer=optimizer, dies=(1, K - 1, calls), waits_at=14
+        options["pipelines"], K, train, K=K, options=options, optimizer=optimizer, deaths=[death], waits_at=14
     )
     assert {code for code, _ in run.failures.values()} == {-9}
     assert [stay.donor for stay in run.stays] == [*[None] * options["pipelines"], 0]
     assert run.stays[1].told < run.stays[1].end <= run.stays[-1].first, run.said
-    assert_as_emulated(run, options, optimizer, K)
+    assert_as_emulated(run, options, optimizer)
+    assert set(run.results) == {(i, k) for i in range(options["pipelines"]) for k in range(K)}
     samples = sum(r[2] for r in run.results[0, 0][0])
     assert samples == sum(len(x) for x, _ in token_batches(BATCHES, 12, last=7))
+
+
+@pytest.mark.parametrize("how", ["stopped", "raised"])
+def test_a_process_that_stands_still_or_raises_costs_its_pipeline_alone(how: str) -> None:
+    K, options = 2, {"pipelines": 2, "micro_batches": 4}
+    arguments = {"K": K, "options": options, "optimizer": "adamw", "timeout_s": 3}
+    run = Isolated(2, K, train, deaths=[(0, 0, 1, 15, how)], restarts=0, **arguments)
+    assert_as_emulated(run, options, "adamw")
+    assert {pipeline for pipeline, _ in run.results} == {1}
+    if how == "stopped":
+        assert "rank 1 (stage 1) has said nothing for 3 s" in run.why[0]
+    else:
+        assert "a layer that fails" in run.failures[0, 1][1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_are_lost_at_any_time(seed: int) -> None:
+    draw = random.Random(seed)
+    K, N = draw.choice([1, 2]), draw.choice([2, 3])
+    options = {"pipelines": N, "micro_batches": draw.choice([3, 4]), "staleness": draw.choice([0, 1])}
+    options |= draw.choice([{}, {"rule": "avgpipe"}, {"batch": "per-pipeline"}])
+    deaths = [
+        (draw.randrange(N), 0, draw.randrange(K), draw.randint(1, 60), draw.choice(["killed", "raised"]))
+        for _ in range(N - 1)
+    ]
+    deaths += [(None, life, draw.randrange(K), draw.randint(1, 20), "killed") for life in (1, 2)]
+    run = Isolated(N, K, train, restarts=4, K=K, options=options, optimizer="adamw", deaths=deaths)
+    assert_as_emulated(run, options, "adamw")

@@ -50,6 +50,7 @@ class Process:
     """One process of a pipeline, as far as it has told.
 
     Attributes:
+        name: of it, in words.
         heard_at: when it last said something, of the monotonic clock.
         doing: what it was at then.
         batches: of the loader, that it has begun.
@@ -58,6 +59,7 @@ class Process:
     """
 
     connection: Connection
+    name: str
     heard_at: float
     doing: str = "its start"
     batches: int = 0
@@ -147,6 +149,12 @@ class Coordinator:
         return self._begun > 0 or bool(self.roster.stays)
 
     @property
+    def training(self) -> set[int]:
+        """The pipelines that train, or are done and about to end."""
+        groups = self.groups.values()
+        return {g.pipeline for g in groups if g.number in self.members or (g.is_done and not g.has_ended)}
+
+    @property
     def address(self) -> Any:
         return self._listener.address
 
@@ -186,15 +194,15 @@ class Coordinator:
             self._closed(connection)
         except (ValueError, TypeError, KeyError) as error:
             if known is not None:
-                self._lost(known[0].number, f"rank {known[1]} has said what makes no sense: {error}")
+                self._lost(known[0].number, f"{known[0].processes[known[1]].name} has said what makes no sense: {error}")
             self._closed(connection)
 
     def _closed(self, connection: Connection) -> None:
         connection.close()
         self._unknown.discard(connection)
         known = self._by_connection.pop(connection, None)
-        if known is not None and known[0].processes[known[1]].wants != "leave":
-            self._lost(known[0].number, f"rank {known[1]} has ended")
+        if known is not None and (process := known[0].processes[known[1]]).wants != "leave":
+            self._lost(known[0].number, f"{process.name} has ended")
 
     def _find_silent(self) -> None:
         """A process that stands still says nothing, and would keep the others waiting."""
@@ -203,7 +211,7 @@ class Coordinator:
             process = group.processes[rank]
             if process.heard_at < latest and process.wants != "leave":
                 process.heard_at = float("inf")
-                silence = f"rank {rank} has said nothing for {self._timeout_s:g} s"
+                silence = f"{process.name} has said nothing for {self._timeout_s:g} s"
                 self._lost(group.number, f"{silence}, when it was at {process.doing}")
 
     # ---- what processes say ------------------------------------------------------------------------------------------
@@ -219,7 +227,7 @@ class Coordinator:
         group = self.groups[number]
         self._timeout_s = float(about["timeout_s"])
         self._unknown.discard(connection)
-        group.processes[rank] = Process(connection, time.monotonic())
+        group.processes[rank] = Process(connection, str(about["name"]), time.monotonic())
         group.bells[rank] = about["bell"]
         self._by_connection[connection] = group, rank
         batches = max((p.batches for g in self._living() for p in g.processes.values()), default=0)
@@ -285,7 +293,7 @@ class Coordinator:
         for pipeline, stay in counting.items() if group.pipeline in counting else ():
             other = self.groups[stay.number]
             if stay.number in self.members and stay.first + other.turns_told() <= turn:
-                doing = "; ".join(f"rank {r} was at {p.doing}" for r, p in sorted(other.processes.items()))
+                doing = "; ".join(f"{p.name} was at {p.doing}" for _, p in sorted(other.processes.items()))
                 waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for pipeline {pipeline}'s part of turn {turn}"
                 self._lost(stay.number, f"{waited}; {doing}")
 

@@ -60,6 +60,7 @@ class Membership:
 
     Args:
         rank, size: of this process in its pipeline.
+        name: of it, in words.
         places: how many stage replicas the pipeline has.
         period: the turns between two that tell an update.
         bell: where others ring for this process: a path, bytes, and an offset.
@@ -75,7 +76,9 @@ class Membership:
         begun: how many turns this process has begun; the next has this number.
     """
 
-    def __init__(self, rank: int, size: int, places: int, period: int, bell: list[Any], timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, size: int, name: str, places: int, period: int, bell: list[Any], timeout_s: float
+    ) -> None:
         self.pipeline, self.group = int(os.environ[PIPELINE]), int(os.environ[GROUP])
         self._timeout_s = timeout_s
         self.known = Known(Roster(), {})
@@ -96,7 +99,7 @@ class Membership:
             self._connection = Client(
                 where if where.startswith("/") else (host, int(port)), authkey=os.environ[TOKEN].encode()
             )
-            about = {"rank": rank, "size": size, "places": places, "period": period, "bell": bell}
+            about = {"rank": rank, "size": size, "name": name, "places": places, "period": period, "bell": bell}
             self._send("hello", VERSION, about | {"pipeline": self.pipeline, "group": self.group, "timeout_s": timeout_s})
             if not self._connection.poll(timeout_s):
                 raise PeerLost(f"the launcher at {where} has not answered within {timeout_s:g} s")

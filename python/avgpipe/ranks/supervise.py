@@ -142,16 +142,12 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         """Whether those that trained are done, and nobody is left whom a pipeline that comes could join."""
-        return bool(self._finished) and not self._training
-
-    @property
-    def _training(self) -> set[int]:
-        """The pipelines that train, or are about to end as they should."""
-        known = self._coordinator.groups.values()
-        return {g.pipeline for g in known if g.number in self._coordinator.members or (g.is_done and not g.has_ended)}
+        return bool(self._finished) and not self._coordinator.training
 
     def _failed(self) -> bool:
-        living = self._training if self._has_begun else {group.pipeline for group in self._groups.values()}
+        living = self._coordinator.training
+        if not self._has_begun:
+            living = {group.pipeline for group in self._groups.values()}
         return len(living | self._finished) < self._isolation.least
 
     @property

@@ -269,6 +269,7 @@ class Worker:
         membership = Membership(
             world.rank,
             world.size,
+            world.name(world.rank),
             len(self.placement.replicas),
             self._plan.period,
             self._links.bell_place(),
