@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from avgpipe.ranks.coordinator import Coordinator
@@ -92,12 +90,17 @@ class Isolated:
             else:
                 self.results |= {(pipeline, rank): r for rank, r in enumerate(ranks.results())}
 
-        if self.coordinator.has_begun and not self.coordinator.training:
+        cannot_begin = not self.coordinator.has_begun and len(self._groups) < self.coordinator.wanted
+        if cannot_begin or (self.coordinator.has_begun and not self.coordinator.training):
             for number in self._groups:
                 self._lose(number, "the run is over")
 
     def _outputs(self) -> str:
-        texts = [f"group {n}, rank {r}: {text[-2000:]}" for n, (_, ranks) in self._groups.items() for r, text in enumerate(ranks.outputs())]
+        texts = [
+            f"group {n}, rank {r}: {text[-2000:]}"
+            for n, (_, ranks) in self._groups.items()
+            for r, text in enumerate(ranks.outputs())
+        ]
         return "\n".join([*self.said, *self.why.values(), *texts])
 
     @property

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
-from avgpipe.checkpoint.folder import FolderLocks
+from avgpipe.checkpoint.folder import FolderLocks, NotFinite
 from avgpipe.checkpoint.handover import give_state, take_state
 from avgpipe.checkpoint.sharded import load_sharded_state, sharded_state
 from avgpipe.device import has_streams, own_device, select
@@ -416,7 +417,7 @@ class Pipeline:
         digest = hashlib.sha256(f"{self._feed.next_batch}".encode())
         for number in () if has_begun else self._worker.held:
             for flat in self._worker.weights(number, "reference"):
-                digest.update(flat.detach().cpu().view(torch.uint8).numpy())
+                digest.update(flat.detach().cpu().view(torch.uint8).numpy().data)
         return [hashlib.sha256(json.dumps(made).encode()).hexdigest(), digest.hexdigest()]
 
     def _give(self, number: int, turn: int) -> bytes:
@@ -443,10 +444,19 @@ class Pipeline:
         batches = map(pair, _not_empty(loader))
         if isinstance(self._options.loss_fn, nn.Module):
             self._options.loss_fn.eval()
-        with self._worker.running():
+
+        def evaluate() -> dict[str, Any]:
             sums = partial(MetricSums, self._options, metric_fn)
             parts = list(run_evaluation(self._worker, self.plan.micro_batches, which, batches, sums))
-        return result_of(parts, self._options.sums_loss, metric_fn is not None)
+            return asdict(result_of(parts, self._options.sums_loss, metric_fn is not None))
+
+        with self._worker.running():
+            exchange = self._worker.exchange
+            if exchange is None or isinstance(which, int):
+                return EvaluationResult(**evaluate())
+            found = exchange.once(f"evaluation of {which}", evaluate)
+            deque(batches, maxlen=0)  # what has drawn from it goes on alike in all pipelines
+        return EvaluationResult(**found)
 
     def predict(self, inputs: Any, *, weights: str | int = "reference") -> Any:
         """Return the model's output for a batch of any size, in evaluation mode, on every rank.
@@ -515,8 +525,23 @@ class Pipeline:
             "use torch.distributed.checkpoint.save(pipeline.sharded_state_dict(), checkpoint_id=folder)",
         )
         with self._idle(CheckpointError):
-            batches = self._feed.next_batch
-            save_checkpoint(Path(directory), self._model, self._worker, self.plan, batches, self._folders)
+            if self._worker.exchange is None:
+                self._save(Path(directory), self.plan)
+                return
+            alone = replace(self.plan, pipelines=1, isolate=False, rule=None, alpha=None)
+            found = self._worker.exchange.once("save", partial(self._try_to_save, Path(directory), alone))
+            if found is not None:
+                raise (NotFinite if found["is_not_finite"] else CheckpointError)(found["why"])
+
+    def _save(self, directory: Path, plan: Plan) -> None:
+        save_checkpoint(directory, self._model, self._worker, plan, self._feed.next_batch, self._folders)
+
+    def _try_to_save(self, directory: Path, plan: Plan) -> dict[str, Any] | None:
+        try:
+            self._save(directory, plan)
+        except CheckpointError as error:
+            return {"why": str(error), "is_not_finite": isinstance(error, NotFinite)}
+        return None
 
     def load(self, directory: str | Path) -> None:
         """Go on from a checkpoint: bit for bit under the same plan, else from its weights and optimizer states.
@@ -696,14 +721,14 @@ class Pipeline:
     def _which(self, weights: str | int) -> str | int:
         if weights == "ema" and self._options.ema_decay is None:
             raise ValueError("weights='ema' needs a Pipeline with ema_decay, such as ema_decay=0.999")
-        if weights in ("reference", "ema") or (
-            isinstance(weights, int) and not isinstance(weights, bool) and 0 <= weights < self.plan.pipelines
-        ):
+        here = self._worker.placement.pipelines
+        if weights in ("reference", "ema") or (type(weights) is int and weights in here):
             return weights
         average = "" if self._options.ema_decay is None else ", 'ema'"
-        raise ValueError(
-            f"weights must be 'reference'{average} or a pipeline from 0 to {self.plan.pipelines - 1}, not {weights!r}"
-        )
+        whose = f"a pipeline from 0 to {self.plan.pipelines - 1}"
+        if self.plan.isolate:
+            whose = f"{here[0]}, the pipeline of this process"
+        raise ValueError(f"weights must be 'reference'{average} or {whose}, not {weights!r}")
 
 
 def _isolated(plan: Plan) -> int | None:

@@ -147,9 +147,13 @@ class Plan:
         if not isinstance(self.isolate, bool):
             raise ValueError(f"isolate must be True or False, not {self.isolate!r}")
         if self.pipelines == 1:
-            raise ValueError("isolate=True with pipelines=1: there is no other one that could go on, use at least two")
+            raise ValueError(
+                "isolate=True with pipelines=1: there is no other one that could go on, use at least two"
+            )
         if self.spread:
-            raise ValueError("isolate=True with spread=True: use one of the two, isolated pipelines have processes of their own")
+            raise ValueError(
+                "isolate=True with spread=True: use one of the two, isolated pipelines have processes of their own"
+            )
         if self.staleness == "asynchronous":
             raise ValueError("isolate=True cannot have staleness 'asynchronous': use 0 or 1")
 

@@ -22,7 +22,12 @@ BATCHES = 24
 
 
 def train(
-    K: int, options: dict[str, Any], optimizer: str, deaths: Any = (), waits_at: int | None = None, timeout_s: float = 20
+    K: int,
+    options: dict[str, Any],
+    optimizer: str,
+    deaths: Any = (),
+    waits_at: int | None = None,
+    timeout_s: float = 20,
 ) -> Any:
     """Results, and the states of the reference and of this pipeline.
 
@@ -133,7 +138,9 @@ class Emulation:
         for i in counting:
             _, x, y, slices = shares[i]
             model = self.replicas[i]
-            loss = sum((LOSS(model(x[s]), y[s]) * ((s.stop - s.start) / sizes[i]) for s in slices), torch.zeros(()))
+            loss = sum(
+                (LOSS(model(x[s]), y[s]) * ((s.stop - s.start) / sizes[i]) for s in slices), torch.zeros(())
+            )
             losses[i] = float(loss.detach())
             gradients[i] = [torch.zeros_like(p) for p in model.parameters()]
             if sizes[i]:
@@ -186,6 +193,7 @@ def assert_as_emulated(run: Isolated, options: dict[str, Any], optimizer: str) -
     emulated = Emulation(run, options, optimizer)
     last = len(emulated.results)
     assert run.results, run.said
+    print(*run.stays, *run.said, run.why, sep="\n")
     for (pipeline, _), (results, reference, own) in run.results.items():
         expected = emulated.results[last - len(results) :]
         assert [r[:3] for r in results] == [r[:3] for r in expected], run.said
@@ -256,3 +264,91 @@ def test_many_are_lost_at_any_time(seed: int) -> None:
     deaths += [(None, life, draw.randrange(K), draw.randint(1, 20), "killed") for life in (1, 2)]
     run = Isolated(N, K, train, restarts=4, K=K, options=options, optimizer="adamw", deaths=deaths)
     assert_as_emulated(run, options, "adamw")
+
+
+def use(folder: str, deaths: Any = ()) -> Any:
+    """Train, evaluate, predict, save, and go on; BatchNorm's statistics are those of all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    plan = Plan(stages=2, pipelines=2, micro_batches=4, isolate=True)
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        (torch.randn(12, 6, generator=generator).double(), torch.randint(0, 3, (12,), generator=generator))
+        for _ in range(12)
+    ]
+    pipeline = int(os.environ["AVGPIPE_PIPELINE"])
+    for how, of_pipeline, rank in deaths:
+        if (pipeline, int(os.environ["RANK"])) == (of_pipeline, rank):
+            model[0].register_forward_pre_hook(lambda layer, _: None if layer.training else ENDS[how]())
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=OPTIMIZERS["adamw"], timeout_s=20, ema_decay=0.9) as p:
+        losses = [r.loss for r in p.train(data[:6])]
+        seen = [p.evaluate(data[:2], lambda output, _: output.mean()), p.evaluate(data[:3], weights="ema")]
+        output = p.predict(data[0][0])
+        p.save(folder)
+        losses += [r.loss for r in p.train(data[6:])]
+        p.step(*data[0])
+        seen.append(p.evaluate(data[:2]))
+        with pytest.raises(ValueError, match=f"{pipeline}, the pipeline of this process"):
+            p.evaluate(data, weights=1 - pipeline)
+        return losses, seen, output, p.state_dict(), p.distances().to_reference
+
+
+def test_evaluation_and_checkpoints_are_one_pipeline_s_work_and_all_know(tmp_path: Any) -> None:
+    run = Isolated(2, 2, use, folder=str(tmp_path / "saved"))
+    first, *others = run.results.values()
+    for other in others:
+        assert other[0] == first[0]
+        assert other[1] == first[1]
+        assert torch.equal(other[2], first[2])
+        assert all(torch.equal(other[3][name], value) for name, value in first[3].items())
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    plan = Plan(stages=1, pipelines=2, micro_batches=4)
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=OPTIMIZERS["adamw"]) as p:
+        p.load(tmp_path / "saved")
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(12, 6, generator=generator).double()
+        assert torch.allclose(p.predict(x), first[2], atol=1e-12)
+        assert p.batches == 6
+
+
+def test_who_is_lost_while_it_evaluates_is_stood_in_for(tmp_path: Any) -> None:
+    whole = Isolated(2, 2, use, folder=str(tmp_path / "whole"))
+    run = Isolated(2, 2, use, restarts=0, folder=str(tmp_path / "saved"), deaths=[("killed", 0, 0)])
+    assert {pipeline for pipeline, _ in run.results} == {1}
+    (losses, seen, *_), expected = run.results[1, 0], whole.results[1, 0]
+    assert losses[:6] == expected[0][:6]
+    assert seen[:2] == expected[1][:2]
+
+
+def refuse(isolate: bool) -> str:
+    plan = Plan(stages=1, pipelines=2, micro_batches=2, isolate=isolate)
+    with pytest.raises(ValueError, match="isolate") as refusal:
+        Pipeline(nn.Linear(2, 2), plan, loss_fn=LOSS, optimizer=OPTIMIZERS["sgd"])
+    return str(refusal.value)
+
+
+def test_plans_and_launchers_must_agree() -> None:
+    assert "start it with avgpipe run --isolate" in refuse(True)
+    run = Isolated(2, 1, refuse, isolate=False)
+    assert all("give it isolate=True" in text for text in run.results.values())
+
+
+def differ(what: str) -> Any:
+    pipeline = int(os.environ["AVGPIPE_PIPELINE"])
+    torch.manual_seed(pipeline if what == "weights" else 0)
+    model = nn.Linear(2, 2).double()
+    plan = Plan(pipelines=2, micro_batches=2, isolate=True, staleness=pipeline if what == "plan" else 1)
+    data = [(torch.randn(4, 2).double() + (pipeline if what == "loader" else 0), torch.zeros(4).long())] * 3
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=OPTIMIZERS["sgd"], timeout_s=20) as p:
+        try:
+            list(p.train(data))
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("what", ["plan", "weights", "loader"])
+def test_pipelines_that_are_not_made_alike_are_refused(what: str) -> None:
+    run = Isolated(2, 1, differ, restarts=0, what=what)
+    said = {"plan": "plan or model differs", "weights": "initial weights differ", "loader": "same loader"}[what]
+    assert any(said in text for text in run.results.values()), run.results

@@ -1,4 +1,4 @@
-"""The state that an isolated pipeline begins with when it comes to others that train: the reference's, and a donor's."""
+"""The state that an isolated pipeline begins with when it joins others that train: the reference's, and a donor's."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ def give_state(worker: Worker, number: int, batches: int) -> bytes:
     weights nor what its layers carry from batch to batch.
     """
     (pipeline,) = worker.placement.pipelines
-    trained, reference, ema = worker.trained[number, pipeline], worker.references[number], worker.emas.get(number)
+    trained, reference, ema = (
+        worker.trained[number, pipeline],
+        worker.references[number],
+        worker.emas.get(number),
+    )
     state: dict[str, Any] = {"batches": batches, "rest": stage_state(worker, number, pipeline)}
-    state["rest"] |= {name: value for name, value in told_average(worker, number).items() if name in state["rest"]}
+    state["rest"] |= {
+        name: value for name, value in told_average(worker, number).items() if name in state["rest"]
+    }
     if trained.lr_scheduler is not None:
         state["lr_scheduler"] = trained.lr_scheduler.state_dict()
     if trained.loss_scale is not None:
@@ -42,23 +48,28 @@ def give_state(worker: Worker, number: int, batches: int) -> bytes:
 def take_state(given: bytes, worker: Worker, number: int) -> int:
     """Begin with a given state; return how many batches of the loader the run has had."""
     (pipeline,) = worker.placement.pipelines
-    trained, reference, ema = worker.trained[number, pipeline], worker.references[number], worker.emas.get(number)
+    trained, reference, ema = (
+        worker.trained[number, pipeline],
+        worker.references[number],
+        worker.emas.get(number),
+    )
     state = torch.load(io.BytesIO(given), map_location=worker.device, weights_only=True)
     if reference is not None and trained.elastic is not None:
         averaging, of_all = state["reference"], state["optimizer"]
+        inner = trained.elastic.inner
         if reference.outer is not None:
             averaging["outer"] = put_together(averaging["outer"], reference.outer)
         reference.load_state_dict(averaging)
-        trained.elastic.load_state_dict({**of_all, "state": put_together(of_all["state"], trained.elastic.inner)})
+        trained.elastic.load_state_dict({**of_all, "state": put_together(of_all["state"], inner)})
         for mine, z in zip(trained.arena.weights, reference.z.flats):
             mine.copy_(z)
     if trained.lr_scheduler is not None:
         trained.lr_scheduler.load_state_dict(state["lr_scheduler"])
     if trained.loss_scale is not None:
         trained.loss_scale.load_state_dict(state["loss_scale"])
-    mine = trained.stage.layers.state_dict(keep_vars=True)
+    tensors = trained.stage.layers.state_dict(keep_vars=True)
     for name, value in state["rest"].items():
-        mine[name].data.copy_(value)
+        tensors[name].data.copy_(value)
     if ema is not None:
         for flat, value in zip(ema.flats, state["ema"]["flats"]):
             flat.copy_(value)

@@ -20,7 +20,7 @@ from avgpipe.model.context import Carry
 from avgpipe.model.model import Model
 from avgpipe.plan import Plan
 from avgpipe.runtime.trained_stage import TrainedStage
-from avgpipe.runtime.weights import stage_state
+from avgpipe.runtime.weights import stage_state, told_average
 from avgpipe.runtime.worker import Worker
 
 
@@ -103,6 +103,8 @@ def _content_of(model: Model, worker: Worker, number: int) -> dict[str, Any]:
     """
     k, copy, _ = worker.placement.replicas[number]
     replicas = {i: worker.trained[number, i] for i in worker.placement.pipelines_of(number)}
+    if worker.exchange is not None:  # what another run goes on with has one pipeline's optimizer
+        replicas = dict(enumerate(replicas.values()))
     if copy > 0:
         return {"replicas": {i: {"carry": _carried(trained)} for i, trained in replicas.items()}}
     reference = worker.references[number]
@@ -116,7 +118,9 @@ def _content_of(model: Model, worker: Worker, number: int) -> dict[str, Any]:
         views = next(iter(replicas.values())).arena.layout.tensors(ema.flats)
         content["ema"] = {"weights": dict(zip(model.trainable[k], views)), "updates": ema.updates}
     for i, trained in replicas.items():
-        rest = stage_state(worker, number, i)
+        rest = stage_state(worker, number, trained.pipeline)
+        if worker.exchange is not None:
+            rest |= told_average(worker, number)
         content["replicas"][i] = {
             **_state_of(trained, model.trainable[k]),
             "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},

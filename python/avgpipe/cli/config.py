@@ -187,6 +187,7 @@ class PlanOptions(Options):
             looped-bfs. Default: 2.
         replication: Workers of each stage, which share its micro-batches, as in 2,1,1. Default: one each.
         spread: Give each pipeline workers of its own; updates then travel over the network.
+        isolate: Give each pipeline processes of its own, so that one that is lost costs the others nothing.
         weights: Version of the weights that a batch runs on. Default: what the schedule was published with.
         advance: Forward passes that a stage runs ahead: a number, one per stage as in 3,2,1,0, or auto to choose by
             the times of the first batches. Default: the number of stages that follow.
@@ -213,6 +214,7 @@ class PlanOptions(Options):
         tuple[int, ...] | None, Value("NUMBER,...", _numbers(int, "2,1,1 for each stage"))
     ] = None
     spread: bool = False
+    isolate: bool = False
     weights: Annotated[str | None, Value("|".join(WEIGHTS), choices=WEIGHTS)] = None
     advance: Advance = None
     rule: Annotated[str | None, Value("|".join(RULES), choices=RULES)] = None
@@ -499,16 +501,27 @@ class RunConfig(Options):
 
     Options first, then the script and its arguments. When a worker fails the others are ended and the exit code is 1.
 
+    With --isolate each pipeline has workers of its own, and the script's plan says isolate=True. When one fails, its
+    pipeline is started again, and joins the others, which have gone on.
+
     Attributes:
         script: The Python file that every worker runs.
         args: Arguments of the script.
-        stages: Number of workers to start, one per stage.
+        stages: Number of workers to start, one per stage; with --isolate of each pipeline.
+        isolate: Start processes for each pipeline.
+        pipelines: How many pipelines, with --isolate.
+        min_pipelines: The run ends once fewer are left, with --isolate.
+        restarts: How often in a row a pipeline is started again that makes no step, with --isolate.
         json: Print one JSON object and nothing else; what the script prints goes to standard error.
     """
 
     script: Annotated[str, Value("SCRIPT", positional=True)]
     args: Annotated[tuple[str, ...], Value("ARGS", positional=True, rest=True)] = ()
     stages: Count = 2
+    isolate: bool = False
+    pipelines: Count = 2
+    min_pipelines: Count = 1
+    restarts: Count = 3
 
 
 @dataclass(frozen=True, kw_only=True)

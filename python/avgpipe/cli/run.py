@@ -10,17 +10,33 @@ import typer
 
 from avgpipe.cli.config import RunConfig
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, say
-from avgpipe.ranks.launch import Interrupted, RanksFailed, run_command
+from avgpipe.ranks.launch import Interrupted, RanksFailed, run_command, tied
+from avgpipe.ranks.supervise import Isolation, Supervisor
+
+_OF_ISOLATED = ("pipelines", "min_pipelines", "restarts")
 
 
 def run(config: RunConfig) -> None:
     with arguments():
         if not Path(config.script).is_file():
             raise ValueError(f"script {config.script!r} does not exist: give the path of a Python file")
+        if config.min_pipelines > config.pipelines:
+            raise ValueError(
+                f"--min-pipelines {config.min_pipelines} is more than --pipelines {config.pipelines}"
+            )
+        apart = [f"--{name.replace('_', '-')}" for name in _OF_ISOLATED if name in config.given]
+        if apart and not config.isolate:
+            raise ValueError(
+                f"{', '.join(apart)} without --isolate: the script's plan says how many pipelines there are"
+            )
     command, codes = [sys.executable, "-u", config.script, *config.args], (0,) * config.stages
-    failure = None
+    failure, out = None, "stderr" if config.json else "stdout"
     try:
-        run_command(command, config.stages, out="stderr" if config.json else "stdout")
+        if config.isolate:
+            isolation = Isolation(config.pipelines, config.min_pipelines, config.restarts)
+            Supervisor(tied(out, *command), config.stages, isolation, {}, say).run()
+        else:
+            run_command(command, config.stages, out=out)
     except Interrupted as interrupted:
         raise CommandFailed(f"{interrupted}: all workers are ended", interrupted.exit_code) from None
     except RanksFailed as failed:

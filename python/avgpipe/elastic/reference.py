@@ -241,11 +241,13 @@ class Reference:
             self._count(replica)
 
     def without_gradient(self, replica: int) -> list[int]:
-        """Return the parameters of the outer optimizer, by number, of which a replica has told no gradient this time."""
+        """Return the parameters of the outer optimizer, by number, of which a replica has told no gradient now."""
         told = self.told.get(replica)
         return [] if told is None else [n for n, (_, region) in enumerate(self.stepped) if region not in told]
 
-    def complete(self, updates: Sequence[Sequence[torch.Tensor]], without: Mapping[int, Sequence[int]]) -> None:
+    def complete(
+        self, updates: Sequence[Sequence[torch.Tensor]], without: Mapping[int, Sequence[int]]
+    ) -> None:
         """End a round of an open reference.
 
         Args:

@@ -1,11 +1,11 @@
 """Who is there, and from which turn on: what the launcher of isolated pipelines settles with their processes.
 
-Each process has one connection to it, which the ``multiprocessing.connection`` of Python authenticates by a token, both
-ways. Messages are JSON of a fixed version: nothing that comes is unpickled. A process that ends closes its connection, so
-its end is known at once, however it came about.
+Each process has one connection to it, which Python's ``multiprocessing.connection`` authenticates by a token, both
+ways. Messages are JSON of a fixed version: nothing that comes is unpickled. A process that ends closes its connection,
+so its end is known at once, however it came about.
 
-A pipeline is whole or gone. When one is lost, or another one wants to come, the coordinator has all processes begin no turn
-(``freeze``) and say how many they have begun; the change then takes effect with a turn that nobody has begun::
+A pipeline is whole or gone. When one is lost, or another one wants to come, the coordinator has all processes begin no
+turn (``freeze``) and say how many they have begun; the change then takes effect with a turn that nobody has begun::
 
     coordinator    freeze ->            <- begun 7, 8, 7            roster: ... from turn 8 on ->
     process        begins no turn, goes on with those that it has begun            begins turn 8 by the new roster
@@ -79,6 +79,7 @@ class Group:
         bells: by rank, what others ring for it.
         digests: by rank, of what all pipelines must have alike, and of the initial weights.
         memory: by name, what its processes have asked for.
+        ready_at: when its processes wanted to enter, of the monotonic clock.
         is_done: whether it has left the run as it should.
         has_ended: whether none of them is there any more.
     """
@@ -93,6 +94,7 @@ class Group:
     digests: dict[int, list[str]] = field(default_factory=dict)
     processes: dict[int, Process] = field(default_factory=dict)
     memory: dict[str, Memory] = field(default_factory=dict)
+    ready_at: float = float("inf")
     is_done: bool = False
     has_ended: bool = False
 
@@ -136,7 +138,9 @@ class Coordinator:
         self.members: dict[int, int] = {}
         self._unknown: set[Connection] = set()  # that have not said who they are
         self._by_connection: dict[Connection, tuple[Group, int]] = {}
-        self._leaving: list[tuple[Group, int]] = []  # members that are gone, with the first turn that they lack
+        self._leaving: list[
+            tuple[Group, int]
+        ] = []  # members that are gone, with the first turn that they lack
         self._is_frozen = False
         self._begun = 0  # turns, at the last change
         self._clean = 0  # the turn by which what was lost has been trained on
@@ -147,6 +151,14 @@ class Coordinator:
     def has_begun(self) -> bool:
         """Whether pipelines train, or have."""
         return self._begun > 0 or bool(self.roster.stays)
+
+    def overdue(self, started: set[int]) -> set[int]:
+        """Return those of the groups ``started`` for which another has waited for too long to begin the run."""
+        ready = [group for group in self.groups.values() if group.all_want("enter")]
+        waiting_since = min((group.ready_at for group in ready), default=float("inf"))
+        if self.has_begun or time.monotonic() < waiting_since + self._timeout_s:
+            return set()
+        return started - {group.number for group in ready}
 
     @property
     def training(self) -> set[int]:
@@ -194,7 +206,10 @@ class Coordinator:
             self._closed(connection)
         except (ValueError, TypeError, KeyError) as error:
             if known is not None:
-                self._lost(known[0].number, f"{known[0].processes[known[1]].name} has said what makes no sense: {error}")
+                self._lost(
+                    known[0].number,
+                    f"{known[0].processes[known[1]].name} has said what makes no sense: {error}",
+                )
             self._closed(connection)
 
     def _closed(self, connection: Connection) -> None:
@@ -275,6 +290,7 @@ class Coordinator:
                 return
         group.digests[rank] = digests
         group.processes[rank].wants = "enter"
+        group.ready_at = time.monotonic()
         self._reply(group.processes[rank], request, {})
 
     def _give_memory(self, group: Group, process: Process, request: int, name: str, size: int) -> None:
@@ -294,8 +310,8 @@ class Coordinator:
             other = self.groups[stay.number]
             if stay.number in self.members and stay.first + other.turns_told() <= turn:
                 doing = "; ".join(f"{p.name} was at {p.doing}" for _, p in sorted(other.processes.items()))
-                waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for pipeline {pipeline}'s part of turn {turn}"
-                self._lost(stay.number, f"{waited}; {doing}")
+                waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for pipeline {pipeline}'s part"
+                self._lost(stay.number, f"{waited} of turn {turn}; {doing}")
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 
@@ -330,7 +346,9 @@ class Coordinator:
                 group.is_done = True
                 self._remove(group)
         coming = [
-            g for g in self.groups.values() if g.number not in self.members and g.all_want("enter") and not g.has_ended
+            g
+            for g in self.groups.values()
+            if g.number not in self.members and g.all_want("enter") and not g.has_ended
         ]
         is_due = bool(self._leaving or (coming and self.members))
         if not self.has_begun:
@@ -355,10 +373,14 @@ class Coordinator:
         for group, told in self._leaving:
             stay = self.history[group.number] = self.roster.leave(group.pipeline, told, begun)
             self._clean = max(self._clean, begun) + stay.end - stay.told
-            self._say(f"pipeline {group.pipeline} counts in the turns before {stay.told}, and is gone from {stay.end} on")
+            self._say(
+                f"pipeline {group.pipeline} counts in the turns before {stay.told}, and is gone from {stay.end} on"
+            )
             for other in self.roster.present:
                 if other.donor == group.pipeline and not self.groups[other.number].turns_told():
-                    self._lost(other.number, f"pipeline {group.pipeline}, whose state it was to have, is gone")
+                    self._lost(
+                        other.number, f"pipeline {group.pipeline}, whose state it was to have, is gone"
+                    )
         self._leaving = []
         donors = [stay.pipeline for stay in self.roster.present if stay.first < begun]
         for group in sorted(coming, key=lambda group: group.pipeline):
@@ -416,7 +438,7 @@ class _Once:
     def ask(self, number: int, request: int, reply: Callable[[int, Any], None]) -> None:
         if self._value:
             reply(request, {"value": self._value[0]})
-        elif self._doer is None:
+        elif self._doer in (None, number):
             self._doer = number
             reply(request, {})
         else:

@@ -99,13 +99,26 @@ class Membership:
             self._connection = Client(
                 where if where.startswith("/") else (host, int(port)), authkey=os.environ[TOKEN].encode()
             )
-            about = {"rank": rank, "size": size, "name": name, "places": places, "period": period, "bell": bell}
-            self._send("hello", VERSION, about | {"pipeline": self.pipeline, "group": self.group, "timeout_s": timeout_s})
+            about = {
+                "rank": rank,
+                "size": size,
+                "name": name,
+                "places": places,
+                "period": period,
+                "bell": bell,
+            }
+            self._send(
+                "hello",
+                VERSION,
+                about | {"pipeline": self.pipeline, "group": self.group, "timeout_s": timeout_s},
+            )
             if not self._connection.poll(timeout_s):
                 raise PeerLost(f"the launcher at {where} has not answered within {timeout_s:g} s")
             _, welcome = received(self._connection)
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
-            raise PeerLost(f"the launcher at {where} cannot be reached, or has refused this process: {error}") from error
+            raise PeerLost(
+                f"the launcher at {where} cannot be reached, or has refused this process: {error}"
+            ) from error
         self.has_begun, self.batches = welcome["has_begun"], welcome["batches"]
         self.told = Memory.open(*welcome["told"])
         self._heard_at = time.monotonic()
@@ -116,7 +129,7 @@ class Membership:
     # ---- for the main thread -----------------------------------------------------------------------------------------
 
     def memory(self, name: str, size: int) -> Memory:
-        """Return memory of the launcher's, which outlives this process; the others of the pipeline may have asked first."""
+        """Return memory of the launcher's, which outlives this process; others of the pipeline may have asked first."""
         reply = self._request("memory", name, size)
         if "why" in reply:
             raise MemoryError(f"{size} bytes of shared memory for {name}: {reply['why']}")
@@ -158,7 +171,7 @@ class Membership:
         self._send_if_alive("late", turn, self._timeout_s)
 
     def once(self, name: str) -> list[Any]:
-        """Return what another pipeline has found, in a list; empty where this one is to find it, and to tell by ``done``."""
+        """Return what another pipeline has found, in a list; empty where this one is to find and tell it by done."""
         reply = self._request("once", name, limit_s=None)
         return [reply["value"]] if "value" in reply else []
 
@@ -210,7 +223,9 @@ class Membership:
         except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
             if not self._is_closed:
                 with self._lock:
-                    self._failure = PeerLost(f"the launcher is gone, or cut off: {str(error) or 'it has ended'}")
+                    self._failure = PeerLost(
+                        f"the launcher is gone, or cut off: {str(error) or 'it has ended'}"
+                    )
                     self._lock.notify_all()
                 self.changed()
 

@@ -1,7 +1,7 @@
 """Which pipelines train, turn by turn, where each may come and go.
 
-A *turn* is what makes one step of every pipeline: a batch that all share, or one batch for each. Turns are numbered over
-the life of a run. Who is a member of a turn is settled before anybody begins it; who counts in it, when it ends: a
+A *turn* is what makes one step of every pipeline: a batch that all share, or one batch for each. Turns are numbered
+over the life of a run. Who is a member of a turn is settled before anybody begins it; who counts in it, when it ends: a
 pipeline that was lost counts in the turns that all its processes had told, and in none after. Every process of every
 pipeline has the same roster, and what follows from it.
 """
@@ -76,7 +76,9 @@ class Roster:
 
     def leave(self, pipeline: int, told: int, begun: int) -> Stay:
         """Note that a member is gone; it had told the turns before ``told``, and nobody has begun turn ``begun``."""
-        number, stay = next((n, s) for n, s in enumerate(self.stays) if s.pipeline == pipeline and not s.has_ended)
+        number, stay = next(
+            (n, s) for n, s in enumerate(self.stays) if s.pipeline == pipeline and not s.has_ended
+        )
         end = max(begun, stay.first)
         self.stays[number] = gone = replace(stay, told=min(told, end), end=end)
         heirs = [other for other in self.present if other.first < begun]

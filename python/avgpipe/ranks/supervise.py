@@ -18,6 +18,7 @@ from avgpipe.ranks.process import WRONG_ARGUMENTS
 
 _POLL_S = 0.02
 _ADDRESS = "coordinator"
+_OVER = "the run is over"  # why a pipeline is ended that comes too late
 
 
 @dataclass
@@ -61,7 +62,13 @@ class Supervisor:
         added: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        self._command, self._size, self._isolation, self._added, self._say = command, size, isolation, added, say
+        self._command, self._size, self._isolation, self._added, self._say = (
+            command,
+            size,
+            isolation,
+            added,
+            say,
+        )
         self._groups: dict[int, _Group] = {}
         self._started = 0  # groups
         self._left = dict.fromkeys(range(isolation.pipelines), isolation.restarts)
@@ -79,7 +86,11 @@ class Supervisor:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="avgpipe-"))
             self._token = secrets.token_hex(16)
             self._coordinator = Coordinator(
-                os.path.join(folder, _ADDRESS), self._token.encode(), self._isolation.pipelines, self._lose, self._say
+                os.path.join(folder, _ADDRESS),
+                self._token.encode(),
+                self._isolation.pipelines,
+                self._lose,
+                self._say,
             )
             stack.callback(self._coordinator.close)
             stack.enter_context(keeping_handlers())
@@ -91,7 +102,9 @@ class Supervisor:
                     self._coordinator.serve(_POLL_S)
                     self._look()
             except BaseException as error:
-                number = getattr(error, "sigval", signal.SIGINT if isinstance(error, KeyboardInterrupt) else number)
+                number = getattr(
+                    error, "sigval", signal.SIGINT if isinstance(error, KeyboardInterrupt) else number
+                )
                 if number != signal.SIGKILL:
                     raise Interrupted(number) from error
                 raise
@@ -135,16 +148,22 @@ class Supervisor:
             else:
                 self._finished.add(group.pipeline)
         if self._groups and (self._is_over() or self._failed()):
-            for group in self._groups.values():
-                group.why = group.why or "the run is over"
-                group.processes.kill()
-            self._left = dict.fromkeys(self._left, 0)
+            self._end(_OVER)
+        for number in self._coordinator.overdue(set(self._groups)):
+            self._lose(number, "it has not come to its first batch, for which the others have waited")
+
+    def _end(self, why: str) -> None:
+        for group in self._groups.values():
+            group.why = group.why or why
+            group.processes.kill()
+        self._left = dict.fromkeys(self._left, 0)
 
     def _is_over(self) -> bool:
         """Whether those that trained are done, and nobody is left whom a pipeline that comes could join."""
         return bool(self._finished) and not self._coordinator.training
 
     def _failed(self) -> bool:
+        """Whether too few are left."""
         living = self._coordinator.training
         if not self._has_begun:
             living = {group.pipeline for group in self._groups.values()}
@@ -156,7 +175,7 @@ class Supervisor:
 
     def _replace(self, group: _Group, failure: RanksFailed) -> None:
         """Start a lost pipeline again, if it may be."""
-        if group.why == "the run is over":
+        if group.why == _OVER:
             return
         self._failure = failure
         rank, reason = failure.rank, failure.reason
@@ -166,5 +185,5 @@ class Supervisor:
         if self._left[group.pipeline] > 0 and not is_hopeless:
             self._left[group.pipeline] -= 1
             self._start(group.pipeline)
-        elif not self._has_begun:
-            self._coordinator.wanted -= 1
+        elif not self._has_begun:  # it would do so again, and the others wait for it
+            self._end(f"pipeline {group.pipeline} cannot begin")

@@ -3,11 +3,11 @@
 The processes of all pipelines that hold one stage lie on one host, and each has its own copy of the reference. What one
 tells lies in memory that the launcher holds, so it stays when its process dies; the others read it there::
 
-    step of turn t        the update, in one of two slots; then the count of turns told is raised, and all bells are rung
+    step of turn t        the update goes to one of two slots, then the count of turns told rises, then all bells ring
     all have told turn t  what they told counts, in the order of pipelines, in every process alike
 
-A turn counts for a pipeline once all of its stages have told it, or its stages would differ in who has a part in the
-reference. Two slots are enough: nobody tells turn t + 2 before all have told t + 1, for which they have taken in turn t.
+A turn counts for a pipeline once all of its stages have told it, or stages would differ in who has a part in the
+reference. Two slots are enough: nobody tells turn t + 2 before all have told t + 1, for which they have taken in t.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SLOTS = 2
 
 
 class Slot:
-    """Where one stage replica of a pipeline tells every other turn: a text, and tensors like those that it is made for."""
+    """Where one stage replica of a pipeline tells every other turn: a text, and tensors like those it is made for."""
 
     def __init__(self, memory: Memory, number: int, like: Sequence[torch.Tensor]) -> None:
         self._memory = memory
@@ -42,7 +42,11 @@ class Slot:
         self.tensors: list[torch.Tensor] = []
         for tensor in like:
             size = tensor.numel() * tensor.element_size()
-            flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset) if size else tensor
+            flat = (
+                torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+                if size
+                else tensor
+            )
             self.tensors.append(flat.view(tensor.shape) if size else torch.empty_like(tensor, device="cpu"))
             offset += padded(size)
 
@@ -53,7 +57,9 @@ class Slot:
     def write(self, values: Any, tensors: Sequence[torch.Tensor]) -> None:
         text = json.dumps(values).encode()
         if len(text) > _TEXT_BYTES - 8:
-            raise PipelineError(f"how a batch has ended takes {len(text)} bytes to tell: return fewer metrics from loss_fn")
+            raise PipelineError(
+                f"how a batch has ended takes {len(text)} bytes to tell: return fewer metrics from loss_fn"
+            )
         for mine, value in zip(self.tensors, tensors):
             mine.copy_(value)
         self._head[:8] = len(text).to_bytes(8, "little")
@@ -142,6 +148,7 @@ class Exchange:
             self._own[place] = [Slot(memory, n, tensors) for n in range(_SLOTS)]
         self._others: dict[int, Other] = {}  # by the number of a stay
         self._next = 0  # the first turn of which is not known who counts in it
+        self._asked: list[int] = []  # before which turn something was asked for once, and how often
         self._complained = -1  # of this turn
         self._last: list[Stay] = []  # those that counted in the turn before
         self.turns: dict[int, Turn] = {}
@@ -206,17 +213,36 @@ class Exchange:
 
     def complains(self, keys: Sequence[Key]) -> bool:
         """Tell the coordinator, once, of others that have not told a turn in time; whether that is what is awaited."""
-        late = [key.batch for key in keys[:1] if key.kind is Message.REFERENCE_UPDATE and key.source == key.target]
+        late = [
+            key.batch for key in keys[:1] if key.kind is Message.REFERENCE_UPDATE and key.source == key.target
+        ]
         if not late or late[0] <= self._complained:
             return False
         self._complained = late[0]
         self.membership.complain(late[0])
         return True
 
+    def once(self, what: str, find: Callable[[], Any]) -> Any:
+        """Return what one pipeline finds, as JSON has it, and all others learn, between two turns.
+
+        Another one does it if that one is lost. Every process calls this at the same turn, for the same things.
+        """
+        turn, count = self.membership.begun, 0
+        if self._asked[:1] == [turn]:
+            count = self._asked[1] + 1
+        self._asked = [turn, count]
+        name = f"{what}, number {count} before turn {turn}"
+        known = self.membership.once(name)
+        if known:
+            return known[0]
+        value = find()
+        self.membership.done(name, value)
+        return value
+
     # ---- those that come ---------------------------------------------------------------------------------------------
 
     def hand_over(self, place: int, turn: int) -> None:
-        """Give the state of a stage replica before ``turn`` to those that come with it and have it from this pipeline."""
+        """Give the state of a stage replica before ``turn`` to those that come with it and are to have it from here."""
         for stay in self.membership.known.roster.joining(turn):
             if stay.donor == self.membership.pipeline and (stay.number, place) not in self._given:
                 self._given.add((stay.number, place))

@@ -1,8 +1,9 @@
 """Which batch is whose among isolated pipelines, and what is trained on again when one of them was lost.
 
 Every process goes through all batches, so all know who has which, and a batch is kept until its turn has ended. What a
-lost pipeline had of a turn in which it does not count is trained on before the loader goes on, from the first turn on in
-which it is no member: every sample is trained on once. A batch is cut into the same micro-batches however many share it.
+lost pipeline had of a turn in which it does not count is trained on before the loader goes on, from the first turn on
+in which it is no member: every sample is trained on once. A batch is cut into the same micro-batches however many share
+it.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Part:
 
     batch: int
     first: int
-    inputs: Sequence[Any]
-    targets: Sequence[Any]
-    sizes: Sequence[int]
+    inputs: list[Any]
+    targets: list[Any]
+    sizes: list[int]
     copied: ReadyOnEvent | None
 
     @property
@@ -88,8 +89,8 @@ class TurnFeed:
         (self._pipeline,) = worker.placement.pipelines
         self._is_shared = plan.shares > 1
         self._micro_batches = plan.micro_batches // options.accumulate  # of a batch of the loader
-        self._enter = enter
-        self.next_batch = self._membership.batches
+        self._enter: Callable[[], int] = enter
+        self.next_batch: int = self._membership.batches
         self._membership.told_batches = lambda: self.next_batch
         self.begun = 0
         self.results: deque[BatchResult] = deque()
@@ -176,7 +177,9 @@ class TurnFeed:
             self._before[turn] = self.next_batch
             if self._lost:
                 line = self._lost
-                found = [line.popleft() for _ in range(1 if self._is_shared else min(len(line), len(members)))]
+                found = [
+                    line.popleft() for _ in range(1 if self._is_shared else min(len(line), len(members)))
+                ]
             else:
                 wanted = 1 if self._is_shared or is_cut else len(members)
                 while len(self._ahead) < wanted and look_ahead():
@@ -211,9 +214,13 @@ class TurnFeed:
             loss_fn = self._options.loss_fn
             if isinstance(loss_fn, nn.Module):
                 loss_fn.train()
-            work = Work(turn, len(part.sizes), part.inputs, part.targets, copied=part.copied, names=part.place)
+            work = Work(
+                turn, len(part.sizes), part.inputs, part.targets, copied=part.copied, names=part.place
+            )
             if self._is_shared:
-                targets, sizes = ([x for p in parts.values() for x in getattr(p, n)] for n in ("targets", "sizes"))
+                targets, sizes = (
+                    [x for p in parts.values() for x in getattr(p, n)] for n in ("targets", "sizes")
+                )
                 weights = loss_weights(loss_fn, targets, sizes, self._options.loss_weight)
                 shares = share_out(weights, [len(p.sizes) for p in parts.values()], self._options.sums_loss)
                 work.weights = dict(zip(parts, shares))[self._pipeline]

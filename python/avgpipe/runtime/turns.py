@@ -1,8 +1,8 @@
-"""A stage's part in the turns of isolated pipelines: it tells what its step has added, and takes in what all have told."""
+"""A stage's part in the turns of isolated pipelines: it tells what its step has added, and takes in what all told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -80,8 +80,8 @@ class Turns:
 
     def _take_in(self, told: Told) -> None:
         reference = self._reference
-        rows = zip(told.pipelines, told.values, told.tensors)
-        rows = [(i, values["without"], tensors) for i, values, tensors in rows if values["has_update"]]
+        columns = zip(told.pipelines, told.values, told.tensors)
+        rows = [(i, values["without"], tensors) for i, values, tensors in columns if values["has_update"]]
         if reference is not None and rows:
             count = len(reference.z.flats)
             updates = [tensors[:count] for _, _, tensors in rows]

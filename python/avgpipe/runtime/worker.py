@@ -258,7 +258,9 @@ class Worker:
             period=plan.period,
             warmup_rounds=plan.warmup_rounds,
             outer=steps if RULES[rule].tries else None,
-            remote=() if self.placement.ranks == 1 and not plan.isolate else set(range(plan.pipelines)) - set(here),
+            remote=()
+            if self.placement.ranks == 1 and not plan.isolate
+            else set(range(plan.pipelines)) - set(here),
             ema=ema,
             open=plan.isolate,
         )
