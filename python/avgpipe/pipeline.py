@@ -338,7 +338,8 @@ class Pipeline:
                 if feed.is_empty:
                     return
                 feed.finish_oldest(prefetch=True)
-            yield feed.results.popleft()
+            if feed.results:  # else all that was trained on is lost, and is trained on again
+                yield feed.results.popleft()[0]
 
     def step(self, inputs: Any, targets: Any) -> float:
         """Train on a batch for a round: every pipeline on its share of the samples. Wait, and return the mean loss.
@@ -358,12 +359,10 @@ class Pipeline:
         for share in zip(split(inputs, n), split(targets, n)):
             feed.begin([share], self._worker.copy_ahead([share]))
         feed.end()
-        total = weight = 0.0
-        for _ in range(n):
-            feed.finish_oldest()
-            total += feed.results.popleft().loss * feed.weight
-            weight += feed.weight
         self.drain()
+        weight = sum(weight for _, weight in feed.results)
+        total = sum(result.loss * weight for result, weight in feed.results)
+        feed.results.clear()
         return total / weight
 
     def drain(self) -> None:

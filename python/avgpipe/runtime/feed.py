@@ -86,8 +86,7 @@ class Feed:
     Attributes:
         next_batch: the number of the next batch to begin, over the life of the pipeline.
         begun: batches begun by this object.
-        results: of batches that have ended and nobody has taken yet.
-        weight: of the newest result's loss among others.
+        results: of batches that have ended and nobody has taken yet, each with the weight of its loss among others.
     """
 
     def __init__(self, worker: Worker, plan: Plan, loader: Prefetch, options: TrainingOptions) -> None:
@@ -101,8 +100,7 @@ class Feed:
         self._parts = plan.micro_batches // options.accumulate  # of a batch of the loader
         self._sums_loss = options.sums_loss
         self.next_batch = self.begun = 0
-        self.results: deque[BatchResult] = deque()
-        self.weight = 0.0
+        self.results: deque[tuple[BatchResult, float]] = deque()
         self._in_flight: deque[InFlight] = deque()  # oldest first
 
     @property
@@ -237,20 +235,18 @@ class Feed:
             ends.append(end)
             worker.notice.loss(end.loss, batch, i)
         whole = BatchEnd.whole(ends, self._sums_loss)
-        self.weight = whole.weight
-        norm = whole.grad_norm
-        self.results.append(
-            BatchResult(
-                whole.loss,
-                batch,
-                None if self._shares > 1 else next(iter(weights)),
-                samples,
-                whole.metrics,
-                norm,
-                whole.lr,
-                norm is not None and self._options.skips and not math.isfinite(norm),
-            )
-        )
+        pipeline = None if self._shares > 1 else next(iter(weights))
+        self.results.append(result_of(whole, batch, pipeline, samples, self._options))
+
+
+def result_of(
+    end: BatchEnd, batch: int, pipeline: int | None, samples: int, options: TrainingOptions
+) -> tuple[BatchResult, float]:
+    """Return a result, and the weight of its loss among others."""
+    norm = end.grad_norm
+    is_skipped = norm is not None and options.skips and not math.isfinite(norm)
+    result = BatchResult(end.loss, batch, pipeline, samples, end.metrics, norm, end.lr, is_skipped)
+    return result, end.weight
 
 
 def _end_of(states: list[BatchState], weight: float) -> BatchEnd:
@@ -338,11 +334,16 @@ class Prefetch:
             )
         return self._state if self._ahead else tell()
 
-    def next(self) -> Batch | None:
-        """Return the next batch, or None at the end."""
+    @property
+    def has_more(self) -> bool:
+        """Whether there is another batch, or something was raised instead."""
         if not self._ahead and not self._ended:
             self._fetch()
-        if not self._ahead:
+        return bool(self._ahead)
+
+    def next(self) -> Batch | None:
+        """Return the next batch, or None at the end."""
+        if not self.has_more:
             return None
         batch = self._ahead.pop()
         if isinstance(batch, BaseException):

@@ -8,7 +8,6 @@ it.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from avgpipe.model.context import CallerGenerators, Position
 from avgpipe.plan import Plan
 from avgpipe.runtime.compute import Work
 from avgpipe.runtime.exchange import Turn
-from avgpipe.runtime.feed import BatchResult, Pairs, Prefetch, cut
+from avgpipe.runtime.feed import Batch, BatchResult, Pairs, Prefetch, cut, result_of
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.worker import Worker
@@ -93,13 +92,11 @@ class TurnFeed:
         self.next_batch: int = self._membership.batches
         self._membership.told_batches = lambda: self.next_batch
         self.begun = 0
-        self.results: deque[BatchResult] = deque()
-        self.weight = 0.0
+        self.results: deque[tuple[BatchResult, float]] = deque()
         self._in_flight: deque[int] = deque()  # turns
         self._parts: dict[int, dict[int, Part]] = {}  # by turn and pipeline: what may be lost
         self._seen_to: set[int] = set()  # stays that have ended, of which what was lost is in line
         self._lost: deque[Part] = deque()  # in line
-        self._ahead: deque[Part] = deque()  # of the loader
         self._before: dict[int, int] = {}  # batches before turns in flight
         self._is_member = False
         self._behind = 0  # batches of the loader that others have trained on while this pipeline was coming
@@ -130,31 +127,22 @@ class TurnFeed:
             if self._loader.next() is None:
                 return False
             self._behind -= 1
-        if not self._has_losses and not self._look_ahead():
+        if not (self._has_losses or self._loader.has_more):
             self.end()
             return False
         self._worker.scheduler.note_host("loader", self._membership.begun, start, time.perf_counter())
-        self._begin_turn(self._look_ahead)
+        self._begin_turn()
         return True
 
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
         """Begin a turn with a batch that all share, or of which each has a part where they take turns."""
         self._become_member()
-        self._ahead.append(self._part_of(given, copied))
-        self._begin_turn(lambda: False, is_cut=True)
+        self._begin_turn((given, copied))
 
     def _become_member(self) -> None:
         if not self._is_member:
             there, self.next_batch = self.next_batch, self._enter()
             self._behind, self._is_member = self.next_batch - there, True
-
-    def _look_ahead(self) -> bool:
-        """Whether the loader has another batch; it waits in line then."""
-        batch = self._loader.next()
-        if batch is None:
-            return False
-        self._ahead.append(self._part_of(*batch))
-        return True
 
     def _part_of(self, given: Pairs, copied: ReadyOnEvent | None) -> Part:
         counts = [sample_count(inputs, targets) for inputs, targets in given]
@@ -163,10 +151,11 @@ class TurnFeed:
             given = copied.value
         sizes = list(chain.from_iterable(map(sizes_of, counts, parts)))
         inputs, targets = (cut([pair[n] for pair in given], parts) for n in (0, 1))
-        return Part(self.next_batch + len(self._ahead), 0, inputs, targets, sizes, copied)
+        self.next_batch += 1
+        return Part(self.next_batch - 1, 0, inputs, targets, sizes, copied)
 
-    def _begin_turn(self, look_ahead: Callable[[], bool], is_cut: bool = False) -> None:
-        """Begin a turn, of batches that are in line.
+    def _begin_turn(self, batch: Batch | None = None) -> None:
+        """Begin a turn: with what is in line, else with ``batch``, which is cut for all, else with the loader's.
 
         What was lost has turns of its own, so that who has what does not depend on when a loader is asked.
         """
@@ -175,18 +164,15 @@ class TurnFeed:
             self._put_into_line(turn)
             members = self._membership.known.roster.members(turn)
             self._before[turn] = self.next_batch
+            most, found = 1 if self._is_shared or batch is not None else len(members), list[Part]()
             if self._lost:
-                line = self._lost
-                found = [
-                    line.popleft() for _ in range(1 if self._is_shared else min(len(line), len(members)))
-                ]
+                found = [self._lost.popleft() for _ in range(min(most, len(self._lost)))]
+            elif batch is not None:
+                found = [self._part_of(*batch)]
             else:
-                wanted = 1 if self._is_shared or is_cut else len(members)
-                while len(self._ahead) < wanted and look_ahead():
-                    pass
-                found = [self._ahead.popleft() for _ in range(min(wanted, len(self._ahead)))]
-                self.next_batch += len(found)
-            if found and (self._is_shared or is_cut):
+                while len(found) < most and (following := self._loader.next()) is not None:
+                    found.append(self._part_of(*following))
+            if found and most == 1:
                 (whole,) = found
                 found = [part for part in whole.shares(len(members)) if part.sizes or self._is_shared]
             parts = self._parts[turn] = dict(zip(members, found))
@@ -201,7 +187,7 @@ class TurnFeed:
         for stay in ended:
             for lost in range(stay.told, stay.end):
                 part = self._parts.get(lost, {}).pop(stay.pipeline, None)
-                if part is not None:
+                if part is not None and part.sizes:
                     self._lost.append(part)
         self._seen_to = {stay.number for stay in roster.stays if stay.end <= turn}
         self._parts = {t: parts for t, parts in self._parts.items() if parts or t in self._in_flight}
@@ -243,7 +229,7 @@ class TurnFeed:
         self.end()
         while not self.is_empty:
             if not self._in_flight:
-                self._begin_turn(lambda: False)
+                self._begin_turn()
             self.finish_oldest()
         with self._worker.running():
             self._worker.settle(self._membership.begun)
@@ -292,23 +278,15 @@ class TurnFeed:
             if part is not None:
                 ends.append((i, part, BatchEnd(*values["end"])))
                 self._worker.notice.loss(ends[-1][2].loss, part.batch, i)
-        if not parts:
+        if not any(part.sizes for part in parts.values()):
             del self._parts[turn.number]
-        if self._is_shared and ends:
-            whole = BatchEnd.whole([end for _, _, end in ends], self._options.sums_loss)
-            samples = sum(part.samples for _, part, _ in ends)
-            self._add(whole, ends[0][1].batch, None, samples)
-        else:
+        samples = sum(part.samples for _, part, _ in ends)
+        if not self._is_shared:
             for i, part, end in ends:
-                self._add(end, part.batch, i, part.samples)
-
-    def _add(self, end: BatchEnd, batch: int, pipeline: int | None, samples: int) -> None:
-        norm = end.grad_norm
-        is_skipped = norm is not None and self._options.skips and not math.isfinite(norm)
-        self.weight = end.weight
-        self.results.append(
-            BatchResult(end.loss, batch, pipeline, samples, end.metrics, norm, end.lr, is_skipped)
-        )
+                self.results.append(result_of(end, part.batch, i, part.samples, self._options))
+        elif samples:  # else those are gone that had some
+            whole = BatchEnd.whole([end for _, _, end in ends], self._options.sums_loss)
+            self.results.append(result_of(whole, ends[0][1].batch, None, samples, self._options))
 
 
 def _named(place: Any) -> str:
