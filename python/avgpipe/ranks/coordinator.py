@@ -454,6 +454,7 @@ class _Once:
         """Have another one do it, if who was at it is gone."""
         self._waiting = [waiting for waiting in self._waiting if waiting[0] != number]
         if self._doer == number and not self._value:
-            self._doer = None
-            if self._waiting:
-                self.ask(*self._waiting.pop(0))
+            self._doer = self._waiting[0][0] if self._waiting else None
+            waiting, self._waiting = self._waiting, []
+            for asked in waiting:
+                self.ask(*asked)
