@@ -1,7 +1,16 @@
 """Saves a pipeline and restores it, whatever the number of stages and pipelines."""
 
-from avgpipe.checkpoint.load import read_checkpoint, restore_checkpoint
+from avgpipe.checkpoint.load import read_checkpoint, restore, restore_checkpoint
 from avgpipe.checkpoint.manifest import Manifest, verify_checkpoint
 from avgpipe.checkpoint.save import save_checkpoint
+from avgpipe.checkpoint.snapshot import Snapshot
 
-__all__ = ["Manifest", "read_checkpoint", "restore_checkpoint", "save_checkpoint", "verify_checkpoint"]
+__all__ = [
+    "Manifest",
+    "Snapshot",
+    "read_checkpoint",
+    "restore",
+    "restore_checkpoint",
+    "save_checkpoint",
+    "verify_checkpoint",
+]

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from avgpipe.checkpoint.content import check_content
+from avgpipe.checkpoint.content import carries, check_content, parameter_names
 from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.manifest import Gone, Manifest, read_text
-from avgpipe.checkpoint.save import carries, parameter_names
 from avgpipe.checkpoint.subclasses import put_together
 from avgpipe.elastic import Layout
 from avgpipe.errors import CheckpointError, reason
@@ -34,6 +33,7 @@ from avgpipe.runtime.worker import Worker
 _log = logging.getLogger("avgpipe")
 # Options of the plan that must be the same for a run to go on bit for bit.
 _SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha", "weights", "replication", "spread")
+_STATES = ("optimizer", "lr_scheduler", "loss_scale")
 OF_STAGE = ("params", "param_names")  # of an optimizer's group: what differs from stage to stage
 
 
@@ -154,12 +154,19 @@ def _read_all(
         return SavedStages(contents, exactly)
 
     if exactly:
-        # Each replica's own file, and the first replica's, which has what all of a stage hold alike.
-        firsts = {n: worker.placement.replicas_of(*worker.placement.replicas[n][::2])[0] for n in worker.held}
-        saved = {n: merged(sorted({first, n})) for n, first in firsts.items()}
+        saved = {n: merged(numbers) for n, numbers in _needed(worker).items()}
     else:
         saved = dict.fromkeys(worker.held, merged(range(len(manifest.files))))
     return FoundCheckpoint(directory, manifest.batches, saved)
+
+
+def _needed(worker: Worker) -> dict[int, list[int]]:
+    """Return whose contents a stage replica is restored from, bit for bit.
+
+    Its own, and the first replica's, which has what all of a stage hold alike.
+    """
+    places, replicas = worker.placement, worker.placement.replicas
+    return {n: sorted({places.replicas_of(*replicas[n][::2])[0], n}) for n in worker.held}
 
 
 def _take_evaluated(contents: list[dict[str, Any]]) -> None:
@@ -185,18 +192,13 @@ def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> 
     return content  # type: ignore[no-any-return]
 
 
-@torch.no_grad()
 def restore_checkpoint(found: FoundCheckpoint, model: Model, worker: Worker) -> int:
     """Restore, and return the number of batches that the saved run had begun.
 
     A failure leaves ``worker`` half restored.
     """
     try:
-        for number, saved in found.saved.items():
-            _restore_reference(saved, model, worker, number)
-            for i in worker.placement.pipelines_of(number):
-                _restore(saved, model, worker, number, i)
-            _restore_ema(saved, model, worker, number)
+        _restore_all(found.saved, model, worker)
     except (LookupError, TypeError, ValueError, AttributeError, StopIteration, RuntimeError) as error:
         raise CheckpointError(
             f"the checkpoint in {found.directory} does not fit: {type(error).__name__}: {reason(error)}; use the "
@@ -204,6 +206,38 @@ def restore_checkpoint(found: FoundCheckpoint, model: Model, worker: Worker) -> 
         ) from error
     worker.world.barrier()
     return found.batches
+
+
+def restore(contents: Mapping[int, dict[str, Any]], model: Model, worker: Worker) -> None:
+    """Restore this process's stage replicas bit for bit from contents in memory, which stay as they are.
+
+    ``contents``: by number of the stage replica, as a Snapshot of a pipeline with the same plan has them; of a
+    replicated stage the first replica's too.
+    """
+    own = {n: [_unshared(contents[m]) for m in numbers] for n, numbers in _needed(worker).items()}
+    _restore_all({n: SavedStages(found, exactly=True) for n, found in own.items()}, model, worker)
+
+
+def _unshared(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a content with a copy of what a pipeline makes its own; all else it copies itself."""
+    replicas = {
+        i: replica | {what: copy.deepcopy(replica[what]) for what in _STATES if what in replica}
+        for i, replica in content["replicas"].items()
+    }
+    reference = content.get("reference")
+    if reference is None:
+        return content | {"replicas": replicas}
+    averaging = reference["state"] | {"outer": copy.deepcopy(reference["state"]["outer"])}
+    return content | {"replicas": replicas, "reference": reference | {"state": averaging}}
+
+
+@torch.no_grad()
+def _restore_all(saved: Mapping[int, SavedStages], model: Model, worker: Worker) -> None:
+    for number, stages in saved.items():
+        _restore_reference(stages, model, worker, number)
+        for i in worker.placement.pipelines_of(number):
+            _restore(stages, model, worker, number, i)
+        _restore_ema(stages, model, worker, number)
 
 
 def _what_must_be_same(plan: Mapping[str, Any]) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -12,15 +11,12 @@ from typing import Any
 
 import torch
 
+from avgpipe.checkpoint.content import content_of
 from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
 from avgpipe.checkpoint.manifest import NAME, Manifest, crc_of, file_name
-from avgpipe.checkpoint.subclasses import taken_apart
 from avgpipe.errors import CheckpointError
-from avgpipe.model.context import Carry
 from avgpipe.model.model import Model
 from avgpipe.plan import Plan
-from avgpipe.runtime.trained_stage import TrainedStage
-from avgpipe.runtime.weights import stage_state, told_average
 from avgpipe.runtime.worker import Worker
 
 
@@ -59,7 +55,7 @@ def save_checkpoint(
 
 def _write(path: Path, model: Model, worker: Worker, number: int) -> tuple[int, int]:
     """Write the file of a stage replica; return its size and CRC-32."""
-    content = _content_of(model, worker, number)
+    content = content_of(model, worker, number)
     _refuse_nonfinite(content, worker, number)
     try:
         with path.open("wb") as file:
@@ -93,81 +89,3 @@ def _remove(paths: list[Path]) -> None:
     for path in paths:
         with suppress(OSError):  # the next save tries again
             path.unlink(missing_ok=True)
-
-
-def _content_of(model: Model, worker: Worker, number: int) -> dict[str, Any]:
-    """Return plain containers and tensors only, so that they load with ``weights_only=True``. Names are first names.
-
-    The workers of a replicated stage hold the same, but for what they carry from batch to batch: the first one's file
-    has all, the others' that alone.
-    """
-    k, copy, _ = worker.placement.replicas[number]
-    replicas = {i: worker.trained[number, i] for i in worker.placement.pipelines_of(number)}
-    if worker.exchange is not None:  # what another run goes on with has one pipeline's optimizer
-        replicas = dict(enumerate(replicas.values()))
-    if copy > 0:
-        return {"replicas": {i: {"carry": _carried(trained)} for i, trained in replicas.items()}}
-    reference = worker.references[number]
-    content: dict[str, Any] = {"reference": None, "replicas": {}}
-    if reference is not None:
-        views = next(iter(replicas.values())).arena.layout.tensors(reference.parameters)
-        weights = dict(zip(model.trainable[k], views))
-        state = reference.state_dict()
-        content["reference"] = {"weights": weights, "state": {**state, "outer": taken_apart(state["outer"])}}
-    if (ema := worker.emas.get(number)) is not None:
-        views = next(iter(replicas.values())).arena.layout.tensors(ema.flats)
-        content["ema"] = {"weights": dict(zip(model.trainable[k], views)), "updates": ema.updates}
-    for i, trained in replicas.items():
-        rest = stage_state(worker, number, trained.pipeline)
-        if worker.exchange is not None:
-            rest |= told_average(worker, number)
-        content["replicas"][i] = {
-            **_state_of(trained, model.trainable[k]),
-            "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},
-        }
-    return content
-
-
-def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
-    arena, optimizer = trained.arena, trained.optimizer
-
-    def by_name(flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(zip(names, arena.layout.tensors(flats)))
-
-    state = {
-        "weights": by_name(arena.weights),
-        "older": {},  # versions that the next batches run on, by how many updates they lie behind
-        "carry": _carried(trained),
-        "optimizer": None,
-        "lr_scheduler": None if trained.lr_scheduler is None else trained.lr_scheduler.state_dict(),
-        "loss_scale": None if trained.loss_scale is None else trained.loss_scale.state_dict(),
-    }
-    if trained.has_modes:
-        with trained.evaluated():
-            state["evaluated"] = by_name([flat.clone() for flat in arena.weights])
-    if trained.versions is not None:
-        state["older"] = {behind: by_name(flats) for behind, flats in trained.versions.older().items()}
-    if optimizer is not None:
-        order = parameter_names(trained, optimizer, names)
-        of_all = optimizer.state_dict()
-        state["optimizer"] = {"state": {**of_all, "state": taken_apart(of_all["state"])}, "names": order}
-    return state
-
-
-def _carried(trained: TrainedStage) -> dict[str, dict[int, Any]]:
-    return {place: dict(carry.values) for place, carry in carries(trained).items()}
-
-
-def carries(trained: TrainedStage) -> dict[str, Carry]:
-    """Carried states by place in the unsplit model: layer number, and number within the layer."""
-    return {
-        f"{number}.{n}": carry
-        for number, layer in enumerate(trained.stage.layers, trained.stage.first)
-        for n, carry in enumerate(m for m in layer.modules() if isinstance(m, Carry))
-    }
-
-
-def parameter_names(trained: TrainedStage, optimizer: torch.optim.Optimizer, names: list[str]) -> list[str]:
-    """First names of the optimizer's parameters, in the order in which its ``state_dict`` numbers them."""
-    by_id = {id(p): name for p, name in zip(trained.arena.parameters, names)}
-    return [by_id[id(p)] for group in optimizer.param_groups for p in group["params"]]

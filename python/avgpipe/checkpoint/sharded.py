@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from avgpipe.checkpoint.content import parameter_names
 from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.load import OF_STAGE, set_group
-from avgpipe.checkpoint.save import parameter_names
 from avgpipe.elastic import copied, is_made_of_others, local_part
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.model import Model

@@ -1,0 +1,106 @@
+"""Snapshots: training goes on meanwhile, and what is restored from memory goes on as the snapshot's pipeline did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from avgpipe import Pipeline, Plan
+from avgpipe.checkpoint import Snapshot, restore
+from tests.checkpoint.test_checkpoint import Summer, same
+from tests.runner import run
+from tests.runtime.cases import adamw
+
+PLANS = [
+    Plan(stages=K, pipelines=N, micro_batches=2, rule=rule if N > 1 else None)
+    for K in (1, 2)
+    for N, rule in ((1, None), (2, "avgpipe"), (2, "mean-gradient"))
+]
+
+
+def make(plan: Plan, **options: Any) -> Pipeline:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), Summer(), nn.Linear(6, 3)]
+    return Pipeline(
+        nn.Sequential(*layers),
+        plan,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=adamw,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
+        seed=2,
+        **options,
+    )
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 6, generator=g), torch.randint(3, (8,), generator=g)) for _ in range(count)]
+
+
+def restore_into(p: Pipeline, snapshot: Snapshot) -> None:
+    restore(snapshot.contents, p._model, p._worker)
+    p.world.barrier()
+    p._feed.next_batch = snapshot.batches
+    p._resume()
+
+
+def trained(p: Pipeline, on: list[Any]) -> Any:
+    return [r.loss for r in p.train(on)], p.state_dict(), p.state_dict(weights=p.plan.pipelines - 1)
+
+
+def go_back(plan: Plan) -> bool:
+    """Train on from a snapshot, then again: in the same pipeline, and in a new one."""
+    before, after = batches(10)[:5], batches(10)[5:]
+    snapshot = Snapshot()
+    with make(plan, ema_decay=0.9) as p:
+        list(p.train(before))
+        snapshot.take(p._model, p._worker, p.batches)
+        expected = trained(p, after)
+        for _ in range(2):  # what is restored is a copy
+            restore_into(p, snapshot)
+            found = trained(p, after)
+            assert found[0] == expected[0]
+            assert same(found[1], expected[1])
+            assert same(found[2], expected[2])
+        average = p.state_dict(weights="ema")
+    with make(plan, ema_decay=0.9) as p:
+        restore_into(p, snapshot)
+        assert trained(p, after)[0] == expected[0]
+        assert same(p.state_dict(weights="ema"), average)
+    return True
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"K{p.stages}N{p.pipelines}{p.rule}")
+def test_what_is_restored_from_memory_goes_on_bit_for_bit(plan: Plan) -> None:
+    go_back(plan)
+
+
+def go_back_on_ranks() -> bool:
+    return all(go_back(plan) for plan in PLANS if plan.stages == 2)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_what_is_restored_from_memory_goes_on_bit_for_bit_on_ranks() -> None:
+    assert run(2, go_back_on_ranks) == [True, True]
+
+
+def test_a_snapshot_uses_its_memory_again() -> None:
+    snapshot = Snapshot()
+
+    def places() -> list[int]:
+        return sorted(memory.data_ptr() for memory in snapshot._memory)
+
+    with make(PLANS[-1]) as p:
+        list(p.train(batches(4)))
+        snapshot.take(p._model, p._worker, p.batches)
+        before, weights = places(), p.state_dict()
+        list(p.train(batches(4)))
+        found = [snapshot.contents[n]["reference"]["weights"] for n in p._worker.held]
+        assert same(weights, {name: value for of in found for name, value in of.items()})
+        snapshot.take(p._model, p._worker, p.batches)
+        assert places() == before
+        assert snapshot.batches == 8
