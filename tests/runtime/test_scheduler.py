@@ -108,6 +108,25 @@ def test_a_wait_for_messages_ends_when_they_are_there() -> None:
         scheduler.wait_for([key._replace(batch=1)])
 
 
+def test_a_message_that_is_there_does_not_keep_a_wait_for_others_from_its_limit() -> None:
+    """As the loss of a batch of another pipeline, while the own one waits for a peer that has died."""
+    bench = Bench(Plan(stages=2, micro_batches=1, schedule="1f1b"), 1)
+    bench.start(0)
+    scheduler = scheduler_of([bench], timeout_s=0.05)
+    key = Key(Message.LOSS, 0, 1, 0, 0, -1)
+    bench.mailbox.put(key, 1)
+    with pytest.raises(PipelineTimeout, match="the activation of micro-batch 0"):
+        scheduler.run_until(lambda: bench.lanes[0].has_ended(0), awaited=[key])
+
+
+def test_a_message_that_comes_just_before_a_wait_ends_it() -> None:
+    bench = Bench(Plan(stages=2, micro_batches=1, schedule="1f1b"), 1)
+    scheduler, mailbox = scheduler_of([bench], timeout_s=0.05), bench.mailbox
+    key = Key(Message.RESULT, 0, 1, 0, 0, 0)
+    mailbox.sources.append(lambda: mailbox.put(key, 1))  # looked into between the question and the wait
+    scheduler.run_until(lambda: key in mailbox, awaited=[key])
+
+
 def test_it_says_what_it_is_at() -> None:
     bench = Bench(Plan(stages=1, micro_batches=1), 0)
     scheduler, said = scheduler_of([bench]), []

@@ -189,10 +189,13 @@ class Scheduler:
     # ---- waiting -------------------------------------------------------------------------------------------------
 
     def _wait(self, awaited: Sequence[Key], recorded: bool) -> None:
-        """Wait until a step can run, or all of ``awaited`` are there."""
+        """Wait until a step can run, or all of ``awaited`` have come that are not there yet."""
         waiting = [queue.next for queue in self._queues if queue.head is not None]
         oldest = min(waiting, key=lambda queued: queued[1].batch, default=None)
         assert oldest or awaited, "the scheduler was asked to wait while nothing has work"
+        awaited = [key for key in awaited if key not in self._mailbox]
+        if oldest is None and not awaited:
+            return
         start = time.perf_counter()
         self.wait_for(
             awaited if oldest is None else oldest[0].missing(oldest[1]),
