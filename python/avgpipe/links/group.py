@@ -45,7 +45,7 @@ _UNREAPED = 16  # envelopes that the scheduler's thread has sent, until the othe
 # Time limits are the scheduler's; a receive may be posted long before it is needed.
 _FOREVER = timedelta(days=10_000)
 _PATIENCE_S = 10.0  # how long closing waits at most for what was sent last, and for the other end to leave
-_CLOSE_S = 10.0  # and how long for each thread afterwards
+_CLOSE_S = 2.0  # and how long for the threads afterwards
 _ENVELOPE_TAG, _FIRST_TAG, _UNUSED_TAG = 0, 1, 2**31 - 1
 # The channel's number, batch, micro-batch, the format's number, bytes of its text, all bytes behind the record, and the
 # time of sending.
@@ -130,8 +130,10 @@ class GroupLink(Link):
         # ends all others of the group, which is this pipeline's own.
         with suppress(RuntimeError):
             self.post_receive(torch.empty(1), _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        deadline = time.monotonic() + _CLOSE_S
+        # One may stay for ever: gloo tells nobody of a send that it was at when the line broke.
         for thread in self._threads:
-            thread.join(_CLOSE_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def post_send(self, buffer: torch.Tensor, tag: int) -> Any:
         """Begin to send; what gloo can write at once it writes in the thread that asks."""

@@ -160,10 +160,13 @@ class SharedLink(Link):
 
     def _collect(self) -> None:
         for channel, receiver, decoder in self._incoming:
-            while (record := receiver.take()) is not None:
-                _, batch, micro_batch, number, text_bytes, lease = record
-                value = decoder.decode(number, text_bytes, lease)
-                self._end.mailbox.put(Key(*channel, batch, micro_batch), value)
+            try:
+                while (record := receiver.take()) is not None:
+                    _, batch, micro_batch, number, text_bytes, lease = record
+                    value = decoder.decode(number, text_bytes, lease)
+                    self._end.mailbox.put(Key(*channel, batch, micro_batch), value)
+            except (FileNotFoundError, ProcessLookupError):
+                pass  # memory that was not opened yet ends with the process that made it, whose death will be told
 
     def leave(self) -> None:
         self._inbox.leave()  # a peer that closes later, or too, need not wait for it
