@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-WANTED = ["schedule", "planning", "timeline"]
+WANTED = ["schedule", "planning", "timeline", "testing"]
 ROOMS = [room for room in WANTED if getattr(find_spec(f"avgpipe.{room}"), "origin", None)]
 
 PROBE = """

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from avgpipe import faults
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
 from avgpipe.checkpoint.folder import FolderLocks, NotFinite
 from avgpipe.checkpoint.handover import give_state, take_state
@@ -404,6 +405,7 @@ class Pipeline:
             turn = exchange.enter(self._digests(exchange.membership.has_begun))
             batches = self._feed.next_batch
             if exchange.membership.is_late:
+                faults.at("join", **worker.place)
                 for number in worker.held:
                     batches = take_state(exchange.received(number), worker, number)
             for row in worker.rows:
@@ -552,9 +554,12 @@ class Pipeline:
             "load",
             "have torch.distributed.checkpoint.load fill sharded_state_dict(); load_sharded_state_dict() takes it",
         )
+        place = self._worker.place
         with self._idle(CheckpointError):
+            faults.at("load", action="begin", **place)
             found = read_checkpoint(Path(directory), self._model, self._worker, self.plan)
         with self._worker.running():
+            faults.at("load", action="restore", **place)
             self._feed.next_batch = restore_checkpoint(found, self._model, self._worker)
             self._resume()
 

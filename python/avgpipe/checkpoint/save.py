@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from avgpipe import faults
 from avgpipe.checkpoint.content import content_of
 from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
 from avgpipe.checkpoint.manifest import NAME, Manifest, crc_of, file_name
 from avgpipe.errors import CheckpointError
+from avgpipe.faults.disk import writing, written
 from avgpipe.model.model import Model
 from avgpipe.plan import Plan
 from avgpipe.runtime.worker import Worker
@@ -24,7 +26,8 @@ def save_checkpoint(
     directory: Path, model: Model, worker: Worker, plan: Plan, batches: int, locks: FolderLocks
 ) -> None:
     """Write a checkpoint; where one rank fails, CheckpointError on every rank, and the folder keeps what it has."""
-    world = worker.world
+    world, place = worker.world, {**worker.place, "batch": batches}
+    faults.at("save", action="begin", **place)
     # All ranks name their files alike, and never as the files of the checkpoint that is there now.
     token = int(world.broadcast(torch.tensor(secrets.randbits(48)), 0))
     names = [file_name(replica, token) for replica in worker.placement.replicas]
@@ -34,10 +37,14 @@ def save_checkpoint(
         directory.mkdir(parents=True, exist_ok=True)
         if world.rank == 0:
             held.enter_context(locks.saving(directory))
-        return [[number, *_write(directory / names[number], model, worker, number)] for number in worker.held]
+        return [
+            [number, *_write(directory / names[number], model, worker, number, batches)]
+            for number in worker.held
+        ]
 
     def write_manifest() -> None:
         if world.rank == 0:
+            faults.at("save", action="manifest", **place)
             files = [[names[number], size, crc] for number, size, crc in table]
             Manifest(asdict(plan), batches, model.bounds, model.signature(), files).write(directory)
             shards = directory.glob("stage-*-????????????.pt")  # whatever the placement was
@@ -53,13 +60,15 @@ def save_checkpoint(
             raise
 
 
-def _write(path: Path, model: Model, worker: Worker, number: int) -> tuple[int, int]:
+def _write(path: Path, model: Model, worker: Worker, number: int, batches: int) -> tuple[int, int]:
     """Write the file of a stage replica; return its size and CRC-32."""
+    stage, pipelines = worker.placement.stage_of(number), worker.placement.pipelines_of(number)
+    place = {"rank": worker.world.rank, "stage": stage, "pipeline": pipelines, "batch": batches}
     content = content_of(model, worker, number)
     _refuse_nonfinite(content, worker, number)
     try:
         with path.open("wb") as file:
-            torch.save(content, file)
+            torch.save(content, writing(file, **place))
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
@@ -69,7 +78,9 @@ def _write(path: Path, model: Model, worker: Worker, number: int) -> tuple[int, 
             raise
         cause.filename = cause.filename or str(path)
         raise cause from None
-    return path.stat().st_size, crc_of(path)
+    size, crc = path.stat().st_size, crc_of(path)
+    written(path, **place)
+    return size, crc
 
 
 def _refuse_nonfinite(content: dict[str, Any], worker: Worker, number: int) -> None:

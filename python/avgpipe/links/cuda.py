@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from avgpipe.device import ReadyOnEvent, current_stream, foreign_memory, used_on
-from avgpipe.links.link import Endpoint, Transport
+from avgpipe.links.link import Endpoint, Link, Transport
 from avgpipe.links.message import BY_HOST, OF_MICRO_BATCHES, Channel, Decoder, Format, Key, padded
 from avgpipe.links.shared import Inbox, SharedLink, SharedTransport
 
@@ -87,6 +87,8 @@ class CudaIpcLink(SharedLink):
             current_stream(self._end.device).wait_event(slot.full)
         # The other process waits for what ``full`` was recorded for last: publish only now.
         sender.publish(_RECORD_BYTES + len(text), key.batch, key.micro_batch, number, len(text))
+
+    send_flipped = Link.send_flipped  # the ring has the place of the bytes, not the bytes
 
     def _slot(self, channel: Channel, address: int, size: int) -> Slot:
         """The device slot of the ring's slot at ``address``, which the receiver does not hold."""

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from avgpipe.device import current_stream, on_accelerator, pinned_bytes, select
 from avgpipe.errors import PeerLost
 from avgpipe.links.link import Endpoint, Link, Transport
-from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Key, Message, padded
+from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Key, Message, flip_bit, padded, tensors_of
 from avgpipe.ranks.world import transport_reason
 
 _ENVELOPES_AHEAD = 8  # receives of envelopes, of which at least half are posted at any time
@@ -169,6 +169,26 @@ class GroupLink(Link):
         if len(self._unreaped) >= _UNREAPED:
             self._enqueue(_FIRST, self._unreaped)
             self._unreaped = []
+
+    def send_flipped(self, key: Key, value: Any, bit: int) -> None:
+        if any(map(on_accelerator, tensors_of(value))):  # which writes to the message later
+            super().send_flipped(key, value, bit)
+            return
+        channel = self._outgoing[key[:4]]
+        packed = channel.packed
+
+        def flipping(key: Key, value: Any) -> _Packed:
+            message = packed(key, value)
+            if message.payload is None:
+                flip_bit([message.envelope[_RECORD_BYTES:]], bit)
+                return message
+            payload = message.payload.clone()  # which may be the memory of the tensor itself
+            flip_bit([payload], bit)
+            return message._replace(payload=payload)
+
+        channel.packed = flipping  # type: ignore[method-assign]
+        self.send(key, value)
+        del channel.packed
 
     def _release(self) -> None:
         while self._released < self._sent:

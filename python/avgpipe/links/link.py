@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from avgpipe.device import ReadyOnEvent, has_streams, own_stream, ready_on_event
-from avgpipe.links.message import Channel, Decoder, Encoder, Key, detached, on_wire
+from avgpipe.links.message import Channel, Decoder, Encoder, Key, detached, on_wire, with_flipped_bit
 from avgpipe.ranks.process import cores
 from avgpipe.ranks.world import World
 from avgpipe_ext.ring import Bell
@@ -45,6 +45,10 @@ class Link(ABC):
         The caller may change ``value`` afterwards, but for what a micro-batch's steps make (``OF_MICRO_BATCHES``): it
         may be read later where it lies.
         """
+
+    def send_flipped(self, key: Key, value: Any, bit: int) -> None:
+        """Send a message with tensors of which a bit flips on its way, as a test may ask for."""
+        self.send(key, with_flipped_bit(value, bit))
 
     def leave(self) -> None:
         """Tell the other end that nothing more comes, and nothing more is taken; does not wait."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -117,6 +118,25 @@ def detached(value: Any) -> Any:
         return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else _described(x)
 
     return leaf(value) if isinstance(value, torch.Tensor) else pytree.tree_map(leaf, value)
+
+
+def flip_bit(tensors: Sequence[torch.Tensor], bit: int) -> None:
+    """Flip a bit of tensors in memory, whose bits are counted through all of them, and then from the first again."""
+    place, bit = divmod(bit % (8 * sum(t.nbytes for t in tensors)), 8)
+    for tensor in tensors:
+        if place < tensor.nbytes:
+            tensor.data.view(-1).view(torch.uint8)[place] ^= 1 << bit
+            return
+        place -= tensor.nbytes
+
+
+def with_flipped_bit(value: Any, bit: int) -> Any:
+    """Return the value with a copy of its first tensor that has something in it, of which a bit has flipped."""
+    first = next(t for t in tensors_of(value) if t.nbytes)
+    copy = first.detach().clone(memory_format=torch.contiguous_format)
+    flip_bit([copy], bit)
+    copy.requires_grad_(first.requires_grad)
+    return pytree.tree_map_only(torch.Tensor, lambda t: copy if t is first else t, value)
 
 
 class TensorInfo(NamedTuple):

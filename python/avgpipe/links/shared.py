@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from avgpipe.device import current_stream, has_streams, on_accelerator, pinned_bytes
+from avgpipe.links.faulty import FlippingSender
 from avgpipe.links.link import Endpoint, Link, Transport
 from avgpipe.links.message import Channel, Encoder, Format, Key, padded
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy
@@ -97,7 +98,7 @@ class SharedLink(Link):
 
     def __init__(self, inbox: Inbox, outbox: Inbox, peer: int, end: Endpoint) -> None:
         self._inbox, self._outbox, self._peer, self._end = inbox, outbox, peer, end
-        self._outgoing: dict[Any, tuple[Sender, Encoder]] = {
+        self._outgoing: dict[Any, tuple[Any, Encoder]] = {
             c: (outbox.sender(c), end.encoder(c)) for c in end.outgoing
         }
         self._incoming = [(c, inbox.receiver(c, peer), end.decoder(c)) for c in end.incoming]
@@ -157,6 +158,13 @@ class SharedLink(Link):
                     self._late -= 1
         except Exception as error:
             self._end.mailbox.fail(error)
+
+    def send_flipped(self, key: Key, value: Any, bit: int) -> None:
+        channel = key[:4]
+        sender, encoder = self._outgoing[channel]
+        self._outgoing[channel] = FlippingSender(sender, bit), encoder
+        self.send(key, value)
+        self._outgoing[channel] = sender, encoder
 
     def _collect(self) -> None:
         for channel, receiver, decoder in self._incoming:

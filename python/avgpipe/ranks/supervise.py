@@ -6,11 +6,13 @@ import os
 import secrets
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from avgpipe.faults import RESTART
 from avgpipe.ranks.coordinator import Coordinator
 from avgpipe.ranks.launch import Interrupted, RanksFailed, Started, keeping_handlers, loopback_store, start
 from avgpipe.ranks.membership import environment
@@ -71,6 +73,7 @@ class Supervisor:
         )
         self._groups: dict[int, _Group] = {}
         self._started = 0  # groups
+        self._starts: Counter[int] = Counter()  # of each pipeline
         self._left = dict.fromkeys(range(isolation.pipelines), isolation.restarts)
         self._finished: set[int] = set()  # pipelines
         self._failure: RanksFailed | None = None
@@ -121,6 +124,8 @@ class Supervisor:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="avgpipe-")))
             address = stack.enter_context(loopback_store())
             place = environment(self._coordinator.address, self._token, number, pipeline)
+            place[RESTART] = str(self._starts[pipeline])
+            self._starts[pipeline] += 1
             processes = start([self._command] * self._size, folder, {**self._added, **address, **place})
             self._groups[number] = _Group(pipeline, processes, stack.pop_all())
 

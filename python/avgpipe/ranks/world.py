@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from avgpipe import faults
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
 from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, join, private_store
 
@@ -53,6 +54,7 @@ class World:
         self._roles: tuple[str, ...] = ()
         self._board = Board(dist.HashStore())  # type: ignore[attr-defined]
         self._connections = 0
+        faults.at("start")
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not dist.is_initialized():
             join(timeout_s, None if torch.accelerator.is_available() else "gloo")
         self._members = members

@@ -16,6 +16,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from avgpipe.device import ReadyOnEvent, has_streams
 from avgpipe.elastic import Version
 from avgpipe.errors import StageError
+from avgpipe.faults.fault import Fault
+from avgpipe.links.faulty import disturb
 from avgpipe.links.link import Link, Mailbox
 from avgpipe.links.message import Key, Message, tensors_of, wanting_gradients
 from avgpipe.model.batch import LossWeights, batch_size, to_device
@@ -219,13 +221,17 @@ class Step(NamedTuple):
 class Port:
     """Takes and sends one stage replica's messages. ``sent_at``: when the step began to send (time.perf_counter)."""
 
-    def __init__(self, route: Route, mailbox: Mailbox, links: Mapping[int, Link]) -> None:
+    def __init__(self, route: Route, mailbox: Mailbox, links: dict[int, Link]) -> None:
         self.take, self.messages = mailbox.take, mailbox.messages
         self._links, self._pipeline, self._replica = links, route.pipeline, route.replica
         self.sent_at: float | None = None
 
     def send(self, message: Message, to: int, batch: int, micro_batch: int, value: Any) -> None:
         self.send_as(Key(message, self._pipeline, self._replica, to, batch, micro_batch), value)
+
+    def disturb(self, fault: Fault) -> None:
+        """Give all links of this worker a fault that a test asks for."""
+        disturb(self._links, fault)
 
     def send_as(self, key: Key, value: Any) -> None:
         if self.sent_at is None:

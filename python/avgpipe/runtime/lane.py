@@ -15,7 +15,8 @@ import torch
 
 from avgpipe.device import LaneStream
 from avgpipe.elastic import Version
-from avgpipe.links.message import Key, Message
+from avgpipe.faults.fault import Fault
+from avgpipe.links.message import Key, Message, flip_bit
 from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
 from avgpipe.runtime.outcome import end_message
 from avgpipe.runtime.route import Route, StepKind
@@ -172,6 +173,14 @@ class Lane:
             for to in self.route.result_receivers:
                 end = end_message(state.outcome, state.metrics, state.norm, state.lr)
                 self.port.send(Message.LOSS, to, step.batch, -1, end)
+
+    def suffer(self, faults: Iterable[Fault]) -> None:
+        """Let faults that a test asks for damage the weights, or the links."""
+        for fault in faults:
+            if fault.where == "weights":
+                flip_bit(self.trained.arena.weights, fault.bit)
+            else:
+                self.port.disturb(fault)
 
     @contextmanager
     def _gradients_of(self, state: BatchState) -> Iterator[None]:

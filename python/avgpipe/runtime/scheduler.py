@@ -14,6 +14,7 @@ from typing import Any
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]  # which torch does not list
 from torch.profiler import record_function
 
+from avgpipe import faults
 from avgpipe.device import DeviceClock, Row
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.links.link import Mailbox
@@ -32,6 +33,8 @@ _SHOWN.update(dict.fromkeys((StepKind.SEND_TIED.value, StepKind.SHARE_PART.value
 _HOST = (StepKind.SUM_TIED, StepKind.ADD_NORM, StepKind.SUM_REPLICAS, StepKind.RECEIVE_LOSS)
 _SHOWN.update(dict.fromkeys((kind.value for kind in _HOST), EventKind.HOST.value))
 _SEND = EventKind.SEND.value
+# As faults name them.
+_ACTIONS = {kind: kind.name.lower().replace("_", " ") for kind in StepKind}
 _DESCRIBED_RANKS = 4  # whose last action an error adds
 _POLL_S = 50e-6  # between two looks at what a device does
 _SHORTEST_HOST_S = 20e-6  # less between two steps is the scheduler itself
@@ -78,7 +81,8 @@ class Scheduler:
         mailbox, clock, note = self._mailbox, time.perf_counter, self._events.append
         if recorded:
             self._note_caller()
-        profiled = _profiler_enabled()  # by the caller, who is not at it meanwhile
+        # Neither begins before the caller is at it again.
+        watched = bool(_profiler_enabled() or faults.armed)
         while not done():
             mailbox.collect()
             queue = self._most_urgent()
@@ -88,9 +92,8 @@ class Scheduler:
                 continue
             lane, step = self._running = queue.next
             start = clock()
-            if profiled:
-                with record_function(self._range_name(lane, step)):
-                    lane.advance(step)
+            if watched:
+                self._advance_watched(lane, step, "training" if recorded else "evaluation")
             else:
                 lane.advance(step)
             queue.pop()
@@ -106,6 +109,22 @@ class Scheduler:
         self._running = None
         self._rest("the caller's code")
         self._left_at = clock() if recorded else None
+
+    def _advance_watched(self, lane: Lane, step: Step, phase: str) -> None:
+        """Perform a step that a profiler shows, or in which a test has something fail."""
+        place = {
+            "rank": self._world.rank,
+            "pipeline": lane.pipeline,
+            "stage": lane.route.stage,
+            "batch": step.batch,
+        }
+        of_step = {**place, "micro_batch": step.micro_batch if step.micro_batch >= 0 else None}
+        is_update = step.kind is StepKind.UPDATE
+        lane.suffer(faults.at("update" if is_update else phase, **of_step, action=_ACTIONS[step.kind]))
+        with record_function(self._range_name(lane, step)):
+            lane.advance(step)
+        if is_update and lane.trained.elastic is not None:
+            lane.suffer(faults.at("averaging", **place))
 
     def run_until_done(self, event: Any, recorded: bool = True) -> None:
         """Run steps until the device has done what an ``event`` was recorded after.

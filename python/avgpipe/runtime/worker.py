@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from avgpipe import faults
 from avgpipe.device import LaneStream, ReadyOnEvent, current_stream, streams_of
 from avgpipe.elastic import Arena, Layout, MovingAverage, Reference
 from avgpipe.errors import PeerLost, PipelineError, StageError
@@ -121,6 +122,12 @@ class Worker:
             if world.size > 1
             else None
         )
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What this process is, as faults name it."""
+        stages, pipelines = {self.placement.stage_of(n) for n in self.held}, {i for _, i in self.lanes}
+        return {"rank": self.world.rank, "stage": stages, "pipeline": pipelines}
 
     def rows_of(self, pipeline: int) -> list[PipelineRow]:
         """Return this process's rows of a pipeline; none where dedicated pipelines have other workers."""
@@ -431,6 +438,7 @@ class Worker:
         if self._closed:
             return
         self._closed = True
+        faults.at("shutdown", **self.place)
         if self._watchdog is not None:
             self._watchdog.close()
         if self.exchange is not None:

@@ -1,0 +1,226 @@
+"""What a test may ask to fail: the kinds, the places, and one fault as a value."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+from avgpipe import faults
+from avgpipe.errors import check_count, nearest
+from avgpipe.files import dataclass_of
+
+_OF_A_BATCH = ("pipeline", "stage", "batch")
+_OF_A_STEP = (*_OF_A_BATCH, "micro_batch", "action")
+# What a place of each phase has, beside "rank" and "restart", which all have.
+PHASES = {
+    "start": (),
+    "training": _OF_A_STEP,
+    "evaluation": _OF_A_STEP,
+    "update": (*_OF_A_BATCH, "action"),
+    "averaging": _OF_A_BATCH,
+    "save": (*_OF_A_BATCH, "action"),
+    "load": ("pipeline", "stage", "action"),
+    "join": ("pipeline", "stage"),
+    "shutdown": ("pipeline", "stage"),
+}
+_STEPS = ("training", "evaluation", "update", "averaging")
+ACTIONS = {
+    "training": (
+        *("forward", "backward", "backward input", "backward weight", "update"),
+        *("share part", "sum replicas", "send tied", "sum tied", "add norm", "receive loss"),
+    ),
+    "evaluation": ("forward",),
+    "update": ("update",),
+    "save": ("begin", "write", "written", "manifest"),
+    "load": ("begin", "restore"),
+}
+_PLACES = ("rank", "restart", *_OF_A_STEP)
+_COUNTS = ("rank", "restart", *_OF_A_BATCH, "micro_batch", "after", "bit", "room_bytes")
+
+
+class Kind(NamedTuple):
+    """A kind of fault.
+
+    Attributes:
+        options: Of a `Fault`, those that are of this kind.
+        phases: Where it can be.
+        action: And at which action alone.
+    """
+
+    options: tuple[str, ...] = ()
+    phases: tuple[str, ...] = tuple(PHASES)
+    action: str | None = None
+
+
+KINDS = {
+    "kill": Kind(),
+    "stop": Kind(("for_s",)),
+    "slow": Kind(("for_s",)),
+    "exception": Kind(),
+    "out of memory": Kind(),
+    "cut line": Kind(("store",)),
+    "reset": Kind(("store",)),
+    "half-written message": Kind(),
+    "full disk": Kind(("room_bytes",), ("save",), "write"),
+    "flipped bit": Kind(("where", "bit")),
+}
+WHERE = {
+    "wire": Kind(phases=_STEPS),
+    "weights": Kind(phases=_STEPS),
+    "checkpoint": Kind(phases=("save",), action="written"),
+}  # a bit flips
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is to fail, where and when; see :func:`avgpipe.testing.fail_at`.
+
+    Raises:
+        ValueError: for what can never happen.
+    """
+
+    kind: str
+    rank: int | None = None
+    pipeline: int | None = None
+    stage: int | None = None
+    batch: int | None = None
+    micro_batch: int | None = None
+    phase: str | None = None
+    action: str | None = None
+    restart: int | None = None
+    after: int = 0
+    after_s: float = 0.0
+    times: int | None = 1
+    for_s: float | None = None
+    where: str | None = None
+    bit: int = 62
+    room_bytes: int = 0
+    store: bool = False
+
+    def __post_init__(self) -> None:
+        _check_name("kind", self.kind, KINDS)
+        if self.phase is not None:
+            _check_name("phase", self.phase, PHASES)
+        for name in _COUNTS:
+            if (value := getattr(self, name)) is not None:
+                check_count(name, value, 0)
+        if self.times is not None:
+            check_count("times", self.times)
+        _check_seconds("after_s", self.after_s)
+        self._check_options()
+        self._check_place()
+
+    def _check_options(self) -> None:
+        for field in fields(self):
+            kinds = [repr(kind) for kind, row in KINDS.items() if field.name in row.options]
+            if kinds and getattr(self, field.name) != field.default and repr(self.kind) not in kinds:
+                raise ValueError(
+                    f"{field.name} is of kind {' or '.join(kinds)}, not {self.kind!r}: leave it out"
+                )
+        if self.kind == "slow" and self.for_s is None:
+            raise ValueError("kind 'slow' needs for_s=, the seconds of each delay")
+        if self.for_s is not None:
+            _check_seconds("for_s", self.for_s)
+        if self.kind == "flipped bit":
+            _check_name("where", self.where, WHERE)
+
+    def _check_place(self) -> None:
+        phases, only = self._phases, self._what.action
+        if not phases:
+            what = f"{self.kind} of {self.where}" if self.where else self.kind
+            raise ValueError(f"phase {self.phase!r} has no {what}: only {', '.join(self._what.phases)}")
+        if self.action is not None:
+            known = [action for phase in phases for action in ACTIONS.get(phase, ())]
+            if not known:
+                raise ValueError(f"phase {self.phase!r} has no actions: leave out action={self.action!r}")
+            _check_name("action", self.action, [only] if only else dict.fromkeys(known))
+        given = {name for name in _OF_A_STEP if getattr(self, name) is not None}
+        if not any(given <= set(PHASES[phase]) for phase in phases):
+            phase, names = phases[0], ("rank", "restart", *PHASES[phases[0]])
+            unknown = " and ".join(sorted(given - set(names)))
+            raise ValueError(
+                f"no place at {phase} is named by {unknown}: leave out all but {', '.join(names)}"
+            )
+
+    @property
+    def _what(self) -> Kind:
+        return WHERE[self.where] if self.where else KINDS[self.kind]
+
+    @property
+    def _phases(self) -> list[str]:
+        """The phases in which it may happen. An update is a part of training."""
+        wanted = {"training", "update"} if self.phase == "training" else {self.phase}
+        return [phase for phase in self._what.phases if self.phase is None or phase in wanted]
+
+    def fits(self, phase: str, place: Mapping[str, Any]) -> bool:
+        """Whether it may happen at a place."""
+        wanted = {name: getattr(self, name) for name in _PLACES}
+        wanted["action"] = self.action or self._what.action
+        return phase in self._phases and all(
+            value is None or _is(place.get(name), value) for name, value in wanted.items()
+        )
+
+
+class Armed:
+    """A fault that waits for its place in this process; as a context manager until the end of the block.
+
+    Attributes:
+        fault: What it is.
+        fired: How often it has happened.
+    """
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault, self.fired = fault, 0
+        self._seen, self._since = 0, time.monotonic()
+
+    def is_due(self, phase: str, place: Mapping[str, Any]) -> bool:
+        """Count a place that is reached; return whether the fault happens there."""
+        fault = self.fault
+        if not fault.fits(phase, place) or time.monotonic() < self._since + fault.after_s:
+            return False
+        self._seen += 1
+        is_due = self._seen > fault.after and (fault.times is None or self.fired < fault.times)
+        self.fired += is_due
+        return is_due
+
+    def disarm(self) -> None:
+        """Let it not happen any more. What has happened stays: a line that was cut does not come back."""
+        if self in faults.armed:
+            faults.armed.remove(self)
+
+    def __enter__(self) -> Armed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.disarm()
+
+
+def to_json(wanted: Iterable[Fault]) -> str:
+    """Write faults down for the environment of another process, which ``armed_by`` reads."""
+    return json.dumps([asdict(fault) for fault in wanted])
+
+
+def armed_by(text: str) -> list[Armed]:
+    """Return what the environment asks for; ValueError for what is no such text."""
+    return [Armed(dataclass_of(faults.VARIABLE, Fault, values)) for values in json.loads(text)]
+
+
+def _is(found: Any, wanted: Any) -> bool:
+    """Whether a place is, or has, what is wanted: "backward input" is a "backward"."""
+    if isinstance(found, str):
+        return found == wanted or found.startswith(f"{wanted} ")
+    return bool(wanted in found if isinstance(found, Collection) else found == wanted)
+
+
+def _check_name(what: str, name: Any, valid: Iterable[str]) -> None:
+    if name not in tuple(valid):
+        raise ValueError(f"{what}={name!r}: {nearest(str(name), tuple(valid))}")
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value!r}: must be a number of seconds, not below 0")

@@ -1,0 +1,62 @@
+"""Links with a fault, as tests ask for by ``avgpipe.testing``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from avgpipe.faults.fault import Fault
+from avgpipe.links.link import Link, LocalLink
+from avgpipe.links.message import Key, flip_bit, tensors_of, view
+from avgpipe_ext.ring import Sender
+
+
+def disturb(links: dict[int, Link], fault: Fault) -> None:
+    """Give the links of a worker a fault, by replacing them in ``links``."""
+    remote = {replica: link for replica, link in links.items() if not isinstance(link, LocalLink)}
+    if fault.kind == "cut line":
+        links.update({replica: _Cut(link) for replica, link in remote.items()})
+    elif fault.where == "wire":
+        sound = remote or dict(links)
+        links.update({replica: _Flipping(link, links, sound, fault.bit) for replica, link in sound.items()})
+
+
+class _Cut(Link):
+    """Loses what is sent."""
+
+    def __init__(self, link: Link) -> None:
+        self.name = link.name
+
+    def send(self, key: Key, value: Any) -> None:
+        pass
+
+
+class _Flipping(Link):
+    """Flips a bit of the first message with tensors, over whichever of the links ``sound``, which it puts back."""
+
+    def __init__(self, link: Link, links: dict[int, Link], sound: dict[int, Link], bit: int) -> None:
+        self.name, self._link, self._bit = link.name, link, bit
+        self._links, self._sound = links, sound
+
+    def send(self, key: Key, value: Any) -> None:
+        if any(t.nbytes for t in tensors_of(value)):
+            self._links.update(self._sound)
+            self._link.send_flipped(key, value, self._bit)
+        else:
+            self._link.send(key, value)
+
+
+class FlippingSender:
+    """Flips a bit of each message in shared memory, just before it is announced."""
+
+    def __init__(self, sender: Sender, bit: int) -> None:
+        self._sender, self._bit = sender, bit
+
+    def reserve(self, size: int) -> int:
+        self._address = self._sender.reserve(size)
+        return self._address
+
+    def publish(self, size: int, *words: int) -> None:
+        flip_bit([torch.frombuffer(view(self._address, size), dtype=torch.uint8)], self._bit)
+        self._sender.publish(size, *words)
