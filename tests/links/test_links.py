@@ -65,6 +65,14 @@ def test_sizes_may_change_up_and_down(pair: Ends) -> None:
         assert_message(pair.pass_on(message(n, size)), n, size)
 
 
+def test_sizes_may_change_by_less_than_their_padding(pair: Ends) -> None:
+    """Of activations that travel from where they lie, after all posted receives are for one of them."""
+    for n, size in enumerate([25_001, 25_005, *[25_001] * 10, 25_005, 25_001]):
+        got = pair.pass_on(torch.full((size,), float(n)))
+        assert got.shape == (size,)
+        assert (got == n).all()
+
+
 def test_sizes_may_change_while_many_are_under_way(pair: Ends) -> None:
     """More than any receive that was posted, in both directions, before the other end has looked at one."""
     dice = random.Random(2)

@@ -347,16 +347,19 @@ class _Outgoing:
         number, format, text, tensors = self._encoder.encode(value)
         total = padded(len(text)) + format.bytes
         fits = _RECORD_BYTES + total <= _ENVELOPE_BYTES
-        record = self._number, key.batch, key.micro_batch, number, len(text), total
         # On the lane's stream, whose next step may write to them; the host goes on.
         devices = [tensor.device for tensor in tensors if on_accelerator(tensor)]
         comes = bool(devices)
+        lazily = not (fits or text or comes) and self._trains and format.is_memory_of(tensors)
+        if lazily:
+            total = format.end  # without padding: both ends must find the same size of what travels
+        record = self._number, key.batch, key.micro_batch, number, len(text), total
         memory = pinned_bytes if comes else _bytes
         envelope = _envelope(memory(_RECORD_BYTES + (total if fits else 0)), *record)
         payload = None
         if fits:
             format.write_all(text, tensors, envelope.data_ptr() + _RECORD_BYTES, comes)
-        elif not (text or comes) and self._trains and format.is_memory_of(tensors):
+        elif lazily:
             payload = _copied_lazily(tensors[0])
         else:
             payload = memory(total)
