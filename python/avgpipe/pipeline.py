@@ -167,6 +167,9 @@ class Pipeline:
             ``micro_batches`` are of each, so that activations take no more memory but for schedules that keep all of
             a batch, such as "gpipe"; and shapes may differ between them. The end of a loader makes an update of what is
             left. ``batch`` then means all of them, in results too.
+        verify_wire: give each message between processes a checksum, which the receiver checks: a bit that was flipped
+            on the way ends the run with an error that names both, and the message. On devices, for links through the
+            host's memory. What torch.distributed sums and broadcasts is not checked.
         ema_decay: keep an exponential moving average of the reference, or of a lone pipeline's weights, taken after
             each of its updates: ``average = decay average + (1 - decay) weights``, which the first update sets. Each
             stage keeps its own, in one more copy of the weights, for ``weights="ema"`` in :meth:`evaluate`,
@@ -204,6 +207,7 @@ class Pipeline:
         example_inputs: Any = None,
         names_of: nn.Module | None = None,
         accumulate: int = 1,
+        verify_wire: bool = False,
         ema_decay: float | None = None,
     ) -> None:
         if not isinstance(plan, Plan):
@@ -233,6 +237,7 @@ class Pipeline:
             wire_dtype=wire_dtype,
             measures=plan.advance == "auto",
             accumulate=accumulate,
+            verify_wire=verify_wire,
             ema_decay=ema_decay,
             prepare=None if prepare_stage is None else preparing(prepare_stage, mesh),
         )

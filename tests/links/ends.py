@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost
+from avgpipe.links.checksum import Verifier
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.links.message import Channel, Key, Message
@@ -54,8 +55,9 @@ class Ends:
 
 
 @contextmanager
-def ends(kind: str, wire_dtype: torch.dtype | None = None) -> Iterator[Ends]:
-    made = shared_ends(wire_dtype) if kind == "shm" else group_ends(wire_dtype)
+def ends(kind: str, wire_dtype: torch.dtype | None = None, verifies: bool = False) -> Iterator[Ends]:
+    verifiers = [Verifier(f"end {1 - k}", f"end {k}") if verifies else None for k in range(2)]
+    made = (shared_ends if kind == "shm" else group_ends)(wire_dtype, verifiers)
     try:
         yield made
     finally:
@@ -65,7 +67,7 @@ def ends(kind: str, wire_dtype: torch.dtype | None = None) -> Iterator[Ends]:
             link.close(10)
 
 
-def shared_ends(wire_dtype: torch.dtype | None) -> Ends:
+def shared_ends(wire_dtype: torch.dtype | None, verifiers: list[Verifier | None]) -> Ends:
     into = [BACK, CHANNELS]  # by seat
     inboxes = [Inbox.create(into[k]) for k in range(2)]
     opened = [Inbox.open(inboxes[k].offer(), into[k]) for k in range(2)]
@@ -73,7 +75,7 @@ def shared_ends(wire_dtype: torch.dtype | None) -> Ends:
     links = [
         SharedLink(
             *(inboxes[k], opened[1 - k], os.getpid()),
-            Endpoint(boxes[k], CPU, into[k], into[1 - k], wire_dtype),
+            Endpoint(boxes[k], CPU, into[k], into[1 - k], wire_dtype, verifiers[k]),
         )
         for k in range(2)
     ]
@@ -96,11 +98,14 @@ def groups(count: int) -> list[Any]:
     return made
 
 
-def group_ends(wire_dtype: torch.dtype | None) -> Ends:
+def group_ends(wire_dtype: torch.dtype | None, verifiers: list[Verifier | None]) -> Ends:
     boxes = [Mailbox(), Mailbox()]
     into = [BACK, CHANNELS]
     links = [
-        GroupLink(group, 1 - k, PeerLost, Endpoint(boxes[k], CPU, into[k], into[1 - k], wire_dtype))
+        GroupLink(
+            *(group, 1 - k, PeerLost),
+            Endpoint(boxes[k], CPU, into[k], into[1 - k], wire_dtype, verifiers[k]),
+        )
         for k, group in enumerate(groups(2))
     ]
     return Ends(links, boxes)

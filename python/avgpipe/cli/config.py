@@ -239,6 +239,7 @@ class TrainConfig(LearningOptions, PlanOptions):
     Attributes:
         out: Folder of the run. Default: runs/WORKLOAD-DATE-TIME.
         resume: Continue from the last checkpoint in --out; options that are not given stay as they were.
+        verify_wire: Give messages between workers checksums: a flipped bit ends the run, and is named.
         logger: Where to log what metrics.jsonl has, too; once for each.
         checkpoint_minutes: Minutes between checkpoints within an epoch.
         launch: torchrun's name for what started the workers.
@@ -247,6 +248,7 @@ class TrainConfig(LearningOptions, PlanOptions):
 
     out: Folder = ""
     resume: bool = False
+    verify_wire: bool = False
     logger: Annotated[tuple[str, ...], Value("|".join(LOGGERS), choices=tuple(LOGGERS), repeated=True)] = ()
     checkpoint_minutes: Positive = 10.0
     launch: str | None = internal(None)

@@ -34,6 +34,7 @@ from avgpipe.timeline.timeline import Timeline
 from avgpipe.workloads.training import NTASGD
 
 _ENDLESS = 1 << 62  # batches
+_PASSED_ON = ("skip_nonfinite", "seed", "timeout_s", "link", "verify_wire")  # to the pipeline, as they are
 
 
 def run_rank(config: TrainConfig) -> None:
@@ -84,7 +85,7 @@ class TrainingRun:
                 lr_scheduler=self.workload.lr_scheduler,
                 loss_weight=self.workload.loss_weight,
                 wire_dtype=dtype_of(config.wire_dtype),
-                **{name: getattr(config, name) for name in ("skip_nonfinite", "seed", "timeout_s", "link")},
+                **{name: getattr(config, name) for name in _PASSED_ON},
             )
         self._world = self.pipeline.world
         first = self._world.rank == 0

@@ -38,6 +38,16 @@ LINKS = (
 NAMES = ("auto", *(row.name for row in sorted(LINKS, key=lambda row: row.device is not None)))
 
 
+def refuse_unverified(link: str, device: str) -> None:
+    """Refuse, with ValueError, a link that may keep messages in the memory of a ``device``, where none is checked."""
+    if any(row.device == device and link in ("auto", row.name) for row in LINKS):
+        host = " or ".join(repr(row.name) for row in LINKS if row.device is None)
+        raise ValueError(
+            f"verify_wire=True checks messages in the host's memory, and link {link!r} may keep them on {device!r}, "
+            f"whose memory and lines have checksums of their own: use link {host}"
+        )
+
+
 def refuse_elsewhere(link: str, device: str) -> None:
     """Refuse, with ValueError, a link that workers on a ``device`` of another type cannot have."""
     needed = next((row.device for row in LINKS if row.name == link), None)

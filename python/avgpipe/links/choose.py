@@ -16,6 +16,7 @@ import torch
 
 from avgpipe.errors import PipelineError
 from avgpipe.links import LINKS
+from avgpipe.links.checksum import Verifier
 from avgpipe.links.link import Endpoint, Link, LocalLink, Mailbox, Transport
 from avgpipe.links.message import Channel, Message
 from avgpipe.links.nccl import nccl_device, nccl_joins
@@ -37,6 +38,7 @@ class Links:
         device: This worker's.
         kind: "auto", or the name of a link.
         wire_dtype: The dtype in which activations and gradients travel; None keeps theirs.
+        verifies: Whether messages carry checksums.
 
     Attributes:
         by_replica: The link to each stage replica.
@@ -54,6 +56,7 @@ class Links:
         device: torch.device,
         kind: str,
         wire_dtype: torch.dtype | None,
+        verifies: bool = False,
     ) -> None:
         me = world.rank
         self._nccl_devices: list[str | None] = [None] * world.size
@@ -72,7 +75,8 @@ class Links:
         for rank, (best, *others) in agreed.items():
             incoming = [channel for channel, source in sources[me].items() if source == rank]
             outgoing = [channel for channel, source in sources[rank].items() if source == me]
-            end = Endpoint(self.mailbox, device, incoming, outgoing, wire_dtype)
+            verifier = Verifier(world.name(rank), world.name(me)) if verifies else None
+            end = Endpoint(self.mailbox, device, incoming, outgoing, wire_dtype, verifier)
             self._by_rank[rank] = best.link(rank, end, others)
         self.by_replica = {replica: self._by_rank[rank] for replica, rank in enumerate(ranks)}
         trained = (Message.ACTIVATION, Message.GRADIENT)

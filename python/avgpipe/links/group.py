@@ -21,6 +21,7 @@ import queue
 import struct
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -32,7 +33,8 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.device import current_stream, on_accelerator, pinned_bytes, select
-from avgpipe.errors import PeerLost
+from avgpipe.errors import PeerLost, PipelineError
+from avgpipe.links.checksum import checksum
 from avgpipe.links.link import Endpoint, Link, Transport
 from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Key, Message, flip_bit, padded, tensors_of
 from avgpipe.ranks.world import transport_reason
@@ -50,7 +52,10 @@ _ENVELOPE_TAG, _FIRST_TAG, _UNUSED_TAG = 0, 1, 2**31 - 1
 # The channel's number, batch, micro-batch, the format's number, bytes of its text, all bytes behind the record, and the
 # time of sending.
 _RECORD = struct.Struct("<qqqqqqd")
-_RECORD_BYTES = 64
+_SUMS = struct.Struct(
+    "<II"
+)  # at its end, where messages are verified: checksums of what is behind it, and of itself
+_RECORD_BYTES = _RECORD.size + _SUMS.size
 _ENVELOPE_BYTES = _RECORD_BYTES + (64 << 10)
 _FAREWELL = -1  # in place of a channel's number: nothing more comes
 _FIRST, _LAST = -1.0, float("inf")  # places in the line
@@ -144,7 +149,9 @@ class GroupLink(Link):
         return self._group.recv([buffer], self._rank, tag)
 
     def _broken(self, doing: str, error: Exception) -> None:
-        if not self._is_closing:
+        if isinstance(error, PipelineError):
+            self._end.mailbox.fail(error)
+        elif not self._is_closing:
             self._end.mailbox.fail(self._lost(f"{doing}: {transport_reason(error)}"), self._rank)
 
     # ---- sending -----------------------------------------------------------------------------------------------------
@@ -162,6 +169,7 @@ class GroupLink(Link):
             self._queued += 1
             self._enqueue(message.place, message)
             return
+        self._seal(message)
         try:
             self._unreaped.append(self.post_send(message.envelope, _ENVELOPE_TAG))
         except Exception as error:
@@ -221,6 +229,7 @@ class GroupLink(Link):
                 doing = f"sending {item.words}"
                 if item.made is not None:
                     item.made.synchronize()
+                self._seal(item)
                 is_last = item.place == _LAST
                 self._post(posted, item)
                 posted += 1
@@ -231,6 +240,13 @@ class GroupLink(Link):
                 self._wait_for_oldest()
         except Exception as error:
             self._broken(doing, error)
+
+    def _seal(self, message: _Packed) -> None:
+        """Write the checksums of a message, which is in the host's memory now, into its record."""
+        if self._end.verifier is not None:
+            record = message.envelope.numpy().data
+            body = record[_RECORD_BYTES:] if message.payload is None else message.payload.numpy()
+            _SUMS.pack_into(record, _RECORD.size, checksum(body), zlib.crc32(record[: _RECORD.size]))
 
     def _wait_for_oldest(self) -> None:
         _wait(self._line[self._sent][1])
@@ -276,8 +292,12 @@ class GroupLink(Link):
 
     def _take(self, envelope: torch.Tensor) -> bool:
         """Deliver a message; False if it is the other end's last."""
-        record = ctypes.string_at(envelope.data_ptr(), _RECORD.size)
-        number, batch, micro_batch, format, text_bytes, total, sent_s = _RECORD.unpack(record)
+        record = ctypes.string_at(envelope.data_ptr(), _RECORD_BYTES)
+        number, batch, micro_batch, format, text_bytes, total, sent_s = _RECORD.unpack_from(record)
+        body_sum, record_sum = _SUMS.unpack_from(record, _RECORD.size)
+        verifier = self._end.verifier
+        if verifier is not None and record_sum != zlib.crc32(record[: _RECORD.size]):
+            raise verifier.damaged(None)
         if number == _FAREWELL:
             return False
         incoming = self._incoming[number]
@@ -285,9 +305,11 @@ class GroupLink(Link):
         has_payload = end > _ENVELOPE_BYTES
         body = self._payload(incoming, total) if has_payload else envelope[_RECORD_BYTES:end].clone()
         took_s = time.time() - sent_s  # on the clocks of both ends
-        value = incoming.decoder.decode(format, text_bytes, body)
         kind, pipeline, source, target = incoming.channel
         key = Key(kind, pipeline, source, target, batch, micro_batch)
+        if verifier is not None and body_sum != checksum(body[:total].numpy()):
+            raise verifier.damaged(key)
+        value = incoming.decoder.decode(format, text_bytes, body)
         if took_s < self.latency_s.get(key.kind, float("inf")):
             self.latency_s[key.kind] = took_s
         self._end.mailbox.deliver(key, value)
@@ -340,6 +362,7 @@ class _Outgoing:
 
     def __init__(self, number: int, channel: Channel, end: Endpoint) -> None:
         self._number, self._encoder = number, end.encoder(channel)
+        self._is_verified = end.verifier is not None
         self._trains, self._words = channel.kind in OF_MICRO_BATCHES, Message(channel.kind).words
         self.tag, self.room = _FIRST_TAG + 2 * number, Room()
 
@@ -350,7 +373,10 @@ class _Outgoing:
         # On the lane's stream, whose next step may write to them; the host goes on.
         devices = [tensor.device for tensor in tensors if on_accelerator(tensor)]
         comes = bool(devices)
-        lazily = not (fits or text or comes) and self._trains and format.is_memory_of(tensors)
+        # Not what is read again for its checksum, by another thread.
+        lazily = (
+            not (fits or text or comes or self._is_verified) and self._trains and format.is_memory_of(tensors)
+        )
         if lazily:
             total = format.end  # without padding: both ends must find the same size of what travels
         record = self._number, key.batch, key.micro_batch, number, len(text), total

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from avgpipe.device import ReadyOnEvent, has_streams, own_stream, ready_on_event
+from avgpipe.links.checksum import Verifier
 from avgpipe.links.message import Channel, Decoder, Encoder, Key, detached, on_wire, with_flipped_bit
 from avgpipe.ranks.process import cores
 from avgpipe.ranks.world import World
@@ -68,6 +69,8 @@ class Endpoint:
         outgoing: The channels to the other end, likewise.
         wire_dtype: The dtype in which activations and gradients travel (``on_wire``); None keeps theirs. Both ends have
             the same.
+        verifier: Messages carry checksums, and this one tells whose are damaged; None: they carry none. Both ends have
+            one, or none has.
     """
 
     mailbox: Mailbox
@@ -75,6 +78,7 @@ class Endpoint:
     incoming: Sequence[Channel] = ()
     outgoing: Sequence[Channel] = ()
     wire_dtype: torch.dtype | None = None
+    verifier: Verifier | None = None
 
     @cached_property
     def stream(self) -> Any:

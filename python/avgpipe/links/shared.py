@@ -13,15 +13,17 @@ import secrets
 import select
 import threading
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from avgpipe.device import current_stream, has_streams, on_accelerator, pinned_bytes
+from avgpipe.links.checksum import checksum
 from avgpipe.links.faulty import FlippingSender
 from avgpipe.links.link import Endpoint, Link, Transport
-from avgpipe.links.message import Channel, Encoder, Format, Key, padded
+from avgpipe.links.message import Channel, Encoder, Format, Key, padded, view
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy
 
 _POLL_S = 1e-3
@@ -29,6 +31,9 @@ _TOKEN_BYTES = 64  # at the beginning of an inbox: shows whoever opens it that i
 # Behind it, a byte that is not zero once nothing is taken any more, on a cache line of its own.
 _LEFT_BYTES = 64
 _HEAD_BYTES = _TOKEN_BYTES + _LEFT_BYTES
+_CHECKSUM_BITS = 32
+
+_Words = tuple[int, int, int, int]  # batch, micro-batch, the format's number, bytes of its text
 
 
 class Inbox:
@@ -111,7 +116,8 @@ class SharedLink(Link):
         end.mailbox.sources.append(self._collect)
 
     def send(self, key: Key, value: Any) -> None:
-        sender, encoder = self._outgoing[key[:4]]  # a Channel is such a tuple
+        channel = key[:4]  # a Channel is such a tuple
+        sender, encoder = self._outgoing[channel]
         number, format, text, tensors = encoder.encode(value)
         total = padded(len(text)) + format.bytes
         words = key.batch, key.micro_batch, number, len(text)
@@ -120,11 +126,19 @@ class SharedLink(Link):
                 is_late = self._late > 0 or any(map(on_accelerator, tensors))
                 self._late += is_late  # what is sent later goes behind it
             if is_late:
-                self._send_copied(sender, format, text, tensors, words)
+                self._send_copied(sender, format, text, tensors, channel, words)
                 return
+        address = sender.reserve(total) if total else 0
         if total:
-            format.write_all(text, tensors, sender.reserve(total))
-        sender.publish(total, *words)
+            format.write_all(text, tensors, address)
+        self._publish(sender, channel, words, address, total)
+
+    def _publish(
+        self, sender: Sender, channel: tuple[Any, ...], words: _Words, address: int, size: int
+    ) -> None:
+        if self._end.verifier is not None:
+            words = _sealed(words, channel, view(address, size))
+        sender.publish(size, *words)
 
     def _send_copied(
         self,
@@ -132,7 +146,8 @@ class SharedLink(Link):
         format: Format,
         text: bytes,
         tensors: list[torch.Tensor],
-        words: tuple[int, int, int, int],
+        channel: tuple[Any, ...],
+        words: _Words,
     ) -> None:
         """Let a thread send once a device has copied the message to the host."""
         # On the lane's stream, whose next step may write to them; the host goes on.
@@ -143,7 +158,7 @@ class SharedLink(Link):
         if self._thread is None:
             self._thread = threading.Thread(target=self._send_later, name="avgpipe-copied", daemon=True)
             self._thread.start()
-        self._later.put(_Later(made, sender, memory, words))
+        self._later.put(_Later(made, sender, memory, channel, words))
 
     def _send_later(self) -> None:
         try:
@@ -152,9 +167,10 @@ class SharedLink(Link):
                     item.made.synchronize()
                 size = item.memory.numel()
                 with self._lock:
+                    address = item.sender.reserve(size) if size else 0
                     if size:
-                        copy(item.sender.reserve(size), item.memory.data_ptr(), size)
-                    item.sender.publish(size, *item.words)
+                        copy(address, item.memory.data_ptr(), size)
+                    self._publish(item.sender, item.channel, item.words, address, size)
                     self._late -= 1
         except Exception as error:
             self._end.mailbox.fail(error)
@@ -170,9 +186,14 @@ class SharedLink(Link):
         for channel, receiver, decoder in self._incoming:
             try:
                 while (record := receiver.take()) is not None:
-                    _, batch, micro_batch, number, text_bytes, lease = record
-                    value = decoder.decode(number, text_bytes, lease)
-                    self._end.mailbox.put(Key(*channel, batch, micro_batch), value)
+                    size, batch, micro_batch, number, text_bytes, lease = record
+                    key = Key(*channel, batch, micro_batch)
+                    if self._end.verifier is not None:
+                        sealed, text_bytes = text_bytes, text_bytes >> _CHECKSUM_BITS
+                        data = b"" if lease is None else memoryview(lease)[:size]
+                        if _sealed((batch, micro_batch, number, text_bytes), channel, data)[-1] != sealed:
+                            raise self._end.verifier.damaged(key)
+                    self._end.mailbox.put(key, decoder.decode(number, text_bytes, lease))
             except (FileNotFoundError, ProcessLookupError):
                 pass  # memory that was not opened yet ends with the process that made it, whose death will be told
 
@@ -202,13 +223,20 @@ class SharedLink(Link):
         return True
 
 
+def _sealed(words: _Words, channel: tuple[Any, ...], data: Any) -> _Words:
+    """Return a record's words with a checksum of them, of the channel and of the message's bytes, in the last one."""
+    place = zlib.crc32(repr((*channel, *words)).encode())
+    return *words[:3], words[3] << _CHECKSUM_BITS | checksum(data, place)
+
+
 class _Later(NamedTuple):
     """A message that is on its way to the host's memory. ``made``: the event at which it is there; None if it is."""
 
     made: Any
     sender: Sender
     memory: torch.Tensor
-    words: tuple[int, int, int, int]
+    channel: tuple[Any, ...]
+    words: _Words
 
 
 class SharedTransport(Transport):

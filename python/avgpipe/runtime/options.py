@@ -27,7 +27,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 _SHARED = (
     *("link", "wire_dtype", "clip_grad_norm", "skip_nonfinite", "autocast", "loss_scale"),
-    *("accumulate", "ema_decay"),
+    *("accumulate", "ema_decay", "verify_wire"),
 )
 
 
@@ -39,6 +39,7 @@ class TrainingOptions:
         loss_weight: says what a micro-batch with these targets weighs.
         measures: whether one forward of each stage counts what it saves for its backward.
         accumulate: how many batches of a loader make an update.
+        verify_wire: whether messages between processes carry checksums.
         prepare: lets the caller change a :class:`avgpipe.runtime.stage.Stage` before it is trained, and returns a
             :class:`avgpipe.runtime.prepared.Prepared`; None: it stays as it is.
     """
@@ -59,6 +60,7 @@ class TrainingOptions:
     measures: bool = False
     accumulate: int = 1
     ema_decay: float | None = None
+    verify_wire: bool = False
     prepare: Callable[[Any], Any] | None = None
 
     @property

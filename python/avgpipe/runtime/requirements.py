@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from avgpipe.device import has_graphs, has_streams
 from avgpipe.errors import nearest
 from avgpipe.links import NAMES as LINKS
-from avgpipe.links import refuse_elsewhere
+from avgpipe.links import refuse_elsewhere, refuse_unverified
 from avgpipe.model.context import Carry
 from avgpipe.plan import Plan
 from avgpipe.runtime.options import TrainingOptions
@@ -145,6 +145,8 @@ def check_device(
 ) -> None:
     """Refuse options that ``device`` or the plan's ``weights`` cannot have."""
     refuse_elsewhere(options.link, device.type)
+    if options.verify_wire:
+        refuse_unverified(options.link, device.type)
     if has_streams(device):
         options.compiler.refuse_cuda_graphs(layers)
     if not options.cuda_graphs:

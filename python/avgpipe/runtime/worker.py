@@ -79,7 +79,7 @@ class Worker:
         self._plan, self._options, self._seed, self._initial = plan, options, seed, initial
         into = [self._channels_into(rank) for rank in range(world.size)]
         ranks = [placement.rank_of(n) for n in range(len(placement.replicas))]
-        self._links = Links(world, ranks, into, device, options.link, options.wire_dtype)
+        self._links = Links(world, ranks, into, device, options.link, options.wire_dtype, options.verify_wire)
         self.links, self.mailbox = self._links.by_replica, self._links.mailbox
         self.streams = streams_of(device)
         self.notice = NonfiniteNotice(world, placement, not options.skip_nonfinite)
