@@ -52,6 +52,7 @@ from avgpipe.runtime.evaluate import (
 )
 from avgpipe.runtime.feed import BatchResult, Feed, Prefetch
 from avgpipe.runtime.initial import InitialWeights
+from avgpipe.runtime.integrity import Verification
 from avgpipe.runtime.measure import gather_busy, gather_timeline, measured_costs
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions, preparing
 from avgpipe.runtime.placement import Placement
@@ -170,6 +171,11 @@ class Pipeline:
         verify_wire: give each message between processes a checksum, which the receiver checks: a bit that was flipped
             on the way ends the run with an error that names both, and the message. On devices, for links through the
             host's memory. What torch.distributed sums and broadcasts is not checked.
+        verify_every: after so many batches, or a few more so that all pipelines have had their turn, finish what is in
+            flight and compare bit for bit what must be equal: copies of tied weights, replicas of a stage, the
+            references of dedicated pipelines; and a micro-batch on each stage with itself when it runs twice, on an
+            accelerator only with ``torch.use_deterministic_algorithms(True)``. What differs ends the run with an error
+            that names it, and where it is. Training goes on as if nothing had happened.
         ema_decay: keep an exponential moving average of the reference, or of a lone pipeline's weights, taken after
             each of its updates: ``average = decay average + (1 - decay) weights``, which the first update sets. Each
             stage keeps its own, in one more copy of the weights, for ``weights="ema"`` in :meth:`evaluate`,
@@ -208,6 +214,7 @@ class Pipeline:
         names_of: nn.Module | None = None,
         accumulate: int = 1,
         verify_wire: bool = False,
+        verify_every: int | None = None,
         ema_decay: float | None = None,
     ) -> None:
         if not isinstance(plan, Plan):
@@ -238,6 +245,7 @@ class Pipeline:
             measures=plan.advance == "auto",
             accumulate=accumulate,
             verify_wire=verify_wire,
+            verify_every=verify_every,
             ema_decay=ema_decay,
             prepare=None if prepare_stage is None else preparing(prepare_stage, mesh),
         )
@@ -298,8 +306,11 @@ class Pipeline:
         self._choose_at = _MEASURED_BATCHES * plan.batches_per_round if plan.advance == "auto" else None
         self._loader = Prefetch(self._worker.copy_ahead, accumulate)
         self._feed: Feed | TurnFeed
+        self._verification = (
+            None if verify_every is None else Verification(self._worker, verify_every, plan.batches_per_round)
+        )
         if isolated is None:
-            self._feed = Feed(self._worker, running, self._loader, options)
+            self._feed = Feed(self._worker, running, self._loader, options, self._verification)
         else:
             self._feed = TurnFeed(self._worker, running, self._loader, options, self._enter)
         self._folders = FolderLocks()
@@ -338,9 +349,13 @@ class Pipeline:
         self._loader.open(loader)
         while True:
             self._choose_advance()
-            while feed.takes_more() and not feed.results and feed.fetch():
+            while not self._is_due and feed.takes_more() and not feed.results and feed.fetch():
                 pass
             if not feed.results:
+                if self._is_due:
+                    feed.drain(prefetch=True)  # so that the loader and the caller draw in turn as ever
+                    self._verify()
+                    continue
                 if feed.is_empty:
                     return
                 feed.finish_oldest(prefetch=True)
@@ -369,6 +384,8 @@ class Pipeline:
         weight = sum(weight for _, weight in feed.results)
         total = sum(result.loss * weight for result, weight in feed.results)
         feed.results.clear()
+        if self._is_due:
+            self._verify()
         return total / weight
 
     def drain(self) -> None:
@@ -379,6 +396,16 @@ class Pipeline:
         """Finish the batches that are in flight. What fails inside ends the pipeline, but for what is ``harmless``."""
         self.drain()
         return self._worker.running(harmless)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether copies are to be compared before another batch begins."""
+        return self._verification is not None and self._verification.is_due(self._feed.next_batch)
+
+    def _verify(self) -> None:
+        assert self._verification is not None
+        with self._worker.running():
+            self._verification.verify(self._feed.next_batch)
 
     def _choose_advance(self) -> None:
         """Choose the advance once, after the first batches, where the plan says "auto": all ranks choose alike."""
@@ -596,6 +623,8 @@ class Pipeline:
             self._resume()
 
     def _resume(self) -> None:
+        if self._verification is not None:
+            self._verification.resume(self._feed.next_batch)
         for row in self._worker.rows:
             row.resume(self._feed.next_batch)
 

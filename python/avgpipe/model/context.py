@@ -86,6 +86,16 @@ class Carry(nn.Module):
             if not all(bool(x.isfinite().all()) for x in tensors):
                 del self.values[m]
 
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Forwards may run inside, between batches: all is as before afterwards."""
+        before = self.values, self._newest, self._read
+        self.values, self._newest, self._read = dict(self.values), dict(self._newest), dict(self._read)
+        try:
+            yield
+        finally:
+            self.values, self._newest, self._read = before
+
     def hide_from_compiler(self) -> None:
         """Have torch.compile call ``get`` and ``set`` as they are: compiled, they would be for one batch only."""
         disable: Any = torch.compiler.disable  # torch leaves it untyped

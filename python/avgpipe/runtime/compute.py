@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +19,7 @@ from avgpipe.errors import StageError
 from avgpipe.faults.fault import Fault
 from avgpipe.links.faulty import disturb
 from avgpipe.links.link import Link, Mailbox
-from avgpipe.links.message import Key, Message, tensors_of, wanting_gradients
+from avgpipe.links.message import Key, Message, detached, tensors_of, wanting_gradients
 from avgpipe.model.batch import LossWeights, batch_size, to_device
 from avgpipe.model.context import Position
 from avgpipe.model.model import extract_skips, insert_skips
@@ -58,6 +58,7 @@ class Work:
         draws: the place that the first micro-batch has for random numbers; None: as they are numbered here.
         idles: whether the pipeline has nothing of this turn: isolated ones say so to each other.
         names: what isolated pipelines are told that it is.
+        is_kept: whether stages keep what one of their micro-batches is given, to run it again.
     """
 
     batch: int
@@ -71,6 +72,7 @@ class Work:
     draws: Position | None = None
     idles: bool = False
     names: Any = None
+    is_kept: bool = False
 
     def place(self, pipeline: int, micro_batch: int) -> Position:
         """Return where a micro-batch of a ``pipeline`` stands in the run."""
@@ -265,12 +267,21 @@ class SavedBytes:
         return tensor.detach()  # the tensor itself may own the graph that would own it then
 
 
+class Given(NamedTuple):
+    """What a forward was given."""
+
+    work: Work
+    micro_batch: int
+    value: Any
+
+
 class Compute:
     """Runs one stage's forwards and backwards. ``group_sum``: sums gradients over the ranks of the stage's replicas.
 
     Attributes:
         measures: whether the next forward counts what is saved for its backward.
         saved_bytes: what one micro-batch saves, as counted.
+        kept: what the first forward of a batch that is kept was given.
     """
 
     def __init__(
@@ -293,19 +304,21 @@ class Compute:
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches have the same
         self.measures = False
         self.saved_bytes = 0
+        self.kept: Given | None = None
 
     # ---- forwards ------------------------------------------------------------------------------------------------
 
     def forward(self, state: BatchState, step: Step) -> None:
         m, route, batch = step.micro_batch, self._route, step.batch
         value, inputs, arrived = self._take_input(state, step)
+        if state.work.is_kept and self.kept is None:
+            self.kept = Given(state.work, m, detached(value))
         measures = self.measures and self._trained.stage.inputs.known  # the first forward saves copies
         run = self._measured_run if measures else self._run
-        autocast = self._options.autocast
-        if autocast is None:
+        if self._options.autocast is None:
             output = run(state, m, value)
         else:
-            with torch.autocast(self._device.type, dtype=autocast):
+            with self._autocast():
                 output = run(state, m, value)
         del value  # the message's memory is free again once nothing needs it
         if route.last:
@@ -319,6 +332,28 @@ class Compute:
         self._port.send(Message.ACTIVATION, route.at(route.stage + 1, m), batch, m, output)
         for skip, values in zip(self._departures, parts):
             self._port.send(Message.SKIP_ACTIVATION, route.at(skip.stage, m), batch, m, values)
+
+    def repeat(self, given: Given) -> list[torch.Tensor | None]:
+        """Run a forward again, and a backward from gradients of one; return what the inputs get.
+
+        Parameters receive gradients, layers draw, count and carry as in training; see Stage.undisturbed.
+        """
+        work, m, value = given
+        value, stage = detached(value), self._trained.stage
+        recomputes = self._recomputes(work, m)
+        with self._autocast():
+            output = (stage.recomputed if recomputes else stage)(value, work.place(self._route.pipeline, m))
+            if self._route.last:
+                target = to_device(work.targets[m], self._device)
+                output = loss_of(self._options.loss_fn, output, target)[0]
+        roots = wanting_gradients(output)
+        if roots:
+            run_backward(_edges(output), [torch.ones_like(t) for t in roots])
+        return [x.grad for x in wanting_gradients(value)]
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self._options.autocast
+        return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype)
 
     def evaluate(self, state: BatchState, step: Step) -> None:
         """Run a forward alone, and pass its output on, or to the collector."""
@@ -355,7 +390,7 @@ class Compute:
 
     def _run(self, state: BatchState, m: int, value: Any) -> Any:
         position = state.work.place(self._route.pipeline, m)
-        run = self._trained.stage.recomputed if self._recomputes(state, m) else self._layers
+        run = self._trained.stage.recomputed if self._recomputes(state.work, m) else self._layers
         output = run(value, position)
         return self._loss(state, m, output) if self._route.last else output
 
@@ -370,9 +405,9 @@ class Compute:
         self.saved_bytes = saved.bytes
         return output
 
-    def _recomputes(self, state: BatchState, m: int) -> bool:
+    def _recomputes(self, work: Work, m: int) -> bool:
         how = self._options.recompute
-        return how == "always" or (how == "except-last" and m < state.work.micro_batches - 1)
+        return how == "always" or (how == "except-last" and m < work.micro_batches - 1)
 
     def _loss(self, state: BatchState, m: int, output: Any) -> torch.Tensor | None:
         """Return this micro-batch's loss; None when nothing in it counts."""

@@ -27,6 +27,7 @@ from avgpipe.model.batch import (
 from avgpipe.model.context import CallerGenerators, Position
 from avgpipe.plan import Plan
 from avgpipe.runtime.compute import BatchState, Work
+from avgpipe.runtime.integrity import Verification
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.route import loss_key
@@ -82,6 +83,7 @@ class Feed:
 
     Args:
         plan: of these batches; ``micro_batches`` is their number in all.
+        verification: says of which batches stages keep something; None: of none.
 
     Attributes:
         next_batch: the number of the next batch to begin, over the life of the pipeline.
@@ -89,8 +91,16 @@ class Feed:
         results: of batches that have ended and nobody has taken yet, each with the weight of its loss among others.
     """
 
-    def __init__(self, worker: Worker, plan: Plan, loader: Prefetch, options: TrainingOptions) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        plan: Plan,
+        loader: Prefetch,
+        options: TrainingOptions,
+        verification: Verification | None = None,
+    ) -> None:
         self._worker, self._plan, self._loader, self._options = worker, plan, loader, options
+        self._verification = verification
         self._most_in_flight, self._shares = plan.batches_in_flight, plan.shares
         if worker.streams is not None:
             # Or the device would idle while the host reads a loss and begins the next batch.
@@ -132,7 +142,8 @@ class Feed:
             given = copied.value
             answers = cut([targets for _, targets in given], parts)
         inputs = cut([inputs for inputs, _ in given], parts)
-        work = Work(batch, len(sizes), inputs, answers, weights, copied)
+        is_kept = self._verification is not None and self._verification.keeps(batch)
+        work = Work(batch, len(sizes), inputs, answers, weights, copied, is_kept=is_kept)
         shares = (
             enumerate(self._share_out(work, weights))
             if self._shares > 1
@@ -174,11 +185,11 @@ class Feed:
             for row in self._worker.rows:
                 row.drain()
 
-    def drain(self) -> None:
-        """Finish all batches."""
+    def drain(self, prefetch: bool = False) -> None:
+        """Finish all batches. ``prefetch``: as of :meth:`finish_oldest`."""
         self.end()
         while self._in_flight:
-            self.finish_oldest()
+            self.finish_oldest(prefetch)
         with self._worker.running():
             self._worker.settle(self.next_batch)
         self._worker.scheduler.pause()

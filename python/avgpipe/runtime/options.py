@@ -27,7 +27,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 _SHARED = (
     *("link", "wire_dtype", "clip_grad_norm", "skip_nonfinite", "autocast", "loss_scale"),
-    *("accumulate", "ema_decay", "verify_wire"),
+    *("accumulate", "ema_decay", "verify_wire", "verify_every"),
 )
 
 
@@ -40,6 +40,7 @@ class TrainingOptions:
         measures: whether one forward of each stage counts what it saves for its backward.
         accumulate: how many batches of a loader make an update.
         verify_wire: whether messages between processes carry checksums.
+        verify_every: after how many batches copies are compared; None: they are not.
         prepare: lets the caller change a :class:`avgpipe.runtime.stage.Stage` before it is trained, and returns a
             :class:`avgpipe.runtime.prepared.Prepared`; None: it stays as it is.
     """
@@ -61,6 +62,7 @@ class TrainingOptions:
     accumulate: int = 1
     ema_decay: float | None = None
     verify_wire: bool = False
+    verify_every: int | None = None
     prepare: Callable[[Any], Any] | None = None
 
     @property

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from avgpipe.device import has_graphs, has_streams
-from avgpipe.errors import nearest
+from avgpipe.errors import check_count, nearest
 from avgpipe.links import NAMES as LINKS
 from avgpipe.links import refuse_elsewhere, refuse_unverified
 from avgpipe.model.context import Carry
@@ -105,6 +105,13 @@ def check_options(options: TrainingOptions) -> None:
         raise ValueError(f"clip_grad_norm must be positive, not {limit}")
     if not (type(options.accumulate) is int and options.accumulate >= 1):
         raise ValueError(f"accumulate must be a number of batches of at least 1, not {options.accumulate!r}")
+    if options.verify_every is not None:
+        check_count("verify_every", options.verify_every)
+        if options.cuda_graphs:
+            raise ValueError(
+                "verify_every would run a micro-batch again beside the graphs of cuda_graphs=True, which hold the "
+                "gradients: use one of the two"
+            )
     decay = options.ema_decay
     if decay is not None and (isinstance(decay, bool) or not 0 <= decay < 1):
         raise ValueError(f"ema_decay must be None or from 0 to below 1, such as 0.999, not {decay!r}")
@@ -187,6 +194,7 @@ def check_prepared(options: TrainingOptions, plan: Plan, ranks: int) -> None:
             "advance='auto', which ranks may choose differently: use the number that one has chosen",
         ),
         (options.cuda_graphs, "cuda_graphs=True: leave it out"),
+        (options.verify_every is not None, f"verify_every={options.verify_every}: leave it out"),
         (options.ema_decay is not None, f"ema_decay={options.ema_decay}: leave it out"),
         (options.compiler.is_asked, "compile: leave it out, and have prepare_stage call layer.compile()"),
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,7 @@ class Stage(nn.Module):
         self.train()
         self.inputs = Inputs(index)
         self.carries = [m for m in self.layers.modules() if isinstance(m, Carry)]
+        self._see: Callable[[int, Any], None] | None = None
         self._chain = list(enumerate(self.layers, first))  # quicker to walk than a ModuleList
 
     def forward(self, value: Any, place: Position, again: bool = False) -> Any:
@@ -68,7 +70,35 @@ class Stage(nn.Module):
             if training:
                 seed_generators(self.device, mix_more(key, number))
             value = self._call(number, layer, value)
+            if self._see is not None:
+                self._see(number, value)
         return value
+
+    @contextmanager
+    def observed(self, see: Callable[[int, Any], None]) -> Iterator[None]:
+        """Inside, ``see`` gets the number of each layer, when it has run, and what it returned."""
+        self._see = see
+        try:
+            yield
+        finally:
+            self._see = None
+
+    @contextmanager
+    def undisturbed(self, place: Position) -> Iterator[None]:
+        """Forwards at a ``place`` may run inside, between batches: buffers, what is carried, and statistics stay."""
+        held = [(m, name, t) for m in self.modules() for name, t in m._buffers.items() if t is not None]
+        before = [t.clone() for _, _, t in held]
+        try:
+            with ExitStack() as carried:
+                for carry in self.carries:
+                    carried.enter_context(carry.unchanged())
+                yield
+        finally:
+            self.statistics.drop(place.batch)
+            with torch.no_grad():
+                for (module, name, t), value in zip(held, before):
+                    t.copy_(value)
+                    module._buffers[name] = t
 
     def recomputed(self, value: Any, place: Position) -> Any:
         """Run the layers, keep only ``value``, and run them again in the backward."""
