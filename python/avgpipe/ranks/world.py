@@ -135,6 +135,17 @@ class World:
         with suppress(RuntimeError):  # as in report
             self._board.put(f"doing/{self.rank}", f"{time.time():.3f} {doing}")
 
+    def tell_pace(self, pace: str) -> None:
+        """Let the first rank know how quick this one is."""
+        with suppress(RuntimeError):  # as in report
+            self._board.put(f"pace/{self.rank}", pace)
+
+    def paces(self) -> list[str | None]:
+        """Return what each rank has told of its pace; nothing where nobody can be asked."""
+        with suppress(RuntimeError):
+            return [self._board.get(f"pace/{rank}") for rank in range(self.size)]
+        return []
+
     def last_seen(self, rank: int) -> str:
         """Return what ``rank`` was last seen doing."""
         try:
@@ -266,6 +277,15 @@ class Waits(Protocol):
         """End every wait with ``failure``, or those for the rank ``source``."""
 
 
+class Pace(Protocol):
+    """How quick this rank is. ``told``: for the first one, which compares what all have told."""
+
+    told: str
+
+    def compare(self, told: Sequence[str | None]) -> None:
+        """Warn of ranks that are slow."""
+
+
 class Watchdog:
     """A thread that tells the other ranks what this one is doing, and this one when another has failed or died.
 
@@ -275,12 +295,18 @@ class Watchdog:
     Args:
         doing: Says what the main thread is at.
         processes: Those of ranks on this host, by rank.
+        pace: What it tells besides, to be compared on the first rank.
     """
 
     def __init__(
-        self, world: World, waits: Waits, doing: Callable[[], str], processes: Mapping[int, int]
+        self,
+        world: World,
+        waits: Waits,
+        doing: Callable[[], str],
+        processes: Mapping[int, int],
+        pace: Pace | None = None,
     ) -> None:
-        self._world, self._waits, self._doing = world, waits, doing
+        self._world, self._waits, self._doing, self._pace = world, waits, doing, pace
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}  # by descriptor
         for rank, process in processes.items():
@@ -295,7 +321,7 @@ class Watchdog:
         self._thread.start()
 
     def _run(self) -> None:
-        told = seen = ""
+        told = seen = pace = ""
         told_at = float("-inf")
         while True:
             for descriptor, _ in self._poll.poll(1000 * _TICK_S):
@@ -309,6 +335,11 @@ class Watchdog:
                 self._world.tell(doing)
                 told, told_at = doing, time.monotonic()
             seen = doing
+            if self._pace is not None and pace != self._pace.told:
+                pace = self._pace.told
+                self._world.tell_pace(pace)
+                if self._world.rank == 0:
+                    self._pace.compare(self._world.paces())
             if (loss := self._world.reported()) is not None:
                 self._waits.fail(loss)
 

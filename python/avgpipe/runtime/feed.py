@@ -240,6 +240,8 @@ class Feed:
             states = {i: [lane.finish(batch) for lane in own] for i, own in lanes.items()}
             worker.wait_for_device()
         self._in_flight.popleft()
+        if worker.pace is not None:
+            worker.pace.note()
         ends = []
         for i, weight in weights.items():
             end = _end_of(states[i], weight) if states[i] else BatchEnd.received(told[i], weight)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]  # which torch does not list
@@ -187,6 +188,11 @@ class Scheduler:
             )
             for r, i, j, m, kind, start, end, detail in (*self._events, *self._device_rows())
         ]
+
+    def rows_since(self, start: float) -> list[Row]:
+        """Return what began after ``start``, on the clock of time.perf_counter; of a device, what has ended."""
+        rows = self._events if self._device_clock is None else self._device_clock.ended()
+        return list(takewhile(lambda row: row[5] > start, reversed(rows)))
 
     def _device_rows(self) -> list[Row]:
         rows = self._device_clock.rows() if self._device_clock is not None else []

@@ -30,6 +30,7 @@ from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import LossScale, NonfiniteNotice
 from avgpipe.runtime.optimizers import Maker, maker_of
 from avgpipe.runtime.options import WHOLE, TrainingOptions
+from avgpipe.runtime.pace import Pace
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
@@ -54,6 +55,7 @@ class Worker:
         lanes: by replica and pipeline.
         exchange: with other pipelines; None unless they are isolated.
         rows: one for each pipeline on each worker of the plan that this process is.
+        pace: of this process; None where it is the only one.
         is_sharded: whether some stage, of whichever process, has parameters that are DTensors.
     """
 
@@ -117,10 +119,11 @@ class Worker:
         if self.exchange is not None:
             self.exchange.membership.doing = self.scheduler.doing
             self.scheduler.complains = self.exchange.complains
+        self.pace = Pace(self.scheduler, world, placement) if world.size > 1 else None
         self._watchdog = (
-            Watchdog(world, self.mailbox, self.scheduler.doing, self._links.processes)
-            if world.size > 1
-            else None
+            None
+            if self.pace is None
+            else Watchdog(world, self.mailbox, self.scheduler.doing, self._links.processes, self.pace)
         )
 
     @property
