@@ -36,7 +36,7 @@ from avgpipe.model.cut import Cut, expected_traffic, sent
 from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.model import Model, layers_of
 from avgpipe.plan import Plan
-from avgpipe.planning import AdvanceChoice, choose_advance
+from avgpipe.planning import AdvanceChoice, Costs, choose_advance
 from avgpipe.ranks.membership import pipeline_here
 from avgpipe.ranks.mesh import members_of
 from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
@@ -674,6 +674,11 @@ class Pipeline:
         return self._device
 
     @property
+    def bounds(self) -> list[int]:
+        """The first layer of each stage, then the number of layers."""
+        return list(self._model.bounds)
+
+    @property
     def batches(self) -> int:
         """Batches begun so far, over all pipelines; of batches taken in turn the next is pipeline ``batches % N``'s."""
         return self._feed.next_batch
@@ -709,6 +714,22 @@ class Pipeline:
         """
         with self._idle():
             return gather_busy(self._worker, first_batch)
+
+    def measured_costs(self) -> Costs:
+        """Return what forwards, backwards, updates and messages of each stage have taken so far: medians, in seconds.
+
+        ``simulate`` takes them, for another plan. Memory is in it after ``advance="auto"`` alone.
+
+        Raises:
+            ValueError: for stages with replicas, and pipelines with workers of their own.
+        """
+        if self.plan.replication or self.plan.spread:
+            raise ValueError(
+                "measured_costs() is of stages with a worker each, and the plan has "
+                f"replication={self.plan.replication} and spread={self.plan.spread}: see timeline()"
+            )
+        with self._idle():
+            return measured_costs(self._worker)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 

@@ -239,6 +239,9 @@ class TrainConfig(LearningOptions, PlanOptions):
     Attributes:
         out: Folder of the run. Default: runs/WORKLOAD-DATE-TIME.
         resume: Continue from the last checkpoint in --out; options that are not given stay as they were.
+        rebalance: After an epoch, move layers between stages if batches will take at least 5 % less time by it, by what
+            the stages have been measured to take.
+        verify_every: Batches between two looks for silent corruption: whether what must be equal is. Default: none.
         verify_wire: Give messages between workers checksums: a flipped bit ends the run, and is named.
         logger: Where to log what metrics.jsonl has, too; once for each.
         checkpoint_minutes: Minutes between checkpoints within an epoch.
@@ -248,6 +251,8 @@ class TrainConfig(LearningOptions, PlanOptions):
 
     out: Folder = ""
     resume: bool = False
+    rebalance: bool = False
+    verify_every: Count | None = None
     verify_wire: bool = False
     logger: Annotated[tuple[str, ...], Value("|".join(LOGGERS), choices=tuple(LOGGERS), repeated=True)] = ()
     checkpoint_minutes: Positive = 10.0

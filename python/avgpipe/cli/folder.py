@@ -37,11 +37,16 @@ class RunFolder:
         if not self._writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / RUN_FILE, config.to_json())
-        plan.save(self.path / "plan.json")
+        self.note_plan(config, plan)
         # Line by line: what a killed run has written stays. Of an attempt that saved nothing there may be rows.
         mode: Literal["ab", "wb"] = "ab" if config.resume else "wb"
         self._metrics = (self.path / "metrics.jsonl").open(mode, buffering=0)
+
+    def note_plan(self, config: TrainConfig, plan: Plan) -> None:
+        """Write what the run is made by from now on."""
+        self.write(RUN_FILE, config.to_json())
+        if self._writes:
+            plan.save(self.path / "plan.json")
 
     def row(self, kind: str, **values: Any) -> None:
         """Add a row to metrics.jsonl; while the disk takes none they are kept, until ``close``."""

@@ -36,14 +36,19 @@ _STARTING_S = 240.0  # for processes to begin and to read their data
 
 
 def build(config: ProfilingOptions) -> tuple[Workload, tuple[Any, Any]]:
-    """Build the workload, and find the batch of median size among its first ones: sequences have many lengths."""
+    """Build the workload, and find a typical batch."""
+    workload = build_workload(config.workload, config.build_options())
+    return workload, typical_batch(workload)
+
+
+def typical_batch(workload: Workload) -> tuple[Any, Any]:
+    """Find the batch of median size among a workload's first ones: sequences have many lengths."""
 
     def elements(batch: Any) -> int:
         return sum(x.numel() for x in pytree.tree_leaves(plain(batch)) if isinstance(x, torch.Tensor))
 
-    workload = build_workload(config.workload, config.build_options())
     found = list(islice(iter(workload.train_batches(0)), _BATCHES))
-    return workload, sorted(found, key=elements)[len(found) // 2]
+    return sorted(found, key=elements)[len(found) // 2]
 
 
 # ---- profiles ------------------------------------------------------------------------------------------------------

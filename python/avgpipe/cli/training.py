@@ -20,11 +20,15 @@ from avgpipe import __version__
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import RunFolder, number
+from avgpipe.cli.measuring import typical_batch
 from avgpipe.cli.output import CommandFailed, arguments, running, say, strict_json
 from avgpipe.cli.progress import ProgressBar, links_line, links_of, log_records, warnings_of
 from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
 from avgpipe.errors import CheckpointError, PeerLost
+from avgpipe.measure.profiler import profile
 from avgpipe.pipeline import Pipeline
+from avgpipe.planning import Profile
+from avgpipe.planning.rebalance import rebalanced
 from avgpipe.ranks.process import PEER_LOST, peak_memory_bytes
 from avgpipe.report.course import Totals, Validations, parse_target, target_text
 from avgpipe.report.loggers import Loggers
@@ -34,7 +38,10 @@ from avgpipe.timeline.timeline import Timeline
 from avgpipe.workloads.training import NTASGD
 
 _ENDLESS = 1 << 62  # batches
-_PASSED_ON = ("skip_nonfinite", "seed", "timeout_s", "link", "verify_wire")  # to the pipeline, as they are
+# To the pipeline, as they are.
+_PASSED_ON = ("skip_nonfinite", "seed", "timeout_s", "link", "verify_wire", "verify_every")
+_LEAST_GAIN = 0.05  # of a batch's time, for which layers move: less is lost in what runs differ by
+_PROFILE_S = 10.0
 
 
 def run_rank(config: TrainConfig) -> None:
@@ -78,15 +85,7 @@ class TrainingRun:
         self.config, self._on_result = config, on_result
         self.workload, self.plan = prepare(config)
         with log_records() as logged:
-            self.pipeline = Pipeline(
-                self.workload.layers,
-                self.plan,
-                **pipeline_options(config, self.workload),
-                lr_scheduler=self.workload.lr_scheduler,
-                loss_weight=self.workload.loss_weight,
-                wire_dtype=dtype_of(config.wire_dtype),
-                **{name: getattr(config, name) for name in _PASSED_ON},
-            )
+            self.pipeline = self._make_pipeline()
         self._world = self.pipeline.world
         first = self._world.rank == 0
         # Workers that were started one by one may have named their folder at different times.
@@ -119,6 +118,8 @@ class TrainingRun:
         self._resumed_at = self.done.batches
         self._epoch_samples: int | None = None  # where the loader's end has shown how many an epoch has
         self._validated_at = replace(self.done)
+        self._skipped = 0  # updates, of pipelines before the last rebalancing
+        self._profile: str | None = None  # of the layers, once it was needed; "" if it cannot be had
         if config.resume:
             self._open()
         else:
@@ -135,6 +136,13 @@ class TrainingRun:
             self._train_epoch(epoch, start)
             self._save()
             epoch, start = epoch + 1, 0
+            if (
+                self.config.rebalance
+                and epoch < self.workload.epochs
+                and self._left()
+                and not self.done.reached
+            ):
+                self._rebalance()
         if self.config.target is not None and self.done.reached:
             self.progress.note(f"target {target_text(self.config.target)} reached")
         self.progress.close()
@@ -143,6 +151,18 @@ class TrainingRun:
         self.folder.close()
         if self._unsaved is not None:
             raise self._unsaved
+
+    def _make_pipeline(self) -> Pipeline:
+        config, workload = self.config, self.workload
+        return Pipeline(
+            workload.layers,
+            self.plan,
+            **pipeline_options(config, workload),
+            lr_scheduler=workload.lr_scheduler,
+            loss_weight=workload.loss_weight,
+            wire_dtype=dtype_of(config.wire_dtype),
+            **{name: getattr(config, name) for name in _PASSED_ON},
+        )
 
     def close(self) -> None:
         self._loggers.close()
@@ -279,7 +299,7 @@ class TrainingRun:
 
     def _of_ranks(self) -> tuple[int, list[int]]:
         """Return how many updates were skipped since the run began or was resumed, and the ranks' peaks of memory."""
-        own = self.pipeline.skipped_updates, peak_memory_bytes(self.pipeline.device)
+        own = self._skipped + self.pipeline.skipped_updates, peak_memory_bytes(self.pipeline.device)
         skipped, peaks = zip(*self._world.gather(own))
         # Every rank with a part in a pipeline counts what that one skips.
         apart = self.plan.pipelines if self.plan.spread and self._world.size > 1 else 1
@@ -304,6 +324,63 @@ class TrainingRun:
         optimizer = next(iter(self.pipeline.optimizers), None)
         lr = optimizer.param_groups[0].get("lr") if optimizer is not None else None
         return lr if isinstance(lr, float | int) else None
+
+    # ---- stages that take uneven times -------------------------------------------------------------------------------
+
+    def _rebalance(self) -> None:
+        """Go on from the checkpoint with another cut, if batches take less time with it."""
+        layers = self._profiled()
+        if layers is None or self._unsaved is not None:
+            return
+        plan, chosen, bounds = self.plan, self.pipeline.advance, self.pipeline.bounds
+        schedule = (plan if chosen is None else replace(plan, advance=chosen.advance)).build_schedule()
+        costs = self.pipeline.measured_costs()
+        found = rebalanced(layers, bounds, costs, schedule, plan.pipelines, plan.weights or "flush")
+        if found is None or found.gain < _LEAST_GAIN:
+            return
+        before, after = (", ".join(map(str, firsts)) for firsts in (bounds[1:-1], found.boundaries))
+        self.progress.note(
+            f"rebalanced: stages begin with layers {after} and no longer with {before}; batches should take "
+            f"{100 * found.gain:.0f} % less time"
+        )
+        self._skipped += self.pipeline.skipped_updates
+        self.pipeline.close()
+        self.plan = replace(plan, partition=found.boundaries)
+        self.config = replace(self.config, partition=found.boundaries)
+        self.pipeline = self._make_pipeline()
+        self._world = self.pipeline.world
+        self.pipeline.load(self.folder.checkpoints / "last")
+        self.folder.note_plan(self.config, self.plan)
+
+    def _profiled(self) -> Profile | None:
+        """Return what layers take on the first worker, where the whole model is measured for some seconds, once.
+
+        None where it cannot be.
+        """
+        if self._profile is None:
+            text = self._profile_here() if self._world.rank == 0 else ""
+            self._profile = self._world.gather(text)[0]
+        return Profile.from_json(self._profile) if self._profile else None
+
+    def _profile_here(self) -> str:
+        workload = self.workload
+        try:
+            inputs, target = typical_batch(workload)
+            return profile(
+                workload.layers,
+                inputs,
+                target=target,
+                micro_batch_sizes=[max(1, workload.batch_size // self.plan.micro_batches)],
+                threads=torch.get_num_threads(),
+                budget_s=_PROFILE_S,
+                layers_only=True,
+                **pipeline_options(self.config, workload),
+            ).to_json()
+        except (ValueError, TypeError, RuntimeError) as error:
+            self.progress.note(
+                f"warning: stages are not rebalanced, as their layers cannot be measured: {error}"
+            )
+            return ""
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ def gather_busy(worker: Worker, first_batch: int) -> list[float]:
 def measured_costs(worker: Worker) -> Costs:
     """Return median times of the actions so far, and the memory of a micro-batch, of every stage.
 
-    For stages without replicas. Every rank calls this.
+    For stages without replicas. The memory of a micro-batch is 0 where nobody asked for it. Every rank calls this.
     """
     gathered = worker.world.gather([_costs_of(worker, k) for k in worker.held])
     rows = sorted((row for rows in gathered for row in rows), key=lambda row: row["stage"])
@@ -79,14 +79,15 @@ def _costs_of(worker: Worker, k: int) -> dict[str, float]:
 def _action_seconds(events: Iterable[Event]) -> dict[str, float]:
     """Return medians for F, B and U, with the sends that follow, which occupy the worker too.
 
-    The first batches do not count.
+    A backward in two parts takes both. The first batches do not count.
     """
     samples: dict[str, list[float]] = defaultdict(list)
     first: dict[int, int] = {}
     for action in occupations(events, (EventKind.SEND,)):
         if action.batch != first.setdefault(action.pipeline, action.batch):
             samples[action.kind].append(action.seconds)
-    return {kind: statistics.median(samples[kind]) if samples[kind] else 0.0 for kind in "FBU"}
+    typical = {kind: statistics.median(samples[kind]) if samples[kind] else 0.0 for kind in "FBIWU"}
+    return {"F": typical["F"], "B": typical["B"] or typical["I"] + typical["W"], "U": typical["U"]}
 
 
 def _latency_s(worker: Worker, source: int, message: Message) -> float:
