@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,14 @@ from tests.runtime.cases import Trained, adamw, language_model, momentum, token_
 from tests.systems.test_semantics import normed_model, signal_batches
 
 LOSS = nn.CrossEntropyLoss()
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    """As micro-batches run twice on an accelerator only then."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class Recurrent(nn.Module):
@@ -88,6 +97,7 @@ def test_training_is_the_same_bit_for_bit(options: dict[str, Any]) -> None:
     assert same_bits(trained(2), trained(None))
 
 
+@pytest.mark.host
 def test_random_numbers_of_the_caller_and_the_loader_stay_in_turn() -> None:
     def drawn(every: int | None) -> list[float]:
         torch.manual_seed(1)

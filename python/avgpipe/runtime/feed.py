@@ -142,8 +142,7 @@ class Feed:
             given = copied.value
             answers = cut([targets for _, targets in given], parts)
         inputs = cut([inputs for inputs, _ in given], parts)
-        is_kept = self._verification is not None and self._verification.keeps(batch)
-        work = Work(batch, len(sizes), inputs, answers, weights, copied, is_kept=is_kept)
+        work = Work(batch, len(sizes), inputs, answers, weights, copied)
         shares = (
             enumerate(self._share_out(work, weights))
             if self._shares > 1
@@ -154,6 +153,8 @@ class Feed:
             loss_fn.train()
         with self._worker.running():
             for pipeline, part in works.items():
+                if self._verification is not None:
+                    part.is_kept = self._verification.keeps(batch, pipeline)
                 for row in self._worker.rows_of(pipeline):
                     row.start(part)
         self.next_batch += 1

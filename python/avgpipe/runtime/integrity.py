@@ -53,9 +53,10 @@ class Verification:
         """Whether to verify before another batch begins, after ``batches``."""
         return batches >= self._since + self._every and batches % self._per_round == 0
 
-    def keeps(self, batch: int) -> bool:
-        """Whether stages keep what a micro-batch of this batch is given: it is due after this round."""
-        return self.is_due(batch - batch % self._per_round + self._per_round)
+    def keeps(self, batch: int, pipeline: int) -> bool:
+        """Whether stages keep what a micro-batch is given: on each worker one pipeline does, in the round before."""
+        is_first = pipeline == 0 or self._worker.placement.is_dedicated
+        return is_first and self.is_due(batch - batch % self._per_round + self._per_round)
 
     def verify(self, batches: int) -> None:
         """Compare, after so many batches; PipelineError, on every rank, names what differs. None is in flight."""
