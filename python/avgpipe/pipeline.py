@@ -306,13 +306,17 @@ class Pipeline:
         self._choose_at = _MEASURED_BATCHES * plan.batches_per_round if plan.advance == "auto" else None
         self._loader = Prefetch(self._worker.copy_ahead, accumulate)
         self._feed: Feed | TurnFeed
-        self._verification = (
-            None if verify_every is None else Verification(self._worker, verify_every, plan.batches_per_round)
-        )
+        self._verification = None
+        if verify_every is not None:
+            # A turn of isolated pipelines has as many batches as there are just now.
+            per_round = plan.batches_per_round if isolated is None else 1
+            self._verification = Verification(self._worker, verify_every, per_round)
         if isolated is None:
             self._feed = Feed(self._worker, running, self._loader, options, self._verification)
         else:
-            self._feed = TurnFeed(self._worker, running, self._loader, options, self._enter)
+            self._feed = TurnFeed(
+                self._worker, running, self._loader, options, self._enter, self._verification
+            )
         self._folders = FolderLocks()
         atexit.register(_close, weakref.ref(self))
 

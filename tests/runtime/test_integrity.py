@@ -13,6 +13,7 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.errors import PipelineError
 from avgpipe.model.context import Carry
+from tests.isolated import Isolated
 from tests.runner import run
 from tests.runtime.cases import Trained, adamw, language_model, momentum, token_batches, train_pipeline
 from tests.systems.test_semantics import normed_model, signal_batches
@@ -230,6 +231,50 @@ def test_a_bit_of_a_reference_of_dedicated_pipelines() -> None:
             "'0.weight' of the reference has other bits on pipeline 1, stage 0 (rank 1) than on "
             "pipeline 0, stage 0 (rank 0) and pipeline 2, stage 0 (rank 2)"
         ) in text
+
+
+def isolated(options: dict[str, Any], spoiled: int, what: str) -> list[float]:
+    """Spoil the reference of a pipeline, or its copy of a tied weight, in its first life."""
+    pipeline, group = (int(os.environ[n]) for n in ("AVGPIPE_PIPELINE", "AVGPIPE_GROUP"))
+    data = token_batches(24, 12)
+    losses = []
+    with verified({"isolate": True, **options}) as p:
+        for result in p.train(data[p.batches :]):
+            losses.append(result.loss)
+            if result.batch == 5 and pipeline == group == spoiled and what == "reference":
+                reference = p._worker.references[p._worker.held[0]]
+                assert reference is not None
+                reference.z.flats[0].view(torch.int64)[3] ^= 1
+            if (
+                result.batch == 5
+                and pipeline == group == spoiled
+                and what == "weights"
+                and 1 in p._worker.held
+            ):
+                spoil(p, 1, pipeline)
+    return losses
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("options", [{}, {"batch": "per-pipeline", "rule": "avgpipe"}], ids=str)
+def test_of_isolated_pipelines_the_one_with_another_reference_is_lost_alone(options: dict[str, Any]) -> None:
+    options = {"stages": 1, "pipelines": 3, **options}
+    run = Isolated(3, 1, isolated, restarts=0, options=options, spoiled=1, what="reference")
+    ((_, output),) = run.failures.values()
+    assert (
+        "PipelineError: the reference of pipeline 1 has other bits than that of pipeline 0 and 2 on stage 0"
+        in output
+    )
+    assert {pipeline for pipeline, _ in run.results} == {0, 2}
+
+
+@pytest.mark.ranks
+def test_an_isolated_pipeline_compares_its_own_copies() -> None:
+    options = {"stages": 2, "pipelines": 2, "batch": "per-pipeline", "rule": "avgpipe"}
+    run = Isolated(2, 2, isolated, restarts=0, options=options, spoiled=1, what="weights")
+    outputs = [output for _, output in run.failures.values()]
+    assert any("'0.weight' of pipeline 1 has other bits on stage" in output for output in outputs), outputs
+    assert {pipeline for pipeline, _ in run.results} == {0}
 
 
 # ---- the same again ----------------------------------------------------------------------------------------------

@@ -19,13 +19,12 @@ import torch
 from torch import nn
 
 from avgpipe.device import has_streams
-from avgpipe.elastic import is_made_of_others
 from avgpipe.errors import PipelineError
-from avgpipe.links.checksum import checksum
 from avgpipe.links.message import tensors_of
 from avgpipe.model.context import CallerGenerators
 from avgpipe.runtime.batch_norm import DeferredBatchNorm
 from avgpipe.runtime.compute import Given
+from avgpipe.runtime.digest import digest
 from avgpipe.runtime.lane import Lane
 from avgpipe.runtime.worker import Worker
 
@@ -37,7 +36,7 @@ _REMEDY = (
 
 
 class Verification:
-    """Compares after every ``every`` batches, or a few more, as at the end of a round of ``per_round`` batches."""
+    """Compares after every ``every`` batches, or a few more: at the end of a round of ``per_round``."""
 
     def __init__(self, worker: Worker, every: int, per_round: int) -> None:
         self._worker, self._every, self._per_round = worker, every, per_round
@@ -51,11 +50,12 @@ class Verification:
 
     def is_due(self, batches: int) -> bool:
         """Whether to verify before another batch begins, after ``batches``."""
-        return batches >= self._since + self._every and batches % self._per_round == 0
+        return batches // self._every > self._since // self._every and batches % self._per_round == 0
 
     def keeps(self, batch: int, pipeline: int) -> bool:
         """Whether stages keep what a micro-batch is given: on each worker one pipeline does, in the round before."""
-        is_first = pipeline == 0 or self._worker.placement.is_dedicated
+        placement = self._worker.placement
+        is_first = pipeline == placement.pipelines[0] or placement.is_dedicated
         return is_first and self.is_due(batch - batch % self._per_round + self._per_round)
 
     def verify(self, batches: int) -> None:
@@ -116,7 +116,7 @@ def _of_flat_weights(worker: Worker, replica: int) -> Iterator[_Copy]:
     for of, flats, all_have_copies in held:
         for n, tensor in enumerate(layout.tensors(flats)):
             if all_have_copies or n in tied:
-                yield _Copy(of, model.trainable[k][n], replica, _digest(tensor))
+                yield _Copy(of, model.trainable[k][n], replica, digest(tensor))
 
 
 def _of_others(worker: Worker, replica: int, pipeline: int) -> Iterator[_Copy]:
@@ -133,9 +133,9 @@ def _of_others(worker: Worker, replica: int, pipeline: int) -> Iterator[_Copy]:
     for entry in worker.model.entries[k]:
         tensor = state[entry.local]
         if entry.arena is None and isinstance(tensor, nn.Parameter):
-            yield _Copy("the model", entry.names[0], replica, _digest(tensor))
+            yield _Copy("the model", entry.names[0], replica, digest(tensor))
         elif entry.local in norms:
-            yield _Copy(f"pipeline {pipeline}, stage {k}", entry.names[0], replica, _digest(tensor))
+            yield _Copy(f"pipeline {pipeline}, stage {k}", entry.names[0], replica, digest(tensor))
 
 
 def _unequal(worker: Worker, rows: Iterable[Sequence[Any]]) -> Iterator[str]:
@@ -161,19 +161,6 @@ def _holders(worker: Worker, copies: Iterable[_Copy]) -> str:
 
 def _holder(worker: Worker, replica: int) -> str:
     return f"{worker.placement.name(replica)} (rank {worker.placement.rank_of(replica)})"
-
-
-def _digest(tensor: torch.Tensor, start: int = 0) -> int:
-    """Return a checksum of a tensor's bits, and of ``start``."""
-    if is_made_of_others(tensor):
-        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            start = _digest(getattr(tensor, name), start)
-        return start
-    if tensor.is_sparse:
-        tensor = tensor.coalesce()
-        return _digest(tensor.values(), _digest(tensor.indices(), start))
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return checksum(plain.reshape(-1).view(torch.uint8).numpy(), start)
 
 
 # ---- the same again ----------------------------------------------------------------------------------------------
@@ -204,7 +191,7 @@ def _seen(lane: Lane, worker: Worker, given: Given) -> list[tuple[str, int]]:
     def see(number: int, output: Any) -> None:
         kind = type(stage.layers[number - stage.first]).__name__
         what = f"the output of layer {number} ({kind})"
-        seen.extend((what, _digest(tensor)) for tensor in tensors_of(output))
+        seen.extend((what, digest(tensor)) for tensor in tensors_of(output))
 
     grads = trained.take_grads()
     try:
@@ -214,10 +201,10 @@ def _seen(lane: Lane, worker: Worker, given: Given) -> list[tuple[str, int]]:
     finally:
         trained.put_grads(grads)
     seen += [
-        (f"the gradient of {name!r}", _digest(grad)) for name, grad in reversed(named) if grad is not None
+        (f"the gradient of {name!r}", digest(grad)) for name, grad in reversed(named) if grad is not None
     ]
     seen += [
-        (f"the gradient of stage {stage.index}'s input", _digest(grad))
+        (f"the gradient of stage {stage.index}'s input", digest(grad))
         for grad in of_inputs
         if grad is not None
     ]

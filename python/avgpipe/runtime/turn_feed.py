@@ -28,6 +28,7 @@ from avgpipe.plan import Plan
 from avgpipe.runtime.compute import Work
 from avgpipe.runtime.exchange import Turn
 from avgpipe.runtime.feed import Batch, BatchResult, Pairs, Prefetch, cut, result_of
+from avgpipe.runtime.integrity import Verification
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.worker import Worker
@@ -80,13 +81,20 @@ class TurnFeed:
 
     Args:
         enter: becomes a member of the run, and returns the number of the next batch by then.
+        verification: says of which batches stages keep something; None: of none.
 
     Attributes:
         next_batch: the number of the next batch of the loader, over the life of the run.
     """
 
     def __init__(
-        self, worker: Worker, plan: Plan, loader: Prefetch, options: TrainingOptions, enter: Callable[[], int]
+        self,
+        worker: Worker,
+        plan: Plan,
+        loader: Prefetch,
+        options: TrainingOptions,
+        enter: Callable[[], int],
+        verification: Verification | None = None,
     ) -> None:
         assert worker.exchange is not None
         self._worker, self._plan, self._loader, self._options = worker, plan, loader, options
@@ -95,6 +103,7 @@ class TurnFeed:
         self._is_shared = plan.shares > 1
         self._micro_batches = plan.micro_batches // options.accumulate  # of a batch of the loader
         self._enter: Callable[[], int] = enter
+        self._verification = verification
         self.next_batch: int = self._membership.batches
         self._membership.told_batches = lambda: self.next_batch
         self.begun = 0
@@ -220,6 +229,8 @@ class TurnFeed:
                 work.draws = Position(0, turn, part.first)
             else:
                 work.weights = loss_weights(loss_fn, part.targets, part.sizes, self._options.loss_weight)
+        if part is not None and self._verification is not None:
+            work.is_kept = self._verification.keeps(self.next_batch - 1, self._pipeline)
         for row in self._worker.rows:
             row.start(work)
 
@@ -231,13 +242,13 @@ class TurnFeed:
 
     # ---- ending ------------------------------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Finish all turns, and what was lost in them."""
+    def drain(self, prefetch: bool = False) -> None:
+        """Finish all turns, and what was lost in them. ``prefetch``: as of :meth:`finish_oldest`."""
         self.end()
         while not self.is_empty:
             if not self._in_flight:
                 self._begin_turn()
-            self.finish_oldest()
+            self.finish_oldest(prefetch)
         with self._worker.running():
             self._worker.settle(self._membership.begun)
         self._worker.scheduler.pause()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
 
 from avgpipe.device import LaneStream
 from avgpipe.elastic import Reference
+from avgpipe.errors import PipelineError
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.runtime.compute import BatchState
+from avgpipe.runtime.digest import digest
 from avgpipe.runtime.exchange import Exchange, Told
 from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.route import Route
@@ -24,6 +28,7 @@ class Turns:
 
     Args:
         stream: of its lane; None on a CPU.
+        verify_every: after how many turns pipelines compare their references; None: they do not.
     """
 
     def __init__(
@@ -34,9 +39,11 @@ class Turns:
         mailbox: Mailbox,
         exchange: Exchange,
         stream: LaneStream | None = None,
+        verify_every: int | None = None,
     ) -> None:
         self._trained, self._reference, self._route = trained, reference, route
         self._mailbox, self._exchange = mailbox, exchange
+        self._verify_every = verify_every
         self._next = exchange.key(route.pipeline, route.replica, 0)
         self._told = 0  # turns, of which the next has this number
         self._averaging: Callable[[], AbstractContextManager[None]] = (
@@ -66,6 +73,8 @@ class Turns:
             tensors = reference.z.flats if update is None else update
             values["without"] = reference.without_gradient(self._route.pipeline)
         turn = self._told
+        if reference is not None and self._verify_every is not None and turn % self._verify_every == 0:
+            values["reference"] = reduce(lambda so_far, flat: digest(flat, so_far), reference.z.flats, 0)
         assert turn == state.work.batch, "turns are told one after another"
         self._told = turn + 1
         self._exchange.tell(self._route.replica, turn, values, [*tensors, *_averaged(self._trained).values()])
@@ -78,7 +87,20 @@ class Turns:
             self._next = self._next._replace(batch=self._told)
         self._exchange.hand_over(self._route.replica, self._next.batch)
 
+    def _compare(self, told: Told) -> None:
+        """Fail where the reference here, when the turn was told, was not that of most pipelines; of two both fail."""
+        own = self._route.pipeline
+        sums = {i: v["reference"] for i, v in zip(told.pipelines, told.values) if "reference" in v}
+        if own in sums and 2 * Counter(sums.values())[sums[own]] <= len(sums):
+            unlike = [str(i) for i, found in sums.items() if found != sums[own]]
+            raise PipelineError(
+                f"the reference of pipeline {own} has other bits than that of pipeline {' and '.join(unlike)} on "
+                f"{self._route.placement.name(self._route.replica)}, as of turn {self._next.batch}: memory or a device "
+                "has changed bits"
+            )
+
     def _take_in(self, told: Told) -> None:
+        self._compare(told)
         reference = self._reference
         columns = zip(told.pipelines, told.values, told.tensors)
         rows = [(i, values["without"], tensors) for i, values, tensors in columns if values["has_update"]]

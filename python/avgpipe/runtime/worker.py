@@ -303,8 +303,9 @@ class Worker:
         stream = self._stream(route)
         turns, remote = None, None
         if self.exchange is not None:
+            every = options.verify_every and max(1, options.verify_every // plan.batches_per_round)
             turns = self._turns[route.replica] = Turns(
-                trained, reference, route, self.mailbox, self.exchange, stream
+                trained, reference, route, self.mailbox, self.exchange, stream, every
             )
         elif reference is not None and route.remote:
             remote = RemoteUpdates(reference, self.mailbox, route, plan.batches_per_round, stream)
