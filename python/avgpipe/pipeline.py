@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import logging
 import math
 import os
 import sys
@@ -24,12 +25,13 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe import faults
-from avgpipe.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
-from avgpipe.checkpoint.folder import FolderLocks, NotFinite
+from avgpipe.checkpoint import read_checkpoint, restore_checkpoint
+from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.checkpoint.handover import give_state, take_state
 from avgpipe.checkpoint.sharded import load_sharded_state, sharded_state
+from avgpipe.checkpoint.writer import Writer
 from avgpipe.device import has_streams, own_device, select
-from avgpipe.errors import CheckpointError
+from avgpipe.errors import CheckpointError, PipelineError
 from avgpipe.model.batch import LossFn, pair, plain, sample_count, split
 from avgpipe.model.compiled import Compiler, compile_options, described
 from avgpipe.model.cut import Cut, expected_traffic, sent
@@ -78,6 +80,7 @@ if TYPE_CHECKING:  # they take long to import, and who uses them has done so
 
     from avgpipe.runtime.prepared import PrepareStage
 
+_log = logging.getLogger("avgpipe")
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
 _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count
 
@@ -317,7 +320,7 @@ class Pipeline:
             self._feed = TurnFeed(
                 self._worker, running, self._loader, options, self._enter, self._verification
             )
-        self._folders = FolderLocks()
+        self._writer = Writer(self._model, self._worker)
         atexit.register(_close, weakref.ref(self))
 
     def _check_shared(self) -> None:
@@ -550,12 +553,16 @@ class Pipeline:
         with self._idle():
             return gather_distances(self._model, self._worker)
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: str | Path, *, wait: bool = True) -> None:
         """Write a checkpoint that loads under any plan. The folder appears, or replaces the one there, all at once.
 
         CheckpointError, on every rank, where it cannot be written, where another run saves, and for weights with
         infinities or NaN: what was there stays, and training may go on. ValueError for sharded stages: see
         :meth:`sharded_state_dict`.
+
+        With ``wait=False`` the state is copied in main memory, which is kept for the next time, and a thread writes it
+        while training goes on. Why it could not be written is told by :meth:`wait_for_save`; else by the next save,
+        which then has saved nothing, or :meth:`close`. A save waits for the one before. Isolated pipelines always wait.
         """
         self._refuse_sharded(
             "save",
@@ -563,22 +570,27 @@ class Pipeline:
         )
         with self._idle(CheckpointError):
             if self._worker.exchange is None:
-                self._save(Path(directory), self.plan)
+                self._writer.save(Path(directory), self.plan, self._feed.next_batch, wait)
                 return
             alone = replace(self.plan, pipelines=1, isolate=False, rule=None, alpha=None)
             found = self._worker.exchange.once("save", partial(self._try_to_save, Path(directory), alone))
             if found is not None:
                 raise (NotFinite if found["is_not_finite"] else CheckpointError)(found["why"])
 
-    def _save(self, directory: Path, plan: Plan) -> None:
-        save_checkpoint(directory, self._model, self._worker, plan, self._feed.next_batch, self._folders)
-
     def _try_to_save(self, directory: Path, plan: Plan) -> dict[str, Any] | None:
         try:
-            self._save(directory, plan)
+            self._writer.save(directory, plan, self._feed.next_batch, wait=True)
         except CheckpointError as error:
             return {"why": str(error), "is_not_finite": isinstance(error, NotFinite)}
         return None
+
+    def wait_for_save(self) -> None:
+        """Wait until what ``save(folder, wait=False)`` has begun to write is a checkpoint.
+
+        CheckpointError, on every rank, where it could not be written.
+        """
+        with self._worker.running(CheckpointError):
+            self._writer.wait()
 
     def load(self, directory: str | Path) -> None:
         """Go on from a checkpoint: bit for bit under the same plan, else from its weights and optimizer states.
@@ -593,6 +605,7 @@ class Pipeline:
         place = self._worker.place
         with self._idle(CheckpointError):
             faults.at("load", action="begin", **place)
+            self._writer.finish(self.world.timeout_s)
             found = read_checkpoint(Path(directory), self._model, self._worker, self.plan)
         with self._worker.running():
             faults.at("load", action="restore", **place)
@@ -738,16 +751,29 @@ class Pipeline:
     # ---- life ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let the other workers have what was sent last, and end the threads. The process group stays."""
-        self._folders.release()
-        failed = self._worker.failure is not None
-        self._worker.close(_FAILED_PATIENCE_S if failed else min(self.world.timeout_s, _PATIENCE_S))
+        """Let the other workers have what was sent last, and end the threads. The process group stays.
+
+        CheckpointError where ``save(folder, wait=False)`` could not be written and nobody was told yet.
+        """
+        self._close()
+
+    def _close(self, error: BaseException | None = None) -> None:
+        """``error``: why, which says more than what could not be written."""
+        failed, limit_s = self._worker.failure is not None, self.world.timeout_s
+        try:
+            self._writer.close(_FAILED_PATIENCE_S if failed else limit_s)
+        except PipelineError as unsaved:
+            if error is None and not failed:
+                raise
+            _log.warning("%s", unsaved)
+        finally:
+            self._worker.close(_FAILED_PATIENCE_S if failed else min(limit_s, _PATIENCE_S))
 
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        self._close(error)
 
     def __repr__(self) -> str:
         bounds = self._model.bounds

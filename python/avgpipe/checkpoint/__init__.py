@@ -2,7 +2,6 @@
 
 from avgpipe.checkpoint.load import read_checkpoint, restore, restore_checkpoint
 from avgpipe.checkpoint.manifest import Manifest, verify_checkpoint
-from avgpipe.checkpoint.save import save_checkpoint
 from avgpipe.checkpoint.snapshot import Snapshot
 
 __all__ = [
@@ -11,6 +10,5 @@ __all__ = [
     "read_checkpoint",
     "restore",
     "restore_checkpoint",
-    "save_checkpoint",
     "verify_checkpoint",
 ]

@@ -4,68 +4,73 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from avgpipe import faults
-from avgpipe.checkpoint.content import content_of
 from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
 from avgpipe.checkpoint.manifest import NAME, Manifest, crc_of, file_name
 from avgpipe.errors import CheckpointError
 from avgpipe.faults.disk import writing, written
-from avgpipe.model.model import Model
-from avgpipe.plan import Plan
-from avgpipe.runtime.worker import Worker
+from avgpipe.ranks.world import World
+from avgpipe.runtime.placement import Placement
 
 
 def save_checkpoint(
-    directory: Path, model: Model, worker: Worker, plan: Plan, batches: int, locks: FolderLocks
+    directory: Path,
+    contents: Mapping[int, dict[str, Any]],
+    manifest: Manifest,
+    world: World,
+    locks: FolderLocks,
+    place: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint; where one rank fails, CheckpointError on every rank, and the folder keeps what it has."""
-    world, place = worker.world, {**worker.place, "batch": batches}
-    faults.at("save", action="begin", **place)
+    """Write a checkpoint; where one rank fails, CheckpointError on every rank, and the folder keeps what it has.
+
+    Args:
+        contents: of this rank's stage replicas, by their numbers.
+        manifest: without the files.
+        place: what this process is, as faults name it.
+    """
     # All ranks name their files alike, and never as the files of the checkpoint that is there now.
     token = int(world.broadcast(torch.tensor(secrets.randbits(48)), 0))
-    names = [file_name(replica, token) for replica in worker.placement.replicas]
+    names = [file_name(replica, token) for replica in manifest.replicas]
     held = ExitStack()
 
     def write_own() -> list[list[int]]:
         directory.mkdir(parents=True, exist_ok=True)
         if world.rank == 0:
             held.enter_context(locks.saving(directory))
-        return [
-            [number, *_write(directory / names[number], model, worker, number, batches)]
-            for number in worker.held
-        ]
+        places = {n: {**place, "stage": manifest.replicas[n].stage} for n in contents}
+        return [[n, *_write(directory / names[n], contents[n], places[n])] for n in contents]
 
     def write_manifest() -> None:
         if world.rank == 0:
             faults.at("save", action="manifest", **place)
-            files = [[names[number], size, crc] for number, size, crc in table]
-            Manifest(asdict(plan), batches, model.bounds, model.signature(), files).write(directory)
+            replace(manifest, files=[[names[n], size, crc] for n, size, crc in table]).write(directory)
             shards = directory.glob("stage-*-????????????.pt")  # whatever the placement was
             _remove([*(path for path in shards if path.name not in names), *directory.glob(f".{NAME}.*.tmp")])
 
-    what = f"nothing was saved to {directory}"
+    what = nothing_saved(directory)
     with held:
         try:
             table = sorted(row for rows in agreed(world, what, write_own) for row in rows)
             agreed(world, what, write_manifest)  # nobody goes on, or ends, before the checkpoint is there
         except CheckpointError:
-            _remove([directory / names[number] for number in worker.held])
+            _remove([directory / names[n] for n in contents])
             raise
 
 
-def _write(path: Path, model: Model, worker: Worker, number: int, batches: int) -> tuple[int, int]:
+def nothing_saved(directory: Path) -> str:
+    return f"nothing was saved to {directory}"
+
+
+def _write(path: Path, content: dict[str, Any], place: Mapping[str, Any]) -> tuple[int, int]:
     """Write the file of a stage replica; return its size and CRC-32."""
-    stage, pipelines = worker.placement.stage_of(number), worker.placement.pipelines_of(number)
-    place = {"rank": worker.world.rank, "stage": stage, "pipeline": pipelines, "batch": batches}
-    content = content_of(model, worker, number)
-    _refuse_nonfinite(content, worker, number)
     try:
         with path.open("wb") as file:
             torch.save(content, writing(file, **place))
@@ -83,17 +88,23 @@ def _write(path: Path, model: Model, worker: Worker, number: int, batches: int) 
     return size, crc
 
 
-def _refuse_nonfinite(content: dict[str, Any], worker: Worker, number: int) -> None:
+def refuse_nonfinite(contents: Mapping[int, dict[str, Any]], placement: Placement) -> None:
     """A run that has come to infinities or NaN must not replace the checkpoint from which it could go on."""
-    if "reference" not in content:
-        return
-    source = content["reference"] or next(iter(content["replicas"].values()))
-    bad = next((name for name, value in source["weights"].items() if not bool(value.isfinite().all())), None)
-    if bad is not None:
-        raise NotFinite(
-            f"{bad!r} on {worker.placement.name(number)} has infinities or NaN; load an earlier checkpoint, and train "
-            "with skip_nonfinite=True, clip_grad_norm or a lower learning rate"
-        )
+    for number, content in contents.items():
+        if "reference" not in content:
+            continue
+        source = content["reference"] or next(iter(content["replicas"].values()))
+        bad = next((name for name, value in source["weights"].items() if not _is_finite(value)), None)
+        if bad is not None:
+            raise NotFinite(
+                f"{bad!r} on {placement.name(number)} has infinities or NaN; load an earlier checkpoint, and train "
+                "with skip_nonfinite=True, clip_grad_norm or a lower learning rate"
+            )
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    # A sum is as fast as memory, and not finite where a value is not; of large values it may overflow.
+    return bool(value.sum().isfinite()) or bool(value.isfinite().all())
 
 
 def _remove(paths: list[Path]) -> None:

@@ -6,6 +6,7 @@ mix with the caller's nor with those of another pipeline.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -90,6 +91,13 @@ class World:
             return make()
         self._connections += 1
         return self._board.connect(make, f"connection {self._connections}", self.timeout_s)
+
+    def beside(self) -> World:
+        """Return these ranks with a group of their own, for another thread. Every rank calls this."""
+        threads = copy.copy(self)
+        if self.group is not None:
+            threads.group = self.connect(lambda: self.new_group(range(self.size), "gloo"))
+        return threads
 
     def store(self) -> Any:
         """Return a store of this pipeline's ranks, by a connection of its own: its calls may wait for a rank."""

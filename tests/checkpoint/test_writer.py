@@ -1,0 +1,200 @@
+"""Saves that training does not wait for: the same bits, no error is lost, and there is always a whole checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from avgpipe import CheckpointError, Plan
+from avgpipe.checkpoint import verify_checkpoint
+from tests.checkpoint.test_checkpoint import same
+from tests.checkpoint.test_snapshot import PLANS, batches, make, trained
+from tests.runner import Ranks, run, touch
+
+PLAN = PLANS[-2]
+FULL = "nothing was saved to .*: No space left on device: .*stage-0"
+
+
+class Disk:
+    """Stands for ``os.fsync``, which waits until ``goes_on``, and then fails if it ``is_full``."""
+
+    def __init__(self, is_full: bool) -> None:
+        self._is_full, self.goes_on, self._fsync = is_full, threading.Event(), os.fsync
+
+    def __call__(self, descriptor: int) -> None:
+        assert self.goes_on.wait(60)
+        if self._is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._fsync(descriptor)
+
+
+@contextmanager
+def slow_disk(is_full: bool = False) -> Iterator[Disk]:
+    disk = Disk(is_full)
+    os.fsync, fsync = disk, os.fsync
+    try:
+        yield disk
+    finally:
+        disk.goes_on.set()
+        os.fsync = fsync
+
+
+def save_and_train_on(plan: Plan, folder: str) -> bool:
+    """What is trained while the checkpoint is being written is not in it, and is the same as without one."""
+    with make(plan) as p:
+        list(p.train(batches(10)[:5]))
+        expected = trained(p, batches(10)[5:])
+    with slow_disk() as disk, make(plan) as p:
+        list(p.train(batches(10)[:5]))
+        p.save(folder, wait=False)
+        found = trained(p, batches(10)[5:])
+        assert not os.path.exists(f"{folder}/manifest.json")
+        disk.goes_on.set()
+        p.wait_for_save()
+        assert verify_checkpoint(folder).batches == 5
+        with make(plan) as other:
+            other.load(folder)
+            resumed = trained(other, batches(10)[5:])
+    for losses, reference, replica in (found, resumed):
+        assert losses == expected[0]
+        assert same(reference, expected[1])
+        assert same(replica, expected[2])
+    return True
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"K{p.stages}N{p.pipelines}{p.rule}")
+def test_what_was_saved_meanwhile_goes_on_bit_for_bit(plan: Plan, tmp_path: Path) -> None:
+    save_and_train_on(plan, str(tmp_path / "c"))
+
+
+def _on_ranks(folder: str) -> bool:
+    return all(save_and_train_on(plan, f"{folder}/{n}") for n, plan in enumerate(PLANS) if plan.stages == 2)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_what_was_saved_meanwhile_goes_on_bit_for_bit_on_ranks(tmp_path: Path) -> None:
+    assert run(2, _on_ranks, folder=str(tmp_path)) == [True, True]
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    with slow_disk() as disk, make(PLAN) as p:
+        p.save(tmp_path / "c", wait=False)
+        list(p.train(batches(2)))
+        threading.Timer(0.1, disk.goes_on.set).start()
+        p.save(tmp_path / "c", wait=False)
+        assert disk.goes_on.is_set()
+        list(p.train(batches(2)))
+    assert verify_checkpoint(tmp_path / "c").batches == 2
+    assert sorted(f.name[:7] for f in (tmp_path / "c").iterdir()) == [
+        ".lock",
+        "manifes",
+        "stage-0",
+        "stage-1",
+    ]
+
+
+def test_a_load_finds_what_was_saved_before(tmp_path: Path) -> None:
+    with make(PLAN) as p:
+        for count in (2, 1):
+            list(p.train(batches(count)))
+            p.save(tmp_path / "c", wait=False)
+        p.load(tmp_path / "c")
+        assert p.batches == 3
+
+
+@pytest.mark.parametrize("tells", ["wait_for_save", "save", "close"])
+def test_a_full_disk_is_told_once_and_costs_the_save_alone(tells: str, tmp_path: Path) -> None:
+    p = make(PLAN)
+    p.save(tmp_path / "c")
+    before = sorted(f.name for f in (tmp_path / "c").iterdir())
+    list(p.train(batches(2)))
+    with slow_disk(is_full=True) as disk:
+        p.save(tmp_path / "c", wait=False)
+        list(p.train(batches(2)))
+        disk.goes_on.set()
+        arguments = [tmp_path / "c"] if tells == "save" else []
+        with pytest.raises(CheckpointError, match=FULL):
+            getattr(p, tells)(*arguments)
+    assert sorted(f.name for f in (tmp_path / "c").iterdir()) == before
+    assert verify_checkpoint(tmp_path / "c").batches == 0
+    if tells != "close":
+        list(p.train(batches(2)))
+        p.save(tmp_path / "c", wait=False)
+        p.wait_for_save()
+        assert verify_checkpoint(tmp_path / "c").batches == 6
+    p.close()
+
+
+def test_an_error_of_training_is_not_hidden_by_one_of_a_save(tmp_path: Path, caplog: Any) -> None:
+    def fail() -> None:
+        with slow_disk(is_full=True) as disk, make(PLAN) as p:
+            p.save(tmp_path / "c", wait=False)
+            disk.goes_on.set()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+    assert "No space left on device" in caplog.text
+
+
+def test_weights_that_are_not_finite_are_told_at_once(tmp_path: Path) -> None:
+    with make(PLANS[0]) as p:
+        p._worker.trained[0, 0].arena.weights[0][0] = torch.inf
+        with pytest.raises(CheckpointError, match="has infinities or NaN"):
+            p.save(tmp_path / "c", wait=False)
+        p.wait_for_save()
+
+
+def _one_rank_has_no_room(folder: str) -> None:
+    with make(PLAN) as p:
+        p.save(folder)
+        with slow_disk(is_full=p.world.rank == 1) as disk:
+            p.save(folder, wait=False)
+            list(p.train(batches(2)))
+            disk.goes_on.set()
+            with pytest.raises(CheckpointError, match=r"\(rank 1\): No space left on device"):
+                p.wait_for_save()
+        list(p.train(batches(2)))
+        p.save(folder, wait=False)
+
+
+@pytest.mark.ranks
+def test_all_ranks_are_told_that_one_has_no_room(tmp_path: Path) -> None:
+    run(2, _one_rank_has_no_room, folder=str(tmp_path / "c"))
+    assert verify_checkpoint(tmp_path / "c").batches == 4
+    assert len(list((tmp_path / "c").glob("*.pt"))) == 2
+
+
+def _train_while_the_disk_is_slow(folder: str) -> None:
+    with make(PLAN) as p:
+        list(p.train(batches(2)))
+        p.save(folder, wait=False)
+        p.wait_for_save()
+        with slow_disk():
+            while True:
+                p.save(folder, wait=False)
+                list(p.train(batches(2)))
+                touch("writing")
+
+
+@pytest.mark.ranks
+def test_killed_while_they_write_ranks_leave_the_checkpoint_before(tmp_path: Path) -> None:
+    workers = Ranks(2, _train_while_the_disk_is_slow, folder=str(tmp_path / "c"))
+    workers.wait_for(2, "writing")
+    workers.kill(0, 1)
+    workers.join(10)
+    assert len(list((tmp_path / "c").glob("*.pt"))) == 4
+    with make(PLAN) as p:
+        p.load(tmp_path / "c")
+        assert p.batches == 2
+        p.save(tmp_path / "c")
+    assert len(list((tmp_path / "c").glob("*.pt"))) == 2
