@@ -29,6 +29,7 @@ _HOME = {
     "Timeline": "timeline",
     "Plan": "plan",
     "Pipeline": "pipeline",
+    "Checkpoints": "saving",
     "Reference": "elastic",
     "ElasticAveraging": "elastic",
     "Carry": "model.context",

@@ -553,33 +553,42 @@ class Pipeline:
         with self._idle():
             return gather_distances(self._model, self._worker)
 
-    def save(self, directory: str | Path, *, wait: bool = True) -> None:
+    def save(self, directory: str | Path, *, wait: bool = True, also: Sequence[str | Path] = ()) -> None:
         """Write a checkpoint that loads under any plan. The folder appears, or replaces the one there, all at once.
 
-        CheckpointError, on every rank, where it cannot be written, where another run saves, and for weights with
-        infinities or NaN: what was there stays, and training may go on. ValueError for sharded stages: see
-        :meth:`sharded_state_dict`.
+        Args:
+            directory: of the checkpoint.
+            wait: False: the state is copied in main memory, which is kept for the next time, and a thread writes it
+                while training goes on. Why it could not be written is told by :meth:`wait_for_save`; else by the next
+                save, which has then saved nothing, or by :meth:`close`. A save waits for the one before. Isolated
+                pipelines always wait.
+            also: other folders that get the same checkpoint, by links to its files where the file system has them.
 
-        With ``wait=False`` the state is copied in main memory, which is kept for the next time, and a thread writes it
-        while training goes on. Why it could not be written is told by :meth:`wait_for_save`; else by the next save,
-        which then has saved nothing, or :meth:`close`. A save waits for the one before. Isolated pipelines always wait.
+        Raises:
+            CheckpointError: on every rank, where it cannot be written, where another run saves, and for weights with
+                infinities or NaN: what was there stays, and training may go on.
+            ValueError: for sharded stages: see :meth:`sharded_state_dict`.
         """
         self._refuse_sharded(
             "save",
             "use torch.distributed.checkpoint.save(pipeline.sharded_state_dict(), checkpoint_id=folder)",
         )
+        folders = [Path(folder) for folder in (directory, *also)]
         with self._idle(CheckpointError):
             if self._worker.exchange is None:
-                self._writer.save(Path(directory), self.plan, self._feed.next_batch, wait)
+                self._save(folders, self.plan, wait)
                 return
             alone = replace(self.plan, pipelines=1, isolate=False, rule=None, alpha=None)
-            found = self._worker.exchange.once("save", partial(self._try_to_save, Path(directory), alone))
+            found = self._worker.exchange.once("save", partial(self._try_to_save, folders, alone))
             if found is not None:
                 raise (NotFinite if found["is_not_finite"] else CheckpointError)(found["why"])
 
-    def _try_to_save(self, directory: Path, plan: Plan) -> dict[str, Any] | None:
+    def _save(self, folders: Sequence[Path], plan: Plan, wait: bool) -> None:
+        self._writer.save(folders[0], plan, self._feed.next_batch, wait, folders[1:])
+
+    def _try_to_save(self, folders: Sequence[Path], plan: Plan) -> dict[str, Any] | None:
         try:
-            self._writer.save(directory, plan, self._feed.next_batch, wait=True)
+            self._save(folders, plan, wait=True)
         except CheckpointError as error:
             return {"why": str(error), "is_not_finite": isinstance(error, NotFinite)}
         return None
@@ -747,6 +756,15 @@ class Pipeline:
             )
         with self._idle():
             return measured_costs(self._worker)
+
+    def first_rank_says(self, value: Any) -> Any:
+        """Return the first rank's ``value``, as JSON carries it, on every rank; batches in flight are finished first.
+
+        So that all do alike what follows from a clock, or from a folder.
+        """
+        with self._idle():
+            said, exchange = self.world.gather(value)[0], self._worker.exchange
+            return said if exchange is None else exchange.once("what a rank says", lambda: said)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 

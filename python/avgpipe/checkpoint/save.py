@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ def save_checkpoint(
     world: World,
     locks: FolderLocks,
     place: Mapping[str, Any],
+    also: Sequence[Path] = (),
 ) -> None:
     """Write a checkpoint; where one rank fails, CheckpointError on every rank, and the folder keeps what it has.
 
@@ -35,6 +37,7 @@ def save_checkpoint(
         contents: of this rank's stage replicas, by their numbers.
         manifest: without the files.
         place: what this process is, as faults name it.
+        also: other folders that get the same checkpoint once it is there.
     """
     # All ranks name their files alike, and never as the files of the checkpoint that is there now.
     token = int(world.broadcast(torch.tensor(secrets.randbits(48)), 0))
@@ -51,9 +54,10 @@ def save_checkpoint(
     def write_manifest() -> None:
         if world.rank == 0:
             faults.at("save", action="manifest", **place)
-            replace(manifest, files=[[names[n], size, crc] for n, size, crc in table]).write(directory)
-            shards = directory.glob("stage-*-????????????.pt")  # whatever the placement was
-            _remove([*(path for path in shards if path.name not in names), *directory.glob(f".{NAME}.*.tmp")])
+            _commit(whole := replace(manifest, files=[[names[n], *rest] for n, *rest in table]), directory)
+            for folder in also:
+                _link(directory, names, folder)
+                _commit(whole, folder)
 
     what = nothing_saved(directory)
     with held:
@@ -63,6 +67,24 @@ def save_checkpoint(
         except CheckpointError:
             _remove([directory / names[n] for n in contents])
             raise
+
+
+def _commit(manifest: Manifest, directory: Path) -> None:
+    """Make the files of a manifest the checkpoint of their folder."""
+    manifest.write(directory)
+    names = {name for name, *_ in manifest.files}
+    shards = directory.glob("stage-*-????????????.pt")  # whatever the placement was
+    _remove([*(path for path in shards if path.name not in names), *directory.glob(f".{NAME}.*.tmp")])
+
+
+def _link(directory: Path, names: Sequence[str], folder: Path) -> None:
+    """Give files, which nobody changes, a place in another folder, where the file system can without copying them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        try:
+            os.link(directory / name, folder / name)
+        except OSError:
+            shutil.copyfile(directory / name, folder / name)
 
 
 def nothing_saved(directory: Path) -> str:

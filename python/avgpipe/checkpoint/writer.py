@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Unanswered
 from dataclasses import asdict
@@ -33,7 +34,7 @@ class Writer:
         self._world: World | None = None  # the ranks' threads
         self._writing: Future[None] | None = None
 
-    def save(self, directory: Path, plan: Plan, batches: int, wait: bool) -> None:
+    def save(self, directory: Path, plan: Plan, batches: int, wait: bool, also: Sequence[Path] = ()) -> None:
         """Write what the pipeline holds after ``batches``, none of which is in flight.
 
         Without ``wait`` a thread writes it, and CheckpointError here is for weights alone.
@@ -55,11 +56,11 @@ class Writer:
         agreed(worker.world, nothing_saved(directory), look)
         manifest = Manifest(asdict(plan), batches, model.bounds, model.signature(), [])
         if wait:
-            save_checkpoint(directory, contents, manifest, worker.world, self._locks, place)
+            save_checkpoint(directory, contents, manifest, worker.world, self._locks, place, also)
             return
         if self._world is None:
             self._world = worker.world.beside()
-        save = partial(save_checkpoint, directory, contents, manifest, self._world, self._locks, place)
+        save = partial(save_checkpoint, directory, contents, manifest, self._world, self._locks, place, also)
         self._writing = in_thread(save)
 
     def finish(self, limit_s: float) -> None:

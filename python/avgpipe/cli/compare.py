@@ -171,6 +171,8 @@ def options_of(config: CompareConfig, system: str) -> dict[str, Any]:
     splits = wanted is not None and systems.micro_batches(system, config.stages, None, wanted) >= wanted
     if splits and "micro_batches" not in row:
         found["micro_batches"] = wanted
+    # A copy for a thread that writes it would count as the system's memory.
+    found["wait_for_checkpoints"] = True
     return {**found, "system": system, "stages": config.stages, "out": str(Path(config.out) / system)}
 
 

@@ -245,6 +245,8 @@ class TrainConfig(LearningOptions, PlanOptions):
         verify_wire: Give messages between workers checksums: a flipped bit ends the run, and is named.
         logger: Where to log what metrics.jsonl has, too; once for each.
         checkpoint_minutes: Minutes between checkpoints within an epoch.
+        keep: How many of the newest checkpoints stay.
+        wait_for_checkpoints: Let training wait while a checkpoint is written. It then needs no copy in main memory.
         launch: torchrun's name for what started the workers.
         restarts: Whether torchrun has started the workers before, and they began this run.
     """
@@ -256,6 +258,8 @@ class TrainConfig(LearningOptions, PlanOptions):
     verify_wire: bool = False
     logger: Annotated[tuple[str, ...], Value("|".join(LOGGERS), choices=tuple(LOGGERS), repeated=True)] = ()
     checkpoint_minutes: Positive = 10.0
+    keep: Count = 1
+    wait_for_checkpoints: bool = False
     launch: str | None = internal(None)
     restarts: bool = internal(False)
 
@@ -271,8 +275,8 @@ class TrainConfig(LearningOptions, PlanOptions):
         return super().known({"batch": "per-pipeline", **values})  # which older runs had
 
     @property
-    def last_checkpoint(self) -> Path:
-        return Path(self.out) / "checkpoints" / "last"
+    def checkpoints(self) -> Path:
+        return Path(self.out) / "checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from avgpipe import systems
+from avgpipe.checkpoint.kept import LAST, checkpoints_in, newest
 from avgpipe.checkpoint.manifest import Manifest, verify_checkpoint
 from avgpipe.cli.config import (
     DEFAULT_MICRO_BATCHES,
@@ -135,7 +136,7 @@ def _is_restart(out: Path, launch: str | None) -> bool:
 
 
 def has_checkpoint(out: str | os.PathLike[str]) -> bool:
-    return (Path(out) / "checkpoints" / "last" / "manifest.json").is_file()
+    return bool(checkpoints_in(Path(out) / "checkpoints"))
 
 
 def _read(out: Path) -> dict[str, Any]:
@@ -235,7 +236,7 @@ def check_run(config: TrainConfig) -> None:
         )
     model = Model.cut(workload.layers, layers_of(workload.layers), plan.stages, plan.partition)
     if config.resume:
-        verify_checkpoint(config.last_checkpoint, model.signature())
+        newest(config.checkpoints, lambda path: verify_checkpoint(path, model.signature()))
 
 
 def prepare(config: TrainConfig) -> tuple[Workload, Plan]:
@@ -277,10 +278,10 @@ def check_folder(config: TrainConfig) -> None:
     if config.resume:
         if not has_checkpoint(out):
             raise CheckpointError(
-                f"--resume: no checkpoint in {config.last_checkpoint}; "
+                f"--resume: no checkpoint in {config.checkpoints / LAST}; "
                 "leave out --resume and name a new --out to start a new run"
             )
-        Manifest.read(config.last_checkpoint)
+        newest(config.checkpoints, Manifest.read)
         return
     if config.restarts:
         return

@@ -34,6 +34,7 @@ from avgpipe.report.course import Totals, Validations, parse_target, target_text
 from avgpipe.report.loggers import Loggers
 from avgpipe.report.pictures import Curve, plot_curves
 from avgpipe.report.runs import read_metrics, unbroken
+from avgpipe.saving import Checkpoints
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.workloads.training import NTASGD
 
@@ -92,8 +93,9 @@ class TrainingRun:
         self.out = Path(self._world.gather(config.out)[0])
         self.folder = RunFolder(self.out, writes=first)
         self.done = Totals(self.workload.lower_is_better, config.target)
+        self._checkpoints = self._make_checkpoints()
         if config.resume:
-            self.pipeline.load(self.folder.checkpoints / "last")
+            self._checkpoints.load()
             if first:
                 self.done.recall(self.folder.cut(self.pipeline.batches), self.pipeline.batches)
             self.done = Totals(**self._world.gather(asdict(self.done))[0])
@@ -112,7 +114,7 @@ class TrainingRun:
         self._warnings = warnings_of(logged)
         for note in (*links_line(self._world.gather(links_of(logged))), *self._warnings):
             self.progress.note(note)
-        self._saved_at = time.monotonic()
+        self._is_best = False  # what is saved next
         self._unsaved: CheckpointError | None = None  # why the last checkpoint was not written
         self._stretches: list[tuple[int, int]] = []  # batches, first and last, without a pause between them
         self._resumed_at = self.done.batches
@@ -124,10 +126,9 @@ class TrainingRun:
             self._open()
         else:
             self._validate()  # opens the folder and the loggers once it has succeeded
-            self._save()
+            self._save(wait=True)
             if self._unsaved is not None:  # before hours of training
                 raise self._unsaved
-        self._pace = Pace(config.checkpoint_minutes * 60, self.plan.batches_per_round)
 
     def train(self) -> None:
         """Train to the end and write the summary."""
@@ -143,6 +144,7 @@ class TrainingRun:
                 and not self.done.reached
             ):
                 self._rebalance()
+        self._wait_for_save()
         if self.config.target is not None and self.done.reached:
             self.progress.note(f"target {target_text(self.config.target)} reached")
         self.progress.close()
@@ -164,6 +166,10 @@ class TrainingRun:
             **{name: getattr(config, name) for name in _PASSED_ON},
         )
 
+    def _make_checkpoints(self) -> Checkpoints:
+        every_s = 60 * self.config.checkpoint_minutes
+        return Checkpoints(self.pipeline, self.folder.checkpoints, every_s=every_s, keep=self.config.keep)
+
     def close(self) -> None:
         self._loggers.close()
         self.progress.close()
@@ -179,7 +185,7 @@ class TrainingRun:
         first = self.done.batches
         while left > 0 and not self.done.reached:
             ahead = self._to_next_validation()
-            count = min(left, ahead, self._pace.batches())
+            count = min(left, ahead, self._checkpoints.batches_to_agreement)
             trained = self._train_batches(islice(source, count))
             left -= count
             if trained < count:  # a loader without a length has ended
@@ -187,10 +193,7 @@ class TrainingRun:
             ends = not left and (epoch + 1 == self.workload.epochs or not self._left())
             # What observes its losses does so at each epoch's end.
             validates = trained == ahead or ends or (not left and bool(self._averaging))
-            # The first rank's clock says so; a short agreement of all ranks.
-            saves = left > 0 and self._pace.due(
-                count, self._world.gather(time.monotonic() - self._saved_at)[0]
-            )
+            saves = left > 0 and self._checkpoints.due(count)
             if first < self.done.batches and (validates or saves or not left):
                 self._stretches.append((first, self.done.batches - 1))
                 first = self.done.batches
@@ -198,7 +201,7 @@ class TrainingRun:
                 self._validate(ends)
             if not left:
                 self._observe()
-            if saves:
+            if saves or (left and self._is_best):
                 self._save()
 
     def _to_next_validation(self) -> int:
@@ -224,7 +227,7 @@ class TrainingRun:
         return done.batches - before
 
     def _validate(self, ends: bool = False) -> None:
-        """Validate the reference weights, note what came out, and keep them if they are the best so far.
+        """Validate the reference weights, and note what came out, and whether they are the best so far.
 
         ``ends``: whether the run does.
         """
@@ -252,8 +255,7 @@ class TrainingRun:
         values = "".join(f"{name} {number(value)}, " for name, value in metrics.items() if name != "loss")
         note = f"; updates skipped so far: {skipped}" if skipped else ""
         self.progress.note(f"validation {when}: {values}loss {loss:.4f}{note}")
-        if best:
-            self._try_to_save("best")
+        self._is_best |= best
 
     def _evaluate(self, ends: bool = False) -> tuple[float, dict[str, float]]:
         """Evaluate the reference's weights, or once optimizers keep running means, those of the first pipeline.
@@ -329,6 +331,7 @@ class TrainingRun:
 
     def _rebalance(self) -> None:
         """Go on from the checkpoint with another cut, if batches take less time with it."""
+        self._wait_for_save()
         layers = self._profiled()
         if layers is None or self._unsaved is not None:
             return
@@ -349,7 +352,8 @@ class TrainingRun:
         self.config = replace(self.config, partition=found.boundaries)
         self.pipeline = self._make_pipeline()
         self._world = self.pipeline.world
-        self.pipeline.load(self.folder.checkpoints / "last")
+        self._checkpoints = self._make_checkpoints()
+        self._checkpoints.load()
         self.folder.note_plan(self.config, self.plan)
 
     def _profiled(self) -> Profile | None:
@@ -384,14 +388,22 @@ class TrainingRun:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
-        self._unsaved = self._try_to_save("last")
-        self._saved_at = time.monotonic()
+    def _save(self, wait: bool = False) -> None:
+        """Save what is there. A disk that is full for a while does not end a run.
 
-    def _try_to_save(self, name: str) -> CheckpointError | None:
-        """A disk that is full for a while does not end a run. Weights that are not finite do: they would stay so."""
+        Weights that are not finite do: they would stay so.
+        """
+        best, self._is_best = self._is_best, False
+        wait = wait or self.config.wait_for_checkpoints
+        self._failure_of(self.pipeline.wait_for_save)  # of the one before
+        self._unsaved = self._failure_of(lambda: self._checkpoints.save(best=best, wait=wait))
+
+    def _wait_for_save(self) -> None:
+        self._unsaved = self._failure_of(self.pipeline.wait_for_save) or self._unsaved
+
+    def _failure_of(self, action: Callable[[], None]) -> CheckpointError | None:
         try:
-            self.pipeline.save(self.folder.checkpoints / name)
+            action()
         except NotFinite:
             raise
         except CheckpointError as error:
@@ -491,32 +503,3 @@ class TrainingRun:
             "versions": versions,
             "warnings": self._warnings,
         }
-
-
-class Pace:
-    """When the ranks agree on whether a checkpoint is due: seldom, since each time their pipelines run empty.
-
-    The segments between agreements double in length at first; later they last as long as the checkpoint interval.
-    Everything follows from numbers that are the same on all ranks, so all make the same decisions.
-    """
-
-    def __init__(self, interval_s: float, per_round: int) -> None:
-        self._interval_s, self._per_round = interval_s, per_round
-        self._rounds = 4  # in each of which every pipeline makes an update
-        self._since_save = 0
-
-    def batches(self) -> int:
-        """Batches of the next segment."""
-        return self._rounds * self._per_round
-
-    def due(self, batches: int, elapsed_s: float) -> bool:
-        """Whether to save now, after a segment of ``batches``, ``elapsed_s`` after the last checkpoint was saved."""
-        self._since_save += batches
-        per_round_s = elapsed_s * self._per_round / self._since_save
-        save = elapsed_s >= self._interval_s
-        left_s = self._interval_s if save else self._interval_s - elapsed_s
-        longest = left_s / per_round_s if per_round_s > 0 else 2.0 * self._rounds
-        self._rounds = max(1, min(2 * self._rounds, int(longest) + 1))
-        if save:
-            self._since_save = 0
-        return save

@@ -1,0 +1,132 @@
+"""When a training loop saves, and which of its checkpoints stay."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from avgpipe.checkpoint.kept import BEST, LAST, checkpoints_in, delete_old, kept_name
+from avgpipe.errors import CheckpointError, check_count
+from avgpipe.pipeline import Pipeline
+
+_log = logging.getLogger("avgpipe")
+
+
+class Checkpoints:
+    """The checkpoints of a training loop. Every rank calls its methods, in one order.
+
+    The newest is the folder ``last``; with ``keep`` above 1 the newest ones are ``batch-N``, too, and what is said to
+    be the best is ``best``. Each loads by itself, and files that several have are there once::
+
+        checkpoints = avgpipe.Checkpoints(pipeline, "run", every_s=60, keep=3)
+        checkpoints.load()
+        for result in pipeline.train(batches_from(pipeline.batches)):
+            if checkpoints.due():
+                checkpoints.save(wait=False)
+
+    Args:
+        folder: for the folders of the checkpoints.
+        every_s: about how many seconds lie between two; :meth:`due` says when.
+        keep: how many of the newest stay, ``last`` included.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, folder: str | Path, *, every_s: float = 600.0, keep: int = 1
+    ) -> None:
+        check_count("keep", keep)
+        if not every_s > 0:
+            raise ValueError(f"every_s must be positive, not {every_s}")
+        self._pipeline, self._folder, self._keep = pipeline, Path(folder), keep
+        self._pace = Pace(every_s, pipeline.plan.batches_per_round)
+        self._batches = 0  # since the ranks agreed last
+        self._saved_at = time.monotonic()
+
+    @property
+    def batches_to_agreement(self) -> int:
+        """After how many more batches :meth:`due` may say so."""
+        return max(1, self._pace.batches() - self._batches)
+
+    def due(self, batches: int = 1) -> bool:
+        """Whether to save now, on all ranks alike, after so many more batches; they seldom agree on it."""
+        self._batches += batches
+        if self._batches < self._pace.batches():
+            return False
+        batches, self._batches = self._batches, 0
+        elapsed_s = self._pipeline.first_rank_says(time.monotonic() - self._saved_at)
+        return self._pace.due(batches, elapsed_s)
+
+    def save(self, *, best: bool = False, wait: bool = True) -> None:
+        """Save, as the pipeline's ``save`` does, and delete those that are not to stay.
+
+        Raises:
+            CheckpointError: as of the pipeline's. Of one that was begun without ``wait``, it is raised by the next
+                save, or the pipeline's ``wait_for_save``; this save goes on then.
+        """
+        self._saved_at, failure = time.monotonic(), None
+        self._pace.saved()
+        try:
+            self._pipeline.wait_for_save()
+        except CheckpointError as error:
+            failure = error
+        name = kept_name(self._pipeline.batches)
+        if self._pipeline.world.rank == 0:
+            delete_old(self._folder, self._keep - 1, name)
+        also = [BEST] * best + [name] * (self._keep > 1)
+        folders = [self._folder / name for name in also]
+        self._pipeline.save(self._folder / LAST, wait=wait, also=folders)
+        if failure is not None:
+            raise failure
+
+    def load(self) -> bool:
+        """Go on from the newest checkpoint that loads; False where there is none.
+
+        CheckpointError, that of the newest, where none of them does.
+        """
+        paths = self._pipeline.first_rank_says([str(path) for path in checkpoints_in(self._folder)])
+        failures: list[CheckpointError] = []
+        for path in paths:
+            try:
+                self._pipeline.load(path)
+            except CheckpointError as error:
+                failures.append(error)
+            else:
+                if failures and self._pipeline.world.rank == 0:
+                    _log.warning("%s; %s is loaded instead", failures[0], path)
+                return True
+        if failures:
+            raise failures[0]
+        return False
+
+
+class Pace:
+    """When the ranks agree on whether a checkpoint is due: seldom, since each time their pipelines run empty.
+
+    The segments between agreements double in length at first; later they last as long as the checkpoint interval.
+    Everything follows from numbers that are the same on all ranks, so all make the same decisions.
+    """
+
+    def __init__(self, interval_s: float, per_round: int) -> None:
+        self._interval_s, self._per_round = interval_s, per_round
+        self._rounds = 4  # in each of which every pipeline makes an update
+        self._since_save = 0
+
+    def batches(self) -> int:
+        """Batches of the next segment."""
+        return self._rounds * self._per_round
+
+    def due(self, batches: int, elapsed_s: float) -> bool:
+        """Whether to save now, after a segment of ``batches``, ``elapsed_s`` after the last checkpoint was saved."""
+        self._since_save += batches
+        per_round_s = elapsed_s * self._per_round / self._since_save
+        save = elapsed_s >= self._interval_s
+        left_s = self._interval_s if save else self._interval_s - elapsed_s
+        longest = left_s / per_round_s if per_round_s > 0 else 2.0 * self._rounds
+        self._rounds = max(1, min(2 * self._rounds, int(longest) + 1))
+        if save:
+            self.saved()
+        return save
+
+    def saved(self) -> None:
+        """A checkpoint was saved."""
+        self._since_save = 0
