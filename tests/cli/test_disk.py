@@ -20,7 +20,8 @@ def train(text, out, *more):
     numbers = {"batch-size": 4, "stages": 1, "pipelines": 1, "micro-batches": 1, "max-batches": 6}
     options = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
     paths = ("--data", str(text), "--out", str(out))
-    return invoke("train", "awd-lstm", *paths, *options, "--checkpoint-minutes", "0.0000001", *more)
+    often = ("--checkpoint-minutes", "0.0000001", "--wait-for-checkpoints")
+    return invoke("train", "awd-lstm", *paths, *options, *often, *more)
 
 
 @pytest.fixture
@@ -32,12 +33,12 @@ def full(monkeypatch):
     def full_disk(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def counted(pipeline, directory):
+    def counted(pipeline, directory, **options):
         nonlocal count
         monkeypatch.setattr(os, "fsync", full_disk if count in saves else fsync)
         count += 1
         try:
-            save(pipeline, directory)
+            save(pipeline, directory, **options)
         finally:
             monkeypatch.setattr(os, "fsync", fsync)
 

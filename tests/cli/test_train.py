@@ -271,7 +271,7 @@ def test_torchrun_starts_a_killed_run_again_from_its_checkpoint(text, tmp_path):
         os.kill(victim, signal.SIGKILL)
         stdout, stderr = torchrun.communicate(timeout=100)
     assert torchrun.returncode == 0, stderr
-    assert "resumes after batch 0" in stderr
+    assert "resumes after batch " in stderr
     assert Run(out, stdout, stderr).summary["batches"] == 32
     assert [row["batch"] for row in rows(out) if row["kind"] == "train"] == list(range(32))
 
