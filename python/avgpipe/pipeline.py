@@ -757,6 +757,31 @@ class Pipeline:
         with self._idle():
             return measured_costs(self._worker)
 
+    def preempt(self) -> None:
+        """Say that this process will be ended soon; in a signal handler, or any thread. See :attr:`preempted`."""
+        self._worker.preemption.notice()
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a rank has called :meth:`preempt`: True on all ranks from the same batch on, within seconds.
+
+        Every rank must ask after every batch, or at the same ones, and not in the middle of an evaluation::
+
+            signal.signal(signal.SIGTERM, lambda *_: pipeline.preempt())
+            for result in pipeline.train(loader):
+                if pipeline.preempted:
+                    break
+            pipeline.save(folder)
+
+        Isolated pipelines are each told by themselves.
+        """
+        with self._worker.running():
+            return self._worker.preemption.is_due(self._feed.next_batch)
+
+    def doing(self) -> str:
+        """Say what this rank is at, in words; in any thread."""
+        return f"{self.world.name(self.world.rank)}: {self._worker.scheduler.doing()}"
+
     def first_rank_says(self, value: Any) -> Any:
         """Return the first rank's ``value``, as JSON carries it, on every rank; batches in flight are finished first.
 

@@ -99,13 +99,66 @@ def test_ctrl_c_ends_all_and_the_run_resumes_bit_for_bit(start, whole):
     assert (summary["epochs"], summary["batches"], summary["samples"]) == (2, 130, 520)
 
 
+def goes_on_bit_for_bit(out, whole):
+    options = ["--out", str(out), "--resume", "--checkpoint-minutes", "10", "--json"]
+    stdout, stderr = avgpipe("train", "awd-lstm", *options).communicate(timeout=100)
+    assert losses(rows(out)) == losses(whole.rows), stderr
+    assert strict(stdout)["metric"] == whole.summary["metric"]
+
+
 @pytest.mark.slow
-def test_sigterm_ends_all_with_its_own_exit_code(start):
-    training = start()
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_preempted_run_is_saved_and_goes_on_bit_for_bit(to_all, start, whole):
+    """SIGTERM for the command alone, as from a scheduler of containers, and for all processes of a job."""
+    training = start("--checkpoint-minutes", "10", saved=0, trained=20)
+    for pid in [training.process.pid, *(training.workers.values() if to_all else ())]:
+        os.kill(pid, signal.SIGTERM)
+    code, stdout, stderr = training.end(timeout_s=30)
+    assert (code, stdout) == (0, ""), stderr
+    last = stderr.splitlines()[-1]
+    assert last.startswith("avgpipe: preempted by SIGTERM: the run is saved; ")
+    assert resume_line(training.out) in last
+    trained = len(training.trained())
+    assert verify_checkpoint(training.out / "checkpoints" / "last").batches == trained
+    assert 20 <= trained < 130
+    assert not (training.out / "summary.json").exists()
+    goes_on_bit_for_bit(training.out, whole)
+
+
+def is_pending(number, pid):
+    with open(f"/proc/{pid}/status") as file:
+        mask = next(line for line in file if line.startswith("ShdPnd:")).split()[1]
+    return int(mask, 16) >> (number - 1) & 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impatient", ["a second SIGTERM", "SIGINT", "the limit"])
+def test_a_preempted_run_that_cannot_end_in_time_is_ended(impatient, start):
+    late = ["--preemption-seconds", "0.5"] if impatient == "the limit" else []
+    training = start("--epochs", "50", *late)
+    os.kill(training.workers[1], signal.SIGSTOP)  # so that nothing ends by itself
     training.process.send_signal(signal.SIGTERM)
+    if impatient != "the limit":
+        wait_for(lambda: is_pending(signal.SIGUSR2, training.workers[1]))  # which the launcher has sent
+        training.process.send_signal(signal.SIGINT if impatient == "SIGINT" else signal.SIGTERM)
+    os.kill(training.workers[1], signal.SIGCONT)
     code, _, stderr = training.end(timeout_s=15)
-    assert code == 143
+    assert code == (130 if impatient == "SIGINT" else 143)
     assert resume_line(training.out) in stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_every_rank_says_what_it_is_doing(start):
+    training = start("--epochs", "50")
+    training.process.send_signal(signal.SIGUSR1)
+    os.set_blocking(training.process.stderr.fileno(), True)
+    seen = ""
+    while not (all(f"avgpipe: rank {k} (stage {k}): " in seen for k in (0, 1))):
+        seen += training.process.stderr.readline()
+    assert seen.count("Current thread 0x") + seen.count("Thread 0x") > 4
+    assert "training.py" in seen
+    training.process.send_signal(signal.SIGINT)
+    assert training.end(timeout_s=15)[0] == 130
 
 
 @pytest.mark.slow

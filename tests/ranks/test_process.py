@@ -103,3 +103,67 @@ def test_a_process_whose_parent_has_ended_before_does_not_begin():
     run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=20)
     assert run.returncode == 128 + signal.SIGTERM
     assert run.stdout == ""
+
+
+TRAINS = """
+import signal, sys, threading
+from avgpipe.ranks.process import Answers, answering, ending_on_signals
+told = threading.Event()
+answers = Answers(told.set, {within}, lambda: "computing")
+with ending_on_signals(lambda s: print(s.name, flush=True), {grace}, signal.{by}):
+    with answering(answers):
+        print("ready", flush=True)
+        told.wait()
+        print("told", flush=True)
+        sys.stdin.readline()
+print("saved")
+"""
+
+
+def trains(by="SIGTERM", within=60.0, grace=0.0):
+    code = TRAINS.format(by=by, within=within, grace=grace)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment(), text=True, **pipes)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("by", ["SIGTERM", "SIGUSR2"])
+def test_a_process_that_is_preempted_ends_by_itself(by):
+    process = trains(by)
+    process.send_signal(signal.Signals[by])
+    assert process.communicate("\n", timeout=20) == ("told\nsaved\n", "")
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("by", ["SIGTERM", "SIGUSR2"])
+def test_a_process_that_is_preempted_ends_in_time(by):
+    process = trains(by, within=0.2)
+    process.send_signal(signal.Signals[by])
+    assert process.stdout.read() == "told\nSIGTERM\n"
+    assert process.wait(20) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_process_that_is_preempted(number):
+    process = trains()
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "told\n"
+    process.send_signal(number)
+    assert process.wait(20) == 128 + number
+
+
+@pytest.mark.parametrize("order", ["SIGTERM SIGUSR2", "SIGUSR2 SIGTERM"])
+def test_a_rank_that_its_launcher_has_told_is_not_ended_by_a_signal_to_all(order):
+    process = trains("SIGUSR2", grace=60.0)
+    for name in order.split():
+        process.send_signal(signal.Signals[name])
+    assert process.communicate("\n", timeout=20) == ("told\nsaved\n", "")
+
+
+def test_a_process_is_asked_what_it_is_doing():
+    process = trains()
+    process.send_signal(signal.SIGUSR1)
+    wait_for(lambda: "avgpipe: computing" in process.stderr.readline())
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate("\n", timeout=20)[0] == "told\nsaved\n"

@@ -247,6 +247,7 @@ class TrainConfig(LearningOptions, PlanOptions):
         checkpoint_minutes: Minutes between checkpoints within an epoch.
         keep: How many of the newest checkpoints stay.
         wait_for_checkpoints: Let training wait while a checkpoint is written. It then needs no copy in main memory.
+        preemption_seconds: How long the run may take to save and end after SIGTERM, before it is ended.
         launch: torchrun's name for what started the workers.
         restarts: Whether torchrun has started the workers before, and they began this run.
     """
@@ -260,6 +261,7 @@ class TrainConfig(LearningOptions, PlanOptions):
     checkpoint_minutes: Positive = 10.0
     keep: Count = 1
     wait_for_checkpoints: bool = False
+    preemption_seconds: Positive = 30.0
     launch: str | None = internal(None)
     restarts: bool = internal(False)
 

@@ -144,5 +144,5 @@ def reporting(json_output: bool) -> Iterator[None]:
         raise typer.Exit(failure.exit_code) from failure
 
 
-def say(message: str) -> None:
-    print(f"avgpipe: error: {message}", file=sys.stderr, flush=True)
+def say(message: str, is_error: bool = True) -> None:
+    print(f"avgpipe: {'error: ' * is_error}{message}", file=sys.stderr, flush=True)

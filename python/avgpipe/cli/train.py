@@ -24,10 +24,14 @@ def run(asked: TrainConfig) -> None:
         if _is_first():  # the others would find what the first one has begun to write
             check_run(config)
     if joined_ranks() is None and config.to_plan().workers > 1:
-        train_on_workers(config)
+        is_preempted = train_on_workers(config)
     else:
-        _train_here(config)
-    if _is_first():
+        is_preempted = _train_here(config)
+    if _is_first() and is_preempted:
+        say(f"preempted by SIGTERM: the run is saved; {resume_hint(config)}", is_error=False)
+        sys.stdout.write('{"preempted": true}\n' if asked.json else "")
+        sys.stdout.flush()
+    elif _is_first():
         out = Path(config.out)
         sys.stdout.write((out / "summary.json").read_text() if asked.json else describe(out) + "\n")
         sys.stdout.flush()
@@ -45,12 +49,19 @@ def resume_hint(config: TrainConfig) -> str:
     return f"resume from the last checkpoint with: {shlex.join(command)}"
 
 
-def train_on_workers(config: TrainConfig) -> None:
-    """Start a process for each rank and wait for them; raises CommandFailed."""
+def train_on_workers(config: TrainConfig) -> bool:
+    """Start a process for each rank and wait for them; return whether they were preempted. Raises CommandFailed."""
     plan = config.to_plan()
     asked = {"config": config.to_json()}
     try:
-        run_on_ranks("avgpipe.cli.training:run_worker", plan.workers, asked, threads=None, captures=False)
+        ends = run_on_ranks(
+            "avgpipe.cli.training:run_worker",
+            *(plan.workers, asked),
+            threads=None,
+            captures=False,
+            preemption_s=config.preemption_seconds,
+        )
+        return any(ends)
     except Interrupted as interrupted:
         raise CommandFailed(
             f"interrupted by {interrupted}: all workers are ended; {resume_hint(config)}",
@@ -63,8 +74,8 @@ def train_on_workers(config: TrainConfig) -> None:
         raise CommandFailed(f"{name} {failed.reason}; {resume_hint(config)}", FAILED) from None
 
 
-def _train_here(config: TrainConfig) -> None:
-    """Train as the only rank, or as one of torchrun's."""
+def _train_here(config: TrainConfig) -> bool:
+    """Train as the only rank, or as one of torchrun's; return whether it was preempted."""
     from avgpipe.cli.training import run_rank  # imports torch: signals are to be answered before
 
     def tell(number: signal.Signals) -> None:
@@ -76,7 +87,7 @@ def _train_here(config: TrainConfig) -> None:
     with ending_on_signals(tell, GRACE_S if joined else 0.0):
         try:
             with redirect_stdout(sys.stderr):  # a script may print
-                run_rank(config)
+                is_preempted = run_rank(config)
             _leave_group()
         except CommandFailed as failure:
             if failure.exit_code == FAILED and _is_first():
@@ -84,6 +95,7 @@ def _train_here(config: TrainConfig) -> None:
                     f"{str(failure).rstrip('.')}; {resume_hint(config)}", FAILED
                 ) from failure.__cause__
             raise
+    return is_preempted
 
 
 def _leave_group() -> None:

@@ -29,7 +29,7 @@ from avgpipe.measure.profiler import profile
 from avgpipe.pipeline import Pipeline
 from avgpipe.planning import Profile
 from avgpipe.planning.rebalance import rebalanced
-from avgpipe.ranks.process import PEER_LOST, peak_memory_bytes
+from avgpipe.ranks.process import PEER_LOST, Answers, answering, peak_memory_bytes
 from avgpipe.report.course import Totals, Validations, parse_target, target_text
 from avgpipe.report.loggers import Loggers
 from avgpipe.report.pictures import Curve, plot_curves
@@ -45,23 +45,25 @@ _LEAST_GAIN = 0.05  # of a batch's time, for which layers move: less is lost in 
 _PROFILE_S = 10.0
 
 
-def run_rank(config: TrainConfig) -> None:
-    """Train as this rank; raises CommandFailed."""
+def run_rank(config: TrainConfig) -> bool:
+    """Train as this rank; return whether it was preempted. Raises CommandFailed."""
     with arguments():
         run = TrainingRun(config)
+    answers = Answers(run.preempt, config.preemption_seconds, lambda: run.pipeline.doing())
     try:
-        with running():
-            run.train()
+        with running(), answering(answers):
+            is_preempted = not run.train()
             run.close()
     except BaseException:
         run.progress.close()
         raise
+    return is_preempted
 
 
-def run_worker(config: str) -> None:
-    """Train as a rank that the command has started, and end with a code that says who is to blame."""
+def run_worker(config: str) -> bool:
+    """As :func:`run_rank`, for a rank that the command has started: it ends with a code that says who is to blame."""
     try:
-        run_rank(TrainConfig.from_json(config))
+        return run_rank(TrainConfig.from_json(config))
     except CommandFailed as failure:
         say(str(failure))
         lost = isinstance(failure.__cause__, PeerLost)
@@ -114,6 +116,7 @@ class TrainingRun:
         self._warnings = warnings_of(logged)
         for note in (*links_line(self._world.gather(links_of(logged))), *self._warnings):
             self.progress.note(note)
+        self._is_to_end = False
         self._is_best = False  # what is saved next
         self._unsaved: CheckpointError | None = None  # why the last checkpoint was not written
         self._stretches: list[tuple[int, int]] = []  # batches, first and last, without a pause between them
@@ -130,29 +133,35 @@ class TrainingRun:
             if self._unsaved is not None:  # before hours of training
                 raise self._unsaved
 
-    def train(self) -> None:
-        """Train to the end and write the summary."""
+    def train(self) -> bool:
+        """Train to the end and write the summary; or, as False says, until the run is preempted, and save."""
         epoch, start = self._position()
-        while epoch < self.workload.epochs and self._left() and not self.done.reached:
-            self._train_epoch(epoch, start)
-            self._save()
+        is_preempted = False
+        while self._goes_on(epoch) and not is_preempted:
+            is_preempted = not self._train_epoch(epoch, start)
+            self._save(wait=is_preempted)
             epoch, start = epoch + 1, 0
-            if (
-                self.config.rebalance
-                and epoch < self.workload.epochs
-                and self._left()
-                and not self.done.reached
-            ):
+            if self.config.rebalance and self._goes_on(epoch) and not is_preempted:
                 self._rebalance()
         self._wait_for_save()
         if self.config.target is not None and self.done.reached:
             self.progress.note(f"target {target_text(self.config.target)} reached")
         self.progress.close()
-        if self.done.batches > self._resumed_at or not (self.out / "summary.json").is_file():
+        has_news = self.done.batches > self._resumed_at or not (self.out / "summary.json").is_file()
+        if has_news and not is_preempted:
             self._finish()
         self.folder.close()
         if self._unsaved is not None:
             raise self._unsaved
+        return not is_preempted
+
+    def _goes_on(self, epoch: int) -> bool:
+        return epoch < self.workload.epochs and self._left() > 0 and not self.done.reached
+
+    def preempt(self) -> None:
+        """Have the run end once it is saved."""
+        self._is_to_end = True
+        self.pipeline.preempt()
 
     def _make_pipeline(self) -> Pipeline:
         config, workload = self.config, self.workload
@@ -177,23 +186,24 @@ class TrainingRun:
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def _train_epoch(self, epoch: int, start: int) -> None:
+    def _train_epoch(self, epoch: int, start: int) -> bool:
+        """Return whether the epoch, or the run, is at its end; else it is preempted."""
         batches = self.workload.train_batches(epoch, start)
         left = min(len(batches), self._left())
         source = iter(batches)
         self.done.enter(epoch)
         first = self.done.batches
-        while left > 0 and not self.done.reached:
+        while left > 0 and not self.done.reached and not self.pipeline.preempted:
             ahead = self._to_next_validation()
             count = min(left, ahead, self._checkpoints.batches_to_agreement)
             trained = self._train_batches(islice(source, count))
-            left -= count
-            if trained < count:  # a loader without a length has ended
+            left -= trained
+            if trained < count and not self.pipeline.preempted:  # a loader without a length has ended
                 left, self._epoch_samples = 0, self.done.epoch_samples
             ends = not left and (epoch + 1 == self.workload.epochs or not self._left())
             # What observes its losses does so at each epoch's end.
             validates = trained == ahead or ends or (not left and bool(self._averaging))
-            saves = left > 0 and self._checkpoints.due(count)
+            saves = left > 0 and self._checkpoints.due(trained)
             if first < self.done.batches and (validates or saves or not left):
                 self._stretches.append((first, self.done.batches - 1))
                 first = self.done.batches
@@ -203,6 +213,13 @@ class TrainingRun:
                 self._observe()
             if saves or (left and self._is_best):
                 self._save()
+        return left <= 0 or self.done.reached
+
+    def _until_preempted(self, batches: Iterator[tuple[object, object]]) -> Iterator[tuple[object, object]]:
+        for batch in batches:
+            yield batch
+            if self.pipeline.preempted:
+                return
 
     def _to_next_validation(self) -> int:
         """Batches that are left until then."""
@@ -213,7 +230,7 @@ class TrainingRun:
         """Train on them; how many there were."""
         done, before = self.done, self.done.batches
         clock = time.perf_counter()
-        for result in self.pipeline.train(batches):
+        for result in self.pipeline.train(self._until_preempted(batches)):
             now = time.perf_counter()
             done.note_batch(result.samples, now - clock)
             row: dict[str, Any] = {"batch": result.batch, "pipeline": result.pipeline, "epoch": done.epoch}
@@ -352,6 +369,8 @@ class TrainingRun:
         self.config = replace(self.config, partition=found.boundaries)
         self.pipeline = self._make_pipeline()
         self._world = self.pipeline.world
+        if self._is_to_end:
+            self.pipeline.preempt()
         self._checkpoints = self._make_checkpoints()
         self._checkpoints.load()
         self.folder.note_plan(self.config, self.plan)

@@ -20,6 +20,7 @@ from avgpipe.errors import PipelineError
 from avgpipe.ranks.process import (
     ARGUMENTS,
     PEER_LOST,
+    PREEMPTED,
     PROGRESS,
     STORE_FILE,
     WRONG_ARGUMENTS,
@@ -68,6 +69,7 @@ def run_on_ranks(
     prefixes: Sequence[Sequence[str]] = (),
     say: Callable[[str], None] = lambda line: None,
     captures: bool = True,
+    preemption_s: float | None = None,
 ) -> list[Any]:
     """Call the function named "module:function" on every rank, each a process of this machine; return its results.
 
@@ -83,6 +85,8 @@ def run_on_ranks(
         say: is told what rank 0 reports by ``progress``.
         captures: whether what the processes print is kept back, but for the last line of a failure; else it goes to
             standard error.
+        preemption_s: the first SIGTERM has the ranks told by a signal of their own, and they may take so long to end by
+            themselves. None: it ends them.
 
     Raises:
         RanksFailed: a rank failed.
@@ -97,7 +101,7 @@ def run_on_ranks(
         # In a file: anybody may read a command line.
         (folder / ARGUMENTS).write_text(json.dumps(dict(arguments)))
         commands = [[*prefix, *tied("stderr", target)] for prefix in prefixes or [()] * world_size]
-        _run(commands, folder, added, captures, timeout_s, say)
+        _run(commands, folder, added, captures, timeout_s, say, preemption_s)
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
@@ -178,6 +182,14 @@ class Started:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
+    def tell(self, number: int, told: set[int]) -> None:
+        """Send a signal to those ranks that handle it and are not among ``told``, to which they are added."""
+        for rank, process in self._processes.pids().items():
+            if rank not in told and _handles(process, number):
+                with suppress(ProcessLookupError):
+                    os.kill(process, number)
+                told.add(rank)
+
     def close(self, number: int) -> None:
         """End all by a signal, and wait."""
         self._processes.close(signal.Signals(number))
@@ -211,6 +223,7 @@ def _run(
     captures: bool = False,
     timeout_s: float | None = None,
     say: Callable[[str], None] = lambda line: None,
+    preemption_s: float | None = None,
 ) -> None:
     """Run a command on each rank and wait for the end of all."""
     from torch.distributed.elastic import multiprocessing as elastic
@@ -219,10 +232,16 @@ def _run(
     started: Started | None = None
     with keeping_handlers():
         deadline = time.monotonic() + (timeout_s or float("inf"))
+        preempted: Preempted | None = None
         try:
             started = start(commands, folder, added, captures)
+            _pass_on_questions(started)
+            if preemption_s is not None:
+                preempted = Preempted(started, preemption_s)
             while (end := started.poll(_POLL_S)) is None:
                 said = _pass_on(folder / PROGRESS, said, say)
+                if preempted is not None:
+                    preempted.look()
                 if time.monotonic() > deadline:
                     late = f"the workers were not done after {timeout_s:.0f} s and were ended"
                     raise PipelineError(f"{late}; rank 0 was at: {said or 'its start'}")
@@ -231,7 +250,9 @@ def _run(
             interrupted = isinstance(error, (elastic.SignalException, KeyboardInterrupt))
             number = getattr(error, "sigval", signal.SIGINT) if interrupted else signal.SIGKILL
             if started is not None:
-                started.close(number)
+                # Ranks that were told that they are preempted take SIGTERM for a part of that.
+                is_told = preempted is not None and preempted.is_noticed and interrupted
+                started.close(signal.SIGINT if is_told else number)
             if interrupted:
                 raise Interrupted(number) from error
             raise
@@ -240,7 +261,56 @@ def _run(
                 print("\x1b[?25h", end="", file=sys.stderr, flush=True)
     if isinstance(end, RanksFailed):
         _pass_on(folder / PROGRESS, said, say)  # where it failed
+        if preempted is not None and preempted.is_noticed and _was_late(end):
+            raise Interrupted(signal.SIGTERM) from end
         raise end
+
+
+class Preempted:
+    """What the first SIGTERM means to a launcher: its ranks are told, and may end by themselves in time."""
+
+    def __init__(self, started: Started, within_s: float) -> None:
+        self._started, self._within_s = started, within_s
+        self._deadline: float | None = None
+        self._told: set[int] = set()
+        self._before = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._notice)
+
+    def _notice(self, *_: object) -> None:
+        self._deadline = time.monotonic() + self._within_s + _POLL_S
+        signal.signal(signal.SIGTERM, self._before)  # a second one ends them at once
+
+    @property
+    def is_noticed(self) -> bool:
+        return self._deadline is not None
+
+    def look(self) -> None:
+        """Tell the ranks; once they have not ended in time, do as that signal does without this."""
+        if self._deadline is not None:
+            self._started.tell(PREEMPTED, self._told)
+            if time.monotonic() > self._deadline:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _was_late(end: RanksFailed) -> bool:
+    """Whether a rank has ended itself, as it was not done in time."""
+    return end.exit_codes[end.rank] in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+def _pass_on_questions(started: Started) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, lambda *_: started.tell(signal.SIGUSR1, set()))
+
+
+def _handles(process: int, number: int) -> bool:
+    """Whether a process would not be ended by a signal."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def _pass_on(path: Path, said: str, say: Callable[[str], None]) -> str:
@@ -275,7 +345,7 @@ def _signal_name(number: int) -> str:
 @contextmanager
 def keeping_handlers() -> Iterator[None]:
     """Give back the signal handlers that torch's launcher replaces in the main thread."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield

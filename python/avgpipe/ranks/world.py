@@ -165,6 +165,13 @@ class World:
         at, _, doing = text.partition(" ")
         return f"rank {rank} was last seen {max(0.0, time.time() - float(at)):.0f} s ago: {doing}"
 
+    def note(self, name: str, text: str) -> None:
+        """Put a text where all ranks find it; RuntimeError where the store does not answer."""
+        self._board.put(name, text)
+
+    def noted(self, name: str) -> str | None:
+        return self._board.get(name)
+
     def lost(self, peer: int, doing: str) -> PeerLost:
         """Return the error for a broken connection to ``peer``, which names the rank that failed first."""
         return self.reported() or PeerLost(
@@ -304,6 +311,7 @@ class Watchdog:
         doing: Says what the main thread is at.
         processes: Those of ranks on this host, by rank.
         pace: What it tells besides, to be compared on the first rank.
+        look: Is called now and then.
     """
 
     def __init__(
@@ -313,8 +321,10 @@ class Watchdog:
         doing: Callable[[], str],
         processes: Mapping[int, int],
         pace: Pace | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
-        self._world, self._waits, self._doing, self._pace = world, waits, doing, pace
+        self._world, self._waits, self._doing = world, waits, doing
+        self._pace, self._look = pace, look
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}  # by descriptor
         for rank, process in processes.items():
@@ -348,6 +358,7 @@ class Watchdog:
                 self._world.tell_pace(pace)
                 if self._world.rank == 0:
                     self._pace.compare(self._world.paces())
+            self._look()
             if (loss := self._world.reported()) is not None:
                 self._waits.fail(loss)
 

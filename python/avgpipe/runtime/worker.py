@@ -20,6 +20,7 @@ from avgpipe.links.message import Channel, Key
 from avgpipe.model.model import Model, stage_layers, trainable_parameters
 from avgpipe.plan import Plan
 from avgpipe.ranks.membership import Membership
+from avgpipe.ranks.preemption import Preemption
 from avgpipe.ranks.world import Watchdog, World, is_of_transport, transport_reason
 from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.runtime.compute import Compute, Port
@@ -54,6 +55,7 @@ class Worker:
         emas: by replica, the average of its reference's weights, or a lone pipeline's; empty without ``ema_decay``.
         lanes: by replica and pipeline.
         exchange: with other pipelines; None unless they are isolated.
+        preemption: whether its ranks are to stop.
         rows: one for each pipeline on each worker of the plan that this process is.
         pace: of this process; None where it is the only one.
         is_sharded: whether some stage, of whichever process, has parameters that are DTensors.
@@ -76,6 +78,7 @@ class Worker:
         self.world, self.device, self.placement, self.model = world, device, placement, model
         self.held = placement.held_by(world.rank)
         self.failure: Exception | None = None
+        self.preemption = Preemption(world)
         self.evaluated = 0
         self._closed = False
         self._plan, self._options, self._seed, self._initial = plan, options, seed, initial
@@ -120,11 +123,10 @@ class Worker:
             self.exchange.membership.doing = self.scheduler.doing
             self.scheduler.complains = self.exchange.complains
         self.pace = Pace(self.scheduler, world, placement) if world.size > 1 else None
-        self._watchdog = (
-            None
-            if self.pace is None
-            else Watchdog(world, self.mailbox, self.scheduler.doing, self._links.processes, self.pace)
-        )
+        self._watchdog: Watchdog | None = None
+        if world.size > 1:
+            doing, look = self.scheduler.doing, self.preemption.look
+            self._watchdog = Watchdog(world, self.mailbox, doing, self._links.processes, self.pace, look)
 
     @property
     def place(self) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""When ranks are told that they will be ended soon: all stop at the same place of their loops, without a collective.
+
+A rank that learns of it, by a signal of its own or from the others' store, tells a place that it has not passed yet,
+and goes on to that one; there it waits until all have told theirs. The greatest is where all stop. A thread tells and
+asks, so that a rank which waits for another one's work keeps nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+
+from avgpipe.errors import PipelineTimeout
+from avgpipe.ranks.world import World
+
+_NAME = "preempted"
+_LOOK_S = 0.2
+
+
+class Preemption:
+    """Whether the ranks are to stop, as each is asked at the same places."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._lock = threading.Lock()
+        self._place: int | None = None  # at which this rank was asked last
+        self._told: int | None = None  # the place that it has not passed yet
+        self._is_noticed = self._is_written = False
+        self._agreed = threading.Event()
+        self._stop = 0  # where all do
+
+    def notice(self) -> None:
+        """Say that this process will be ended; in any thread, and in a signal handler."""
+        self._is_noticed = True
+
+    def is_due(self, place: int) -> bool:
+        """Whether to stop at ``place``, a number that grows; the same on all ranks that are asked there.
+
+        PeerLost or PipelineTimeout where another rank does not tell its place.
+        """
+        if self._world.size == 1:
+            return self._is_noticed
+        with self._lock:
+            self._place, told = place, self._told
+        if told is None or place < told:
+            return False
+        self._await()
+        return place >= self._stop
+
+    def _await(self) -> None:
+        deadline = time.monotonic() + self._world.timeout_s
+        while not self._agreed.wait(_LOOK_S):
+            if (loss := self._world.reported()) is not None:
+                raise loss
+            if time.monotonic() > deadline:
+                raise PipelineTimeout(
+                    f"rank {self._world.rank} waited {self._world.timeout_s:g} s for the others to tell where they can "
+                    "stop, as they are to be ended: every rank must ask for it"
+                )
+
+    def look(self) -> None:
+        """Tell the others, and see what they have told; called now and then by a thread."""
+        if self._agreed.is_set() or self._place is None:
+            return
+        with suppress(RuntimeError):  # the store does not answer: next time
+            if self._told is None:
+                if not (self._is_noticed or self._world.noted(_NAME)):
+                    return
+                with self._lock:
+                    self._told = self._place + 1
+            if not self._is_written:
+                self._world.note(_NAME, "yes")
+                self._world.note(f"{_NAME}/{self._world.rank}", str(self._told))
+                self._is_written = True
+            places = [self._world.noted(f"{_NAME}/{rank}") for rank in range(self._world.size)]
+            if None not in places:
+                self._stop = max(int(place) for place in places if place is not None)
+                self._agreed.set()
