@@ -110,7 +110,7 @@ def goes_on_bit_for_bit(out, whole):
 @pytest.mark.parametrize("to_all", [False, True])
 def test_a_preempted_run_is_saved_and_goes_on_bit_for_bit(to_all, start, whole):
     """SIGTERM for the command alone, as from a scheduler of containers, and for all processes of a job."""
-    training = start("--checkpoint-minutes", "10", saved=0, trained=20)
+    training = start("--checkpoint-minutes", "10", saved=1, trained=20)
     for pid in [training.process.pid, *(training.workers.values() if to_all else ())]:
         os.kill(pid, signal.SIGTERM)
     code, stdout, stderr = training.end(timeout_s=30)

@@ -14,7 +14,7 @@ from avgpipe.cli.folder import describe
 from avgpipe.cli.output import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, say
 from avgpipe.cli.resolve import check_run, has_checkpoint, joined_ranks, resolve
 from avgpipe.ranks.launch import Interrupted, RanksFailed, run_on_ranks
-from avgpipe.ranks.process import GRACE_S, ending_on_signals
+from avgpipe.ranks.signals import GRACE_S, ending_on_signals
 from avgpipe.runtime.placement import Placement
 
 

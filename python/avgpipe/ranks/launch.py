@@ -20,13 +20,13 @@ from avgpipe.errors import PipelineError
 from avgpipe.ranks.process import (
     ARGUMENTS,
     PEER_LOST,
-    PREEMPTED,
     PROGRESS,
     STORE_FILE,
     WRONG_ARGUMENTS,
     cores,
     launch_environment,
 )
+from avgpipe.ranks.signals import PREEMPTED
 
 _POLL_S = 0.05
 
