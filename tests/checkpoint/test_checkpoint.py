@@ -13,7 +13,7 @@ from torch import nn
 
 from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.checkpoint import Manifest, verify_checkpoint
-from avgpipe.checkpoint.manifest import crc_of
+from avgpipe.checkpoint.manifest import checksum_of
 from avgpipe.model.context import Carry
 from tests.runner import run
 from tests.runtime.cases import adamw, language_model, momentum, token_batches
@@ -243,7 +243,7 @@ def test_a_damaged_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
     (saved / "manifest.json").write_text(manifest[:-20])
     refuse(saved, "corrupt checkpoint: .*manifest.json is damaged")
     (saved / "manifest.json").write_text(json.dumps({"format": 9}))
-    refuse(saved, "has format 9; this version reads 2")
+    refuse(saved, "has format 9; this version reads 3")
     refuse(tmp_path, "no checkpoint in .*: it has no manifest.json")
 
 
@@ -265,7 +265,7 @@ def test_nothing_is_unpickled(saved: Path) -> None:
     shard = next(evil.glob("stage-0-*"))
     torch.save({"reference": print}, shard)
     manifest = Manifest.read(evil)
-    manifest.files[0] = [shard.name, shard.stat().st_size, crc_of(shard)]
+    manifest.files[0] = [shard.name, shard.stat().st_size, checksum_of(shard)]
     manifest.write(evil)
     refuse(evil, "corrupt checkpoint: .*stage-0.* does not load", verify=False)
 

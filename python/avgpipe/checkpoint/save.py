@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from avgpipe import faults
 from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
-from avgpipe.checkpoint.manifest import NAME, Manifest, crc_of, file_name
+from avgpipe.checkpoint.manifest import NAME, Checksum, Manifest, file_name
 from avgpipe.errors import CheckpointError
 from avgpipe.faults.disk import writing, written
 from avgpipe.ranks.world import World
@@ -92,10 +92,11 @@ def nothing_saved(directory: Path) -> str:
 
 
 def _write(path: Path, content: dict[str, Any], place: Mapping[str, Any]) -> tuple[int, int]:
-    """Write the file of a stage replica; return its size and CRC-32."""
+    """Write the file of a stage replica; return its size and checksum."""
     try:
-        with path.open("wb") as file:
-            torch.save(content, writing(file, **place))
+        with path.open("wb") as file, _without_crcs():
+            checked: Any = _Checked(writing(file, **place))
+            torch.save(content, checked)
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
@@ -105,9 +106,33 @@ def _write(path: Path, content: dict[str, Any], place: Mapping[str, Any]) -> tup
             raise
         cause.filename = cause.filename or str(path)
         raise cause from None
-    size, crc = path.stat().st_size, crc_of(path)
     written(path, **place)
-    return size, crc
+    return checked.checksum.size, checked.checksum.value
+
+
+class _Checked:
+    """A file with a checksum of what is written to it."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.checksum = file, Checksum()
+
+    def write(self, data: Any) -> int:
+        self.checksum.add(data)
+        return int(self._file.write(data))
+
+    def flush(self) -> None:
+        pass
+
+
+@contextmanager
+def _without_crcs() -> Iterator[None]:
+    """Have torch leave out checksums, which it does not look at when it loads; in this thread."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def refuse_nonfinite(contents: Mapping[int, dict[str, Any]], placement: Placement) -> None:
