@@ -22,7 +22,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.tables import families, gpu, models, operators, papers, pipelines, plans, statistics, training
+from benchmarks.tables import (
+    checkpoints,
+    families,
+    gpu,
+    models,
+    operators,
+    papers,
+    pipelines,
+    plans,
+    statistics,
+    training,
+)
 from benchmarks.tables.markdown import Record, table
 
 ROOT = Path(__file__).parents[1]
@@ -115,7 +126,8 @@ TABLES: dict[str, Callable[..., str]] = {
     made.__name__.replace("_", "-"): made
     for made in (
         *(models.vision, models.vision_count),
-        *(source, training.losses, training.workloads, training.sixteen_bits),
+        *(source, checkpoints.checkpoints),
+        *(training.losses, training.workloads, training.sixteen_bits),
         *(operators.operators, operators.more_operators),
         *(pipelines.emulated, pipelines.emulated_bars, pipelines.real_models, pipelines.compiled),
         *(pipelines.overhead, pipelines.latency, pipelines.bandwidth, pipelines.group_link, pipelines.memory),

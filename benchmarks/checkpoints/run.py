@@ -49,14 +49,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         for name in asked.cases:
             arguments = {"case": name, "rounds": asked.rounds, "every_s": asked.every_s, "folder": folder}
-            target, stages = f"{worker.__module__}:worker", CASES[name].stages
-            found = run_on_ranks(
-                "benchmarks.checkpoints.run:worker" if target.startswith("__main__") else target,
-                stages,
-                arguments,
-                timeout_s=limit_s,
-                say=say,
-            )
+            target, stages = "benchmarks.checkpoints.run:worker", CASES[name].stages
+            found = run_on_ranks(target, stages, arguments, timeout_s=limit_s, say=say)
             rows.append({"case": name, **found[0]})
     record = {
         "model_bytes": 4 * LAYERS * WIDTH * (WIDTH + 1),
@@ -119,25 +113,30 @@ class Stretch:
         self._seconds: list[float] = []
         self._pauses: list[float] = []  # in which training stood still at the beginning
         self._late: list[float] = []  # for which the writer was waited for at the end
+        self._cpu: list[float] = []  # of processors, all ranks together
 
     def run(self, is_counted: bool) -> None:
         pipeline = self._pipeline
         pipeline.world.barrier()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         if self._way != "none":
             pipeline.save(self._path, wait=self._way == "waiting")
         pause = time.perf_counter() - begin
         self._train()
         end = time.perf_counter()
         pipeline.wait_for_save()
+        late = time.perf_counter() - end
+        cpu = sum(pipeline.world.gather(time.process_time() - cpu))
         if is_counted:
             self._seconds.append(end - begin)
             self._pauses.append(pause)
-            self._late.append(time.perf_counter() - end)
+            self._late.append(late)
+            self._cpu.append(cpu)
 
     def found(self) -> dict[str, Any]:
         return {
             "seconds": self._seconds,
+            "processor_s": self._cpu,
             "pause_s": statistics.median(self._pauses),
             "late_s": max(self._late),
         }

@@ -11,23 +11,20 @@ def checkpoints(record: Record) -> str:
     """The medians of each case over the rounds: what a stretch takes longer than the one without, in the same round."""
     rows = []
     for row in record["rows"]:
-        plain = row["ways"]["none"]["seconds"]
-        spread = statistics.median(plain) / row["batches"]
-        cells = [
-            row["case"],
-            f"{row['checkpoint_bytes'] / 1e6:,.0f}",
-            f"{row['copy_bytes'] / 1e6:,.0f}",
-            ms(spread),
-        ]
-        for way, most in (("meanwhile", record["most"]), ("waiting", None)):
-            more = [a / b - 1 for a, b in zip(row["ways"][way]["seconds"], plain)]
-            cells += [_cost(more, most), ms(row["ways"][way]["pause_s"])]
-        rows.append(cells)
-    columns = (
-        "stages, pipelines | checkpoint, MB: | copy in memory, MB: | ms per batch: | written meanwhile costs: "
-        "| training stops for ms: | waited for costs: | for ms:"
+        plain, sizes = row["ways"]["none"], (row["checkpoint_bytes"], row["copy_bytes"])
+        for way, name, most in (
+            ("meanwhile", "written meanwhile", record["most"]),
+            ("waiting", "waited for", None),
+        ):
+            found = row["ways"][way]
+            more = [a / b - 1 for a, b in zip(found["seconds"], plain["seconds"])]
+            work = statistics.median(a - b for a, b in zip(found["processor_s"], plain["processor_s"]))
+            begins = [row["case"], *(f"{size / 1e6:,.0f}" for size in sizes)] if most else [""] * 3
+            rows.append([*begins, name, _cost(more, most), ms(found["pause_s"]), ms(work)])
+    return table(
+        "stages, pipelines | checkpoint, MB: | copy in memory, MB: | | costs: | training stops for ms: | processor ms:",
+        rows,
     )
-    return table(columns, rows)
 
 
 def _cost(more: list[float], most: float | None) -> str:

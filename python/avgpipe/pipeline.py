@@ -803,14 +803,15 @@ class Pipeline:
     def _close(self, error: BaseException | None = None) -> None:
         """``error``: why, which says more than what could not be written."""
         failed, limit_s = self._worker.failure is not None, self.world.timeout_s
+        patience_s = _FAILED_PATIENCE_S if failed else min(limit_s, _PATIENCE_S)
         try:
-            self._writer.close(_FAILED_PATIENCE_S if failed else limit_s)
+            self._writer.close(patience_s if failed or error is not None else limit_s)
         except PipelineError as unsaved:
             if error is None and not failed:
                 raise
             _log.warning("%s", unsaved)
         finally:
-            self._worker.close(_FAILED_PATIENCE_S if failed else min(limit_s, _PATIENCE_S))
+            self._worker.close(patience_s)
 
     def __enter__(self) -> Pipeline:
         return self

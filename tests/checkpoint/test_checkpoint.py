@@ -13,8 +13,8 @@ from torch import nn
 
 from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.checkpoint import Manifest, verify_checkpoint
-from avgpipe.checkpoint.manifest import checksum_of
 from avgpipe.model.context import Carry
+from tests.checkpoint.test_blocks import checksum_in
 from tests.runner import run
 from tests.runtime.cases import adamw, language_model, momentum, token_batches
 
@@ -265,7 +265,7 @@ def test_nothing_is_unpickled(saved: Path) -> None:
     shard = next(evil.glob("stage-0-*"))
     torch.save({"reference": print}, shard)
     manifest = Manifest.read(evil)
-    manifest.files[0] = [shard.name, shard.stat().st_size, checksum_of(shard)]
+    manifest.files[0] = [shard.name, shard.stat().st_size, checksum_in(shard)]
     manifest.write(evil)
     refuse(evil, "corrupt checkpoint: .*stage-0.* does not load", verify=False)
 

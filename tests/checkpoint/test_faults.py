@@ -16,7 +16,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ from torch import nn
 from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.checkpoint import verify_checkpoint
 from avgpipe.checkpoint.folder import FolderLocks
-from avgpipe.checkpoint.manifest import Checksum, Manifest, checksum_of
+from avgpipe.checkpoint.manifest import Manifest
+from tests.checkpoint.test_blocks import checksum_in
 from tests.runner import Ranks, run, touch
 from tests.runtime.cases import adamw, language_model, token_batches
 
@@ -95,7 +95,7 @@ def test_torch_says_in_its_own_words_what_the_disk_said(saved: Path, monkeypatch
     opened = Path.open
     full = Path("/dev/full")
     monkeypatch.setattr(
-        Path, "open", lambda path, mode="r": opened(full if path.suffix == ".pt" else path, mode)
+        Path, "open", lambda path, *how, **more: opened(full if path.suffix == ".pt" else path, *how, **more)
     )
     with (
         make(model=wide_model()) as p,
@@ -560,7 +560,7 @@ def test_a_file_with_something_else_is_refused(content: Any, plan: Plan, saved: 
     shard = next(saved.glob("stage-0-*"))
     torch.save(content, shard)
     manifest = Manifest.read(saved)
-    manifest.files[0] = [shard.name, shard.stat().st_size, checksum_of(shard)]
+    manifest.files[0] = [shard.name, shard.stat().st_size, checksum_in(shard)]
     manifest.write(saved)
     with make(plan) as p:
         with pytest.raises(CheckpointError, match=r"stage-0.* does not load"):
@@ -575,7 +575,7 @@ def test_a_file_without_one_of_the_replicas_is_refused(plan: Plan, saved: Path) 
     del content["replicas"][1]
     torch.save(content, shard)
     manifest = Manifest.read(saved)
-    manifest.files[1] = [shard.name, shard.stat().st_size, checksum_of(shard)]
+    manifest.files[1] = [shard.name, shard.stat().st_size, checksum_in(shard)]
     manifest.write(saved)
     with (
         make(plan) as p,
@@ -606,7 +606,7 @@ def test_a_damaged_average_is_refused(how: str, tmp_path: Path) -> None:
         _damaged_average(content, how)
         torch.save(content, shard)
         manifest = Manifest.read(tmp_path)
-        manifest.files[0] = [shard.name, shard.stat().st_size, checksum_of(shard)]
+        manifest.files[0] = [shard.name, shard.stat().st_size, checksum_in(shard)]
         manifest.write(tmp_path)
         with pytest.raises(CheckpointError, match=r"stage-0.* does not load"):
             p.load(tmp_path)
@@ -653,34 +653,3 @@ def test_a_replica_that_is_not_finite_begins_at_the_reference(
         assert p.skipped_updates == 0
         assert all(bool(value.isfinite().all()) for value in p.state_dict(0).values())
     assert ("have infinities or NaN: they begin at the reference" in caplog.text) == (after == PLAN)
-
-
-# ---- checksums of files --------------------------------------------------------------------------------------------
-
-
-def checksum(*pieces: bytes) -> tuple[int, int]:
-    found = Checksum()
-    for piece in pieces:
-        found.add(piece)
-    return found.size, found.value
-
-
-def test_a_checksum_does_not_depend_on_how_the_bytes_come() -> None:
-    dice = random.Random(4)
-    data = dice.randbytes(40_000)
-    whole = checksum(data)
-    for _ in range(50):
-        cuts = [0, *sorted(dice.randrange(len(data)) for _ in range(6)), len(data)]
-        assert checksum(*(data[a:b] for a, b in pairwise(cuts))) == whole
-
-
-def test_a_checksum_notices_flipped_bits_and_pages_in_another_order() -> None:
-    dice = random.Random(5)
-    data = bytes(3 * 4096) + dice.randbytes(20_000)
-    whole = checksum(data)
-    for _ in range(2000):
-        at, bit = dice.randrange(len(data)), 1 << dice.randrange(8)
-        assert checksum(data[:at], bytes([data[at] ^ bit]), data[at + 1 :]) != whole
-    assert checksum(data[4096:], data[:4096]) != whole
-    assert checksum(data[4096:]) != whole
-    assert checksum(data + b"\0") != whole

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import UnionType
 from typing import IO, Any
 
-import numpy as np
 import torch
 
+from avgpipe.checkpoint.blocks import checksum_of
 from avgpipe.errors import CheckpointError
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
@@ -30,8 +30,6 @@ from avgpipe.runtime.placement import StageReplica
 
 NAME = "manifest.json"
 _FORMAT = 3
-_CHUNK = 1 << 20
-_PART = 4096  # bytes, of which a checksum has the sum
 _LATER_OPTIONS = {"placement", "batch", "correction"}  # of a plan, which checkpoints of this format may lack
 _TRIES = 20  # of opening the files of a checkpoint that is replaced again and again meanwhile
 
@@ -49,7 +47,7 @@ class Manifest:
         batches: Begun so far.
         bounds: See :class:`avgpipe.model.model.Model`.
         signature: Shape and dtype by tensor name.
-        files: One per replica of each stage, with size in bytes and :class:`Checksum`.
+        files: One per replica of each stage, with size in bytes and checksum.
     """
 
     plan: dict[str, Any]
@@ -124,7 +122,7 @@ class Manifest:
             found = os.fstat(file.fileno()).st_size
             if found != size:
                 raise _corrupt(f"{path} has {found} bytes instead of {size}")
-            if _checksum(file) != checksum:
+            if checksum_of(file) != checksum:
                 raise _corrupt(f"the content of {path} has changed")
             file.seek(0)
             failing.pop_all()
@@ -162,51 +160,6 @@ def verify_checkpoint(directory: str | Path, signature: Mapping[str, list[Any]] 
 
 def file_name(of: StageReplica, token: int) -> str:
     return f"stage-{of.stage}-{of.replica}-{of.group}-{token:012x}.pt"
-
-
-class Checksum:
-    """Of a file, as its bytes come: the CRC-32 of the sums of all 4 KiB, taken as numbers of 64 bits.
-
-    As quick as memory, where a CRC-32 of the bytes would take as long as writing them. Any flipped bit changes it.
-
-    Attributes:
-        size: in bytes.
-    """
-
-    def __init__(self) -> None:
-        self.size, self._crc, self._rest = 0, 0, b""
-
-    def add(self, data: Any) -> None:
-        bytes_left = memoryview(data).cast("B")
-        self.size += len(bytes_left)
-        if self._rest:
-            missing = _PART - len(self._rest)
-            self._rest, bytes_left = self._rest + bytes_left[:missing], bytes_left[missing:]
-            if len(self._rest) < _PART:
-                return
-            self._crc, self._rest = self._with(self._rest), b""
-        whole = len(bytes_left) - len(bytes_left) % _PART
-        self._crc, self._rest = self._with(bytes_left[:whole]), bytes(bytes_left[whole:])
-
-    def _with(self, parts: bytes | memoryview) -> int:
-        sums = np.frombuffer(parts, "<u8").reshape(-1, _PART // 8).sum(axis=1, dtype="<u8")
-        return zlib.crc32(sums.data, self._crc)
-
-    @property
-    def value(self) -> int:
-        return self._with(self._rest.ljust(_PART, b"\0"))
-
-
-def checksum_of(path: Path) -> int:
-    with path.open("rb") as file:
-        return _checksum(file)
-
-
-def _checksum(file: IO[bytes]) -> int:
-    found, chunk = Checksum(), memoryview(bytearray(_CHUNK))
-    while count := file.readinto(chunk):  # type: ignore[attr-defined]
-        found.add(chunk[:count])
-    return found.value
 
 
 def _open_file(path: Path, missing: CheckpointError) -> IO[bytes]:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from avgpipe import faults
+from avgpipe.checkpoint.blocks import BlockFile
 from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
-from avgpipe.checkpoint.manifest import NAME, Checksum, Manifest, file_name
+from avgpipe.checkpoint.manifest import NAME, Manifest, file_name
 from avgpipe.errors import CheckpointError
 from avgpipe.faults.disk import writing, written
 from avgpipe.ranks.world import World
@@ -94,11 +95,10 @@ def nothing_saved(directory: Path) -> str:
 def _write(path: Path, content: dict[str, Any], place: Mapping[str, Any]) -> tuple[int, int]:
     """Write the file of a stage replica; return its size and checksum."""
     try:
-        with path.open("wb") as file, _without_crcs():
-            checked: Any = _Checked(writing(file, **place))
-            torch.save(content, checked)
-            file.flush()
-            os.fsync(file.fileno())
+        with path.open("wb", buffering=0) as file, _without_crcs():
+            blocks = BlockFile(file)
+            torch.save(content, writing(blocks, **place))
+            blocks.finish()
     except (OSError, RuntimeError) as error:
         # torch.save raises an error of its own behind the one of a file that cannot be written.
         cause = error if isinstance(error, OSError) else error.__context__
@@ -107,21 +107,7 @@ def _write(path: Path, content: dict[str, Any], place: Mapping[str, Any]) -> tup
         cause.filename = cause.filename or str(path)
         raise cause from None
     written(path, **place)
-    return checked.checksum.size, checked.checksum.value
-
-
-class _Checked:
-    """A file with a checksum of what is written to it."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, self.checksum = file, Checksum()
-
-    def write(self, data: Any) -> int:
-        self.checksum.add(data)
-        return int(self._file.write(data))
-
-    def flush(self) -> None:
-        pass
+    return blocks.size, blocks.checksum
 
 
 @contextmanager

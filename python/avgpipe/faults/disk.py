@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from avgpipe import faults
 
 
-def writing(file: IO[bytes], **place: Any) -> Any:
+def writing(file: Any, **place: Any) -> Any:
     """Return ``file``, which a save is about to write; or what takes its place where a test wants a full disk."""
     for fault in faults.at("save", action="write", **place):
         if fault.kind == "full disk":
@@ -33,7 +33,7 @@ def written(path: Path, **place: Any) -> None:
 class _FullDisk:
     """A file on a disk with room for so many bytes."""
 
-    def __init__(self, file: IO[bytes], room_bytes: int) -> None:
+    def __init__(self, file: Any, room_bytes: int) -> None:
         self._file, self._room_bytes = file, room_bytes
 
     def write(self, data: Any) -> int:
