@@ -45,6 +45,10 @@ def _parse_counts(name: str, text: str) -> tuple[int, ...]:
     return tuple(sorted(set(parse_numbers(name, text, int, "1,2,4", least=1))))
 
 
+def _parse_count_or_none(name: str, text: str) -> int:
+    return 0 if text.strip() == "0" else parse_count(name, text)
+
+
 def _parse_systems(name: str, text: str) -> tuple[str, ...]:
     names = tuple(SYSTEMS) if text.strip() == "all" else parse_names(text) or ("",)
     for number, system in enumerate(names):
@@ -88,6 +92,7 @@ Methods = Annotated[tuple[str, ...], Value("NAME,...", lambda _, text: parse_nam
 Names = Annotated[tuple[str, ...], Value("NAMES", lambda _, text: parse_names(text))]
 Count = Annotated[int, Value("NUMBER", parse_count)]
 Counts = Annotated[tuple[int, ...], Value("NUMBER,...", _parse_counts)]
+CountOrNone = Annotated[int, Value("NUMBER", _parse_count_or_none)]
 Positive = Annotated[float, Value("NUMBER", parse_positive)]
 Amounts = Annotated[tuple[float, ...], Value("NUMBER,...", _numbers(float, "10 or 10,12,9", 0))]
 Size = Annotated[int, Value("SIZE", partial(parse_bytes, positive=True))]
@@ -519,6 +524,8 @@ class RunConfig(Options):
         pipelines: How many pipelines, with --isolate.
         min_pipelines: The run ends once fewer are left, with --isolate.
         restarts: How often in a row a pipeline is started again that makes no step, with --isolate.
+        spares: Processes that wait to take the place of a worker that is killed; 0 starts a new one then. The script's
+            Pipeline must have copies_every_s. Default: a worker that is killed ends the run.
         json: Print one JSON object and nothing else; what the script prints goes to standard error.
     """
 
@@ -529,6 +536,7 @@ class RunConfig(Options):
     pipelines: Count = 2
     min_pipelines: Count = 1
     restarts: Count = 3
+    spares: CountOrNone | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

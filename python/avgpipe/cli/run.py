@@ -11,6 +11,7 @@ import typer
 from avgpipe.cli.config import RunConfig
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, say
 from avgpipe.ranks.launch import Interrupted, RanksFailed, run_command, tied
+from avgpipe.ranks.replace import Replacing
 from avgpipe.ranks.supervise import Isolation, Supervisor
 
 _OF_ISOLATED = ("pipelines", "min_pipelines", "restarts")
@@ -25,6 +26,10 @@ def run(config: RunConfig) -> None:
                 f"--min-pipelines {config.min_pipelines} is more than --pipelines {config.pipelines}"
             )
         apart = [f"--{name.replace('_', '-')}" for name in _OF_ISOLATED if name in config.given]
+        if config.spares is not None and config.isolate:
+            raise ValueError(
+                "--spares with --isolate: pipelines that are isolated stand in for each other, use one"
+            )
         if apart and not config.isolate:
             raise ValueError(
                 f"{', '.join(apart)} without --isolate: the script's plan says how many pipelines there are"
@@ -32,7 +37,9 @@ def run(config: RunConfig) -> None:
     command, codes = [sys.executable, "-u", config.script, *config.args], (0,) * config.stages
     failure, out = None, "stderr" if config.json else "stdout"
     try:
-        if config.isolate:
+        if config.spares is not None:
+            Replacing(tied(out, *command), config.stages, config.spares, {}, say).run()
+        elif config.isolate:
             isolation = Isolation(config.pipelines, config.min_pipelines, config.restarts)
             Supervisor(tied(out, *command), config.stages, isolation, {}, say).run()
         else:

@@ -58,7 +58,7 @@ _SUMS = struct.Struct(
 _RECORD_BYTES = _RECORD.size + _SUMS.size
 _ENVELOPE_BYTES = _RECORD_BYTES + (64 << 10)
 _FAREWELL = -1  # in place of a channel's number: nothing more comes
-_FIRST, _LAST = -1.0, float("inf")  # places in the line
+_FIRST, _IDLE, _LAST = -1.0, 2.0**62, float("inf")  # places in the line
 
 
 class Room:
@@ -364,6 +364,7 @@ class _Outgoing:
         self._number, self._encoder = number, end.encoder(channel)
         self._is_verified = end.verifier is not None
         self._trains, self._words = channel.kind in OF_MICRO_BATCHES, Message(channel.kind).words
+        self._place = _IDLE if channel.kind is Message.COPY else _FIRST
         self.tag, self.room = _FIRST_TAG + 2 * number, Room()
 
     def packed(self, key: Key, value: Any) -> _Packed:
@@ -391,7 +392,8 @@ class _Outgoing:
             payload = memory(total)
             format.write_all(text, tensors, payload.data_ptr(), comes)
         made = current_stream(devices[0]).record_event() if comes else None
-        return _Packed(key.batch if self._trains else _FIRST, self._words, envelope, self, payload, made)
+        place = key.batch if self._trains else self._place
+        return _Packed(place, self._words, envelope, self, payload, made)
 
 
 class _Incoming:

@@ -198,7 +198,7 @@ def start(
         "avgpipe",
         commands[0][0],
         {rank: tuple(command[1:]) for rank, command in enumerate(commands)},
-        {rank: {**environment, **rank_environment(rank, count)} for rank in range(count)},
+        {rank: {**rank_environment(rank, count), **environment} for rank in range(count)},
         elastic.DefaultLogsSpecs(str(folder), elastic.Std.ALL if captures else elastic.Std.NONE),
     )
     return Started(processes, count, captures)
