@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 # That a group's own limit comes after ours, which says more. Not long: a process cannot end while gloo waits.
 SPARE_S = 3.0
+_PASS_TAG = 2**30  # none of a link's
 _MOST_BYTES = 2**30  # of what a rank gives to a gathering
 _TICK_S = 0.5
 _TELL_S = 5.0
@@ -106,9 +107,9 @@ class World:
             return
         with self._explaining():
             work = (
-                self.group.send([tensor], target, 0)
+                self.group.send([tensor], target, _PASS_TAG)
                 if self.rank == source
-                else self.group.recv([tensor], source, 0)
+                else self.group.recv([tensor], source, _PASS_TAG)
             )
             work.wait(self._limit)
 
