@@ -31,6 +31,7 @@ from avgpipe_ext.ring import Bell, Memory
 
 VERSION = 1
 _MOST_BYTES = 2**20  # of a message
+_KNOWN = 1000  # things that one has found and all may ask for
 
 
 def encoded(message: Sequence[Any]) -> bytes:
@@ -267,6 +268,8 @@ class Coordinator:
         elif kind == "once":
             request, name = values
             self._once.setdefault(name, _Once()).ask(group.number, request, partial(self._reply, process))
+            while len(self._once) > _KNOWN:  # the oldest, which all have heard of long ago
+                del self._once[next(iter(self._once))]
         elif kind == "done":
             self._once[values[0]].done(values[1])
         elif kind == "hand over":
