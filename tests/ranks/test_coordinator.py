@@ -120,7 +120,8 @@ def test_what_makes_no_sense_ends_a_connection_alone(tmp_path: Path, text: bytes
         stranger.send_bytes(text)
         with pytest.raises((EOFError, OSError)):
             stranger.recv_bytes()
-        assert heard(one.connect(0, 0), "welcome")
+        friend = one.connect(0, 0)
+        assert heard(friend, "welcome")
         assert one.lost == {}
 
 
