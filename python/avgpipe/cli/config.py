@@ -620,3 +620,35 @@ class SchedulesConfig(Options):
     rounds: Count = 3
     rows: Names = ()
     timeout_s: Positive = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultsConfig(Options):
+    """Let faults happen in small runs, at places drawn from a seed, and look at what becomes of the runs.
+
+    Runs of a tiny language model follow each other until the time is up, started in each way in turn; each is compared
+    with an undisturbed one. Prints the seed first. The exit code is 1 if anything happened that must not.
+
+    Attributes:
+        seed: What is drawn follows from it. Default: a new one.
+        seconds: About how long to go on.
+        mean_seconds: Time between two kills from outside, on average, beside the fault that each run has.
+        kinds: Kinds of faults, as in avgpipe.testing. Default: all.
+        ways: How runs are started: isolate, spares, plain.
+        stages: Workers of a pipeline.
+        pipelines: Number of pipelines.
+        links: Links between workers, in turn.
+        only: Names of single runs to repeat, as isolate-7. Default: as many as there is time for.
+        timeout_s: Seconds that a worker waits for another.
+    """
+
+    seed: Annotated[int | None, Value("NUMBER", _parse_count_or_none)] = None
+    seconds: Positive = 120.0
+    mean_seconds: Positive = 20.0
+    kinds: Names = ()
+    ways: Names = ("isolate", "spares", "plain")
+    stages: Count = DEFAULT_STAGES
+    pipelines: Count = DEFAULT_PIPELINES
+    links: Names = ("auto", "gloo")
+    only: Names = ()
+    timeout_s: Positive = 10.0

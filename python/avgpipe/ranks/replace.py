@@ -11,10 +11,12 @@ import os
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from avgpipe.faults import RESTART
 from avgpipe.ranks.generation import GENERATION, SPARE, announcement
 from avgpipe.ranks.launch import Interrupted, RanksFailed, Started, keeping_handlers, rank_environment, start
 from avgpipe.ranks.process import STORE_FILE
@@ -49,6 +51,7 @@ class Replacing:
         self._ranks: dict[int, Started] = {}
         self._spares: list[tuple[Started, Path]] = []
         self._made = self._generation = 0
+        self._replaced: Counter[int] = Counter()  # of each rank
 
     def run(self) -> None:
         """Run to the end.
@@ -87,11 +90,14 @@ class Replacing:
         self._made += 1
         folder = self._folder / f"process-{self._made}"
         folder.mkdir()
-        place = {**rank_environment(rank, self._size), GENERATION: str(self._generation)}
-        place |= {STORE_FILE: str(self._folder / "store")}
+        place = {**self._place(rank), STORE_FILE: str(self._folder / "store")}
         return start(
             [[*self._prefixes[max(0, rank)], *self._command]], folder, {**self._added, **place, **others}
         )
+
+    def _place(self, rank: int) -> dict[str, str]:
+        counts = {GENERATION: str(self._generation), RESTART: str(self._replaced[rank])}
+        return {**rank_environment(rank, self._size), **counts}
 
     def _make_spare(self) -> None:
         pipe = self._folder / f"spare-{self._made}"
@@ -113,7 +119,8 @@ class Replacing:
 
     def _replace(self, rank: int, why: str) -> None:
         self._generation += 1
-        place = {**rank_environment(rank, self._size), GENERATION: str(self._generation)}
+        self._replaced[rank] += 1
+        place = self._place(rank)
         how = "a new process"
         while self._spares:
             spare, pipe = self._spares.pop(0)

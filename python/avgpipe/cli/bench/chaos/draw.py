@@ -24,6 +24,7 @@ class Scenario:
     """What is to happen in a run.
 
     Attributes:
+        name: By which it can be repeated.
         way: How its processes are started.
         faults: Arguments of `avgpipe.testing.fail_at`, in the order in which they can happen.
         kills_s: Seconds after the first result at which a process is killed from outside.
