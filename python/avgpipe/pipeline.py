@@ -749,6 +749,8 @@ class Pipeline:
             self._save(directory, plan)
         except CheckpointError as error:
             return {"why": str(error), "is_not_finite": isinstance(error, NotFinite)}
+        finally:
+            self._folders.release()  # the next time another pipeline may do it
         return None
 
     def load(self, directory: str | Path) -> None:

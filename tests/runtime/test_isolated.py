@@ -6,6 +6,8 @@ import copy
 import os
 import random
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -320,6 +322,27 @@ def test_who_is_lost_while_it_evaluates_is_stood_in_for(tmp_path: Any) -> None:
     (losses, seen, *_), expected = run.results[1, 0], whole.results[1, 0]
     assert losses[:6] == expected[0][:6]
     assert seen[:2] == expected[1][:2]
+
+
+def save_in_turn(folder: str) -> int:
+    """Save twice into one folder, a pipeline after the other: who comes later finds that it is done."""
+    plan, pipeline = Plan(pipelines=2, micro_batches=2, isolate=True), int(os.environ["AVGPIPE_PIPELINE"])
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 2).double(), torch.zeros(4).long())]
+    with Pipeline(nn.Linear(2, 2).double(), plan, loss_fn=LOSS, optimizer=OPTIMIZERS["sgd"]) as p:
+        for saver in range(2):
+            list(p.train(data))
+            done = Path(folder, f"{saver} has saved")
+            while pipeline != saver and not done.exists():
+                time.sleep(0.01)
+            p.save(Path(folder, "saved"))
+            done.touch()
+        return p.batches
+
+
+def test_pipelines_save_into_one_folder_in_turn(tmp_path: Path) -> None:
+    run = Isolated(2, 1, save_in_turn, restarts=0, folder=str(tmp_path))
+    assert set(run.results.values()) == {2}, run.failures
 
 
 def refuse(isolate: bool) -> str:
