@@ -28,7 +28,7 @@ from avgpipe.units import format_seconds
 
 _WRONG = ("hangs", "ended", "wrong blame", "left over", "samples", "losses")
 _NOTES = """\
-faults: that happened; beside the kind of a run, kills from outside have rows of their own. pause: the longest time
+kind: of the fault that was drawn; faults: that happened, kills from outside among them. pause: the longest time
 without a result of the others, from the fault on. went on: runs that came to their end. What else is not 0 must not be:
 hangs: longer than --timeout and 5 s; ended: that should have gone on; wrong blame: of who cannot be at fault; left
 over: processes, files, memory; samples: lost, or trained on twice; losses: other than the undisturbed run's."""
@@ -56,9 +56,13 @@ def run(config: FaultsConfig) -> None:
             _say(verdict, scenario, seen)
     seconds = time.monotonic() - began
     found = {"command": command, "seed": seed, "seconds": seconds, **_facts(verdicts, seconds, undisturbed)}
-    violations = [f"{v.name}: {column}: {text}" for v in verdicts for column, texts in v.wrong.items() for text in texts]
+    violations = [
+        f"{v.name}: {column}: {text}" for v in verdicts for column, texts in v.wrong.items() for text in texts
+    ]
     found |= {"violations": violations, "runs": [vars(verdict) for verdict in verdicts]}
-    lines = [f"{len(violations)} violations of what must be" if violations else "nothing happened that must not"]
+    lines = [
+        f"{len(violations)} violations of what must be" if violations else "nothing happened that must not"
+    ]
     answer(
         config.json,
         found,
@@ -136,19 +140,27 @@ def _rows(verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
     for (way, kind), some in sorted(of.items()):
         faults = [fault for verdict in some for fault in verdict.faults]
         pauses = [fault["pause_s"] for fault in faults if fault["pause_s"] is not None]
-        row = {"way": way, "kind of a run": kind, "runs": str(len(some)), "faults": str(len(faults))}
+        row = {"way": way, "kind": kind, "runs": str(len(some)), "faults": str(len(faults))}
         row["went on"] = str(sum(not verdict.ended for verdict in some))
         if pauses:
-            row |= {"median pause": format_seconds(statistics.median(pauses)), "worst": format_seconds(max(pauses))}
+            row |= {
+                "median pause": format_seconds(statistics.median(pauses)),
+                "worst": format_seconds(max(pauses)),
+            }
         row["trained again"] = str(sum(verdict.repeated for verdict in some))
         rows.append(row | {column: str(sum(bool(v.wrong.get(column)) for v in some)) for column in _WRONG})
     return rows
 
 
-def _facts(verdicts: Sequence[Verdict], seconds: float, undisturbed: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _facts(
+    verdicts: Sequence[Verdict], seconds: float, undisturbed: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     faults = sum(len(verdict.faults) for verdict in verdicts)
     losses = {
-        way: {"undisturbed": one["loss"], "disturbed": [v.loss for v in verdicts if v.way == way and v.loss is not None]}
+        way: {
+            "undisturbed": one["loss"],
+            "disturbed": [v.loss for v in verdicts if v.way == way and v.loss is not None],
+        }
         for way, one in undisturbed.items()
     }
     return {"faults": faults, "mean_seconds_between": seconds / faults if faults else None, "losses": losses}

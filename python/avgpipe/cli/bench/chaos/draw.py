@@ -13,7 +13,6 @@ WAYS = ("isolate", "spares", "plain")
 # Of the job: an evaluation and a save at the end of each epoch.
 EPOCHS, BATCHES_PER_EPOCH, BATCH_SIZE = 3, 40, 12
 BATCHES = EPOCHS * BATCHES_PER_EPOCH
-FATAL = tuple(kind for kind in KINDS if kind != "slow")
 _DELAY_S = 0.5  # of a slow rank
 # The places of these phases that are passed by at most; they are counted, as they have no batch of training.
 _PASSED_BY = {"evaluation": 6, "save": 4, "load": 2, "start": 0, "join": 0, "shutdown": 0}
@@ -76,9 +75,7 @@ def _fault(chance: random.Random, way: str, kind: str, stages: int, pipelines: i
         fault["batch"] = chance.randrange(BATCHES)
     if where:
         fault["where"] = where
-    if kind == "slow":
-        fault["for_s"] = _DELAY_S
-    elif kind == "stop" and chance.random() < 0.3:
+    if kind == "slow" or (kind == "stop" and chance.random() < 0.3):
         fault["for_s"] = _DELAY_S
     elif kind == "full disk":
         fault["room_bytes"] = chance.randrange(1000)
@@ -86,5 +83,5 @@ def _fault(chance: random.Random, way: str, kind: str, stages: int, pipelines: i
 
 
 def _has(way: str, phase: str) -> bool:
-    """Whether the job gets to a phase: only pipelines that are lost join, and one that saved loads where all are there."""
+    """Whether the job gets to a phase: only isolated pipelines join, and it loads where nobody comes later."""
     return {"join": way == "isolate", "load": way == "plain"}.get(phase, True)

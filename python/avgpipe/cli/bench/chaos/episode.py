@@ -19,7 +19,7 @@ from typing import Any
 from avgpipe.cli.bench.chaos.draw import Scenario
 from avgpipe.cli.bench.chaos.job import VARIABLE
 from avgpipe.errors import PipelineError
-from avgpipe.ranks.launch import Interrupted, RanksFailed, run_on_ranks, tied
+from avgpipe.ranks.launch import Interrupted, run_on_ranks, tied
 from avgpipe.ranks.replace import Replacing
 from avgpipe.ranks.supervise import Isolation, Supervisor
 from avgpipe.testing import environment
@@ -69,7 +69,7 @@ class Seen:
         failure: Why the launcher ended the run; None where it came to its end.
         left: Processes, files and memory that were there afterwards.
         is_hung: Whether it had to be ended from outside.
-        texts: What the processes wrote, where the launcher does not keep it.
+        ended_at_s: When the launcher was done, of the clock of events.
     """
 
     scenario: Scenario
@@ -98,8 +98,11 @@ def play(scenario: Scenario, shape: Shape) -> Seen:
         watch.start()
         try:
             _launch(scenario.way, shape, added, seen)
-        except (RanksFailed, PipelineError, Interrupted) as failure:
+        except PipelineError as failure:
             seen.failure = failure
+        except Interrupted:
+            if not watch.is_hung:
+                raise
         finally:
             seen.ended_at_s = time.monotonic()
             watch.stop()
@@ -212,7 +215,9 @@ def _marked(mark: str) -> list[tuple[int, str]]:
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid() and _has_mark(int(name), mark):
             with suppress(OSError):
-                command = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                command = (
+                    Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
                 found.append((int(name), command[:100]))
     return found
 

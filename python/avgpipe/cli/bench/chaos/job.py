@@ -21,7 +21,9 @@ from avgpipe import Pipeline, Plan
 from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES, BATCHES_PER_EPOCH
 from avgpipe.faults import RESTART
 
-VARIABLE = "AVGPIPE_CHAOS"  # names that with what the job needs; all processes of a run have it, and no others
+VARIABLE = (
+    "AVGPIPE_CHAOS"  # names that with what the job needs; all processes of a run have it, and no others
+)
 _WORDS, _LENGTH, _WIDTH = 24, 8, 32
 
 
@@ -37,7 +39,10 @@ class Journal(logging.Handler):
         who = {"process": os.getpid(), "rank": int(os.environ["RANK"])}
         who |= {"pipeline": int(os.environ.get("AVGPIPE_PIPELINE", "0"))}
         who |= {"life": int(os.environ.get(RESTART, "0"))}
-        os.write(self._file, json.dumps({"at_s": time.monotonic(), "event": event, **who, **about}).encode() + b"\n")
+        os.write(
+            self._file,
+            json.dumps({"at_s": time.monotonic(), "event": event, **who, **about}).encode() + b"\n",
+        )
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -94,7 +99,7 @@ def _data() -> list[tuple[torch.Tensor, torch.Tensor]]:
         is_other = torch.rand(words[0].shape, generator=chance) < 0.1
         words.append(torch.where(is_other, other, follows[words[-1]]))
     text = torch.stack(words, 1)
-    return list(zip(text[:, :-1].split(BATCH_SIZE), text[:, 1:].split(BATCH_SIZE)))
+    return [(one[:, :-1], one[:, 1:]) for one in torch.tensor_split(text, BATCHES)]
 
 
 def _paced(batches: list[Any], pace_s: float) -> Iterator[Any]:

@@ -18,6 +18,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES
@@ -26,7 +27,10 @@ from avgpipe.ranks.launch import RanksFailed
 
 _ITSELF = ("kill", "half-written message", "exception", "out of memory", "stop")
 _KILLED = ("kill", "half-written message")
-_LOST = re.compile(r"(?:pipeline (\d+): )?rank (\d+) (?:was killed|failed)[^(;]*(?:\([^()]*\))?(?:[^(]*\((.*)\))?")
+_COPY_S = 1.5  # after a call, by which all have a copy for certain
+_LOST = re.compile(
+    r"(?:pipeline (\d+): )?rank (\d+) (?:was killed|failed)[^(;]*(?:\([^()]*\))?(?:[^(]*\((.*)\))?"
+)
 _SILENT = re.compile(r"rank (\d+) \(stage \d+\) has said nothing")
 
 Who = tuple[int, int]  # pipeline and rank
@@ -94,8 +98,7 @@ def _pause_s(fault: dict[str, Any], seen: Seen, shape: Shape) -> float | None:
     felt = [t for t in times if fault["at_s"] < t <= fault["at_s"] + shape.timeout_s + 2 * PROMPT_S]
     if not before or not felt:
         return None
-    line = [fault["at_s"], *felt]
-    return max(b - a for a, b in zip(line, line[1:]))
+    return float(max(b - a for a, b in pairwise([fault["at_s"], *felt])))
 
 
 def _judge_end(verdict: Verdict, seen: Seen, shape: Shape) -> None:
@@ -107,7 +110,9 @@ def _judge_end(verdict: Verdict, seen: Seen, shape: Shape) -> None:
         if fault["pause_s"] is not None and fault["pause_s"] > limit_s:
             verdict.wrong["hangs"].append(f"the others paused for {fault['pause_s']:.1f} s")
     last_s = max([fault["at_s"] for fault in verdict.faults], default=seen.ended_at_s)
-    if verdict.ended and seen.ended_at_s - last_s > limit_s + shape.timeout_s * (seen.scenario.way == "isolate"):
+    if verdict.ended and seen.ended_at_s - last_s > limit_s + shape.timeout_s * (
+        seen.scenario.way == "isolate"
+    ):
         verdict.wrong["hangs"].append(f"the run ended {seen.ended_at_s - last_s:.1f} s after the last fault")
     if verdict.ended and not _may_end(verdict, seen):
         verdict.wrong["ended"].append(f"the run should have gone on: {seen.failure}")
@@ -129,7 +134,12 @@ def _may_end(verdict: Verdict, seen: Seen) -> bool:
         # Those that are not killed, two at once, and who dies between a call and the copy after the next batch.
         calls = any(fault["phase"] in ("save", "evaluation") for fault in verdict.faults)
         calls |= any(_follows_a_call(fault, seen) for fault in verdict.faults)
-        return starts or calls or len(verdict.faults) > 1 or any(f["kind"] not in _KILLED for f in verdict.faults)
+        return (
+            starts
+            or calls
+            or len(verdict.faults) > 1
+            or any(f["kind"] not in _KILLED for f in verdict.faults)
+        )
     lost = {fault["pipeline"] for fault in verdict.faults}  # one that nobody is left of has no state to give
     return starts or len(lost) == len({event["pipeline"] for event in seen.events})
 
@@ -138,7 +148,7 @@ def _follows_a_call(fault: Mapping[str, Any], seen: Seen) -> bool:
     """Whether all have evaluated or saved, and trained on no more than a few batches since, or on none at all."""
     results = [e["at_s"] for e in seen.of("result") if e["at_s"] < fault["at_s"]]
     calls = [e["at_s"] for e in seen.of("evaluation") if e["at_s"] < fault["at_s"]]
-    return fault["at_s"] - max([*calls, *results[:1]], default=fault["at_s"]) < 1.5
+    return bool(fault["at_s"] - max([*calls, *results[:1]], default=fault["at_s"]) < _COPY_S)
 
 
 def _judge_blame(verdict: Verdict, seen: Seen) -> None:
@@ -151,7 +161,9 @@ def _judge_blame(verdict: Verdict, seen: Seen) -> None:
         allowed |= {who} if fault["kind"] in _ITSELF else set(others)
         if fault["kind"] == "full disk":
             allowed |= {(event["pipeline"], event["rank"]) for event in seen.events}
-        fault["blamed"] = [list(one) for one, _ in blamed if one in ({who} if fault["kind"] in _ITSELF else others)]
+        fault["blamed"] = [
+            list(one) for one, _ in blamed if one in ({who} if fault["kind"] in _ITSELF else others)
+        ]
     for who, text in blamed:
         if who not in allowed:
             verdict.wrong["wrong blame"].append(f"pipeline {who[0]}, rank {who[1]} was blamed: {text}")
@@ -165,7 +177,9 @@ def _blamed(seen: Seen) -> list[tuple[Who, str]]:
             silent = _SILENT.search(line)
             rank = int(silent[1]) if silent else int(match[2])
             found.append(((int(match[1] or 0), rank), line))
-    if isinstance(seen.failure, RanksFailed) and seen.scenario.way != "isolate":  # there it is the last line again
+    if (
+        isinstance(seen.failure, RanksFailed) and seen.scenario.way != "isolate"
+    ):  # there it is the last line again
         found.append(((0, seen.failure.rank), str(seen.failure)))
     return found
 
@@ -219,4 +233,6 @@ def _judge_losses(verdict: Verdict, seen: Seen, undisturbed: Mapping[int, float]
     """What is trained again comes to the same bits."""
     others = [e["batch"] for e in seen.of("result") if e["loss"] != undisturbed.get(e["batch"], e["loss"])]
     if others:
-        verdict.wrong["losses"].append(f"losses differ from the undisturbed run's from batch {min(others)} on")
+        verdict.wrong["losses"].append(
+            f"losses differ from the undisturbed run's from batch {min(others)} on"
+        )
