@@ -122,12 +122,12 @@ class Replacing:
         self._replaced[rank] += 1
         place = self._place(rank)
         how = "a new process"
-        while self._spares:
-            spare, pipe = self._spares.pop(0)
-            if spare.poll() is None and _tell(pipe, json.dumps(place)):
-                self._ranks[rank], how = spare, "a spare process"
-                break
-        else:
+        self._spares = [one for one in self._spares if one[0].poll() is None]
+        ready = (one for one in self._spares if _tell(one[1], json.dumps(place)))
+        if (chosen := next(ready, None)) is not None:
+            self._spares.remove(chosen)
+            self._ranks[rank], how = chosen[0], "a spare process"
+        else:  # those that have not come so far stay spares
             self._ranks[rank] = self._start(rank)
         self._store.set(announcement(self._generation), json.dumps([rank]))
         self._say(f"rank {rank} {why}; {how} takes its place")
