@@ -187,6 +187,8 @@ class GroupLink(Link):
 
         def flipping(key: Key, value: Any) -> _Packed:
             message = packed(key, value)
+            self._seal(message)
+            message = message._replace(is_sealed=True)
             if message.payload is None:
                 flip_bit([message.envelope[_RECORD_BYTES:]], bit)
                 return message
@@ -243,7 +245,7 @@ class GroupLink(Link):
 
     def _seal(self, message: _Packed) -> None:
         """Write the checksums of a message, which is in the host's memory now, into its record."""
-        if self._end.verifier is not None:
+        if self._end.verifier is not None and not message.is_sealed:
             record = message.envelope.numpy().data
             body = record[_RECORD_BYTES:] if message.payload is None else message.payload.numpy()
             _SUMS.pack_into(record, _RECORD.size, checksum(body), zlib.crc32(record[: _RECORD.size]))
@@ -347,6 +349,7 @@ class _Packed(NamedTuple):
         place: In the line.
         words: What it is, for people.
         made: The event at which an accelerator has copied it to the host; None if it is there.
+        is_sealed: It has its checksums already.
     """
 
     place: float
@@ -355,6 +358,7 @@ class _Packed(NamedTuple):
     channel: _Outgoing | None = None
     payload: torch.Tensor | None = None
     made: Any = None
+    is_sealed: bool = False
 
 
 class _Outgoing:
