@@ -11,7 +11,7 @@ from avgpipe.faults.fault import KINDS, WHERE
 
 WAYS = ("isolate", "spares", "plain")
 # Of the job: an evaluation and a save at the end of each epoch.
-EPOCHS, BATCHES_PER_EPOCH, BATCH_SIZE = 3, 40, 12
+EPOCHS, BATCHES_PER_EPOCH, BATCH_SIZE = 4, 40, 12
 BATCHES = EPOCHS * BATCHES_PER_EPOCH
 _DELAY_S = 0.5  # of a slow rank
 # The places of these phases that are passed by at most; they are counted, as they have no batch of training.

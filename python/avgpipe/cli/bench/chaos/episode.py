@@ -39,7 +39,7 @@ class Shape:
     pipelines: int
     link: str
     timeout_s: float
-    pace_s: float = 0.04
+    pace_s: float = 0.06
     seed: int = 0
 
     def job(self, way: str, folder: Path, verifies: bool) -> dict[str, Any]:
@@ -149,6 +149,7 @@ class _Watch(threading.Thread):
         self._due = list(zip(scenario.kills_s, scenario.choices))
         self._patience_s = shape.timeout_s + PROMPT_S + _START_S
         self._journals, self._mark = journals, mark
+        self._isolates = scenario.way == "isolate"
         self._over = threading.Event()
         self.kills: list[dict[str, Any]] = []
         self.is_hung = False
@@ -163,18 +164,24 @@ class _Watch(threading.Thread):
             events = read(self._journals)
             heard_at = max([heard_at, *(event["at_s"] for event in events)])
             results = [event["at_s"] for event in events if event["event"] == "result"]
-            if results and self._due and time.monotonic() > min(results) + self._due[0][0]:
-                self._kill(events, self._due.pop(0)[1])
+            is_due = results and self._due and time.monotonic() > min(results) + self._due[0][0]
+            if is_due and self._kill(events, self._due[0][1]):
+                self._due.pop(0)
             if time.monotonic() > heard_at + self._patience_s:
                 self.is_hung = True
                 os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends all that it has started
                 return
 
-    def _kill(self, events: list[dict[str, Any]], choice: int) -> None:
-        """Kill one that trains; who ends or has ended is left alone."""
+    def _kill(self, events: list[dict[str, Any]], choice: int) -> bool:
+        """Kill one that trains; who ends or has ended is left alone. False if it has to wait."""
         ended = {event["process"] for event in events if event["event"] in ("end", "error")}
         training = {event["process"]: event for event in events if event["event"] == "result"}
+        hit = {(e["pipeline"], e["life"]) for e in [*events, *self.kills] if e["event"] == "fault"}
         living = [p for p in sorted(training) if p not in ended and _has_mark(p, self._mark)]
+        if self._isolates:  # somebody has to be left: else all begin anew, or the run ends
+            living = [p for p in living if (training[p]["pipeline"], training[p]["life"]) not in hit]
+            if len({training[p]["pipeline"] for p in living}) < 2:
+                return False
         if living:
             process = living[choice % len(living)]
             who = {name: training[process][name] for name in ("process", "rank", "pipeline", "life")}
@@ -182,6 +189,7 @@ class _Watch(threading.Thread):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
                 self.kills.append({"at_s": at_s, "event": "fault", "text": "kill from outside", **who})
+        return True
 
 
 def read(journals: Path) -> list[dict[str, Any]]:

@@ -109,5 +109,13 @@ def _paced(batches: list[Any], pace_s: float) -> Iterator[Any]:
         yield batch
 
 
+def main() -> None:
+    """Run as a process of its own, whose tracebacks are no news: an error is in the journal, too."""
+    about = os.environ[VARIABLE]
+    with Path(json.loads(about)["journals"], f"{os.getpid()}.err").open("w") as file:
+        os.dup2(file.fileno(), 2)
+    train(about)
+
+
 if __name__ == "__main__":
-    train(os.environ[VARIABLE])
+    main()

@@ -116,13 +116,16 @@ def _judge_end(verdict: Verdict, seen: Seen, shape: Shape) -> None:
         verdict.wrong["hangs"].append(f"the run ended {seen.ended_at_s - last_s:.1f} s after the last fault")
     if verdict.ended and not _may_end(verdict, seen):
         verdict.wrong["ended"].append(f"the run should have gone on: {seen.failure}")
-    elif not verdict.ended and verdict.way == "plain" and any(map(_is_fatal, verdict.faults)):
+    elif not verdict.ended and any(_must_be_noticed(verdict.way, fault) for fault in verdict.faults):
         verdict.wrong["ended"].append("the run went on as if nothing had happened")
 
 
-def _is_fatal(fault: Mapping[str, Any]) -> bool:
-    """Whether a plain run cannot come to its end with it."""
-    return fault["kind"] in ("kill", "half-written message", "exception", "out of memory", "full disk")
+def _must_be_noticed(way: str, fault: Mapping[str, Any]) -> bool:
+    """Whether a run cannot come to its end with a fault; flipped bits are looked for, see ``episode.play``."""
+    return way != "isolate" and (
+        fault["kind"] in ("exception", "out of memory", "full disk", "flipped bit")
+        or (fault["kind"] in _KILLED and way == "plain")
+    )
 
 
 def _may_end(verdict: Verdict, seen: Seen) -> bool:
