@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 
 from avgpipe.cli.bench import measuring
-from avgpipe.cli.bench.chaos.draw import BATCHES, WAYS, Scenario, draw
+from avgpipe.cli.bench.chaos.draw import WAYS, Scenario, draw
 from avgpipe.cli.bench.chaos.episode import Seen, Shape, play
 from avgpipe.cli.bench.chaos.judge import Verdict, judge
 from avgpipe.cli.config import FaultsConfig
@@ -104,16 +104,12 @@ def _scenarios(config: FaultsConfig, seed: int, began: float) -> Iterator[tuple[
 
 
 def _undisturbed(way: str, shape: Shape) -> dict[str, Any]:
-    """Return the losses of a run to which nothing happens, and how long it takes from its first result."""
+    """Return the losses by batch of a run to which nothing happens, and of its evaluations."""
     seen = play(Scenario(f"{way} undisturbed", way), shape)
-    if seen.failure is not None:
+    if seen.failure is not None:  # then there is nothing to compare with
         raise seen.failure
-    results = seen.of("result")
-    return {
-        "losses": {event["batch"]: event["loss"] for event in results},
-        "loss": next(e["loss"] for e in seen.of("evaluation") if e["batch"] == BATCHES),
-        "seconds": results[-1]["at_s"] - results[0]["at_s"],
-    }
+    losses, curve = ({e["batch"]: e["loss"] for e in seen.of(event)} for event in ("result", "evaluation"))
+    return {"losses": losses, "curve": curve}
 
 
 def _say(verdict: Verdict, scenario: Scenario, seen: Seen) -> None:
@@ -156,21 +152,24 @@ def _facts(
     verdicts: Sequence[Verdict], seconds: float, undisturbed: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     faults = sum(len(verdict.faults) for verdict in verdicts)
-    losses = {
+    curves = {
         way: {
-            "undisturbed": one["loss"],
-            "disturbed": [v.loss for v in verdicts if v.way == way and v.loss is not None],
+            "undisturbed": one["curve"],
+            "disturbed": [verdict.curve for verdict in verdicts if verdict.way == way and verdict.faults],
         }
         for way, one in undisturbed.items()
     }
-    return {"faults": faults, "mean_seconds_between": seconds / faults if faults else None, "losses": losses}
+    return {"faults": faults, "mean_seconds_between": seconds / faults if faults else None, "curves": curves}
 
 
 def _loss_lines(found: dict[str, Any]) -> list[str]:
     lines = [f"{found['faults']} faults in {len(found['runs'])} runs and {found['seconds']:.0f} s"]
-    for way, losses in found["losses"].items():
-        line = f"{way}: loss after all samples {losses['undisturbed']:.4f} undisturbed"
-        if some := losses["disturbed"]:
-            line += f"; of {len(some)} runs {min(some):.4f} to {max(some):.4f}, median {statistics.median(some):.4f}"
-        lines.append(line)
+    for way, curves in found["curves"].items():
+        lines.append(
+            f"{way}: loss after so many batches: undisturbed; in runs with faults median, least, most"
+        )
+        for batch, loss in curves["undisturbed"].items():
+            some = [curve[batch] for curve in curves["disturbed"] if batch in curve]
+            others = f"{statistics.median(some):.4f}, {min(some):.4f}, {max(some):.4f}" if some else "-"
+            lines.append(f"  {batch:4d}: {loss:.4f}; {others}")
     return lines

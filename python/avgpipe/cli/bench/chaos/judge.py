@@ -45,7 +45,7 @@ class Verdict:
         wrong: What must not be, in words, by the column of the table that counts it.
         ended: Whether a fault ended the run.
         repeated: Samples that were lost with a pipeline and that another one has trained on, as results told.
-        loss: Of the last evaluation; None if there was none at the end.
+        curve: Losses of the evaluations, by the batches that were trained on before; all epochs' if it did not end.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Verdict:
     ended: bool = False
     exit_codes: tuple[int, ...] = ()
     repeated: int = 0
-    loss: float | None = None
+    curve: dict[int, float] = field(default_factory=dict)
 
 
 def judge(seen: Seen, shape: Shape, undisturbed: Mapping[int, float]) -> Verdict:
@@ -67,8 +67,7 @@ def judge(seen: Seen, shape: Shape, undisturbed: Mapping[int, float]) -> Verdict
     verdict.ended = seen.failure is not None
     if isinstance(seen.failure, RanksFailed):
         verdict.exit_codes = seen.failure.exit_codes
-    evaluations = [event for event in seen.of("evaluation") if event["batch"] == BATCHES]
-    verdict.loss = evaluations[-1]["loss"] if evaluations else None
+    verdict.curve = {event["batch"]: event["loss"] for event in seen.of("evaluation")}
     if seen.left:
         verdict.wrong["left over"] += seen.left
     _judge_end(verdict, seen, shape)
