@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES, BATCHES_PER_EPOCH
 from avgpipe.faults import RESTART
 
@@ -84,9 +84,13 @@ def _train(asked: dict[str, Any], journal: Journal) -> None:
                 journal.write("result", batch=result.batch, samples=result.samples, loss=result.loss)
             loss = pipeline.evaluate(data[:4]).loss
             journal.write("evaluation", batch=pipeline.batches, loss=loss)
-            pipeline.save(asked["checkpoint"])
-            if asked["loads"]:
-                pipeline.load(asked["checkpoint"])
+            try:
+                pipeline.save(asked["checkpoint"])
+            except CheckpointError as error:  # the one before stays
+                journal.write("not saved", text=str(error))
+            else:
+                if asked["loads"]:
+                    pipeline.load(asked["checkpoint"])
 
 
 def _data() -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -6,7 +6,8 @@ Who may be blamed, by what happened first in a run:
 - who stands still, it alone;
 - of a line that is cut or reset, and of a message with a flipped bit, nobody can know which end is at fault: any rank
   of the same pipeline;
-- a full disk is told to all who save: any rank;
+- a full disk is an error of the save, which the job notes: nobody, and nobody for being slow;
+- a pipeline that is ended as another one is gone, whose state it was to have, is not blamed;
 - after several faults, those that all of them allow.
 
 A run may end at a fault where the guide "When something fails" does not promise that it goes on: see ``_may_end``.
@@ -27,6 +28,8 @@ from avgpipe.ranks.launch import RanksFailed
 
 _ITSELF = ("kill", "half-written message", "exception", "out of memory", "stop")
 _KILLED = ("kill", "half-written message")
+_WITHOUT_STATE = "whose state it was to have, is gone"
+_HARMLESS = ("slow", "full disk")
 _COPY_S = 1.5  # after a call, by which all have a copy for certain
 _LOST = re.compile(
     r"(?:pipeline (\d+): )?rank (\d+) (?:was killed|failed)[^(;]*(?:\([^()]*\))?(?:[^(]*\((.*)\))?"
@@ -122,7 +125,7 @@ def _judge_end(verdict: Verdict, seen: Seen, shape: Shape) -> None:
 def _must_be_noticed(way: str, fault: Mapping[str, Any]) -> bool:
     """Whether a run cannot come to its end with a fault; flipped bits are looked for, see ``episode.play``."""
     return way != "isolate" and (
-        fault["kind"] in ("exception", "out of memory", "full disk", "flipped bit")
+        fault["kind"] in ("exception", "out of memory", "flipped bit")
         or (fault["kind"] in _KILLED and way == "plain")
     )
 
@@ -130,7 +133,9 @@ def _must_be_noticed(way: str, fault: Mapping[str, Any]) -> bool:
 def _may_end(verdict: Verdict, seen: Seen) -> bool:
     """Whether the guide leaves it open that the run goes on."""
     if seen.scenario.way == "plain":
-        return bool(verdict.faults)
+        return any(fault["kind"] not in _HARMLESS for fault in verdict.faults)
+    if all(fault["kind"] in _HARMLESS for fault in verdict.faults):
+        return False
     starts = any(fault["phase"] in ("start", "shutdown") for fault in verdict.faults)
     if seen.scenario.way == "spares":
         # Those that are not killed, two at once, and who dies between a call and the copy after the next batch.
@@ -155,14 +160,12 @@ def _follows_a_call(fault: Mapping[str, Any], seen: Seen) -> bool:
 
 def _judge_blame(verdict: Verdict, seen: Seen) -> None:
     blamed = _blamed(seen)
-    faults = [fault for fault in verdict.faults if fault["kind"] != "slow"]
+    faults = [fault for fault in verdict.faults if fault["kind"] not in _HARMLESS]
     allowed: set[Who] = set()
     for fault in faults:
         who = fault["pipeline"] if seen.scenario.way == "isolate" else 0, fault["rank"]
         others = [(who[0], rank) for rank in range(_size(seen))]
         allowed |= {who} if fault["kind"] in _ITSELF else set(others)
-        if fault["kind"] == "full disk":
-            allowed |= {(event["pipeline"], event["rank"]) for event in seen.events}
         fault["blamed"] = [
             list(one) for one, _ in blamed if one in ({who} if fault["kind"] in _ITSELF else others)
         ]
@@ -175,7 +178,8 @@ def _blamed(seen: Seen) -> list[tuple[Who, str]]:
     """Whom the launcher has blamed, in its own words."""
     found = []
     for _, line in seen.said:
-        if match := _LOST.match(line):
+        match = _LOST.match(line)
+        if match and _WITHOUT_STATE not in line:
             silent = _SILENT.search(line)
             rank = int(silent[1]) if silent else int(match[2])
             found.append(((int(match[1] or 0), rank), line))
