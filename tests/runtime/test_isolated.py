@@ -19,6 +19,9 @@ from tests.isolated import Isolated, die
 from tests.runtime.cases import assert_same_state, language_model, token_batches
 from tests.runtime.test_shared_batch import OPTIMIZERS
 
+# On a device with streams: not in order yet. What is told goes through the host's memory, which streams know nothing of.
+pytestmark = pytest.mark.host
+
 LOSS = nn.CrossEntropyLoss()
 BATCHES = 24
 
