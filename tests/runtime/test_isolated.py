@@ -19,7 +19,7 @@ from tests.isolated import Isolated, die
 from tests.runtime.cases import assert_same_state, language_model, token_batches
 from tests.runtime.test_shared_batch import OPTIMIZERS
 
-# On a device with streams: not in order yet. What is told goes through the host's memory, which streams know nothing of.
+# Not in order on a device with streams yet: what is told goes through the host's memory, of which they know nothing.
 pytestmark = pytest.mark.host
 
 LOSS = nn.CrossEntropyLoss()

@@ -6,12 +6,14 @@ import copy
 import io
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from avgpipe.checkpoint.content import content_of
+from avgpipe.device import pinned_bytes
 from avgpipe.model.model import Model
 from avgpipe.runtime.worker import Worker
 
@@ -105,7 +107,8 @@ class _Copies:
 
     def _copy(self, memory: torch.UntypedStorage, size: int, device: torch.device) -> torch.Tensor:
         free = self._free[size]
-        target = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        new = pinned_bytes if self._pinned else partial(torch.empty, dtype=torch.uint8)
+        target = free.pop() if free else new(size)
         target.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(memory), non_blocking=self._pinned)
         self.memory.append(target)
         return target
