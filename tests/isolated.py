@@ -66,16 +66,16 @@ class Isolated:
         ranks = Ranks(self._size, self._function, environment=place, **self._arguments)
         self._groups[number] = pipeline, ranks
 
-    def _lose(self, number: int, why: str) -> None:
+    def _lose(self, number: int, rank: int | None, why: str) -> None:
         if number in self._groups and number not in self.why:
-            self.why[number] = why
+            self.why[number] = why or f"rank {rank} has ended"
             self._groups[number][1].kill(*range(self._size))
 
     def _look(self) -> None:
         for number, (pipeline, ranks) in list(self._groups.items()):
             codes = [process.exitcode for process in ranks.processes]
             if any(codes):
-                self._lose(number, "a process has failed")
+                self._lose(number, None, "a process has failed")
             if None in codes:
                 continue
             del self._groups[number]
@@ -93,7 +93,7 @@ class Isolated:
         cannot_begin = not self.coordinator.has_begun and len(self._groups) < self.coordinator.wanted
         if cannot_begin or (self.coordinator.has_begun and not self.coordinator.training):
             for number in self._groups:
-                self._lose(number, "the run is over")
+                self._lose(number, None, "the run is over")
 
     def _outputs(self) -> str:
         texts = [

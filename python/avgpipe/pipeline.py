@@ -39,7 +39,7 @@ from avgpipe.model.model import Model, layers_of
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance
 from avgpipe.ranks.generation import become_a_rank, generation, is_replaceable, next_generation
-from avgpipe.ranks.membership import pipeline_here
+from avgpipe.ranks.membership import Membership, pipeline_here
 from avgpipe.ranks.mesh import members_of
 from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
 from avgpipe.ranks.rendezvous import private_store
@@ -71,7 +71,7 @@ from avgpipe.runtime.requirements import (
     check_prepared,
     warn_of_waits,
 )
-from avgpipe.runtime.turn_feed import TurnFeed
+from avgpipe.runtime.turn_feed import Counts, TurnFeed
 from avgpipe.runtime.weights import LoadedKeys, find_parameters, gather_state, load_state, set_requires_grad
 from avgpipe.runtime.worker import Worker
 from avgpipe.timeline.timeline import Timeline
@@ -599,20 +599,48 @@ class Pipeline:
 
     # ---- pipelines that come and go ----------------------------------------------------------------------------------
 
-    def _enter(self) -> int:
-        """Become a member of a run of isolated pipelines; return how many batches it has had."""
+    def enter(self) -> int:
+        """Come into a run of isolated pipelines before the first batch, with which train() else does it.
+
+        Where others train already, it returns once this pipeline has their state; they then wait for its first batch,
+        which is number ``batches``.
+
+        Returns:
+            How many results they have had, each of a batch or of what was left of it; 0 at the beginning of a run.
+        """
+        if not isinstance(self._feed, TurnFeed):
+            return 0
+        self._feed.enter()
+        return self._feed.ended
+
+    def once(self, what: str, find: Callable[[], Any]) -> Any:
+        """Return, on every rank of all pipelines, what ``find()`` returns on one of them, as JSON carries it.
+
+        For what decides how training goes on, and may differ between ranks, as what a clock or a file says. Batches in
+        flight are finished first. Every rank calls it, after the same batch; ``what`` names it to all of them.
+        """
+        self.drain()
+
+        def find_here() -> Any:
+            return self.world.gather(find())[0]
+
+        with self._worker.running():
+            exchange = self._worker.exchange
+            return find_here() if exchange is None else exchange.once(what, find_here)
+
+    def _enter(self) -> Counts | None:
+        """Become a member of a run of isolated pipelines; return what it has come to, if it goes on already."""
         worker, exchange = self._worker, self._worker.exchange
         assert exchange is not None
         with worker.running():
-            turn = exchange.enter(self._digests(exchange.membership.has_begun))
-            batches = self._feed.next_batch
+            turn, counts = exchange.enter(self._digests(exchange.membership.has_begun)), None
             if exchange.membership.is_late:
                 faults.at("join", **worker.place)
                 for number in worker.held:
-                    batches = take_state(exchange.received(number), worker, number)
+                    counts = take_state(exchange.received(number), worker, number)
             for row in worker.rows:
                 row.resume(turn)
-        return batches
+        return counts
 
     def _digests(self, has_begun: bool) -> list[str]:
         """Return a digest of what all pipelines must have alike, and one of the weights with which all begin."""
@@ -625,7 +653,7 @@ class Pipeline:
 
     def _give(self, number: int, turn: int) -> bytes:
         assert isinstance(self._feed, TurnFeed)
-        return give_state(self._worker, number, self._feed.batches_before(turn))
+        return give_state(self._worker, number, self._feed.before(turn))
 
     # ---- using the model -----------------------------------------------------------------------------------------
 
@@ -737,7 +765,8 @@ class Pipeline:
                 self._save(Path(directory), self.plan)
                 return
             alone = replace(self.plan, pipelines=1, isolate=False, rule=None, alpha=None)
-            found = self._worker.exchange.once("save", partial(self._try_to_save, Path(directory), alone))
+            name = f"checkpoint {directory}"
+            found = self._worker.exchange.once(name, partial(self._try_to_save, Path(directory), alone))
             if found is not None:
                 raise (NotFinite if found["is_not_finite"] else CheckpointError)(found["why"])
 
@@ -844,6 +873,11 @@ class Pipeline:
         with self._idle():
             self.world.require_same("argument of requires_grad_", json.dumps([names, flag]))
             set_requires_grad(self._worker, indices, flag)
+
+    @property
+    def launcher(self) -> Membership | None:
+        """The connection to the launcher of isolated pipelines; None elsewhere."""
+        return None if self._worker.exchange is None else self._worker.exchange.membership
 
     @property
     def device(self) -> torch.device:

@@ -235,7 +235,23 @@ class PlanOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(LearningOptions, PlanOptions):
+class IsolationOptions(Options):
+    """Isolated pipelines.
+
+    Attributes:
+        min_pipelines: With --isolate, the run ends once fewer pipelines are left.
+        max_pipelines: With --isolate, how many pipelines the run has at most, with those of avgpipe join. Default: as
+            many as it begins with.
+        restarts: With --isolate, how often in a row a lost pipeline is started again that makes no step.
+    """
+
+    min_pipelines: Count = 1
+    max_pipelines: Count | None = None
+    restarts: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LearningOptions, PlanOptions, IsolationOptions):
     """Train WORKLOAD: start the plan's workers on this machine, or join those that torchrun started.
 
     Writes plan.json, metrics.jsonl, curves.png, timeline.json, timeline.png, checkpoints/ and summary.json to the run's
@@ -251,7 +267,7 @@ class TrainConfig(LearningOptions, PlanOptions):
         logger: Where to log what metrics.jsonl has, too; once for each.
         checkpoint_minutes: Minutes between checkpoints within an epoch.
         launch: torchrun's name for what started the workers.
-        restarts: Whether torchrun has started the workers before, and they began this run.
+        is_restart: Whether torchrun has started the workers before, and they began this run.
     """
 
     out: Folder = ""
@@ -262,7 +278,7 @@ class TrainConfig(LearningOptions, PlanOptions):
     logger: Annotated[tuple[str, ...], Value("|".join(LOGGERS), choices=tuple(LOGGERS), repeated=True)] = ()
     checkpoint_minutes: Positive = 10.0
     launch: str | None = internal(None)
-    restarts: bool = internal(False)
+    is_restart: bool = internal(False)
 
     def to_plan(self) -> Plan:
         """The plan of a complete configuration, see ``resolve``."""
@@ -273,6 +289,7 @@ class TrainConfig(LearningOptions, PlanOptions):
         """The options in a run.json; older ones had the plan's in an object of their own."""
         plan = values.get("plan")
         values = {**values, **plan, "plan": None} if isinstance(plan, dict) else values
+        values = {name: value for name, value in values.items() if name != "restarts" or value is not False}
         return super().known({"batch": "per-pipeline", **values})  # which older runs had
 
     @property
@@ -508,7 +525,7 @@ class WatchConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(Options):
+class RunConfig(IsolationOptions):
     """Start SCRIPT on local workers through torch's launcher, with torchrun's environment variables.
 
     Options first, then the script and its arguments. When a worker fails the others are ended and the exit code is 1.
@@ -522,8 +539,6 @@ class RunConfig(Options):
         stages: Number of workers to start, one per stage; with --isolate of each pipeline.
         isolate: Start processes for each pipeline.
         pipelines: How many pipelines, with --isolate.
-        min_pipelines: The run ends once fewer are left, with --isolate.
-        restarts: How often in a row a pipeline is started again that makes no step, with --isolate.
         spares: Processes that wait to take the place of a worker that is killed; 0 starts a new one then. The script's
             Pipeline must have copies_every_s. Default: a worker that is killed ends the run.
         json: Print one JSON object and nothing else; what the script prints goes to standard error.
@@ -534,9 +549,21 @@ class RunConfig(Options):
     stages: Count = 2
     isolate: bool = False
     pipelines: Count = 2
-    min_pipelines: Count = 1
-    restarts: Count = 3
     spares: CountOrNone | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinConfig(Options):
+    """Start one more pipeline for a run with --isolate that goes on, on the same host.
+
+    It joins the others while they train, or takes the place of one that was lost. The command ends with the run; to
+    interrupt it ends that pipeline alone.
+
+    Attributes:
+        run: Folder of the run of avgpipe train, or the one that avgpipe run has named.
+    """
+
+    run: Annotated[str, Value("RUN", positional=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,7 @@ class RunFolder:
         if self._metrics is not None:
             with self._metrics:
                 self._write_rows()
+            self._metrics = None
 
     def _write_rows(self) -> None:
         assert self._metrics is not None

@@ -25,6 +25,7 @@ COMMANDS = {
     "watch": config.WatchConfig,
     "doctor": config.DoctorConfig,
     "run": config.RunConfig,
+    "join": config.JoinConfig,
 }
 BENCHMARKS = {
     "kernels": config.KernelsConfig,

@@ -146,3 +146,8 @@ def reporting(json_output: bool) -> Iterator[None]:
 
 def say(message: str) -> None:
     print(f"avgpipe: error: {message}", file=sys.stderr, flush=True)
+
+
+def note(message: str) -> None:
+    """Say what happens, and is no failure of the command."""
+    print(f"avgpipe: {message}", file=sys.stderr, flush=True)

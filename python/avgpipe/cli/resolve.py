@@ -49,8 +49,8 @@ def resolve(asked: TrainConfig) -> TrainConfig:
     if asked.resume and not asked.out:
         raise ValueError("--resume needs --out DIR, the folder of the run to continue")
     launch = _launch()
-    restarts = bool(asked.out) and _is_restart(Path(asked.out), launch)
-    resume = asked.resume or (restarts and has_checkpoint(asked.out))
+    is_restart = bool(asked.out) and _is_restart(Path(asked.out), launch)
+    resume = asked.resume or (is_restart and has_checkpoint(asked.out))
     source = find_workload(asked.workload)
     stored = _stored(Path(asked.out), source.reference) if resume else {}
     _refuse_other_steps(asked, stored)
@@ -67,6 +67,10 @@ def resolve(asked: TrainConfig) -> TrainConfig:
             f"the loader of {source.reference} has no length: say with --max-batches how many batches to train"
         )
     plan = _plan(asked, stored, facts.batch_size)
+    if plan.isolate and joined_ranks() is not None:
+        raise ValueError(
+            "--isolate under torchrun: it starts the processes of its pipelines itself, run avgpipe train alone"
+        )
     if plan.stages > facts.layers:
         model = f"{source.name} {facts.preset}".rstrip()
         raise ValueError(
@@ -92,7 +96,7 @@ def resolve(asked: TrainConfig) -> TrainConfig:
         out=config.out or f"runs/{source.name}-{time.strftime('%Y%m%d-%H%M%S')}",
         resume=resume,
         launch=launch,
-        restarts=restarts,
+        is_restart=is_restart,
         given=(),
     )
 
@@ -282,7 +286,7 @@ def check_folder(config: TrainConfig) -> None:
             )
         Manifest.read(config.last_checkpoint)
         return
-    if config.restarts:
+    if config.is_restart:
         return
     found = next((name for name in _PARTS_OF_A_RUN if (out / name).exists()), None)
     if found is not None:

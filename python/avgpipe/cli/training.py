@@ -1,4 +1,4 @@
-"""The training loop of ``avgpipe train``: the same on every rank; only the first writes files and shows progress."""
+"""The training loop of ``avgpipe train``: the same on every rank; the first one tells the record what happens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,10 +19,11 @@ from torch import nn
 from avgpipe import __version__
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.folder import RunFolder, number
+from avgpipe.cli.folder import RunFolder
 from avgpipe.cli.measuring import typical_batch
-from avgpipe.cli.output import CommandFailed, arguments, running, say, strict_json
-from avgpipe.cli.progress import ProgressBar, links_line, links_of, log_records, warnings_of
+from avgpipe.cli.output import CommandFailed, arguments, running, say
+from avgpipe.cli.progress import links_line, links_of, log_records, warnings_of
+from avgpipe.cli.record import Record, Told, Written
 from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
 from avgpipe.errors import CheckpointError, PeerLost
 from avgpipe.measure.profiler import profile
@@ -31,9 +32,8 @@ from avgpipe.planning import Profile
 from avgpipe.planning.rebalance import rebalanced
 from avgpipe.ranks.process import PEER_LOST, peak_memory_bytes
 from avgpipe.report.course import Totals, Validations, parse_target, target_text
-from avgpipe.report.loggers import Loggers
-from avgpipe.report.pictures import Curve, plot_curves
-from avgpipe.report.runs import read_metrics, unbroken
+from avgpipe.report.runs import unbroken
+from avgpipe.runtime.evaluate import EvaluationResult
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.workloads.training import NTASGD
 
@@ -53,7 +53,8 @@ def run_rank(config: TrainConfig) -> None:
             run.train()
             run.close()
     except BaseException:
-        run.progress.close()
+        with suppress(OSError):
+            run.record.close()
         raise
 
 
@@ -86,16 +87,17 @@ class TrainingRun:
         self.workload, self.plan = prepare(config)
         with log_records() as logged:
             self.pipeline = self._make_pipeline()
-        self._world = self.pipeline.world
-        first = self._world.rank == 0
+        self._world, self._launcher = self.pipeline.world, self.pipeline.launcher
+        first, is_isolated = self._world.rank == 0, self._launcher is not None
+        comes_late = self._launcher is not None and self._launcher.has_begun
         # Workers that were started one by one may have named their folder at different times.
         self.out = Path(self._world.gather(config.out)[0])
-        self.folder = RunFolder(self.out, writes=first)
         self.done = Totals(self.workload.lower_is_better, config.target)
-        if config.resume:
-            self.pipeline.load(self.folder.checkpoints / "last")
+        if config.resume and not comes_late:
+            self.pipeline.load(self.out / "checkpoints" / "last")
             if first:
-                self.done.recall(self.folder.cut(self.pipeline.batches), self.pipeline.batches)
+                folder = RunFolder(self.out, writes=not is_isolated)
+                self.done.recall(folder.cut(self.pipeline.batches), self.pipeline.batches)
             self.done = Totals(**self._world.gather(asdict(self.done))[0])
         # Of the whole run; epochs of other lengths than the first one are not looked at.
         total = self.workload.epochs * len(self.workload.train_batches(0))
@@ -103,23 +105,31 @@ class TrainingRun:
         size = self.workload.batch_size
         validations = 1 if self.workload.valid_batches is None else config.validations  # the one at the end
         self._validations = Validations(total * size, validations, self.plan.batches_per_round * size)
-        self.progress = ProgressBar(total, self.done.batches, shown=first)
-        self._loggers = Loggers({}, self.progress.note)  # until the folder is there
-        self.progress.note(self._title())
-        if self.workload.trivial is not None:
-            answer, score = self.workload.trivial
-            self.progress.note(f"baseline: {answer}, {self.workload.metric_name} {score:.2f}")
+        self.record: Record
+        if self._launcher is not None and first:
+            self.record = Told(self._launcher, self.done, total)
+        else:
+            self.record = Written(config, self.done, total, first and not is_isolated, on_result)
         self._warnings = warnings_of(logged)
-        for note in (*links_line(self._world.gather(links_of(logged))), *self._warnings):
-            self.progress.note(note)
+        links = links_line(self._world.gather(links_of(logged)))
         self._saved_at = time.monotonic()
         self._unsaved: CheckpointError | None = None  # why the last checkpoint was not written
-        self._stretches: list[tuple[int, int]] = []  # batches, first and last, without a pause between them
+        self._stretches: list[tuple[int, int]] = []  # steps, first and last, without a pause between them
         self._resumed_at = self.done.batches
         self._epoch_samples: int | None = None  # where the loader's end has shown how many an epoch has
-        self._validated_at = replace(self.done)
+        self._validated_at = replace(self.done), self._steps()
         self._skipped = 0  # updates, of pipelines before the last rebalancing
         self._profile: str | None = None  # of the layers, once it was needed; "" if it cannot be had
+        self._is_open = comes_late
+        self._pace = Pace(config.checkpoint_minutes * 60, self.plan.batches_per_round)
+        if comes_late:
+            return
+        self.record.note(self._title())
+        if self.workload.trivial is not None:
+            answer, score = self.workload.trivial
+            self.record.note(f"baseline: {answer}, {self.workload.metric_name} {score:.2f}")
+        for note in (*links, *self._warnings):
+            self.record.note(note)
         if config.resume:
             self._open()
         else:
@@ -127,15 +137,15 @@ class TrainingRun:
             self._save()
             if self._unsaved is not None:  # before hours of training
                 raise self._unsaved
-        self._pace = Pace(config.checkpoint_minutes * 60, self.plan.batches_per_round)
 
     def train(self) -> None:
         """Train to the end and write the summary."""
-        epoch, start = self._position()
-        while epoch < self.workload.epochs and self._left() and not self.done.reached:
-            self._train_epoch(epoch, start)
+        rest = self._catch_up()
+        epoch, start = self._position() if rest is None else rest.place(self.pipeline.batches)
+        while rest or (epoch < self.workload.epochs and self._left() and not self.done.reached):
+            self._train_epoch(epoch, start, rest)
             self._save()
-            epoch, start = epoch + 1, 0
+            epoch, start, rest = epoch + 1, 0, None
             if (
                 self.config.rebalance
                 and epoch < self.workload.epochs
@@ -144,12 +154,12 @@ class TrainingRun:
             ):
                 self._rebalance()
         if self.config.target is not None and self.done.reached:
-            self.progress.note(f"target {target_text(self.config.target)} reached")
-        self.progress.close()
+            self.record.note(f"target {target_text(self.config.target)} reached")
         if self.done.batches > self._resumed_at or not (self.out / "summary.json").is_file():
             self._finish()
-        self.folder.close()
+        self.record.close()
         if self._unsaved is not None:
+            self._end_all(self._unsaved)
             raise self._unsaved
 
     def _make_pipeline(self) -> Pipeline:
@@ -164,42 +174,76 @@ class TrainingRun:
             **{name: getattr(config, name) for name in _PASSED_ON},
         )
 
+    def _end_all(self, failure: Exception) -> None:
+        """Have the launcher of isolated pipelines end the run: none of them could go on, nor another one."""
+        if self._launcher is not None:
+            self._launcher.ask("fail", str(failure))
+
     def close(self) -> None:
-        self._loggers.close()
-        self.progress.close()
+        self.record.close()
         self.pipeline.close()
+
+    def _catch_up(self) -> Segment | None:
+        """Come into the run; return what the others are at, of isolated pipelines that train already."""
+        results, batches = self.pipeline.enter(), self.pipeline.batches
+        if self._launcher is None or not self._launcher.is_late:
+            return None
+        told = self.record.standing(results, batches) if isinstance(self.record, Told) else None
+        standing = self._world.gather(told)[0]
+        segment = Segment(**standing["segment"])
+        self.done = replace(Totals(**standing["done"]), batches=batches)
+        self._pace, self._saved_at = Pace(**segment.pace), segment.saved_at
+        self._validated_at = replace(self.done), self._steps()
+        return segment
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def _train_epoch(self, epoch: int, start: int) -> None:
+    def _train_epoch(self, epoch: int, start: int, rest: Segment | None) -> None:
+        """Train an epoch from batch ``start`` on; ``rest``: the segment that others have begun there."""
         batches = self.workload.train_batches(epoch, start)
         left = min(len(batches), self._left())
         source = iter(batches)
         self.done.enter(epoch)
-        first = self.done.batches
-        while left > 0 and not self.done.reached:
-            ahead = self._to_next_validation()
-            count = min(left, ahead, self._pace.batches())
+        first = self._steps()
+        while rest or (left > 0 and not self.done.reached):
+            segment, rest = rest or self._begin_segment(epoch, start, left), None
+            count = segment.first + segment.count - self.pipeline.batches
             trained = self._train_batches(islice(source, count))
-            left -= count
+            left, start = left - count, start + count
             if trained < count:  # a loader without a length has ended
                 left, self._epoch_samples = 0, self.done.epoch_samples
             ends = not left and (epoch + 1 == self.workload.epochs or not self._left())
             # What observes its losses does so at each epoch's end.
-            validates = trained == ahead or ends or (not left and bool(self._averaging))
-            # The first rank's clock says so; a short agreement of all ranks.
-            saves = left > 0 and self._pace.due(
-                count, self._world.gather(time.monotonic() - self._saved_at)[0]
+            validates = (
+                (segment.validates and trained == count) or ends or (not left and bool(self._averaging))
             )
-            if first < self.done.batches and (validates or saves or not left):
-                self._stretches.append((first, self.done.batches - 1))
-                first = self.done.batches
+            saves = left > 0 and self._pace.due(segment.count, self._since_save())
+            if first < self._steps() and (validates or saves or not left):
+                self._stretches.append((first, self._steps() - 1))
+                first = self._steps()
             if validates and self.done.validated < self.done.batches:
                 self._validate(ends)
             if not left:
                 self._observe()
             if saves:
                 self._save()
+
+    def _begin_segment(self, epoch: int, start: int, left: int) -> Segment:
+        ahead = self._to_next_validation()
+        count = min(left, ahead, self._pace.batches())
+        pace, first = asdict(self._pace), self.pipeline.batches
+        segment = Segment(epoch, start, first, count, count == ahead, pace, self._saved_at)
+        self.record.segment(asdict(segment))
+        return segment
+
+    def _since_save(self) -> float:
+        """Seconds since the last checkpoint, by one clock: all ranks decide alike."""
+        seconds = self.pipeline.once("seconds since a checkpoint", lambda: time.monotonic() - self._saved_at)
+        return float(seconds)
+
+    def _steps(self) -> int:
+        """Return how many batches have begun, as timelines count them: of isolated pipelines, steps of all."""
+        return self.done.batches if self._launcher is None else self._launcher.begun
 
     def _to_next_validation(self) -> int:
         """Batches that are left until then."""
@@ -218,9 +262,10 @@ class TrainingRun:
             told = {"lr": self._lr(), "grad_norm": getattr(result, "grad_norm", None)}
             if self.workload.valid_batches is None:  # else validations tell it
                 told["total_batches"] = self._total
-            self._note("train", row | {name: value for name, value in told.items() if value is not None})
-            self.progress.batch(result.loss, result.samples, now - clock)
+            row |= {name: value for name, value in told.items() if value is not None}
+            self.record.batch(row, result.samples, now - clock)
             clock = now
+        done.batches = self.pipeline.batches
         return done.batches - before
 
     def _validate(self, ends: bool = False) -> None:
@@ -231,7 +276,7 @@ class TrainingRun:
         known = self.workload.valid_batches is not None
         loss, metrics = self._evaluate(ends) if known else (math.nan, {})
         metric = metrics.get(self.workload.metric_name)
-        if not self.folder.is_open:
+        if not self._is_open:
             self._open()
         if not known:
             return
@@ -247,11 +292,7 @@ class TrainingRun:
         if self._warnings and not done.batches:
             facts["warnings"] = self._warnings
         facts |= {"total_batches": self._total, "seconds": round(done.seconds, 6)}
-        self._note("valid", place | found | speed | facts)
-        when = f"after {done.batches} batches" if done.batches else "before training"
-        values = "".join(f"{name} {number(value)}, " for name, value in metrics.items() if name != "loss")
-        note = f"; updates skipped so far: {skipped}" if skipped else ""
-        self.progress.note(f"validation {when}: {values}loss {loss:.4f}{note}")
+        self.record.validation(place | found | speed | facts)
         if best:
             self._try_to_save("best")
 
@@ -262,18 +303,23 @@ class TrainingRun:
         """
         self.pipeline.drain()  # nothing may be in flight while the parameters hold something else
         assert self.workload.valid_batches is not None
-        batches = self.progress.validating(self.workload.valid_batches(), self.config.valid_batches)
+        batches = self.record.validating(self.workload.valid_batches(), self.config.valid_batches)
         with ExitStack() as swapped:
             weights: str | int = "reference"
             for optimizer in self._averaging:
                 if optimizer.triggered:
                     swapped.enter_context(optimizer.averages())
-                    weights = 0
-            result = self.pipeline.evaluate(batches, self.workload.metric_fn, weights=weights)
+                    weights = 0 if self._launcher is None else self._launcher.pipeline
+            evaluate = partial(self.pipeline.evaluate, batches, self.workload.metric_fn, weights=weights)
+            if weights == "reference":
+                result = evaluate()
+            else:  # which each of several isolated pipelines has
+                result = EvaluationResult(**self.pipeline.once("means", lambda: asdict(evaluate())))
             means = result.metric if isinstance(result.metric, dict) else {}
             found = self.workload.metrics(result.loss, means)
             if self.workload.decode is not None and (ends or self._decodes(result.loss)):
-                found |= self.workload.decode(partial(self.pipeline.predict, weights=weights))
+                decode = partial(self.workload.decode, partial(self.pipeline.predict, weights=weights))
+                found |= self.pipeline.once("decoding", decode)
         return result.loss, found
 
     def _decodes(self, loss: float) -> bool:
@@ -307,16 +353,14 @@ class TrainingRun:
 
     def _since_last_validation(self) -> dict[str, Any]:
         """Return speed and busy shares since the last validation; nothing where there was no batch."""
-        done, before = self.done, self._validated_at
-        self._validated_at = replace(done)
+        done, (before, first) = self.done, self._validated_at
+        self._validated_at = replace(done), self._steps()
         if done.batches == before.batches:
             return {}
         seconds = done.seconds - before.seconds
         return {
             "samples_per_second": (done.samples - before.samples) / seconds if seconds > 0 else None,
-            "worker_busy_fraction": [
-                round(share, 4) for share in self.pipeline.busy_fractions(before.batches)
-            ],
+            "worker_busy_fraction": [round(share, 4) for share in self.pipeline.busy_fractions(first)],
         }
 
     def _lr(self) -> float | None:
@@ -339,7 +383,7 @@ class TrainingRun:
         if found is None or found.gain < _LEAST_GAIN:
             return
         before, after = (", ".join(map(str, firsts)) for firsts in (bounds[1:-1], found.boundaries))
-        self.progress.note(
+        self.record.note(
             f"rebalanced: stages begin with layers {after} and no longer with {before}; batches should take "
             f"{100 * found.gain:.0f} % less time"
         )
@@ -349,8 +393,9 @@ class TrainingRun:
         self.config = replace(self.config, partition=found.boundaries)
         self.pipeline = self._make_pipeline()
         self._world = self.pipeline.world
-        self.pipeline.load(self.folder.checkpoints / "last")
-        self.folder.note_plan(self.config, self.plan)
+        self.pipeline.load(self.out / "checkpoints" / "last")
+        assert isinstance(self.record, Written), "isolated pipelines keep their cut"
+        self.record.folder.note_plan(self.config, self.plan)
 
     def _profiled(self) -> Profile | None:
         """Return what layers take on the first worker, where the whole model is measured for some seconds, once.
@@ -377,7 +422,7 @@ class TrainingRun:
                 **pipeline_options(self.config, workload),
             ).to_json()
         except (ValueError, TypeError, RuntimeError) as error:
-            self.progress.note(
+            self.record.note(
                 f"warning: stages are not rebalanced, as their layers cannot be measured: {error}"
             )
             return ""
@@ -391,11 +436,12 @@ class TrainingRun:
     def _try_to_save(self, name: str) -> CheckpointError | None:
         """A disk that is full for a while does not end a run. Weights that are not finite do: they would stay so."""
         try:
-            self.pipeline.save(self.folder.checkpoints / name)
-        except NotFinite:
+            self.pipeline.save(self.out / "checkpoints" / name)
+        except NotFinite as error:
+            self._end_all(error)
             raise
         except CheckpointError as error:
-            self.progress.note(f"warning: {error}; training goes on, and tries again at its next checkpoint")
+            self.record.note(f"warning: {error}; training goes on, and tries again at its next checkpoint")
             return error
         return None
 
@@ -419,19 +465,8 @@ class TrainingRun:
     # ---- what is told and written ------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Make the folder, and on the first rank the loggers."""
-        if self._world.rank == 0:
-            config, tell = self.config, self.progress.note
-            about = config.complete
-            self._loggers = Loggers.opened(config.logger, self.out, about, self.done.batches, tell)
-        self.folder.open(self.config, self.plan)
-
-    def _note(self, kind: str, row: Mapping[str, Any]) -> None:
-        self.folder.row(kind, **row)
-        if self._world.rank == 0:
-            self._loggers.log(row["batch"], row, kind)
-            if self._on_result is not None:
-                self._on_result({"kind": kind, **row})
+        self._is_open = True
+        self.record.open(self.plan)
 
     def _what(self) -> str:
         title = self.workload.title
@@ -454,12 +489,7 @@ class TrainingRun:
             return
         longest = unbroken(timeline, self._stretches)
         summary = self._summary(longest) | {"peak_memory_bytes": peaks, "skipped_updates": skipped}
-        self.folder.write("summary.json", strict_json(summary, indent=2) + "\n")
-        curve, workload = Curve.of(read_metrics(self.out)), self.workload
-        trivial = workload.trivial[1] if workload.trivial else None
-        metric = workload.metric_name, trivial, self.config.target
-        plot_curves({self.plan.system: curve}, self._what(), *metric, self.out / "curves.png")
-        if timeline.events:
+        if self.record.finish(summary, self._what()) and timeline.events:
             timeline.to_chrome_trace(self.out / "timeline.json")
             longest.plot(self.out / "timeline.png")
 
@@ -478,13 +508,11 @@ class TrainingRun:
             **{name: getattr(config, name) for name in ("workload", "seed", "target")},
             **{name: getattr(plan, name) for name in of_plan},
             **{name: getattr(workload, name) for name in of_workload},
-            **{name: getattr(done, name) for name in ("batches", "samples", "metric")},
-            **{name: getattr(done, name) for name in ("samples_to_target", "seconds_to_target")},
+            **{name: getattr(done, name) for name in ("batches", "metric")},
+            **done.figures(),
             **{name: getattr(timeline, name) for name in ("worker_busy_fraction", "bubble_fraction")},
             "advance": plan.advance if chosen is None else chosen.advance,
             "epochs": round(done.epoch + share, 4),
-            "train_seconds": done.seconds,
-            "samples_per_second": done.samples / done.seconds if done.seconds > 0 else None,
             "best_metric": done.best,
             "trivial_metric": workload.trivial[1] if workload.trivial else None,
             "parameters": sum(p.numel() for p in whole.parameters()),
@@ -493,30 +521,64 @@ class TrainingRun:
         }
 
 
+@dataclass(frozen=True)
+class Segment:
+    """Batches that are trained without a pause, which isolated pipelines know when they come in the midst of them.
+
+    Attributes:
+        epoch: theirs.
+        start: of the epoch, the batches before them.
+        first: number of the first one.
+        count: how many they are; fewer, if the epoch's end shows earlier.
+        validates: whether a validation follows.
+        pace: as it was before them.
+        saved_at: when the last checkpoint before them was written, by the monotonic clock.
+    """
+
+    epoch: int
+    start: int
+    first: int
+    count: int
+    validates: bool
+    pace: dict[str, Any]
+    saved_at: float
+
+    def place(self, batch: int) -> tuple[int, int]:
+        """Return the epoch of one of the batches, and which one it is there."""
+        return self.epoch, self.start + batch - self.first
+
+
+@dataclass
 class Pace:
     """When the ranks agree on whether a checkpoint is due: seldom, since each time their pipelines run empty.
 
     The segments between agreements double in length at first; later they last as long as the checkpoint interval.
     Everything follows from numbers that are the same on all ranks, so all make the same decisions.
+
+    Attributes:
+        interval_s: between two checkpoints.
+        per_round: batches from which every pipeline makes an update.
+        rounds: of the next segment.
+        since_save: batches since the last checkpoint.
     """
 
-    def __init__(self, interval_s: float, per_round: int) -> None:
-        self._interval_s, self._per_round = interval_s, per_round
-        self._rounds = 4  # in each of which every pipeline makes an update
-        self._since_save = 0
+    interval_s: float
+    per_round: int
+    rounds: int = 4
+    since_save: int = 0
 
     def batches(self) -> int:
         """Batches of the next segment."""
-        return self._rounds * self._per_round
+        return self.rounds * self.per_round
 
     def due(self, batches: int, elapsed_s: float) -> bool:
         """Whether to save now, after a segment of ``batches``, ``elapsed_s`` after the last checkpoint was saved."""
-        self._since_save += batches
-        per_round_s = elapsed_s * self._per_round / self._since_save
-        save = elapsed_s >= self._interval_s
-        left_s = self._interval_s if save else self._interval_s - elapsed_s
-        longest = left_s / per_round_s if per_round_s > 0 else 2.0 * self._rounds
-        self._rounds = max(1, min(2 * self._rounds, int(longest) + 1))
+        self.since_save += batches
+        per_round_s = elapsed_s * self.per_round / self.since_save
+        save = elapsed_s >= self.interval_s
+        left_s = self.interval_s if save else self.interval_s - elapsed_s
+        longest = left_s / per_round_s if per_round_s > 0 else 2.0 * self.rounds
+        self.rounds = max(1, min(2 * self.rounds, int(longest) + 1))
         if save:
-            self._since_save = 0
+            self.since_save = 0
         return save

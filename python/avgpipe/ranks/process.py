@@ -22,6 +22,8 @@ import platform
 import re
 import select
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -34,6 +36,8 @@ from typing import TYPE_CHECKING, Any
 from avgpipe.errors import PeerLost
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     import torch
 
 _log = logging.getLogger("avgpipe")
@@ -42,6 +46,7 @@ ARGUMENTS, PROGRESS = "arguments.json", "progress"  # beside it, as only their u
 FAILED, WRONG_ARGUMENTS, PEER_LOST = 1, 2, 3  # exit codes; the last: only because another rank failed
 GRACE_S = 3.0  # after SIGTERM, to see the closed connection of the rank that died and name it
 _PR_SET_PDEATHSIG = 1
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT_BYTES = 2**31 - 1  # free at the end of the heap: the largest int
@@ -166,6 +171,14 @@ def _code_of(target: str) -> int:
 
 def _folder() -> Path:
     return Path(os.environ[STORE_FILE]).parent
+
+
+def peer_of(connection: Connection) -> int:
+    """Return the process id of who has made a connection over a Unix socket; 0 where this process cannot see it."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, _, _ = _CREDENTIALS.unpack(credentials)
+    return int(process)
 
 
 # ---- processors, threads and main memory -------------------------------------------------------------------------
