@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,7 +22,8 @@ _LIMIT_S = 100
 class Isolated:
     """Runs ``function(**arguments)`` as ``size`` processes of each of several pipelines, until all have ended.
 
-    A pipeline of which a process fails is ended, and started again as long as ``restarts`` are left.
+    A pipeline of which a process fails is ended, and started again as long as ``restarts`` are left. ``joins`` are more
+    pipelines, which come once the others train.
 
     Attributes:
         said: what the coordinator has said.
@@ -32,8 +33,15 @@ class Isolated:
     """
 
     def __init__(
-        self, pipelines: int, size: int, function: Callable[..., Any], restarts: int = 1, **arguments: Any
+        self,
+        pipelines: int,
+        size: int,
+        function: Callable[..., Any],
+        restarts: int = 1,
+        joins: Sequence[int] = (),
+        **arguments: Any,
     ) -> None:
+        self._joins = list(joins)
         self._size, self._function, self._arguments, self._restarts = size, function, arguments, restarts
         self.said: list[str] = []
         self.results: dict[tuple[int, int], Any] = {}
@@ -90,6 +98,8 @@ class Isolated:
             else:
                 self.results |= {(pipeline, rank): r for rank, r in enumerate(ranks.results())}
 
+        while self._joins and self.coordinator.has_begun:
+            self._start(self._joins.pop())
         cannot_begin = not self.coordinator.has_begun and len(self._groups) < self.coordinator.wanted
         if cannot_begin or (self.coordinator.has_begun and not self.coordinator.training):
             for number in self._groups:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.command import alive, children, environment, rows, strict, wait_for
+from tests.cli.command import alive, children, environment, invoke, rows, strict, wait_for
 from tests.scripts import WriteScript
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
@@ -142,6 +142,34 @@ def assert_whole(out: Path) -> None:
     assert validated == [0, 20, 40, 60, 80]
     assert (out / "timeline.png").is_file()
     assert (out / "curves.png").is_file()
+
+
+def refused(*arguments: str) -> str:
+    """Return the one line of a refusal, before anything is started or written."""
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    return str(line)
+
+
+def test_options_of_isolated_pipelines_must_fit(
+    write_script: WriteScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, out = f"{write_script(SCRIPT)}:make", tmp_path / "run"
+    train = ("train", script, *SIZES, "--out", str(out))
+    assert "--restarts without --isolate" in refused(*train, "--restarts", "1")
+    assert "--max-pipelines, --pipelines without --isolate" in refused(
+        "run", "--pipelines", "2", "--max-pipelines", "3", str(tmp_path / "own_script.py")
+    )
+    for option, number in (("--min-pipelines", "3"), ("--max-pipelines", "1")):
+        assert "the 2 pipelines that the run begins with must lie between" in refused(
+            *train, "--isolate", option, number
+        )
+    assert f"{out}: no run with --isolate goes on there" in refused("join", str(out))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "--isolate under torchrun" in refused(*train, "--isolate")
+    assert not out.exists()
 
 
 @pytest.mark.slow

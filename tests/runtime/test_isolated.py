@@ -246,6 +246,16 @@ def test_one_is_lost_and_comes_again(K: int, options: dict[str, Any], optimizer:
     assert samples == sum(len(x) for x, _ in token_batches(BATCHES, 12, last=7))
 
 
+@pytest.mark.parametrize(("K", "options", "optimizer"), CASES[::2], ids=str)
+def test_one_more_than_planned_joins(K: int, options: dict[str, Any], optimizer: str) -> None:
+    N = options["pipelines"]
+    run = Isolated(N, K, train, joins=[N], K=K, options=options, optimizer=optimizer, waits_at=6)
+    assert not run.failures
+    assert [stay.pipeline for stay in run.stays] == list(range(N + 1))
+    assert_as_emulated(run, options, optimizer)
+    assert set(run.results) == {(i, k) for i in range(N + 1) for k in range(K)}
+
+
 @pytest.mark.parametrize("how", ["stopped", "raised"])
 def test_a_process_that_stands_still_or_raises_costs_its_pipeline_alone(how: str) -> None:
     K, options = 2, {"pipelines": 2, "micro_batches": 4}

@@ -218,6 +218,8 @@ def _drop_what_depends(base: dict[str, Any], explicit: dict[str, Any]) -> None:
         dropped.update(SYSTEMS[explicit["system"]])
     if "stages" in overridden and isinstance(base.get("advance"), list | tuple):
         dropped.add("advance")  # one for each stage
+    if explicit.get("pipelines") == 1:
+        dropped.add("isolate")  # there is no other one
     for name in dropped:
         base.pop(name, None)
 
