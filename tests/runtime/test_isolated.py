@@ -37,18 +37,26 @@ def train(
     """Results, and the states of the reference and of this pipeline.
 
     Args:
-        deaths: (pipeline, life, rank, call, how): who dies in which of its lives, in which call of one of its layers.
+        deaths: (pipeline, life, rank, call, how): who dies in which of its lives, in which call of one of its layers;
+            "another comes": in the first one in which it knows of another that comes with a later turn.
         waits_at: the batch at whose result all wait until a pipeline that died is back.
     """
     pipeline, group, rank = (int(os.environ[n]) for n in ("AVGPIPE_PIPELINE", "AVGPIPE_GROUP", "RANK"))
-    model, calls = language_model(), 0
+    model, calls, made = language_model(), 0, list[Pipeline]()
     life = 0 if group < options["pipelines"] else group - options["pipelines"] + 1
+
+    def another_comes() -> bool:
+        exchange = made[0]._worker.exchange if made else None
+        stays = exchange.membership.known.roster.stays if exchange is not None else []
+        return any(stay.donor is not None and stay.first > exchange._next for stay in stays)
 
     def count(*_: Any) -> None:
         nonlocal calls
         calls += 1
         for of_pipeline, of_life, of_rank, call, how in deaths:
-            if (of_pipeline in (None, pipeline), of_life, of_rank, call) == (True, life, rank, calls):
+            if (of_pipeline in (None, pipeline), of_life, of_rank) == (True, life, rank) and (
+                calls == call or (call == "another comes" and another_comes())
+            ):
                 ENDS[how]()
 
     for layer in model:
@@ -56,6 +64,7 @@ def train(
     plan = Plan(stages=K, isolate=True, **options)
     data = token_batches(BATCHES, 12, last=7)
     with Pipeline(model, plan, loss_fn=LOSS, optimizer=OPTIMIZERS[optimizer], timeout_s=timeout_s) as p:
+        made.append(p)
         membership = p._worker.exchange.membership
         results = []
         for result in p.train(data[p.batches :]):
@@ -125,7 +134,8 @@ class Emulation:
         found = []
         for stay in self.run.stays:
             if stay.end == turn:
-                found += [given[t][stay.pipeline] for t in range(stay.told, stay.end) if t in given]
+                turns = [given.get(t, {}) for t in range(stay.told, stay.end)]
+                found += [shares[stay.pipeline] for shares in turns if stay.pipeline in shares]
         return [part for part in found if part[3]]
 
     def _enter(self, turn: int) -> None:
@@ -254,6 +264,18 @@ def test_one_more_than_planned_joins(K: int, options: dict[str, Any], optimizer:
     assert [stay.pipeline for stay in run.stays] == list(range(N + 1))
     assert_as_emulated(run, options, optimizer)
     assert set(run.results) == {(i, k) for i in range(N + 1) for k in range(K)}
+
+
+@pytest.mark.parametrize("batch", ["global", "per-pipeline"] * 2)
+def test_one_is_lost_just_before_another_comes_who_does_not_know_what_it_had(batch: str) -> None:
+    options = {"pipelines": 3, "micro_batches": 6, "batch": batch}
+    if batch == "global":
+        del options["batch"]
+    death = 1, 0, 0, "another comes", "killed"
+    arguments = {"K": 1, "options": options, "optimizer": "adamw", "deaths": [death], "waits_at": 10}
+    run = Isolated(3, 1, train, restarts=3, joins=[3], **arguments)
+    assert_as_emulated(run, options, "adamw")
+    assert {0, 2} <= {pipeline for pipeline, _ in run.results}, (run.stays, run.why)
 
 
 @pytest.mark.parametrize("how", ["stopped", "raised"])
